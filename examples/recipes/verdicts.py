@@ -24,6 +24,8 @@ NODES = {
     "qwen3_30b_a3b_base_lora": 4,
     "qwen3_30b_a3b": 4,
     "qwen3_30b_a3b_r3": 4,
+    "qwen3_30b_a3b_async": 4,
+    "qwen3_30b_a3b_r3_async": 4,
     "qwen3_30b_a3b_base_32k": 4,
     "qwen3_30b_a3b_128k": 8,
     "qwen3_8b_base": 2,

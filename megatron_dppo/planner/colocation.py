@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_dppo.planner import memory
 from megatron_dppo.planner.devices import CONTEXT, GIB, Device, gib
 from megatron_dppo.planner.facts import RunFacts
+from megatron_dppo.types import TrainerPart
 
 HOST_LINK = 24 * GIB
 """Bytes/s between a GPU and pinned host memory in one direction: 24.4 GiB/s out and 23.5 back over PCIe 4 x16, measured
@@ -19,14 +20,20 @@ KEPT_BY_SERVER = 2 * GIB
 """Bytes that a server keeps after it released weights and KV cache: CUDA graphs and workspaces. Assumption."""
 
 
+_WAYS: dict[TrainerPart, int] = {"gradients": 0, "reference": 1, "optimizer": 2, "weights": 2}
+"""How often a parked part travels in a step, by ``trainer/parking.py``; the cheapest first."""
+
+
 @dataclass(frozen=True)
 class SharedBytes:
     """One GPU of a colocated run. ``parked``: the parts of a rank's state that leave it while the server generates;
-    ``moved``: bytes of them that travel, out and back. ``training``, ``generating``: what is on the GPU in each turn.
+    ``travels``: bytes that go out and that come back in a step; ``host``: that they keep pinned. ``training``,
+    ``generating``: what is on the GPU in each turn.
     """
 
-    parked: tuple[str, ...]
-    moved: int
+    parked: tuple[TrainerPart, ...]
+    travels: int
+    host: int
     training: int
     generating: int
 
@@ -39,29 +46,28 @@ def shared_bytes(
 
     While the server generates it holds its context, its weights, its KV cache, ``LEAST_RESERVED`` to work in and its
     communicators; the rank holds its context, its communicators and the state that isn't parked; activations are
-    gone. Parked in the order of their price: gradients, which start at zero and never travel; the optimizer's state;
-    the weights. While the rank trains, the server keeps its context, communicators and ``KEPT_BY_SERVER``.
+    gone. Parked in the order of their price: gradients, which never travel; a reference policy's weights, which only
+    come back; the optimizer's state; the weights. While the rank trains, the server keeps its context, communicators
+    and ``KEPT_BY_SERVER``.
     """
     fixed = CONTEXT + communicators
     server = fixed + engine.weights + max(0, engine.kv_pool) + memory.LEAST_RESERVED
     left = rank.context + rank.communicators
-    kept = {
-        "gradients": rank.state.gradients,
-        "optimizer": rank.state.optimizer,
-        "weights": rank.state.weights,
-    }
-    moved, parked = 0, []
-    for part in tuple(kept):
-        if server + left + sum(kept.values()) <= room:
+    generating = server + left + rank.state.total
+    travels, parked = 0, []
+    for part, ways in _WAYS.items():
+        if generating <= room:
             break
-        size = kept.pop(part)
-        moved += 0 if part == "gradients" else size
+        size = getattr(rank.state, part)
+        generating -= size
+        travels += ways * size
         parked.append(part)
     return SharedBytes(
         parked=tuple(parked),
-        moved=moved,
+        travels=travels,
+        host=memory.parked_bytes(rank.state, parked).host,
         training=rank.total + fixed + KEPT_BY_SERVER,
-        generating=server + left + sum(kept.values()),
+        generating=generating,
     )
 
 
@@ -85,7 +91,7 @@ def switch_seconds(facts: RunFacts, device: Device) -> float:
     shared = shared_ranks(facts, device)
     if not shared:
         return 0.0
-    return 2 * max(stage.moved for stage in shared) / HOST_LINK + HAND_OVER
+    return max(stage.travels for stage in shared) / HOST_LINK + HAND_OVER
 
 
 def sharing_faults(shared: tuple[SharedBytes, ...], device: Device) -> Iterator[str]:

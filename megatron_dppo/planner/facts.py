@@ -384,7 +384,8 @@ def facts_of(
 
 def schedule_of(config: TrainConfig) -> Schedule:
     """As the configuration says."""
-    return Schedule(staleness=config.rollout.max_staleness)
+    rollout = config.rollout
+    return Schedule(staleness=rollout.max_staleness, drains=rollout.interrupt == "drain")
 
 
 def _roles(config: TrainConfig, schedule: Schedule) -> Roles:

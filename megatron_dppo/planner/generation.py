@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from megatron_dppo.model.shape import ModelShape, active_parameters
-from megatron_dppo.planner.devices import LINK_EFFICIENCY, Cluster
+from megatron_dppo.planner.devices import LINK_EFFICIENCY, Cluster, Device
 from megatron_dppo.planner.facts import EngineFacts, RunFacts
 from megatron_dppo.planner.flops import attention_flops, forward_flops, linear_flops
 from megatron_dppo.planner.memory import chunk_tokens, engine_bytes, kv_bytes_per_token
@@ -54,19 +54,25 @@ def hand_over_seconds(
 # One decode step.
 
 HBM_EFFICIENCY = 0.7
-"""Share of the memory's rate that decoding reaches. Assumption."""
+"""Share of the memory's rate that decoding reaches in dense weights and KV cache. Holds in the published runs of dense
+models (docs/scale.md)."""
+EXPERT_EFFICIENCY = 0.55
+"""The same of the experts' weights, of which each serves a few tokens. Set from published runs (docs/scale.md)."""
 PREFILL_UTILISATION = 0.4
 """Share of peak FLOP/s in prefill and in large decode batches. Assumption."""
 DECODE_OVERHEAD = 0.004
 """Seconds of a decode step beside weights and KV cache: launches, sampling, scheduling. Assumption."""
+SEQUENCE_OVERHEAD = 10e-6
+"""Seconds of a decode step for each sequence beside these: sampling, its log-probability, scheduling, detokenizing. Set
+from published runs (docs/scale.md)."""
 REDUCE_LATENCY = 15e-6
-"""Seconds of one small all-reduce over NVLink; two a layer under tensor parallelism. Assumption."""
+"""Seconds of one small all-reduce over NVLink beside its bytes. Assumption."""
 
 
 def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: float) -> float:
     """One decode step of a server with ``running`` sequences of ``context`` tokens: max(bytes / memory rate, FLOPs /
-    peak) + collectives + overhead. Bytes of a GPU: the weights that the batch touches, and the KV cache of all
-    sequences.
+    peak) + collectives + an overhead, and one of each sequence. Bytes of a GPU: the weights that the batch touches, and
+    the KV cache of all sequences.
 
     With p pipeline stages the batch is p parts, each in another stage, and every part passes all stages: p times what
     a stage, 1 / p of the layers, takes for a part and for handing it on. So weights are read p times.
@@ -74,25 +80,45 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     shape, engine, device = facts.trainer.shape, facts.engine, cluster.device
     stages = engine.pipeline
     part = max(1.0, running / stages)
-    touched = touched_parameters(shape, part) * 2 / engine.gpus
+    touched = touched_parameters(shape, part)
     cache = part * context * kv_bytes_per_token(shape, engine)
-    memory = (touched + cache) / (device.hbm * HBM_EFFICIENCY)
+    memory = (touched.dense * _ITEM / engine.gpus + cache) / (device.hbm * HBM_EFFICIENCY)
+    memory += touched.experts * _ITEM / engine.gpus / (device.hbm * EXPERT_EFFICIENCY)
     flops = part * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
     compute = flops / (device.flops * PREFILL_UTILISATION)
     beside = DECODE_OVERHEAD + hand_over_seconds(shape, engine, cluster, part)
-    reduce = 2 * shape.num_layers * REDUCE_LATENCY if engine.tensor > 1 else 0.0
+    reduce = reduce_seconds(shape, engine, device, part)
     reduce += network_seconds(shape, engine, cluster, part, part)
-    return stages * (max(memory, compute) + beside) + reduce
+    return stages * (max(memory, compute) + beside) + running * SEQUENCE_OVERHEAD + reduce
 
 
-def touched_parameters(shape: ModelShape, running: float) -> float:
-    """Weights that a batch of ``running`` tokens reads: with uniform routing 1 - (1 - k / E)^running of the experts."""
+def reduce_seconds(shape: ModelShape, engine: EngineFacts, device: Device, tokens: float) -> float:
+    """Of a forward pass's all-reduces within a node, two a layer: latency, and 2 (n - 1) / n of the hidden states'
+    bytes (bf16) over NVLink."""
+    size = engine.tensor
+    if size == 1:
+        return 0.0
+    moved = 2 * (size - 1) / size * tokens * shape.hidden_size * _ITEM
+    each = REDUCE_LATENCY + moved / (device.nvlink * LINK_EFFICIENCY)
+    return 2 * shape.num_layers * each
+
+
+@dataclass(frozen=True)
+class Touched:
+    """Weights that a decode step reads."""
+
+    dense: float
+    experts: float
+
+
+def touched_parameters(shape: ModelShape, running: float) -> Touched:
+    """By a batch of ``running`` tokens: with uniform routing 1 - (1 - k / E)^running of the experts."""
     if not shape.is_moe:
-        return float(active_parameters(shape))
+        return Touched(float(active_parameters(shape)), 0.0)
     expert = shape.num_layers * 3.0 * shape.hidden_size * shape.moe_ffn_hidden_size
     dense = active_parameters(shape) - expert * shape.experts_per_token
     share = 1 - (1 - shape.experts_per_token / shape.num_experts) ** running
-    return dense + expert * shape.num_experts * share
+    return Touched(dense, expert * shape.num_experts * share)
 
 
 # A rollout batch.

@@ -480,7 +480,7 @@ def host_bytes(
     facts: RunFacts, columns: ColumnBytes, node: NodeRoles, capture: int, parked: int = 0
 ) -> HostBytes:
     """Of one node. ``capture``: bytes of R3's pinned buffer of each engine GPU, 0 without R3. ``parked``: bytes of
-    state that a rank keeps here while a server has its GPU, in one pinned buffer.
+    state that a rank keeps here while a server has its GPU.
 
     batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share a host's
     copy where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state, 14 bytes
@@ -496,7 +496,7 @@ def host_bytes(
         if facts.checkpoint_background
         else 0,
         capture=node.engine * capture,
-        parked=len(node.ranks) * devices.power_of_two(parked),
+        parked=len(node.ranks) * parked,
     )
 
 

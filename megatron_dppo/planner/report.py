@@ -186,10 +186,10 @@ def _rates(plan: RunPlan) -> str | None:
 def _shared(plan: RunPlan) -> str | None:
     if not plan.shared:
         return None
-    most = max(plan.shared, key=lambda stage: stage.moved)
+    most = max(plan.shared, key=lambda stage: stage.travels)
     parked = ", ".join(most.parked) or "nothing"
     return (
-        f"Parked while servers generate: {parked}, {gib(most.moved)} to the host and back; a GPU then holds "
+        f"Parked while servers generate: {parked}, {gib(most.travels)} to the host and back; a GPU then holds "
         f"{gib(most.generating)}, and {gib(most.training)} while it trains."
     )
 

@@ -114,7 +114,7 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     if engine is not None and facts.rollout.routing:
         capture = memory.capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
     shared = () if engine is None else shared_ranks(facts, cluster.device)
-    parked = max((stage.moved for stage in shared), default=0)
+    parked = max((stage.host for stage in shared), default=0)
     hosts = tuple(memory.host_bytes(facts, columns, node, capture, parked) for node in nodes)
     too_large += [*_rank_faults(ranks, cluster), *_host_faults(hosts, cluster)]
     if facts.schedule.is_colocated:

@@ -58,7 +58,13 @@ class Question:
         sizes, per_step = config.parallel.sizes, config.training.prompts_per_mini_batch
         batch = batch_faults(config.rollout, per_step, config.parallel.data)
         faults = list(world_faults(sizes)) or list(batch)
-        return [*faults, *layout_faults(sizes, config.megatron, self.shape)]
+        faults += layout_faults(sizes, config.megatron, self.shape)
+        if config.lora.rank and sizes.tensor > self.shape.num_query_groups:
+            groups = self.shape.num_query_groups
+            faults.append(
+                f"parallel.tensor: got {sizes.tensor}, with adapters expected at most the {groups} key-value heads"
+            )
+        return faults
 
     def facts(self) -> RunFacts:
         """Of the run. The layout must be one."""

@@ -11,19 +11,22 @@ from megatron_dppo.planner.facts import RolloutFacts, RunFacts, TrainerFacts, ra
 from megatron_dppo.planner.flops import forward_flops, linear_flops, training_flops
 from megatron_dppo.planner.generation import (
     DECODE_OVERHEAD,
+    EXPERT_EFFICIENCY,
     HBM_EFFICIENCY,
     PREFILL_UTILISATION,
     REDUCE_LATENCY,
+    SEQUENCE_OVERHEAD,
     evaluation_seconds,
     generation_seconds,
 )
 from megatron_dppo.planner.schedule import Schedule
 from megatron_dppo.planner.traffic import Traffic
 
-DENSE_UTILISATION = 0.40
-"""Share of a GPU's peak that dense layers' forward and backward reach. Assumption, in the range of public figures."""
-MOE_UTILISATION = 0.24
-"""The same of fine-grained experts: 240 TFLOP/s of 989 on H100, Megatron-LM's published pretraining figure."""
+DENSE_UTILISATION = 0.5
+"""Share of a GPU's peak that dense layers' forward and backward reach, collectives left out. Set from published runs
+(docs/scale.md)."""
+MOE_UTILISATION = 0.13
+"""The same of fine-grained experts, in RL: tuned pretraining, its experts asked alike, reaches more than twice that."""
 UNBALANCED = 1.1
 """Slowest replica over the mean of an optimiser step, dealt by predicted cost (data/packing.py). Assumption."""
 OVERHEAD = 0.5
@@ -246,7 +249,9 @@ def assumptions() -> dict[str, float]:
         "slowest replica over the mean": UNBALANCED,
         "seconds of an optimiser step beside its passes": OVERHEAD,
         "decoding's share of the memory's rate": HBM_EFFICIENCY,
+        "experts' share of the memory's rate": EXPERT_EFFICIENCY,
         "prefill's share of peak FLOP/s": PREFILL_UTILISATION,
         "seconds of a decode step beside memory and FLOPs": DECODE_OVERHEAD,
+        "of each of its sequences": SEQUENCE_OVERHEAD,
         "seconds of a small all-reduce": REDUCE_LATENCY,
     }

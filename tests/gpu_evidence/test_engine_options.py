@@ -43,17 +43,17 @@ def test_what_the_recipes_count_on(now: str) -> None:
     assert set(found) == {path.stem for path in RECIPES.glob("*.yaml")} - {BASE}
     for recipe, own in found.items():
         options, moe = every | own, "30b_a3b" in recipe
-        wide = recipe.endswith("_128k")
+        size = 4 if moe else 2 if recipe == "qwen3_8b_base" else 1
         assert options["attention_backend"] == "fa3"
         assert options["sampling_backend"] == "flashinfer"
         assert options["moe_runner_backend"] == ("triton" if moe else "auto")
         assert options["disable_overlap_schedule"] is False
-        assert options["enable_return_routed_experts"] is recipe.endswith(("_r3", "_128k"))
-        assert options["tp_size"] == (4 if wide else 2 if moe else 1)
+        assert options["enable_return_routed_experts"] is ("_r3" in recipe or "128k" in recipe)
+        assert options["tp_size"] == size
         assert options["dtype"] == "bfloat16"
         graphs = options["cuda_graph_config"]
         assert (graphs["decode"]["backend"], graphs["decode"]["max_bs"]) == (
             "full",
-            512 if wide else 256,
+            512 if size == 4 else 256,
         )
         assert (graphs["prefill"]["backend"], graphs["prefill"]["max_bs"]) == ("breakable", 8192)

@@ -44,8 +44,12 @@ SIXTEEN = ["engine.servers=16", "parallel.world_size=32", "sglang.mem_fraction_s
 """Ranks and servers of TP 2, each on all GPUs."""
 
 
+EIGHT = ["engine.servers=8", "sglang.tp_size=2", "training.recompute=full"]
+
+
 def facts(schedule, *words, **lengths):
-    return facts_of(load_config(RECIPE, words), MOE, schedule=schedule, **lengths)
+    """Of a layout by default of 16 ranks and eight servers of TP 2."""
+    return facts_of(load_config(RECIPE, [*EIGHT, *words]), MOE, schedule=schedule, **lengths)
 
 
 def test_a_synchronous_step_by_hand():
@@ -114,19 +118,19 @@ def rank(weights, gradients, optimizer, working=8):
 
 
 @pytest.mark.parametrize(
-    ("room", "parked", "moved", "left"),
+    ("room", "parked", "travels", "left"),
     [
         (116, (), 0, 60),
         (96, ("gradients",), 0, 40),
-        (95, ("gradients", "optimizer"), 30, 10),
-        (65, ("gradients", "optimizer", "weights"), 40, 0),
+        (95, ("gradients", "reference", "optimizer"), 60, 10),
+        (65, ("gradients", "reference", "optimizer", "weights"), 80, 0),
     ],
 )
-def test_the_least_is_parked_that_lets_both_fit(room, parked, moved, left):
+def test_the_least_is_parked_that_lets_both_fit(room, parked, travels, left):
     """Server: 20 of weights, 30 of KV cache, 3 to work in, 0.5 its context; rank: 2 that stay, 10, 20, 30 of state."""
     engine = EngineBytes(20 * GIB, 30 * GIB, 0, 0.9, 1, 1, 1)
     found = colocation.shared_bytes(rank(10, 20, 30), engine, 0, room * GIB)
-    assert (found.parked, found.moved) == (parked, moved * GIB)
+    assert (found.parked, found.travels) == (parked, travels * GIB)
     assert LEAST_RESERVED == 3 * GIB
     assert found.generating == CONTEXT + (20 + 30 + 3 + 2 + left) * GIB <= room * GIB
     assert found.training == (60 + 8 + 2) * GIB + CONTEXT + colocation.KEPT_BY_SERVER
@@ -135,15 +139,15 @@ def test_the_least_is_parked_that_lets_both_fit(room, parked, moved, left):
 def test_a_switch_moves_what_is_parked_out_and_back():
     run = facts(COLOCATED, *SIXTEEN)
     (shared,) = colocation.shared_ranks(run, H100.device)
-    assert shared.parked == ("gradients", "optimizer")
+    assert shared.parked == ("gradients", "reference", "optimizer")
     # 12 bytes of 3.6 B of experts over four ranks, and of 0.39 B over eight
-    assert shared.moved == pytest.approx(12 * (3.624e9 / 4 + 0.39e9 / 8), rel=0.02)
-    seconds = 2 * shared.moved / colocation.HOST_LINK + colocation.HAND_OVER
+    assert shared.travels == pytest.approx(2 * 12 * (3.624e9 / 4 + 0.39e9 / 8), rel=0.02)
+    seconds = shared.travels / colocation.HOST_LINK + colocation.HAND_OVER
     assert colocation.switch_seconds(run, H100.device) == pytest.approx(seconds)
     assert colocation.switch_seconds(facts(ON_POLICY), H100.device) == 0
     fuller = facts(COLOCATED, *SIXTEEN, "sglang.mem_fraction_static=0.85")
     (shared,) = colocation.shared_ranks(fuller, H100.device)
-    assert shared.parked == ("gradients", "optimizer", "weights")
+    assert shared.parked == ("gradients", "reference", "optimizer", "weights")
 
 
 def test_a_colocated_plan_tells_what_is_parked_and_what_does_not_fit():
@@ -155,7 +159,10 @@ def test_a_colocated_plan_tells_what_is_parked_and_what_does_not_fit():
     assert all(host.parked == 8 * 16 * GIB for host in found.hosts)  # 10.7 GiB, pinned in 16
     console = Console(record=True, width=200)
     print_plan(console, found)
-    assert "Parked while servers generate: gradients, optimizer, 10." in console.export_text()
+    assert (
+        "Parked while servers generate: gradients, reference, optimizer, 21."
+        in console.export_text()
+    )
     crowded = plan_run(facts(COLOCATED, *SIXTEEN, "sglang.mem_fraction_static=0.955"), H100)
     assert any("beside a parked rank of stage 0" in fault for fault in crowded.faults)
     full = plan_run(facts(COLOCATED, *SIXTEEN, "training.micro_batch_tokens=400000"), H100)
@@ -168,6 +175,8 @@ def test_the_recipe_s_own_schedule_is_ranked_too():
     assert schedules(Question(config, MOE, H100)) == (ON_POLICY, STALE, COLOCATED)
     ahead = Question(load_config(RECIPE, ["rollout.max_staleness=1"]), MOE, H100)
     assert schedules(ahead) == (ON_POLICY, STALE, COLOCATED, Schedule(staleness=1))
+    words = ["rollout.max_staleness=1", "rollout.interrupt=retract"]
+    assert schedule_of(load_config(RECIPE, words)) == STALE
 
 
 def test_search_ranks_all_schedules_and_says_how_to_get_there():
@@ -187,7 +196,7 @@ def test_search_ranks_all_schedules_and_says_how_to_get_there():
 
 def test_the_command_tells_seconds_idle_placement_and_staleness(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    layout = ["parallel.world_size=8", "engine.servers=4"]
+    layout = ["parallel.world_size=8", "engine.servers=2", "training.recompute=full"]
     words = [str(RECIPE), *layout, "--gpu", "h200", "--nodes", "2", "--search"]
     assert command.main([*words, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["proposals"]

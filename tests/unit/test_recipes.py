@@ -32,6 +32,8 @@ PAPER = {
 """arXiv 2602.04879 v2, the appendix's table of hyper-parameters."""
 OURS = {
     # model, optimiser steps of a rollout batch
+    "qwen3_30b_a3b_async": ("qwen3-30b-a3b", 8),
+    "qwen3_30b_a3b_r3_async": ("qwen3-30b-a3b", 8),
     "qwen3_30b_a3b_base_32k": ("qwen3-30b-a3b-base", 4),
     "qwen3_30b_a3b_128k": ("qwen3-30b-a3b-thinking-2507", 2),
 }

@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from benchmark_rows import Quantity, read_rows, write_rows  # noqa: E402
 
 from tools.scale.page import page  # noqa: E402
+from tools.scale.published import published_runs  # noqa: E402
 from tools.scale.sizes import FULLEST, sizes  # noqa: E402
 
 
@@ -85,3 +86,19 @@ def test_another_form_is_refused_by_name(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps({"rows": [{"quantity": "a"}]}))
     with pytest.raises(ValueError, match=r"x\.json: expected benchmark, command"):
         read_rows(tmp_path)
+
+
+def test_published_runs_are_cited_and_the_planner_is_near_those_that_train_by_reinforcement():
+    """Its shares of the peak and of the memory's rate were set by them."""
+    runs = published_runs()
+    assert len(runs) >= 10
+    assert all(run.source.startswith("https://") for run in runs)
+    steps = [run for run in runs if run.unit == "s"]
+    near = [run for run in steps if 0.8 <= run.ratio <= 1.15]
+    assert len(near) >= len(steps) - 2
+    assert sorted(run.ratio for run in steps)[len(steps) // 2] == pytest.approx(1, abs=0.05)
+    # Megatron-Core's count of a token of 4,096: 23.1 GFLOP
+    pretraining = next(run for run in runs if "AutoModel" in run.name)
+    flops = 3 * 6.083e9 + 3.5 * 393_216 * 4096
+    seconds = pretraining.plan.seconds.trainer
+    assert pretraining.ours * 1e12 == pytest.approx(flops * 512 * 4096 / 8 / seconds, rel=0.02)

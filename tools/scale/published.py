@@ -1,0 +1,102 @@
+"""The planner beside published runs of others: its figure for the same set-up, and the ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from examples.recipes.verdicts import MODELS
+from megatron_dppo.config import load_config
+from megatron_dppo.planner.devices import DEVICES, Cluster
+from megatron_dppo.planner.facts import facts_of, shape_of
+from megatron_dppo.planner.run_plan import RunPlan, plan_run
+from megatron_dppo.planner.schedule import Schedule
+from megatron_dppo.planner.step_time import model_flops_utilisation
+
+HERE = Path(__file__).resolve().parent
+RUNS = HERE / "published_runs.yaml"
+BASE = MODELS.parent / "recipes" / "scaling.yaml"
+OWN_MODELS = HERE / "models"
+UNITS = {"seconds": "s", "tflops": "TFLOP/s a GPU"}
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """``measured``: what was published, in ``unit``; ``ours``: of ``plan``."""
+
+    name: str
+    source: str
+    assumed: str
+    unit: str
+    measured: float
+    ours: float
+    plan: RunPlan
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.measured
+
+
+def published_runs(path: Path = RUNS) -> list[PublishedRun]:
+    """Every run of the file, planned on the planner's present assumptions."""
+    return [_planned(run) for run in yaml.safe_load(path.read_text(encoding="utf-8"))["runs"]]
+
+
+def _planned(run: Mapping[str, Any]) -> PublishedRun:
+    ((unit, measured),) = run["published"].items()
+    plan = plan_of(run)
+    return PublishedRun(
+        name=run["name"],
+        source=run["source"],
+        assumed=run["assumed"],
+        unit=UNITS[unit],
+        measured=measured,
+        ours=_FIGURES[unit](plan),
+        plan=plan,
+    )
+
+
+def plan_of(run: Mapping[str, Any]) -> RunPlan:
+    """Of an entry of the file."""
+    words = list(_words(run["overrides"]))
+    config = load_config(BASE, words)
+    name = config.model.hf_checkpoint
+    models = OWN_MODELS if (OWN_MODELS / name).is_dir() else MODELS
+    schedule = Schedule(**run.get("schedule", {}))
+    facts = facts_of(config, shape_of(name, models), **run["lengths"], schedule=schedule)
+    return plan_run(facts, Cluster(DEVICES["h100"], run["nodes"]))
+
+
+def _words(overrides: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in overrides.items():
+        text = yaml.safe_dump(value, default_flow_style=True, width=10_000).strip()
+        yield f"{key}={text.removesuffix('...').strip()}"
+
+
+def _seconds(plan: RunPlan) -> float:
+    assert plan.seconds is not None
+    return plan.seconds.total
+
+
+def _tflops(plan: RunPlan) -> float:
+    assert plan.seconds is not None
+    peak = plan.cluster.device.flops / 1e12
+    return model_flops_utilisation(plan.facts, plan.seconds, plan.cluster) * peak
+
+
+_FIGURES = {"seconds": _seconds, "tflops": _tflops}
+
+
+def rows(runs: list[PublishedRun]) -> list[list[str]]:
+    """Of a table: heading first."""
+    head = ["run", "published", "planner", "ratio", "not published, assumed"]
+    return [head, ["---"] * len(head), *map(_row, runs)]
+
+
+def _row(run: PublishedRun) -> list[str]:
+    figures = [f"{value:,.3g} {run.unit}" for value in (run.measured, run.ours)]
+    return [f"[{run.name}]({run.source})", *figures, f"{run.ratio:.2f}", run.assumed]
