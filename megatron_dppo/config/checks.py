@@ -443,6 +443,8 @@ def _engine(engine: schema.EngineConfig, rollout: schema.RolloutConfig) -> layou
             f"engine.port: got {engine.port} for {engine.started} servers, expected at most "
             f"{65536 - engine.started}: they count on from it"
         )
+    if engine.placement == "colocated":
+        yield from _colocation(engine, rollout)
     if engine.deterministic and rollout.responses_per_call > 1:
         yield (
             f"rollout.responses_per_call: got {rollout.responses_per_call}, expected 1 with "
@@ -454,6 +456,20 @@ def _engine(engine: schema.EngineConfig, rollout: schema.RolloutConfig) -> layou
         ssl.create_default_context(cafile=engine.ca_file)
     except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
         yield f"engine.ca_file: got {engine.ca_file!r}, expected a PEM file of certificates: {error}"
+
+
+def _colocation(engine: schema.EngineConfig, rollout: schema.RolloutConfig) -> layout.Faults:
+    """What servers can't do that stop for every training step, on devices that the trainer takes meanwhile."""
+    if engine.urls:
+        yield (
+            "engine.placement: got colocated with engine.urls, expected separate: servers that run elsewhere share no "
+            "device with the trainer"
+        )
+    if rollout.max_staleness and rollout.interrupt == "drain":
+        yield (
+            f"rollout.interrupt: got drain with engine.placement colocated and rollout.max_staleness "
+            f"{rollout.max_staleness}, expected retract: batches ahead can't be finished before the trainer's turn"
+        )
 
 
 def _router_replay(

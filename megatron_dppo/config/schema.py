@@ -395,6 +395,9 @@ class EngineConfig(Section):
     """Restarts longer ago than this are forgotten."""
     device: Literal["cpu", "cuda"] | None = None
     """Empty: cuda where there is one."""
+    placement: Literal["separate", "colocated"] = "separate"
+    """``separate``: servers have devices of their own. ``colocated``: trainer and servers take turns on the same
+    devices, and the one whose turn it is not keeps its memory on the host; see docs/colocation.md."""
     deterministic: bool = False
     """Draw every response with a seed of its own and compute it alike in every batch: a run of the
     same seed, weights and machine samples the same. Slower; docs/fleet.md has the cost."""

@@ -121,12 +121,11 @@ def server_options(
     seed: int,
     first_device: int = 0,
     hosts: ServerHosts | None = None,
-    colocated: bool = False,
 ) -> dict[str, Any]:
     """SGLang's ServerArgs fields for one server; the ``sglang:`` table overrides our defaults.
 
     ``host``, ``port``: where it listens. ``seed``: of its sampling. ``first_device``: the first of its GPUs on its
-    host, or on each of its ``hosts``. ``colocated``: it lets go of its memory for a trainer (``engine/occupation.py``).
+    host, or on each of its ``hosts``.
     """
     device = engine_device(config.engine)
     options: dict[str, Any] = {
@@ -163,7 +162,7 @@ def server_options(
     if device == "cuda":
         options["base_gpu_id"] = first_device
     # Without GPUs SGLang refuses it, takes the calls, and lets go of nothing.
-    if colocated and device == "cuda":
+    if config.engine.placement == "colocated" and device == "cuda":
         options["enable_memory_saver"] = True
     return options
 

@@ -199,7 +199,7 @@ _QUESTIONS: dict[str, Callable[..., Any]] = {
     for question in (
         *(FleetRecord.servers, FleetRecord.router, FleetRecord.status, FleetRecord.publish_status),
         *(FleetRecord.attach, FleetRecord.detach, FleetRecord.sync_configured),
-        FleetRecord.report_lost,
+        *(FleetRecord.report_lost, FleetRecord.allow_starts),
     )
 }
 """What may be asked: methods of the record, whose arguments are checked against their types."""
@@ -253,6 +253,10 @@ class RecordClient:
         """Ask the supervisor to replace a server that it started; leave others alone."""
         if server.replaceable:
             self._tell("report_lost", name=server.name, incarnation=server.incarnation)
+
+    def allow_starts(self, allowed: bool) -> None:
+        """As FleetRecord's. Raises RecordLostError."""
+        self._ask("allow_starts", allowed=allowed)
 
     def publish_status(self, version: int | None, states: Mapping[str, str]) -> None:
         """As FleetRecord's."""

@@ -117,6 +117,7 @@ class FleetRecord:
         self._fence = fence
         self._lock = threading.RLock()
         self._reports: dict[str, int] = {}
+        self._starts_allowed = True
         self._servers, self._status = self._read()
 
     def servers(self) -> list[Server]:
@@ -194,6 +195,14 @@ class FleetRecord:
         """Remove the report on ``name``; the incarnation that it is about, None where there is none."""
         with self._lock:
             return self._reports.pop(name, None)
+
+    def allow_starts(self, allowed: bool) -> None:
+        """Whether the supervisor may start servers now: colocated ones need devices that the trainer is not on."""
+        self._starts_allowed = allowed
+
+    @property
+    def starts_allowed(self) -> bool:
+        return self._starts_allowed
 
     def publish_status(self, version: int | None, states: Mapping[str, str]) -> None:
         """``states``: a word or a sentence on every server, by name."""

@@ -113,6 +113,7 @@ class SupervisedServer:
         make_process: makes the process of an incarnation, not started.
         budget: how often, and how soon, it is started again. A start that failed because somebody
             else has its port costs none of it: that is waited for.
+        may_start: whether its devices are free for it.
     """
 
     def __init__(
@@ -123,7 +124,9 @@ class SupervisedServer:
         *,
         budget: RestartBudget,
         title: str = "the engine",
+        may_start: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._may_start = may_start
         self.name = name
         self.title = title
         self.incarnation = 0
@@ -146,7 +149,11 @@ class SupervisedServer:
         return self._state.error if isinstance(self._state, _Failed) else None
 
     def start(self) -> None:
-        """Start the next incarnation and return at once; :meth:`check` publishes it when it is healthy."""
+        """Start the next incarnation, as soon as it may, and return at once; :meth:`check` publishes it when it is
+        healthy."""
+        if not self._may_start():
+            self._state = _Waiting(self._budget.clock())
+            return
         self.incarnation += 1
         self._process = process = self._make_process(self.incarnation)
         try:

@@ -195,6 +195,8 @@ class Roles:
         replicas = 1 if table.get("enable_dp_attention") else table.get("dp_size") or 1
         size = int((table.get("tp_size") or 1) * (table.get("pp_size") or 1) * replicas)
         first = table.get("base_gpu_id")
+        if engine.placement == "colocated":
+            first = 0
         return cls(ranks, engine.started, size, first, engine.port, engine.uses_router)
 
     def hosts_needed(self, devices: int) -> int:

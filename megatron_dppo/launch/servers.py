@@ -106,15 +106,20 @@ def supervised_fleet(
     seed += _SEEDS_PER_START * directory.count_start()
     maker = _Maker(sections, directory, keys, seed, grounds)
 
-    def supervised(name: str, make: Callable[[int], ChildServer], title: str) -> SupervisedServer:
+    def supervised(
+        name: str, make: Callable[[int], ChildServer], title: str, **gate: Callable[[], bool]
+    ) -> SupervisedServer:
         budget = RestartBudget(engine.max_restarts, engine.restart_window_s)
-        return SupervisedServer(name, make, directory.fleet, budget=budget, title=title)
+        return SupervisedServer(name, make, directory.fleet, budget=budget, title=title, **gate)
 
+    # A colocated trainer says when it has left the devices.
+    directory.fleet.allow_starts(engine.placement == "separate")
     servers = [
         supervised(
             server.name,
             partial(maker.server, server),
             "the engine" if engine.started == 1 else server.name,
+            may_start=lambda: directory.fleet.starts_allowed,
         )
         for server in placement.servers
     ]

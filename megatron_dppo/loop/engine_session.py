@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -21,6 +21,7 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.engine.occupation import TAGS, MemoryTag, Occupation
 from megatron_dppo.engine.options import ServerSections, check_engine
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet import membership
@@ -43,7 +44,7 @@ from megatron_dppo.fleet.generation import (
 from megatron_dppo.fleet.http_router import HttpRouterLink
 from megatron_dppo.fleet.record import FleetRecord, Keys
 from megatron_dppo.loop.ending import RunStoppedError
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shape import TRAINER_PARTS, ModelShape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer import collectives
 from megatron_dppo.trainer.trainer import Trainer
@@ -216,6 +217,9 @@ class EngineSession:
         fence: Callable[[], None] = lambda: None,
     ) -> None:
         self._stop = stop
+        self._trainer = trainer
+        self._is_colocated = config.engine.placement == "colocated"
+        self._released: Sequence[MemoryTag] = TAGS
         sections, rank = ServerSections.of(config), trainer.topology.rank
         self._access = _ServerAccess(sections, config.weight_sync, trainer.shape)
         record, endpoint = _open_record(config.run.directory, config.parallel.interface, rank)
@@ -237,14 +241,22 @@ class EngineSession:
             fence,
         )
         self._updater: WeightUpdater
+        leave_devices = self._leave_devices if self._is_colocated else None
         if updates_adapters(config.lora):
-            self._updater = AdapterUpdater(AdapterWeights(trainer), *rest)
+            # Updates don't bring the frozen model again, so the servers keep it.
+            self._released = [tag for tag in TAGS if tag != "weights"]
+            self._updater = AdapterUpdater(
+                AdapterWeights(trainer), *rest, leave_devices=leave_devices
+            )
         else:
             source = TrainerWeights(trainer, ranks_per_sender(config.weight_sync.senders))
             interrupts = config.rollout.interrupt != "drain"
-            self._updater = WeightUpdater(source, *rest, interrupts=interrupts)
+            self._updater = WeightUpdater(
+                source, *rest, interrupts=interrupts, leave_devices=leave_devices
+            )
         self._patience = _Patience()
         self._under_way: list[Generation] = []
+        self._occupations: dict[membership.Member, Occupation] = {}
         self.updates = CommittedUpdates()
 
     def __enter__(self) -> Self:
@@ -261,6 +273,7 @@ class EngineSession:
 
     def connect(self) -> None:
         """Wait for the servers and attach to them. Raises RunStoppedError, EngineUnavailableError."""
+        self._make_room()
         self._admit()
 
     # --- weights
@@ -272,7 +285,9 @@ class EngineSession:
         RunStoppedError, EngineUnavailableError.
         """
         while True:
+            self._make_room()
             self._admit()
+            self._read_weights()
             connections = self._connections
             # Before the first server is paused: its silence must not be taken for a hang.
             connections.runner.run(connections.client.hold())
@@ -309,6 +324,51 @@ class EngineSession:
     def _serve(self, version: int) -> None:
         connections = self._connections
         connections.runner.run(connections.client.serve(self._members, version))
+
+    # --- devices that trainer and servers share
+
+    def take_devices(self) -> None:
+        """The servers stop in the middle of what they generate and let go of their memory, and the trainer takes its
+        own again, up to the next update. Collective."""
+        connections = self._connections
+        connections.runner.run(connections.client.hold())
+        self._allow_starts(False)
+        if self._attached:
+            try:
+                self._updater.release_memory(self._released)
+            except WeightUpdateError as error:
+                log.warning("%s", error)
+                self._attached = False
+                if self._membership is not None:
+                    self._membership.blame(self._members, error.engines, str(error))
+        # Nobody generates any more, also not a server that fails to say so.
+        collectives.barrier()
+        if self._trainer.parked:
+            self._trainer.unpark()
+
+    def _make_room(self) -> None:
+        """The trainer leaves the devices, as far as an update lets it: it reads its weights, once there are servers."""
+        if not self._is_colocated:
+            return
+        stays = {"weights"} if self._attached else set()
+        if leaving := [p for p in TRAINER_PARTS if p not in self._trainer.parked | stays]:
+            self._trainer.park(leaving)
+        collectives.barrier()
+        self._allow_starts(not stays)
+
+    def _read_weights(self) -> None:
+        if self._is_colocated and "weights" in self._trainer.parked:
+            self._trainer.unpark(["weights"])
+
+    def _leave_devices(self) -> None:
+        """The update has read the weights: the trainer's turn is over."""
+        self._trainer.park([p for p in TRAINER_PARTS if p not in self._trainer.parked])
+        collectives.barrier()
+        self._allow_starts(True)
+
+    def _allow_starts(self, allowed: bool) -> None:
+        if self._membership is not None:
+            self._connections.record.allow_starts(allowed)
 
     # --- generation
 
@@ -433,4 +493,7 @@ class EngineSession:
     async def _open_engine(self, url: str) -> EngineWeights:
         """The weight control of a member; called on rank 0 and on every rank that sends weights."""
         member = next(m for m in self._members if m.server.url == url)
-        return await self._access.open_weights(member)
+        weights = await self._access.open_weights(member)
+        # A server that is attached again has released what it had.
+        weights.occupation = self._occupations.setdefault(member, weights.occupation)
+        return weights

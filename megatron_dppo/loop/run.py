@@ -210,6 +210,7 @@ class Run:
         step = self.state.step + 1
         with patience("others generate"):
             batch = self.source.collect(step)
+        self._take_devices()
         self._check_checkpoint()
         self.samples.take(step, batch)
         with self.timer("train"):
@@ -237,7 +238,8 @@ class Run:
             measured |= {**self._failed_checks(), **self.store.figures()}
             self.recorder.write(step, {**measured, **self.timer.finish_step()})
             self.recorder.write_samples(samples)
-        if self._is_due(self.config.checkpoint.every):
+        # Where the trainer has left its devices, the checkpoint waits for its next turn.
+        if self._is_due(self.config.checkpoint.every) and not self.trainer.parked:
             self._save_checkpoint()
         # A signal reaches the ranks at different moments: whoever stopped alone would leave the others in a
         # collective.
@@ -247,6 +249,7 @@ class Run:
     def finish(self) -> None:
         """Export the policy, compare the export with the trainer, and write report and summary."""
         difference = None
+        self._take_devices()
         self._finish_checkpoint()
         self.fence.check_together()
         if self.config.checkpoint.export_hf:
@@ -262,12 +265,22 @@ class Run:
 
     def stop(self, reason: str) -> None:
         """Leave a checkpoint of the last completed step."""
+        self._take_devices()
         if self.state.step > self.saved_step:
             self._save_checkpoint()
         self._finish_checkpoint()
         log.info("%s; the same command resumes after step %d", reason, self.state.step)
 
     # --- its parts
+
+    def _take_devices(self) -> None:
+        """The trainer's turn on devices that it shares with servers; a checkpoint that waits for it is written."""
+        if self.engine is None or not self.trainer.parked:
+            return
+        with self.timer("switch"), patience("others park"):
+            self.engine.take_devices()
+        if self.state.step > self.saved_step and self._is_due(self.config.checkpoint.every):
+            self._save_checkpoint()
 
     def _resume(self) -> RunState:
         """The state that this start goes on from, loaded into the trainer and the sampler."""

@@ -130,8 +130,11 @@ class AdapterUpdater(transaction.WeightUpdater):
         open_engine: OpenEngine,
         runner: AsyncRunner,
         fence: Callable[[], None] = lambda: None,
+        *,
+        leave_devices: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(source, config, agree, open_engine, runner, fence)
+        rest = (agree, open_engine, runner, fence)
+        super().__init__(source, config, *rest, leave_devices=leave_devices)
         self._base = source.base
         self._folder = source.folder
         self._former: int | None = None
@@ -227,7 +230,8 @@ async def _restore(engine: EngineWeights, former: int | None, label: str) -> Non
     if not await engine.schedules(GRACE_S):
         return
     await engine.pause()
-    if former is None or adapter_name(former) not in await engine.adapter_names():
+    lacks_memory = bool(engine.occupation.released)
+    if lacks_memory or former is None or adapter_name(former) not in await engine.adapter_names():
         await engine.set_version(label)
         return
     await engine.drop_adapters(adapter_name(former))

@@ -260,6 +260,15 @@ class Engines:
         except EngineFaultError as error:
             log.warning("an engine could not be quarantined: %s", error)
 
+    def restore_released(self, tags: Collection[MemoryTag] = TAGS) -> None:
+        """Every engine takes what it has released of ``tags`` again; one that was started anew has released nothing."""
+
+        async def restore(engine: EngineWeights) -> None:
+            if released := engine.occupation.released & set(tags):
+                await engine.restore(released)
+
+        self.each(restore)
+
     def release(self, tags: Collection[MemoryTag] = TAGS) -> None:
         """Every engine lets go of the memory of ``tags``; see ``EngineWeights.release``."""
         self.each(lambda engine: engine.release(tags))

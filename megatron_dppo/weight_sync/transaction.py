@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import UNBOUNDED
+from megatron_dppo.engine.occupation import MemoryTag
 from megatron_dppo.engine.protocol import UNVERIFIED_VERSION
 from megatron_dppo.metrics import table as names
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -217,8 +218,10 @@ class WeightUpdater:
 
     ``open_engine``: called on rank 0 and on every rank that sends. ``fence``: collective; raises on every rank where
     this trainer may no longer change the engines. ``interrupts``: an update comes in the middle of responses, which go
-    on after it; else it waits for them. ``committed_version``: what the engines run, on every rank; None
-    before the first update and while they are quarantined.
+    on after it; else it waits for them. ``leave_devices``: the trainer's weights have been read, so that engines on the
+    same devices may take all of their memory again; None: they have devices of their own.
+    ``committed_version``: what the engines run, on every rank; None before the first update and while they are
+    quarantined.
     """
 
     def __init__(
@@ -231,8 +234,10 @@ class WeightUpdater:
         fence: Callable[[], None] = lambda: None,
         *,
         interrupts: bool = False,
+        leave_devices: Callable[[], None] | None = None,
     ) -> None:
         self._interrupts = interrupts
+        self._leave_devices = leave_devices
         self._source = source
         self._config = config
         self._agree = agree
@@ -289,7 +294,9 @@ class WeightUpdater:
             self._conduct(phases, "end", self._end)
             tensors = self._verify(phases, [f[2] for f in facts if f[2]]) if verify else 0
             self._share(phases.error, title)
-            canary = self._canary(phases) if score else None
+            ours = self._own_scores(phases) if score else None
+            self._hand_back(phases, title)
+            canary = self._canary(phases, ours) if ours is not None else None
             self._fence()
             # Fenced once more: the stream took its time, and another start may have the run by now.
             self._conduct(phases, "commit", partial(self._commit, version))
@@ -316,6 +323,16 @@ class WeightUpdater:
             network=rate * _GB if (rate := self._config.network_gb_per_s) else None,
         )
 
+    def release_memory(self, tags: Collection[MemoryTag]) -> None:
+        """Until the next update the engines stop in the middle of their responses and let go of the memory of ``tags``.
+
+        Raises WeightUpdateError on every rank.
+        """
+        phases = Phases()
+        self._conduct(phases, "drain", lambda e: e.interrupt())
+        self._conduct(phases, "drain", lambda e: e.release(tags))
+        self._share(phases.error, "the engines' memory is not released")
+
     def close(self, *, at_once: bool = False) -> None:
         """Close the connections; the engines keep running, with the weights that they have.
 
@@ -336,6 +353,8 @@ class WeightUpdater:
         if (refused := self._agree(json.dumps(busy) if busy else None)) is not None:
             raise WeightUpdateRefusedError(f"{title}: {_BUSY}", json.loads(refused))
         paused = time.perf_counter()
+        if self._leave_devices is not None:
+            self._conduct(phases, "begin", lambda e: e.restore_released(["weights"]))
         label = f"{UNVERIFIED_VERSION}{version}"
         # Whoever asks an engine from here to the commit learns that its weights are no version's.
         self._conduct(phases, "begin", lambda e: e.each(lambda engine: engine.set_version(label)))
@@ -387,12 +406,23 @@ class WeightUpdater:
             or 0
         )
 
-    def _canary(self, phases: Phases) -> verification.CanaryReport | None:
-        """Compare log-probabilities; the trainer's are a collective of their own."""
+    def _own_scores(self, phases: Phases) -> list[list[float]]:
+        """The trainer's log-probabilities of the canary's prompts, a collective of their own."""
+        with phases.timed("canary"):
+            return self._source.score(verification.canary_prompts(self._source.vocab_size))
+
+    def _hand_back(self, phases: Phases, title: str) -> None:
+        """Where they share devices, the trainer leaves them, and the engines take their memory again."""
+        if self._leave_devices is not None:
+            self._leave_devices()
+            # Every rank has left.
+            self._share(phases.error, title)
+            self._conduct(phases, "end", lambda e: e.restore_released())
+
+    def _canary(self, phases: Phases, ours: list[list[float]]) -> verification.CanaryReport | None:
+        """Compare the engines' log-probabilities with the trainer's."""
         source = self._source
         prompts = verification.canary_prompts(source.vocab_size)
-        with phases.timed("canary"):
-            ours = source.score(prompts)
         tolerance = verification.canary_tolerance(
             self._config, source.dtype_name, source.num_layers
         )

@@ -82,7 +82,7 @@ def pretend() -> None:
     torch.version.cuda = "13.0"
 
 
-def resolved(recipe: Path, *, colocated: bool = False) -> dict[str, Any]:
+def resolved(recipe: Path, placement: str = "separate") -> dict[str, Any]:
     """Options by name, resolved, of the first server of ``recipe``."""
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
@@ -95,9 +95,10 @@ def resolved(recipe: Path, *, colocated: bool = False) -> dict[str, Any]:
 
     name = Path(load_config(recipe).model.hf_checkpoint).name.lower()
     model = ROOT / "examples" / "model_configs" / name
-    config = load_config(recipe, [f"model.hf_checkpoint={model}", "engine.device=cuda"])
+    changes = [f"model.hf_checkpoint={model}", "engine.device=cuda"]
+    config = load_config(recipe, [*changes, f"engine.placement={placement}"])
     sections = ServerSections.of(config)
-    options = server_options(sections, host="127.0.0.1", port=30000, seed=1, colocated=colocated)
+    options = server_options(sections, host="127.0.0.1", port=30000, seed=1)
     with tempfile.TemporaryDirectory() as folder:
         write_options(options, file := Path(folder) / "options.yaml")
         server_args = prepare_server_args(["--config", str(file)])
@@ -116,7 +117,7 @@ def text() -> str:
     pretend()
     recipes = [path for path in sorted(RECIPES.glob("*.yaml")) if path.stem != BASE]
     of_recipe = {path.stem: resolved(path) for path in recipes}
-    colocated = resolved(recipes[0], colocated=True).items()
+    colocated = resolved(recipes[0], "colocated").items()
     changed = {k: v for k, v in colocated if of_recipe[recipes[0].stem].get(k) != v}
     first, *others = of_recipe.values()
     every = {

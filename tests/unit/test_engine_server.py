@@ -113,12 +113,12 @@ def test_experts_on_a_gpu_get_the_kernel_that_leaves_their_layout(tmp_path):
 
 
 def test_a_server_on_the_trainers_gpus_can_let_go_of_its_memory(tmp_path):
-    def options(device, *, colocated) -> dict:
-        config = sections(tmp_path, engine={"device": device})
-        return server_options(config, host="h", port=1, seed=1, colocated=colocated)
+    def options(device, placement) -> dict:
+        config = sections(tmp_path, engine={"device": device, "placement": placement})
+        return server_options(config, host="h", port=1, seed=1)
 
-    assert options("cuda", colocated=True)["enable_memory_saver"] is True
-    for found in (options("cuda", colocated=False), options("cpu", colocated=True)):
+    assert options("cuda", "colocated")["enable_memory_saver"] is True
+    for found in (options("cuda", "separate"), options("cpu", "colocated")):
         assert "enable_memory_saver" not in found
 
 
