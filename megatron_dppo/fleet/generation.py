@@ -106,7 +106,7 @@ class Slots:
     """Calls in flight of all generations that run at the same time, ``count`` at most, from one event loop.
 
     Who waits longest for a slot is not who gets it, but the generation with the lowest ``order``: a batch that is
-    trained on next goes before one that is drawn ahead. ``busy_s``: how long at least one slot was taken.
+    trained on next goes before one that is drawn ahead. ``busy_s``: how long at least one slot was taken, and not held.
     """
 
     def __init__(self, count: int) -> None:
@@ -114,13 +114,20 @@ class Slots:
         self._count = count
         self._arrivals = itertools.count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._held = False
+        self._was_busy = False
         self._busy_s = 0.0
-        self._busy_since = 0.0
+        self._noted_s = time.monotonic()
 
     @property
     def busy_s(self) -> float:
-        now = time.monotonic() - self._busy_since if self._free < self._count else 0.0
-        return self._busy_s + now
+        self._note()
+        return self._busy_s
+
+    def hold(self, held: bool) -> None:
+        """Whether servers stand still for a weight update or a trainer: nothing is busy then."""
+        self._held = held
+        self._note()
 
     @asynccontextmanager
     async def taken(self, order: int) -> AsyncIterator[None]:
@@ -143,9 +150,8 @@ class Slots:
             self._release()
 
     def _take(self) -> None:
-        if self._free == self._count:
-            self._busy_since = time.monotonic()
         self._free -= 1
+        self._note()
 
     def _release(self) -> None:
         while self._waiting:
@@ -154,8 +160,14 @@ class Slots:
                 turn.set_result(None)
                 return
         self._free += 1
-        if self._free == self._count:
-            self._busy_s += time.monotonic() - self._busy_since
+        self._note()
+
+    def _note(self) -> None:
+        """The time since the last change was busy or not; from now on it may be otherwise."""
+        now = time.monotonic()
+        if self._was_busy:
+            self._busy_s += now - self._noted_s
+        self._was_busy, self._noted_s = self._free < self._count and not self._held, now
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,11 @@ class _Connections:
         """Ask for what is missing of ``generation``."""
         generation.resume(self.runner, self.client, self._limits, stop, self.slots)
 
+    def hold(self) -> None:
+        """The servers are about to stand still, until they serve again."""
+        self.runner.run(self.client.hold())
+        self.slots.hold(True)
+
     def close(self) -> None:
         """Abort what is under way on the servers, and close the connections."""
         # While there are clients that can abort it on the servers.
@@ -290,7 +295,7 @@ class EngineSession:
             self._read_weights()
             connections = self._connections
             # Before the first server is paused: its silence must not be taken for a hang.
-            connections.runner.run(connections.client.hold())
+            connections.hold()
             try:
                 report = self._updater.update(version)
             except WeightUpdateError as error:
@@ -324,14 +329,14 @@ class EngineSession:
     def _serve(self, version: int) -> None:
         connections = self._connections
         connections.runner.run(connections.client.serve(self._members, version))
+        connections.slots.hold(False)
 
     # --- devices that trainer and servers share
 
     def take_devices(self) -> None:
         """The servers stop in the middle of what they generate and let go of their memory, and the trainer takes its
         own again, up to the next update. Collective."""
-        connections = self._connections
-        connections.runner.run(connections.client.hold())
+        self._connections.hold()
         self._allow_starts(False)
         if self._attached:
             try:

@@ -8,8 +8,12 @@ from tests.integration.runs import TrainingRun, records_of, write_material
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
-OTHERWISE = ("engine.router=true", "rollout.max_concurrent_requests=5")
-"""Through the router, few requests at a time: other batches, in another order."""
+OTHERWISE = (
+    *("engine.router=true", "rollout.max_concurrent_requests=5"),
+    "engine.placement=colocated",
+)
+"""Through the router, few requests at a time: other batches, in another order. And in turn with the trainer, whose
+weights and optimizer state leave and come back at each step."""
 
 
 @pytest.fixture(scope="module")

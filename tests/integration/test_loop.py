@@ -114,8 +114,12 @@ def test_trainer_engine_and_export_agree(disturbed):
 
 
 def test_a_dead_rank_ends_the_run_and_the_next_start_resumes_until_ctrl_c(config, tmp_path):
+    """Trainer and server in turn on the same devices; then the server dies, too, whoever's turn it is."""
     directory = tmp_path / "killed"
-    overrides = (f"run.directory={directory}", "run.steps=40", "evaluation.every=40")
+    overrides = (
+        *(f"run.directory={directory}", "run.steps=40", "evaluation.every=40"),
+        *("engine.placement=colocated", "rollout.max_staleness=1", "rollout.interrupt=retract"),
+    )
     with TrainingRun(config, *overrides) as run:
         run.wait_for_step(2)
         run.find("RANK=1", "megatron_dppo.train").send_signal(signal.SIGKILL)
@@ -123,10 +127,13 @@ def test_a_dead_rank_ends_the_run_and_the_next_start_resumes_until_ctrl_c(config
         assert "rank 1 was killed by SIGKILL" in run.text
     reached = steps_of(directory)[-1]
     with TrainingRun(config, *overrides) as run:
-        run.wait_for_step(reached + 2)
+        run.wait_for_step(reached + 1)
+        run.find("launch_server").send_signal(signal.SIGKILL)
+        run.wait_for_step(reached + 4)
         run.interrupt()
         run.finish(code=130, timeout=60)
         assert "resumed from" in run.text
+        assert run.text.count("joins the fleet") == 2
         assert "the same command resumes after step" in run.text
     recorded = steps_of(directory)
     assert recorded == list(range(len(recorded)))
