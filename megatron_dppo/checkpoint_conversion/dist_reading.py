@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
-from megatron_dppo.checkpoint_conversion.tensor_store import byte_view, read_all
+from megatron_dppo.checkpoint_conversion.tensor_store import byte_view, memory_of, read_all
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.system.files import Closing
 
@@ -352,5 +352,4 @@ class StoredBlocks(Closing):
 
 def _writable_bytes(tensor: torch.Tensor) -> memoryview:
     # Not reshape, which would copy where an axis of size 1 has an odd stride.
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data
+    return memory_of(tensor.detach().as_strided((tensor.numel(),), (1,)))

@@ -6,6 +6,7 @@ without a gap. A row is an index of dim 0; rows are contiguous.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -175,8 +176,16 @@ class SafetensorsFileWriter:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes in row-major order (a copy where it is strided)."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    """The tensor's bytes in row-major order (a copy where it is strided), which keep it alive."""
+    return memory_of(tensor.detach().contiguous())
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a CPU tensor that lie one after another, writable; they keep it alive."""
+    # Not ``tensor.numpy()``: it makes the storage one that can't be resized, and so never parked, for good.
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 def read_all(fd: int, view: memoryview, offset: int, fault: str) -> None:
