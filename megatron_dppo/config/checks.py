@@ -254,7 +254,7 @@ def check_config(
         _profile(config.profile, config.parallel.world_size, config.run.steps),
         _overlap(rollout, config.lora),
         _run_directory(config.run.directory),
-        _engine(engine, rollout),
+        _engine(engine, rollout, config.weight_sync.strategy),
         forwarded.megatron_faults(config.megatron),
         forwarded.training_faults(
             config.megatron_ddp, config.megatron_optimizer, config.distributed_optimizer
@@ -437,14 +437,16 @@ def _run_directory(directory: str) -> layout.Faults:
         yield f"run.directory: got {directory!r}, which is a file, expected a folder"
 
 
-def _engine(engine: schema.EngineConfig, rollout: schema.RolloutConfig) -> layout.Faults:
+def _engine(
+    engine: schema.EngineConfig, rollout: schema.RolloutConfig, strategy: str
+) -> layout.Faults:
     if engine.port is not None and engine.port + engine.started > 65536:
         yield (
             f"engine.port: got {engine.port} for {engine.started} servers, expected at most "
             f"{65536 - engine.started}: they count on from it"
         )
     if engine.placement == "colocated":
-        yield from _colocation(engine, rollout)
+        yield from _colocation(engine, rollout, strategy)
     if engine.deterministic and rollout.responses_per_call > 1:
         yield (
             f"rollout.responses_per_call: got {rollout.responses_per_call}, expected 1 with "
@@ -458,12 +460,19 @@ def _engine(engine: schema.EngineConfig, rollout: schema.RolloutConfig) -> layou
         yield f"engine.ca_file: got {engine.ca_file!r}, expected a PEM file of certificates: {error}"
 
 
-def _colocation(engine: schema.EngineConfig, rollout: schema.RolloutConfig) -> layout.Faults:
+def _colocation(
+    engine: schema.EngineConfig, rollout: schema.RolloutConfig, strategy: str
+) -> layout.Faults:
     """What servers can't do that stop for every training step, on devices that the trainer takes meanwhile."""
     if engine.urls:
         yield (
             "engine.placement: got colocated with engine.urls, expected separate: servers that run elsewhere share no "
             "device with the trainer"
+        )
+    if engine.device == "cuda" and strategy == "distributed":
+        yield (
+            "weight_sync.strategy: got distributed with engine.placement colocated, expected tensor or disk: NCCL "
+            "takes no two ranks on one GPU"
         )
     if rollout.max_staleness and rollout.interrupt == "drain":
         yield (

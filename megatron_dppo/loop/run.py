@@ -49,7 +49,9 @@ from megatron_dppo.trainer.watchdog import patience
 # What is active in a run, in a line: its algorithm with its numbers, replay, filter, staleness, layout.
 
 
-def active_line(rollout: RolloutConfig, dtype: str, algorithm: Algorithm, layout: Layout) -> str:
+def active_line(
+    rollout: RolloutConfig, placement: str, dtype: str, algorithm: Algorithm, layout: Layout
+) -> str:
     """``active: dppo-binary-tv (tv_threshold 0.15), R3 off, filter off, staleness 0, TP2 EP2, float32``."""
     numbers = ", ".join(
         f"{name} {value:g}" for name, value in algorithm.numbers.items() if math.isfinite(value)
@@ -59,6 +61,8 @@ def active_line(rollout: RolloutConfig, dtype: str, algorithm: Algorithm, layout
         f"R3 {_switch(rollout.router_replay)}",
         f"filter {_switch(rollout.drop_zero_variance_groups)}",
         f"staleness {rollout.max_staleness}",
+        rollout.interrupt if rollout.max_staleness else "",
+        placement if placement != "separate" else "",
         f"replaying {rollout.replay_from}" if rollout.replay_from is not None else "",
         layout.describe(),
         dtype,
@@ -191,7 +195,11 @@ class Run:
             log.info(
                 "%s",
                 active_line(
-                    config.rollout, config.model.dtype, self.algorithm, self.trainer.layout
+                    config.rollout,
+                    config.engine.placement,
+                    config.model.dtype,
+                    self.algorithm,
+                    self.trainer.layout,
                 ),
             )
         self._check_files()

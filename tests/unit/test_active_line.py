@@ -10,20 +10,23 @@ from tests.unit.config_files import minimal
 
 def active_line_of(tree, algorithm, layout):
     config = TrainConfig.model_validate(tree)
-    return active_line(config.rollout, config.model.dtype, algorithm, layout)
+    dtype, placement = config.model.dtype, config.engine.placement
+    return active_line(config.rollout, placement, dtype, algorithm, layout)
 
 
 def test_what_is_active_in_a_line(tmp_path):
     tree = minimal(tmp_path)
-    tree["rollout"] |= {"router_replay": True, "max_staleness": 1}
+    tree["rollout"] |= {"router_replay": True, "max_staleness": 1, "interrupt": "retract"}
+    tree["engine"] = {"placement": "colocated"}
     algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.25, "ratio_cap": 5.0})
     line = active_line_of(tree, algorithm, Layout(tensor=2, expert=2))
     assert line.startswith("active: dppo-binary-tv (")
     assert "tv_threshold 0.25" in line
     assert "ratio_cap 5" in line
-    assert ", R3 on, filter off, staleness 1, TP2 EP2" in line
+    assert ", R3 on, filter off, staleness 1, retract, colocated, TP2 EP2" in line
     assert line.endswith(", bfloat16")
     tree["rollout"] |= {"replay_from": "runs/x", "max_staleness": 0}
+    tree["engine"] = {}
     line = active_line_of(tree, build_algorithm("grpo"), Layout())
     assert "staleness 0, replaying runs/x, single" in line
     assert "inf" not in line

@@ -292,6 +292,18 @@ REFUSED = [
         "rollout.max_staleness: got 1 with rollout.replay_from, expected 0",
     ),
     (
+        ["engine.placement=colocated", "engine.urls=['http://a:3000']"],
+        "engine.placement: got colocated with engine.urls, expected separate: servers that run elsewhere",
+    ),
+    (
+        ["engine.placement=colocated", "rollout.max_staleness=1"],
+        "rollout.interrupt: got drain with engine.placement colocated and rollout.max_staleness 1, expected retract",
+    ),
+    (
+        ["engine.placement=colocated", "engine.device=cuda"],
+        "weight_sync.strategy: got distributed with engine.placement colocated, expected tensor or disk",
+    ),
+    (
         ["rollout.oversampling=1.5"],
         "rollout.oversampling: got 1.5, expected 1 without rollout.drop_zero_variance_groups",
     ),

@@ -317,3 +317,19 @@ def test_a_job_asks_only_for_what_is_missing():
     got = job.trajectories(results)
     assert [(t.problem_id, t.sample_index) for t in got] == [(9, 0), (9, 1)] * 2
     assert same(got[3], results[1, 1])
+
+
+def test_tokens_of_an_interrupted_response_are_of_committed_versions():
+    """A span that was sampled between transfer and commit is of the version that was committed then."""
+    one = [unrouted()]
+    spans = [
+        {"version": "7", "start": 0, "end": 1},
+        {"version": "unverified-8", "start": 1, "end": 2},
+    ]
+    (got,) = parse_answers(orjson.dumps([as_json(weight_versions=spans)]), one, range(7, 9))
+    assert got.column("weight_version").tolist() == [7, 8]
+    for versions in (range(8, 9), range(6, 8), range(8, 10)):
+        with pytest.raises(StaleWeightsError, match="drawn from weights 7, unverified-8"):
+            parse_answers(orjson.dumps([as_json(weight_versions=spans)]), one, versions)
+    with pytest.raises(StaleWeightsError, match="expected the committed versions 5 to 6"):
+        parse_answers(orjson.dumps([as_json(weight_versions=spans)]), one, range(5, 7))

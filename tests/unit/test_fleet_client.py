@@ -383,3 +383,63 @@ def test_a_server_that_nobody_warmed_up_has_longer_for_its_first_answer(runner):
     first, second = runner.run(cold_and_warm())
     assert first >= 1.0
     assert 0.2 <= second < 1.0
+
+
+@ROUTED
+def test_calls_over_an_update_are_read_after_it_and_none_begins_meanwhile(runner, routed):
+    """An answer that comes before the commit may have tokens of the version that is committed then."""
+    server = SmallServer("engine0", delay_s=0.05)
+    fleet = Fleet([server], SmallRouter() if routed else None)
+
+    async def work() -> list[int]:
+        client = await fleet.open(version=1)
+        server.version = 2
+        early = asyncio.create_task(client.generate(requests(1), "early"))
+        await asyncio.sleep(0.01)
+        await client.hold()
+        late = asyncio.create_task(client.generate(requests(2)[1:], "late"))
+        await asyncio.sleep(0.2)
+        assert server.answered == Counter([0])
+        assert not early.done()
+        await client.serve([server.member], 2)
+        answers = [await early, await late]
+        await fleet.close()
+        return [int(t.column("weight_version")[0]) for (t,) in answers]
+
+    assert runner.run(work()) == [2, 2]
+    assert not fleet.lost
+
+
+def test_calls_over_a_failed_update_are_made_again(runner):
+    server = SmallServer("engine0", delay_s=0.05)
+    fleet = Fleet([server])
+
+    async def work() -> Results:
+        client = await fleet.open(version=1)
+        drawing = asyncio.create_task(generate_many(client, requests(1), GenerationLimits(1)))
+        await asyncio.sleep(0.01)
+        await client.hold()
+        await client.break_off()
+        await client.serve([server.member], 1)
+        results = await drawing
+        await fleet.close()
+        return results
+
+    assert list(runner.run(work())) == [0]
+
+
+def test_a_paused_server_is_not_taken_for_a_hung_one(runner):
+    server = SmallServer("engine0", delay_s=0.01)
+    fleet = Fleet([server])
+
+    async def pause(client: CountingClient) -> None:
+        await some_answers(client)
+        await client.hold()
+        server.silent = True
+        await asyncio.sleep(1.0)
+        server.silent = False
+        await client.serve([server.member], 1)
+
+    results = ask(runner, fleet, 40, pause, hang_timeout_s=0.4)
+    assert list(results) == list(range(40))
+    assert not fleet.lost

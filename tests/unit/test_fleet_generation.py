@@ -19,7 +19,8 @@ from megatron_dppo.engine.errors import (
     StopRequestedError,
 )
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
-from megatron_dppo.fleet.generation import GenerationLimits, generate_many
+from megatron_dppo.fleet import generation
+from megatron_dppo.fleet.generation import GenerationLimits, Slots, generate_many
 from megatron_dppo.system.async_runner import AsyncRunner
 
 
@@ -225,3 +226,49 @@ def test_equal_keys_are_refused():
 
 def test_nothing_to_ask_is_no_error():
     assert run(ScriptedClient(answer_at_once), 0, GenerationLimits(concurrency=4)) == {}
+
+
+def test_a_free_slot_goes_to_the_generation_that_is_needed_first():
+    """Two that wait for the only slot: the one with the lower order, though it came later."""
+    got: list[int] = []
+
+    async def take(slots: Slots, order: int) -> None:
+        async with slots.taken(order):
+            got.append(order)
+            await asyncio.sleep(0)
+
+    async def work() -> None:
+        slots = Slots(1)
+        async with slots.taken(0):
+            waiting = [asyncio.create_task(take(slots, order)) for order in (3, 2, 3, 1)]
+            await asyncio.sleep(0)
+            # A call that is given up while it waits leaves its place.
+            waiting[1].cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(*waiting, return_exceptions=True)
+        async with slots.taken(0):
+            got.append(0)
+
+    asyncio.run(work())
+    assert got == [1, 3, 3, 0]
+
+
+def test_slots_are_busy_while_one_is_taken_and_servers_do_not_stand_still(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(generation.time, "monotonic", lambda: now[0])
+
+    async def work() -> float:
+        slots = Slots(2)
+        now[0] += 1
+        async with slots.taken(0):
+            now[0] += 2
+            async with slots.taken(0):
+                now[0] += 4
+            slots.hold(True)
+            now[0] += 8
+            slots.hold(False)
+            now[0] += 16
+        now[0] += 32
+        return slots.busy_s
+
+    assert asyncio.run(work()) == 2 + 4 + 16

@@ -61,7 +61,13 @@ class Kept:
         self.made: list[SmallServer] = []
         self._log = directory / "small.log"
         self.budget = RestartBudget(limit, 100.0, clock=self.clock)
-        self.server = SupervisedServer("engine0", self._make, self.record, budget=self.budget)
+        self.server = SupervisedServer(
+            "engine0",
+            self._make,
+            self.record,
+            budget=self.budget,
+            may_start=lambda: self.record.starts_allowed,
+        )
 
     def _make(self, incarnation: int) -> SmallServer:
         server = SmallServer(self._log)
@@ -152,3 +158,28 @@ def test_a_port_that_stays_held_ends_it_in_one_line(keep):
         ) as end:
             kept.server.check()
     assert "\n" not in str(end.value)
+
+
+def test_no_server_starts_on_devices_that_the_trainer_has(keep):
+    kept = keep(2)
+    kept.record.allow_starts(False)
+    kept.die()
+    kept.clock.now += 50
+    for _ in range(3):
+        kept.server.check()
+    assert len(kept.made) == 1
+    kept.record.allow_starts(True)
+    kept.until_healthy()
+    assert kept.record.servers()[0].incarnation == 2
+
+
+def test_the_first_start_too_waits_for_the_devices(tmp_path):
+    kept = Kept(tmp_path, 0)
+    kept.record.allow_starts(False)
+    kept.server.start()
+    kept.server.check()
+    assert not kept.made
+    kept.record.allow_starts(True)
+    kept.until_healthy()
+    kept.server.stop(at_once=True)
+    assert kept.server.incarnation == 1
