@@ -385,7 +385,8 @@ def facts_of(
 def schedule_of(config: TrainConfig) -> Schedule:
     """As the configuration says."""
     rollout = config.rollout
-    return Schedule(staleness=rollout.max_staleness, drains=rollout.interrupt == "drain")
+    drains = rollout.interrupt == "drain"
+    return Schedule(config.engine.placement, rollout.max_staleness, drains=drains)
 
 
 def _roles(config: TrainConfig, schedule: Schedule) -> Roles:
