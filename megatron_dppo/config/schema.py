@@ -8,6 +8,7 @@ from pydantic import AllowInfNan, BaseModel, ConfigDict, Discriminator, Field, T
 
 from megatron_dppo.algorithms import table
 from megatron_dppo.model.layout import LayoutSizes
+from megatron_dppo.model.shape import TrainerPart
 
 
 class Section(BaseModel):
@@ -398,6 +399,9 @@ class EngineConfig(Section):
     placement: Literal["separate", "colocated"] = "separate"
     """``separate``: servers have devices of their own. ``colocated``: trainer and servers take turns on the same
     devices, and the one whose turn it is not keeps its memory on the host; see docs/colocation.md."""
+    parked: list[TrainerPart] | None = Field(default=None, min_length=1)
+    """What a colocated trainer lets go of while servers generate; ``megatron-dppo plan`` tells the least that must.
+    Empty: everything."""
     deterministic: bool = False
     """Draw every response with a seed of its own and compute it alike in every batch: a run of the
     same seed, weights and machine samples the same. Slower; docs/fleet.md has the cost."""

@@ -224,6 +224,7 @@ class EngineSession:
         self._stop = stop
         self._trainer = trainer
         self._is_colocated = config.engine.placement == "colocated"
+        self._leaving_parts = config.engine.parked or TRAINER_PARTS
         self._released: Sequence[MemoryTag] = TAGS
         sections, rank = ServerSections.of(config), trainer.topology.rank
         self._access = _ServerAccess(sections, config.weight_sync, trainer.shape)
@@ -356,7 +357,7 @@ class EngineSession:
         if not self._is_colocated:
             return
         stays = {"weights"} if self._attached else set()
-        if leaving := [p for p in TRAINER_PARTS if p not in self._trainer.parked | stays]:
+        if leaving := [p for p in self._leaving_parts if p not in self._trainer.parked | stays]:
             self._trainer.park(leaving)
         collectives.barrier()
         self._allow_starts(not stays)
@@ -367,7 +368,8 @@ class EngineSession:
 
     def _leave_devices(self) -> None:
         """The update has read the weights: the trainer's turn is over."""
-        self._trainer.park([p for p in TRAINER_PARTS if p not in self._trainer.parked])
+        if leaving := [p for p in self._leaving_parts if p not in self._trainer.parked]:
+            self._trainer.park(leaving)
         collectives.barrier()
         self._allow_starts(True)
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of generation and of the overlap make of their measurements."""
+"""What the benchmarks of generation and of waiting make of their measurements."""
 
 import importlib.util
 import sys
@@ -21,8 +21,8 @@ def tool(name: str) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def overlap() -> ModuleType:
-    return tool("bench_overlap")
+def idle() -> ModuleType:
+    return tool("bench_idle")
 
 
 @pytest.fixture(scope="module")
@@ -30,22 +30,28 @@ def generation() -> ModuleType:
     return tool("bench_generation")
 
 
-def test_a_step_is_timed_by_its_phases_in_the_middle_of_the_run(overlap):
+def test_a_step_is_timed_by_its_phases_in_the_middle_of_the_run(idle):
     phases = {"time/generate_s": 1.0, "time/train_s": 2.0, "time/sync_s": 0.5}
-    middle = {**phases, "time/evaluate_s": 9.0, "rollout/generation_s": 3.0}
+    middle = {
+        **phases,
+        "time/evaluate_s": 9.0,
+        "rollout/generation_s": 3.0,
+        "rollout/servers_idle": 0.5,
+    }
     records = [
         {"step": 0, "time/start_s": 99.0},
-        {"step": 1, "time/generate_s": 50.0},
-        {"step": 2, **middle},
-        {"step": 3, **middle, "time/train_s": 4.0},
-        {"step": 4, "time/train_s": 70.0, "evaluation/sums/accuracy": 0.75},
+        *({"step": step, "time/generate_s": 50.0} for step in (1, 2, 3)),
+        {"step": 4, **middle},
+        {"step": 5, **middle, "time/train_s": 4.0, "rollout/servers_idle": 0.25},
+        {"step": 6, "time/train_s": 70.0, "evaluation/sums/accuracy": 0.75},
     ]
-    measured = overlap.Measured.of("one-step-off", records)
+    measured = idle.Measured.of("one ahead", records)
     assert measured.step_s == pytest.approx(4.5)
     assert (measured.train_s, measured.generation_s) == (3.0, 3.0)
     assert measured.accuracy == 0.75
-    with pytest.raises(ValueError, match="2 steps hold none"):
-        overlap.Measured.of("one-step-off", records[:3])
+    assert measured.servers_idle == 0.375
+    with pytest.raises(ValueError, match="4 steps hold none"):
+        idle.Measured.of("one ahead", records[:5])
 
 
 def test_ratios_are_paired_by_round(generation):
