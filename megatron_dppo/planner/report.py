@@ -187,9 +187,9 @@ def _shared(plan: RunPlan) -> str | None:
     if not plan.shared:
         return None
     most = max(plan.shared, key=lambda stage: stage.travels)
-    parked = f"engine.parked=[{','.join(most.parked)}]" if most.parked else "nothing"
+    parked = ", ".join(most.parked) or "nothing"
     return (
-        f"Parked while servers generate: {parked}, {gib(most.travels)} to the host and back; a GPU then holds "
+        f"Parked while servers generate (engine.parked): {parked}, {gib(most.travels)} to the host and back; a GPU then holds "
         f"{gib(most.generating)}, and {gib(most.training)} while it trains."
     )
 

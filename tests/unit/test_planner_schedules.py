@@ -160,7 +160,7 @@ def test_a_colocated_plan_tells_what_is_parked_and_what_does_not_fit():
     console = Console(record=True, width=200)
     print_plan(console, found)
     assert (
-        "Parked while servers generate: engine.parked=[gradients,reference,optimizer], 21."
+        "Parked while servers generate (engine.parked): gradients, reference, optimizer, 21."
         in console.export_text()
     )
     crowded = plan_run(facts(COLOCATED, *SIXTEEN, "sglang.mem_fraction_static=0.955"), H100)
