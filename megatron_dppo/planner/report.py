@@ -189,8 +189,8 @@ def _shared(plan: RunPlan) -> str | None:
     most = max(plan.shared, key=lambda stage: stage.travels)
     parked = ", ".join(most.parked) or "nothing"
     return (
-        f"Parked while servers generate (engine.parked): {parked}, {gib(most.travels)} to the host and back; a GPU then "
-        f"holds {gib(most.generating)}, and {gib(most.training)} while it trains."
+        f"Parked while servers generate (engine.parked): {parked}, {gib(most.travels)} to the host and back; a GPU "
+        f"then holds {gib(most.generating)}, and {gib(most.training)} while it trains."
     )
 
 
