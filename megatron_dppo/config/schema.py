@@ -186,8 +186,7 @@ class RolloutConfig(Section):
     top_k: int = -1
     """Must be -1 (off), for the same reason."""
     stop_token_ids: list[int] = Field(default_factory=list)
-    """Tokens that end a response beside the model's own, in training and evaluation; like those
-    they belong to it and are trained on."""
+    """Tokens that end a response beside the model's own, in evaluation too; like those they are trained on."""
     stop: list[str] = Field(default_factory=list)
     """Texts that end a response, in training and evaluation. The tokens up to the one that completes
     such a text are trained on; the verifier sees what stands before it."""
@@ -216,8 +215,7 @@ class RolloutConfig(Section):
     save: bool = False
     """Keep every rollout batch under ``<directory>/rollouts``."""
     replay_from: str | None = None
-    """Train on the rollout batches saved in this folder instead of generating; no engine is
-    started. Each replica's leader reads its own share of them."""
+    """Train on the rollout batches saved in this folder instead of generating; no engine is started."""
     largest_gap: float | None = Field(default=None, gt=0, le=1)
     """Largest mean |pi - mu| of a batch's first mini-batch at equal weights; beyond it the run stops before it
     trains on the batch. Empty: 0.01 in float32, 0.1 in bfloat16 or where one side computes in fewer bits.
@@ -239,8 +237,7 @@ class AlgorithmConfig(Section):
     name: str = "dppo-binary-tv"
     """A name in ``megatron_dppo.algorithms.table``."""
     settings: table.Settings = "stability"
-    """Whose numbers the preset has: the paper's stability study's or its scaling runs';
-    docs/algorithms.md lists both."""
+    """Whose numbers the preset has: the paper's stability study's or its scaling runs'; docs/algorithms.md."""
     options: dict[str, Annotated[float, AllowInfNan()] | int | bool] = Field(default_factory=dict)
     """Overrides of these numbers (``tv_threshold``, ``ratio_cap``, ...), checked against the preset."""
     aggregation: table.AggregationName = "sequence-mean-with-constant"
@@ -298,8 +295,7 @@ class ParallelConfig(Section):
     """Sequence parallelism. Empty: on where tensor > 1 and the model is a mixture of experts."""
 
     interface: str | None = None
-    """Network interface (``eth0``, or an address of it) on which ranks listen for each other. Empty:
-    loopback where all ranks are on one machine."""
+    """Network interface, or an address of it, on which ranks listen. Empty: loopback where all are on one machine."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """A rank ends, and says what it waited in and for whom, when a collective takes longer. Longer waits are allowed
     where others generate, start, save or update weights."""
@@ -358,16 +354,14 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(default=1.0, ge=0)
     """Global gradient norm; 0: off."""
     distributed: bool | None = None
-    """Shard the optimizer's state over the ranks that have the same weights. Empty: on in bfloat16 with several of
-    them."""
+    """Shard the optimizer's state over ranks that have the same weights. Empty: on in bfloat16 with several."""
 
 
 class EngineConfig(Section):
     """The fleet of SGLang servers; docs/fleet.md tells how it works."""
 
     servers: int | None = Field(default=None, ge=0, le=2**16)
-    """Servers to start on this machine, each with ``sglang.tp_size`` ranks. Empty: one, or none
-    where ``urls`` names some."""
+    """Servers to start here, each with ``sglang.tp_size`` ranks. Empty: one, or none where ``urls`` names some."""
     urls: list[str] = Field(default_factory=list)
     """Servers that run elsewhere, used beside those that are started here."""
     ca_file: str | None = None
@@ -381,8 +375,7 @@ class EngineConfig(Section):
     router_policy: Literal["power_of_two", "cache_aware", "round_robin", "consistent_hashing"] = (
         "power_of_two"
     )
-    """How the router chooses: the less loaded of two, the one that knows the prompt's beginning, in
-    turn, or by the prompt's hash."""
+    """How it chooses: the less loaded of two, who knows the prompt's beginning, in turn, or by the prompt's hash."""
     start_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest start of a server, and longest wait for one where none is left. On GPUs a start reads the
     weights, compiles kernels, captures CUDA graphs and answers its first requests."""
@@ -406,8 +399,7 @@ class EngineConfig(Section):
     """Draw every response with a seed of its own and compute it alike in every batch: a run of the
     same seed, weights and machine samples the same. Slower; docs/fleet.md has the cost."""
     python: str | None = None
-    """Python interpreter of the servers and their router, with this package, SGLang and smg installed.
-    Empty: the trainer's."""
+    """Python of the servers and their router, with this package, SGLang and smg installed. Empty: the trainer's."""
 
     @property
     def started(self) -> int:

@@ -8,12 +8,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_dppo.algorithms.table import AlgorithmFacts
 from megatron_dppo.config import ConfigError
 from megatron_dppo.config.lora import adapters_of, updates_adapters
-from megatron_dppo.config.schema import LoraConfig, PolicyConfig, TrainConfig
+from megatron_dppo.config.schema import (
+    EngineConfig,
+    LoraConfig,
+    PolicyConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.placement import Roles
 from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linears, trained_elements
@@ -23,10 +29,42 @@ from megatron_dppo.model.layout import Layout, LayoutSizes
 from megatron_dppo.model.mapping import shard_of
 from megatron_dppo.model.shape import ITEM_BYTES, OPTIMIZER_BYTES, ModelShape
 from megatron_dppo.planner.devices import ceil_to
-from megatron_dppo.planner.schedule import Schedule
 
 Counts = tuple[tuple[int, int], ...]
 """(elements, how many parameters have that size) of one group of parameters."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How generation and training share time and GPUs.
+
+    ``placement``: servers have GPUs of their own (``separate``), or take turns with the trainer on all of them
+    (``colocated``). ``staleness``: batches that generation may be ahead. ``drains``: an update waits until every
+    running response has ended; otherwise they go on after it. ``overlaps_evaluation``: the trainer works meanwhile.
+    """
+
+    placement: Literal["separate", "colocated"] = "separate"
+    staleness: int = 0
+    drains: bool = True
+    overlaps_evaluation: bool = False
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.placement == "colocated"
+
+    @property
+    def is_on_policy(self) -> bool:
+        return self.staleness == 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the trainer trains while servers generate."""
+        return not self.is_colocated and not self.is_on_policy
+
+
+ON_POLICY = Schedule()
+STALE = Schedule(staleness=1, drains=False)
+COLOCATED = Schedule("colocated")
 
 
 @dataclass(frozen=True)
@@ -331,7 +369,7 @@ def facts_of(
     except ValueError as error:
         raise ConfigError([f"algorithm: {error}"]) from error
     settings, training = config.rollout, config.training
-    schedule = schedule_of(config) if schedule is None else schedule
+    schedule = schedule or schedule_of(config.rollout, config.engine)
     longest_prompt, longest_response = config.data.max_prompt_tokens, settings.max_response_tokens
     rollout = RolloutFacts(
         prompts=settings.prompts_per_step,
@@ -359,13 +397,14 @@ def facts_of(
             longest_response=config.evaluation.max_response_tokens or longest_response,
             every=config.evaluation.every,
         )
+    roles = Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated)
     return RunFacts(
         trainer=trainer_facts(config, shape, micro_batches, rollout.longest, gpu=gpu),
         rollout=rollout,
         engine=_engine_facts(
             config.engine.started if settings.replay_from is None else 0, config.sglang
         ),
-        roles=_roles(config, schedule),
+        roles=replace(roles, first_device=0) if schedule.is_colocated else roles,
         schedule=schedule,
         bucket_bytes=config.weight_sync.bucket_mib * 2**20,
         checkpoint_every=config.checkpoint.every,
@@ -382,16 +421,10 @@ def facts_of(
     )
 
 
-def schedule_of(config: TrainConfig) -> Schedule:
+def schedule_of(rollout: RolloutConfig, engine: EngineConfig) -> Schedule:
     """As the configuration says."""
-    rollout = config.rollout
     drains = rollout.interrupt == "drain"
-    return Schedule(config.engine.placement, rollout.max_staleness, drains=drains)
-
-
-def _roles(config: TrainConfig, schedule: Schedule) -> Roles:
-    roles = Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated)
-    return replace(roles, first_device=0) if schedule.is_colocated else roles
+    return Schedule(engine.placement, rollout.max_staleness, drains=drains)
 
 
 def _topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) -> int:

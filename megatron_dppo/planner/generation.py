@@ -6,10 +6,26 @@ from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from megatron_dppo.model.shape import ModelShape, active_parameters
+from megatron_dppo.model.shape import forward_flops as model_flops
 from megatron_dppo.planner.devices import LINK_EFFICIENCY, Cluster, Device
 from megatron_dppo.planner.facts import EngineFacts, RunFacts
-from megatron_dppo.planner.flops import attention_flops, forward_flops, linear_flops
 from megatron_dppo.planner.memory import chunk_tokens, engine_bytes, kv_bytes_per_token
+
+
+def linear_flops(shape: ModelShape) -> float:
+    """Of one token's forward pass in matrix products: twice the weights that multiply it."""
+    return model_flops(shape).linear
+
+
+def attention_flops(shape: ModelShape, length: float) -> float:
+    """Of one token's forward pass, on average over a causal sequence of ``length`` tokens."""
+    return model_flops(shape).quadratic * length
+
+
+def forward_flops(shape: ModelShape, length: float) -> float:
+    """Of one token of a sequence of ``length`` tokens."""
+    return linear_flops(shape) + attention_flops(shape, length)
+
 
 # What a server over several nodes pays for its network: tensor parallelism's collectives in a
 # forward pass, and what one pipeline stage hands to the next.

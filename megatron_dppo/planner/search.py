@@ -14,9 +14,16 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.planner.devices import Cluster
-from megatron_dppo.planner.facts import RunFacts, facts_of, schedule_of
+from megatron_dppo.planner.facts import (
+    COLOCATED,
+    ON_POLICY,
+    STALE,
+    RunFacts,
+    Schedule,
+    facts_of,
+    schedule_of,
+)
 from megatron_dppo.planner.run_plan import RunPlan, plan_run
-from megatron_dppo.planner.schedule import COLOCATED, ON_POLICY, STALE, Schedule
 from megatron_dppo.planner.traffic import STORAGE
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -49,7 +56,7 @@ class Question:
 
     @property
     def schedule(self) -> Schedule:
-        return self.other or schedule_of(self.config)
+        return self.other or schedule_of(self.config.rollout, self.config.engine)
 
     def layout_faults(self) -> list[str]:
         """What is wrong with the layout by itself, with the model, and with the batch sizes; no file is looked at."""

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.planner.activations import bubble
 from megatron_dppo.planner.colocation import switch_seconds
 from megatron_dppo.planner.devices import LINK_EFFICIENCY, Cluster, Device
-from megatron_dppo.planner.facts import RolloutFacts, RunFacts, TrainerFacts, rank_parameters
-from megatron_dppo.planner.flops import forward_flops, linear_flops, training_flops
+from megatron_dppo.planner.facts import (
+    RolloutFacts,
+    RunFacts,
+    Schedule,
+    TrainerFacts,
+    rank_parameters,
+)
 from megatron_dppo.planner.generation import (
     DECODE_OVERHEAD,
     EXPERT_EFFICIENCY,
@@ -16,10 +22,12 @@ from megatron_dppo.planner.generation import (
     PREFILL_UTILISATION,
     REDUCE_LATENCY,
     SEQUENCE_OVERHEAD,
+    attention_flops,
     evaluation_seconds,
+    forward_flops,
     generation_seconds,
+    linear_flops,
 )
-from megatron_dppo.planner.schedule import Schedule
 from megatron_dppo.planner.traffic import Traffic
 
 DENSE_UTILISATION = 0.5
@@ -31,6 +39,18 @@ UNBALANCED = 1.1
 """Slowest replica over the mean of an optimiser step, dealt by predicted cost (data/packing.py). Assumption."""
 OVERHEAD = 0.5
 """Seconds of an optimiser step beside its passes: optimizer, reductions, launches. Assumption."""
+
+_BACKWARD = {"none": 3.0, "selective": 3.0, "full": 4.0}
+"""Passes' worth of linear layers in a training step: forward, backward twice, and again forward under full
+recomputation."""
+_ATTENTION = {"none": 3.5, "selective": 4.5, "full": 4.5}
+"""The same of flash attention, whose backward pass costs 2.5 forward ones (Dao, arXiv 2307.08691, section 4.1)."""
+
+
+def training_flops(shape: ModelShape, length: float, recompute: str) -> float:
+    """Of one token's forward and backward pass under a setting of ``training.recompute``."""
+    linear, attention = linear_flops(shape), attention_flops(shape, length)
+    return _BACKWARD[recompute] * linear + _ATTENTION[recompute] * attention
 
 
 @dataclass(frozen=True)

@@ -33,17 +33,20 @@ from megatron_dppo.planner.activations import (
 )
 from megatron_dppo.planner.devices import DEVICES, Cluster
 from megatron_dppo.planner.facts import (
+    ON_POLICY,
+    STALE,
     EvaluationFacts,
     RunFacts,
     facts_of,
     rank_parameters,
     senders,
 )
-from megatron_dppo.planner.flops import attention_flops, linear_flops, training_flops
 from megatron_dppo.planner.generation import (
     Touched,
+    attention_flops,
     decode_seconds,
     hand_over_seconds,
+    linear_flops,
     network_seconds,
     prefill_seconds,
     touched_parameters,
@@ -63,13 +66,13 @@ from megatron_dppo.planner.memory import (
 )
 from megatron_dppo.planner.report import bars, print_plan
 from megatron_dppo.planner.run_plan import device_here, memory_here, plan_run
-from megatron_dppo.planner.schedule import ON_POLICY, STALE
 from megatron_dppo.planner.search import Question, nearest, search
 from megatron_dppo.planner.step_time import (
     StepSeconds,
     context_bytes,
     head_flops,
     step_seconds,
+    training_flops,
 )
 from megatron_dppo.planner.traffic import traffic
 from megatron_dppo.slurm.site import SiteConfig

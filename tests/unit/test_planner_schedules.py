@@ -13,7 +13,7 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.planner import colocation
 from megatron_dppo.planner.activations import ActivationBytes
 from megatron_dppo.planner.devices import CONTEXT, DEVICES, GIB, Cluster
-from megatron_dppo.planner.facts import facts_of, schedule_of
+from megatron_dppo.planner.facts import COLOCATED, ON_POLICY, STALE, Schedule, facts_of, schedule_of
 from megatron_dppo.planner.generation import (
     PREFILL_UTILISATION,
     decode_seconds,
@@ -25,7 +25,6 @@ from megatron_dppo.planner.generation import (
 from megatron_dppo.planner.memory import LEAST_RESERVED, EngineBytes, RankBytes, StateBytes
 from megatron_dppo.planner.report import print_plan, print_proposals
 from megatron_dppo.planner.run_plan import plan_run
-from megatron_dppo.planner.schedule import COLOCATED, ON_POLICY, STALE, Schedule
 from megatron_dppo.planner.search import (
     Proposal,
     Question,
@@ -171,12 +170,13 @@ def test_a_colocated_plan_tells_what_is_parked_and_what_does_not_fit():
 
 def test_the_recipe_s_own_schedule_is_ranked_too():
     config = load_config(RECIPE)
-    assert schedule_of(config) == ON_POLICY
+    assert schedule_of(config.rollout, config.engine) == ON_POLICY
     assert schedules(Question(config, MOE, H100)) == (ON_POLICY, STALE, COLOCATED)
     ahead = Question(load_config(RECIPE, ["rollout.max_staleness=1"]), MOE, H100)
     assert schedules(ahead) == (ON_POLICY, STALE, COLOCATED, Schedule(staleness=1))
     words = ["rollout.max_staleness=1", "rollout.interrupt=retract"]
-    assert schedule_of(load_config(RECIPE, words)) == STALE
+    ahead = load_config(RECIPE, words)
+    assert schedule_of(ahead.rollout, ahead.engine) == STALE
 
 
 def test_search_ranks_all_schedules_and_says_how_to_get_there():

@@ -12,9 +12,8 @@ import yaml
 from examples.recipes.verdicts import MODELS
 from megatron_dppo.config import load_config
 from megatron_dppo.planner.devices import DEVICES, Cluster
-from megatron_dppo.planner.facts import facts_of, shape_of
+from megatron_dppo.planner.facts import Schedule, facts_of, shape_of
 from megatron_dppo.planner.run_plan import RunPlan, plan_run
-from megatron_dppo.planner.schedule import Schedule
 from megatron_dppo.planner.step_time import model_flops_utilisation
 
 HERE = Path(__file__).resolve().parent
