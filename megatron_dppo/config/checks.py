@@ -180,11 +180,14 @@ def length_faults(
             )
             continue
         for section, response in responses.items():
-            if prompt + response > longest - spare:
+            # All tokens of an aborted response but the last may come back as a prompt.
+            continued = generates and section == "rollout" and rollout.interrupt == "abort"
+            kept = prompt_spare - 1 if continued else spare
+            if prompt + response > longest - kept:
                 yield (
                     f"{section}.max_response_tokens: got {response}, with data.max_prompt_tokens {prompt} "
-                    f"that is {prompt + response}, expected at most {longest - spare - prompt}: the {whose} "
-                    f"{longest} positions{why.format(spare)}"
+                    f"that is {prompt + response}, expected at most {longest - kept - prompt}: the {whose} "
+                    f"{longest} positions{why.format(kept)}"
                 )
 
 
@@ -416,8 +419,8 @@ def _profile(profile: schema.ProfileConfig, world: int, steps: int) -> layout.Fa
 def _overlap(rollout: schema.RolloutConfig, lora: schema.LoraConfig) -> layout.Faults:
     if rollout.interrupt == "retract" and updates_adapters(lora):
         yield (
-            "rollout.interrupt: got retract, expected drain where updates send adapters alone: an interrupted response "
-            "goes on with the adapters that it began with"
+            "rollout.interrupt: got retract, expected drain or abort where updates send adapters alone: a retracted "
+            "response goes on with the adapters that it began with"
         )
     if rollout.replay_from is not None and rollout.max_staleness:
         yield (

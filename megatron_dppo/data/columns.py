@@ -241,23 +241,16 @@ def is_unwritten(routed: np.ndarray) -> bool:
 def usable_rows(loss_mask: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
     """bool [S - 1]: whether each row of a recording belongs to the tokens' log-probabilities.
 
-    An engine that goes on with a response after a weight update records the whole sequence again
-    under the new weights. Rows that predict tokens of an earlier version are left out; without the
-    column ``weight_version`` all rows hold.
+    Rows that predict a token of another version than the one that recorded them are left out: ``routing_version`` says
+    which did. Without that column it was the last version: an engine that goes on with a response after a weight update
+    records the whole sequence again under the new weights. Without ``weight_version`` all rows hold.
     """
     rows = np.ones(len(loss_mask) - 1, dtype=bool)
     versions = columns.get("weight_version")
     if versions is not None and len(versions):
-        rows[np.flatnonzero(loss_mask)[versions != versions[-1]] - 1] = False
+        recorded = columns.get("routing_version", versions[-1])
+        rows[np.flatnonzero(loss_mask)[versions != recorded] - 1] = False
     return rows
-
-
-def discarded_rows(version_spans: Sequence[tuple[int, int, int]]) -> int:
-    """Rows that ``usable_rows`` leaves out, from the runs (version, start, end) of the sampled tokens."""
-    if not version_spans:
-        return 0
-    last = version_spans[-1][0]
-    return sum(end - start for version, start, end in version_spans if version != last)
 
 
 # --- the columns
@@ -323,6 +316,12 @@ TOPK_LOG_PROBS = declare(
 # Every stage needs them, for the rows of ``routed_experts`` that hold.
 WEIGHT_VERSION = declare(Column("weight_version", ("int32",), Rows.SAMPLED, packed=False))
 """The weights that sampled each token; every rank knows its runs (``Outline``)."""
+
+ROUTING_VERSION = declare(
+    Column("routing_version", ("int32",), Rows.SAMPLED, complete=False, packed=False)
+)
+"""The weights that recorded the row of ``routed_experts`` which predicts each token; -1: that row was lost, and holds
+nothing. Only where not all rows are of the last version (``usable_rows``)."""
 
 ROUTED_EXPERTS = declare(
     Column(

@@ -15,9 +15,10 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from megatron_dppo.data.columns import Column, Form, Rows, declared, read_only
+from megatron_dppo.data.columns import Column, Form, Rows, declared, read_only, usable_rows
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "aborted"]
+"""``aborted``: the server ended it early, and the rest is still to be asked for; no batch has such a trajectory."""
 
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 """In the order of their numbers in batch files."""
@@ -148,6 +149,12 @@ class Trajectory:
         ends = [*starts[1:], len(versions)]
         return tuple(map(VersionSpan, versions[starts].tolist(), starts, ends))
 
+    @cached_property
+    def discarded_rows(self) -> int:
+        """Rows of a recorded routing that ``usable_rows`` leaves out, whether there is a recording or not."""
+        usable = usable_rows(self.loss_mask, self.columns)
+        return len(usable) - int(np.count_nonzero(usable))
+
     def column(self, name: str) -> np.ndarray:
         """The column's array. Raises ValueError where the trajectory has none."""
         if name not in self.columns:
@@ -234,6 +241,7 @@ class Outline(NamedTuple):
     finish_reason: FinishReason
     reward: float
     advantage: float
+    discarded_rows: int
     version_spans: tuple[VersionSpan, ...]
 
     @classmethod

@@ -361,6 +361,10 @@ class EngineClient(HttpClient):
         ids = request_ids(rid, count)
         await asyncio.gather(*(self.control("/abort_request", {"rid": i}) for i in ids))
 
+    async def abort_all(self) -> None:
+        """End every call of whatever client early; one that is still on its way to the scheduler goes on."""
+        await self.control("/abort_request", {"abort_all": True})
+
     # --- state
 
     async def health(self, timeout_s: float = 10.0) -> bool:

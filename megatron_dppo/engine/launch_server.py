@@ -26,7 +26,7 @@ from multiprocessing import process, shared_memory
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.engine import recordings
+from megatron_dppo.engine import continuation, recordings
 from megatron_dppo.engine.options import ADAPTER_DIGESTS, HOSTS_VARIABLE
 from megatron_dppo.system import network, processes, scratch
 from megatron_dppo.system.compute import has_visible_gpu, offer_tools
@@ -189,6 +189,7 @@ def _change_sglang() -> None:
     keep_snapshots_private()
     bind_stores()
     recordings.register()
+    continuation.register()
     if VARIABLE in os.environ:
         register_digests()
 

@@ -70,12 +70,14 @@ class RoutedShape:
     """What the engine captures of a model's routing.
 
     ``hidden_layers``: layers in the capture; ``moe_layers``: which of them route; ``top_k`` of ``experts``.
+    ``start``: rows that the caller has already; they are not sent, and read 0.
     """
 
     hidden_layers: int
     moe_layers: tuple[int, ...]
     top_k: int
     experts: int
+    start: int = 0
 
     @classmethod
     def of_model(cls, model: ModelShape) -> RoutedShape:
@@ -96,6 +98,8 @@ class GenerationRequest:
 
     ``key`` names it to the caller, and outlives retries. ``columns``: what is asked of the engine beside what every
     request is, as options by the names of ``SOURCES``. ``problem_id`` and ``sample_index`` go into the trajectory.
+    ``continues``: an answer that the server ended early is an ``aborted`` trajectory, which the caller goes on with;
+    else it is an AbortedError.
     """
 
     key: Hashable
@@ -104,6 +108,7 @@ class GenerationRequest:
     columns: Mapping[str, Any] = field(default_factory=dict)
     problem_id: int = 0
     sample_index: int = 0
+    continues: bool = False
 
 
 # --- where each column of a trajectory is said: fields of the request, and of the answer's ``meta_info``
@@ -236,7 +241,10 @@ def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
 
 def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[str, np.ndarray]:
     # [prompt + output - 1, hidden layers, top-k]: the last token is never fed back. Fetched by ``recordings``.
-    captured = meta["routed_experts"]
+    captured = meta.get("routed_experts")
+    if captured is None and meta["finish_reason"]["type"] == "abort":
+        # It waited in the queue, without keys and values: the rows are lost.
+        return {}
     if not isinstance(captured, np.ndarray):
         raise ValueError(f"routed_experts is no recording but {type(captured).__name__}")
     if len(shape.moe_layers) < shape.hidden_layers:
@@ -244,7 +252,13 @@ def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[
     check_recording(captured, shape.experts)
     if is_unwritten(captured):
         return {}
-    return {"routed_experts": captured.astype(shape.dtype, copy=False)}
+    whole = np.zeros((shape.start + len(captured), *captured.shape[1:]), shape.dtype)
+    whole[shape.start :] = captured
+    return {"routed_experts": whole}
+
+
+def _ask_routed_experts(shape: RoutedShape) -> dict[str, Any]:
+    return {"return_routed_experts": True, "routed_experts_start_len": shape.start}
 
 
 provide("rollout_log_probs", ColumnSource(
@@ -252,7 +266,7 @@ provide("rollout_log_probs", ColumnSource(
 ))  # fmt: skip
 provide("weight_version", ColumnSource(lambda _: {}, _weight_version, always=True))
 provide("topk", ColumnSource(_ask_topk, _topk))
-provide("routed_experts", ColumnSource(lambda _: {"return_routed_experts": True}, _routed_experts))
+provide("routed_experts", ColumnSource(_ask_routed_experts, _routed_experts))
 
 
 def adapter_name(version: int) -> str:
@@ -356,14 +370,14 @@ def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajecto
     """
     meta = answer.get("meta_info", {})
     try:
-        reason = _finish_reason(meta["finish_reason"])
+        reason = _finish_reason(meta["finish_reason"], request)
         # An end-of-sequence token is among them, with its log-probability: the decision to stop is trained like any
         # other. ``text`` leaves it out.
         response_ids = np.array(answer["output_ids"], np.int32)
         _check_length(len(response_ids), reason, request)
         answered = Answered(len(request.prompt_ids), response_ids)
         columns: dict[str, np.ndarray] = {}
-        for source, option in asked(request.columns):
+        for source, option in asked(request.columns) if len(response_ids) else ():
             columns |= source.parse(meta, answered, option)
         return Trajectory.of_response(
             request.prompt_ids,
@@ -382,9 +396,11 @@ def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajecto
         raise EngineAnswerError(f"request {request.key}: {error}") from error
 
 
-def _finish_reason(reason: dict[str, Any]) -> FinishReason:
-    kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-    if reason["type"] == "abort":
+def _finish_reason(reason: dict[str, Any], request: GenerationRequest) -> FinishReason:
+    kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+    # With a status it is not an abort that somebody asked for, but an error of the server.
+    is_error = reason.get("status_code") is not None
+    if reason["type"] == "abort" and (is_error or not request.continues):
         raise AbortedError(f"aborted by the engine: {reason.get('message')}")
     if reason["type"] not in kinds:
         raise ValueError(f"finish reason {reason['type']!r}, expected stop or length")
@@ -394,7 +410,7 @@ def _finish_reason(reason: dict[str, Any]) -> FinishReason:
 def _check_length(tokens: int, reason: FinishReason, request: GenerationRequest) -> None:
     # SGLang shortens max_new_tokens silently to what its context and cache hold: that would pass as a truncation.
     limit = request.sampling.max_new_tokens
-    if not 0 < tokens <= limit:
+    if not (tokens or reason == "aborted") or tokens > limit:
         raise ValueError(f"{tokens} output tokens, expected 1 to {limit}")
     if reason == "length" and tokens < limit:
         raise ValueError(

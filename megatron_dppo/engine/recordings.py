@@ -215,7 +215,7 @@ def place(
 def _expected_shape(answer: dict[str, Any], request: GenerationRequest) -> tuple[int, int, int]:
     shape = request.columns[FIELD]
     tokens = len(request.prompt_ids) + len(answer.get("output_ids", ())) - 1
-    return tokens, shape.hidden_layers, shape.top_k
+    return tokens - shape.start, shape.hidden_layers, shape.top_k
 
 
 def _from_memory(notice: Notice, request: GenerationRequest) -> np.ndarray | None:
@@ -272,9 +272,11 @@ class Outlet:
         from sglang.srt.runtime_context import get_parallel
 
         recorded = request.routed_experts
-        aborted = isinstance(request.finished_reason, FINISH_ABORT)
+        reason = request.finished_reason
+        # A response that an update ended early goes on from here; after an error of the server nobody reads it.
+        failed = isinstance(reason, FINISH_ABORT) and reason.status_code is not None
         # The first rank alone answers.
-        if recorded is None or aborted or get_parallel().attn_tp_rank != 0:
+        if recorded is None or failed or get_parallel().attn_tp_rank != 0:
             return
         try:
             content = self._store.put(recorded.numpy()).encode()

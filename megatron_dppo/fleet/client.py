@@ -6,14 +6,15 @@ other weights is *suspended*: it gets no calls until the next ``serve``, its unf
 to other servers, and the supervisor is told. While the router is down, calls go to servers directly.
 
 A weight update may come while calls are in flight. From ``hold`` to the next ``serve`` no call is sent and no answer
-is read, so an answer is always judged by what became of the update that it lived through.
+is read, so an answer is always judged by what became of the update that it lived through. Where the update aborts what
+is in flight, ``hold`` ends when all of it is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
@@ -33,6 +34,7 @@ T = TypeVar("T")
 _PROBE_SECONDS = 5.0
 _REPLACED_SECONDS = 10.0
 _FORGETTING_SECONDS = 0.1
+_ABORT_AGAIN_SECONDS = 0.2
 # smg's codes for a call that it has no server for.
 _KNOWS_NOBODY = ("no_available_workers", "model_not_found")
 
@@ -102,9 +104,16 @@ class FleetClient:
 
     # --- who serves
 
-    async def hold(self) -> None:
-        """The servers are about to be paused for a weight update: send nothing and read nothing until ``serve``."""
+    async def hold(self, *, abort: bool = False) -> None:
+        """The servers are about to be paused for a weight update: send nothing and read nothing until ``serve``.
+
+        ``abort``: end the calls in flight early, and return when each is answered, or its server lost.
+        """
         self._serving.clear()
+        if abort:
+            # Here and not in the update: a call that waits in front of a paused server would go on afterwards with what
+            # it named before, such as adapters.
+            await self._end_calls()
         for active in self._servers:
             active.client.is_paused = True
 
@@ -155,19 +164,14 @@ class FleetClient:
     # --- GenerationClient
 
     async def generate(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
-        await self._serving.wait()
+        while not self._serving.is_set():
+            await self._serving.wait()
         if self._router is not None and self._router.usable and self._live():
             return await self._through_router(self._router, requests, rid)
         return await self._directly(requests, rid)
 
     async def abort(self, rid: str, count: int) -> None:
-        # The HTTP router does not forward aborts, and doesn't tell which server has a call.
-        aborts = (active.client.abort(rid, count) for active in self._live())
-        for outcome in await asyncio.gather(*aborts, return_exceptions=True):
-            if isinstance(outcome, BaseException) and not isinstance(
-                outcome, errors.EngineLostError
-            ):
-                raise outcome
+        await self._abort_on_each(lambda client: client.abort(rid, count))
 
     async def watch(self, hang_timeout_s: float) -> NoReturn:
         """Suspend servers that hang, and stop using a lost router; raises EngineLostError when no server is left."""
@@ -261,6 +265,21 @@ class FleetClient:
         if began is None or self._version is None:
             return None
         return range(began, self._version + 1)
+
+    async def _end_calls(self) -> None:
+        # Again and again: what was on its way to a scheduler is not aborted.
+        while calls := self._routed.union(*(active.calls for active in self._servers)):
+            await self._abort_on_each(lambda client: client.abort_all())
+            await asyncio.wait(calls, timeout=_ABORT_AGAIN_SECONDS)
+
+    async def _abort_on_each(self, abort: Callable[[EngineClient], Awaitable[None]]) -> None:
+        """On every server: the HTTP router does not forward aborts, and doesn't tell which server has a call."""
+        aborts = (abort(active.client) for active in self._live())
+        for outcome in await asyncio.gather(*aborts, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(
+                outcome, errors.EngineLostError
+            ):
+                raise outcome
 
     @property
     def _adapter(self) -> str | None:

@@ -2,7 +2,8 @@
 
 A response is counted once: each key holds the result of one attempt, every attempt has a request id
 of its own, and an attempt that was given up is aborted and its answer never read. When the last
-server is lost, what was finished is kept, and ``resume`` asks for the rest alone.
+server is lost, what was finished is kept, and ``resume`` asks for the rest alone; so are the beginnings of responses
+that an update ended early (``engine.continuation``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import heapq
 import itertools
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from typing import Any, NoReturn, Protocol
 from megatron_dppo.config.schema import EngineConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine import errors
+from megatron_dppo.engine.continuation import Continuation, Decode
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -58,7 +60,8 @@ class GenerationClient(Protocol):
     """Draws responses: ``EngineClient`` on one server, ``FleetClient`` on several."""
 
     async def generate(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
-        """Draw ``requests`` in one call under a new id; one trajectory for each, in order.
+        """Draw ``requests`` in one call under a new id; one trajectory for each, in order; ``aborted`` ones of requests
+        that say so.
 
         Raises AbortedError where this call failed and another may succeed; ServerLostError where
         another server will take the next call; EngineLostError where no server is left.
@@ -176,7 +179,8 @@ class GenerationJob:
 
     The key of a request is (position in ``problems``, sample index). ``columns``: what is asked for
     beside what every request is, as in GenerationRequest. ``seeds``: those of the responses, in the
-    order of ``problems``; None: the server draws as it likes.
+    order of ``problems``; None: the server draws as it likes. ``decode``: a response that the server ended early goes
+    on where it ended; None: it is drawn again.
     """
 
     problems: Sequence[Problem]
@@ -184,6 +188,7 @@ class GenerationJob:
     sampling: SamplingParams
     columns: Mapping[str, Any] = field(default_factory=dict)
     seeds: SamplingSeeds | None = None
+    decode: Decode | None = None
 
     def requests(
         self, completed: Mapping[Hashable, Trajectory] | None = None
@@ -242,7 +247,8 @@ class GenerationEnd(IntEnum):
 
 @dataclass(eq=False)
 class Generation:
-    """``order``: of two generations under way, that with the lower one goes first."""
+    """``order``: of two generations under way, that with the lower one goes first. ``continuation``: what is kept of
+    unfinished responses."""
 
     job: GenerationJob
     description: str
@@ -254,6 +260,16 @@ class Generation:
     tokens: int = 0
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
+    continuation: Continuation | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        decode = self.job.decode
+        self.continuation = None if decode is None else Continuation(decode)
+
+    @property
+    def redrawn(self) -> int:
+        """Tokens that were sampled and not kept, as weight updates ended their responses early."""
+        return 0 if self.continuation is None else self.continuation.redrawn
 
     @property
     def seconds(self) -> float:
@@ -284,6 +300,7 @@ class Generation:
                 on_response=self._note,
                 slots=slots,
                 order=self.order,
+                continuation=self.continuation,
             )
             self.running = runner.submit(self._timed(work))
 
@@ -343,10 +360,12 @@ async def generate_many(
     on_response: OnResponse | None = None,
     slots: Slots | None = None,
     order: int = 0,
+    continuation: Continuation | None = None,
 ) -> Results:
     """Results by key, in the order of ``requests`` whatever the order of completion.
 
-    ``slots``: shared with other generations, in which this one has ``order``; None: its own.
+    ``slots``: shared with other generations, in which this one has ``order``; None: its own. ``continuation``: goes on
+    with responses that the server ended early; None: they are drawn again.
 
     Raises GenerationInterruptedError within seconds of the last server's death, with what was finished;
     StopRequestedError soon after ``stop()`` is true; EngineRequestError and EngineAnswerError as they come. In every
@@ -357,7 +376,7 @@ async def generate_many(
     if len(set(keys)) != len(keys):
         raise ValueError("two generation requests have the same key")
     slots = Slots(limits.calls) if slots is None else slots
-    run = _Generation(client, requests, limits, on_response, slots, order)
+    run = _Generation(client, requests, limits, on_response, slots, order, continuation)
     try:
         await run.wait(stop)
     except errors.EngineLostError as error:
@@ -374,7 +393,9 @@ class _Generation:
         on_response: OnResponse | None,
         slots: Slots,
         order: int,
+        continuation: Continuation | None,
     ) -> None:
+        self._continuation = continuation
         self._slots, self._order = slots, order
         self._client = client
         self._on_response = on_response
@@ -383,11 +404,14 @@ class _Generation:
         self._prefix = uuid.uuid4().hex[:12]
         self._in_flight: dict[str, int] = {}
         self._results: Results = {}
+        self._attempts: Counter[int] = Counter()
+        # The rests of responses differ in what is asked for, which those of one call must share.
+        held = {} if continuation is None else continuation.held
+        begun = [i for i, request in enumerate(requests) if request.key in held]
+        new = [i for i, request in enumerate(requests) if request.key not in held]
         size = limits.responses_per_call
-        self._pending = deque(
-            range(start, min(start + size, len(requests)))
-            for start in range(0, len(requests), size)
-        )
+        shared = (new[start : start + size] for start in range(0, len(new), size))
+        self._pending: deque[list[int]] = deque([*([i] for i in begun), *shared])
 
     def in_order(self) -> Results:
         return {r.key: self._results[r.key] for r in self._requests if r.key in self._results}
@@ -418,12 +442,13 @@ class _Generation:
                 if self._pending:
                     await self._draw(self._pending.popleft())
 
-    async def _draw(self, indices: range) -> None:
+    async def _draw(self, indices: list[int]) -> None:
         """Results of one call, with retries under new request ids."""
-        requests, failures, losses, reason = [self._requests[i] for i in indices], 0, 0, ""
+        requests, failures, losses, reason = [self._asked(i) for i in indices], 0, 0, ""
         while failures < self._limits.max_attempts and losses < _MAX_LOSSES:
             # Fixed width: SGLang aborts every request whose id begins with the given one.
-            rid = f"{self._prefix}-{indices.start:08d}-{failures + losses:02d}"
+            rid = f"{self._prefix}-{indices[0]:08d}-{self._attempts[indices[0]]:04d}"
+            self._attempts[indices[0]] += 1
             self._in_flight[rid] = len(indices)
             try:
                 async with asyncio.timeout(self._limits.request_timeout_s):
@@ -440,7 +465,7 @@ class _Generation:
                 reason = str(error)
                 losses += 1
             else:
-                self._record(requests, results)
+                self._record(indices, results)
                 return
             finally:
                 del self._in_flight[rid]
@@ -448,11 +473,20 @@ class _Generation:
             f"request {requests[0].key}: {failures + losses} attempts failed, the last: {reason}"
         )
 
-    def _record(self, requests: Sequence[GenerationRequest], results: Sequence[Trajectory]) -> None:
-        for request, trajectory in zip(requests, results, strict=True):
-            self._results[request.key] = trajectory
+    def _asked(self, index: int) -> GenerationRequest:
+        request = self._requests[index]
+        return request if self._continuation is None else self._continuation.rest(request)
+
+    def _record(self, indices: Sequence[int], results: Sequence[Trajectory]) -> None:
+        for index, result in zip(indices, results, strict=True):
+            request, going_on = self._requests[index], self._continuation
+            whole = result if going_on is None else going_on.take(request, result)
+            if whole is None:
+                self._pending.appendleft([index])
+                continue
+            self._results[request.key] = whole
             if self._on_response is not None:
-                self._on_response(request.key, trajectory)
+                self._on_response(request.key, whole)
 
     async def _clean_up(self, tasks: Sequence[asyncio.Future]) -> None:
         """Cancel the calls in flight, and abort them on the servers."""

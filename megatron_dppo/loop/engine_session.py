@@ -85,6 +85,7 @@ class _Connections:
         self.record = record
         self._endpoint = endpoint
         self._limits = GenerationLimits.of(sections.rollout, sections.engine)
+        self._aborts = sections.rollout.interrupt == "abort"
         self.slots = Slots(self._limits.calls)
         router = None
         if sections.engine.uses_router:
@@ -99,9 +100,12 @@ class _Connections:
         generation.resume(self.runner, self.client, self._limits, stop, self.slots)
 
     def hold(self) -> None:
-        """The servers are about to stand still, until they serve again."""
-        self.runner.run(self.client.hold())
+        """The servers are about to stand still, until they serve again. Collective."""
+        self.runner.run(self.client.hold(abort=self._aborts))
         self.slots.hold(True)
+        if self._aborts:
+            # Nobody's call may be in flight any more when the servers are paused.
+            collectives.barrier()
 
     def close(self) -> None:
         """Abort what is under way on the servers, and close the connections."""
@@ -256,7 +260,7 @@ class EngineSession:
             )
         else:
             source = TrainerWeights(trainer, ranks_per_sender(config.weight_sync.senders))
-            interrupts = config.rollout.interrupt != "drain"
+            interrupts = config.rollout.interrupt == "retract"
             self._updater = WeightUpdater(
                 source, *rest, interrupts=interrupts, leave_devices=leave_devices
             )

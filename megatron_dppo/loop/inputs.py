@@ -169,9 +169,9 @@ class RunData:
             )
         return extracted(problem_set, self._config.reward.name)
 
-    def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """Text of tokens, special ones included."""
-        return str(self._tokenizer.decode(list(token_ids)))
+    def text_of(self, token_ids: Sequence[int] | np.ndarray, *, special: bool = True) -> str:
+        """Text of tokens, with or without the ``special`` ones."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
 
 def _name(file: ProblemFile) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from megatron_dppo.config.schema import RolloutConfig
-from megatron_dppo.data.columns import Form, discarded_rows
+from megatron_dppo.data.columns import Form
 from megatron_dppo.data.sampling import TrainingFiles
 from megatron_dppo.data.trajectory import TrajectoryFacts
 from megatron_dppo.loop.scoring import Selection
@@ -117,7 +117,7 @@ def routing_figures(
     with_routing = [batch[position] for position in recorded]
     rows = sum(t.length - 1 for t in batch)
     recorded_rows = sum(t.length - 1 for t in with_routing)
-    usable = recorded_rows - sum(discarded_rows(t.version_spans) for t in with_routing)
+    usable = recorded_rows - sum(t.discarded_rows for t in with_routing)
     tokens = sum(t.length for t in with_routing)
     return {
         names.ROUTING_BYTES_PER_TOKEN: recorded_rows * form.row_bytes / tokens,

@@ -85,6 +85,7 @@ class _Draft:
     drawn: list[int] = field(default_factory=list)
     seconds: float = 0.0
     waited: float = 0.0
+    redrawn: int = 0
 
     @property
     def flat(self) -> list[bool]:
@@ -218,6 +219,7 @@ class GeneratedRollouts:
                 [
                     [rollout_figures.GroupRow.of(draft.groups[p]) for p in new],
                     draft.generation.seconds,
+                    draft.generation.redrawn,
                 ]
             )
         shares = [iter(rows_by_rank[leader][0]) for leader in self.topology.leaders]
@@ -226,7 +228,8 @@ class GeneratedRollouts:
             for p in list(draft.unjudged)
         ]
         # A round lasts as long as its slowest leader's part.
-        draft.seconds += max(seconds for _, seconds in rows_by_rank)
+        draft.seconds += max(seconds for _, seconds, _ in rows_by_rank)
+        draft.redrawn += sum(redrawn for *_, redrawn in rows_by_rank)
 
     def _hand_over(self, draft: _Draft, position: dict[str, Any]) -> RolloutBatch:
         """The batch on every rank, and its figures."""
@@ -240,6 +243,8 @@ class GeneratedRollouts:
         figures = rollout_figures.generated_figures(draft.rows)
         figures |= rollout_figures.staleness_figures(batch, draft.step)
         figures |= rollout_figures.interruption_figures(batch)
+        if draft.redrawn:
+            figures[names.REDRAWN] = draft.redrawn
         figures |= rollout_figures.speed_figures(figures[names.TOKENS], draft.seconds, draft.waited)
         figures |= self._waiting(draft.waited)
         if self._quota.filtering:

@@ -330,7 +330,8 @@ class Run:
         )
         deterministic = self.config.engine.deterministic
         seeds = SamplingSeeds(self.config.run.seed, "", ()) if deterministic else None
-        return GenerationJob((), rollout.group_size, sampling, columns, seeds)
+        decode = self.data.text_of if rollout.interrupt == "abort" else None
+        return GenerationJob((), rollout.group_size, sampling, columns, seeds, decode)
 
     def _rollout_source(self) -> RolloutSource:
         rollout = self.config.rollout

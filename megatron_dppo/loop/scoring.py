@@ -73,6 +73,11 @@ class ScoredGeneration:
         """From the start to the last response."""
         return self._generation.seconds
 
+    @property
+    def redrawn(self) -> int:
+        """Tokens that were sampled and not kept, as weight updates ended their responses early."""
+        return self._generation.redrawn
+
     def wait(self, version: int | None = None) -> None:
         """Return when all responses are there. Collective. ``version``: as in ``EngineSession.finish``."""
         self._responses = self._engine.finish(self._generation, version)

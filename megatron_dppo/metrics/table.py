@@ -352,6 +352,10 @@ RECOMPUTED_TOKENS = _metric(
     "rollout/recomputed_tokens",
     "tokens, of prompts too, that servers computed again for responses that an update interrupted",
 )
+REDRAWN = _metric(
+    "rollout/redrawn",
+    "sampled tokens that were not kept, and drawn again, as an update aborted their responses",
+)
 TRAINERS_WAITED = _metric(
     "rollout/trainers_waited",
     "share of the time since the batch before in which trainers waited for responses",

@@ -13,7 +13,6 @@ from megatron_dppo.data.columns import (
     Form,
     ReadBy,
     Rows,
-    discarded_rows,
     has_repeats,
     usable_rows,
 )
@@ -52,12 +51,14 @@ def test_an_outline_tells_what_the_trajectory_does_and_survives_json():
     assert Outline.from_json(json.loads(json.dumps(outline))) == outline
 
 
-def test_rows_that_are_discarded_are_counted_from_the_spans():
+def test_rows_of_other_weights_than_the_tokens_are_discarded_and_counted():
     whole = one()
     usable = usable_rows(whole.loss_mask, whole.columns)
-    assert discarded_rows(whole.version_spans) == 2 == len(usable) - usable.sum()
-    assert discarded_rows(()) == 0
-    assert discarded_rows([(5, 0, 1), (6, 1, 3), (7, 3, 9)]) == 1 + 2
+    assert Outline.of(whole).discarded_rows == 2 == len(usable) - usable.sum()
+    assert trajectory([1, 2], [3], routed_experts=ROUTED[:2]).discarded_rows == 0
+    joined = whole.with_columns(routing_version=np.array([6, -1, 7], np.int32))
+    assert usable_rows(joined.loss_mask, joined.columns).tolist() == [True, True, False, True]
+    assert joined.discarded_rows == 1
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])

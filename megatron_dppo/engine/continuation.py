@@ -1,0 +1,198 @@
+"""Responses that a weight update ended early (``rollout.interrupt: abort``): what the server answered is kept, the rest
+is asked for with prompt and kept tokens as input, and both are joined to one trajectory.
+
+Each part's log-probabilities, Top-K and recorded routing are of the weights that sampled it. Below, too: SGLang's side,
+which is changed in servers that ``engine.launch_server`` starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_dppo.data.columns import Rows, declared
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine.protocol import GenerationRequest
+
+_ROUTING, _RECORDED = "routed_experts", "routing_version"
+_LOST = -1
+_ABORTING = "sglang.srt.managers.scheduler.Scheduler.abort_request"
+
+
+class Decode(Protocol):
+    """Text of tokens, with or without the ``special`` ones."""
+
+    def __call__(self, token_ids: Sequence[int] | np.ndarray, *, special: bool = True) -> str: ...
+
+
+@dataclass(eq=False)
+class Continuation:
+    """The unfinished responses of a generation.
+
+    ``held``: what is kept of them, by the key of the request: ``aborted`` trajectories. ``redrawn``: tokens that
+    servers sampled and that were not kept.
+    """
+
+    decode: Decode
+    held: dict[Hashable, Trajectory] = field(default_factory=dict)
+    redrawn: int = 0
+
+    def rest(self, request: GenerationRequest) -> GenerationRequest:
+        """What is still to be asked of ``request``."""
+        request, held = replace(request, continues=True), self.held.get(request.key)
+        return request if held is None else rest_of(request, held)
+
+    def take(self, request: GenerationRequest, answer: Trajectory) -> Trajectory | None:
+        """The whole response where ``answer``, to the rest of ``request``, ends it; None: there is still a rest."""
+        if answer.finish_reason == "aborted":
+            # The server aborts a response with one more token, which it doesn't look at: that may be an end-of-sequence
+            # token, or complete a stop text. It is drawn again whatever it is, which favours no token.
+            answer = self._without(answer, max(answer.sampled - 1, 0))
+        held = self.held.pop(request.key, None)
+        whole = answer if held is None else join(held, answer)
+        stop = request.sampling.stop
+        if held is not None:
+            end = seam_end(whole.response_ids, held.sampled, stop, self.decode)
+            if end is not None:
+                whole = replace(self._without(whole, end), finish_reason="stop")
+        if whole.finish_reason == "aborted":
+            if whole.sampled:
+                self.held[request.key] = whole
+            return None
+        # An uninterrupted one has the engine's own text.
+        return whole if held is None else replace(whole, text=text_of(whole, stop, self.decode))
+
+    def _without(self, trajectory: Trajectory, sampled: int) -> Trajectory:
+        self.redrawn += trajectory.sampled - sampled
+        return first(trajectory, sampled)
+
+
+def rest_of(request: GenerationRequest, held: Trajectory) -> GenerationRequest:
+    """The request for what follows ``held``. The recorded routing begins with the row of the last token that is held,
+    which predicts the next one."""
+    columns, rows = dict(request.columns), held.columns.get(_ROUTING)
+    if rows is not None:
+        columns[_ROUTING] = replace(columns[_ROUTING], start=len(rows))
+    left = request.sampling.max_new_tokens - held.sampled
+    sampling = replace(request.sampling, max_new_tokens=left)
+    prompt = held.token_ids.tolist()
+    return replace(request, prompt_ids=prompt, sampling=sampling, columns=columns)
+
+
+def first(trajectory: Trajectory, sampled: int) -> Trajectory:
+    """The prompt and the first ``sampled`` tokens of the response, with their rows of every column."""
+    if sampled == trajectory.sampled:
+        return trajectory
+    tokens = len(trajectory.prompt_ids) + sampled
+    rows = {Rows.SAMPLED: sampled, Rows.INPUT: tokens - 1}
+    return replace(
+        trajectory,
+        token_ids=trajectory.token_ids[:tokens],
+        loss_mask=trajectory.loss_mask[:tokens],
+        columns={n: a[: rows[declared(n).rows]] for n, a in trajectory.columns.items()},
+    )
+
+
+def join(held: Trajectory, answer: Trajectory) -> Trajectory:
+    """``held``, and after it the response tokens of ``answer``, whose prompt it is; it ends as ``answer`` does."""
+    assert answer.prompt_ids.tolist() == held.token_ids.tolist(), "the answer to another request"
+    if not answer.sampled:
+        return replace(held, finish_reason=answer.finish_reason)
+    columns = {
+        name: np.concatenate([array, answer.columns[name]])
+        for name, array in held.columns.items()
+        if declared(name).rows is Rows.SAMPLED and name != _RECORDED
+    }
+    return Trajectory.of_response(
+        held.prompt_ids,
+        np.concatenate([held.response_ids, answer.response_ids]),
+        problem_id=held.problem_id,
+        sample_index=held.sample_index,
+        columns=columns | _joined_routing(held, answer),
+        finish_reason=answer.finish_reason,
+    )
+
+
+def _joined_routing(held: Trajectory, answer: Trajectory) -> dict[str, np.ndarray]:
+    """The recorded routing of both, and which weights recorded the row of each sampled token."""
+    before, after = held.columns.get(_ROUTING), answer.columns.get(_ROUTING)
+    if before is None:
+        if after is None:
+            return {}
+        # It was recorded as the answer's prompt, by the answer's weights.
+        return {_ROUTING: after, _RECORDED: _recorded(answer, held.sampled + answer.sampled)}
+    recorded = held.columns.get(_RECORDED)
+    if recorded is None:
+        recorded = _recorded(held, held.sampled)
+    if after is None:
+        # Some rows that a router may choose: checks of a recording look at all of it.
+        rows = np.repeat(before[-1:], answer.sampled, axis=0)
+        new = np.full(answer.sampled, _LOST, np.int32)
+    else:
+        rows, new = after[len(before) :], _recorded(answer, answer.sampled)
+    return {
+        _ROUTING: np.concatenate([before, rows]),
+        _RECORDED: np.concatenate([recorded, new]),
+    }
+
+
+def _recorded(answer: Trajectory, tokens: int) -> np.ndarray:
+    """Of one answer: the weights that it ended with recorded all of its rows."""
+    return np.full(tokens, answer.column("weight_version")[-1], np.int32)
+
+
+def seam_end(
+    response_ids: np.ndarray, seam: int, stop: Sequence[str], decode: Decode
+) -> int | None:
+    """How many tokens the response has up to the one that completes a stop text which begins before ``seam`` tokens
+    and ends after them; None where there is none. The server looks for stop texts in what it sampled itself."""
+    if not stop:
+        return None
+    # No fewer tokens than the text has bytes are needed to be sure, and one that the text may begin within.
+    window = max(len(text.encode()) for text in stop) + 1
+    before = decode(response_ids[max(seam - window, 0) : seam])
+    looked_for = [text for text in stop if text not in before]
+    for end in range(seam + 1, min(seam + window, len(response_ids) + 1)):
+        text = decode(response_ids[max(end - window, 0) : end])
+        if any(wanted in text for wanted in looked_for):
+            return end
+    return None
+
+
+def text_of(response: Trajectory, stop: Sequence[str], decode: Decode) -> str:
+    """As the engine tells it: up to the stop text, or without the token that ended the response."""
+    text = decode(response.response_ids, special=False)
+    if response.finish_reason != "stop":
+        return text
+    ends = [text.index(wanted) for wanted in stop if wanted in text]
+    return text[: min(ends)] if ends else decode(response.response_ids[:-1], special=False)
+
+
+# --- SGLang's side
+
+
+def register() -> None:
+    """In each process of a server, before SGLang applies its plugins' hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_ABORTING, answer_waiting, HookType.BEFORE)
+
+
+def answer_waiting(scheduler: Any, aborted: Any) -> None:
+    """Before an abort: answer the requests that wait in the queue with tokens (the cache had no room for them) like
+    those that run. SGLang would drop up to 49 tokens of each, which it has not yet passed on."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    waiting = [
+        request
+        for request in scheduler.waiting_queue
+        if request.output_ids and (aborted.abort_all or request.rid.startswith(aborted.rid))
+    ]
+    for request in waiting:
+        scheduler.waiting_queue.remove(request)
+        scheduler._release_aborted_request(request)
+        request.finished_reason = FINISH_ABORT()
+        scheduler.output_streamer.stream_output([request], request.return_logprob)
