@@ -405,6 +405,7 @@ class _Generation:
         self._in_flight: dict[str, int] = {}
         self._results: Results = {}
         self._attempts: Counter[int] = Counter()
+        self._rests: set[asyncio.Task[list[int]]] = set()
         # The rests of responses differ in what is asked for, which those of one call must share.
         held = {} if continuation is None else continuation.held
         begun = [i for i, request in enumerate(requests) if request.key in held]
@@ -433,7 +434,7 @@ class _Generation:
                     )
             work.result()
         finally:
-            await self._clean_up([*tasks, work, watch])
+            await self._clean_up([*tasks, *self._rests, work, watch])
 
     async def _work(self) -> None:
         while self._pending:
@@ -443,7 +444,16 @@ class _Generation:
                     await self._draw(self._pending.popleft())
 
     async def _draw(self, indices: list[int]) -> None:
-        """Results of one call, with retries under new request ids."""
+        """Results of one call; the rest of each response that the server ended early, in a call of its own."""
+        unfinished = await self._call(indices)
+        while unfinished:
+            calls = [asyncio.create_task(self._call([index])) for index in unfinished]
+            self._rests.update(calls)
+            unfinished = [index for rest in await asyncio.gather(*calls) for index in rest]
+            self._rests.difference_update(calls)
+
+    async def _call(self, indices: list[int]) -> list[int]:
+        """Results of one call, with retries under new request ids; the responses of which there is still a rest."""
         requests, failures, losses, reason = [self._asked(i) for i in indices], 0, 0, ""
         while failures < self._limits.max_attempts and losses < _MAX_LOSSES:
             # Fixed width: SGLang aborts every request whose id begins with the given one.
@@ -465,8 +475,7 @@ class _Generation:
                 reason = str(error)
                 losses += 1
             else:
-                self._record(indices, results)
-                return
+                return self._record(indices, results)
             finally:
                 del self._in_flight[rid]
         raise errors.EngineLostError(
@@ -477,16 +486,18 @@ class _Generation:
         request = self._requests[index]
         return request if self._continuation is None else self._continuation.rest(request)
 
-    def _record(self, indices: Sequence[int], results: Sequence[Trajectory]) -> None:
+    def _record(self, indices: Sequence[int], results: Sequence[Trajectory]) -> list[int]:
+        unfinished = []
         for index, result in zip(indices, results, strict=True):
             request, going_on = self._requests[index], self._continuation
             whole = result if going_on is None else going_on.take(request, result)
             if whole is None:
-                self._pending.appendleft([index])
+                unfinished.append(index)
                 continue
             self._results[request.key] = whole
             if self._on_response is not None:
                 self._on_response(request.key, whole)
+        return unfinished
 
     async def _clean_up(self, tasks: Sequence[asyncio.Future]) -> None:
         """Cancel the calls in flight, and abort them on the servers."""

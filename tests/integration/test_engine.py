@@ -34,6 +34,7 @@ from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.trajectory import Problem, Trajectory, VersionSpan
 from megatron_dppo.engine import recordings
 from megatron_dppo.engine.client import EngineClient, HttpClient
+from megatron_dppo.engine.continuation import Continuation
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineAnswerError,
@@ -53,12 +54,15 @@ from megatron_dppo.engine.protocol import (
     request_body,
 )
 from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.generation import (
     GenerationJob,
     GenerationLimits,
     Results,
     generate_many,
 )
+from megatron_dppo.fleet.membership import Member
+from megatron_dppo.fleet.record import Keys, Server
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -408,28 +412,119 @@ def test_every_token_of_an_interrupted_response_is_of_the_version_that_its_span_
     for request, result in zip(requests, drawn, strict=True):
         versions = result.columns["weight_version"]
         assert [span.weight_version for span in result.version_spans] == [0, 1, 2]
-        logits = torch.stack([reference_logits(m, request, result) for m in models])
-        by_version = torch.log_softmax(logits, dim=-1)
-        assert gap(result, by_version, versions).max() < 2e-6
-        values, ids = by_version[versions.astype(np.int64), np.arange(result.sampled)].topk(3)
-        np.testing.assert_array_equal(result.columns["topk_ids"], ids.numpy())
-        np.testing.assert_allclose(
-            result.columns["topk_log_probs"], values.numpy(), atol=5e-6, rtol=0
-        )
-        # One token further to either side, and the token at the boundary tells.
-        for shift in (1, -1):
-            wrong = np.roll(versions, shift)
-            changed = wrong != versions
-            assert gap(result, by_version, wrong)[changed].max() > 1e-2
+        check_versions(request, result, models)
         # What the engine recorded of earlier tokens is of the weights that computed them again.
         usable = usable_rows(result.loss_mask, result.columns)
         begin = len(request.prompt_ids) - 1
         assert usable[begin:].tolist() == (versions == 2).tolist()
-        with torch.no_grad():
-            tokens = torch.from_numpy(result.token_ids.astype(np.int64))[None]
-            routers = reference(tokens, output_router_logits=True).router_logits
-        expected = torch.stack([r[:-1].topk(2).indices for r in routers], dim=1).numpy()
+        expected = router_choices(reference, result)
         np.testing.assert_array_equal(result.columns["routed_experts"][usable], expected[usable])
+
+
+def check_versions(request: GenerationRequest, result: Trajectory, models: list) -> None:
+    """Log-probabilities and Top-3 of each token are those of the version that its span names.
+
+    ``models``: by version.
+    """
+    versions = result.columns["weight_version"]
+    logits = torch.stack([reference_logits(m, request, result) for m in models])
+    by_version = torch.log_softmax(logits, dim=-1)
+    assert gap(result, by_version, versions).max() < 2e-6
+    values, ids = by_version[versions.astype(np.int64), np.arange(result.sampled)].topk(3)
+    np.testing.assert_array_equal(result.columns["topk_ids"], ids.numpy())
+    np.testing.assert_allclose(result.columns["topk_log_probs"], values.numpy(), atol=5e-6, rtol=0)
+    # One token further to either side, and the token at the boundary tells.
+    for shift in (1, -1):
+        wrong = np.roll(versions, shift)
+        changed = wrong != versions
+        assert gap(result, by_version, wrong)[changed].max() > 1e-2
+
+
+def router_choices(model, result: Trajectory) -> np.ndarray:
+    """What transformers' routers choose for all tokens but the last."""
+    tokens = torch.from_numpy(result.token_ids.astype(np.int64))[None]
+    with torch.no_grad():
+        routers = model(tokens, output_router_logits=True).router_logits
+    return torch.stack([r[:-1].topk(2).indices for r in routers], dim=1).numpy()
+
+
+def decode(token_ids, *, special: bool = True) -> str:
+    return tiny_tokenizer().decode(list(token_ids), skip_special_tokens=not special)
+
+
+async def load(weights: EngineWeights, folder: Path, version: int) -> None:
+    """As an update that drains: nothing may be in flight."""
+    assert await weights.pause_when_idle(5)
+    await weights.set_version(f"{UNVERIFIED_VERSION}{version}")
+    await weights.begin()
+    await weights.load_folder(str(folder))
+    await weights.end()
+    await weights.flush()
+    await weights.set_version(str(version))
+    await weights.resume()
+
+
+def test_an_aborted_response_goes_on_under_the_new_weights(
+    runner, engine, client, model, reference, other
+):
+    """Three updates in mid-response, in calls that responses share and of their own: log-probabilities, Top-K and
+    recorded routing of every token against transformers with its version's weights. Before the third the responses are
+    put back into the queue, as where the cache has no room: they lose that part's routing, and no token."""
+    folder, second = other
+    models, shape = [reference, second, reference, second], load_model_shape(model)
+    routed = RoutedShape.of_model(shape)
+    requests = ask(4, max_new_tokens=300, ignore_eos=True, topk=3, routed_experts=routed)
+    short = ask(1, max_new_tokens=8, ignore_eos=True)
+    member = Member(Server("engine", engine.url, 1, engine.pid), Keys(API_KEY, ADMIN_KEY))
+    limits = GenerationLimits(concurrency=4, responses_per_call=2)
+    continuation, waited = Continuation(decode), []
+
+    async def work() -> Results:
+        weights = await EngineWeights.connect(
+            HttpClient(engine.url, API_KEY, ADMIN_KEY), shape, "float32"
+        )
+        fleet = FleetClient(lambda lost: None)
+        await fleet.serve([member], 0)
+        drawing = generate_many(fleet, requests, limits, continuation=continuation)
+        running = asyncio.create_task(drawing)
+        for version, weights_folder in enumerate([folder, model, folder], start=1):
+            # Its answer comes while the long ones are in the same batch.
+            await client.answer(short, f"short-aborting-{version}")
+            if version == 3:
+                await client.control("/pause_generation", {"mode": "retract"})
+            begin = time.monotonic()
+            await fleet.hold(abort=True)
+            waited.append(time.monotonic() - begin)
+            await load(weights, weights_folder, version)
+            await fleet.serve([member], version)
+        results = await running
+        await load(weights, model, 0)
+        await fleet.close()
+        await weights.close()
+        return results
+
+    results = runner.run(work())
+    assert max(waited) < 1
+    # The last token of each part is drawn again.
+    assert continuation.redrawn == 4 * 3
+    for request, result in zip(requests, results.values(), strict=True):
+        assert (result.sampled, result.finish_reason) == (300, "length")
+        assert [span.weight_version for span in result.version_spans] == [0, 1, 2, 3]
+        assert result.text == decode(result.response_ids, special=False)
+        check_versions(request, result, models)
+        versions, begin = result.columns["weight_version"], len(request.prompt_ids) - 1
+        chosen = [router_choices(m, result)[begin:] for m in models]
+        of_version = np.stack(chosen)[versions, np.arange(result.sampled)]
+        rows = result.columns["routed_experts"][begin:]
+        kept = versions != 2
+        np.testing.assert_array_equal(rows[kept], of_version[kept])
+        assert (
+            rows[kept] != np.roll(np.stack(chosen), 1, axis=0)[versions, np.arange(300)][kept]
+        ).any()
+        usable = usable_rows(result.loss_mask, result.columns)
+        assert usable[:begin].all()
+        assert usable[begin:].tolist() == kept.tolist()
+        assert result.discarded_rows == (versions == 2).sum() > 0
 
 
 def test_a_shared_call_answers_like_single_ones(runner, client, reference):
