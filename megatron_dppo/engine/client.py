@@ -361,9 +361,9 @@ class EngineClient(HttpClient):
         ids = request_ids(rid, count)
         await asyncio.gather(*(self.control("/abort_request", {"rid": i}) for i in ids))
 
-    async def abort_all(self) -> None:
+    async def abort_all(self, timeout_s: float) -> None:
         """End every call of whatever client early; one that is still on its way to the scheduler goes on."""
-        await self.control("/abort_request", {"abort_all": True})
+        await self.control("/abort_request", {"abort_all": True}, timeout_s=timeout_s)
 
     # --- state
 

@@ -241,10 +241,10 @@ def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
 
 def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[str, np.ndarray]:
     # [prompt + output - 1, hidden layers, top-k]: the last token is never fed back. Fetched by ``recordings``.
-    captured = meta.get("routed_experts")
-    if captured is None and meta["finish_reason"]["type"] == "abort":
+    if meta["finish_reason"]["type"] == "abort" and meta.get("routed_experts") is None:
         # It waited in the queue, without keys and values: the rows are lost.
         return {}
+    captured = meta["routed_experts"]
     if not isinstance(captured, np.ndarray):
         raise ValueError(f"routed_experts is no recording but {type(captured).__name__}")
     if len(shape.moe_layers) < shape.hidden_layers:
@@ -399,8 +399,7 @@ def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajecto
 def _finish_reason(reason: dict[str, Any], request: GenerationRequest) -> FinishReason:
     kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
     # With a status it is not an abort that somebody asked for, but an error of the server.
-    is_error = reason.get("status_code") is not None
-    if reason["type"] == "abort" and (is_error or not request.continues):
+    if reason["type"] == "abort" and (reason.get("status_code") or not request.continues):
         raise AbortedError(f"aborted by the engine: {reason.get('message')}")
     if reason["type"] not in kinds:
         raise ValueError(f"finish reason {reason['type']!r}, expected stop or length")

@@ -269,7 +269,7 @@ class FleetClient:
     async def _end_calls(self) -> None:
         # Again and again: what was on its way to a scheduler is not aborted.
         while calls := self._routed.union(*(active.calls for active in self._servers)):
-            await self._abort_on_each(lambda client: client.abort_all())
+            await self._abort_on_each(lambda client: client.abort_all(_PROBE_SECONDS))
             await asyncio.wait(calls, timeout=_ABORT_AGAIN_SECONDS)
 
     async def _abort_on_each(self, abort: Callable[[EngineClient], Awaitable[None]]) -> None:

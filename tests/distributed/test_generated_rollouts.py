@@ -31,7 +31,7 @@ class ScriptedEngine:
         self.seeds += [request.sampling.seed for request in job.requests()]
         return SimpleNamespace(
             job=job, description=description, version=self.version, seconds=0.5,
-            on_response=on_response,
+            on_response=on_response, redrawn=0,
         )  # fmt: skip
 
     def finish(self, generation, held: int):

@@ -21,7 +21,7 @@ class SmallServer:
     as a stopped process does. ``refuses``: answers 400. ``deaf``: paths on which it is silent, as behind
     a live HTTP process a stopped scheduler or detokenizer is. ``info``: status and text of
     ``/server_info`` and ``/model_info``; ``asked`` counts what was asked; ``adapters``: those
-    that calls named."""
+    that calls named. An abort of all ends what it holds back, also while it is ``silent``: with two tokens."""
 
     def __init__(self, name: str, version: int = 1, delay_s: float = 0.0) -> None:
         self.name = name
@@ -35,6 +35,7 @@ class SmallServer:
         self.answered: Counter[int] = Counter()
         self.adapters: set[str | None] = set()
         self.aborted: list[str] = []
+        self.aborts = 0
         self._runner: web.AppRunner | None = None
 
     @property
@@ -90,8 +91,14 @@ class SmallServer:
         return web.Response()
 
     async def _abort(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body.get("abort_all"):
+            while request.path in self.deaf:
+                await asyncio.sleep(0.01)
+            self.aborts += 1
+            return web.json_response({})
         await self._breathe()
-        self.aborted.append((await request.json())["rid"])
+        self.aborted.append(body["rid"])
         return web.json_response({})
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -104,18 +111,21 @@ class SmallServer:
         shared = isinstance(body["input_ids"][0], list)
         prompts = body["input_ids"] if shared else [body["input_ids"]]
         await asyncio.sleep(self.delay_s)
-        await self._breathe()
+        before = self.aborts
+        while self.silent and self.aborts == before:
+            await asyncio.sleep(0.01)
         self.answered.update(prompt[0] for prompt in prompts)
-        answers = [self._answer(prompt[0]) for prompt in prompts]
+        answers = [self._answer(prompt[0], aborted=self.aborts > before) for prompt in prompts]
         return web.json_response(answers if shared else answers[0])
 
-    def _answer(self, token: int) -> dict:
+    def _answer(self, token: int, *, aborted: bool = False) -> dict:
+        count = 2 if aborted else 1
         meta = {
-            "finish_reason": {"type": "stop"},
-            "output_token_logprobs": [[-1.0, token, None]],
-            "weight_versions": [{"version": str(self.version), "start": 0, "end": 1}],
+            "finish_reason": {"type": "abort" if aborted else "stop"},
+            "output_token_logprobs": [[-1.0, token, None]] * count,
+            "weight_versions": [{"version": str(self.version), "start": 0, "end": count}],
         }
-        return {"text": self.name, "output_ids": [token], "meta_info": meta}
+        return {"text": self.name, "output_ids": [token] * count, "meta_info": meta}
 
 
 class SmallRouter(SmallServer):

@@ -252,6 +252,11 @@ REFUSED = [
         "expected at most 46: the model's 2048 positions, of which SGLang fills all but 2",
     ),
     (
+        ["data.max_prompt_tokens=1979", "rollout.interrupt=abort"],
+        "rollout.max_response_tokens: got 64, with data.max_prompt_tokens 1979 that is 2043, "
+        "expected at most 63: the model's 2048 positions, of which SGLang fills all but 6",
+    ),
+    (
         ["data.max_prompt_tokens=2042", "rollout.max_response_tokens=4"],
         "data.max_prompt_tokens: got 2042, expected at most 2041: the model's 2048 positions, of which "
         "SGLang fills all but 7 with a prompt",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.continuation import Continuation
 from megatron_dppo.engine.errors import (
     EngineLostError,
     EngineRequestError,
@@ -443,3 +444,59 @@ def test_a_paused_server_is_not_taken_for_a_hung_one(runner):
     results = ask(runner, fleet, 40, pause, hang_timeout_s=0.4)
     assert list(results) == list(range(40))
     assert not fleet.lost
+
+
+# --- an update that aborts what is in flight
+
+
+@ROUTED
+def test_a_hold_that_aborts_returns_when_every_call_is_answered(runner, routed):
+    """Each goes on with what it has, under the adapters of the version that is committed then."""
+    fleet = Fleet(pair(), SmallRouter() if routed else None)
+    asked = [GenerationRequest(i, (i,), SamplingParams(3)) for i in range(6)]
+    continuation = Continuation(lambda ids, special=True: "")
+
+    async def work() -> Results:
+        client = await fleet.open(1)
+        client._adapters = True
+        for server in fleet.servers:
+            server.silent = True
+        limits = GenerationLimits(concurrency=6)
+        drawing = asyncio.create_task(
+            generate_many(client, asked, limits, continuation=continuation)
+        )
+        await asyncio.sleep(0.2)
+        await client.hold(abort=True)
+        answered = sum((s.answered for s in fleet.servers), Counter())
+        assert answered == Counter(range(6))
+        assert not drawing.done()
+        for server in fleet.servers:
+            server.silent, server.version = False, 2
+        await client.serve([s.member for s in fleet.servers], 2)
+        results = await drawing
+        await fleet.close()
+        return results
+
+    results = runner.run(work())
+    # Two tokens by version 1, of which one is drawn again, and the rest of version 2.
+    for key, whole in results.items():
+        assert whole.response_ids.tolist() == [key, key]
+        assert whole.columns["weight_version"].tolist() == [1, 2]
+    assert continuation.redrawn == 6
+    assert set.union(*(s.adapters for s in fleet.servers)) == {"policy-1", "policy-2"}
+
+
+def test_a_hold_that_aborts_ends_with_the_server_that_does_not_answer(runner, monkeypatch):
+    monkeypatch.setattr("megatron_dppo.fleet.client._PROBE_SECONDS", 0.2)
+    fleet = Fleet(pair())
+
+    async def hang(client: CountingClient) -> None:
+        await some_answers(client)
+        fleet.servers[0].silent = True
+        fleet.servers[0].deaf = {"/abort_request"}
+        await asyncio.sleep(0.1)
+        await client.hold(abort=True)
+        await client.serve([fleet.servers[1].member], 1)
+
+    assert list(ask(runner, fleet, 40, hang, hang_timeout_s=1)) == list(range(40))
+    assert "engine0" in [s.name for s in fleet.lost]

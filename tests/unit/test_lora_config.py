@@ -99,6 +99,8 @@ def test_adapters_alone_where_the_engine_can(problems):
         (["weight_sync.strategy=tensor"], MOE, "weight_sync.strategy: got 'tensor' with lora.update"),
         (["lora.train_router=true"], MOE, "lora.train_router: got true with lora.update 'adapters', expected"),
         (["engine.deterministic=true"], MOE, "engine.deterministic: got true with lora.update 'adapters'"),
+        (["rollout.interrupt=retract"], MOE,
+         "rollout.interrupt: got retract, expected drain or abort where updates send adapters alone"),
         (["engine.router=true"], MOE, "engine.router: got true (bool) with lora.update 'adapters', expected"),
         (["engine.servers=2"], MOE, "engine.router: got null with lora.update 'adapters', expected false"),
         (["lora.target_modules=[all-linear]"], MOE,
