@@ -371,10 +371,11 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
         log.info("the engine at %s is paused; its vocabulary is not compared", client.url)
     elif not differences and not await _serves_vocabulary(client, size):
         differences.append(f"vocabulary: the engine's is not {size} tokens")
-    if config.rollout.router_replay and not differences and not await client.offers_recordings():
+    changed = config.rollout.router_replay or config.rollout.interrupt == "abort"
+    if changed and not differences and not await client.offers_recordings():
         differences.append(
-            "recorded routing: not offered beside the JSON, expected a server that was started by "
-            "megatron_dppo.engine.launch_server"
+            "recorded routing: not offered beside the JSON, and tokens of aborted responses may be lost, expected a "
+            "server that was started by megatron_dppo.engine.launch_server"
         )
     if differences:
         raise EngineMismatchError(
