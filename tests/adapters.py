@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 
-def save_random_adapters(folder: Path, hf_dir: Path, section: dict[str, Any]) -> Path:
+def save_random_adapters(
+    folder: Path, hf_dir: Path, section: dict[str, Any], seed: int = 3
+) -> Path:
     """Write adapters with A and B both random, as the ``lora:`` section asks for, in PEFT's format."""
     from megatron_dppo.checkpoint_conversion.adapters import write_peft
     from megatron_dppo.config.lora import adapters_of
@@ -20,7 +22,7 @@ def save_random_adapters(folder: Path, hf_dir: Path, section: dict[str, Any]) ->
     shape = load_model_shape(hf_dir)
     adapters = adapters_of(LoraConfig(**section), shape)
     assert adapters is not None
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     tensors = [
         (name, 0.1 * torch.randn(dims, generator=generator))
         for name, dims in adapter_tensors(adapters, shape).items()

@@ -480,7 +480,8 @@ def _colocation(
     if rollout.max_staleness and rollout.interrupt == "drain":
         yield (
             f"rollout.interrupt: got drain with engine.placement colocated and rollout.max_staleness "
-            f"{rollout.max_staleness}, expected retract: batches ahead can't be finished before the trainer's turn"
+            f"{rollout.max_staleness}, expected retract or abort: batches ahead can't be finished before the "
+            "trainer's turn"
         )
 
 

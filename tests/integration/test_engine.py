@@ -504,7 +504,7 @@ def test_an_aborted_response_goes_on_under_the_new_weights(
         return results
 
     results = runner.run(work())
-    assert max(waited) < 1
+    assert max(waited) < 10
     # The last token of each part is drawn again.
     assert continuation.redrawn == 4 * 3
     for request, result in zip(requests, results.values(), strict=True):

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder
 from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.continuation import Continuation
 from megatron_dppo.engine.errors import EngineRequestError
+from megatron_dppo.engine.protocol import (
+    UNVERIFIED_VERSION,
+    GenerationRequest,
+    SamplingParams,
+    adapter_name,
+)
 from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.fleet.client import FleetClient
+from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
+from megatron_dppo.fleet.membership import Member
+from megatron_dppo.fleet.record import Keys, Server
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
@@ -24,6 +37,8 @@ from megatron_dppo.weight_sync.verification import Tolerance, compare_canary
 from tests.adapters import peft_model, save_random_adapters
 from tests.integration.runs import TrainingRun, records_of, summary_of, write_material
 from tests.integration.weight_server import (
+    ADMIN_KEY,
+    KEY,
     PROMPT,
     RUNNER,
     Served,
@@ -148,6 +163,69 @@ def test_the_engine_computes_with_adapters_alone(served: Served, tmp_path: Path)
     RUNNER.run(served.weights().load_adapter("exported", str(exported)))
     compare_canary([expected], [adapter_log_probs(served, "exported", TOKENS)], CLOSE)
     RUNNER.run(served.weights().drop_adapters())
+
+
+def test_an_aborted_response_goes_on_with_the_new_adapters(served: Served, tmp_path: Path) -> None:
+    """Each token's log-probability is that of PEFT with the adapters that its version names."""
+    base = str(served.folder)
+    folders = [
+        save_random_adapters(tmp_path / f"adapters{seed}", served.folder, ALONE, seed)
+        for seed in (3, 4)
+    ]
+    sampling = SamplingParams(300, ignore_eos=True)
+    requests = [GenerationRequest(i, PROMPT, sampling) for i in range(3)]
+    member = Member(Server("engine", served.process.url, 1, 1), Keys(KEY, ADMIN_KEY))
+    continuation = Continuation(lambda ids, special=True: "")
+
+    async def load(weights: EngineWeights, version: int) -> None:
+        assert await weights.pause_when_idle(5)
+        await weights.set_version(f"{UNVERIFIED_VERSION}{version}")
+        name = adapter_name(version)
+        await weights.load_adapter(name, str(folders[version - 1]))
+        await weights.set_version(str(version))
+        await weights.resume()
+        await weights.drop_adapters(name)
+
+    async def work() -> Results:
+        weights = await engine_weights(served.process.url, base)
+        fleet = FleetClient(lambda lost: None, adapters=True)
+        await load(weights, 1)
+        await fleet.serve([member], 1)
+        limits = GenerationLimits(concurrency=3)
+        drawing = generate_many(fleet, requests, limits, continuation=continuation)
+        running = asyncio.create_task(drawing)
+        # Long enough for some tokens, and too short for 300.
+        await weights.score([TOKENS], adapter_name(1))
+        await fleet.hold(abort=True)
+        await load(weights, 2)
+        await fleet.serve([member], 2)
+        results = await running
+        await fleet.close()
+        await weights.drop_adapters()
+        await weights.set_version("0")
+        await weights.close()
+        return results
+
+    results = RUNNER.run(work())
+    assert continuation.redrawn == 3
+    off_by_one: list[np.ndarray] = []
+    judges = [peft_model(base, str(folder))[0] for folder in folders]
+    for whole in results.values():
+        versions = whole.columns["weight_version"].astype(np.int64)
+        assert (whole.sampled, set(versions.tolist())) == (300, {1, 2})
+        tokens = torch.from_numpy(whole.token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            logits = torch.stack(
+                [judge(tokens).logits[0, len(PROMPT) - 1 : -1] for judge in judges]
+            )
+        log_probs = logits.log_softmax(-1).numpy()
+        named = log_probs[versions - 1, np.arange(300), whole.response_ids]
+        other = log_probs[2 - versions, np.arange(300), whole.response_ids]
+        told = whole.columns["rollout_log_probs"]
+        assert np.abs(told - named).max() < 1e-5
+        boundary = int(np.argmax(versions == 2))
+        off_by_one.append(np.abs(told - other)[boundary - 1 : boundary + 1])
+    assert np.max(off_by_one) > 1e-2
 
 
 def update_twice(url: str, base: str, adapters: str, merged: str) -> dict[str, Any]:
