@@ -1,0 +1,267 @@
+#!/usr/bin/env python3
+"""Who waits, simulated response by response: what the planner's closed formulas leave out.
+
+    python tools/simulate_idle.py examples/recipes/qwen3_30b_a3b_r3.yaml --gpu h100 --nodes 8
+
+The planner takes a step's generation for so many tokens at one rate, and a tail. Here every response has a length of
+its own (log-normal, of the plan's mean, cut off at the limit), every server its running sequences, and a batch begins
+and ends as in a run: `rollout.max_staleness` opens the gate, an update drains or interrupts, a colocated trainer stops
+the servers. The seconds of a decode step, of training, of an update and of a switch are the plan's, or `--train` and
+`--update`, measured ones. Prints for each schedule a step's seconds and idle shares, by plan and by simulation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dppo.config import load_config
+from megatron_dppo.plan import EXAMPLES, shape_of
+from megatron_dppo.planner import memory
+from megatron_dppo.planner.devices import DEVICES, Cluster
+from megatron_dppo.planner.facts import COLOCATED, ON_POLICY, STALE, RunFacts, Schedule, facts_of
+from megatron_dppo.planner.generation import decode_seconds, resumed_seconds
+from megatron_dppo.planner.run_plan import RunPlan, plan_run
+
+SCHEDULES = {
+    "synchronous": ON_POLICY,
+    "one ahead, drained": Schedule(staleness=1),
+    "one ahead, interrupted": STALE,
+    "two ahead, interrupted": replace(STALE, staleness=2),
+    "eight ahead, interrupted": replace(STALE, staleness=8),
+    "colocated": COLOCATED,
+    "colocated, one ahead": replace(COLOCATED, staleness=1, drains=False),
+}
+WARM_UP = 3
+"""Steps that don't count: servers begin empty."""
+
+
+@dataclass
+class Server:
+    """Sequences that decode together, ``slots`` at most, in ``step_s`` seconds a token of ``n`` sequences.
+
+    ``clock``: tokens that each of them has had since the start; a sequence ends when the clock is where it was at its
+    beginning plus its length. ``decoded``: tokens of all.
+    """
+
+    slots: int
+    step_s: Callable[[int], float]
+    clock: float = 0.0
+    decoded: float = 0.0
+    running: list[tuple[float, int]] = field(default_factory=list)
+
+    def begin(self, batch: int, tokens: float) -> None:
+        heapq.heappush(self.running, (self.clock + tokens, batch))
+
+    @property
+    def first_end_s(self) -> float:
+        """Seconds until the next sequence ends; infinite where none runs."""
+        if not self.running:
+            return math.inf
+        return (self.running[0][0] - self.clock) * self.step_s(len(self.running))
+
+    def advance(self, seconds: float) -> None:
+        if self.running:
+            tokens = seconds / self.step_s(len(self.running))
+            self.clock += tokens
+            self.decoded += tokens * len(self.running)
+
+    def ended(self) -> Iterator[int]:
+        """The batches of those that have ended by now."""
+        while self.running and self.running[0][0] <= self.clock * (1 + 1e-12) + 1e-9:
+            yield heapq.heappop(self.running)[1]
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds of a step beside decoding. ``resume``: of prefilling again what an update interrupted."""
+
+    train: float
+    update: float
+    switch: float = 0.0
+    resume: float = 0.0
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Of a step in the mean. ``trainers``, ``servers``: idle shares; a server that isn't full idles in part."""
+
+    seconds: float
+    trainers: float
+    servers: float
+
+
+class Simulation:
+    """A run of ``schedule`` whose batches are drawn by ``draw``: a list of lengths, tokens."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        phases: Phases,
+        servers: Sequence[Server],
+        draw: Callable[[], Sequence[float]],
+    ) -> None:
+        self.schedule, self.phases, self.servers, self._draw = schedule, phases, servers, draw
+        self.now = 0.0
+        self._waiting: deque[tuple[int, float]] = deque()
+        self._left: dict[int, int] = {}
+
+    def run(self, steps: int) -> Simulated:
+        trained, begun = 0.0, 0
+        start = decoded = 0.0
+        for step in range(1, steps + WARM_UP + 1):
+            if step == WARM_UP + 1:
+                start, trained = self.now, 0.0
+                decoded = sum(server.decoded for server in self.servers)
+            while begun < step + self.schedule.staleness:
+                begun += 1
+                self._begin(begun)
+            batch = step
+            self._decode_until(lambda batch=batch: not self._left[batch])
+            self.now += self.phases.switch
+            if self.schedule.is_colocated:
+                self.now += self.phases.train
+            else:
+                self._decode_for(self.phases.train)
+            if self.schedule.drains:
+                self._decode_until(lambda: not any(self._left.values()))
+            is_interrupted = any(server.running for server in self.servers)
+            self.now += self.phases.update + is_interrupted * self.phases.resume
+            trained += self.phases.train + self.phases.update
+        elapsed = self.now - start
+        decoded = sum(server.decoded for server in self.servers) - decoded
+        full = sum(server.slots / server.step_s(server.slots) for server in self.servers)
+        return Simulated(elapsed / steps, 1 - trained / elapsed, 1 - decoded / full / elapsed)
+
+    def _begin(self, batch: int) -> None:
+        lengths = self._draw()
+        self._left[batch] = len(lengths)
+        self._waiting.extend((batch, tokens) for tokens in lengths)
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting:
+            server = min(self.servers, key=lambda s: len(s.running))
+            if len(server.running) >= server.slots:
+                return
+            server.begin(*self._waiting.popleft())
+
+    def _decode_until(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            self._advance(min(server.first_end_s for server in self.servers))
+
+    def _decode_for(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            first = min(server.first_end_s for server in self.servers)
+            self._advance(min(first, end - self.now))
+
+    def _advance(self, seconds: float) -> None:
+        self.now += seconds
+        for server in self.servers:
+            server.advance(seconds)
+            for batch in server.ended():
+                self._left[batch] -= 1
+        self._fill()
+
+
+def location(mean: float, longest: float, spread: float) -> float:
+    """mu of a log-normal X with sigma ``spread`` for which E[min(X, longest)] = ``mean``, below ``longest``.
+
+    E[min(X, L)] = exp(mu + s^2 / 2) Phi((ln L - mu - s^2) / s) + L (1 - Phi((ln L - mu) / s)).
+    """
+    normal, end = NormalDist(), math.log(longest)
+
+    def cut_mean(mu: float) -> float:
+        below = math.exp(mu + spread**2 / 2) * normal.cdf((end - mu - spread**2) / spread)
+        return below + longest * (1 - normal.cdf((end - mu) / spread))
+
+    low, high = math.log(mean) - 20 * spread, end + 20 * spread
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cut_mean(middle) < mean else (low, middle)
+    return low
+
+
+def simulate(
+    facts: RunFacts, cluster: Cluster, phases: Phases, steps: int, spread: float, seed: int
+) -> Simulated:
+    """The run of ``facts``, under its schedule."""
+    rollout, engine = facts.rollout, facts.engine
+    room = memory.engine_bytes(facts.trainer.shape, engine, rollout, cluster.device).sequences
+    leaders = facts.trainer.layout.data * rollout.max_concurrent / engine.servers
+    slots = max(1, int(min(room, leaders)))
+    context = rollout.mean_prompt + rollout.mean_response / 2
+    table = [decode_seconds(facts, cluster, max(1, n), context) for n in range(slots + 1)]
+    servers = [Server(slots, table.__getitem__) for _ in range(engine.servers)]
+    rng, longest = random.Random(seed), rollout.longest_response
+    mu = location(rollout.mean_response, longest, spread)
+
+    def draw() -> list[float]:
+        count = int(rollout.responses)
+        return [min(longest, max(1.0, rng.lognormvariate(mu, spread))) for _ in range(count)]
+
+    return Simulation(facts.schedule, phases, servers, draw).run(steps)
+
+
+def phases_of(plan: RunPlan, cluster: Cluster, train: float | None, update: float | None) -> Phases:
+    """The plan's, or the given ones."""
+    seconds, facts = plan.seconds, plan.facts
+    assert seconds is not None, "the plan has no seconds"
+    running = facts.rollout.responses / max(1, facts.engine.servers)
+    return Phases(
+        train=seconds.trainer if train is None else train,
+        update=seconds.update if update is None else update,
+        switch=seconds.switch,
+        resume=0.0 if facts.schedule.drains else resumed_seconds(facts, cluster, running),
+    )
+
+
+def main() -> None:
+    """Parse the command line, simulate, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="YAML of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    parser.add_argument("--gpu", choices=sorted(DEVICES), default="h100")
+    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20, help="that count (default: 20)")
+    parser.add_argument("--spread", type=float, default=0.8, help="sigma of log length (0.8)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--train", type=float, help="seconds of training in a step, measured")
+    parser.add_argument("--update", type=float, help="seconds of a weight update, measured")
+    options = parser.parse_intermixed_args()
+    config = load_config(options.config, options.overrides)
+    shape = shape_of(config.model.hf_checkpoint, EXAMPLES / "model_configs")
+    cluster = Cluster(DEVICES[options.gpu], options.nodes)
+    table = Table("schedule", "step, plan", "simulated", "ratio", "trainers idle", "servers idle")
+    for name, schedule in SCHEDULES.items():
+        facts = replace(facts_of(config, shape, schedule=schedule), evaluation=None)
+        plan = plan_run(facts, cluster)
+        phases = phases_of(plan, cluster, options.train, options.update)
+        found = simulate(facts, cluster, phases, options.steps, options.spread, options.seed)
+        assert plan.seconds is not None
+        planned = plan.seconds.total - plan.seconds.checkpoint
+        table.add_row(
+            name,
+            f"{planned:,.0f} s",
+            f"{found.seconds:,.0f} s",
+            f"{planned / found.seconds:.2f}",
+            f"{found.trainers:.0%}",
+            f"{found.servers:.0%}",
+        )
+    Console(highlight=False, width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
