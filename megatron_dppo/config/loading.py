@@ -398,7 +398,18 @@ def _fault(schema: type[Section], kind: str, location: tuple[int | str, ...], va
     if kind == "missing":
         meaning = f" ({field.summary})" if field.summary else ""
         return f"{field.path}: missing, expected {field.expected}{meaning}"
-    return f"{field.path}: got {given(value)}, expected {field.expected}"
+    reason = _WHY_NOT.get((field.path, str(value)), "")
+    return f"{field.path}: got {given(value)}, expected {field.expected}{reason}"
+
+
+_WHY_NOT = {
+    (
+        "rollout.interrupt",
+        "in_place",
+    ): ". A server that pauses in place goes on with keys and values of the old "
+    "weights, so that no version's log-probabilities are those that it sampled from; see docs/staleness.md"
+}
+"""What others offer and is refused here, by key and value, and why."""
 
 
 def _unknown_key(schema: type[Section], location: tuple[int | str, ...], value: Any) -> str:

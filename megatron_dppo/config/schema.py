@@ -204,10 +204,9 @@ class RolloutConfig(Section):
     """Weight versions that a token may lag behind the trainer, and batches that are generated ahead. 0: generate, then
     train. 1: step n+1 is generated while step n is trained on; see docs/staleness.md."""
     interrupt: Literal["drain", "retract", "abort"] = "drain"
-    """What a weight update does with responses in flight. ``drain``: it waits for them. ``retract``: they stop where
-    they are and go on with the new weights, every token under the version that sampled it. ``abort``: the same, but
-    what there is of them is answered and the rest asked for after the update, so that recorded routing, too, is of the
-    weights that sampled."""
+    """What a weight update does with responses in flight. ``drain``: it waits for them. ``retract``: they stop and go
+    on with the new weights, every token under the version that sampled it. ``abort``: so too, but the rest is asked for
+    anew after the update, so that recorded routing, too, is of the weights that sampled."""
     drop_zero_variance_groups: bool = False
     """Replace groups whose responses all earn the same, which have no advantage, by groups of further prompts."""
     oversampling: float = Field(default=1.0, ge=1)

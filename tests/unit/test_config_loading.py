@@ -145,6 +145,8 @@ def test_every_problem_is_told_at_once(tmp_path, tree):
         "resumed run counts on from its checkpoint)",
     ):
         assert f"\n  {line}\n" in f"{text}\n"
+    with pytest.raises(ConfigError, match="A server that pauses in place goes on with keys"):
+        load_config(write_config(tmp_path, tree), ["rollout.interrupt=in_place"])
     assert (
         "\n  rollout.topp: unknown key (got 0.9 (float)); did you mean rollout.top_p? Exp" in text
     )
