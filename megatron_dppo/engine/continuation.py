@@ -101,10 +101,11 @@ def join(held: Trajectory, answer: Trajectory) -> Trajectory:
     assert answer.prompt_ids.tolist() == held.token_ids.tolist(), "the answer to another request"
     if not answer.sampled:
         return replace(held, finish_reason=answer.finish_reason)
+    # The rows of the held tokens are kept where the answer has them again.
     columns = {
-        name: np.concatenate([array, answer.columns[name]])
+        name: np.concatenate([array, answer.columns[name][_skipped(name, held) :]])
         for name, array in held.columns.items()
-        if declared(name).rows is Rows.SAMPLED and name != _RECORDED
+        if name not in (_ROUTING, _RECORDED)
     }
     return Trajectory.of_response(
         held.prompt_ids,
@@ -114,6 +115,10 @@ def join(held: Trajectory, answer: Trajectory) -> Trajectory:
         columns=columns | _joined_routing(held, answer),
         finish_reason=answer.finish_reason,
     )
+
+
+def _skipped(name: str, held: Trajectory) -> int:
+    return 0 if declared(name).rows is Rows.SAMPLED else len(held.columns[name])
 
 
 def _joined_routing(held: Trajectory, answer: Trajectory) -> dict[str, np.ndarray]:

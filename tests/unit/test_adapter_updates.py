@@ -18,6 +18,7 @@ from megatron_dppo.config.lora import PEFT_WEIGHTS
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.engine.launch_server import _digests
+from megatron_dppo.engine.occupation import Occupation
 from megatron_dppo.engine.options import ADAPTER_DIGESTS
 from megatron_dppo.model.adapters import Adapters, adapter_tensors
 from megatron_dppo.model.gather_plan import Bucket, TensorSources
@@ -55,6 +56,7 @@ class LoraEngine(Engine):
     def __init__(self, url: str = A) -> None:
         super().__init__(url)
         self.client: Any = self
+        self.occupation = Occupation(url)
         self.adapters: dict[str, Mapping[str, torch.Tensor]] = {}
         self.scored: list[str | None] = []
         self.tells_digests = True

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from megatron_dppo.data.columns import usable_rows
+from megatron_dppo.data.columns import COLUMNS, Column, Rows, declare, usable_rows
 from megatron_dppo.data.trajectory import FinishReason, Trajectory, VersionSpan
 from megatron_dppo.engine.continuation import Continuation, first, join, rest_of, seam_end, text_of
 from megatron_dppo.engine.errors import (
@@ -267,6 +267,17 @@ def test_a_response_in_one_part_is_what_the_engine_answered():
     with pytest.raises(AssertionError, match="another request"):
         join(single, single)
     assert rest_of(asked, first(single, 1)).prompt_ids == [4, 5, 6, 7]
+
+
+def test_a_column_of_all_tokens_that_another_module_declares_is_joined_too():
+    """The answer has the rows of what was held again: the first ones are kept."""
+    declare(Column("tested_input", ("int32",), Rows.INPUT))
+    try:
+        held = Trajectory.of_response(PROMPT, [7], columns={"tested_input": [1, 2, 3]})
+        rest = Trajectory.of_response([*PROMPT, 7], [8], columns={"tested_input": [5, 6, 7, 8]})
+        assert join(held, rest).columns["tested_input"].tolist() == [1, 2, 3, 8]
+    finally:
+        del COLUMNS["tested_input"]
 
 
 # --- answers

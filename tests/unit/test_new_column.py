@@ -69,7 +69,7 @@ def answered(tokens: list[int], values: list[list[float]]) -> Trajectory:
             "hidden": b64(values, "<f2"),
         },
     }
-    (trajectory,) = parse_answers(orjson.dumps(answer), [request], version=0)
+    (trajectory,) = parse_answers(orjson.dumps(answer), [request], versions=range(1))
     return trajectory
 
 
