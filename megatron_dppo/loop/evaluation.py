@@ -1,75 +1,215 @@
-"""Evaluation on held-out sets: avg@k, the mean reward over k responses to each problem of a set."""
+"""Evaluation on held-out sets: avg@k, the mean reward over k responses to each problem of a set.
+
+In a run that generates ahead the trainer doesn't wait for an evaluation: it begins right after the update to version v,
+runs while the next batch is trained on, and is finished before the update after that, so that every token of it is of
+version v. Its figures are added to the record of step v, which is still the last one then.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.exchange import own_positions
-from megatron_dppo.loop.recorder import SampleMaker, chosen
+from megatron_dppo.loop.recorder import Recorder, SampleMaker, chosen
 from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.metrics.samples import Sample
 from megatron_dppo.rewards.verifier import Verifier
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology
+from megatron_dppo.trainer.watchdog import patience
+
+log = logging.getLogger(__name__)
 
 
-def evaluate(
-    step: int,
-    sets: Mapping[str, Sequence[Problem]],
-    settings: EvaluationConfig,
-    template: GenerationJob,
-    algorithm: AlgorithmConfig,
-    topology: Topology,
-    engine: EngineSession,
-    verifier: Verifier,
-    samples: SampleMaker,
-) -> tuple[dict[str, float], list[Sample]]:
-    """Generate and score responses to every held-out problem. Collective.
+class MixedVersionsError(RunError):
+    """An evaluation has tokens of other weights than those that it is of."""
 
-    Args:
-        step: that the policy has been trained for.
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation under way of the policy after ``step`` steps. ``generations``: set -> this rank's part."""
+
+    step: int
+    generations: Mapping[str, ScoredGeneration]
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Generates and scores responses to every held-out problem.
+
+    Attributes:
         sets: name -> problems.
         settings: k and the sampling (the paper's: temperature 0.7, top_p 0.95).
         template: of the training's jobs; what ends a response, and the seeds, hold here too.
         algorithm: says what a truncated response earns.
         topology: position of this rank; each leader takes its share of the problems.
-        engine: servers that generate.
+        engine: servers that generate; None where there are no sets.
         verifier: checks each response as soon as it is there.
         samples: makes texts of a few responses to each set.
-
-    Returns:
-        metric name -> avg@k, and the samples; the same on every rank.
     """
-    sampling = replace(
-        template.sampling,
-        max_new_tokens=settings.max_response_tokens or template.sampling.max_new_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-    )
-    accuracies, sample_lines = {}, []
-    for name, problems in sets.items():
-        positions = own_positions(range(len(problems)), topology)
-        own_problems = [problems[p] for p in positions]
+
+    sets: Mapping[str, Sequence[Problem]]
+    settings: EvaluationConfig
+    template: GenerationJob
+    algorithm: AlgorithmConfig
+    topology: Topology
+    engine: EngineSession | None
+    verifier: Verifier
+    samples: SampleMaker
+
+    def begin(self, step: int) -> Evaluation:
+        """Have the responses generated in the background, before those of any batch (order 0). Not collective.
+
+        ``step``: that the policy has been trained for; the engine has its weights.
+        """
+        generations = {}
+        for name in self.sets:
+            assert self.engine is not None
+            job, description = self._job(step, name), f"evaluate on {name}"
+            generations[name] = ScoredGeneration(self.engine, self.verifier, job, description)
+        return Evaluation(step, generations)
+
+    def finish(
+        self, evaluation: Evaluation, trainer_version: int
+    ) -> tuple[dict[str, float], list[Sample]]:
+        """Wait for the responses and their scores. Collective.
+
+        ``trainer_version``: of the weights that the trainer holds by now. Where the whole fleet was lost, missing
+        responses are drawn from these.
+
+        Returns:
+            metric name -> avg@k, and the samples; the same on every rank.
+
+        Raises MixedVersionsError, on every rank, where a token is not of the version that is evaluated, and
+        RunStoppedError, EngineUnavailableError, VerifierError.
+        """
+        for generation in evaluation.generations.values():
+            generation.wait(trainer_version)
+        accuracies: dict[str, float] = {}
+        samples: list[Sample] = []
+        versions: set[int] = set()
+        for name, generation in evaluation.generations.items():
+            accuracies[names.accuracy(name)], shown, seen = self._score(
+                evaluation.step, name, generation
+            )
+            samples += [shown[i] for i in chosen(shown, evaluation.step)]
+            versions |= seen
+        if versions - {evaluation.step}:
+            raise MixedVersionsError(
+                f"the evaluation of step {evaluation.step} has tokens of weight versions {sorted(versions)}"
+            )
+        return accuracies, samples
+
+    def _job(self, step: int, name: str) -> GenerationJob:
+        """This rank's share of a set."""
+        template, settings = self.template, self.settings
+        positions = own_positions(range(len(self.sets[name])), self.topology)
+        sampling = replace(
+            template.sampling,
+            max_new_tokens=settings.max_response_tokens or template.sampling.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+        )
         seeds = template.seeds
         if seeds is not None:
             purpose = f"evaluation on {name} after step {step}"
             seeds = replace(seeds, purpose=purpose, positions=positions)
-        job = GenerationJob(own_problems, settings.samples_per_prompt, sampling, seeds=seeds)
-        generation = ScoredGeneration(engine, verifier, job, f"evaluate on {name}")
-        generation.wait()
-        scored = generation.scored(algorithm)
-        size = settings.samples_per_prompt
-        repeated_problems = [problem for problem in own_problems for _ in range(size)]
-        lines = [s.to_json() for s in samples.of_evaluation(step, name, repeated_problems, scored)]
-        parts = all_gather_json([sum(t.reward for t in scored), len(scored), lines])
+        problems = [self.sets[name][p] for p in positions]
+        return GenerationJob(problems, settings.samples_per_prompt, sampling, seeds=seeds)
+
+    def _score(
+        self, step: int, name: str, generation: ScoredGeneration
+    ) -> tuple[float, list[Sample], set[int]]:
+        """avg@k on a set, samples of every rank, and the versions of all tokens. Collective."""
+        scored = generation.scored(self.algorithm)
+        size = self.settings.samples_per_prompt
+        repeated_problems = [p for p in generation.problems for _ in range(size)]
+        of_rank = self.samples.of_evaluation(step, name, repeated_problems, scored)
+        lines = [sample.to_json() for sample in of_rank]
+        versions = sorted({span.weight_version for t in scored for span in t.version_spans})
+        parts = all_gather_json([sum(t.reward for t in scored), len(scored), lines, versions])
         total, count = (sum(part[i] for part in parts) for i in range(2))
-        accuracies[names.accuracy(name)] = total / count
-        shown = [Sample.from_json(line) for *_, lines in parts for line in lines]
-        sample_lines += [shown[i] for i in chosen(shown, step)]
-    return accuracies, sample_lines
+        shown = [Sample.from_json(line) for _, _, lines, _ in parts for line in lines]
+        return total / count, shown, {version for *_, versions in parts for version in versions}
+
+
+def last_due(step: int, every: int, steps: int) -> int:
+    """The last step, up to ``step``, after which a run of so many ``steps`` evaluates."""
+    return step if step == steps else step - step % every
+
+
+class Evaluations:
+    """The evaluations of a run: each when it is due, its figures in the record of its step. Every method is collective.
+
+    One is under way at most. ``background``: trainers go on meanwhile, but after the last of ``steps``.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        recorder: Recorder,
+        timer: PhaseTimer,
+        *,
+        steps: int,
+        background: bool,
+    ) -> None:
+        self._evaluator = evaluator
+        self._recorder = recorder
+        self._timer = timer
+        self._steps = steps
+        self._background = background
+        self._under_way: Evaluation | None = None
+        self._missed = False
+
+    def last_due(self, step: int) -> int:
+        """The last step, up to ``step``, that an evaluation belongs to."""
+        return last_due(step, self._evaluator.settings.every, self._steps)
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Evaluate the policy after ``step`` steps, and wait for it: metric name -> avg@k."""
+        return self._wait(self._evaluator.begin(step), step)
+
+    def after_update(self, step: int) -> dict[str, float]:
+        """The engine has the weights of ``step``: evaluate them if that is due, or begin to; the figures so far."""
+        if not self._evaluator.sets or not (self._missed or self.last_due(step) == step):
+            return {}
+        self._missed = False
+        if not self._background or step == self._steps:
+            return self.measure(step)
+        self._under_way = self._evaluator.begin(step)
+        return {}
+
+    def before_update(self, step: int) -> None:
+        """The trainer has the weights of ``step``, which the engine is about to get: finish what is under way.
+
+        Where the whole fleet was lost meanwhile, nobody has the evaluated weights any more: it is made up for after
+        the update.
+        """
+        evaluation, self._under_way = self._under_way, None
+        if evaluation is None:
+            return
+        began = time.monotonic()
+        try:
+            figures = self._wait(evaluation, step)
+        except MixedVersionsError as error:
+            log.warning("%s; step %d is evaluated instead", error, step)
+            self._missed = True
+            return
+        figures[names.EVALUATION_WAITED] = time.monotonic() - began
+        self._recorder.complete(evaluation.step, figures)
+
+    def _wait(self, evaluation: Evaluation, trainer_version: int) -> dict[str, float]:
+        with self._timer("evaluate"), patience("others generate"):
+            accuracies, samples = self._evaluator.finish(evaluation, trainer_version)
+        self._recorder.write_samples(samples)
+        return accuracies

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +24,7 @@ from megatron_dppo.metrics.summary import RunInfo, write_summary
 from megatron_dppo.metrics.sums import MaskedToken
 from megatron_dppo.rewards import find_reward
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.files import Closing, write_atomically
+from megatron_dppo.system.files import Closing
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
 
@@ -213,6 +212,7 @@ class Recorder(Closing):
         self._run = run
         self._info = info
         self._evaluates = evaluates
+        self._first_step = first_step
         self._carried: dict[str, float] = {}
         self._stack = ExitStack()
         self._writer: records.MetricsWriter | None = None
@@ -263,28 +263,38 @@ class Recorder(Closing):
     def close(self) -> None:
         self._stack.close()
 
-    def lacks_last_evaluation(self) -> bool:
-        """Whether the run's last step is recorded without its evaluation (stopped in between)."""
+    def lacks_evaluation(self, since: int) -> bool:
+        """Whether no record of step ``since`` or later has an evaluation (stopped in between), and the last one, of the
+        step that the run goes on from, may get it."""
         if self._writer is None or not self._evaluates:
             return False
         recorded = records.read_records(self._run.directory)
-        if not recorded:
+        if not recorded or records.step_of(recorded[-1]) != self._first_step:
             return False
-        last = recorded[-1]
-        return records.step_of(last) == self._run.steps and records.mean_accuracy(last) is None
+        return all(
+            records.mean_accuracy(record) is None
+            for record in recorded
+            if records.step_of(record) >= since
+        )
 
-    def complete(self, values: Mapping[str, float]) -> None:
-        """Add ``values`` that a stop prevented to the last record; counts are summed."""
-        if self._writer is None:
-            return
-        self._fence()
-        recorded = records.read_records(self._run.directory)
-        last = recorded[-1]
-        for name, value in values.items():
-            before = last.get(name) if name in COUNTS else None
-            last[name] = value + (before or 0)
-        lines = [records.encode_record(records.step_of(r), _finite(r)) + "\n" for r in recorded]
-        write_atomically(Path(self._run.directory) / records.RECORDS_FILE, "".join(lines))
+    def complete(self, step: int, values: Mapping[str, float]) -> None:
+        """Add ``values`` that came later to the last record, that of ``step``; counts are summed.
+
+        Raises RecordingError; a record that was taken away under the run is a warning.
+        """
+        if self._writer is not None:
+            self._fence()
+            where = self._run.directory
+            try:
+                self._writer.complete(step, values, COUNTS)
+            except records.RecordsError as error:
+                log.warning(
+                    "report and summary will lack the evaluation of step %d: %s", step, error
+                )
+            except OSError as error:
+                raise RecordingError(f"metrics in {where}: {error.strerror}") from error
+        accuracies = {n: v for n, v in values.items() if names.accuracy_set(n) is not None}
+        self._console.step(step, accuracies)
 
     def mark(self, step: int) -> dict[str, Any]:
         """What a checkpoint of ``step`` remembers of the records: until which step, and their hash.
@@ -373,8 +383,3 @@ class Recorder(Closing):
         except OSError as error:
             raise RecordingError(f"report and summary in {where}: {error.strerror}") from error
         log.info("done: %d steps; report in %s", summary.steps, report)
-
-
-def _finite(record: records.Record) -> dict[str, float]:
-    """A record with None (not finite) turned into NaN, so that it can be encoded again."""
-    return {name: math.nan if value is None else value for name, value in record.items()}

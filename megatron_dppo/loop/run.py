@@ -24,7 +24,7 @@ from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.logging import fatal, note_failure
 from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, run_fence
 from megatron_dppo.loop.engine_session import EngineSession
-from megatron_dppo.loop.evaluation import evaluate
+from megatron_dppo.loop.evaluation import Evaluations, Evaluator
 from megatron_dppo.loop.exporting import Example, examples_of, export, gathered_examples
 from megatron_dppo.loop.inputs import BackgroundHashes, RunData, model_files
 from megatron_dppo.loop.learning import Learner
@@ -159,6 +159,7 @@ class Run:
         )
         self.job = self._job()
         self.source = self._rollout_source()
+        self.evaluations = self._evaluations()
         rank = self.trainer.topology.rank
         self.profiler = StepProfiler(config.profile, config.run.directory, rank)
         self._counted_failures = (0, 0)
@@ -205,11 +206,12 @@ class Run:
         self._check_files()
         update = self._update_weights()
         if self.state.step == 0:
-            accuracies = self._evaluate()
+            accuracies = self.evaluations.measure(0)
             self.recorder.write(0, {**update, **accuracies, **self.timer.finish_step()})
         # Rank 0 alone has the records.
-        elif any_rank(self.recorder.lacks_last_evaluation()):
-            self.recorder.complete({**update, **self._evaluate()})
+        elif any_rank(self.recorder.lacks_evaluation(self.evaluations.last_due(self.state.step))):
+            accuracies = self.evaluations.measure(self.state.step)
+            self.recorder.complete(self.state.step, {**update, **accuracies})
         else:
             self.recorder.carry_over(update)
 
@@ -236,11 +238,11 @@ class Run:
         measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
         measured |= file_figures(batch.outlines, self.data.files, self.config.rollout.group_size)
         try:
+            self.evaluations.before_update(step)
             with patience("others generate"):
                 self.source.settle(step)
             measured |= self._update_weights()
-            if self._is_due(self.config.evaluation.every):
-                measured |= self._evaluate()
+            measured |= self.evaluations.after_update(step)
             self.source.run_ahead(step)
         finally:  # a stop in the middle leaves a checkpoint of this step, so its record too
             measured |= {**self._failed_checks(), **self.store.figures()}
@@ -352,6 +354,25 @@ class Run:
             steps=self.config.run.steps,
         )
 
+    def _evaluations(self) -> Evaluations:
+        evaluator = Evaluator(
+            self.data.held_out if self.engine is not None else {},
+            self.config.evaluation,
+            self.job,
+            self.config.algorithm,
+            self.trainer.topology,
+            self.engine,
+            self.verifier,
+            self.samples,
+        )
+        return Evaluations(
+            evaluator,
+            self.recorder,
+            self.timer,
+            steps=self.config.run.steps,
+            background=self.config.rollout.max_staleness > 0,
+        )
+
     def _update_weights(self) -> dict[str, float]:
         """Push the weights; what this and recoveries since the last call amount to."""
         if self.engine is None:
@@ -365,24 +386,6 @@ class Run:
             names.WEIGHT_UPDATES_VERIFIED: totals[1] - counted[1],
             **report.metrics(),
         }
-
-    def _evaluate(self) -> dict[str, float]:
-        if self.engine is None:
-            return {}
-        with self.timer("evaluate"), patience("others generate"):
-            accuracies, samples = evaluate(
-                self.state.step,
-                self.data.held_out,
-                self.config.evaluation,
-                self.job,
-                self.config.algorithm,
-                self.trainer.topology,
-                self.engine,
-                self.verifier,
-                self.samples,
-            )
-        self.recorder.write_samples(samples)
-        return accuracies
 
     def _failed_checks(self) -> dict[str, float]:
         """Reward checks that were killed or died since the last call, over all leaders."""

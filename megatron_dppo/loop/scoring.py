@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_dppo.algorithms.inputs import group_relative
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.fleet.generation import GenerationJob, OnResponse
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.rewards.verifier import Score, Verifier
@@ -67,6 +67,11 @@ class ScoredGeneration:
         self._responses: list[Trajectory] = []
         arrived = _scoring(verifier, job, self._scores)
         self._generation = engine.start(job, description, arrived, order)
+
+    @property
+    def problems(self) -> Sequence[Problem]:
+        """This rank's, in the job's order."""
+        return self._job.problems
 
     @property
     def seconds(self) -> float:

@@ -146,7 +146,7 @@ class StepLines:
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        self._path = path
+        self.path = path
         lines = read_lines(path) if path.exists() else []
         steps = [record["step"] for record in decode_records(lines, str(path))]
         remaining = [line for line, step in zip(lines, steps, strict=False) if step < resume_step]
@@ -156,7 +156,7 @@ class StepLines:
 
     def append(self, text: str) -> None:
         """Append encoded lines with their ends. Raises OSError."""
-        with open(self._path, "a", encoding="utf-8") as file:
+        with open(self.path, "a", encoding="utf-8") as file:
             file.write(text)
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -200,6 +200,25 @@ class MetricsWriter(Closing):
             )
         self._lines.append(encode_record(step, values) + "\n")
         self._last_step = step
+        self._show(step, values)
+
+    def complete(self, step: int, values: Mapping[str, float], summed: Sequence[str] = ()) -> None:
+        """Add ``values`` to the last record, that of ``step``; those named in ``summed`` to the values there.
+
+        The file is replaced atomically. Raises OSError, RecordsError: the last record is another's.
+        """
+        lines = read_lines(self._lines.path)
+        last = decode_records(lines[-1:], str(self._lines.path))
+        if not last or step_of(last[0]) != step:
+            raise RecordsError(f"{self._lines.path}: the last record is not that of step {step}")
+        before = {n: math.nan if value is None else value for n, value in last[0].items()}
+        sums = {n: values[n] + before.get(n, 0) for n in summed if n in values}
+        completed = encode_record(step, {**before, **values, **sums}) + "\n"
+        write_atomically(self._lines.path, "".join([*lines[:-1], completed]))
+        self._show(step, {n: value for n, value in values.items() if n not in before})
+
+    def _show(self, step: int, values: Mapping[str, float]) -> None:
+        """In TensorBoard."""
         for name, value in values.items():
             if name != "step":
                 self._events.add_scalar(name, value, step)

@@ -368,6 +368,10 @@ SERVERS_IDLE = _metric(
     share=True,
     line=Line("waiting", "servers", "second", scale=100),
 )
+EVALUATION_WAITED = _metric(
+    "evaluation/waited_s",
+    "seconds that trainers waited for the evaluation of this step, which ran beside the training of the next one",
+)
 GENERATION_ROUNDS = _metric(
     "rollout/generation_rounds", "rounds of generation until the batch was full"
 )

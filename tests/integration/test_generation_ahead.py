@@ -48,6 +48,7 @@ def resumed(config, disturbed):
     steps = steps_of(disturbed.directory)[-1] + 2
     overrides = (
         f"run.steps={steps}",
+        "evaluation.every=2",
         "rollout.drop_zero_variance_groups=true",
         "rollout.oversampling=1.5",
         "rollout.max_generation_rounds=2",
@@ -107,6 +108,35 @@ def test_a_stop_during_the_overlap_leaves_the_step_s_checkpoint(disturbed):
     saved = sorted((disturbed.directory / "checkpoints").iterdir())
     assert any(folder.name == f"step_{last:06d}" for folder in saved)
     assert f"the same command resumes after step {last}" in disturbed.text
+
+
+def evaluated_at(directory: Path) -> list[int]:
+    return [r["step"] for r in records_of(directory) if "evaluation/sums/accuracy" in r]
+
+
+def test_evaluations_run_beside_training_and_belong_to_their_step(disturbed):
+    """The run itself refuses tokens of another version; what it waited for them is recorded with them."""
+    records = {r["step"]: r for r in records_of(disturbed.directory)}
+    background = [step for step in evaluated_at(disturbed.directory) if step > 0]
+    assert background
+    assert [s for s, r in records.items() if "evaluation/waited_s" in r] == background
+    for step in background:
+        # The wait is a phase of the step that was trained on meanwhile.
+        assert records[step]["evaluation/waited_s"] <= records[step + 1]["time/evaluate_s"] + 0.5
+
+
+def test_every_due_evaluation_is_there_once_whatever_came_between(disturbed, resumed):
+    """Once in each two steps, and after the last one: on time, or after the next step where a lost fleet or the stop
+    left nobody with its weights."""
+    last = steps_of(resumed.directory)[-1]
+    evaluated = evaluated_at(resumed.directory)
+    due = sorted({*range(0, last, 2), last})
+    for begin, end in zip(due, [*due[1:], last + 1], strict=True):
+        assert len([step for step in evaluated if begin <= step < end]) == 1, (due, evaluated)
+    lines = (resumed.directory / "samples.jsonl").read_text().splitlines()
+    shown = [line["step"] for line in map(json.loads, lines) if line["set"] == "sums"]
+    # Four problems, two responses each, of which four are shown.
+    assert shown == [step for step in evaluated for _ in range(4)]
 
 
 def test_a_resumed_run_takes_up_the_problems_that_were_prefetched(disturbed, resumed):

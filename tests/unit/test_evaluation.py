@@ -18,9 +18,12 @@ from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig, Train
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
-from megatron_dppo.loop.evaluation import evaluate
-from megatron_dppo.loop.recorder import SampleMaker
+from megatron_dppo.loop.evaluation import Evaluations, Evaluator, MixedVersionsError
+from megatron_dppo.loop.recorder import Recorder, SampleMaker
 from megatron_dppo.loop.scoring import ScoredGeneration
+from megatron_dppo.metrics.progress import PhaseTimer
+from megatron_dppo.metrics.records import read_records, read_step_lines
+from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.rewards.verifier import Verifier, VerifierError
 from tests.unit.config_files import minimal
 
@@ -35,31 +38,36 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def response(problem: Problem, sample: int, text: str, **how: Any) -> Trajectory:
+def response(problem: Problem, sample: int, text: str, version: int = 0, **how: Any) -> Trajectory:
     return Trajectory.of_response(
         problem.prompt_ids, [3], problem_id=problem.problem_id, sample_index=sample, text=text,
-        columns={"rollout_log_probs": [-0.5], "weight_version": [0]}, **how,
+        columns={"rollout_log_probs": [-0.5], "weight_version": [version]}, **how,
     )  # fmt: skip
 
 
 class Engine:
-    """Answers the sample's number; its last response comes when all others are scored."""
+    """Answers the sample's number from weights ``version``; its last response comes when all others are scored."""
+
+    version = 0
 
     def __init__(self, scored: threading.Semaphore) -> None:
         self.jobs: list[GenerationJob] = []
         self.descriptions: list[str] = []
+        self.held: list[int] = []
         self._scored = scored
 
     def start(self, job: GenerationJob, description: str, on_response: Any, order: int) -> Any:
         self.jobs.append(job)
         self.descriptions.append(description)
-        return SimpleNamespace(job=job, on_response=on_response)
+        assert order == 0  # before those of any batch
+        return SimpleNamespace(job=job, on_response=on_response, version=self.version)
 
     def finish(self, generation: Any, held: int | None = None) -> list[Trajectory]:
-        assert held is None  # evaluations run with the weights that the fleet has
+        assert held is not None
+        self.held.append(held)
         job = generation.job
         answers = {
-            (i, s): response(p, s, str(s))
+            (i, s): response(p, s, str(s), generation.version)
             for i, p in enumerate(job.problems)
             for s in range(job.group_size)
         }
@@ -113,8 +121,10 @@ def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_
     engine: Any = Engine(verifier.scored)
     sets = {name: [Problem(i, "p", "0", (7,)) for i in range(3)] for name in ("one", "two")}
     maker = sample_maker([*sets["one"], *sets["two"]])
+    evaluator = Evaluator(sets, *sections(config), TOPOLOGY, engine, verifier, maker)
     for step in (1, 2):
-        evaluate(step, sets, *sections(config), TOPOLOGY, engine, verifier, maker)
+        engine.version = step
+        evaluator.finish(evaluator.begin(step), step)
     seeds = {r.sampling.seed for job in engine.jobs for r in job.requests()}
     assert len(seeds) == 2 * 2 * 3 * 2
     assert None not in seeds
@@ -128,10 +138,12 @@ def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None
         Problem(1, "p", "3", (9,)),
         Problem(2, "p", "5", (9,)),
     ]
-    found, samples = evaluate(
-        6, {"test": problems[:2], "hard": problems[1:]}, *sections(settings(tmp_path, top_p=0.5)), TOPOLOGY,
+    evaluator = Evaluator(
+        {"test": problems[:2], "hard": problems[1:]}, *sections(settings(tmp_path, top_p=0.5)), TOPOLOGY,
         engine, verifier, sample_maker(problems),
     )  # fmt: skip
+    engine.version = 6
+    found, samples = evaluator.finish(evaluator.begin(6), 6)
     # Of the samples 0 to 3 one answers problem 0, one problem 1, none problem 2.
     assert found == {"evaluation/test/accuracy": 2 / 8, "evaluation/hard/accuracy": 1 / 8}
     assert [s.set for s in samples] == ["test"] * 4 + ["hard"] * 4
@@ -188,11 +200,13 @@ def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
     verifier = Verifier("exact_integer", 5.0, 1)
     unanswerable = replace(PROBLEM, answer="one")
     engine: Any = Given([response(unanswerable, s, "1") for s in range(4)])
+    evaluator = Evaluator(
+        {"test": [unanswerable]}, *sections(settings(tmp_path)), TOPOLOGY, engine, verifier,
+        sample_maker([unanswerable]),
+    )  # fmt: skip
+    evaluation = evaluator.begin(0)
     with pytest.raises(VerifierError, match="reward exact_integer: the answer is 'one'"):
-        evaluate(
-            1, {"test": [unanswerable]}, *sections(settings(tmp_path)), TOPOLOGY, engine, verifier,
-            sample_maker([unanswerable]),
-        )  # fmt: skip
+        evaluator.finish(evaluation, 0)
 
 
 def test_a_generation_frees_its_responses_with_itself() -> None:
@@ -211,3 +225,133 @@ def test_a_generation_frees_its_responses_with_itself() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+# --- when a run evaluates, and which record gets the figures
+
+
+class HandlesOnly:
+    """An engine on which problem 0 earns in ``right`` of 4 responses. ``version``: of its weights, with which a
+    generation begins; ``lost`` ones are drawn anew from those that the trainer has by then."""
+
+    def __init__(self) -> None:
+        self.version, self.right, self.lost = 0, 0, False
+        self.log: list[str] = []
+
+    def start(self, job: GenerationJob, description: str, on_response: Any, order: int) -> Any:
+        self.log.append(f"begin {self.version}")
+        return SimpleNamespace(
+            job=job, on_response=on_response, version=self.version, right=self.right
+        )
+
+    def finish(self, generation: Any, held: int) -> list[Trajectory]:
+        self.log.append(f"finish {generation.version}, trainer {held}")
+        version = held if self.lost else generation.version
+        (problem,) = generation.job.problems
+        answers = [
+            response(problem, s, "1" if s < generation.right else "0", version) for s in range(4)
+        ]
+        for s, answer in enumerate(answers):
+            generation.on_response((0, s), answer)
+        return answers
+
+
+class Run:
+    """Steps of a run as ``loop.run`` takes them, with ``steps`` = 5 and ``evaluation.every`` = 2."""
+
+    def __init__(self, folder: Path, *, background: bool) -> None:
+        tree = minimal(folder)
+        tree["run"] = {"directory": str(folder / "run"), "steps": 5}
+        tree["evaluation"] = {"samples_per_prompt": 4, "every": 2}
+        config = TrainConfig.model_validate(tree)
+        self.engine = HandlesOnly()
+        engine: Any = self.engine
+        self.folder, self.timer = folder / "run", PhaseTimer()
+        info = RunInfo.of_config(config.model_dump())
+        self.recorder = Recorder(config.run, info, 0, 0, evaluates=True)
+        evaluator = Evaluator(
+            {"sums": [PROBLEM]}, *sections(config), TOPOLOGY, engine,
+            Verifier("exact_integer", 5.0, 1), sample_maker([PROBLEM]),
+        )  # fmt: skip
+        self.evaluations = Evaluations(
+            evaluator, self.recorder, self.timer, steps=5, background=background
+        )
+
+    def step(self, step: int) -> None:
+        self.engine.log.append(f"train {step}")
+        self.evaluations.before_update(step)
+        self.engine.log.append(f"update to {step}")
+        self.engine.version = step
+        self.engine.right = step - 1
+        figures = self.evaluations.after_update(step)
+        self.recorder.write(step, {**figures, **self.timer.finish_step()})
+
+    @property
+    def accuracies(self) -> dict[int, float]:
+        found = {r["step"]: r.get("evaluation/sums/accuracy") for r in read_records(self.folder)}
+        return {step: value for step, value in found.items() if value is not None}  # type: ignore[misc]
+
+
+def test_an_evaluation_goes_on_while_the_next_batch_is_trained_on(tmp_path: Path) -> None:
+    """After step v version v earns in v - 1 of 4 responses; the record of step v says so, whenever it is known."""
+    run = Run(tmp_path, background=True)
+    for step in (1, 2):
+        run.step(step)
+    assert run.accuracies == {}
+    for step in (3, 4, 5):
+        run.step(step)
+    assert run.engine.log == [
+        "train 1", "update to 1",
+        "train 2", "update to 2", "begin 2",
+        "train 3", "finish 2, trainer 3", "update to 3",
+        "train 4", "update to 4", "begin 4",
+        "train 5", "finish 4, trainer 5", "update to 5", "begin 5", "finish 5, trainer 5",
+    ]  # fmt: skip
+    assert run.accuracies == {2: 1 / 4, 4: 3 / 4, 5: 4 / 4}
+    records = {r["step"]: r for r in read_records(run.folder)}
+    assert list(records) == [1, 2, 3, 4, 5]
+    # The wait is part of the step in which it happened, and told of the evaluation that it was for.
+    assert [s for s, r in records.items() if "time/evaluate_s" in r] == [3, 5]
+    assert [s for s, r in records.items() if "evaluation/waited_s" in r] == [2, 4]
+    assert [line["step"] for line in read_step_lines(run.folder / "samples.jsonl")] == (
+        [2] * 4 + [4] * 4 + [5] * 4
+    )
+
+
+def test_a_synchronous_run_evaluates_before_it_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, background=False)
+    for step in range(1, 6):
+        run.step(step)
+    waits = [line for line in run.engine.log if line.startswith(("finish", "update"))]
+    assert waits == [
+        "update to 1", "update to 2", "finish 2, trainer 2", "update to 3",
+        "update to 4", "finish 4, trainer 4", "update to 5", "finish 5, trainer 5",
+    ]  # fmt: skip
+    assert run.accuracies == {2: 1 / 4, 4: 3 / 4, 5: 4 / 4}
+    assert not any("evaluation/waited_s" in record for record in read_records(run.folder))
+
+
+def test_weights_that_nobody_has_any_more_are_not_evaluated_but_the_next_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, background=True)
+    for step in (1, 2):
+        run.step(step)
+    run.engine.lost = True  # what is missing is drawn from the trainer's version 3
+    run.step(3)
+    assert "the evaluation of step 2 has tokens of weight versions [3]; step 3" in caplog.text
+    run.engine.lost = False
+    for step in (4, 5):
+        run.step(step)
+    assert run.accuracies == {3: 2 / 4, 4: 3 / 4, 5: 4 / 4}
+
+
+def test_a_token_of_other_weights_is_refused(tmp_path: Path) -> None:
+    engine: Any = Given([response(PROBLEM, s, "1", version=s // 3) for s in range(4)])
+    evaluator = Evaluator(
+        {"test": [PROBLEM]}, *sections(settings(tmp_path)), TOPOLOGY, engine,
+        Verifier("exact_integer", 5.0, 1), sample_maker([PROBLEM]),
+    )  # fmt: skip
+    evaluation = evaluator.begin(0)
+    with pytest.raises(MixedVersionsError, match=r"of step 0 has tokens of .* versions \[0, 1\]"):
+        evaluator.finish(evaluation, 0)

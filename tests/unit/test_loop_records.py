@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.loop.inputs import model_files, sha256_of
@@ -63,14 +64,60 @@ def test_an_evaluation_that_a_stop_prevented_is_made_up(tmp_path):
         recorder.write(0, {"evaluation/sums/accuracy": 0.25})
         recorder.write(2, {"weights/updates": 1, "policy/kl": float("nan")})
     with recorder_of(settings, 0, 2) as recorder:
-        assert recorder.lacks_last_evaluation()
-        recorder.complete({"weights/updates": 1, "evaluation/sums/accuracy": 0.5})
-        assert not recorder.lacks_last_evaluation()
+        assert recorder.lacks_evaluation(since=2)
+        recorder.complete(2, {"weights/updates": 1, "evaluation/sums/accuracy": 0.5})
+        assert not recorder.lacks_evaluation(since=2)
     first, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first["evaluation/sums/accuracy"] == 0.25
     assert last["evaluation/sums/accuracy"] == 0.5
     assert last["weights/updates"] == 2
     assert last["policy/kl"] is None
+
+
+def test_a_later_evaluation_shows_at_its_step_everywhere(tmp_path, capsys):
+    with recorder_of(config(tmp_path), 0, 0) as recorder:
+        recorder.write(1, {names.REWARD: 0.125})
+        recorder.complete(1, {"evaluation/sums/accuracy": 0.5})
+        recorder.write(2, {names.REWARD: 0.25})
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [["1/2", "0.125"], ["1/2", "0.500"], ["2/2", "0.250"]]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (shown,) = events.Scalars("evaluation/sums/accuracy")
+    assert (shown.step, shown.value) == (1, 0.5)
+    assert [event.step for event in events.Scalars(names.REWARD)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "first_step", "since", "lacks"),
+    [
+        ([0], 2, 2, True),
+        ([0, 2], 2, 2, False),
+        # Step 2 was due; a stop in step 3 prevented it, so it is made up for there.
+        ([0], 3, 2, True),
+        ([0, 3], 3, 2, False),
+        ([0, 2], 3, 2, False),
+        # The run goes on from a step whose record is gone.
+        ([0], 4, 4, False),
+    ],
+)
+def test_a_due_evaluation_that_no_record_has_is_lacking(
+    tmp_path, evaluated, first_step, since, lacks
+):
+    with recorder_of(config(tmp_path), 0, 0) as recorder:
+        for step in range(min(first_step, 3) + 1):
+            recorder.write(step, EVALUATED if step in evaluated else {"loss/mean": 0.5})
+    with recorder_of(config(tmp_path), 0, first_step) as recorder:
+        assert recorder.lacks_evaluation(since) == lacks
+
+
+@pytest.mark.parametrize("remaining", ["", '{"step": 0}\n'])
+def test_an_evaluation_whose_record_is_gone_ends_no_run(tmp_path, remaining, caplog):
+    with recorder_of(config(tmp_path), 0, 0) as recorder:
+        recorder.write(1, {})
+        (tmp_path / "metrics.jsonl").write_text(remaining)
+        recorder.complete(1, EVALUATED)
+    assert "will lack the evaluation of step 1: " in caplog.text
+    assert (tmp_path / "metrics.jsonl").read_text() == remaining
 
 
 def test_a_fenced_start_records_nothing(tmp_path):
@@ -90,7 +137,7 @@ def test_a_fenced_start_records_nothing(tmp_path):
             lambda: recorder.write(2, {}),
             lambda: recorder.write_masked_tokens(2, ["never looked at"]),
             lambda: recorder.write_samples(["never looked at"]),
-            lambda: recorder.complete({"evaluation/sums/accuracy": 0.5}),
+            lambda: recorder.complete(1, {"evaluation/sums/accuracy": 0.5}),
             lambda: recorder.finish(None),
             lambda: recorder_of(settings, 0, 1, fence=fence),
         )
@@ -103,7 +150,7 @@ def test_a_fenced_start_records_nothing(tmp_path):
 def test_other_ranks_write_nothing(tmp_path):
     with recorder_of(config(tmp_path), 1, 0) as recorder:
         recorder.write(0, {})
-        assert not recorder.lacks_last_evaluation()
+        assert not recorder.lacks_evaluation(since=0)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
@@ -192,7 +239,7 @@ def test_a_last_record_that_may_still_get_its_evaluation_is_left_out(tmp_path, c
     mark = recorded(tmp_path, {})
     assert mark["step"] == 1
     with recorder_of(config(tmp_path), 0, 2, mark=mark) as recorder:
-        recorder.complete(EVALUATED)
+        recorder.complete(2, EVALUATED)
     assert "was altered" not in resumed(tmp_path, mark, caplog)
 
 
@@ -269,7 +316,7 @@ def test_a_run_whose_records_are_gone_says_so_and_goes_on(tmp_path, content, cap
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     with recorder_of(config(tmp_path), 0, 2) as recorder:
-        assert not recorder.lacks_last_evaluation()
+        assert not recorder.lacks_evaluation(since=0)
         held = 1 if content and content.endswith("\n") else 0
         assert f"metrics.jsonl holds {held} of the 3 records before step 3" in caplog.text
         recorder.finish(None)
