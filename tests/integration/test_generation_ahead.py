@@ -32,7 +32,9 @@ AHEAD = ("rollout.max_staleness=2", "rollout.interrupt=retract")
 @pytest.fixture(scope="module")
 def disturbed(config):
     """The engine killed while it generates for two further steps, and Ctrl-C two steps later."""
-    overrides = ("rollout.max_response_tokens=96", "run.steps=40", "evaluation.every=2")
+    # Evaluations end before batches do, so updates that wait for the former interrupt the latter.
+    lengths = ("rollout.max_response_tokens=96", "evaluation.max_response_tokens=24")
+    overrides = (*lengths, "run.steps=40", "evaluation.every=2")
     with TrainingRun(config, *AHEAD, *overrides) as run:
         run.wait_for_step(2)
         run.find("launch_server").send_signal(signal.SIGKILL)
