@@ -338,6 +338,11 @@ class Generation:
             return GenerationEnd.FAILED, f"{type(error).__name__}: {error}"
         return GenerationEnd.DONE, ""
 
+    def cancel(self) -> None:
+        """End it; what is in flight is aborted on the servers in the background."""
+        if self.running is not None:
+            self.running.cancel()
+
     def _note(self, key: Hashable, trajectory: Trajectory) -> None:
         self.responses += 1
         self.tokens += trajectory.sampled

@@ -46,6 +46,7 @@ from megatron_dppo.fleet.record import FleetRecord, Keys
 from megatron_dppo.loop.ending import RunStoppedError
 from megatron_dppo.model.shape import TRAINER_PARTS, ModelShape
 from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer import collectives
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights, ranks_per_sender
@@ -66,6 +67,10 @@ MAX_FAILURES = 5
 The supervisor bounds the restarts of its own servers (``engine.max_restarts``); this bounds the patience
 with those that are attached by URL.
 """
+
+
+class WeightsLostError(RunError):
+    """Nobody has the weights any more that a generation is of."""
 
 
 class _Connections:
@@ -408,12 +413,13 @@ class EngineSession:
         return self._connections.slots.busy_s
 
     def finish(
-        self, generation: Generation, trainer_version: int | None = None
+        self, generation: Generation, trainer_version: int | None = None, *, mixes: bool = True
     ) -> list[Trajectory]:
         """All responses of what ``start`` began; shows progress while it waits.
 
         ``trainer_version``: of the weights that the trainer has by now (None: those that the fleet has). Where the
-        whole fleet was lost, the next server gets them under that name, and draws what is missing from them.
+        whole fleet was lost, the next server gets them under that name, and draws what is missing from them; unless
+        ``mixes`` is false and they are others than the fleet had, which raises WeightsLostError.
 
         Raises on every rank RunStoppedError when a clean stop was asked for meanwhile, and EngineUnavailableError.
         """
@@ -436,8 +442,17 @@ class EngineSession:
                 return generation.job.trajectories(generation.done)
             if any(answer[2] for answer in answers):
                 self._patience.forget_losses()
-            self._patience.count_loss(next(a[1] for a in answers if a[0] == GenerationEnd.LOST))
+            lost = next(a[1] for a in answers if a[0] == GenerationEnd.LOST)
+            if not mixes and trainer_version not in (None, self.updates.version):
+                raise WeightsLostError(f"weight version {self.updates.version} is lost: {lost}")
+            self._patience.count_loss(lost)
             self._restore(trainer_version)
+
+    def drop(self, generation: Generation) -> None:
+        """Nobody waits for it any more: end what is left of it. Not collective."""
+        if generation in self._under_way:
+            self._under_way.remove(generation)
+            generation.cancel()
 
     # --- membership
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.fleet.generation import GenerationJob
-from megatron_dppo.loop.engine_session import EngineSession
+from megatron_dppo.loop.engine_session import EngineSession, WeightsLostError
 from megatron_dppo.loop.exchange import own_positions
 from megatron_dppo.loop.recorder import Recorder, SampleMaker, chosen
 from megatron_dppo.loop.scoring import ScoredGeneration
@@ -84,17 +84,21 @@ class Evaluator:
     ) -> tuple[dict[str, float], list[Sample]]:
         """Wait for the responses and their scores. Collective.
 
-        ``trainer_version``: of the weights that the trainer holds by now. Where the whole fleet was lost, missing
-        responses are drawn from these.
+        ``trainer_version``: of the weights that the trainer holds by now.
 
         Returns:
             metric name -> avg@k, and the samples; the same on every rank.
 
-        Raises MixedVersionsError, on every rank, where a token is not of the version that is evaluated, and
-        RunStoppedError, EngineUnavailableError, VerifierError.
+        Raises on every rank WeightsLostError where the whole fleet was lost, and the trainer has other weights by now;
+        RunStoppedError, EngineUnavailableError; MixedVersionsError, a fault of the program.
         """
-        for generation in evaluation.generations.values():
-            generation.wait(trainer_version)
+        try:
+            for generation in evaluation.generations.values():
+                generation.wait(trainer_version, mixes=False)
+        except WeightsLostError:
+            for generation in evaluation.generations.values():
+                generation.drop()
+            raise
         accuracies: dict[str, float] = {}
         samples: list[Sample] = []
         versions: set[int] = set()
@@ -201,8 +205,8 @@ class Evaluations:
         began = time.monotonic()
         try:
             figures = self._wait(evaluation, step)
-        except MixedVersionsError as error:
-            log.warning("%s; step %d is evaluated instead", error, step)
+        except WeightsLostError as error:
+            log.warning("%s; step %d is evaluated instead of step %d", error, step, evaluation.step)
             self._missed = True
             return
         figures[names.EVALUATION_WAITED] = time.monotonic() - began

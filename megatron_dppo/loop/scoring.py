@@ -83,9 +83,13 @@ class ScoredGeneration:
         """Tokens that were sampled and not kept, as weight updates ended their responses early."""
         return self._generation.redrawn
 
-    def wait(self, version: int | None = None) -> None:
-        """Return when all responses are there. Collective. ``version``: as in ``EngineSession.finish``."""
-        self._responses = self._engine.finish(self._generation, version)
+    def wait(self, version: int | None = None, *, mixes: bool = True) -> None:
+        """Return when all responses are there. Collective. ``version``, ``mixes``: as in ``EngineSession.finish``."""
+        self._responses = self._engine.finish(self._generation, version, mixes=mixes)
+
+    def drop(self) -> None:
+        """End it; nobody waits for it any more."""
+        self._engine.drop(self._generation)
 
     def scored(self, algorithm: AlgorithmConfig) -> list[Trajectory]:
         """After ``wait``: the responses with rewards and advantages, groups in the order of the job's problems.

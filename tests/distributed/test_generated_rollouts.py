@@ -34,7 +34,7 @@ class ScriptedEngine:
             on_response=on_response, redrawn=0,
         )  # fmt: skip
 
-    def finish(self, generation, held: int):
+    def finish(self, generation, held: int, *, mixes: bool):
         from megatron_dppo.data.trajectory import Trajectory
 
         self.events.append(f"finish {generation.description} held {held}")

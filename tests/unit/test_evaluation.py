@@ -18,6 +18,7 @@ from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig, Train
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
+from megatron_dppo.loop.engine_session import WeightsLostError
 from megatron_dppo.loop.evaluation import Evaluations, Evaluator, MixedVersionsError
 from megatron_dppo.loop.recorder import Recorder, SampleMaker
 from megatron_dppo.loop.scoring import ScoredGeneration
@@ -53,7 +54,6 @@ class Engine:
     def __init__(self, scored: threading.Semaphore) -> None:
         self.jobs: list[GenerationJob] = []
         self.descriptions: list[str] = []
-        self.held: list[int] = []
         self._scored = scored
 
     def start(self, job: GenerationJob, description: str, on_response: Any, order: int) -> Any:
@@ -62,9 +62,9 @@ class Engine:
         assert order == 0  # before those of any batch
         return SimpleNamespace(job=job, on_response=on_response, version=self.version)
 
-    def finish(self, generation: Any, held: int | None = None) -> list[Trajectory]:
-        assert held is not None
-        self.held.append(held)
+    def finish(self, generation: Any, held: int | None, *, mixes: bool) -> list[Trajectory]:
+        assert not mixes
+        assert held == generation.version
         job = generation.job
         answers = {
             (i, s): response(p, s, str(s), generation.version)
@@ -166,7 +166,7 @@ class Given:
             on_response((0, sample), answer)
         return SimpleNamespace(seconds=1.5)
 
-    def finish(self, generation: Any, held: int | None) -> list[Trajectory]:
+    def finish(self, generation: Any, held: int | None, *, mixes: bool) -> list[Trajectory]:
         self.held = held
         return self.responses
 
@@ -231,8 +231,8 @@ def test_a_generation_frees_its_responses_with_itself() -> None:
 
 
 class HandlesOnly:
-    """An engine on which problem 0 earns in ``right`` of 4 responses. ``version``: of its weights, with which a
-    generation begins; ``lost`` ones are drawn anew from those that the trainer has by then."""
+    """An engine on which problem 0 earns in ``right`` of 4 responses. ``version``: of its weights. ``lost``: by the
+    time that somebody waits, it has lost them."""
 
     def __init__(self) -> None:
         self.version, self.right, self.lost = 0, 0, False
@@ -244,16 +244,21 @@ class HandlesOnly:
             job=job, on_response=on_response, version=self.version, right=self.right
         )
 
-    def finish(self, generation: Any, held: int) -> list[Trajectory]:
+    def finish(self, generation: Any, held: int, *, mixes: bool) -> list[Trajectory]:
         self.log.append(f"finish {generation.version}, trainer {held}")
-        version = held if self.lost else generation.version
+        if self.lost and not mixes and held != generation.version:
+            raise WeightsLostError(f"weight version {generation.version} is lost: killed")
         (problem,) = generation.job.problems
         answers = [
-            response(problem, s, "1" if s < generation.right else "0", version) for s in range(4)
+            response(problem, s, "1" if s < generation.right else "0", generation.version)
+            for s in range(4)
         ]
         for s, answer in enumerate(answers):
             generation.on_response((0, s), answer)
         return answers
+
+    def drop(self, generation: Any) -> None:
+        self.log.append(f"drop {generation.version}")
 
 
 class Run:
@@ -337,12 +342,16 @@ def test_weights_that_nobody_has_any_more_are_not_evaluated_but_the_next_ones(
     run = Run(tmp_path, background=True)
     for step in (1, 2):
         run.step(step)
-    run.engine.lost = True  # what is missing is drawn from the trainer's version 3
+    run.engine.lost = True
     run.step(3)
-    assert "the evaluation of step 2 has tokens of weight versions [3]; step 3" in caplog.text
+    expected = "weight version 2 is lost: killed; step 3 is evaluated instead of step 2"
+    assert expected in caplog.text
     run.engine.lost = False
     for step in (4, 5):
         run.step(step)
+    assert run.engine.log[5:9] == [
+        "train 3", "finish 2, trainer 3", "drop 2", "update to 3",
+    ]  # fmt: skip
     assert run.accuracies == {3: 2 / 4, 4: 3 / 4, 5: 4 / 4}
 
 
