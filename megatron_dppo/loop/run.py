@@ -355,11 +355,14 @@ class Run:
         )
 
     def _evaluations(self) -> Evaluations:
+        config = self.config
+        # Colocated servers are silent while the trainer works.
+        is_colocated = config.engine.placement == "colocated"
         evaluator = Evaluator(
             self.data.held_out if self.engine is not None else {},
-            self.config.evaluation,
+            config.evaluation,
             self.job,
-            self.config.algorithm,
+            config.algorithm,
             self.trainer.topology,
             self.engine,
             self.verifier,
@@ -369,8 +372,8 @@ class Run:
             evaluator,
             self.recorder,
             self.timer,
-            steps=self.config.run.steps,
-            background=self.config.rollout.max_staleness > 0,
+            steps=config.run.steps,
+            background=config.rollout.max_staleness > 0 and not is_colocated,
         )
 
     def _update_weights(self) -> dict[str, float]:

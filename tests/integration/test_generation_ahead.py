@@ -31,14 +31,14 @@ AHEAD = ("rollout.max_staleness=2", "rollout.interrupt=retract")
 
 @pytest.fixture(scope="module")
 def disturbed(config):
-    """The engine killed while it generates for two further steps, and Ctrl-C two steps later."""
+    """The engine killed while it evaluates and generates for two further steps, and Ctrl-C six steps later."""
     # Evaluations end before batches do, so updates that wait for the former interrupt the latter.
     lengths = ("rollout.max_response_tokens=96", "evaluation.max_response_tokens=24")
     overrides = (*lengths, "run.steps=40", "evaluation.every=2")
     with TrainingRun(config, *AHEAD, *overrides) as run:
         run.wait_for_step(2)
         run.find("launch_server").send_signal(signal.SIGKILL)
-        run.wait_for_step(6)
+        run.wait_for_step(8)
         run.interrupt()
         run.finish(code=130, timeout=60)
     return run
