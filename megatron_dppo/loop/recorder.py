@@ -188,7 +188,7 @@ class Recorder(Closing):
     Args:
         run: its folder and length.
         info: what it is called in report and summary.
-        evaluates: the run has held-out sets.
+        evaluates: the run has held-out sets, and an engine to answer them.
         rank: global rank.
         first_step: the last step that is recorded already; 0 for a fresh run.
         text_of: token ids -> text, for ``masked_tokens.jsonl``.

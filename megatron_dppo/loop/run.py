@@ -151,7 +151,7 @@ class Run:
                 RunInfo.of_config(config.model_dump()),
                 self.trainer.topology.rank,
                 self.state.step,
-                evaluates=bool(config.data.evaluation),
+                evaluates=self.engine is not None and bool(config.data.evaluation),
                 text_of=data.text_of,
                 fence=fence.check,
                 mark=self.state.records,
