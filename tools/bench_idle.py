@@ -47,10 +47,17 @@ TAIL = (
     "rollout.responses_per_call=1",
     "rollout.prompts_per_step=16",
     "training.prompts_per_mini_batch=8",
-    "optimizer.lr=0",
+    "optimizer.lr=1e-9",
+    "reward.name=tools.bench_idle:parity",
 )
+"""A model that stays as it is, and a reward that differs within a group: else all gradients are 0."""
 NOT_COUNTED = frozenset({"start", "evaluate", "export"})
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+def parity(response: str, answer: str) -> float:
+    """A reward: whether the response has an odd number of characters."""
+    return float(len(response) % 2)
 
 
 @dataclass(frozen=True)
