@@ -306,6 +306,9 @@ class EngineSession:
             connections = self._connections
             # Before the first server is paused: its silence must not be taken for a hang.
             connections.hold()
+            if version == self.updates.version:
+                # A span could not tell a token of before from one that was drawn while the servers were scored.
+                connections.runner.run(connections.client.break_off())
             try:
                 report = self._updater.update(version)
             except WeightUpdateError as error:
