@@ -31,6 +31,8 @@
       BatchFormatError                  saved trajectories
       ExchangeError                     trajectories between ranks
       StalenessError                    a response of too old weights
+      MixedVersionsError                an evaluation of more than one version
+      WeightsLostError                  no server has the version that is evaluated; it is dropped
       GapError                          engine and trainer compute other probabilities
       UnusableGpuError
       NonFiniteLossError
