@@ -34,7 +34,9 @@ def disturbed(config):
     """The engine killed while it evaluates and generates for two further steps, and Ctrl-C six steps later."""
     # Evaluations end before batches do, so updates that wait for the former interrupt the latter.
     lengths = ("rollout.max_response_tokens=96", "evaluation.max_response_tokens=24")
-    overrides = (*lengths, "run.steps=40", "evaluation.every=2")
+    # Few requests at a time: generation then takes longer than training, so that updates come in the middle of it.
+    slow = ("rollout.max_concurrent_requests=4",)
+    overrides = (*lengths, *slow, "run.steps=40", "evaluation.every=2")
     with TrainingRun(config, *AHEAD, *overrides) as run:
         run.wait_for_step(2)
         run.find("launch_server").send_signal(signal.SIGKILL)

@@ -165,6 +165,14 @@ def test_the_engine_computes_with_adapters_alone(served: Served, tmp_path: Path)
     RUNNER.run(served.weights().drop_adapters())
 
 
+async def under_way(fleet: FleetClient, calls: int, weights: EngineWeights) -> None:
+    """Until the server has so many, and has answered a later one: each has some tokens then, but not 300."""
+    while sum(active.in_flight for active in fleet._servers) < calls:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    await weights.score([TOKENS], adapter_name(1))
+
+
 def test_an_aborted_response_goes_on_with_the_new_adapters(served: Served, tmp_path: Path) -> None:
     """Each token's log-probability is that of PEFT with the adapters that its version names."""
     base = str(served.folder)
@@ -194,8 +202,7 @@ def test_an_aborted_response_goes_on_with_the_new_adapters(served: Served, tmp_p
         limits = GenerationLimits(concurrency=3)
         drawing = generate_many(fleet, requests, limits, continuation=continuation)
         running = asyncio.create_task(drawing)
-        # Long enough for some tokens, and too short for 300.
-        await weights.score([TOKENS], adapter_name(1))
+        await under_way(fleet, len(requests), weights)
         await fleet.hold(abort=True)
         await load(weights, 2)
         await fleet.serve([member], 2)
