@@ -26,10 +26,9 @@ from rich.table import Table
 
 from megatron_dppo.config import load_config
 from megatron_dppo.plan import EXAMPLES, shape_of
-from megatron_dppo.planner import memory
 from megatron_dppo.planner.devices import DEVICES, Cluster
 from megatron_dppo.planner.facts import COLOCATED, ON_POLICY, STALE, RunFacts, Schedule, facts_of
-from megatron_dppo.planner.generation import decode_seconds, resumed_seconds
+from megatron_dppo.planner.generation import decode_seconds, resumed_seconds, server_slots
 from megatron_dppo.planner.run_plan import RunPlan, plan_run
 
 SCHEDULES = {
@@ -197,9 +196,7 @@ def simulate(
 ) -> Simulated:
     """The run of ``facts``, under its schedule."""
     rollout, engine = facts.rollout, facts.engine
-    room = memory.engine_bytes(facts.trainer.shape, engine, rollout, cluster.device).sequences
-    leaders = facts.trainer.layout.data * rollout.max_concurrent / engine.servers
-    slots = max(1, int(min(room, leaders)))
+    slots = max(1, int(server_slots(facts, cluster)))
     context = rollout.mean_prompt + rollout.mean_response / 2
     table = [decode_seconds(facts, cluster, max(1, n), context) for n in range(slots + 1)]
     servers = [Server(slots, table.__getitem__) for _ in range(engine.servers)]

@@ -164,8 +164,7 @@ class FleetClient:
     # --- GenerationClient
 
     async def generate(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
-        while not self._serving.is_set():
-            await self._serving.wait()
+        await self._until_served()
         if self._router is not None and self._router.usable and self._live():
             return await self._through_router(self._router, requests, rid)
         return await self._directly(requests, rid)
@@ -261,10 +260,15 @@ class FleetClient:
     async def _versions(self, began: int | None) -> range | None:
         """Committed versions that the answer to a call may come from, which ``began`` at one of them. Waits for the end
         of an update."""
-        await self._serving.wait()
+        await self._until_served()
         if began is None or self._version is None:
             return None
         return range(began, self._version + 1)
+
+    async def _until_served(self) -> None:
+        # Again where servers are held once more before this task has its turn.
+        while not self._serving.is_set():
+            await self._serving.wait()
 
     async def _end_calls(self) -> None:
         # Again and again: what was on its way to a scheduler is not aborted.

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import heapq
 import itertools
+import threading
 import time
 import uuid
 from collections import Counter, deque
@@ -118,6 +119,8 @@ class Slots:
         self._arrivals = itertools.count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._held = False
+        # The rank's thread holds slots and asks how busy they were; calls take them in the loop's.
+        self._noting = threading.Lock()
         self._was_busy = False
         self._busy_s = 0.0
         self._noted_s = time.monotonic()
@@ -167,10 +170,11 @@ class Slots:
 
     def _note(self) -> None:
         """The time since the last change was busy or not; from now on it may be otherwise."""
-        now = time.monotonic()
-        if self._was_busy:
-            self._busy_s += now - self._noted_s
-        self._was_busy, self._noted_s = self._free < self._count and not self._held, now
+        with self._noting:
+            now = time.monotonic()
+            if self._was_busy:
+                self._busy_s += now - self._noted_s
+            self._was_busy, self._noted_s = self._free < self._count and not self._held, now
 
 
 @dataclass(frozen=True)

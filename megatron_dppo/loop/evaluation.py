@@ -148,7 +148,8 @@ class Evaluator:
 
 
 def last_due(step: int, every: int, steps: int) -> int:
-    """The last step, up to ``step``, after which a run of so many ``steps`` evaluates."""
+    """The last step, up to ``step``, after which what comes ``every`` so many steps, and after the last one of a run of
+    so many ``steps``, falls due."""
     return step if step == steps else step - step % every
 
 

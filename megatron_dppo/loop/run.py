@@ -24,7 +24,7 @@ from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.logging import fatal, note_failure
 from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, run_fence
 from megatron_dppo.loop.engine_session import EngineSession
-from megatron_dppo.loop.evaluation import Evaluations, Evaluator
+from megatron_dppo.loop.evaluation import Evaluations, Evaluator, last_due
 from megatron_dppo.loop.exporting import Example, examples_of, export, gathered_examples
 from megatron_dppo.loop.inputs import BackgroundHashes, RunData, model_files
 from megatron_dppo.loop.learning import Learner
@@ -402,7 +402,7 @@ class Run:
         }
 
     def _is_due(self, every: int) -> bool:
-        return self.state.step % every == 0 or self.state.step == self.config.run.steps
+        return last_due(self.state.step, every, self.config.run.steps) == self.state.step
 
     def _save_batch(self, step: int, batch: Mapping[int, Trajectory]) -> None:
         if self.config.rollout.save and self.trainer.topology.rank == 0:

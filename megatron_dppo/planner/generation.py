@@ -185,12 +185,18 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
 
 def sequences_at_once(facts: RunFacts, cluster: Cluster) -> float:
     """That a server runs: what waits for it, what its KV cache holds, what clients ask for at a time; the least."""
+    rollout = facts.rollout
+    ahead = 1 if facts.schedule.drains else max(1, facts.schedule.staleness)
+    waiting = ahead * rollout.responses / facts.engine.servers
+    return max(1.0, min(waiting, server_slots(facts, cluster)))
+
+
+def server_slots(facts: RunFacts, cluster: Cluster) -> float:
+    """Sequences that a server has room for: what its KV cache holds, what clients ask for at a time; the less."""
     rollout, engine = facts.rollout, facts.engine
     memory = engine_bytes(facts.trainer.shape, engine, rollout, cluster.device)
-    ahead = 1 if facts.schedule.drains else max(1, facts.schedule.staleness)
-    waiting = ahead * rollout.responses / engine.servers
     leaders = facts.trainer.layout.data * rollout.max_concurrent / engine.servers
-    return max(1.0, min(waiting, memory.sequences, leaders))
+    return min(memory.sequences, leaders)
 
 
 def resumed_seconds(facts: RunFacts, cluster: Cluster, running: float) -> float:

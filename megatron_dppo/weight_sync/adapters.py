@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder, peft_names
+from megatron_dppo.checkpoint_conversion.tensor_store import byte_view
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.protocol import UNVERIFIED_VERSION, adapter_name
 from megatron_dppo.engine.weights import EngineWeights, fused_module
@@ -105,7 +106,7 @@ def expected_digests(
 def _digest(tensors: Sequence[Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(byte_view(tensor))
     return digest.hexdigest()
 
 
