@@ -40,13 +40,12 @@ class Schedule:
 
     ``placement``: servers have GPUs of their own (``separate``), or take turns with the trainer on all of them
     (``colocated``). ``staleness``: batches that generation may be ahead. ``drains``: an update waits until every
-    running response has ended; otherwise they go on after it. ``overlaps_evaluation``: the trainer works meanwhile.
+    running response has ended; otherwise they go on after it.
     """
 
     placement: Literal["separate", "colocated"] = "separate"
     staleness: int = 0
     drains: bool = True
-    overlaps_evaluation: bool = False
 
     @property
     def is_colocated(self) -> bool:
@@ -58,7 +57,7 @@ class Schedule:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the trainer trains while servers generate."""
+        """Whether the trainer trains while servers generate and evaluate."""
         return not self.is_colocated and not self.is_on_policy
 
 
@@ -422,8 +421,8 @@ def facts_of(
 
 
 def schedule_of(rollout: RolloutConfig, engine: EngineConfig) -> Schedule:
-    """As the configuration says."""
-    drains = rollout.interrupt == "drain"
+    """As the configuration says. Where generation isn't ahead no update finds a response in flight."""
+    drains = rollout.interrupt == "drain" or rollout.max_staleness == 0
     return Schedule(engine.placement, rollout.max_staleness, drains=drains)
 
 

@@ -143,10 +143,13 @@ def touched_parameters(shape: ModelShape, running: float) -> Touched:
 @dataclass(frozen=True)
 class GenerationSeconds:
     """Of a rollout batch, on all servers. ``steady``: servers are full; ``tail``: few of the longest responses are
-    left, and the next batch may not begin."""
+    left, and the next batch may not begin. ``mean_response``, ``longest_response``: one of that length, on a full
+    server."""
 
     steady: float
     tail: float
+    mean_response: float = 0.0
+    longest_response: float = 0.0
 
     @property
     def total(self) -> float:
@@ -161,9 +164,8 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
     once a group (the prefix cache serves the rest); tail = what the longest response needs beyond the mean one, with a
     tenth of the sequences.
 
-    Where responses go on after an update, servers are never empty: no tail, but each update prefills what is running
-    again. With staleness e up to e batches are in flight, and a response may run through e + 1 steps: a step takes
-    at least the longest response's seconds / (e + 1).
+    Where responses go on after an update there is no tail, but each update prefills what is running again. What the
+    longest response then costs depends on the trainer, too: ``StepSeconds.decoding``.
     """
     rollout, schedule = facts.rollout, facts.schedule
     # Responses come from a file, or from servers that others started.
@@ -174,13 +176,12 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
     step = decode_seconds(facts, cluster, running, context)
     steady = rollout.response_tokens / facts.engine.servers / running * step
     steady += prefill_seconds(facts, cluster)
+    mean, longest = rollout.mean_response, rollout.longest_response
     if schedule.drains:
-        beyond = rollout.longest_response - rollout.mean_response
-        last = decode_seconds(facts, cluster, max(1.0, running / 10), rollout.longest_response)
-        return GenerationSeconds(steady, beyond * last)
+        last = decode_seconds(facts, cluster, max(1.0, running / 10), longest)
+        return GenerationSeconds(steady, (longest - mean) * last, mean * step, longest * step)
     steady += resumed_seconds(facts, cluster, running)
-    longest = rollout.longest_response * step / (schedule.staleness + 1)
-    return GenerationSeconds(max(steady, longest), 0.0)
+    return GenerationSeconds(steady, 0.0, mean * step, longest * step)
 
 
 def sequences_at_once(facts: RunFacts, cluster: Cluster) -> float:

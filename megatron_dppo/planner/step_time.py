@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.planner.activations import bubble
@@ -58,7 +59,8 @@ class StepSeconds:
     """A step's phases, seconds.
 
     ``generation``: while servers are full; ``tail``: while the last responses end. ``switch``: between trainer and
-    servers on the same GPUs. ``evaluation``: of one, over the steps between two.
+    servers on the same GPUs. ``evaluation``: of one, over the steps between two. ``mean_response``,
+    ``longest_response``: one of that length, on a full server.
     """
 
     schedule: Schedule
@@ -71,6 +73,8 @@ class StepSeconds:
     tail: float = 0.0
     switch: float = 0.0
     evaluation: float = 0.0
+    mean_response: float = 0.0
+    longest_response: float = 0.0
 
     @property
     def phases(self) -> dict[str, float]:
@@ -102,14 +106,39 @@ class StepSeconds:
     def total(self) -> float:
         """Of a step: servers, then trainer, then what all wait for; or, with stale responses on GPUs of their own, the
         longer of the two, and what all wait for."""
-        servers, rest = self.servers, self.switch + self.update + self.checkpoint
-        if not self.schedule.overlaps:
-            return servers + self.evaluation + self.trainer + rest
-        if self.schedule.overlaps_evaluation:
-            servers += self.evaluation
-        else:
-            rest += self.evaluation
-        return max(servers, self.trainer) + rest
+        rest = self.switch + self.update + self.checkpoint
+        if self.schedule.overlaps:
+            return max(self.decoding, self.trainer) + rest
+        return self.decoding + self.trainer + rest
+
+    @property
+    def decoding(self) -> float:
+        """Seconds of a step in which servers have work, or wait for the next batch while responses end.
+
+        Where an update interrupts responses, a batch begins with one update and must have ended when its training
+        begins, e steps later (e: staleness). With d of these seconds a step, l the longest response and R the trainer's
+        seconds beside them, its last prompts have left the queue by (e + 1) d - R - l at the latest, and the next batch
+        begins at d. In the x = l + R - e d between them servers empty. What runs there ends at a constant rate, within
+        a mean response's seconds m: x^2 / 2m are lost of servers' time, or x - m / 2. So d = servers + lost(x), and
+        d >= (l + R) / (e + 1), where all of a batch runs at once.
+        """
+        servers, batches = self.servers + self.evaluation, self.schedule.staleness
+        if self.schedule.drains:
+            return servers
+        longest = self.longest_response + (self.trainer if self.schedule.overlaps else 0.0)
+        return max(servers + self._starved(servers, longest), longest / (batches + 1))
+
+    def _starved(self, servers: float, longest: float) -> float:
+        """y = lost(x), where x = ``longest`` - e (``servers`` + y)."""
+        mean, batches = self.mean_response, self.schedule.staleness
+        at_most = longest - batches * servers
+        if at_most <= 0:
+            return 0.0
+        # x^2 / 2m = (at_most - x) / e
+        x = sqrt((mean / batches) ** 2 + 2 * mean * at_most / batches) - mean / batches
+        if x > mean:
+            x = (at_most / batches + mean / 2) / (1 + 1 / batches)
+        return (at_most - x) / batches
 
     @property
     def idle(self) -> dict[str, float]:
@@ -156,6 +185,8 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
         update=traffic.update_seconds if facts.engine.servers else 0.0,
         checkpoint=traffic.checkpoint_seconds / facts.checkpoint_every,
         evaluation=evaluated / facts.evaluation.every if facts.evaluation is not None else 0.0,
+        mean_response=generated.mean_response,
+        longest_response=generated.longest_response,
     )
 
 

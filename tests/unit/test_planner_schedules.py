@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import sqrt
 from pathlib import Path
 
 import pytest
@@ -61,12 +62,12 @@ def test_a_synchronous_step_by_hand():
 
 def test_a_stale_step_by_hand():
     found = StepSeconds(STALE, 50, 0, 20, 10, 4, 1, evaluation=5)
-    assert found.total == 50 + 4 + 1 + 5 == 60
+    assert found.total == 50 + 5 + 4 + 1 == 60
     assert found.idle == {"trainers": pytest.approx(25 / 60), "servers": pytest.approx(1 / 60)}
+    # A trainer that takes longer hides the evaluation, too.
     slower = replace(found, training=60)
-    assert slower.total == 70 + 4 + 1 + 5
-    # A trainer that goes on meanwhile hides the evaluation.
-    assert replace(slower, schedule=replace(STALE, overlaps_evaluation=True)).total == 75
+    assert slower.total == 70 + 4 + 1
+    assert slower.idle == {"trainers": 0, "servers": pytest.approx(1 - 59 / 75)}
 
 
 def test_a_colocated_step_by_hand():
@@ -96,7 +97,28 @@ def test_servers_that_are_never_empty_have_no_tail_and_prefill_again():
     assert (found.steady, found.tail) == (pytest.approx(steady + again, rel=1e-3), 0)
 
 
-def test_a_response_runs_through_one_step_more_than_generation_is_ahead():
+def test_servers_empty_before_the_next_batch_where_the_longest_responses_end_late():
+    """Mean response 8 s, longest 40 s, trainer 30 s: x = 40 + 30 - d."""
+    found = StepSeconds(STALE, 60, 0, 30, 0, 4, 1, mean_response=8, longest_response=40)
+    x = 8 * (sqrt(1 + 2 * 10 / 8) - 1)
+    assert found.decoding == pytest.approx(70 - x)
+    assert found.decoding - 60 == pytest.approx(x**2 / 16)
+    assert found.total == found.decoding + 5
+    # x > 8: d = 40 + x - 4 = 70 - x
+    assert replace(found, generation=40).decoding == 53
+    # Two batches ahead: 40 + 30 < 2 x 60.
+    assert replace(found, schedule=replace(STALE, staleness=2)).decoding == 60
+    # Few responses, all at once: each batch has two steps, its training included.
+    assert replace(found, generation=5, mean_response=1).decoding == pytest.approx(37.25)
+    assert replace(found, generation=1, mean_response=4).decoding == 35
+    # Colocated servers stand still while the trainer works: x = 40 - d.
+    turns = replace(found, schedule=replace(COLOCATED, staleness=1, drains=False))
+    assert turns.decoding == 60
+    assert replace(turns, generation=10).decoding == 23
+    assert replace(found, schedule=replace(STALE, drains=True)).decoding == 60
+
+
+def test_a_batch_of_few_responses_runs_at_once():
     few = (
         "rollout.prompts_per_step=16",
         "rollout.group_size=2",
@@ -107,7 +129,7 @@ def test_a_response_runs_through_one_step_more_than_generation_is_ahead():
         running = sequences_at_once(run, H100)
         assert running == 4 * staleness  # batches in flight on each of eight servers
         step = decode_seconds(run, H100, running, 256 + 50)
-        assert generation_seconds(run, H100).steady == 16384 * step / (staleness + 1)
+        assert generation_seconds(run, H100).longest_response == 16384 * step
 
 
 def rank(weights, gradients, optimizer, working=8):
@@ -171,6 +193,8 @@ def test_a_colocated_plan_tells_what_is_parked_and_what_does_not_fit():
 def test_the_recipe_s_own_schedule_is_ranked_too():
     config = load_config(RECIPE)
     assert schedule_of(config.rollout, config.engine) == ON_POLICY
+    retracts = load_config(RECIPE, ["rollout.interrupt=retract"])
+    assert schedule_of(retracts.rollout, retracts.engine) == ON_POLICY
     assert schedules(Question(config, MOE, H100)) == (ON_POLICY, STALE, COLOCATED)
     ahead = Question(load_config(RECIPE, ["rollout.max_staleness=1"]), MOE, H100)
     assert schedules(ahead) == (ON_POLICY, STALE, COLOCATED, Schedule(staleness=1))
