@@ -143,13 +143,13 @@ def touched_parameters(shape: ModelShape, running: float) -> Touched:
 @dataclass(frozen=True)
 class GenerationSeconds:
     """Of a rollout batch, on all servers. ``steady``: servers are full; ``tail``: few of the longest responses are
-    left, and the next batch may not begin. ``mean_response``, ``longest_response``: one of that length, on a full
-    server."""
+    left, and the next batch may not begin. ``mean_response``: one of that length, on a full server; ``last_response``:
+    the longest, begun when no other waits."""
 
     steady: float
     tail: float
     mean_response: float = 0.0
-    longest_response: float = 0.0
+    last_response: float = 0.0
 
     @property
     def total(self) -> float:
@@ -177,11 +177,11 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
     steady = rollout.response_tokens / facts.engine.servers / running * step
     steady += prefill_seconds(facts, cluster)
     mean, longest = rollout.mean_response, rollout.longest_response
+    tail = (longest - mean) * decode_seconds(facts, cluster, max(1.0, running / 10), longest)
     if schedule.drains:
-        last = decode_seconds(facts, cluster, max(1.0, running / 10), longest)
-        return GenerationSeconds(steady, (longest - mean) * last, mean * step, longest * step)
+        return GenerationSeconds(steady, tail, mean * step, mean * step + tail)
     steady += resumed_seconds(facts, cluster, running)
-    return GenerationSeconds(steady, 0.0, mean * step, longest * step)
+    return GenerationSeconds(steady, 0.0, mean * step, mean * step + tail)
 
 
 def sequences_at_once(facts: RunFacts, cluster: Cluster) -> float:

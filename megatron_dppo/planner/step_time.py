@@ -59,8 +59,8 @@ class StepSeconds:
     """A step's phases, seconds.
 
     ``generation``: while servers are full; ``tail``: while the last responses end. ``switch``: between trainer and
-    servers on the same GPUs. ``evaluation``: of one, over the steps between two. ``mean_response``,
-    ``longest_response``: one of that length, on a full server.
+    servers on the same GPUs. ``evaluation``: of one, over the steps between two. ``mean_response``, ``last_response``:
+    of one response of that length, and of the longest where no other waits any more.
     """
 
     schedule: Schedule
@@ -74,7 +74,7 @@ class StepSeconds:
     switch: float = 0.0
     evaluation: float = 0.0
     mean_response: float = 0.0
-    longest_response: float = 0.0
+    last_response: float = 0.0
 
     @property
     def phases(self) -> dict[str, float]:
@@ -116,7 +116,7 @@ class StepSeconds:
         """Seconds of a step in which servers have work, or wait for the next batch while responses end.
 
         Where an update interrupts responses, a batch begins with one update and must have ended when its training
-        begins, e steps later (e: staleness). With d of these seconds a step, l the longest response and R the trainer's
+        begins, e steps later (e: staleness). With d of these seconds a step, l the last response and R the trainer's
         seconds beside them, its last prompts have left the queue by (e + 1) d - R - l at the latest, and the next batch
         begins at d. In the x = l + R - e d between them servers empty. What runs there ends at a constant rate, within
         a mean response's seconds m: x^2 / 2m are lost of servers' time, or x - m / 2. So d = servers + lost(x), and
@@ -125,13 +125,13 @@ class StepSeconds:
         servers, batches = self.servers + self.evaluation, self.schedule.staleness
         if self.schedule.drains:
             return servers
-        longest = self.longest_response + (self.trainer if self.schedule.overlaps else 0.0)
-        return max(servers + self._starved(servers, longest), longest / (batches + 1))
+        window = self.last_response + (self.trainer if self.schedule.overlaps else 0.0)
+        return max(servers + self._starved(servers, window), window / (batches + 1))
 
-    def _starved(self, servers: float, longest: float) -> float:
-        """y = lost(x), where x = ``longest`` - e (``servers`` + y)."""
+    def _starved(self, servers: float, window: float) -> float:
+        """y = lost(x), where x = ``window`` - e (``servers`` + y)."""
         mean, batches = self.mean_response, self.schedule.staleness
-        at_most = longest - batches * servers
+        at_most = window - batches * servers
         if at_most <= 0:
             return 0.0
         # x^2 / 2m = (at_most - x) / e
@@ -186,7 +186,7 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
         checkpoint=traffic.checkpoint_seconds / facts.checkpoint_every,
         evaluation=evaluated / facts.evaluation.every if facts.evaluation is not None else 0.0,
         mean_response=generated.mean_response,
-        longest_response=generated.longest_response,
+        last_response=generated.last_response,
     )
 
 
