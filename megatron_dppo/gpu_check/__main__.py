@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_dppo.config.machine import this_machine
-from megatron_dppo.gpu_check.part import PARTS, CheckPart, Row, discover
+from megatron_dppo.gpu_check import PARTS, CheckPart, Row, discover
 from megatron_dppo.gpu_check.runner import PartResult, run_part
 from megatron_dppo.logging import fatal
 from megatron_dppo.system.files import unused_path, write_atomically

@@ -1,25 +1,30 @@
 """Runs a part in a child process with a time limit: a crash or a hang of one leaves the others alone.
 
-The child, ``python -m megatron_dppo.gpu_check.runner PACKAGE NAME FOLDER GPUS``, writes every row to ``rows.jsonl`` as
-it is found, so that a crash loses none of those before it. The last line is ``{"end": true}``, or ``{"lacks": "..."}``.
+The child sends every row as soon as it has it, so that a crash loses none of those before it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from subprocess import TimeoutExpired
+from typing import Literal
 
-from megatron_dppo.gpu_check.part import PARTS, Bench, CheckPart, LackingError, Row, discover
-from megatron_dppo.system.processes import describe_exit, kill_families, start_process, tail
+from megatron_dppo.gpu_check import PARTS, Bench, CheckPart, LackingError, Row, discover
+from megatron_dppo.system.processes import (
+    describe_exit,
+    die_with_parent,
+    kill_families,
+    start_connected,
+    tail,
+)
 
-LOG, ROWS = "log.txt", "rows.jsonl"
-_POLL_S = 0.05
+LOG = "log.txt"
 _QUOTED_LINES = 12
 PartVerdict = Literal["good", "bad", "lacking", "crashed", "timed out"]
 
@@ -58,35 +63,39 @@ def run_part(
     result = PartResult(part.name, part.shows)
     began = time.monotonic()
     with open(folder / LOG, "wb") as log:
-        command = [sys.executable, "-m", "megatron_dppo.gpu_check.runner"]
-        child = start_process(
-            [*command, package, part.name, str(folder.resolve()), str(gpus)],
-            environment=os.environ,
-            output=log.fileno(),
-        )
-    lines = _Lines(folder / ROWS)
+        child, connection = start_connected(
+            "megatron_dppo.gpu_check.runner", package, part.name, str(folder.resolve()), str(gpus),
+            environment=os.environ, output=log.fileno(),
+        )  # fmt: skip
+    deadline = began + limit_s
     try:
-        while child.poll() is None and time.monotonic() - began < limit_s:
-            _take(lines, result, tell)
-            time.sleep(_POLL_S)
-        code = child.poll()
+        with connection:
+            _hear(connection, deadline, result, tell)
+        code = child.wait(max(0.0, deadline - time.monotonic()))
+    except TimeoutExpired:
+        code = None
     finally:
         kill_families([child])
-    _take(lines, result, tell)
     _judge(result, code, limit_s, folder)
     result.seconds = time.monotonic() - began
-    result.files = sorted(p.name for p in folder.iterdir() if p.name not in (LOG, ROWS))
+    result.files = sorted(p.name for p in folder.iterdir() if p.name != LOG)
     return result
 
 
-def _take(lines: _Lines, result: PartResult, tell: Callable[[Row], None]) -> None:
-    for line in lines.new():
-        if "lacks" in line:
-            result.verdict, result.why = "lacking", str(line["lacks"])
-        elif "end" not in line:
-            row = Row(**line)
-            result.rows.append(row)
-            tell(row)
+def _hear(
+    connection: Connection, deadline: float, result: PartResult, tell: Callable[[Row], None]
+) -> None:
+    """Take what the child sends until it closes the connection, or until the deadline."""
+    while connection.poll(max(0.0, deadline - time.monotonic())):
+        try:
+            message = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        if isinstance(message, Row):
+            result.rows.append(message)
+            tell(message)
+        else:
+            result.verdict, result.why = "lacking", message
 
 
 def _judge(result: PartResult, code: int | None, limit_s: float, folder: Path) -> None:
@@ -101,42 +110,18 @@ def _judge(result: PartResult, code: int | None, limit_s: float, folder: Path) -
     result.why = f"{how}\n{tail(folder / LOG, _QUOTED_LINES)}".rstrip()
 
 
-class _Lines:
-    """The whole lines of a growing file of JSON, each read once."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read = 0
-
-    def new(self) -> Iterator[dict]:
-        """Those that came since the last call; none where the file is not there yet."""
-        # The child has not come so far.
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._read)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        yield from map(json.loads, whole.splitlines())
-
-
-def main(package: str, name: str, folder: str, gpus: str) -> None:
-    """The child: run the part, also where it turns out to lack something."""
+def main(descriptor: str, package: str, name: str, folder: str, gpus: str) -> None:
+    """The child: run the part; the last message is what it lacks, where it turns out to lack something."""
+    die_with_parent(os.getppid())
+    # Or what the part starts would keep it open.
+    os.set_inheritable(int(descriptor), False)
     part = next(p for p in discover(package) if p.name == name)
-    with open(Path(folder, ROWS), "w", encoding="utf-8") as file:
-
-        def write(line: Mapping[str, Any]) -> None:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-
+    with Connection(int(descriptor)) as connection:
         try:
             for row in part.run(Bench(Path(folder), int(gpus))):
-                write(asdict(row))
+                connection.send(row)
         except LackingError as lacking:
-            write({"lacks": str(lacking)})
-        else:
-            write({"end": True})
+            connection.send(str(lacking))
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -31,13 +32,19 @@ from megatron_dppo.preflight.evidence import (
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.processes import kill_families, start_process, tail
 
+if TYPE_CHECKING:
+    import torch
+
 _CANARY, _REPLACED, _CONTEST = "canary", "replaced", "contest"
 _LISTENING, _CONNECTED = "listening", "connected"
 _INTERFACE, _MASTER = "interface", "master"
 _POLL_S = 0.05
 _CONNECT_S = 3.0
 _ALL_REDUCE_S = 120.0
-_WORKER = "megatron_dppo.preflight.all_reduce_worker"
+_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+_BYTES = {"nccl": 256 << 20, "gloo": 4 << 20}
+_ROUNDS = 5
+_WORKER = "from megatron_dppo.preflight.between_nodes import exchange; exchange()"
 _SLOW = 0.5
 """A node whose own GPUs exchange less than this share of the median node's bandwidth is ill."""
 
@@ -211,7 +218,7 @@ def _master(site: Site, first: str) -> dict[str, Any]:
 
 
 def _run_workers(environment: Mapping[str, str], first_rank: int, count: int) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", "-m", _WORKER]
+    command = [sys.executable, "-W", "ignore", "-c", _WORKER]
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"{index}.out" for index in range(count)]
         workers = []
@@ -244,6 +251,55 @@ def _first_failure(workers: list[subprocess.Popen[bytes]]) -> int | None:
             return None
         time.sleep(_POLL_S)
     return next(index for index, worker in enumerate(workers) if worker.poll() is None)
+
+
+def exchange() -> None:
+    """One process: join, measure among this node's processes and among all, print the result as a line of JSON.
+
+    Bandwidth is the bus bandwidth of a ring: ``2 (n - 1) / n * bytes / seconds``, which does not depend on how many
+    take part.
+    """
+    import torch
+    import torch.distributed as dist
+
+    backend = os.environ["PREFLIGHT_BACKEND"]
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
+    result = {"backend": backend, "processes": world}
+    if here > 1 and world > here:
+        groups = [
+            dist.new_group(list(range(first, first + here))) for first in range(0, world, here)
+        ]
+        result["node_gb_s"] = _bandwidth(groups[rank // here], here, device, _BYTES[backend])
+    result["all_gb_s"] = _bandwidth(dist.group.WORLD, world, device, _BYTES[backend])
+    dist.destroy_process_group()
+    print(json.dumps(result))
+
+
+def _bandwidth(group: object, size: int, device: torch.device, count: int) -> float:
+    """Bus bandwidth in GB/s. Raises RuntimeError where the sum is wrong."""
+    import torch
+    import torch.distributed as dist
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    data = torch.ones(count // 4, dtype=torch.float32, device=device)
+    dist.all_reduce(data, group=group)
+    if not bool((data == size).all()):
+        raise RuntimeError(f"the sum over {size} processes is {data.unique().tolist()[:4]}")
+    wait()
+    started = time.perf_counter()
+    for _ in range(_ROUNDS):
+        dist.all_reduce(data, group=group)
+    wait()
+    seconds = (time.perf_counter() - started) / _ROUNDS
+    return 2 * (size - 1) / size * count / seconds / 1e9
 
 
 def judge_all_reduce(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dppo.gpu_check.part import discover
+from megatron_dppo.gpu_check import discover
 from megatron_dppo.gpu_check.runner import run_part
 
 

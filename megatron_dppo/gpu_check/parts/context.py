@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo import EXAMPLES
+from megatron_dppo.gpu_check import Bench, Row, part
 from megatron_dppo.gpu_check.models import policy_config, random_batch, random_model
-from megatron_dppo.gpu_check.part import Bench, Row, part
 from megatron_dppo.system.network import free_port
 
 MODEL = EXAMPLES / "model_configs" / "qwen3-1.7b-base" / "config.json"

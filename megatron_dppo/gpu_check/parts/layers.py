@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dppo.gpu_check import Bench, Row, at_most, part
 from megatron_dppo.gpu_check.models import policy_config, random_batch, tiny_model
-from megatron_dppo.gpu_check.part import Bench, Row, at_most, part
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from megatron_dppo.gpu_check.part import Bench, Row, part
+from megatron_dppo.gpu_check import Bench, Row, part
 from megatron_dppo.preflight.evidence import CheckError
 from megatron_dppo.preflight.gpus import gpus_here
 from megatron_dppo.preflight.inspection import nccl_version, package_version
