@@ -103,7 +103,7 @@ class TerminalConsole(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich's; text goes to standard output too."""
         super().print(*objects, **options)
-        # Text) for shown in objects): | Tables and bars are drawn for a terminal's width; a file has the log's lines.
+        # Tables and bars are drawn for a terminal's width; a file has the log's lines.
         if not self.quiet and all(isinstance(shown, str | Text) for shown in objects):
             self._copy.print(*objects, **options)
 

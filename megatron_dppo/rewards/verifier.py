@@ -29,7 +29,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from types import TracebackType
 from typing import NoReturn
 
 from megatron_dppo.rewards import find_reward, score_or_refusal
@@ -97,12 +96,7 @@ class Verifier:
                 self._idle.put(index)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             threads, self._threads = self._threads, None
         for worker in self._workers:

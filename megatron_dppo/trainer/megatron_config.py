@@ -104,7 +104,8 @@ def _moe_options(shape: ModelShape, *, replay: bool) -> dict[str, Any]:
     }
 
 
-def _layout_options(layout: Layout, *, sequence_parallel: bool) -> dict[str, Any]:
+def megatron_sizes(layout: Layout) -> dict[str, Any]:
+    """``layout`` by the names that Megatron-Core has for it, in its process groups and in its configuration."""
     return {
         "tensor_model_parallel_size": layout.tensor,
         "context_parallel_size": layout.context,
@@ -112,6 +113,12 @@ def _layout_options(layout: Layout, *, sequence_parallel: bool) -> dict[str, Any
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
+    }
+
+
+def _layout_options(layout: Layout, *, sequence_parallel: bool) -> dict[str, Any]:
+    return {
+        **megatron_sizes(layout),
         "sequence_parallel": sequence_parallel,
         # Packed micro-batches differ in length; under an interleaved schedule the trainer makes them equal.
         "variable_seq_lengths": layout.pipeline > 1 and layout.chunks == 1,

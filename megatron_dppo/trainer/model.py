@@ -43,7 +43,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import padded_vocab_size
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.lora_modules import HeadAdapter
-from megatron_dppo.trainer.megatron_config import transformer_config
+from megatron_dppo.trainer.megatron_config import megatron_sizes, transformer_config
 from megatron_dppo.vocab_parallel.head import HeadFactor
 
 LayerSpec = Callable[[TransformerConfig, int | None], Any]
@@ -245,12 +245,7 @@ def _fake_world(layout: Layout, rank: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor,
-            context_parallel_size=layout.context,
-            pipeline_model_parallel_size=layout.pipeline,
-            virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-            expert_model_parallel_size=layout.expert,
-            expert_tensor_parallel_size=layout.expert_tensor,
+            **megatron_sizes(layout),
             create_gloo_process_groups=False,
         )
         platform.seed_everything(0)

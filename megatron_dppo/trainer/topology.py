@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.system import network
 from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.megatron_config import megatron_sizes
 from megatron_dppo.trainer.watchdog import LONGEST_WAIT_S, Watchdog, client_of
 
 log = logging.getLogger(__name__)
@@ -151,12 +152,7 @@ def _on_one_host() -> bool:
 def init_topology(layout: Layout) -> Topology:
     """Create Megatron's process groups for ``layout``. Collective."""
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        context_parallel_size=layout.context,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
+        **megatron_sizes(layout),
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
         # Nothing here uses Megatron's gloo groups, each of which opens connections between all of its ranks.
         create_gloo_process_groups=False,
