@@ -51,6 +51,14 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def binary_kl_both_ways(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
+    """The larger of the binary KL(mu || pi) and KL(pi || mu), nats; each is ``binary_kl``'s."""
+    return torch.maximum(
+        binary_kl(log_probs, rollout_log_probs), binary_kl(rollout_log_probs, log_probs)
+    )
+
+
+@torch.no_grad()
 def topk_tv(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tensor) -> Tensor:
     """Half the sum over A' and "other" of |mu - pi| (arXiv 2602.04879, Top-K TV); ``[..., K + 1]``
     -> ``[...]``.
@@ -90,6 +98,30 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     )
     # A lower bound of the true value, whose rest is known better.
     return torch.maximum(inside + outside, binary_kl(pi[..., -1], mu[..., -1]))
+
+
+@torch.no_grad()
+def topk_kl_change(
+    topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tensor, tail_ids: Tensor | None
+) -> Tensor:
+    """Derivative of KL(mu || pi) along the step e_k - pi of the logits, the gradient of log pi(k); k is the last
+    column's token. ``[..., K + 1]`` -> ``[...]``, of either sign.
+
+    (pi_k - mu_k) + sum over the vocabulary of pi_i (mu_i - pi_i). Outside A' (``topk_tv``) mu is not known there: the
+    rest counts as one token, pi_r (mu_r - pi_r); with ``tail_ids`` [...], their number, as so many equally likely
+    ones, that divided by it. With K = V nothing is left out, and the value is exact. The sampled token's own column
+    may be invalid where TopK(mu) holds it: k is read from it all the same.
+    """
+    _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
+    pi, mu = (
+        x.detach().double().clamp(max=0).exp() for x in (topk_log_probs, rollout_topk_log_probs)
+    )
+    p_pi, p_mu = (torch.where(valid, p, 0.0) for p in (pi, mu))
+    rest_pi, rest_mu = _rest(p_pi), _rest(p_mu)
+    rest = rest_pi * (rest_mu - rest_pi)
+    if tail_ids is not None:
+        rest = rest / tail_ids.clamp(min=1)
+    return pi[..., -1] - mu[..., -1] + (p_pi * (p_mu - p_pi)).sum(-1) + rest
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ PER_TOKEN = (
     "recomputed_log_probs",
     "entropy",
     "sequence_ids",
+    "tail_ids",
 )
 
 
@@ -50,6 +51,8 @@ class TokenInputs:
     """Of pi at the token's position, nats; None where it was not computed."""
     sequence_ids: Tensor | None = None
     """int64: tokens of one response share a number in ``0 .. T - 1``."""
+    tail_ids: Tensor | None = None
+    """int64: ids of the vocabulary that TopK(mu) and the sampled token leave out; None where its size is not known."""
 
     def __post_init__(self) -> None:
         shape = self.log_probs.shape
@@ -104,17 +107,23 @@ def recomputed(inputs: TokenInputs) -> Tensor:
 ANCHORS: dict[AnchorName, Anchor] = {"rollout": rollout, "recomputed": recomputed}
 
 
-def sequence_totals(inputs: TokenInputs, values: Tensor) -> Tensor:
-    """Sum of ``values`` over the tokens in ``loss_mask`` of each response, at all of its tokens.
-
-    float64, shaped as ``values``. A response must lie whole in the tensors. ValueError without
-    sequence_ids.
-    """
+def _sequence_ids(inputs: TokenInputs) -> Tensor:
+    """int64 [T], flat. ValueError without them."""
     if inputs.sequence_ids is None:
         raise ValueError(
             "the algorithm works on whole sequences, but TokenInputs has no sequence_ids"
         )
-    ids = inputs.sequence_ids.flatten()
+    return inputs.sequence_ids.flatten()
+
+
+# Reductions over responses. Only tokens in ``loss_mask`` count; a response must lie whole in the tensors, for prefixes
+# and positions in order and without another's tokens between its own; results are float64, shaped as ``values``.
+# Each is a function of the response alone, in an order of operations that its own tokens fix.
+
+
+def sequence_totals(inputs: TokenInputs, values: Tensor) -> Tensor:
+    """Sum of ``values`` over each response, at all of its tokens. ValueError without sequence_ids."""
+    ids = _sequence_ids(inputs)
     counted = torch.where(inputs.loss_mask, values, 0.0).double().flatten()
     # As many bins as tokens: an upper bound of the number of sequences that is known without asking
     # the device.
@@ -125,6 +134,75 @@ def sequence_totals(inputs: TokenInputs, values: Tensor) -> Tensor:
 def trained_tokens(inputs: TokenInputs) -> Tensor:
     """Tokens in ``loss_mask`` of the token's response, at least 1; float64."""
     return sequence_totals(inputs, torch.ones_like(inputs.log_probs)).clamp(min=1)
+
+
+def sequence_means(inputs: TokenInputs, values: Tensor) -> Tensor:
+    """Mean of ``values`` over each response, at all of its tokens; 0 where none counts."""
+    return sequence_totals(inputs, values) / trained_tokens(inputs)
+
+
+def sequence_maxima(inputs: TokenInputs, values: Tensor) -> Tensor:
+    """Largest of ``values`` in each response, at all of its tokens; inf where one is NaN, -inf where none counts."""
+    ids = _sequence_ids(inputs)
+    values = torch.where(values.isnan(), torch.inf, values)
+    counted = torch.where(inputs.loss_mask, values, -torch.inf).double().flatten()
+    largest = torch.full_like(counted, -torch.inf)
+    return largest.scatter_reduce_(0, ids, counted, "amax")[ids].view_as(values)
+
+
+def sequence_quantile(inputs: TokenInputs, values: Tensor, share: float) -> Tensor:
+    """The ``share`` quantile of ``values`` in each response, at all of its tokens; between two of them linear, as
+    ``torch.quantile``. Of no use where none counts.
+    """
+    ids, counted = _sequence_ids(inputs), inputs.loss_mask.flatten()
+    values_of = values.double().flatten()
+    # What does not count gets a bin of its own, behind the others.
+    bins = torch.where(counted, ids, ids.numel())
+    order = values_of.argsort()
+    order = order[bins[order].argsort(stable=True)]
+    sizes = bins.new_zeros(ids.numel() + 1).index_add_(0, bins, torch.ones_like(bins))
+    first = (sizes.cumsum(0) - sizes)[ids]
+    place = share * (sizes[ids] - 1).clamp(min=0).double()
+    below = place.floor()
+    index = (first + below.long()).clamp(max=ids.numel() - 1)
+    above = torch.minimum(index + 1, (first + sizes[ids] - 1).clamp(min=0))
+    low, high = values_of[order[index]], values_of[order[above]]
+    return (low + (place - below) * (high - low)).view_as(values)
+
+
+def prefix_totals(inputs: TokenInputs, values: Tensor) -> Tensor:
+    """Sum of ``values`` over the response's tokens up to each token, itself included."""
+    return _scan(inputs, values, 0.0, torch.add)
+
+
+def prefix_minima(inputs: TokenInputs, values: Tensor) -> Tensor:
+    """Smallest of ``values`` among the response's tokens up to each token, itself included."""
+    return _scan(inputs, values, torch.inf, torch.minimum)
+
+
+def before(inputs: TokenInputs, prefix: Tensor, start: float) -> Tensor:
+    """What ``prefix`` was at the token before, ``start`` at the first one of a response."""
+    ids, flat = _sequence_ids(inputs), prefix.flatten()
+    same = ids[1:] == ids[:-1]
+    moved = torch.where(same, flat[:-1], start)
+    return torch.cat([torch.full_like(flat[:1], start), moved]).view_as(prefix)
+
+
+def _scan(
+    inputs: TokenInputs, values: Tensor, neutral: float, combine: Callable[..., Tensor]
+) -> Tensor:
+    """Doubling windows: after k rounds a token holds what the last 2^k tokens of its response come to. So the order of
+    additions depends on a token's place in its response and on nothing else in the pack.
+    """
+    ids = _sequence_ids(inputs)
+    scanned = torch.where(inputs.loss_mask, values, neutral).double().flatten()
+    step = 1
+    while step < ids.numel():
+        same = ids[step:] == ids[:-step]
+        longer = torch.where(same, combine(scanned[step:], scanned[:-step]), scanned[step:])
+        scanned = torch.cat([scanned[:step], longer])
+        step *= 2
+    return scanned.view_as(values)
 
 
 def group_relative(rewards: Sequence[float] | Tensor, group_size: int) -> Tensor:

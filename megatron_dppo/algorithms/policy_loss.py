@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms import divergence, rules, table
+from megatron_dppo.algorithms import rules, sequence_rules, table
 from megatron_dppo.algorithms.inputs import ANCHORS, Anchor, TokenInputs, rollout, trained_tokens
 from megatron_dppo.algorithms.rules import LARGEST_LOG_RATIO, PENALTIES, Mask, Penalty, Weight
 from megatron_dppo.metrics import table as names
@@ -43,10 +43,7 @@ class Algorithm(table.AlgorithmFacts):
         """D of each token, float64, as the mask computes it; None where the mask measures none."""
         if self.preset.divergence is None:
             return None
-        measure: Callable[..., Tensor] = getattr(divergence, self.preset.divergence)
-        if self.reads_topk:
-            return measure(*rules.topk_of(inputs))
-        return measure(inputs.log_probs, self.anchor(inputs))
+        return rules.measured(self.preset.divergence, inputs, self.anchor)
 
 
 def build_algorithm(
@@ -58,10 +55,14 @@ def build_algorithm(
     facts = table.algorithm_facts(name, options, settings)
     preset, numbers, anchor = facts.preset, facts.numbers, ANCHORS[facts.preset.anchor]
     of_mask, of_weight = (
-        {n: value for n, value in numbers.items() if table.OPTIONS[n].role == role}
+        {n: value for n, value in numbers.items() if table.OPTIONS[n].role in (role, "both")}
         for role in ("mask", "weight")
     )
-    mask, weight = getattr(rules, preset.mask), getattr(rules, preset.weight)
+    module = sequence_rules if preset.sequences else rules
+    mask, weight = (
+        getattr(module if hasattr(module, name) else rules, name)
+        for name in (preset.mask, preset.weight)
+    )
     return Algorithm(
         name=name,
         preset=preset,

@@ -1,5 +1,6 @@
 """The functions that a row of ``table.py`` names: masks M and weights w of the unified update, the sum over tokens of
-M min(w, C) A grad log pi (arXiv 2602.04879 v2, Eq. 23), and additive penalties. None carries a gradient.
+M min(w, C) A grad log pi (arXiv 2602.04879 v2, Eq. 23), and additive penalties. None carries a gradient. Rules that
+look at a response as a whole are in ``sequence_rules.py``.
 
 Masks and weights take ``TokenInputs`` first, then an anchor (``inputs.rollout`` or ``inputs.recomputed``: what
 pi is compared with), then their numbers by keyword. A mask is True where the token trains: also exactly at a
@@ -15,13 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import divergence
-from megatron_dppo.algorithms.inputs import (
-    Anchor,
-    TokenInputs,
-    recomputed,
-    sequence_totals,
-    trained_tokens,
-)
+from megatron_dppo.algorithms.inputs import Anchor, TokenInputs, recomputed
 
 Mask = Callable[[TokenInputs], Tensor]
 """Bool, shaped as ``log_probs``; True where the token trains."""
@@ -41,7 +36,7 @@ def ratio_clip(inputs: TokenInputs, anchor: Anchor, *, clip_low: float, clip_hig
     r = pi / anchor: mu for GRPO, the recomputed policy for MiniRL.
     """
     ratio = _ratio(inputs, anchor)
-    return _inside(inputs, ratio >= 1 - clip_low, ratio <= 1 + clip_high)
+    return inside(inputs, ratio >= 1 - clip_low, ratio <= 1 + clip_high)
 
 
 @torch.no_grad()
@@ -129,7 +124,7 @@ def relaxed_clip(
     """
     ratio = _ratio(inputs, anchor)
     rare = anchor(inputs).exp() < rare_below
-    return _inside(
+    return inside(
         inputs,
         (ratio >= 1 - clip_low) | (rare & relax_low),
         (ratio <= 1 + clip_high) | (rare & relax_high),
@@ -158,33 +153,59 @@ def icepop(
 
 
 @torch.no_grad()
-def sequence_clip(
-    inputs: TokenInputs, anchor: Anchor, *, clip_low: float, clip_high: float
-) -> Tensor:
-    """GSPO's clip (arXiv 2507.18071, Eq. 5): PPO's test on the sequence's ratio, so a response
-    trains whole or not at all.
+def symmetric_binary_tv(inputs: TokenInputs, anchor: Anchor, *, tv_threshold: float) -> Tensor:
+    """Blocked where |anchor - pi| > ``tv_threshold``, whatever the sign of A and the way that the update leads.
+
+    The mask of prime-rl's IPO loss, read in that project's description of it (pull requests 1930 and 3586 of
+    PrimeIntellect-ai/prime-rl), not in its code.
     """
-    ratio = sequence_ratio(inputs, anchor)
-    return _inside(inputs, ratio >= 1 - clip_low, ratio <= 1 + clip_high)
+    return divergence.binary_tv(inputs.log_probs, anchor(inputs)) <= tv_threshold
 
 
 @torch.no_grad()
-def sequence_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """GSPO's s (arXiv 2507.18071, Eq. 7): exp(mean over the response's tokens of log(pi / anchor)),
-    at every token.
+def kpop(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float) -> Tensor:
+    """KPop: blocked where the binary KL of anchor and pi exceeds ``kl_threshold`` nats in either direction, whatever
+    the sign of A.
 
-    The mean is over tokens in ``loss_mask``. A response must lie whole in the tensors. ValueError
-    without sequence_ids.
+    Its authors' note (ringtech.notion.site/kpop) was read to its motivation only; the formula and the threshold are
+    those of two implementations of it (PrimeIntellect-ai/prime-rl, pull request 3283; verl-project/verl, 6800). Where
+    they compare pi' with mu, here the policy that is trained is compared.
     """
-    log_ratio = (inputs.log_probs - anchor(inputs)).double()
-    return (sequence_totals(inputs, log_ratio) / trained_tokens(inputs)).exp()
+    return divergence.binary_kl_both_ways(inputs.log_probs, anchor(inputs)) <= kl_threshold
+
+
+@torch.no_grad()
+def complementary_clip(
+    inputs: TokenInputs, anchor: Anchor, *, clip_low: float, clip_high: float, smoothing: float
+) -> Tensor:
+    """Bellman policy optimization's mask: PPO's clip of ``complementary_ratio``."""
+    ratio = complementary_ratio(inputs, anchor, smoothing=smoothing)
+    return inside(inputs, ratio >= 1 - clip_low, ratio <= 1 + clip_high)
+
+
+@torch.no_grad()
+def pdm(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float, uniform_tail: bool) -> Tensor:
+    """Predictive divergence mask (arXiv 2607.10848): blocked where the Top-K KL(mu || pi) exceeds ``kl_threshold``
+    nats and the update raises it, A times ``divergence.topk_kl_change`` > 0.
+
+    ``uniform_tail``: what TopK(mu) leaves out counts as equally likely tokens, not as one (the paper's two estimators;
+    at K = V they are one, and exact). ValueError where the number of those tokens is not known. From its abstract, a
+    description of it and the formula as its authors' code has it, at second hand; the paper's text was not read.
+    """
+    if uniform_tail and inputs.tail_ids is None:
+        raise ValueError("the mask spreads the tail over its ids, but TokenInputs has no tail_ids")
+    topk = topk_of(inputs)
+    distance = divergence.topk_kl(*topk)
+    change = divergence.topk_kl_change(*topk, inputs.tail_ids if uniform_tail else None)
+    falls = inputs.advantages.sign() * change <= 0
+    return ((distance <= kl_threshold) | falls) & distance.isfinite()
 
 
 def _ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
     return (inputs.log_probs.detach() - anchor(inputs)).exp()
 
 
-def _inside(inputs: TokenInputs, above_low: Tensor, below_high: Tensor) -> Tensor:
+def inside(inputs: TokenInputs, above_low: Tensor, below_high: Tensor) -> Tensor:
     """True unless the update would push a token further out on the side on which it already is."""
     return ((inputs.advantages <= 0) | below_high) & ((inputs.advantages >= 0) | above_low)
 
@@ -216,6 +237,16 @@ def topk_of(inputs: TokenInputs) -> tuple[Tensor, Tensor, Tensor]:
     return inputs.topk_log_probs, inputs.rollout_topk_log_probs, inputs.topk_valid
 
 
+def measured(name: str, inputs: TokenInputs, anchor: Anchor) -> Tensor:
+    """The divergence of ``divergence.py`` with that name at each token, float64: of Top-K tensors, else of pi and
+    anchor.
+    """
+    measure: Callable[..., Tensor] = getattr(divergence, name)
+    if name.startswith("topk"):
+        return measure(*topk_of(inputs))
+    return measure(inputs.log_probs, anchor(inputs))
+
+
 Weight = Callable[[TokenInputs], Tensor]
 """w, shaped as ``log_probs``. Algorithms that weigh tokens otherwise than Eq. 23, by r = pi / mu, differ here."""
 
@@ -224,16 +255,6 @@ Weight = Callable[[TokenInputs], Tensor]
 def importance_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
     """r = pi / mu, always against the rollout policy, whatever the mask is anchored on."""
     return (inputs.log_probs - inputs.rollout_log_probs).exp()
-
-
-@torch.no_grad()
-def sequence_importance_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """GSPO's s_i (arXiv 2507.18071, Eq. 7) at each of the response's tokens.
-
-    GSPO's own objective divides a response's sum by its length, sum_i s_i A_i (1/|y_i|) sum_t grad
-    log pi: that is the aggregation ``sequence-mean-token-mean``.
-    """
-    return sequence_ratio(inputs, anchor).to(inputs.log_probs.dtype)
 
 
 @torch.no_grad()
@@ -251,6 +272,35 @@ def drpo(inputs: TokenInputs, anchor: Anchor, *, penalty_threshold: float) -> Te
     shift = inputs.log_probs.exp() - inputs.rollout_log_probs.exp()
     ratio = (inputs.log_probs - inputs.rollout_log_probs).exp()
     return ratio * (1 - inputs.advantages.sign() * shift / penalty_threshold)
+
+
+@torch.no_grad()
+def complementary_ratio(inputs: TokenInputs, anchor: Anchor, *, smoothing: float) -> Tensor:
+    """w = (1 + e - mu) / (1 + e - pi), e = ``smoothing``: the weight of Bellman policy optimization (arXiv 2609.15987).
+
+    At e = 0 it is 1 plus the derivative of the binary KL(mu || pi) by log pi. The abstract and a third party's summary
+    of the loss were read (weight, cap and "a GRPO-style clip mask" on the weight), not the paper's text; there is no
+    public code of it.
+    """
+    kept = 1 + smoothing
+    return (kept - inputs.rollout_log_probs.exp()) / (kept - inputs.log_probs.exp())
+
+
+@torch.no_grad()
+def soft_gate(
+    inputs: TokenInputs, anchor: Anchor, *, tau_positive: float, tau_negative: float
+) -> Tensor:
+    """w = 4 s (1 - s) r, s = sigmoid(tau (r - 1)), tau by the sign of A: SAPO's (arXiv 2511.20347), whose loss per
+    token is -A (4 / tau) sigmoid(tau (r - 1)); 1 at r = 1.
+
+    Read in its abstract and in public code (verl's ``compute_policy_loss_sapo``, among others), which agree on gate
+    and temperatures. SAPO's own objective averages a response's tokens: ``sequence-mean-token-mean``. A ratio that
+    overflows, at which the weight is 0, blocks its token as one that is no number.
+    """
+    ratio = importance_ratio(inputs, anchor)
+    tau = torch.where(inputs.advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
+    gate = tau * (ratio - 1)
+    return 4 * gate.sigmoid() * (-gate).sigmoid() * ratio
 
 
 Penalty = Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -18,8 +18,8 @@ Settings = Literal["stability", "scaling"]
 """Whose numbers a preset has: the paper's stability study's, or those of its scaling runs."""
 AnchorName = Literal["rollout", "recomputed"]
 """What a mask compares pi with: mu of the engine, or pi' of the trainer at the rollout's weights."""
-Divergence = Literal["binary_tv", "binary_kl", "topk_tv", "topk_kl"]
-"""A function of ``divergence.py``, and a mask that bounds it."""
+Divergence = Literal["binary_tv", "binary_kl", "binary_kl_both_ways", "topk_tv", "topk_kl"]
+"""A function of ``divergence.py``. A mask of the same name bounds it at each token, in DPPO's form."""
 AggregationName = Literal[
     "token-mean",
     "sequence-mean-with-constant",
@@ -27,13 +27,13 @@ AggregationName = Literal[
     "sequence-mean-token-mean",
 ]
 EstimatorName = Literal["k1-on-policy", "k2", "k3", "k3-on-policy", "reverse-k3-on-policy"]
-Role = Literal["mask", "weight", "cap", "topk", "penalty"]
+Role = Literal["mask", "weight", "both", "cap", "topk", "penalty"]
 
 
 @dataclass(frozen=True)
 class Option:
-    """``meaning``; ``role``: the part of the algorithm that takes the number; its range, ``low``
-    excluded unless ``includes_low``, ``high`` included.
+    """``meaning``; ``role``: the part of the algorithm that takes the number, both: mask and weight; its range,
+    ``low`` excluded unless ``includes_low``, ``high`` included.
     """
 
     meaning: str
@@ -77,6 +77,22 @@ OPTIONS: dict[str, Option] = {
     "mismatch_low": Option("smallest pi' / mu that trains", "mask", includes_low=True),
     "mismatch_high": Option("largest pi' / mu that trains", "mask"),
     "penalty_threshold": Option("delta of DRPO's quadratic penalty, in probability", "weight"),
+    "smoothing": Option("e of the weight (1 + e - mu) / (1 + e - pi)", "both"),
+    "tau_positive": Option("temperature of the soft gate where A > 0", "weight"),
+    "tau_negative": Option("temperature of the soft gate elsewhere", "weight"),
+    "log_clip": Option("largest |log r| that counts in the sequence's ratio", "both"),
+    "sequence_low": Option(
+        "smallest geometric mean of a response's ratios at which it trains", "mask", 0, 1, True
+    ),
+    "sequence_high": Option("largest such mean", "mask", 1, includes_low=True),
+    "drift_threshold": Option(
+        "largest mean of log(mu / pi), nats, at which a response with A < 0 trains", "mask"
+    ),
+    "largest_k2": Option("largest (log r)^2 / 2 of a token of a response that trains", "mask"),
+    "mean_k3": Option("largest mean of r - 1 - log r of a response that trains", "mask"),
+    "weight_min": Option("w_min: what a response's last token counts", "mask", 0, 1),
+    "budget_low": Option("least mean divergence of a prefix that is allowed", "mask", 0, 1, True),
+    "budget_high": Option("largest mean divergence of a prefix that is allowed", "mask", 0, 1),
     "ratio_cap": Option("C: the weight of a token is cut to this", "cap"),
     "topk": Option("K: ids of TopK(mu) that the engine returns for each token", "topk", whole=True),
     "kl_coefficient": Option(
@@ -102,11 +118,11 @@ COEFFICIENTS = tuple(name for name, option in OPTIONS.items() if option.role == 
 class Preset:
     """A row of the table.
 
-    ``mask``, ``weight``: names of functions in ``rules.py``. ``stability``: their numbers,
-    the cap (infinite where it is missing) and K; ``scaling``: those that differ there. ``fixed``: arguments of the
-    mask that are no option. ``divergence``: what the mask compares with its threshold, for records of a step; None
-    where it measures none. ``whole_vocabulary``: it is taken over the anchor's whole distribution in
-    TopK(mu)'s place. ``sequences``: tokens must say of which response they are.
+    ``mask``, ``weight``: names of functions in ``rules.py``, with ``sequences`` first in ``sequence_rules.py``.
+    ``stability``: their numbers, the cap (infinite where it is missing) and K; ``scaling``: those that differ there.
+    ``fixed``: arguments of the mask that are no option. ``divergence``: what the mask compares with its threshold, for
+    records of a step; None where it measures none. ``whole_vocabulary``: it is taken over the anchor's whole
+    distribution in TopK(mu)'s place. ``sequences``: the rule looks at whole responses.
     """
 
     mask: str = "train_all"
@@ -114,7 +130,7 @@ class Preset:
     scaling: Mapping[str, float] = field(default_factory=dict)
     anchor: AnchorName = "rollout"
     weight: str = "importance_ratio"
-    fixed: Mapping[str, bool] = field(default_factory=dict)
+    fixed: Mapping[str, bool | str] = field(default_factory=dict)
     divergence: Divergence | None = None
     whole_vocabulary: bool = False
     sequences: bool = False
@@ -137,6 +153,9 @@ RELAXED = {**CLIP_HIGHER, "rare_below": 0.1}
 DROP = {"max_drop": 0.5}
 ICEPOP = {"mismatch_low": 0.5, "mismatch_high": 5.0, **CLIP}
 GSPO = {"clip_low": 3e-4, "clip_high": 4e-4}
+BPO = {**CLIP_HIGHER, "smoothing": 0.1, "ratio_cap": 3.0}
+CPPO = {**TV, "weight_min": 0.8, "budget_low": 0.02, "budget_high": 0.04}
+PDM = {"kl_threshold": 0.15, "ratio_cap": 5.0}
 
 
 def _bounded(
@@ -150,6 +169,26 @@ def _bounded(
         divergence, stability, scaling, anchor,
         divergence=divergence, whole_vocabulary=whole_vocabulary,
     )  # fmt: skip
+
+
+def _cumulative(divergence: Divergence, numbers: Mapping[str, float]) -> Preset:
+    return Preset(
+        "prefix_budget", {**CPPO, **numbers}, {"tv_threshold": 0.2},
+        fixed={"measure": divergence}, divergence=divergence, sequences=True,
+    )  # fmt: skip
+
+
+def _predictive(*, uniform_tail: bool = False, whole_vocabulary: bool = False) -> Preset:
+    return Preset(
+        "pdm", PDM if whole_vocabulary else {**PDM, **TOPK}, fixed={"uniform_tail": uniform_tail},
+        divergence="topk_kl", whole_vocabulary=whole_vocabulary,
+    )  # fmt: skip
+
+
+def _of_sequences(
+    mask: str, numbers: Mapping[str, float], weight: str = "importance_ratio"
+) -> Preset:
+    return Preset(mask, numbers, weight=weight, sequences=True)
 
 
 _clip_higher = partial(Preset, "ratio_clip", scaling=CLIP_HIGHER_SCALING)
@@ -186,8 +225,25 @@ PRESETS: dict[str, Preset] = {
     "relax-low": _relaxed(low=True, high=False),
     "relax-both": _relaxed(low=True, high=True),
     "icepop": Preset("icepop", ICEPOP, anchor="recomputed"),
-    "gspo": Preset("sequence_clip", GSPO, weight="sequence_importance_ratio", sequences=True),
+    "gspo": _of_sequences("sequence_clip", GSPO, "sequence_importance_ratio"),
     "drpo": Preset(stability={"penalty_threshold": 12.5}, weight="drpo"),
+    "bpo": Preset("complementary_clip", BPO, weight="complementary_ratio"),
+    "cppo-binary-tv": _cumulative("binary_tv", {}),
+    "cppo-topk-tv": _cumulative("topk_tv", TOPK),
+    "pdm-aggregated": _predictive(),
+    "pdm-uniform": _predictive(uniform_tail=True),
+    "pdm-exact": _predictive(whole_vocabulary=True),
+    "dppo-symmetric": Preset("symmetric_binary_tv", {"tv_threshold": 0.3}, divergence="binary_tv"),
+    "kpop": Preset("kpop", {"kl_threshold": 0.1}, divergence="binary_kl_both_ways"),
+    "sapo": Preset(stability={"tau_positive": 1.0, "tau_negative": 1.05}, weight="soft_gate"),
+    "gmpo": _of_sequences("log_ratio_clip", {"log_clip": 0.4}, "clipped_geometric_mean"),
+    "minpro": _of_sequences("train_all", {"ratio_cap": 5.0}, "minimum_prefix_ratio"),
+    "trm-max": _of_sequences("largest_token", {"largest_k2": 2.0}),
+    "trm-mean": _of_sequences("mean_token", {"mean_k3": 0.005}),
+    "geometric-mask": _of_sequences(
+        "geometric_band", {"sequence_low": 0.99, "sequence_high": 1.01, "ratio_cap": 2.0}
+    ),
+    "off-policy-sequence-mask": _of_sequences("drifted_sequence", {"drift_threshold": 0.1}),
 }
 """``algorithm.name`` -> its row.
 
@@ -252,13 +308,16 @@ def algorithm_facts(
         accepted = ", ".join(get_args(Settings))
         raise ValueError(f"unknown settings {settings!r} of an algorithm; known: {accepted}")
     preset = PRESETS[name]
-    return AlgorithmFacts(name, preset, _replaced(name, preset.numbers(settings), options or {}))
+    # A threshold of its own for A < 0 is of masks that compare token by token.
+    takes_negative = preset.mask == preset.divergence
+    numbers = _replaced(name, preset.numbers(settings), options or {}, takes_negative)
+    return AlgorithmFacts(name, preset, numbers)
 
 
 def _replaced(
-    name: str, numbers: Mapping[str, float], options: Mapping[str, Any]
+    name: str, numbers: Mapping[str, float], options: Mapping[str, Any], takes_negative: bool
 ) -> dict[str, float]:
-    negative = [NEGATIVE[n] for n in numbers if n in NEGATIVE]
+    negative = [NEGATIVE[n] for n in numbers if n in NEGATIVE] if takes_negative else []
     accepted, result = sorted([*numbers, *negative, *COEFFICIENTS]), dict(numbers)
     for option, value in options.items():
         if option not in accepted:
@@ -270,12 +329,13 @@ def _replaced(
             meaning = OPTIONS[option].meaning
             raise ValueError(f"algorithm {name!r}, option {option!r} ({meaning}): {fault}")
         result[option] = value
-    low, high = result.get("mismatch_low", 0.0), result.get("mismatch_high", math.inf)
-    if low > high:
-        raise ValueError(
-            f"algorithm {name!r}: mismatch_low {low:g} lies above mismatch_high {high:g}, so no "
-            "token would train"
-        )
+    for bound in ("mismatch", "budget"):
+        low, high = result.get(f"{bound}_low", 0.0), result.get(f"{bound}_high", math.inf)
+        if low > high:
+            raise ValueError(
+                f"algorithm {name!r}: {bound}_low {low:g} lies above {bound}_high {high:g}, "
+                "expected at most that"
+            )
     return result
 
 

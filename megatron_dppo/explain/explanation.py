@@ -154,6 +154,15 @@ BOUNDS: dict[str, Callable[[float, bool], str | None]] = {
     "rare_below": lambda bound, positive: f"relaxed where mu < {bound:g}",
     "mismatch_low": lambda bound, positive: f"pi'/mu < {bound:g}",
     "mismatch_high": lambda bound, positive: f"pi'/mu > {bound:g}",
+    "log_clip": lambda bound, positive: f"log r > {bound:g}" if positive else f"log r < -{bound:g}",
+    "sequence_low": lambda bound, positive: f"response's mean ratio < {bound:g}",
+    "sequence_high": lambda bound, positive: f"response's mean ratio > {bound:g}",
+    "drift_threshold": lambda bound, positive: (
+        None if positive else f"response's mean log(mu/pi) > {bound:g}"
+    ),
+    "largest_k2": lambda bound, positive: f"(log r)^2/2 in the response > {bound:g}",
+    "mean_k3": lambda bound, positive: f"response's mean r - 1 - log r > {bound:g}",
+    "budget_high": lambda bound, positive: f"prefix's mean TV > {bound:g}",
 }
 """Name of a preset's number -> (value, A > 0) -> the bound as text; None: no bound for this sign."""
 
@@ -514,11 +523,13 @@ def check_agreement(saved: SeenStep, algorithm: Algorithm, run: Path, step: int)
 
 
 def _check_rule(saved: SeenStep, algorithm: Algorithm) -> None:
-    """Where the mask bounds a divergence, each token was blocked exactly where the saved one says so."""
+    """Where the mask bounds a divergence in DPPO's form, each token was blocked exactly where the saved one says so."""
     if algorithm.preset.divergence is None:
         return
     if saved.divergence is None:
         raise DisagreementError(f"{algorithm.name} measures a divergence, but none was saved")
+    if algorithm.preset.mask != algorithm.preset.divergence:
+        return
     bounds = [v for n, v in algorithm.numbers.items() if n in ("tv_threshold", "kl_threshold")]
     negative = [v for n, v in algorithm.numbers.items() if n.endswith("_threshold_negative")]
     finite = saved.decisions(algorithm).finite

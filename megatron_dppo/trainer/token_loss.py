@@ -85,6 +85,7 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
         topk_valid=valid,
         entropy=None if stats.entropy is None else stats.entropy.detach(),
         sequence_ids=sequence_ids(batch),
+        tail_ids=None if valid is None else _tail_ids(stats, valid),
     )
 
 
@@ -92,6 +93,10 @@ def sequence_ids(batch: PackedBatch) -> Tensor:
     """int64 [T]: which sequence of the pack each token belongs to."""
     positions = torch.arange(batch.target_ids.numel(), device=batch.target_ids.device)
     return torch.searchsorted(batch.cu_seqlens[1:].to(torch.int64), positions, right=True)
+
+
+def _tail_ids(stats: PolicyStats, valid: Tensor) -> Tensor | None:
+    return None if stats.vocab_size is None else stats.vocab_size - valid.sum(-1)
 
 
 def _topk(

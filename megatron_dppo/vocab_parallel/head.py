@@ -129,6 +129,7 @@ def dense_head_stats(
         None if topk is None else torch.where(counted[:, None], topk, 0.0),
         None if entropy is None else torch.where(counted, entropy, 0.0),
         stats.faults,
+        vocab_size,
     )
 
 

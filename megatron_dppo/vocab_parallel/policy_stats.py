@@ -103,6 +103,8 @@ class PolicyStats:
     """[T], nats, differentiable."""
     faults: Tensor
     """float32 [3]: counts of ``FAULTS``."""
+    vocab_size: int | None = None
+    """V, where it is known."""
 
     def raise_on_faults(self) -> None:
         """ValueError that names what ``faults`` counts. Reads from the device: a sync on a GPU."""
@@ -299,7 +301,8 @@ class StatsRequest:
         self, log_probs: Tensor, topk: Tensor | None, entropy: Tensor | None, bad_rows: Tensor
     ) -> PolicyStats:
         """Raises ValueError where rows are no distributions and values are checked."""
-        stats = PolicyStats(log_probs, topk, entropy, torch.stack([*self.id_faults, bad_rows]))
+        faults = torch.stack([*self.id_faults, bad_rows])
+        stats = PolicyStats(log_probs, topk, entropy, faults, self.query.vocab_size)
         if self.checks_values:
             stats.raise_on_faults()
         return stats
@@ -379,7 +382,7 @@ def dense_policy_stats(
         p = log_p.exp()
         entropy = -(p * torch.where(p > 0, log_p, 0.0)).sum(-1)
     return PolicyStats(
-        log_p.gather(1, target_ids[:, None])[:, 0], topk, entropy, log_p.new_zeros(3)
+        log_p.gather(1, target_ids[:, None])[:, 0], topk, entropy, log_p.new_zeros(3), vocab_size
     )
 
 

@@ -35,9 +35,10 @@ VOCABULARY, END = len(WORDS), WORDS.index("<end>")
 PROMPTS, GROUP, MINI_BATCHES, TOPK = 8, 32, 2, 20
 TOKENS = "policy/tokens"
 BLOCKED, PPO_ONLY, OWN_ONLY = "mask/masked", "mask/ppo_only", "mask/dppo_only"
-OTHER_WEIGHTS = {"gspo", "drpo"}
+OTHER_WEIGHTS = {"gspo", "drpo", "bpo", "sapo", "gmpo", "minpro"}
 """Presets whose weight is not pi / mu."""
 SAME_RATIO = [name for name in PRESETS if name not in OTHER_WEIGHTS]
+UNMASKED = ("pg-is", "pg-tis", "cispo", "drpo", "sapo", "minpro")
 BUILT = [build_algorithm(name) for name in PRESETS]
 CARRIED = {a.name: "whole" if a.needs_full_distribution else "topk" if a.topk else "none"
            for a in BUILT}  # fmt: skip
@@ -248,9 +249,12 @@ def test_nothing_is_blocked_where_pi_is_mu(name, replayed):
 
 def test_the_second_mini_batch_is_off_policy_and_masks_act(second):
     assert second["pg-is"]["policy/abs_prob_gap"] / second["pg-is"][TOKENS] > 0.01
-    acting = ("grpo", "grpo-clip-higher", "minirl", "dppo-binary-tv", "dppo-topk-kl", "gspo")
+    acting = (
+        "grpo", "grpo-clip-higher", "minirl", "dppo-binary-tv", "dppo-topk-kl", "gspo", "bpo",
+        "cppo-binary-tv", "cppo-topk-tv", "trm-mean", "geometric-mask",
+    )  # fmt: skip
     assert all(second[name][BLOCKED] > 0 for name in acting), second
-    assert all(second[name][BLOCKED] == 0 for name in ("pg-is", "pg-tis", "cispo", "drpo"))
+    assert all(second[name][BLOCKED] == 0 for name in UNMASKED)
 
 
 def test_exact_on_mu_and_on_the_recomputed_policy_agree_where_engine_and_trainer_do(second):

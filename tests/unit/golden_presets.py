@@ -18,6 +18,9 @@ RUNS = {"clip_low": 0.2, "clip_high": 0.27}
 ICEPOP = {"mismatch_low": 0.5, "mismatch_high": 5.0, "clip_low": 0.2, "clip_high": 0.2,
           "ratio_cap": INF}  # fmt: skip
 GSPO = {"clip_low": 0.0003, "clip_high": 0.0004, "ratio_cap": INF}
+BPO = {"smoothing": 0.1, "clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 3.0}
+CPPO = {"weight_min": 0.8, "budget_low": 0.02, "budget_high": 0.04, "ratio_cap": INF}
+PDM = {"kl_threshold": 0.15, "ratio_cap": 5.0}
 DRPO = {"penalty_threshold": 12.5, "ratio_cap": INF}
 OWN = "as in stability"
 
@@ -101,4 +104,49 @@ GOLDEN = {
     "icepop": golden(ICEPOP, ICEPOP, "2510.18855 (band); chosen (clip)", OWN),
     "gspo": golden(GSPO, GSPO, "2507.18071, Sec. 5.1", OWN),
     "drpo": golden(DRPO, DRPO, "2606.09821, its authors' code", OWN),
+    "bpo": golden(BPO, BPO, "2609.15987, second hand (e, C); chosen (clip)", OWN),
+    "cppo-binary-tv": golden(
+        {**CPPO, "tv_threshold": 0.15}, {**CPPO, "tv_threshold": 0.2},
+        "2606.10968 (dense)", "2606.10968 (MoE)",
+    ),
+    "cppo-topk-tv": golden(
+        {**CPPO, "tv_threshold": 0.15, "topk": 20}, {**CPPO, "tv_threshold": 0.2, "topk": 20},
+        "2606.10968 (dense)", "2606.10968 (MoE)",
+    ),
+    "pdm-aggregated": golden({**PDM, "topk": 20}, {**PDM, "topk": 20}, "2607.10848, second hand", OWN),
+    "pdm-uniform": golden({**PDM, "topk": 20}, {**PDM, "topk": 20}, "2607.10848, second hand", OWN),
+    "pdm-exact": golden(PDM, PDM, "chosen (as Top-K's)", OWN),
+    "dppo-symmetric": golden(
+        {"tv_threshold": 0.3, "ratio_cap": INF}, {"tv_threshold": 0.3, "ratio_cap": INF},
+        "prime-rl's default", OWN,
+    ),
+    "kpop": golden(
+        {"kl_threshold": 0.1, "ratio_cap": INF}, {"kl_threshold": 0.1, "ratio_cap": INF},
+        "its note, second hand", OWN,
+    ),
+    "sapo": golden(
+        {"tau_positive": 1.0, "tau_negative": 1.05, "ratio_cap": INF},
+        {"tau_positive": 1.0, "tau_negative": 1.05, "ratio_cap": INF},
+        "2511.20347, public code", OWN,
+    ),
+    "gmpo": golden(
+        {"log_clip": 0.4, "ratio_cap": INF}, {"log_clip": 0.4, "ratio_cap": INF},
+        "2507.20673, public code", OWN,
+    ),
+    "minpro": golden({"ratio_cap": 5.0}, {"ratio_cap": 5.0}, "chosen", OWN),
+    "trm-max": golden(
+        {"largest_k2": 2.0, "ratio_cap": INF}, {"largest_k2": 2.0, "ratio_cap": INF}, "chosen", OWN
+    ),
+    "trm-mean": golden(
+        {"mean_k3": 0.005, "ratio_cap": INF}, {"mean_k3": 0.005, "ratio_cap": INF}, "chosen", OWN
+    ),
+    "geometric-mask": golden(
+        {"sequence_low": 0.99, "sequence_high": 1.01, "ratio_cap": 2.0},
+        {"sequence_low": 0.99, "sequence_high": 1.01, "ratio_cap": 2.0},
+        "SkyRL's documentation", OWN,
+    ),
+    "off-policy-sequence-mask": golden(
+        {"drift_threshold": 0.1, "ratio_cap": INF}, {"drift_threshold": 0.1, "ratio_cap": INF},
+        "chosen", OWN,
+    ),
 }  # fmt: skip

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dppo.algorithms import rules
+from megatron_dppo.algorithms import rules, sequence_rules
 from megatron_dppo.algorithms.inputs import TokenInputs, recomputed, rollout, trained_tokens
 from tests.unit.token_inputs import inputs
 
@@ -40,7 +40,7 @@ def test_every_clip_trains_a_ratio_exactly_at_its_bound():
         rules.ratio_clip(x, rollout, **none),
         rules.relaxed_clip(x, rollout, **none, **relaxed_never),
         rules.icepop(x, recomputed, mismatch_low=1.0, mismatch_high=1.0, **none),
-        rules.sequence_clip(x, rollout, **none),
+        sequence_rules.sequence_clip(x, rollout, **none),
     ):
         assert trains(mask) == [True, True]
 
@@ -146,7 +146,7 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.28}
         (rules.binary_kl, {"kl_threshold": 0.1}),
         (rules.large_drop, {"max_drop": 0.2}),
         (rules.relaxed_clip, {**CLIP, "rare_below": 0.3, "relax_low": True, "relax_high": True}),
-        (rules.sequence_clip, CLIP),
+        (sequence_rules.sequence_clip, CLIP),
     ],
 )
 def test_a_mask_reads_its_anchor_alone(mask, options):
@@ -234,19 +234,19 @@ def test_sequence_ratio_is_the_geometric_mean_over_the_trained_tokens():
     # Sequence 0: r = 2 and 0.5, and a prompt token that does not count; sequence 1: r = 4.
     x = inputs([0.9, 0.8, 0.2, 0.8], [0.1, 0.4, 0.4, 0.2], [1.0, 1.0, 1.0, 1.0],
                loss_mask=[False, True, True, True], sequence_ids=torch.tensor([0, 0, 0, 3]))  # fmt: skip
-    ratio = rules.sequence_ratio(x, rollout)
+    ratio = sequence_rules.sequence_ratio(x, rollout)
     torch.testing.assert_close(ratio, torch.tensor([1.0, 1.0, 1.0, 4.0], dtype=torch.float64))
-    mask = rules.sequence_clip(x, rollout, clip_low=3e-4, clip_high=4e-4)
+    mask = sequence_rules.sequence_clip(x, rollout, clip_low=3e-4, clip_high=4e-4)
     assert trains(mask) == [True, True, True, False]
     with pytest.raises(ValueError, match="no sequence_ids"):
-        rules.sequence_ratio(inputs([0.5], [0.5], [1.0]), rollout)
+        sequence_rules.sequence_ratio(inputs([0.5], [0.5], [1.0]), rollout)
 
 
 def test_a_sequence_is_clipped_on_either_side():
     # s = 0.5 and 0.8, 1.1 and 1.5, with A < 0 and A > 0
     x = inputs([0.2, 0.32, 0.44, 0.6], [0.4] * 4, [-1.0, -1.0, 1.0, 1.0],
                sequence_ids=torch.arange(4))  # fmt: skip
-    mask = rules.sequence_clip(x, rollout, clip_low=0.3, clip_high=0.4)
+    mask = sequence_rules.sequence_clip(x, rollout, clip_low=0.3, clip_high=0.4)
     assert trains(mask) == [False, True, True, False]
 
 
@@ -254,7 +254,7 @@ def test_a_response_without_a_trained_token_has_the_ratio_and_the_length_1():
     x = inputs([0.8, 0.8], [0.4, 0.4], [1.0, 1.0],
                loss_mask=[False, True], sequence_ids=torch.tensor([0, 1]))  # fmt: skip
     torch.testing.assert_close(
-        rules.sequence_ratio(x, rollout), torch.tensor([1.0, 2.0], dtype=torch.float64)
+        sequence_rules.sequence_ratio(x, rollout), torch.tensor([1.0, 2.0], dtype=torch.float64)
     )
     assert trained_tokens(x).tolist() == [1.0, 1.0]
 

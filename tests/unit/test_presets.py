@@ -63,9 +63,18 @@ def test_every_name_that_the_configuration_takes_is_implemented():
 def test_a_row_measures_what_its_mask_compares():
     """Else a saved batch records another divergence than the one that blocked."""
     measured = {name: row.divergence for name, row in PRESETS.items() if row.divergence}
-    assert measured == {name: PRESETS[name].mask for name in measured}
     bounded = {n for n, row in PRESETS.items() if {"tv_threshold", "kl_threshold"} & set(row.stability)}  # fmt: skip
     assert set(measured) == bounded
+    masks = {name: PRESETS[name].mask for name in measured}
+    others = {n: (masks[n], measured[n]) for n in measured if masks[n] != measured[n]}
+    assert others == {
+        "cppo-binary-tv": ("prefix_budget", "binary_tv"),
+        "cppo-topk-tv": ("prefix_budget", "topk_tv"),
+        **dict.fromkeys(["pdm-aggregated", "pdm-uniform", "pdm-exact"], ("pdm", "topk_kl")),
+        "dppo-symmetric": ("symmetric_binary_tv", "binary_tv"),
+        "kpop": ("kpop", "binary_kl_both_ways"),
+    }
+    assert all(PRESETS[n].fixed["measure"] == measured[n] for n in others if n.startswith("cppo"))
 
 
 def test_what_each_algorithm_costs_is_declared():
@@ -75,21 +84,26 @@ def test_what_each_algorithm_costs_is_declared():
         "mask-0.5-recompute", "icepop", "recomputed-exact-tv", "recomputed-exact-kl",
     }  # fmt: skip
     assert {n: a.topk for n, a in built.items() if a.topk} == {
-        "dppo-topk-tv": 20,
-        "dppo-topk-kl": 20,
+        **dict.fromkeys(
+            ["dppo-topk-tv", "dppo-topk-kl", "cppo-topk-tv", "pdm-aggregated", "pdm-uniform"], 20
+        )
     }
     assert {n for n, a in built.items() if a.needs_full_distribution} == {
         "dppo-exact-tv",
         "dppo-exact-kl",
+        "pdm-exact",
     }
     assert {n for n, a in built.items() if a.needs_recomputed_distribution} == {
         "recomputed-exact-tv",
         "recomputed-exact-kl",
     }
     assert {n for n, a in built.items() if a.reads_topk} == {
-        n for n in PRESETS if "topk" in n or "exact" in n
+        n for n in PRESETS if "topk" in n or "exact" in n or "pdm" in n
     }
-    assert {n for n, row in PRESETS.items() if row.sequences} == {"gspo"}
+    assert {n for n, row in PRESETS.items() if row.sequences} == {
+        "gspo", "cppo-binary-tv", "cppo-topk-tv", "gmpo", "minpro", "trm-max", "trm-mean",
+        "geometric-mask", "off-policy-sequence-mask",
+    }  # fmt: skip
 
 
 def test_options_replace_numbers_and_reach_the_mask():
@@ -162,7 +176,10 @@ def test_carried_top_k_is_the_configured_one_where_that_is_enough():
         ("dppo-binary-tv", {"tv_threshold": -1e-9}, "outside its range, [0, 1]"),
         ("grpo", {"tv_threshold_negative": 0.1}, "has no option 'tv_threshold_negative'"),
         ("grpo", {"kl_coefficient": -0.1}, "outside its range, [0, inf]"),
-        ("icepop", {"mismatch_low": 6}, "mismatch_low 6 lies above mismatch_high 5, so no token"),
+        ("cppo-binary-tv", {"budget_low": 0.05}, "budget_low 0.05 lies above budget_high 0.04"),
+        ("cppo-binary-tv", {"tv_threshold_negative": 0.1}, "has no option 'tv_threshold_negative'"),
+        ("dppo-symmetric", {"tv_threshold_negative": 0.1}, "has no option"),
+        ("icepop", {"mismatch_low": 6}, "mismatch_low 6 lies above mismatch_high 5, expected"),
     ],
 )
 def test_bad_names_and_options_are_refused(name, options, message):
@@ -174,6 +191,21 @@ RANGES = {
     **dict.fromkeys(["tv_threshold", "tv_threshold_negative", "clip_low", "rare_below"], "[0, 1]"),
     "max_drop": "(0, 1]",
     **dict.fromkeys(["kl_threshold", "kl_threshold_negative", "clip_high"], "[0, inf]"),
+    **dict.fromkeys(["budget_low", "sequence_low"], "[0, 1]"),
+    **dict.fromkeys(["weight_min", "budget_high"], "(0, 1]"),
+    **dict.fromkeys(
+        [
+            "smoothing",
+            "tau_positive",
+            "tau_negative",
+            "log_clip",
+            "drift_threshold",
+            "largest_k2",
+            "mean_k3",
+        ],
+        "(0, inf]",
+    ),
+    "sequence_high": "[1, inf]",
     **dict.fromkeys(["mismatch_low", "kl_coefficient", "log_ratio_coefficient"], "[0, inf]"),
     **dict.fromkeys(["mismatch_high", "penalty_threshold", "ratio_cap", "topk"], "(0, inf]"),
 }
@@ -183,7 +215,7 @@ RANGES = {
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_every_option_takes_its_range_with_these_ends(name):
     option, words = OPTIONS[name], RANGES[name]
-    low, high = 0, 1 if words.endswith("1]") else math.inf
+    low, high = int(words[1]), 1 if words.endswith("1]") else math.inf
     if option.whole:
         assert option.fault(1) is None
         assert "(0, inf]" in option.fault(0)

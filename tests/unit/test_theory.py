@@ -5,15 +5,20 @@ T = tokens of a response, V = vocabulary. A policy is a table: one distribution 
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 
+from megatron_dppo.algorithms import sequence_rules
 from megatron_dppo.algorithms.divergence import exact_kl, exact_tv
-from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.algorithms.inputs import TokenInputs, prefix_totals, rollout
 from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
+from megatron_dppo.algorithms.rules import measured
 
 V, T = 3, 4
+LONG = 6
+"""Tokens of a response where CPPO's bound is enumerated."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,9 @@ class World:
     mu: torch.Tensor
     divergence: torch.Tensor
     """TV of pi and mu at each token's prefix [V^T, T]."""
+    mu_logits: torch.Tensor
+    states: torch.Tensor
+    """Row of the logits at each token's prefix [V^T, T]."""
 
     @property
     def ratios(self):
@@ -37,23 +45,27 @@ class World:
         return self.mu.sum(1).exp()
 
 
-def world(seed: int, spread: float) -> World:
+def world(seed: int, spread: float | list[float], tokens: int = T) -> World:
+    """``spread`` of pi about mu, or that at each place of a response."""
     g = torch.Generator().manual_seed(seed)
-    responses = torch.tensor(list(itertools.product(range(V), repeat=T)))
+    responses = torch.tensor(list(itertools.product(range(V), repeat=tokens)))
     # The number of a prefix of length t: its digits in base V, after all the shorter ones.
-    powers = torch.tensor([V**i for i in range(T)])
+    powers = torch.tensor([V**i for i in range(tokens)])
     states = torch.stack(
-        [powers[:t].sum() + (responses[:, :t] * powers[:t]).sum(1) for t in range(T)], 1
+        [powers[:t].sum() + (responses[:, :t] * powers[:t]).sum(1) for t in range(tokens)], 1
     )
-    count = sum(V**t for t in range(T))
+    count = sum(V**t for t in range(tokens))
     mu = torch.randn(count, V, generator=g, dtype=torch.float64)
-    pi = (mu + spread * torch.randn(count, V, generator=g, dtype=torch.float64)).requires_grad_()
+    places = spread if isinstance(spread, list) else [spread] * tokens
+    at_states = torch.tensor(places, dtype=torch.float64).repeat_interleave(powers)[:, None]
+    noise = torch.randn(count, V, generator=g, dtype=torch.float64)
+    pi = (mu + at_states * noise).requires_grad_()
 
     def tokens(logits):
         return logits.log_softmax(-1)[states].gather(2, responses[..., None])[..., 0]
 
     rewards = torch.rand(len(responses), generator=g, dtype=torch.float64) * 2 - 1
-    return World(rewards, pi, tokens(pi), tokens(mu), exact_tv(pi, mu)[states])
+    return World(rewards, pi, tokens(pi), tokens(mu), exact_tv(pi, mu)[states], mu, states)
 
 
 def surrogate(w: World):
@@ -109,6 +121,67 @@ def test_expected_policy_loss_has_the_gradient_of_the_surrogate():
     (ours,) = torch.autograd.grad(loss, w.pi_logits, retain_graph=True)
     (expected,) = torch.autograd.grad(-surrogate(w), w.pi_logits)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-13)
+
+
+def as_tokens(w: World, advantages):
+    """Every response of ``w`` as one of a batch; TopK(mu) is the whole vocabulary, so D is exact."""
+    count, length = w.pi.shape
+    log_pi, log_mu = (x.detach().log_softmax(-1)[w.states] for x in (w.pi_logits, w.mu_logits))
+    whole = lambda log_p, sampled: torch.cat([log_p, sampled.detach()[..., None]], -1)  # noqa: E731
+    is_new = torch.arange(V + 1) < V
+    return TokenInputs(
+        log_probs=w.pi.detach(), rollout_log_probs=w.mu, advantages=advantages,
+        loss_mask=torch.ones(count, length, dtype=torch.bool),
+        sequence_ids=torch.arange(count)[:, None].expand(-1, length),
+        topk_log_probs=whole(log_pi, w.pi), rollout_topk_log_probs=whole(log_mu, w.mu),
+        topk_valid=is_new.expand(count, length, -1),
+    )  # fmt: skip
+
+
+WEIGHT_MIN = 0.8
+
+
+def region(w: World):
+    """The smallest (d, d_b) with w_t D_t <= d and S_t <= d_b W_t at every prefix, by CPPO's own weights and sums."""
+    x = as_tokens(w, torch.ones_like(w.mu))
+    weight, weights_before = sequence_rules.position_weights(x, weight_min=WEIGHT_MIN)
+    distance = measured("topk_tv", x, rollout)
+    torch.testing.assert_close(distance, w.divergence)
+    spent = weight * distance
+    budget = prefix_totals(x, spent) / (weights_before + weight)
+    return float(spent.max()), float(budget.max())
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("spread", [0.05, 0.5, 2.0])
+def test_cppos_bound_for_any_reward(seed, spread):
+    """|J(pi) - J(mu) - L'| <= 2 xi T (T - 1) d d_b / w_min (arXiv 2606.10968), at the rewards that are worst."""
+    w = world(seed, spread, LONG)
+    d, budget = region(w)
+    gap = (w.pi.sum(1).exp() - w.weight - w.weight * (w.ratios - 1).sum(1)).abs().sum()
+    bound = 2 * LONG * (LONG - 1) * d * budget / WEIGHT_MIN
+    assert gap <= bound
+    assert gap > bound / 300  # it is no bound of anything else
+
+
+def test_cppos_bound_is_below_dppos_where_one_late_step_is_large():
+    w = world(2, [0.02] * (LONG - 1) + [1.0], LONG)
+    d, budget = region(w)
+    assert d * budget / WEIGHT_MIN < 0.3 * float(w.divergence.max()) ** 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_mask_of_cppo_trains_all_of_its_region_and_blocks_beyond_its_slack(seed):
+    """S_t <= d_b W_t and w D <= d imply Z_t <= d + d_b W_(t-1) - S_(t-1) where d_b <= d: the rule's own test."""
+    w = world(seed, 0.3, LONG)
+    d, budget = region(w)
+    x = as_tokens(w, (w.pi - w.mu).detach().sign())  # every update leads further out
+    numbers = {"weight_min": WEIGHT_MIN, "budget_low": budget, "budget_high": budget}
+    mask = partial(sequence_rules.prefix_budget, x, rollout, measure="topk_tv", **numbers)
+    assert mask(tv_threshold=d * (1 + 1e-9)).all()
+    blocked = ~mask(tv_threshold=d * 0.9)
+    assert blocked.any()
+    assert not blocked.all()
 
 
 def test_pinsker_on_every_state():

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-LOSS = ("policy_loss", "penalties", "masks", "divergence", "nonfinite", "presets")
+LOSS = (
+    "policy_loss",
+    "penalties",
+    "masks",
+    "divergence",
+    "nonfinite",
+    "presets",
+    "later_rules",
+    "theory",
+)
 DATA = ("packing", "data_balancing", "mini_batches")
 CHECKS = ("weight_checks", "engine_checksums", "weight_sync")
 LONE = ("lone_trainer",)
@@ -13,6 +22,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "algorithms/inputs.py": (*LOSS, "advantages"),
     "algorithms/policy_loss.py": (*LOSS, "loss_record", "reference_penalty", "mini_batches"),
     "algorithms/rules.py": LOSS,
+    "algorithms/sequence_rules.py": LOSS,
     "algorithms/table.py": ("presets",),
     "vocab_parallel/backends.py": ("policy_stats", "triton_backend"),
     "vocab_parallel/policy_stats.py": ("policy_stats",),

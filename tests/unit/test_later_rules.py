@@ -1,0 +1,328 @@
+"""The rules after the paper: fixtures worked by hand, and float64 oracles in plain loops over responses."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_dppo.algorithms import divergence, rules, sequence_rules
+from megatron_dppo.algorithms import inputs as reductions
+from megatron_dppo.algorithms.inputs import TokenInputs, rollout
+from megatron_dppo.algorithms.policy_loss import build_algorithm, decide, policy_loss
+from megatron_dppo.trainer.token_loss import inputs_from
+from megatron_dppo.vocab_parallel import policy_stats
+from tests.unit.test_token_loss import K, V, packed, samples
+from tests.unit.token_inputs import inputs
+
+F64 = torch.float64
+ONE_RESPONSE = {"sequence_ids": torch.zeros(100, dtype=torch.int64)}
+
+
+def trained(name, x, **options):
+    return decide(build_algorithm(name, options), x).trains.tolist()
+
+
+def weights(name, x, **options):
+    return decide(build_algorithm(name, options), x).capped
+
+
+# --- rules that look at one token
+
+
+def test_bellman_weight_and_clip_by_hand():
+    # (1.1 - mu) / (1.1 - pi) = 0.6 / 0.35, 0.6 / 0.85, 0.2 / 1.0, and 1.0 / 0.15 cut to 3
+    x = inputs([0.75, 0.25, 0.1, 0.95], [0.5, 0.5, 0.9, 0.1], [-1.0, 1.0, 1.0, -1.0])
+    assert weights("bpo", x).tolist() == pytest.approx([0.6 / 0.35, 0.6 / 0.85, 0.2, 3.0])
+    # Outward and beyond the clip of the weight: 1.714 > 1.28 with A > 0, 0.706 < 0.8 with A < 0.
+    assert trained("bpo", replace(x, advantages=-x.advantages)) == [False, False, False, False]
+    assert trained("bpo", x) == [True] * 4
+    # A rare token's weight hardly moves where its ratio is 40.
+    assert weights("bpo", inputs([0.04], [0.001], [1.0])).tolist() == pytest.approx([1.099 / 1.06])
+
+
+def test_bellman_weight_without_smoothing_has_the_gradient_of_log_pi_and_the_binary_kl():
+    pi = torch.tensor([0.3, 0.7, 0.05], dtype=F64)
+    mu = torch.tensor([0.5, 0.2, 0.06], dtype=F64)
+    log_pi = pi.log().requires_grad_()
+    kl = mu * (mu.log() - log_pi) + (1 - mu) * ((1 - mu).log() - torch.log1p(-log_pi.exp()))
+    (slope,) = torch.autograd.grad((log_pi + kl).sum(), log_pi)
+    x = inputs(pi.tolist(), mu.tolist(), [1.0] * 3)
+    torch.testing.assert_close(rules.complementary_ratio(x, rollout, smoothing=0.0), slope)
+
+
+def test_symmetric_mask_blocks_by_distance_alone_and_trains_at_it():
+    x = inputs([0.75, 0.75, 0.25, 0.6], [0.5] * 4, [1.0, -1.0, 1.0, 1.0])
+    assert trained("dppo-symmetric", x, tv_threshold=0.25 - 1e-9) == [False, False, False, True]
+    assert trained("dppo-symmetric", x, tv_threshold=0.25 + 1e-9) == [True] * 4
+
+
+def test_kpop_takes_the_larger_kl_whatever_the_sign():
+    # mu = .5, pi = .1: KL(mu || pi) = .5 log 5 + .5 log(5 / 9) = .5108, the other .1 log .2 + .9 log 1.8 = .3681
+    larger = 0.5 * math.log(5) + 0.5 * math.log(5 / 9)
+    for pi, mu in ((0.1, 0.5), (0.5, 0.1)):
+        x = inputs([pi, pi], [mu, mu], [1.0, -1.0])
+        found = divergence.binary_kl_both_ways(x.log_probs, x.rollout_log_probs)
+        assert found.tolist() == pytest.approx([larger, larger])
+        assert trained("kpop", x, kl_threshold=larger * (1 + 1e-9)) == [True, True]
+        assert trained("kpop", x, kl_threshold=larger * (1 - 1e-9)) == [False, False]
+
+
+def test_the_soft_gate_is_the_derivative_of_its_published_loss():
+    x = inputs([0.75, 0.25, 0.5, 0.3], [0.5, 0.5, 0.5, 0.1], [1.0, -2.0, 0.5, -1.0])
+    tau = torch.tensor([1.0, 1.05, 1.0, 1.05], dtype=F64)
+    ratio = (x.log_probs - x.rollout_log_probs).exp()
+    published = -(x.advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1))).sum()
+    (expected,) = torch.autograd.grad(published, x.log_probs)
+    (found,) = torch.autograd.grad(policy_loss(build_algorithm("sapo"), x).loss, x.log_probs)
+    torch.testing.assert_close(found, expected)
+    assert weights("sapo", x)[2] == 1  # r = 1
+
+
+def at_all(pi, mu, sampled):
+    """Top-K tensors [1, V + 1] of the whole vocabulary; the sampled token's own column is not valid."""
+    log = lambda p: torch.tensor([[*p, p[sampled]]], dtype=F64).log()  # noqa: E731
+    return log(pi), log(mu), torch.tensor([[True] * len(pi) + [False]])
+
+
+def predicted(pi, mu, sampled, advantage):
+    names = ("topk_log_probs", "rollout_topk_log_probs", "topk_valid")
+    topk = dict(zip(names, at_all(pi, mu, sampled), strict=True))
+    more = {"tail_ids": torch.zeros(1, dtype=torch.int64)}
+    return inputs([pi[sampled]], [mu[sampled]], [advantage], **topk, **more)
+
+
+PI, MU = [0.21, 0.75, 0.04], [0.20, 0.50, 0.30]
+
+
+@pytest.mark.parametrize("name", ["pdm-aggregated", "pdm-uniform", "pdm-exact"])
+def test_predictive_mask_asks_where_the_kl_goes_not_where_the_ratio_does(name):
+    """KL .39 and r = 1.05, but the step on token 0 lowers the KL: G = .01 - .0021 - .1875 + .0104 = -.1692."""
+    change = divergence.topk_kl_change(*at_all(PI, MU, 0), None)
+    assert change.tolist() == pytest.approx([-0.1692])
+    assert divergence.topk_kl(*at_all(PI, MU, 0)).item() == pytest.approx(0.391980, abs=1e-6)
+    for advantage, blocks in ((1.0, False), (-1.0, True)):
+        x = predicted(PI, MU, 0, advantage)
+        assert trained(name, x) == [not blocks]
+        assert trained("dppo-topk-kl", x) == [blocks]
+        assert trained(name, x, kl_threshold=0.392) == [True]
+
+
+def test_the_predicted_change_is_the_derivative_of_the_kl_along_the_step():
+    g = torch.Generator().manual_seed(5)
+    for sampled in range(6):
+        logits, mu = torch.randn(2, 6, generator=g, dtype=F64)
+        mu, pi = mu.softmax(-1), logits.softmax(-1)
+        step = torch.nn.functional.one_hot(torch.tensor(sampled), 6) - pi
+        kl = lambda t: (mu * (mu.log() - (logits + t * step).log_softmax(-1))).sum()  # noqa: E731, B023
+        zero, one = torch.tensor([0.0, 1.0], dtype=F64)
+        expected = torch.autograd.functional.jvp(kl, zero, one)[1]
+        found = divergence.topk_kl_change(*at_all(pi.tolist(), mu.tolist(), sampled), None)
+        assert found.item() == pytest.approx(expected.item())
+
+
+def test_the_tail_is_one_token_or_many():
+    # TopK(mu) = {.5}, k = that; pi there .3, so the rest has .7 and .5: .7 (.5 - .7) = -.14, or a fourth of it.
+    pi, mu = torch.tensor([[0.3, 0.3]], dtype=F64), torch.tensor([[0.5, 0.5]], dtype=F64)
+    topk = (pi.log(), mu.log(), torch.tensor([[True, False]]))
+    inside = -0.2 + 0.3 * 0.2
+    assert divergence.topk_kl_change(*topk, None).item() == pytest.approx(inside - 0.14)
+    tail = torch.tensor([4])
+    assert divergence.topk_kl_change(*topk, tail).item() == pytest.approx(inside - 0.035)
+
+
+def test_a_uniform_tail_needs_its_size_which_the_statistics_know():
+    x = replace(predicted(PI, MU, 0, 1.0), tail_ids=None)
+    with pytest.raises(ValueError, match="TokenInputs has no tail_ids"):
+        trained("pdm-uniform", x)
+    batch = packed(samples(), range(2))
+    ids = batch.columns["topk_ids"].long()
+    stats = policy_stats(
+        torch.zeros(batch.num_tokens, V), batch.target_ids, vocab_size=V, topk_ids=ids
+    )
+    x = inputs_from(stats, batch)
+    assert x.tail_ids.tolist() == [V - int(v) for v in x.topk_valid.sum(1)]
+    assert {V - K, V - K - 1} == set(x.tail_ids[x.loss_mask].tolist())
+
+
+# --- rules that look at a response
+
+
+def all_outward(distances):
+    """A response of tokens with mu = .2 that rise by ``distances`` with A > 0."""
+    count = len(distances)
+    ids = torch.zeros(count, dtype=torch.int64)
+    return inputs([0.2 + d for d in distances], [0.2] * count, [1.0] * count, sequence_ids=ids)
+
+
+def test_cppo_blocks_a_steady_drift_that_dppo_keeps():
+    x = all_outward([0.10] * 100)
+    assert trained("dppo-binary-tv", x) == [True] * 100
+    assert trained("cppo-binary-tv", x) == [True] + [False] * 99
+    fixed = {"budget_low": 0.015, "budget_high": 0.015}  # that of post-trained models
+    assert trained("cppo-binary-tv", x, **fixed) == [True] + [False] * 99
+
+
+def test_cppo_keeps_a_late_step_that_dppo_blocks():
+    x = all_outward([0.0] * 99 + [0.17])
+    assert trained("dppo-binary-tv", x)[-1] is False
+    assert trained("cppo-binary-tv", x) == [True] * 100
+    # It is the last token's weight, 0.8: 0.8 * 0.1875 = 0.15.
+    for late, expected in ((0.1874, True), (0.1876, False)):
+        assert trained("cppo-binary-tv", all_outward([0.0] * 99 + [late]))[-1] is expected
+
+
+def test_cppo_counts_what_it_blocks_and_what_leads_back():
+    # Three steps of .1 with the budget 0.04: the 2nd is beyond .15 + .04 - .1; so is the 3rd, whether the 2nd leads
+    # back or not, but a 2nd of nothing leaves it room: w = 1, .9, .8; .08 <= .15 + .04 * 1.9 - .1.
+    def middle(distance, advantage):
+        advantages = torch.tensor([1.0, advantage, 1.0], dtype=F64)
+        return replace(all_outward([0.1, distance, 0.1]), advantages=advantages)
+
+    assert trained("cppo-binary-tv", middle(0.1, 1.0)) == [True, False, False]
+    assert trained("cppo-binary-tv", middle(0.1, -1.0)) == [True, True, False]
+    assert trained("cppo-binary-tv", middle(0.0, 1.0)) == [True, True, True]
+
+
+def cppo_by_loop(distances, outward, d, low, high, weight_min):
+    """Which tokens of one response train, in plain Python."""
+    count = len(distances)
+    ordered = sorted(distances)
+    place = 0.9 * (count - 1)
+    under = ordered[math.floor(place)]
+    over = ordered[min(math.floor(place) + 1, count - 1)]
+    budget = min(max(under + (place - math.floor(place)) * (over - under), low), high)
+    spent = weights_before = 0.0
+    kept = []
+    for t in range(count):
+        w = 1 - (1 - weight_min) * t / max(count - 1, 1)
+        z = w * distances[t]
+        kept.append(not outward[t] or z <= min(d, d + budget * weights_before - spent))
+        spent, weights_before = spent + z, weights_before + w
+    return kept
+
+
+def responses(seed, count=5, longest=14):
+    """Packed responses between prompts and padding; each: (pi, mu, advantage, rows of the pack)."""
+    rng, made, rows, ids, mask = random.Random(seed), [], [], [], []
+    for number in range(count):
+        for part, length in ((False, rng.randint(0, 3)), (True, rng.randint(1, longest))):
+            for _ in range(length):
+                mask.append(part and rng.random() > 0.15)  # not all of a response trains
+                ids.append(number)
+    advantages = [rng.choice((-1.0, 1.0)) for _ in range(count)]
+    pi = [rng.uniform(0.05, 0.6) for _ in ids]
+    mu = [min(max(p + rng.gauss(0, 0.06), 0.01), 0.9) for p in pi]
+    for number in range(count):
+        rows = [i for i, n in enumerate(ids) if n == number and mask[i]]
+        made.append((rows, advantages[number]))
+    x = inputs(pi, mu, [advantages[n] for n in ids], loss_mask=mask, sequence_ids=torch.tensor(ids))
+    return x, pi, mu, made
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sequence_rules_are_those_of_a_loop_over_responses(seed):
+    x, pi, mu, made = responses(seed)
+    numbers = {"tv_threshold": 0.08, "budget_low": 0.02, "budget_high": 0.04, "weight_min": 0.8}
+    cppo = trained("cppo-binary-tv", x, **numbers)
+    gmpo = weights("gmpo", x, log_clip=0.15), trained("gmpo", x, log_clip=0.15)
+    minpro = weights("minpro", x)
+    largest, mean = trained("trm-max", x, largest_k2=0.1), trained("trm-mean", x, mean_k3=0.03)
+    band = {"sequence_low": 0.9, "sequence_high": 1.1}
+    geometric = trained("geometric-mask", x, **band)
+    drifted = trained("off-policy-sequence-mask", x, drift_threshold=0.02)
+    for rows, a in made:
+        logs = [math.log(pi[i] / mu[i]) for i in rows]
+        gaps = [abs(pi[i] - mu[i]) for i in rows]
+        outward = [a * value > 0 for value in logs]
+        loop = cppo_by_loop(gaps, outward, 0.08, 0.02, 0.04, 0.8) if rows else []
+        assert [cppo[i] for i in rows] == loop
+        if not rows:
+            continue
+        average = lambda values: sum(values) / len(rows)  # noqa: E731, B023
+        cut = [min(v, 0.15) if a > 0 else max(v, -0.15) for v in logs]
+        assert gmpo[0][rows].tolist() == pytest.approx([math.exp(average(cut))] * len(rows))
+        assert [gmpo[1][i] for i in rows] == [a * v <= 0.15 for v in logs]
+        lowest = [min([math.exp(v) for v in logs[:t]], default=1.0) for t in range(len(rows))]
+        expected = [min(math.exp(v) * low, 5) for v, low in zip(logs, lowest, strict=True)]
+        assert minpro[rows].tolist() == pytest.approx(expected)
+        whole = {
+            "max": (largest, max(v * v / 2 for v in logs) <= 0.1),
+            "mean": (mean, average([math.expm1(v) - v for v in logs]) <= 0.03),
+            "band": (geometric, 0.9 <= math.exp(average(logs)) <= 1.1),
+            "drift": (drifted, a >= 0 or -average(logs) <= 0.02),
+        }
+        for name, (found, loop) in whole.items():
+            assert [found[i] for i in rows] == [loop] * len(rows), name
+
+
+def test_the_random_responses_fall_on_both_sides():
+    found = {}
+    options = {
+        "cppo-binary-tv": {"tv_threshold": 0.08}, "gmpo": {"log_clip": 0.15},
+        "trm-max": {"largest_k2": 0.1}, "trm-mean": {"mean_k3": 0.03},
+        "geometric-mask": {"sequence_low": 0.9, "sequence_high": 1.1},
+        "off-policy-sequence-mask": {"drift_threshold": 0.02},
+    }  # fmt: skip
+    for seed in range(8):
+        x = responses(seed)[0]
+        for name, given in options.items():
+            of_masked = torch.tensor(trained(name, x, **given))[x.loss_mask]
+            found.setdefault(name, []).append(of_masked)
+    for name, parts in found.items():
+        assert 0.1 < float(torch.cat(parts).double().mean()) < 0.95, name
+
+
+@pytest.mark.parametrize("name", ["cppo-binary-tv", "minpro", "gmpo", "trm-mean"])
+def test_a_responses_numbers_do_not_depend_on_what_it_is_packed_with(name):
+    """Not by one bit: the order in which its tokens are added up is its own."""
+    x, *_, made = responses(3)
+    algorithm = build_algorithm(name)
+    whole = decide(algorithm, x)
+    for number in range(len(made)):
+        rows = torch.nonzero(x.sequence_ids == number).flatten()
+        fields = {f: getattr(x, f) for f in x.__dataclass_fields__}
+        alone = {f: None if v is None else v[rows] for f, v in fields.items()}
+        alone["sequence_ids"] = torch.zeros_like(rows)
+        found = decide(algorithm, TokenInputs(**alone))
+        assert torch.equal(found.weight, whole.weight[rows])
+        assert torch.equal(found.trains, whole.trains[rows])
+
+
+def test_reductions_leave_out_what_does_not_train_and_stop_at_responses():
+    x = inputs([0.5] * 6, [0.5] * 6, [1.0] * 6, loss_mask=[False, True, True, True, False, True],
+               sequence_ids=torch.tensor([0, 0, 0, 2, 2, 2]))  # fmt: skip
+    values = torch.tensor([9.0, 3.0, 1.0, 2.0, math.nan, 5.0], dtype=F64)
+    assert reductions.sequence_means(x, values).tolist() == [2, 2, 2, 3.5, 3.5, 3.5]
+    assert reductions.sequence_maxima(x, values).tolist() == [3, 3, 3, 5, 5, 5]
+    prefix = reductions.prefix_totals(x, values)
+    assert prefix.tolist() == [0, 3, 4, 2, 2, 7]
+    assert reductions.before(x, prefix, 0.0).tolist() == [0, 0, 3, 0, 2, 2]
+    assert reductions.prefix_minima(x, values).tolist() == [math.inf, 3, 1, 2, 2, 2]
+    assert reductions.sequence_quantile(x, values, 0.5).tolist() == [2, 2, 2, 3.5, 3.5, 3.5]
+    assert reductions.sequence_quantile(x, values, 0.9)[1] == pytest.approx(2.8)
+    weight, weights_before = sequence_rules.position_weights(x, weight_min=0.6)
+    assert weight[[1, 2, 3, 5]].tolist() == pytest.approx([1, 0.6, 1, 0.6])
+    assert weights_before[[1, 2, 3, 5]].tolist() == pytest.approx([0, 1, 0, 1])
+    assert reductions.sequence_maxima(replace(x, loss_mask=~x.loss_mask), values)[4] == math.inf
+
+
+def test_one_token_has_the_whole_weight():
+    x = all_outward([0.1])
+    weight, weights_before = sequence_rules.position_weights(x, weight_min=0.8)
+    assert (weight.tolist(), weights_before.tolist()) == ([1.0], [0.0])
+    assert trained("cppo-binary-tv", x) == [True]
+
+
+def test_cppo_of_topk_counts_what_the_sampled_token_does_not_show():
+    # Binary .05, Top-K .3 at each token.
+    topk = {
+        "topk_log_probs": torch.tensor([[0.3, 0.15]], dtype=F64).log().expand(4, 2),
+        "rollout_topk_log_probs": torch.tensor([[0.6, 0.1]], dtype=F64).log().expand(4, 2),
+        "topk_valid": torch.ones(4, 2, dtype=torch.bool),
+    }
+    ids = torch.zeros(4, dtype=torch.int64)
+    x = inputs([0.15] * 4, [0.1] * 4, [1.0] * 4, sequence_ids=ids, **topk)
+    assert trained("cppo-topk-tv", x) == [False] * 4
+    assert trained("cppo-topk-tv", x, tv_threshold=0.31) == [True, False, False, False]
