@@ -11,8 +11,8 @@ import torch
 from megatron_dppo.gpu_check import discover
 from megatron_dppo.gpu_check.__main__ import chosen, fresh_folder, main, page
 from megatron_dppo.gpu_check.parts.kernels import KernelCase, errors, kernels, mask_rows
-from megatron_dppo.gpu_check.parts.layers import Passed, compared
 from megatron_dppo.gpu_check.parts.loop import cause_rows, gap_row, routing_rows, updates_row
+from megatron_dppo.gpu_check.parts.trainer import Passed, compared
 from megatron_dppo.gpu_check.runner import run_part
 from megatron_dppo.metrics import table as names
 from tests.ranks import ROOT

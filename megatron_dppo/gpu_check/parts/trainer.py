@@ -1,11 +1,13 @@
-"""Layers: Transformer Engine's and torch's on one tiny model give the same logits and gradients; one layer of
-Qwen3-30B-A3B in full size with its vocabulary, memory and time of optimiser steps against the plan.
+"""The trainer: Transformer Engine's layers and torch's give the same logits and gradients on one tiny model; memory and
+time of steps of one layer of Qwen3-30B-A3B in full size against the plan; a step on sequences that two ranks share
+against the same step on one.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from megatron_dppo.planner.devices import CONTEXT, gib
 from megatron_dppo.planner.facts import TrainerFacts, trainer_facts
 from megatron_dppo.planner.memory import state_bytes
 from megatron_dppo.planner.step_time import MOE_UTILISATION
+from megatron_dppo.system.network import free_port
 
 if TYPE_CHECKING:
     import torch
@@ -197,12 +200,13 @@ def _require_memory(job: TrainerFacts) -> None:
         raise LackingError(f"GPU memory: {gib(free)} free, {gib(needed)} needed by the plan")
 
 
-def _step(trainer: Trainer, batch: PackedBatch) -> None:
+def _step(trainer: Trainer, batch: PackedBatch, denominator: float | None = None) -> float:
+    """An optimiser step; the unclipped norm of its gradient. ``denominator``: of the loss; None: the tokens."""
     from megatron_dppo.algorithms.policy_loss import build_algorithm
     from megatron_dppo.trainer.token_loss import make_token_loss
 
     loss = make_token_loss(build_algorithm("dppo-binary-tv"))
-    trainer.train_mini_batch([batch], loss, float(batch.num_tokens))
+    return trainer.train_mini_batch([batch], loss, denominator or float(batch.num_tokens)).grad_norm
 
 
 def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
@@ -268,3 +272,133 @@ def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> Row:
         return Row("an optimiser step", text, figures=figures)
     text += f", MFU {rate / peak:.0%}"
     return Row("an optimiser step", text, f"the plan assumes {MOE_UTILISATION:.0%}", None, figures)
+
+
+# Context parallelism.
+
+DENSE_MODEL = EXAMPLES / "model_configs" / "qwen3-1.7b-base" / "config.json"
+# Dense, because bf16 rounding would route some tokens to other experts.
+SMALL_DENSE = {
+    "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 512, "vocab_size": 4096, "max_window_layers": 2,
+}  # fmt: skip
+CONTEXT_LENGTHS = [3, 500, 2041, 4096]
+SMALL_CONTEXT = [1, 3, 50, 202]
+RANKS = 2
+EXCHANGES = ("p2p", "a2a")
+LIMITS = {"bfloat16": (0.1, 1e-2), "float32": (1e-5, 1e-5)}
+"""By dtype: nats of any log-probability, relative difference of the unclipped gradient norm."""
+
+
+@part(
+    "context parallelism: log-probabilities, loss and gradient norm of two ranks against one", 300.0
+)
+def context(bench: Bench) -> Iterator[Row]:
+    """A row of each exchange, and on GPUs one of the layout against Transformer Engine's own."""
+    if bench.gpus == 1:
+        yield Row("context parallel", "not here: one GPU only")
+        return
+    dtype = "bfloat16" if bench.gpus else "float32"
+    settings = {
+        "checkpoint": str(
+            random_model(
+                bench.folder / "checkpoint", json.loads(DENSE_MODEL.read_text()) | SMALL_DENSE
+            )
+        ),
+        "dtype": dtype,
+        "lengths": CONTEXT_LENGTHS if bench.gpus else SMALL_CONTEXT,
+        "folder": str(bench.folder),
+    }
+    one = _ranks_step(1, {**settings, "name": "one", "megatron": {}})
+    # Without GPUs there is one exchange, which nothing names.
+    for exchange in EXCHANGES if bench.gpus else (None,):
+        megatron = {"cp_comm_type": exchange} if exchange else {}
+        name = exchange or "a2a over gloo"
+        yield compared_row(
+            name, dtype, one, _ranks_step(RANKS, {**settings, "name": name, "megatron": megatron})
+        )
+    yield _layout_row(bench)
+
+
+def compared_row(exchange: str, dtype: str, one: dict[str, Any], two: dict[str, Any]) -> Row:
+    """The step of two ranks beside that of one, judged."""
+    log_prob, norm = LIMITS[dtype]
+    pairs = zip(two["log_probs"], one["log_probs"], strict=True)
+    figures = {
+        "log_prob": max(abs(a - b) for a, b in pairs),
+        "norm": abs(two["norm"] / one["norm"] - 1),
+    }
+    return Row(
+        f"CP{RANKS}, {exchange}, {dtype}",
+        f"log-prob {figures['log_prob']:.1e} nats, gradient norm {figures['norm']:.1e}",
+        f"at most {log_prob:.0e} nats, {norm:.0e}",
+        figures["log_prob"] <= log_prob and figures["norm"] <= norm,
+        figures,
+    )
+
+
+def _layout_row(bench: Bench) -> Row:
+    label = "own rows of each rank"
+    if not bench.gpus or importlib.util.find_spec("transformer_engine") is None:
+        return Row(label, "not here: Transformer Engine's layout needs it and a GPU")
+    import torch
+    import transformer_engine_torch
+
+    from megatron_dppo.trainer.context_parallel import own_rows
+
+    bounds = torch.tensor([0, 8, 24, 24, 88, 152], dtype=torch.int32, device="cuda")
+    is_same = all(
+        torch.equal(
+            own_rows(bounds, 152, 4, rank),
+            transformer_engine_torch.thd_get_partitioned_indices(bounds, 152, 4, rank).long(),
+        )
+        for rank in range(4)
+    )
+    return Row(
+        label,
+        "as Transformer Engine's" if is_same else "others",
+        "as Transformer Engine's",
+        is_same,
+    )
+
+
+def _ranks_step(ranks: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """What rank 0 of ``ranks`` found."""
+    import torch
+
+    torch.multiprocessing.spawn(_rank_step, (ranks, free_port(), settings), ranks)
+    return dict(json.loads(_report(settings).read_text()))
+
+
+def _report(settings: dict[str, Any]) -> Path:
+    return Path(settings["folder"]) / f"{settings['name'].replace(' ', '_')}.json"
+
+
+def _rank_step(rank: int, ranks: int, port: int, settings: dict[str, Any]) -> None:
+    """One step; log-probabilities before it and its unclipped gradient norm, into a file of rank 0."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    from megatron_dppo.trainer.trainer import Trainer
+
+    config = policy_config(
+        Path(settings["checkpoint"]),
+        settings["dtype"],
+        parallel={"world_size": ranks, "context": ranks},
+        optimizer={"distributed": False},
+        megatron=settings["megatron"],
+    )
+    trainer = Trainer(config)
+    batch = random_batch(
+        trainer.shape.vocab_size,
+        settings["lengths"],
+        pad_multiple=trainer.pad_multiple,
+        sequence_multiple=trainer.share.sequence_multiple,
+    )
+    (log_probs,) = trainer.log_probs([batch])
+    norm = _step(trainer, batch, float(batch.loss_mask.sum()))
+    if rank == 0:
+        trained = log_probs.cpu()[batch.loss_mask].tolist()
+        _report(settings).write_text(json.dumps({"log_probs": trained, "norm": norm}))
+    trainer.close()
