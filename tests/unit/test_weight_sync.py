@@ -261,6 +261,56 @@ def test_a_whole_transaction() -> None:
     assert updates.committed_version == 7
 
 
+def test_where_they_share_devices_the_engine_has_weights_before_and_all_after_the_trainer_left() -> (
+    None
+):
+    engine, moments = Engine(), Moments(["kv_cache", "weights"])
+    engine.occupation, engine.restore = moments, moments.restore  # type: ignore[assignment]
+    settings = WeightSyncConfig(strategy="tensor")
+    updates = WeightUpdater(
+        Source(), settings, alone, opener({A: engine}), runner(), leave_devices=moments.leave
+    )
+    updates.attach([A])
+    assert updates.update(7).verified
+    # Weights are sent into memory that the engine has, while the trainer still has its own.
+    assert moments.seen == ["restore weights", "leave", "restore kv_cache"]
+    assert engine.calls[-4:] == ["resume", "score", "7", "resume"]
+
+
+def test_a_rank_that_fails_before_it_leaves_its_device_aborts_the_update() -> None:
+    """The engine's memory stays released: another rank's trainer may still be on its device."""
+    engine, moments = Engine(), Moments(["kv_cache"])
+    engine.occupation, engine.restore = moments, moments.restore  # type: ignore[assignment]
+
+    def agree(error: str | None) -> str | None:
+        other = json.dumps(["RuntimeError: rank 1 can't park", [], 1])
+        return other if moments.seen == ["leave"] else error
+
+    settings = WeightSyncConfig(strategy="tensor")
+    updates = WeightUpdater(
+        Source(), settings, agree, opener({A: engine}), runner(), leave_devices=moments.leave
+    )
+    updates.attach([A])
+    with pytest.raises(WeightUpdateError, match=r"weight update to version 7: .*rank 1 can't park"):
+        updates.update(7)
+    assert moments.seen == ["leave"]
+    assert engine.calls[-2:] == ["pause", "unverified-7"]
+
+
+class Moments:
+    """Of an engine and a trainer on the same device, in order; ``released``: tags of the engine's memory."""
+
+    def __init__(self, released: list[str]) -> None:
+        self.released, self.seen = frozenset(released), list[str]()
+
+    async def restore(self, tags: Sequence[str]) -> None:
+        self.seen.append(f"restore {' '.join(sorted(tags))}")
+        self.released -= frozenset(tags)
+
+    def leave(self) -> None:
+        self.seen.append("leave")
+
+
 @pytest.mark.parametrize(("allowed", "calls"), [(0, []), (1, ["pause", "unverified-7"])])
 def test_a_fenced_trainer_commits_nothing(allowed: int, calls: list[str]) -> None:
     """Taken over before the update, and before its commit: then the engine is held back."""
