@@ -136,7 +136,8 @@ def policy_loss(
     log pi, plus the algorithm's penalties.
 
     w is r = pi / mu except where the algorithm says otherwise (``rules.py``). M, w, C and A
-    carry no gradient; it flows through ``inputs.log_probs`` only. ``token_scale``: a factor of each
+    carry no gradient; it flows through ``inputs.log_probs`` only, and with score centering through
+    ``inputs.topk_log_probs``. ``token_scale``: a factor of each
     token's loss, 1 where it is None. Tokens with a zero coefficient get a gradient of exactly 0,
     even where log pi is -inf. A token at which something else is not finite is blocked and counted
     (``decide``); log pi or A that are NaN reach the loss, for the trainer to stop on. Nothing
@@ -153,7 +154,22 @@ def policy_loss(
     # log pi - stop(log pi) has the value 0 and log pi's gradient: the loss reads as the surrogate,
     # not as A log pi.
     loss = (value + slope * (used - used.detach())).sum()
+    if algorithm.preset.centers:
+        loss = loss + _centered(algorithm, inputs, decisions, token_scale)
     return LossSums(loss, metrics, inputs.loss_mask & ~decisions.trains)
+
+
+def _centered(
+    algorithm: Algorithm, inputs: TokenInputs, decisions: Decisions, token_scale: Tensor | None
+) -> Tensor:
+    """Score centering's part: the value 0, and the gradient sum of A c_v grad log pi_v over trained tokens."""
+    assert inputs.topk_log_probs is not None
+    with torch.no_grad():
+        slope = rules.centering(inputs, algorithm.ratio_cap)
+        factor = inputs.advantages if token_scale is None else inputs.advantages * token_scale
+        slope = torch.where(decisions.trains[..., None], factor[..., None] * slope, 0.0)
+    topk = torch.where(slope != 0, inputs.topk_log_probs[..., :-1], 0.0)
+    return (slope.to(topk.dtype) * (topk - topk.detach())).sum()
 
 
 def _coefficients(

@@ -303,6 +303,29 @@ def soft_gate(
     return 4 * gate.sigmoid() * (-gate).sigmoid() * ratio
 
 
+@torch.no_grad()
+def centering(inputs: TokenInputs, ratio_cap: float) -> Tensor:
+    """c of score centering (arXiv 2609.20807, Eq. 12), [..., K]: the loss per token is
+
+        -A [ min(r, C) log pi(y) - sum over TopK(mu) of c_v log pi_v ],    c_v = min(pi_v, C mu_v) - min(1, C rho) pi_v,
+
+    rho = (1 - sum mu) / (1 - sum pi), both sums over TopK(mu). Under mu the weighted score of what is sampled then has
+    the mean 0, where outside TopK(mu) mu is proportional to pi; at pi = mu every c is 0. 0 where an entry is not valid.
+    The sampled token does not belong to the sums where TopK(mu) lacks it: they may not depend on it.
+
+    Read: the abstract, and the derivation and the terms of two public implementations (vime, SkyRL's kind), which
+    agree; not the paper's experiments.
+    """
+    topk, rollout_topk, valid = (x[..., :-1] for x in topk_of(inputs))
+    pi = torch.where(valid, topk.detach().double().clamp(max=0).exp(), 0.0)
+    mu = torch.where(valid, rollout_topk.double().clamp(max=0).exp(), 0.0)
+    # The rest of a peaked pi is rounding; its factor is 1 at most, whatever it is.
+    smallest = 4 * torch.finfo(topk.dtype).eps
+    rests = [(1 - p.sum(-1, keepdim=True)).clamp(min=smallest) for p in (mu, pi)]
+    scale = (ratio_cap * rests[0] / rests[1]).clamp(max=1)
+    return torch.minimum(pi, ratio_cap * mu) - scale * pi
+
+
 Penalty = Callable[[Tensor], tuple[Tensor, Tensor]]
 """log r = log pi - log mu -> (value of an additive term of the token's loss, its derivative by log pi). Holds for every
 trained token, whatever the advantage, those that a mask blocks included."""

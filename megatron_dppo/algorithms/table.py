@@ -122,7 +122,8 @@ class Preset:
     ``stability``: their numbers, the cap (infinite where it is missing) and K; ``scaling``: those that differ there.
     ``fixed``: arguments of the mask that are no option. ``divergence``: what the mask compares with its threshold, for
     records of a step; None where it measures none. ``whole_vocabulary``: it is taken over the anchor's whole
-    distribution in TopK(mu)'s place. ``sequences``: the rule looks at whole responses.
+    distribution in TopK(mu)'s place. ``sequences``: the rule looks at whole responses. ``centers``: the score is
+    centered (``rules.centering``), with a gradient through TopK(mu).
     """
 
     mask: str = "train_all"
@@ -134,6 +135,7 @@ class Preset:
     divergence: Divergence | None = None
     whole_vocabulary: bool = False
     sequences: bool = False
+    centers: bool = False
 
     def numbers(self, settings: Settings) -> dict[str, float]:
         """The preset's numbers in a setting, each of them an option."""
@@ -243,6 +245,7 @@ PRESETS: dict[str, Preset] = {
     "geometric-mask": _of_sequences(
         "geometric_band", {"sequence_low": 0.99, "sequence_high": 1.01, "ratio_cap": 2.0}
     ),
+    "score-centering": Preset(stability={"ratio_cap": 2.0, "topk": 32}, centers=True),
     "off-policy-sequence-mask": _of_sequences("drifted_sequence", {"drift_threshold": 0.1}),
 }
 """``algorithm.name`` -> its row.
@@ -272,8 +275,8 @@ class AlgorithmFacts:
 
     @property
     def reads_topk(self) -> bool:
-        """Whether the mask looks at the Top-K tensors, whatever they hold."""
-        return self.preset.divergence in ("topk_tv", "topk_kl")
+        """Whether the algorithm looks at the Top-K tensors, whatever they hold."""
+        return self.preset.centers or self.preset.divergence in ("topk_tv", "topk_kl")
 
     @property
     def needs_recomputed(self) -> bool:

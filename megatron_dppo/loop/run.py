@@ -115,7 +115,7 @@ class Run:
         )
         with self.timer("start"), patience("others start"):
             topk = self.topk > 0 or algorithm.needs_recomputed_distribution
-            self.trainer = Trainer(config, StatsSpec(topk=topk, entropy=True))
+            self.trainer = Trainer(config, StatsSpec(topk, True, algorithm.preset.centers))
             files = model_files(config.model.hf_checkpoint, config.lora.start_from)
             self.hashes = BackgroundHashes(files, self.trainer.topology)
             fence.join()

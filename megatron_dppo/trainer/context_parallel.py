@@ -110,10 +110,14 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
         stats,
         log_probs=whole["log_probs"].squeeze(1),
         entropy=whole["entropy"].squeeze(1) if "entropy" in whole else None,
-        # A loss's gradient flows through log_probs alone, as on one rank.
-        topk_log_probs=whole["topk_log_probs"].detach() if "topk_log_probs" in whole else None,
+        topk_log_probs=_as_own(whole.get("topk_log_probs"), stats.topk_log_probs),
         faults=faults,
     )
+
+
+def _as_own(whole: Tensor | None, own: Tensor | None) -> Tensor | None:
+    """A gradient flows through it where one flows through the rank's own, as on one rank."""
+    return whole if whole is None or own is None or own.requires_grad else whole.detach()
 
 
 class _Gather(torch.autograd.Function):

@@ -158,12 +158,13 @@ class NonFiniteLogProbsError(RunError, ValueError):
 class StatsSpec:
     """Which policy statistics a loss needs beside the sampled tokens' log-probabilities.
 
-    ``topk``: log-probabilities at the batch's ``topk_ids``. ``entropy``: of each token's
-    distribution.
+    ``topk``: log-probabilities at the batch's ``topk_ids``, ``topk_gradient``: with gradient. ``entropy``: of each
+    token's distribution.
     """
 
     topk: bool = False
     entropy: bool = False
+    topk_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class StatsFunction:
         Raises ValueError where it wants TopK(mu) and the batch has none.
         """
         spec = spec or self.spec
-        return head_stats(
+        stats = head_stats(
             head_factors(self.last_chunk, hidden.squeeze(0)),
             batch.target_ids,
             self.topology.tensor_group if self.topology.tp_size > 1 else None,
@@ -198,6 +199,9 @@ class StatsFunction:
             options=self.options,
             raise_on_faults=False,
         )
+        if spec.topk_gradient or stats.topk_log_probs is None:
+            return stats
+        return replace(stats, topk_log_probs=stats.topk_log_probs.detach())
 
 
 @dataclass

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_dppo.vocab_parallel.backends import BLOCK_BYTES
 from megatron_dppo.vocab_parallel.policy_stats import (
+    IdGradients,
     PolicyStats,
     StatsQuery,
     StatsRequest,
@@ -73,7 +74,7 @@ def head_stats(
     ``counted`` bool [T], the same on all ranks: the other tokens are not read, and all their results are 0; None:
     all count. The other arguments, errors and the meaning of shards are ``policy_stats``'s. Gradients flow to every
     factor's hidden states (under tensor parallelism this rank's part of them: the caller sums over the group) and to
-    its weight, through ``log_probs`` and ``entropy``. The dense twin is ``dense_head_stats``.
+    its weight, through all statistics. The dense twin is ``dense_head_stats``.
     """
     options = options or HeadOptions()
     fault = next(_faults(factors, target_ids, counted, options), None)
@@ -228,8 +229,10 @@ class _HeadStats(torch.autograd.Function):
             ctx.head, ctx.main_gradients = head, main_gradients
             # The last chunk's logits are still in the buffer: the backward pass computes them once less.
             ctx.kept = (chunks[-1], buffer) if chunks else None
-            ctx.save_for_backward(stats.lse, stats.entropy_value, *tensors)
-        ctx.mark_non_differentiable(*(x for x in (topk, bad_rows) if x is not None))
+            kept = request.kept(stats)
+            ctx.keeps_ids = bool(kept)
+            ctx.save_for_backward(stats.lse, stats.entropy_value, *kept, *tensors)
+        ctx.mark_non_differentiable(bad_rows)
         ctx.set_materialize_grads(False)
         log_probs = head.spread(stats.log_probs)
         assert log_probs is not None
@@ -238,16 +241,17 @@ class _HeadStats(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        lse, entropy, *tensors = ctx.saved_tensors
+        lse, entropy, *others = ctx.saved_tensors
+        log_p, tensors = (others[:1], others[1:]) if ctx.keeps_ids else ([], others)
         head: _Head = ctx.head
         # A gradient is written over it: gone in a second pass.
         kept, ctx.kept = ctx.kept, None
         row_grads = [
-            grad if grad is None or head.rows is None else grad[head.rows]
-            for grad in (grads[0], grads[2])
+            grad if grad is None or head.rows is None else grad[head.rows] for grad in grads[:3]
         ]
         sums = _Gradients(head, tensors, ctx.needs_input_grad[2:], ctx.main_gradients)
-        gradient = _RowGradients(head.request, lse, entropy, *row_grads)
+        of_ids = IdGradients.of(head.request.ids, log_p, *row_grads[:2])
+        gradient = _RowGradients(head.request, lse, entropy, row_grads[0], of_ids, row_grads[2])
         # A token that the mask blocked has no gradient, and needs no logits a second time.
         remaining = gradient.nonzero_rows()
         if kept is None:
@@ -271,6 +275,7 @@ class _RowGradients:
     lse: Tensor
     entropy: Tensor | None
     grad_log_probs: Tensor | None
+    of_ids: IdGradients | None
     grad_entropy: Tensor | None
 
     def nonzero_rows(self) -> Tensor:
@@ -279,19 +284,25 @@ class _RowGradients:
         for grad in (self.grad_log_probs, self.grad_entropy):
             if grad is not None:
                 used |= grad != 0
+        if self.of_ids is not None:
+            used |= (self.of_ids.coefficients != 0).any(1)
         return used.nonzero().squeeze(1)
 
     def write(self, logits: Tensor, rows: slice | Tensor) -> Tensor:
         """dL/dlogits of these rows, over their ``logits``."""
         request, entropy = self.request, self.entropy
+        of_ids = None if self.of_ids is None else self.of_ids.rows(rows)
+        total = self.grad_log_probs if self.of_ids is None else self.of_ids.total
         gradient = row_gradient(
             request.columns[rows, 0],
             self.lse[rows],
             None if entropy is None else entropy[rows],
-            *(None if g is None else g[rows] for g in (self.grad_log_probs, self.grad_entropy)),
+            *(None if g is None else g[rows] for g in (total, self.grad_entropy)),
         )
         real, scale = request.shard.real, request.scale
         request.backend.backward(logits, real, scale, gradient, logits)
+        if of_ids is not None:
+            of_ids.write(logits, request.columns[rows], scale, gradient)
         return logits
 
 

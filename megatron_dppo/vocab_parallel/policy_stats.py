@@ -98,7 +98,7 @@ class PolicyStats:
     also where pi is nearly 1: 1 - pi = -expm1(log pi) is as exact as pi.
     """
     topk_log_probs: Tensor | None
-    """[T, K]: log pi at the given ids, without gradient."""
+    """[T, K]: log pi at the given ids, differentiable where no other id than the sampled one stands twice."""
     entropy: Tensor | None
     """[T], nats, differentiable."""
     faults: Tensor
@@ -144,7 +144,8 @@ def policy_stats(
     rank, which overlaps the read), and in the backward pass one read and one write. The gradient
     dL/dlogits is written over ``logits`` unless ``overwrite_logits`` is False; their reuse then
     raises, in autograd or as OverwrittenLogitsError. Rows with a zero gradient are written without
-    being read.
+    being read. A gradient through the log-probabilities at ``topk_ids`` costs [T, 1 + K] numbers that are written
+    beside it.
 
     ``backend``: a name in ``backends.BACKENDS``; None: the fastest one that is available.
 
@@ -273,6 +274,12 @@ class StatsRequest:
         """int64 [T, 1 + K]: their columns in this shard, -1 where another rank owns the id."""
         return self.shard.local(self.ids)
 
+    def kept(self, stats: StatTensors) -> list[Tensor]:
+        """For the backward pass: log p [T, 1 + K] at ``ids``; nothing without TopK(mu)."""
+        if stats.topk_log_probs is None:
+            return []
+        return [torch.cat([stats.log_probs[:, None], stats.topk_log_probs], 1)]
+
     def reduced(self, lse: Tensor, plogp: Tensor | None, owned: Tensor) -> StatTensors:
         """Of this shard's rows (``backends.Rows``); one all-reduce."""
         unknown = None if self.checks_values else self.shard.unknown(self.ids)
@@ -320,27 +327,88 @@ class _PolicyStats(torch.autograd.Function):
         stats = request.reduced(*rows)
         topk, bad_rows = stats.topk_log_probs, stats.bad_rows
         ctx.request, ctx.overwrite = request, overwrite
-        ctx.save_for_backward(logits, stats.lse, stats.entropy_value)
-        ctx.mark_non_differentiable(*(x for x in (topk, bad_rows) if x is not None))
+        ctx.save_for_backward(logits, stats.lse, stats.entropy_value, *request.kept(stats))
+        ctx.mark_non_differentiable(bad_rows)
         ctx.set_materialize_grads(False)
         return stats.log_probs, topk, stats.entropy, bad_rows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
-        logits, lse, entropy = ctx.saved_tensors
-        grad_log_probs, _, grad_entropy, _ = grads
-        if grad_log_probs is None and grad_entropy is None:
+        logits, lse, entropy, *log_p = ctx.saved_tensors
+        grad_log_probs, grad_topk, grad_entropy, _ = grads
+        if grad_log_probs is None and grad_topk is None and grad_entropy is None:
             return None, None, None
         request: StatsRequest = ctx.request
+        of_ids = IdGradients.of(request.ids, log_p, grad_log_probs, grad_topk)
         out = logits.detach() if ctx.overwrite else torch.empty_like(logits)
-        gradient = row_gradient(request.columns[:, 0], lse, entropy, grad_log_probs, grad_entropy)
+        total = grad_log_probs if of_ids is None else of_ids.total
+        gradient = row_gradient(request.columns[:, 0], lse, entropy, total, grad_entropy)
         real = request.shard.real
         request.backend.backward(logits.detach(), real, request.scale, gradient, out)
+        if of_ids is not None:
+            of_ids.write(out, request.columns, request.scale, gradient)
         if ctx.overwrite:
             torch.autograd.graph.increment_version(logits)
             logits._holds_gradient = True
         return out, None, None
+
+
+@dataclass(frozen=True)
+class IdGradients:
+    """dL/d log p at the sampled id and those of TopK(mu), all [T, 1 + K]: ``coefficients``, of an id that stands twice
+    the sum at both places, and ``log_p`` themselves. ``total`` [T]: the sum over the ids.
+    """
+
+    coefficients: Tensor
+    log_p: Tensor
+    total: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        ids: Tensor,
+        log_p: Sequence[Tensor],
+        grad_log_probs: Tensor | None,
+        grad_topk: Tensor | None,
+    ) -> IdGradients | None:
+        """None without a gradient of TopK(mu). ``ids`` int64 [T, 1 + K], -1: none; ``log_p``: what was kept."""
+        if grad_topk is None:
+            return None
+        topk = torch.where(ids[:, 1:] >= 0, grad_topk, 0.0)
+        sampled = torch.zeros_like(topk[:, 0]) if grad_log_probs is None else grad_log_probs
+        twice = ids[:, 1:] == ids[:, :1]
+        both = sampled + torch.where(twice, topk, 0.0).sum(1)
+        merged = torch.cat([both[:, None], torch.where(twice, both[:, None], topk)], 1)
+        return cls(merged, log_p[0], sampled + topk.sum(1))
+
+    def rows(self, index: slice | Tensor) -> IdGradients:
+        """Those of some tokens."""
+        return IdGradients(self.coefficients[index], self.log_p[index], self.total[index])
+
+    def write(self, out: Tensor, columns: Tensor, scale: float, gradient: RowGradient) -> None:
+        """Put into ``out`` [T, C], which holds the gradient of ``total`` at the sampled ids, the true one at all ids:
+        scale [ c - total p - h p (log p + H) ], c the id's coefficient. ``columns`` int64 [T, 1 + K]: -1 where another
+        rank owns the id.
+        """
+        log_p = self.log_p.double()
+        total = self.total[:, None].double()
+        # c - total p, exact also where p is nearly 1 and c is the total.
+        value = (self.coefficients.double() - total) - total * torch.expm1(log_p)
+        if gradient.entropy is not None:
+            assert gradient.entropy_value is not None
+            p = log_p.exp()
+            spread = torch.where(p > 0, p * (log_p + gradient.entropy_value[:, None]), 0.0)
+            value = value - gradient.entropy[:, None] * spread
+        value = (scale * value).to(out.dtype)
+        # An id that is not here writes what the row's first id that is here writes, or, without one, column 0 anew:
+        # so no two of a row's writes differ, and nothing is asked of the device.
+        owned = columns >= 0
+        first = owned.to(torch.uint8).argmax(1, keepdim=True)
+        column = columns.gather(1, first)
+        spare = torch.where(column >= 0, value.gather(1, first), out[:, :1])
+        index = torch.where(owned, columns, column.clamp(min=0))
+        out.scatter_(1, index, torch.where(owned, value, spare))
 
 
 def row_gradient(
@@ -369,13 +437,12 @@ def dense_policy_stats(
     """What ``policy_stats`` computes, written for reading: from unsharded ``logits`` [T, >= vocab_size], in float64
     throughout.
 
-    Gradients flow to ``logits`` through ``log_probs`` and ``entropy``; not through
-    ``topk_log_probs``.
+    Gradients flow to ``logits`` through all of them.
     """
     log_p = (logits[:, :vocab_size].double() / temperature).log_softmax(-1)
     topk = None
     if topk_ids is not None:
-        topk = log_p.detach().gather(1, topk_ids.clamp(min=0))
+        topk = log_p.gather(1, topk_ids.clamp(min=0))
         topk = torch.where(topk_ids < 0, -torch.inf, topk)
     entropy = None
     if with_entropy:

@@ -58,7 +58,7 @@ def results(columns, dtype_name, chunk_tokens):
         )  # fmt: skip
         ((stats.log_probs * weights[0]).sum() + (stats.entropy * weights[1]).sum()).backward()
     return {
-        "log_probs": stats.log_probs.detach(), "topk": stats.topk_log_probs,
+        "log_probs": stats.log_probs.detach(), "topk": stats.topk_log_probs.detach(),
         "entropy": stats.entropy.detach(), "hidden": hidden.grad, "weight": shard.grad,
         "reductions": sum(dtype.is_floating_point for dtype in collectives.dtypes),
     }  # fmt: skip
@@ -85,7 +85,7 @@ def test_ranks_compute_what_the_dense_twin_does(ranks, columns, dtype, chunk_tok
     limit = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 2e-2}[dtype]
     expected = {
         "log_probs": twin.log_probs,
-        "topk": twin.topk_log_probs,
+        "topk": twin.topk_log_probs.detach(),
         "entropy": twin.entropy,
         "hidden": hidden.grad,
         "weight": weight.grad,

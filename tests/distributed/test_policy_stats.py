@@ -24,9 +24,10 @@ def problem(columns, dtype=torch.float32, vocabulary=V):
     g = torch.Generator().manual_seed(11)
     logits = (torch.randn(T, columns, generator=g, dtype=torch.float64) * 3).to(dtype)
     ids = torch.randint(0, vocabulary, (T,), generator=g)
-    topk = torch.randint(0, vocabulary, (T, K), generator=g)
+    # Distinct but for the sampled id, which any of them may be.
+    topk = torch.rand(T, vocabulary - 4, generator=g).topk(K).indices + 2
     topk[:, 0] = ids
-    topk[:4, 1] = torch.tensor([0, vocabulary - 1, vocabulary // 2, -1])
+    topk[:4, 1] = torch.tensor([0, vocabulary - 1, 1, -1])
     weights = torch.randn(2, T, generator=g, dtype=torch.float64)
     weights[:, ::3] = 0
     return logits, ids, topk, weights
@@ -35,6 +36,13 @@ def problem(columns, dtype=torch.float32, vocabulary=V):
 def join():
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+
+
+def loss_at_ids(stats, weights, topk):
+    at_ids = torch.randn(T, K, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    values = torch.where(topk >= 0, stats.topk_log_probs, 0.0)
+    of_others = (stats.log_probs * weights[0]).sum() + (stats.entropy * weights[1]).sum()
+    return of_others + (values * at_ids).sum()
 
 
 def statistics(cases):
@@ -61,7 +69,14 @@ def statistics_of(group, rank, ranks, dtype_name, backend, columns, vocabulary):
     ((stats.log_probs * weights[0]).sum() + (stats.entropy * weights[1]).sum()).backward()
     dist.all_reduce = plain
     payloads = sum(t.is_floating_point for t in counted)
-    return {"log_probs": stats.log_probs.detach(), "topk": stats.topk_log_probs,
+    through_ids = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
+    again = policy_stats(
+        through_ids, ids, group, vocab_size=vocabulary, temperature=0.9, topk_ids=topk,
+        with_entropy=True, backend=backend,
+    )  # fmt: skip
+    loss_at_ids(again, weights, topk).backward()
+    return {"log_probs": stats.log_probs.detach(), "topk": stats.topk_log_probs.detach(),
+            "through_ids": through_ids.grad,
             "entropy": stats.entropy.detach(), "grad": leaf.grad, "payloads": payloads}  # fmt: skip
 
 
@@ -118,10 +133,16 @@ def check(results, dtype, backend, columns, vocabulary):
             torch.testing.assert_close(r[name].double(), expected.detach(), rtol=0, atol=atol)
             assert torch.equal(r[name], results[0][name])  # bit for bit on every rank
     assert results[0]["topk"][3, 1] == -math.inf
-    grad = torch.cat([r["grad"] for r in results], 1).double()
+    again = logits.detach().double().clone().requires_grad_()
+    at_ids = dense_policy_stats(
+        again, ids, vocab_size=vocabulary, temperature=0.9, topk_ids=topk, with_entropy=True
+    )
+    loss_at_ids(at_ids, weights, topk).backward()
     limit = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 2**-8}[dtype]
-    assert (grad - leaf.grad).norm() / leaf.grad.norm() <= limit
-    assert (grad[:, vocabulary:] == 0).all()
+    for name, expected in (("grad", leaf.grad), ("through_ids", again.grad)):
+        grad = torch.cat([r[name] for r in results], 1).double()
+        assert (grad - expected).norm() / expected.norm() <= limit
+        assert (grad[:, vocabulary:] == 0).all()
 
 
 BAD = {

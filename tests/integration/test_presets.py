@@ -32,16 +32,15 @@ from tests.ranks import run_ranks
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 VOCABULARY, END = len(WORDS), WORDS.index("<end>")
-PROMPTS, GROUP, MINI_BATCHES, TOPK = 8, 32, 2, 20
+PROMPTS, GROUP, MINI_BATCHES = 8, 32, 2
 TOKENS = "policy/tokens"
 BLOCKED, PPO_ONLY, OWN_ONLY = "mask/masked", "mask/ppo_only", "mask/dppo_only"
-OTHER_WEIGHTS = {"gspo", "drpo", "bpo", "sapo", "gmpo", "minpro"}
-"""Presets whose weight is not pi / mu."""
+OTHER_WEIGHTS = {"gspo", "drpo", "bpo", "sapo", "gmpo", "minpro", "score-centering"}
+"""Presets whose weight is not pi / mu, or not all of the gradient."""
 SAME_RATIO = [name for name in PRESETS if name not in OTHER_WEIGHTS]
-UNMASKED = ("pg-is", "pg-tis", "cispo", "drpo", "sapo", "minpro")
+UNMASKED = ("pg-is", "pg-tis", "cispo", "drpo", "sapo", "minpro", "score-centering")
 BUILT = [build_algorithm(name) for name in PRESETS]
-CARRIED = {a.name: "whole" if a.needs_full_distribution else "topk" if a.topk else "none"
-           for a in BUILT}  # fmt: skip
+CARRIED = {a.name: "whole" if a.needs_full_distribution else f"top {a.topk}" for a in BUILT}
 """What of TopK(mu) the batch has that a preset is replayed on."""
 
 
@@ -122,12 +121,11 @@ def batches(recorded) -> dict[str, str]:
         t.scored(t.reward, 0.5 if i % 2 else -0.5)
         for i, t in enumerate(load_batch(directory / "rollouts", 1))
     ]
-    widths, both = {"none": None, "topk": TOPK, "whole": VOCABULARY}, ("topk_ids", "topk_log_probs")
+    both = ("topk_ids", "topk_log_probs")
+    widths = {"whole": VOCABULARY, **{f"top {a.topk}": a.topk for a in BUILT}}
     for name, k in widths.items():
         cut = [
-            t.without(*both)
-            if k is None
-            else t.with_columns(**{n: t.columns[n][:, :k] for n in both})
+            t.without(*both) if k == 0 else t.with_columns(**{n: t.columns[n][:, :k] for n in both})
             for t in batch
         ]
         save_batch(directory.parent / name, 1, cut)

@@ -145,6 +145,9 @@ GOLDEN = {
         {"sequence_low": 0.99, "sequence_high": 1.01, "ratio_cap": 2.0},
         "SkyRL's documentation", OWN,
     ),
+    "score-centering": golden(
+        {"ratio_cap": 2.0, "topk": 32}, {"ratio_cap": 2.0, "topk": 32}, "2609.20807, second hand", OWN
+    ),
     "off-policy-sequence-mask": golden(
         {"drift_threshold": 0.1, "ratio_cap": INF}, {"drift_threshold": 0.1, "ratio_cap": INF},
         "chosen", OWN,

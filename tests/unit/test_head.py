@@ -26,7 +26,7 @@ def problem(dtype=torch.float32, widths=(H,), tokens=T):
         for h in widths
     ]
     ids = torch.randint(0, V, (tokens,), generator=g)
-    topk = torch.randint(-1, V, (tokens, K), generator=g)
+    topk = torch.rand(tokens, V + 1, generator=g).topk(K).indices - 1  # -1 stands for none
     counted = torch.rand(tokens, generator=g) < 0.7
     weights = torch.randn(2, tokens, generator=g, dtype=torch.float64)
     weights[:, ::4] = 0
@@ -46,10 +46,11 @@ def error(value, expected):
     return float((value.detach().double().nan_to_num(neginf=0) - expected).norm() / expected.norm())
 
 
+@pytest.mark.parametrize("through_ids", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
 @pytest.mark.parametrize("widths", [(H,), (H, 3)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_agrees_with_the_dense_twin(dtype, widths, chunk_tokens):
+def test_agrees_with_the_dense_twin(dtype, widths, chunk_tokens, through_ids):
     pairs, ids, topk, counted, weights = problem(dtype, widths)
     asked = {
         "vocab_size": V,
@@ -63,14 +64,16 @@ def test_agrees_with_the_dense_twin(dtype, widths, chunk_tokens):
         [HeadFactor(*p) for p in got], ids, options=HeadOptions(chunk_tokens), **asked
     )
     twin = dense_head_stats([HeadFactor(*p) for p in twins], ids, **asked)
-    loss_of(stats, weights).backward()
-    loss_of(twin, weights).backward()
+    for of_model in (stats, twin):
+        values = torch.where((topk >= 0) & counted[:, None], of_model.topk_log_probs, 0.0)
+        # Rows whose sampled token has no gradient of its own are read for that of their ids.
+        at_ids = (values * torch.linspace(-1, 1, T, dtype=torch.float64)[:, None]).sum()
+        (loss_of(of_model, weights) + (at_ids if through_ids else 0)).backward()
     limit = LIMITS[dtype]
     for name in ("log_probs", "topk_log_probs", "entropy"):
-        value = getattr(stats, name)
+        value = getattr(stats, name).detach()
         assert error(value, getattr(twin, name).detach()) <= limit
         assert (value[~counted] == 0).all()
-    assert not stats.topk_log_probs.requires_grad
     for pair, expected in zip(got, twins, strict=True):
         for leaf, twin_leaf in zip(pair, expected, strict=True):
             assert leaf.grad.dtype == dtype

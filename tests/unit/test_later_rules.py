@@ -326,3 +326,94 @@ def test_cppo_of_topk_counts_what_the_sampled_token_does_not_show():
     x = inputs([0.15] * 4, [0.1] * 4, [1.0] * 4, sequence_ids=ids, **topk)
     assert trained("cppo-topk-tv", x) == [False] * 4
     assert trained("cppo-topk-tv", x, tv_threshold=0.31) == [True, False, False, False]
+
+
+# --- score centering
+
+
+def centered_inputs(logits, mu_logits, sampled, k, advantages):
+    """Of T tokens over the vocabulary: K ids of TopK(mu) and the sampled one, with a gradient to ``logits`` [T, V]."""
+    log_pi, log_mu = logits.log_softmax(-1), mu_logits.log_softmax(-1)
+    ids = log_mu.topk(k).indices
+    at = sampled[:, None]
+    valid = torch.cat([torch.ones_like(ids, dtype=torch.bool), ~(ids == at).any(1, True)], 1)
+    return TokenInputs(
+        log_probs=log_pi.gather(1, at)[:, 0], rollout_log_probs=log_mu.gather(1, at)[:, 0],
+        advantages=advantages, loss_mask=torch.ones(len(sampled), dtype=torch.bool),
+        topk_log_probs=torch.cat([log_pi.gather(1, ids), log_pi.detach().gather(1, at)], 1),
+        rollout_topk_log_probs=log_mu.gather(1, torch.cat([ids, at], 1)), topk_valid=valid,
+    )  # fmt: skip
+
+
+def expected_gradient(logits, mu_logits, k, name="score-centering", **options):
+    """By the logits, exactly: the mean over what mu samples of a state's loss with A = 1."""
+    vocabulary = logits.shape[-1]
+    each = logits.expand(vocabulary, -1)
+    algorithm = build_algorithm(name, options)
+    everything = torch.arange(vocabulary)
+    mu = mu_logits.softmax(-1)
+    x = centered_inputs(each, mu_logits.expand(vocabulary, -1), everything, k, mu)
+    (gradient,) = torch.autograd.grad(policy_loss(algorithm, x).loss, logits)
+    return gradient
+
+
+def two_policies(seed, vocabulary=7, spread=1.5):
+    g = torch.Generator().manual_seed(seed)
+    mu = torch.randn(vocabulary, generator=g, dtype=F64)
+    pi = mu + spread * torch.randn(vocabulary, generator=g, dtype=F64)
+    return pi.requires_grad_(), mu
+
+
+@pytest.mark.parametrize("ratio_cap", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_centered_score_has_the_mean_zero_under_mu(seed, ratio_cap):
+    """With the whole of mu; truncated importance sampling alone does not."""
+    pi, mu = two_policies(seed)
+    centered = expected_gradient(pi, mu, 7, ratio_cap=ratio_cap)
+    torch.testing.assert_close(centered, torch.zeros_like(mu), rtol=0, atol=1e-14)
+    assert expected_gradient(pi, mu, 7, "pg-tis", ratio_cap=ratio_cap).norm() > 0.01
+
+
+def test_a_centered_score_has_the_mean_zero_where_the_tail_is_proportional():
+    """K = 3 of 7: mu of the other four is 1.7 times pi, but for normalisation."""
+    pi, mu = two_policies(8)
+    rare = mu.topk(4, largest=False).indices
+    with torch.no_grad():
+        # Below the others in mu whatever their order there.
+        mu[rare] = pi.detach()[rare] - pi.detach().logsumexp(0) - 4 + math.log(1.7)
+    gradient = expected_gradient(pi, mu, 3, ratio_cap=0.8)
+    torch.testing.assert_close(gradient, torch.zeros_like(mu), rtol=0, atol=1e-14)
+
+
+def test_centering_by_hand():
+    # mu (.5, .3 | .2), pi (.6, .1 | .3), C = 2: rho = 2/3, min(1, 4/3) = 1; c = min(.6, 1) - .6, min(.1, .6) - .1 = 0.
+    # C = 1: min(1, 2/3): c = .5 - .4, .1 - .1 2/3.
+    mu, pi = torch.tensor([[0.5, 0.3, 0.2]], dtype=F64), torch.tensor([[0.6, 0.1, 0.3]], dtype=F64)
+    x = centered_inputs(pi.log(), mu.log(), torch.tensor([2]), 2, torch.ones(1, dtype=F64))
+    assert rules.centering(x, 2.0).tolist() == [pytest.approx([0.0, 0.0])]
+    assert rules.centering(x, 1.0).tolist() == [pytest.approx([0.1, 0.1 / 3])]
+
+
+def test_centering_is_nothing_on_policy_and_adds_no_value():
+    pi, mu = two_policies(3)
+    same = centered_inputs(mu[None], mu[None], torch.tensor([4]), 3, torch.ones(1, dtype=F64))
+    assert rules.centering(same, 2.0).abs().max() < 1e-15
+    x = centered_inputs(pi[None], mu[None], torch.tensor([4]), 3, -torch.ones(1, dtype=F64))
+    plain = policy_loss(build_algorithm("pg-tis", {"ratio_cap": 2}), x)
+    centered = policy_loss(build_algorithm("score-centering"), x)
+    assert centered.loss.item() == plain.loss.item()
+    blocked = replace(x, rollout_log_probs=torch.tensor([-math.inf], dtype=F64))
+    (gradient,) = torch.autograd.grad(
+        policy_loss(build_algorithm("score-centering"), blocked).loss, pi
+    )
+    assert (gradient == 0).all()
+
+
+def test_a_token_s_factor_scales_its_centering_too():
+    pi, mu = two_policies(6)
+    x = centered_inputs(pi[None], mu[None], torch.tensor([1]), 3, torch.ones(1, dtype=F64))
+    algorithm = build_algorithm("score-centering", {"ratio_cap": 0.5})
+    scaled = policy_loss(algorithm, x, torch.full((1,), 0.25, dtype=F64)).loss
+    (quarter,) = torch.autograd.grad(scaled, pi, retain_graph=True)
+    (whole,) = torch.autograd.grad(policy_loss(algorithm, x).loss, pi)
+    torch.testing.assert_close(quarter, whole / 4)

@@ -73,7 +73,6 @@ def test_agrees_with_the_dense_twin(backend, dtype, with_entropy, temperature):
     torch.testing.assert_close(stats.log_probs.double(), twin.log_probs, **close)
     torch.testing.assert_close(stats.topk_log_probs.double(), twin.topk_log_probs, **close)
     assert stats.topk_log_probs[3, 3] == -math.inf
-    assert not stats.topk_log_probs.requires_grad
     if with_entropy:
         torch.testing.assert_close(stats.entropy.double(), twin.entropy, **close)
 
@@ -85,6 +84,38 @@ def test_agrees_with_the_dense_twin(backend, dtype, with_entropy, temperature):
     assert error <= limit
     assert (leaf.grad[:, V:] == 0).all()
     assert (leaf.grad[::4] == 0).all()
+
+
+def loss_at_ids(stats, weights, topk):
+    """Of random weights at every id of the Top-K, in some rows of a sum that is 0, in others of no gradient at all."""
+    g = torch.Generator().manual_seed(9)
+    at_ids = torch.randn(T, K, generator=g, dtype=torch.float64)
+    at_ids[1] -= (at_ids[1].sum() + weights[0, 1]) / K
+    at_ids[::4] = 0
+    values = torch.where(topk >= 0, stats.topk_log_probs, 0.0)
+    return loss_of(stats, weights) + (at_ids * values).sum()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(("backend", "dtype"), CASES)
+def test_a_gradient_flows_through_every_id(backend, dtype, with_entropy, temperature):
+    logits, ids, topk, weights = problem(dtype)
+    logits[2, ids[2]] = 40.0  # p is 1 but for 1e-13: 1 - p is no difference of two numbers
+    options = {"vocab_size": V, "temperature": temperature, "topk_ids": topk,
+               "with_entropy": with_entropy}  # fmt: skip
+    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    loss_at_ids(policy_stats(leaf, ids, backend=backend, **options), weights, topk).backward()
+    loss_at_ids(dense_policy_stats(exact, ids, **options), weights, topk).backward()
+    error = (leaf.grad.double() - exact.grad).norm() / exact.grad.norm()
+    assert error <= {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
+    assert (leaf.grad[:, V:] == 0).all()
+    assert (leaf.grad[::4] == 0).all()
+    at_ids = topk.clamp(min=0)
+    difference = leaf.grad.double().gather(1, at_ids) - exact.grad.gather(1, at_ids)
+    # Each of them was rounded once.
+    rounding = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2.01**-8}[dtype]
+    assert (difference.abs() <= rounding * exact.grad.gather(1, at_ids).abs() + 1e-6).all()
 
 
 @pytest.mark.parametrize("backend", ["eager", "cpp"])

@@ -86,7 +86,8 @@ def test_what_each_algorithm_costs_is_declared():
     assert {n: a.topk for n, a in built.items() if a.topk} == {
         **dict.fromkeys(
             ["dppo-topk-tv", "dppo-topk-kl", "cppo-topk-tv", "pdm-aggregated", "pdm-uniform"], 20
-        )
+        ),
+        "score-centering": 32,
     }
     assert {n for n, a in built.items() if a.needs_full_distribution} == {
         "dppo-exact-tv",
@@ -98,8 +99,9 @@ def test_what_each_algorithm_costs_is_declared():
         "recomputed-exact-kl",
     }
     assert {n for n, a in built.items() if a.reads_topk} == {
-        n for n in PRESETS if "topk" in n or "exact" in n or "pdm" in n
+        n for n in PRESETS if "topk" in n or "exact" in n or "pdm" in n or "center" in n
     }
+    assert {n for n, row in PRESETS.items() if row.centers} == {"score-centering"}
     assert {n for n, row in PRESETS.items() if row.sequences} == {
         "gspo", "cppo-binary-tv", "cppo-topk-tv", "gmpo", "minpro", "trm-max", "trm-mean",
         "geometric-mask", "off-policy-sequence-mask",

@@ -160,7 +160,7 @@ RADIUS = {
 """Where training from mu = (1/2, 1/2) must stop: |pi - mu|, worked by hand from each mask."""
 UNCONFINED = [
     "pg-is", "pg-tis", "cispo", "drpo", "mask-0.5", "mask-0.8", "mask-0.5-recompute",
-    "sapo", "minpro", "trm-max", "off-policy-sequence-mask",
+    "sapo", "minpro", "score-centering", "trm-max", "off-policy-sequence-mask",
 ]  # fmt: skip
 BOTH_WAYS = ["dppo-symmetric", "kpop", "trm-max", "trm-mean", "geometric-mask"]
 """They block whatever is far from mu, also on its way back."""
