@@ -249,9 +249,19 @@ def copy_bandwidth(device: str, numel: int, dtype: torch.dtype) -> float:
 
 # Overhead of a mask in a policy update, paired with the same update without a mask.
 
-NEVER = {"tv_threshold": 1.0, "kl_threshold": 1e9}
+NEVER = {
+    "tv_threshold": 1.0, "kl_threshold": 1e9, "clip_low": 1.0, "clip_high": 1e9, "log_clip": 1e9,
+    "budget_high": 1.0, "budget_low": 1.0, "largest_k2": 1e9, "mean_k3": 1e9, "drift_threshold": 1e9,
+    "sequence_low": 0.0, "sequence_high": 1e9,
+}  # fmt: skip
 """Thresholds that no token exceeds: every mask runs and blocks nothing."""
-MASKS = ("dppo-binary-tv", "dppo-binary-kl", "dppo-topk-tv", "dppo-topk-kl")
+MASKS = (
+    "dppo-binary-tv", "dppo-binary-kl", "dppo-topk-tv", "dppo-topk-kl", "dppo-symmetric", "kpop", "bpo", "sapo",
+    "gspo", "gmpo", "minpro", "trm-max", "trm-mean", "geometric-mask", "off-policy-sequence-mask",
+    "cppo-binary-tv", "cppo-topk-tv", "pdm-aggregated", "pdm-uniform", "score-centering",
+)  # fmt: skip
+RESPONSE_TOKENS = 128
+"""Tokens of each response, for rules that look at whole ones."""
 
 
 class Update:
@@ -275,6 +285,8 @@ class Update:
         if dead is not None:
             self.advantages[dead] = 0
         self.trained = torch.ones(tokens, dtype=torch.bool, device=bench.device)
+        self.responses = torch.arange(tokens, device=bench.device) // RESPONSE_TOKENS
+        self.tail = torch.full_like(self.responses, bench.inputs.vocab_size - k - 1)
 
     def statistics(self, logits: Tensor, topk: bool) -> PolicyStats:
         """Call policy_stats as the trainer does."""
@@ -291,9 +303,10 @@ class Update:
     def inputs(self, stats: PolicyStats) -> TokenInputs:
         """Inputs of the loss; with Top-K if ``stats`` has it."""
         assert stats.entropy is not None
-        topk = None
-        if stats.topk_log_probs is not None:
-            topk = torch.cat([stats.topk_log_probs, stats.log_probs.detach()[:, None]], 1)
+        topk = stats.topk_log_probs
+        if topk is not None:
+            topk = topk if self.algorithm.preset.centers else topk.detach()
+            topk = torch.cat([topk, stats.log_probs.detach()[:, None]], 1)
         return TokenInputs(
             log_probs=stats.log_probs,
             rollout_log_probs=self.rollout,
@@ -303,6 +316,8 @@ class Update:
             rollout_topk_log_probs=None if topk is None else self.rollout_topk,
             topk_valid=None if topk is None else self.valid,
             entropy=stats.entropy.detach(),
+            sequence_ids=self.responses,
+            tail_ids=self.tail,
         )
 
     def run(self) -> dict[str, float]:
@@ -357,7 +372,7 @@ def evenly_spread(count: int, share: float) -> Tensor:
 
 def _never(name: str, topk: int) -> dict[str, float | int]:
     wanted = {k: v for k, v in NEVER.items() if k in build_algorithm(name).numbers}
-    return {**wanted, **({"topk": topk} if "topk" in name else {})}
+    return {**wanted, **({"topk": topk} if build_algorithm(name).topk else {})}
 
 
 def _row(
