@@ -48,7 +48,7 @@ def error(value, expected):
 
 @pytest.mark.parametrize("through_ids", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
-@pytest.mark.parametrize("widths", [(H,), (H, 3)])
+@pytest.mark.parametrize("widths", [(H,), (H, 3, 2)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_agrees_with_the_dense_twin(dtype, widths, chunk_tokens, through_ids):
     pairs, ids, topk, counted, weights = problem(dtype, widths)
@@ -80,12 +80,32 @@ def test_agrees_with_the_dense_twin(dtype, widths, chunk_tokens, through_ids):
             assert error(leaf.grad, twin_leaf.grad) <= limit
 
 
+@pytest.mark.parametrize("frozen", [0, 1, 2, 3])
+def test_what_needs_no_gradient_gets_none_and_the_others_theirs(frozen):
+    """Of two factors' hidden states and weights, in that order, one is frozen."""
+    pairs, ids, *_ = problem(widths=(H, 3))
+    got, twins = leaves(pairs), leaves(pairs, torch.float64)
+    for tensors in (got, twins):
+        [x for pair in tensors for x in pair][frozen].requires_grad_(False)
+    for stats_of, tensors in ((head_stats, got), (dense_head_stats, twins)):
+        stats = stats_of([HeadFactor(*p) for p in tensors], ids, vocab_size=V)
+        stats.log_probs.sum().backward()
+    for number, (leaf, twin) in enumerate(
+        (x, y)
+        for pair, other in zip(got, twins, strict=True)
+        for x, y in zip(pair, other, strict=True)
+    ):
+        assert (leaf.grad is None) == (number == frozen)
+        assert number == frozen or error(leaf.grad, twin.grad) <= 3e-6
+
+
 def test_all_tokens_count_where_none_are_named():
     pairs, ids, *_ = problem()
     stats = head_stats([HeadFactor(*pairs[0])], ids, vocab_size=V)
     twin = dense_head_stats([HeadFactor(*pairs[0])], ids, vocab_size=V)
     assert error(stats.log_probs, twin.log_probs) <= 3e-6
     assert (stats.topk_log_probs, stats.entropy) == (None, None)
+    assert (twin.topk_log_probs, twin.entropy) == (None, None)
 
 
 def test_a_token_that_does_not_count_is_never_read():
@@ -249,6 +269,7 @@ def test_memory_beyond_hidden_states_and_weight_is_less_than_two_chunks_of_logit
 
 BAD = {
     "widths": ({}, {"weight": torch.zeros(COLUMNS, 3)}, r"expected \[T, H\] and \[C, H\]"),
+    "axes": ({}, {"hidden": torch.zeros(T, H, 1)}, r"expected \[T, H\] and \[C, H\]"),
     "dtypes": ({}, {"weight": torch.zeros(COLUMNS, H, dtype=torch.bfloat16)}, "expected one dtype"),
     "main gradient": ({}, {"main_gradient": torch.zeros(3, H)}, "main_gradient is torch.float32"),
     "counted": ({"counted": torch.zeros(T)}, {}, r"expected torch.bool \(37,\)"),
