@@ -67,6 +67,7 @@ DTYPES = {
     "topk_ids": ("int32",),
     "topk_log_probs": ("float32",),
     "weight_version": ("int32",),
+    "routing_version": ("int32",),
     "routed_experts": ("uint8", "uint16"),
     "loss_log_probs": ("float32",),
     "loss_recomputed_log_probs": ("float32",),
@@ -85,16 +86,17 @@ def test_what_each_column_is():
 
     loss = {name for name in DTYPES if name.startswith("loss_")}
     topk = {"topk_ids", "topk_log_probs"}
+    versions = {"weight_version", "routing_version"}
     assert set(LOSS_COLUMNS) == loss
     assert where(lambda c: c.rows is Rows.INPUT) == {"routed_experts"}
     assert where(lambda c: c.rows is Rows.SAMPLED) == DTYPES.keys() - {"routed_experts"}
     log_probs = {f"{of}_log_probs" for of in ("rollout", "recomputed", "reference")}
     assert where(lambda c: c.read_by is ReadBy.LAST) == log_probs | topk
-    assert where(lambda c: c.read_by is ReadBy.ALL) == loss | {"weight_version", "routed_experts"}
+    assert where(lambda c: c.read_by is ReadBy.ALL) == loss | versions | {"routed_experts"}
     assert where(lambda c: c.fill == -1) == {"topk_ids"}
     assert where(lambda c: c.fill == 0) == DTYPES.keys() - {"topk_ids"}
-    assert where(lambda c: not c.complete) == loss | {"routed_experts"}
-    assert where(lambda c: not c.packed) == loss | {"weight_version"}
+    assert where(lambda c: not c.complete) == loss | {"routed_experts", "routing_version"}
+    assert where(lambda c: not c.packed) == loss | versions
     assert where(lambda c: c.usable is not None) == {"routed_experts"}
     assert where(lambda c: c.trailing == ("topk",)) == topk
     assert columns["routed_experts"].trailing == ("moe_layers", "experts_per_token")
@@ -117,6 +119,10 @@ def test_what_each_column_is():
 def test_values_that_cannot_be_are_refused_with_their_place(columns, message):
     with pytest.raises(ValueError, match=f"response 0 to {message}"):
         trajectory([1], [2], **columns).check()
+
+
+def test_both_columns_of_topk_pass_without_a_further_one():
+    trajectory([1], [2], topk_ids=[[3, -1]], topk_log_probs=[[-1.0, 0.5]]).check()
 
 
 def test_a_complete_column_is_of_all_or_of_none():
