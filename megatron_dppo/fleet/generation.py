@@ -79,7 +79,8 @@ class GenerationClient(Protocol):
 class GenerationLimits:
     """Bounds of ``generate_many``; times in seconds.
 
-    ``concurrency``: responses in flight. ``request_timeout_s``: one attempt at one response.
+    ``concurrency``: responses in flight. ``request_timeout_s``: one attempt at one response, without the time in which
+    servers stand still.
     ``hang_timeout_s``: a server that generates nothing for so long, not even for a health check,
     counts as lost. ``responses_per_call``: responses that share one HTTP call, which saves the
     server work on very short ones, but they finish, time out and are lost together.
@@ -111,6 +112,7 @@ class Slots:
 
     Who waits longest for a slot is not who gets it, but the generation with the lowest ``order``: a batch that is
     trained on next goes before one that is drawn ahead. ``busy_s``: how long at least one slot was taken, and not held.
+    While servers stand still, the calls' time limits do, too.
     """
 
     def __init__(self, count: int) -> None:
@@ -119,7 +121,8 @@ class Slots:
         self._arrivals = itertools.count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._held = False
-        # The rank's thread holds slots and asks how busy they were; calls take them in the loop's.
+        self._left_s: dict[asyncio.Timeout, float] = {}
+        # The rank's thread asks how busy slots were; calls take them in the loop's.
         self._noting = threading.Lock()
         self._was_busy = False
         self._busy_s = 0.0
@@ -134,6 +137,26 @@ class Slots:
         """Whether servers stand still for a weight update or a trainer: nothing is busy then."""
         self._held = held
         self._note()
+        now = asyncio.get_running_loop().time()
+        for limit, left in self._left_s.items():
+            # One that has just run out can't be moved any more.
+            if limit.expired():
+                continue
+            until = limit.when()
+            if until is not None:
+                self._left_s[limit] = until - now
+            limit.reschedule(None if held else now + left)
+
+    @asynccontextmanager
+    async def limited(self, seconds: float) -> AsyncIterator[None]:
+        """A block that raises TimeoutError after so many seconds in which servers did not stand still."""
+        now = asyncio.get_running_loop().time()
+        async with asyncio.timeout_at(None if self._held else now + seconds) as limit:
+            self._left_s[limit] = seconds
+            try:
+                yield
+            finally:
+                del self._left_s[limit]
 
     @asynccontextmanager
     async def taken(self, order: int) -> AsyncIterator[None]:
@@ -470,7 +493,7 @@ class _Generation:
             self._attempts[indices[0]] += 1
             self._in_flight[rid] = len(indices)
             try:
-                async with asyncio.timeout(self._limits.request_timeout_s):
+                async with self._slots.limited(self._limits.request_timeout_s):
                     results = await self._client.generate(requests, rid)
             except TimeoutError:
                 reason = f"no response within {self._limits.request_timeout_s} s"

@@ -105,11 +105,22 @@ class _Connections:
 
     def hold(self) -> None:
         """The servers are about to stand still, until they serve again. Collective."""
-        self.runner.run(self.client.hold(abort=self._aborts))
-        self.slots.hold(True)
+        self.runner.run(self._hold())
         if self._aborts:
             # Nobody's call may be in flight any more when the servers are paused.
             collectives.barrier()
+
+    def serve(self, members: Sequence[membership.Member], version: int) -> None:
+        """``members`` have committed weight ``version``: generation goes on."""
+        self.runner.run(self._serve(members, version))
+
+    async def _hold(self) -> None:
+        await self.client.hold(abort=self._aborts)
+        self.slots.hold(True)
+
+    async def _serve(self, members: Sequence[membership.Member], version: int) -> None:
+        await self.client.serve(members, version)
+        self.slots.hold(False)
 
     def close(self) -> None:
         """Abort what is under way on the servers, and close the connections."""
@@ -323,20 +334,15 @@ class EngineSession:
         self.updates.verified += report.verified
         if self._membership is not None:
             self._membership.commit(self._members, version)
-            self._serve(version)
+            self._connections.serve(self._members, version)
         # Rank 0 has informed the router, which the others ask.
         collectives.barrier()
         if self._membership is None:
-            self._serve(version)
+            self._connections.serve(self._members, version)
         for generation in self._under_way:
             if generation.is_lost:
                 generation.end()
                 self._connections.resume(generation, self._stop)
-
-    def _serve(self, version: int) -> None:
-        connections = self._connections
-        connections.runner.run(connections.client.serve(self._members, version))
-        connections.slots.hold(False)
 
     # --- devices that trainer and servers share
 

@@ -272,3 +272,82 @@ def test_slots_are_busy_while_one_is_taken_and_servers_do_not_stand_still(monkey
         return slots.busy_s
 
     assert asyncio.run(work()) == 2 + 4 + 16
+
+
+class HandClock(asyncio.SelectorEventLoop):
+    """An event loop whose time goes on when it is told to."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    async def pass_time(self, seconds: float) -> None:
+        """What has begun has begun by then, and what falls due meanwhile is done."""
+        for step_s in (0, seconds):
+            self.now_s += step_s
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+
+def test_time_limits_stand_still_with_the_servers():
+    """Limits of 10 s: one of a call in flight, one of a call that began while nobody served, which has all of its time
+    before it, and one that ran out as the servers stopped."""
+    loop = HandClock()
+    over: list[str] = []
+
+    async def call(slots: Slots, name: str) -> None:
+        try:
+            async with slots.limited(10):
+                await asyncio.get_running_loop().create_future()
+        except TimeoutError:
+            over.append(name)
+
+    async def work() -> None:
+        slots = Slots(1)
+        late = asyncio.create_task(call(slots, "late"))
+        await loop.pass_time(4)
+        begun = asyncio.create_task(call(slots, "begun"))
+        await loop.pass_time(5)
+        loop.now_s += 1.5
+        # Its timer has run by then, and it itself has not yet heard of it.
+        for _ in range(2):
+            await asyncio.sleep(0)
+        slots.hold(True)
+        slots.hold(True)  # an update that failed, and the next one
+        held = asyncio.create_task(call(slots, "held"))
+        await loop.pass_time(1000)
+        assert over == ["late"]
+        slots.hold(False)
+        await loop.pass_time(3.4)
+        assert over == ["late"]
+        await loop.pass_time(0.2)
+        assert over == ["late", "begun"]
+        await loop.pass_time(6.3)
+        assert over == ["late", "begun"]
+        await loop.pass_time(0.2)
+        assert over == ["late", "begun", "held"]
+        await asyncio.gather(late, begun, held)
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(work())
+
+
+def test_a_call_over_a_long_update_is_not_asked_again():
+    """It outlives its limit many times over while servers stand still."""
+
+    async def work() -> list[int]:
+        slots, served = Slots(1), asyncio.Event()
+
+        async def wait(key: int, attempt: int) -> None:
+            await served.wait()
+
+        client, limits = ScriptedClient(wait), GenerationLimits(1, request_timeout_s=0.02)
+        slots.hold(True)
+        drawing = asyncio.create_task(generate_many(client, requests(1), limits, slots=slots))
+        await asyncio.sleep(0.2)
+        served.set()
+        assert list(await drawing) == [0]
+        return [len(client.rids), len(client.aborted)]
+
+    assert asyncio.run(work()) == [1, 0]
