@@ -16,10 +16,10 @@ import numpy as np
 from megatron_dppo.data.columns import Rows, declared
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.protocol import GenerationRequest
+from megatron_dppo.engine.recordings import ABORTING
 
 _ROUTING, _RECORDED = "routed_experts", "routing_version"
 _LOST = -1
-_ABORTING = "sglang.srt.managers.scheduler.Scheduler.abort_request"
 
 
 class Decode(Protocol):
@@ -183,7 +183,7 @@ def register() -> None:
     """In each process of a server, before SGLang applies its plugins' hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_ABORTING, answer_waiting, HookType.BEFORE)
+    HookRegistry.register(ABORTING, answer_waiting, HookType.BEFORE)
 
 
 def answer_waiting(scheduler: Any, aborted: Any) -> None:

@@ -17,6 +17,7 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -39,6 +40,8 @@ STORED_S = 900.0
 """A recording that was not fetched for so long belongs to an answer that nobody waits for."""
 Way = Literal["shared memory", "binary HTTP answers"]
 
+ABORTING = "sglang.srt.managers.scheduler.Scheduler.abort_request"
+_MOST_GIVEN_UP = 4096
 _MAGIC = b"megatron_dppo recording 1 "
 Hexadecimal = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 """128 bits."""
@@ -257,7 +260,9 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     folders = [Path(folder) for folder in json.loads(os.environ[FOLDERS_VARIABLE])]
-    HookRegistry.register(_COLLECTED, Outlet(RecordingStore(folders)), HookType.AFTER)
+    outlet = Outlet(RecordingStore(folders))
+    HookRegistry.register(_COLLECTED, outlet, HookType.AFTER)
+    HookRegistry.register(ABORTING, outlet.give_up, HookType.BEFORE)
 
 
 class Outlet:
@@ -265,6 +270,14 @@ class Outlet:
 
     def __init__(self, store: RecordingStore) -> None:
         self._store = store
+        # Long enough for all that one client has in flight; what it forgets is stored, and goes after its time.
+        self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
+
+    def give_up(self, scheduler: Any, aborted: Any) -> None:
+        """Before an abort. One that names requests, or follows a broken connection, is of answers that nobody reads; an
+        abort of all is for an update, and they are read."""
+        if not aborted.abort_all:
+            self._given_up.append(aborted.rid)
 
     def __call__(self, result: Any, processor: Any, request: Any) -> None:
         import torch
@@ -273,8 +286,12 @@ class Outlet:
 
         recorded = request.routed_experts
         reason = request.finished_reason
+        is_aborted = isinstance(reason, FINISH_ABORT)
         # A response that an update ended early goes on from here; after an error of the server nobody reads it.
-        failed = isinstance(reason, FINISH_ABORT) and reason.status_code is not None
+        failed = is_aborted and reason.status_code is not None
+        if is_aborted and any(request.rid.startswith(rid) for rid in self._given_up):
+            request.routed_experts = None
+            return
         # The first rank alone answers.
         if recorded is None or failed or get_parallel().attn_tp_rank != 0:
             return

@@ -628,9 +628,17 @@ def test_an_engine_that_fits_is_accepted_and_others_are_refused(runner, client, 
         runner.run(check_engine(ServerSections.of(run_config(tmp_path)), client))
 
 
-def test_an_abort_ends_one_request(runner, client):
+def recorded_in_memory(engine: EngineProcess) -> list[Path]:
+    (folder,) = SHARED_MEMORY.glob(f"mdppo-*-{engine.pid}-*routing-*")
+    return list(folder.iterdir())
+
+
+def test_an_abort_ends_one_request(runner, engine, client, model):
+    """What was recorded of it is not kept: nobody reads an answer to a request that was given up."""
+    routed = RoutedShape.of_model(load_model_shape(model))
+
     async def abort_one() -> tuple[list, float]:
-        requests = long_requests(2)
+        requests = [replace(r, columns={"routed_experts": routed}) for r in long_requests(2)]
         calls = [
             asyncio.create_task(client.generate([request], f"abort-{i}"))
             for i, request in enumerate(requests)
@@ -640,6 +648,7 @@ def test_an_abort_ends_one_request(runner, client):
         await asyncio.gather(client.abort("abort-0"), client.abort("abort-unknown"))
         outcome = await asyncio.gather(calls[0], return_exceptions=True)
         seconds = time.monotonic() - start
+        assert recorded_in_memory(engine) == []
         still_running = not calls[1].done()
         await client.control("/abort_request", {"abort_all": True})
         outcome += await asyncio.gather(calls[1], return_exceptions=True)
