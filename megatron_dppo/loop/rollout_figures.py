@@ -69,6 +69,11 @@ def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
     }
 
 
+def trained_figures(batch: Sequence[TrajectoryFacts]) -> dict[str, float]:
+    """Of the responses that are trained on."""
+    return {names.RESPONSE_LENGTH_TRAINED: sum(t.sampled for t in batch) / len(batch)}
+
+
 def file_figures(
     batch: Sequence[TrajectoryFacts], files: TrainingFiles, group_size: int
 ) -> dict[str, float]:

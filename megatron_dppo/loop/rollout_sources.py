@@ -241,6 +241,7 @@ class GeneratedRollouts:
             )
         rollout_figures.check_staleness(batch, draft.step, self.rollout.max_staleness)
         figures = rollout_figures.generated_figures(draft.rows)
+        figures |= rollout_figures.trained_figures(batch)
         figures |= rollout_figures.staleness_figures(batch, draft.step)
         figures |= rollout_figures.interruption_figures(batch)
         if draft.redrawn:

@@ -305,7 +305,14 @@ REWARD_TIMEOUTS = _metric(
 )
 REWARD_CRASHES = _metric("reward/crashes", "checks whose process died, since the record before")
 RESPONSE_LENGTH = _metric(
-    "rollout/response_length", "mean tokens of a response", line=Line("length", "length")
+    "rollout/response_length",
+    "mean tokens of a response, of all generated groups",
+    line=Line("length", "generated"),
+)
+RESPONSE_LENGTH_TRAINED = _metric(
+    "rollout/response_length_trained",
+    "the same of the responses that are trained on: another where what is left out is longer or shorter",
+    line=Line("length", "trained on", "third"),
 )
 TRUNCATED = _metric(
     "rollout/truncated",

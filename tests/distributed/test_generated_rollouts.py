@@ -17,7 +17,8 @@ PROMPTS, GROUP, STEPS = 6, 2, 4
 class ScriptedEngine:
     """Answers as ``EngineSession`` does, with the weights it had when it was asked.
 
-    Problems whose id ``flat`` divides earn nothing; of the others every first response is right.
+    Problems whose id ``flat`` divides earn nothing, with 3 tokens; of the others every first response is right, and
+    each has 2 tokens.
     """
 
     def __init__(self, flat: int) -> None:
@@ -35,27 +36,32 @@ class ScriptedEngine:
         )  # fmt: skip
 
     def finish(self, generation, held: int, *, mixes: bool):
-        from megatron_dppo.data.trajectory import Trajectory
-
         self.events.append(f"finish {generation.description} held {held}")
         answers = {
-            (i, s): Trajectory.of_response(
-                p.prompt_ids,
-                [3, 4],
-                problem_id=p.problem_id,
-                sample_index=s,
-                text="1" if s == 0 and p.problem_id % self._flat else "0",
-                columns={
-                    "rollout_log_probs": [-0.5, -0.25],
-                    "weight_version": [generation.version] * 2,
-                },
-            )
-            for i, p in enumerate(generation.job.problems)
+            (i, s): self._answer(problem, s, generation.version)
+            for i, problem in enumerate(generation.job.problems)
             for s in range(generation.job.group_size)
         }
         for key, trajectory in reversed(answers.items()):  # in whatever order they come
             generation.on_response(key, trajectory)
         return list(answers.values())
+
+    def _answer(self, problem, sample: int, version: int):
+        from megatron_dppo.data.trajectory import Trajectory
+
+        useful = problem.problem_id % self._flat != 0
+        count = 2 if useful else 3
+        return Trajectory.of_response(
+            problem.prompt_ids,
+            [3, 4, 4][:count],
+            problem_id=problem.problem_id,
+            sample_index=sample,
+            text="1" if sample == 0 and useful else "0",
+            columns={
+                "rollout_log_probs": [-0.5, -0.25, -0.5][:count],
+                "weight_version": [version] * count,
+            },
+        )
 
 
 def two_leaders() -> Any:
@@ -412,7 +418,9 @@ def test_the_reported_reward_is_that_of_all_generated_groups(runs):
         assert figures["reward/mean"] == pytest.approx(0.5 * (count - flat) / count)
         assert figures["reward/groups_without_spread"] == pytest.approx(flat / count)
         assert figures["reward/mean_trained"] == 0.5
-        assert figures["rollout/tokens"] == count * GROUP * 2
+        assert figures["rollout/tokens"] == GROUP * (2 * count + flat)
+        assert figures["rollout/response_length"] == pytest.approx(2 + flat / count)
+        assert figures["rollout/response_length_trained"] == 2
 
 
 def test_a_batch_that_finds_no_spread_is_filled_up(runs):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import random
 import threading
 import time
 import urllib.error
@@ -15,17 +17,21 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.sampling import ProblemSampler, ReturningSampler
+from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.generation import (
+    GenerationJob,
     GenerationLimits,
     Results,
     generate_many,
@@ -306,6 +312,85 @@ def test_a_restarted_server_joins_and_a_failing_one_is_left_out_of_one_update(
         tokens, log_probs = runner.run(draw(member, version=3))
         expected = reference_log_probs(exported, tokens)[-len(log_probs) :]
         assert log_probs == pytest.approx(expected, abs=1e-4)
+
+
+PROMPTS, GROUP, STEPS = 8, 4, 3
+
+
+def budget(problem: int, sample: int) -> int:
+    """Tokens of a response, from a long tail: half have 4 to 7, one in twenty 100 or more."""
+    return min(int(4 * random.Random(100 * problem + sample).paretovariate(0.9)), 110)
+
+
+@dataclass(frozen=True)
+class BudgetJob(GenerationJob):
+    """Each response has its own number of tokens, and does not end before."""
+
+    def _sampling(self, position: int, sample: int) -> SamplingParams:
+        tokens = budget(self.problems[position].problem_id, sample)
+        return replace(self.sampling, max_new_tokens=tokens, ignore_eos=True)
+
+
+def train_in_each_mode(config_json: str) -> dict[str, dict[str, Any]]:
+    """On a rank: what a loop of ``STEPS`` steps trains on, two batches ahead, by what updates do with responses."""
+    from megatron_dppo.loop.engine_session import EngineSession
+    from megatron_dppo.loop.rollout_sources import GeneratedRollouts
+    from megatron_dppo.metrics.progress import PhaseTimer
+    from megatron_dppo.rewards.verifier import Verifier
+    from megatron_dppo.trainer.trainer import Trainer
+
+    config, found = TrainConfig.model_validate_json(config_json), {}
+    trainer, environment = Trainer(config), dict(os.environ)
+    problems = [Problem(i, "p", "1", (3 + i, 7)) for i in range(64)]
+    for mode in ("drain", "retract", "abort"):
+        # A session takes the servers' keys out of it.
+        os.environ.update(environment)
+        settings = config.rollout.model_copy(
+            update={"interrupt": mode, "max_staleness": 2, "max_concurrent_requests": 4}
+        )
+        session = EngineSession(
+            config.model_copy(update={"rollout": settings}), trainer, stop=lambda: False
+        )
+        decode = (lambda ids, special=True: "") if mode == "abort" else None
+        with session, Verifier("exact_integer", 1.0, 1) as verifier:
+            session.connect()
+            session.update_weights(0)
+            source = GeneratedRollouts(
+                settings, config.algorithm, trainer.topology, session, verifier,
+                BudgetJob((), GROUP, SamplingParams(110), decode=decode), problems,
+                ReturningSampler(ProblemSampler(64, seed=5)), PhaseTimer(), STEPS,
+            )  # fmt: skip
+            batches = []
+            for step in range(1, STEPS + 1):
+                batches.append(source.collect(step))
+                source.settle(step)
+                session.update_weights(step)
+                source.run_ahead(step)
+        found[mode] = {
+            "lengths": [
+                [t.problem_id, t.sample_index, t.sampled] for b in batches for t in b.outlines
+            ],
+            "figures": [b.figures for b in batches],
+        }
+    return found
+
+
+def test_long_responses_are_trained_on_as_often_as_short_ones(fleet, config):
+    """Whatever an update does with them: each is there once, with all of its tokens."""
+    fleet.members(2)
+    [found] = run_ranks(
+        "tests.integration.test_fleet:train_in_each_mode", 1, config.model_dump_json()
+    )
+    drawn = ProblemSampler(64, seed=5).next(STEPS * PROMPTS)
+    expected = [[p, s, budget(p, s)] for p in drawn for s in range(GROUP)]
+    lengths = sorted(tokens for *_, tokens in expected)
+    assert lengths[len(lengths) // 2] * 10 < lengths[-1]  # a tail
+    for mode, trained in found.items():
+        assert trained["lengths"] == expected, mode
+        interrupted = [f.get("rollout/interrupted", 0) for f in trained["figures"]]
+        assert (max(interrupted) > 0) == (mode != "drain"), mode
+        for figures in trained["figures"]:
+            assert figures["rollout/response_length_trained"] == figures["rollout/response_length"]
 
 
 async def draw(member: Member, version: int) -> tuple[list[int], list[float]]:

@@ -19,6 +19,7 @@ from megatron_dppo.loop.rollout_figures import (
     selection_figures,
     speed_figures,
     staleness_figures,
+    trained_figures,
     with_gap_named,
 )
 from megatron_dppo.loop.scoring import Selection
@@ -84,6 +85,8 @@ def test_figures_are_those_of_all_generated_groups():
         "rollout/truncated": 0.25,
         "rollout/tokens": 12,
     }
+    assert trained_figures(batch[2:]) == {"rollout/response_length_trained": 3.0}
+    assert trained_figures(batch[1:]) == {"rollout/response_length_trained": 10 / 3}
     figures = selection_figures(rows, Selection((1,), dropped=1), rounds=2)
     assert figures["reward/mean_trained"] == 0.5
     assert figures["rollout/groups_generated"] == 2
