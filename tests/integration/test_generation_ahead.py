@@ -1,9 +1,14 @@
-"""Generation ahead of training, in real runs: versions, updates in mid-response, a lost engine, stops, filtering."""
+"""Generation ahead of training, in real runs: versions, updates in mid-response, a lost engine, stops, filtering; and
+kills at random moments."""
 
 import json
+import random
 import signal
+import time
+from itertools import islice
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_dppo.data.batch_file import load_batch
@@ -177,3 +182,111 @@ def test_the_run_ends_as_a_synchronous_one_does(disturbed, resumed):
     version = json.loads((resumed.directory / "metrics.jsonl").read_text().splitlines()[-1])
     assert version["evaluation/sums/accuracy"] is not None
     assert version["weight_version"] == summary["steps"]
+
+
+# --- killed at random moments
+
+CHANCE = random.Random(5)
+"""Of the moments; they are told in shares of what the run has just taken, so that they are anywhere on any machine."""
+KILLED = (
+    *("rollout.max_staleness=2", "rollout.interrupt=abort", "rollout.max_concurrent_requests=4"),
+    *("evaluation.max_response_tokens=16", "evaluation.every=2", "checkpoint.every=2"),
+)
+LEARNING = (
+    *("engine.deterministic=true", "checkpoint.verify_export=false", "algorithm.name=pg-is"),
+    "rollout.max_response_tokens=48",
+    "reward.name=tests.unit.planted_rewards:of_every_character",
+)
+"""Every response has another reward, so that one that is trained on twice, or not, moves the weights."""
+
+
+def kill_server(run: TrainingRun) -> None:
+    run.find("launch_server").send_signal(signal.SIGKILL)
+
+
+def kill_run(run: TrainingRun) -> None:
+    """The supervisor first, so that it sees none of the others end."""
+    for process in reversed(run.family()):
+        process.kill()
+    psutil.wait_procs(run.family(), timeout=5)
+
+
+def last_step(directory: Path) -> int:
+    return max(steps_of(directory), default=0)
+
+
+def step_s(directory: Path) -> float:
+    """Seconds of the last recorded step."""
+    phases = {n: v for n, v in records_of(directory)[-1].items() if n.startswith("time/")}
+    return sum(v or 0 for name, v in phases.items() if name != "time/start_s")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Path:
+    """The folder of a run whose servers are killed twice, and it itself twice, and which ends at its third start."""
+    config = write_material(tmp_path_factory.mktemp("killed"))
+    words = (*KILLED, *LEARNING)
+    with TrainingRun(config, *words, "run.steps=1000") as run:
+        began, checkpoints = time.monotonic(), run.directory / "checkpoints"
+        run.wait_for(lambda: any(checkpoints.glob("step_??????")))
+        started_s = time.monotonic() - began
+        time.sleep(CHANCE.uniform(0, 2) * step_s(run.directory))
+        kill_server(run)
+        time.sleep(CHANCE.uniform(0, 2) * step_s(run.directory))
+        kill_run(run)
+    with TrainingRun(config, *words, "run.steps=1000") as run:
+        time.sleep(CHANCE.uniform(0, 1) * started_s)
+        kill_run(run)
+    reached = last_step(run.directory)
+    with TrainingRun(config, *words, f"run.steps={reached + 8}") as run:
+        # Records of what no checkpoint has are dropped first.
+        run.wait_for(lambda: "resumed from" in run.text)
+        run.wait_for_step(last_step(run.directory) + 1)
+        time.sleep(CHANCE.uniform(0, 1) * step_s(run.directory))
+        kill_server(run)
+        run.finish()
+        assert "restart 1 of 3" in run.text
+    return run.directory
+
+
+def test_kills_lose_no_prompt_and_train_none_twice(killed):
+    """The batches are those that a sampler which nobody disturbs hands out, each prompt with its responses once."""
+    found = batches(killed)
+    assert list(found) == list(range(1, len(found) + 1))
+    drawn = iter(ProblemSampler(64, seed=1).next(PROMPTS * len(found)))
+    for step, batch in found.items():
+        keys = [(t.problem_id, t.sample_index) for t in batch]
+        prompts = list(islice(drawn, PROMPTS))
+        assert keys == [(prompt, i) for prompt in prompts for i in range(GROUP)], step
+
+
+def test_kills_count_nothing_twice(killed):
+    records = records_of(killed)
+    assert [r["step"] for r in records] == list(range(len(records)))
+    for step, batch in batches(killed).items():
+        tokens = sum(t.sampled for t in batch)
+        assert records[step]["rollout/tokens"] == tokens
+        for name in ("rollout/response_length", "rollout/response_length_trained"):
+            assert records[step][name] == tokens / (PROMPTS * GROUP)
+        assert records[step]["policy/tokens"] == tokens
+        assert records[step]["optimizer/steps"] == PROMPTS // 4
+    for name, lines in {"samples.jsonl": 4, "masked_tokens.jsonl": 1}.items():
+        read = [json.loads(line) for line in (killed / name).read_text().splitlines()]
+        trained = [line["step"] for line in read if line.get("set", "training") == "training"]
+        assert trained == [r["step"] for r in records[1:] for _ in range(lines)], name
+    summary = summary_of(killed)
+    assert summary["weight_updates"] == summary["weight_updates_verified"] >= len(records)
+
+
+def test_kills_leave_the_weights_of_a_run_that_nobody_disturbed(killed, tmp_path):
+    """Another run trains on the recorded batches in one go: the same losses and weights, bit for bit."""
+    replay = (f"rollout.replay_from={killed}/rollouts", f"run.directory={tmp_path / 'replay'}")
+    steps = f"run.steps={last_step(killed)}"
+    with TrainingRun(killed.parent / "config.yaml", *LEARNING, *replay, steps) as run:
+        run.finish()
+    weights = [(d / "hf" / "model.safetensors").read_bytes() for d in (killed, run.directory)]
+    assert weights[0] == weights[1]
+    for name in ("optimizer/grad_norm", "loss/mean", "policy/tokens"):
+        one, other = ([r.get(name) for r in records_of(d)] for d in (killed, run.directory))
+        assert one == other
+        assert len(set(one)) > len(one) // 2
