@@ -8,6 +8,7 @@
     present.NAME    bool [n]: which have it
     hash.ARRAY      uint8 [n, 16]: of each trajectory's part of an array; zeros where it has none
     hash.numbers    uint8 [n, 16]: of its rows of trajectories and scores, as bytes
+    seal            JSON in the file's metadata: what made the batch (``data/seal.py``); missing where nothing says it
 
 A hash is compared when its part is read. The text is left out: the tokens say it. Columns follow from their
 declarations (``data/columns.py``).
@@ -21,29 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from megatron_dppo.data.columns import Rows, declared
+from megatron_dppo.data.columns import Rows, declared, digest
+from megatron_dppo.data.seal import Seal
 from megatron_dppo.data.trajectory import FINISH_REASONS, Trajectory, forms_of
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 
-COLUMN, PRESENT, HASH, NUMBERS = "column.", "present.", "hash.", "numbers"
+COLUMN, PRESENT, HASH, NUMBERS, SEAL = "column.", "present.", "hash.", "numbers", "seal"
 
 
 class BatchFormatError(RunError, ValueError):
     """A file is not a batch of trajectories, or not the one that is asked for."""
-
-
-def digest(array: np.ndarray) -> str:
-    """A hash of the values, type and shape."""
-    # XXH3 of 128 bits takes a tenth of the time of copying them.
-    hasher = xxhash.xxh3_128(f"{array.dtype.str}{array.shape}".encode())
-    hasher.update(np.ascontiguousarray(array).data)
-    return hasher.hexdigest()
 
 
 def batch_path(folder: str | Path, step: int) -> Path:
@@ -65,15 +58,18 @@ def saved_step(folder: Path, step: int | None, *, default: int) -> int:
     return saved[default] if step is None else step
 
 
-def save_batch(folder: str | Path, step: int, trajectories: Sequence[Trajectory]) -> Path:
-    """Write one step's batch; the file appears whole or not at all.
+def save_batch(
+    folder: str | Path, step: int, trajectories: Sequence[Trajectory], seal: Seal | None = None
+) -> Path:
+    """Write one step's batch with its seal, if it has one; the file appears whole or not at all.
 
     Raises ValueError where some trajectories alone have a column that is complete or absent, or
     where a column's arrays differ in type or trailing shape.
     """
     path = batch_path(folder, step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, save(_arrays_of(trajectories)))
+    metadata = None if seal is None else {SEAL: seal.to_text()}
+    write_atomically(path, save(_arrays_of(trajectories), metadata))
     return path
 
 
@@ -86,7 +82,7 @@ def load_batch(folder: str | Path, step: int) -> list[Trajectory]:
 class SavedBatch:
     """One step's batch in its file, of which single trajectories are read; nothing else of it is in memory.
 
-    ``problems``: the problem's id of each, in order.
+    ``problems``: the problem's id of each, in order. ``seal``: None where the file has none.
 
     Raises FileNotFoundError, or BatchFormatError with the path and the fault.
     """
@@ -112,6 +108,10 @@ class SavedBatch:
                 ends = self._ends(COLUMN + name, np.where(present, counts, 0))
                 self._columns[name] = present, ends
             self._check_names()
+            text = (self._file.metadata() or {}).get(SEAL)
+            self.seal = None if text is None else Seal.from_text(text)
+            if self.seal is not None and len(self.seal.stamps) != len(lengths):
+                raise ValueError(f"{len(self.seal.stamps)} stamps of {len(lengths)} trajectories")
 
     def read(
         self, positions: Iterable[int], without: Container[str] = frozenset()
@@ -150,6 +150,7 @@ class SavedBatch:
             finish_reason=FINISH_REASONS[reason],
             reward=float(self._scores[i, 0]),
             advantage=float(self._scores[i, 1]),
+            stamp=None if self.seal is None else self.seal.stamps[i],
         )
 
     def _check(self, name: str, i: int, array: np.ndarray | None) -> None:

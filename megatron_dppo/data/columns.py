@@ -15,6 +15,7 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 Usable = Callable[[np.ndarray, Mapping[str, np.ndarray]], np.ndarray]
 """(loss_mask [S], the trajectory's columns) -> bool, one for each row of a column."""
@@ -143,6 +144,14 @@ def read_only(array: np.ndarray) -> np.ndarray:
     view = np.ascontiguousarray(array).view()
     view.setflags(write=False)
     return view
+
+
+def digest(array: np.ndarray) -> str:
+    """A hash of the values, type and shape: 32 hexadecimal digits."""
+    # XXH3 of 128 bits takes a tenth of the time of copying them.
+    hasher = xxhash.xxh3_128(f"{array.dtype.str}{array.shape}".encode())
+    hasher.update(np.ascontiguousarray(array).data)
+    return hasher.hexdigest()
 
 
 COLUMNS: dict[str, Column] = {}

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from megatron_dppo.data.columns import Column, Form, Rows, declared, read_only, usable_rows
+from megatron_dppo.data.columns import Column, Form, Rows, declared, digest, read_only, usable_rows
 
 FinishReason = Literal["stop", "length", "aborted"]
 """``aborted``: the server ended it early, and the rest is still to be asked for; no batch has such a trajectory."""
@@ -45,13 +45,28 @@ class VersionSpan(NamedTuple):
     end: int
 
 
+@dataclass(frozen=True)
+class Stamp:
+    """What made a response, and what it was when it was whole (``data/seal.py``).
+
+    ``sampling``: the engine's settings as they were asked for, without the seed. ``seed``: None where the server drew
+    as it liked. ``digests``: as ``Trajectory.digests``. ``reward``: None before it is scored.
+    """
+
+    sampling: Mapping[str, Any]
+    seed: int | None
+    digests: Mapping[str, str]
+    reward: float | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Trajectory:
     """One sampled answer to a problem, with what the engine said of its tokens.
 
     ``token_ids`` int32 [S]; ``loss_mask`` bool [S]: the policy sampled the token (a prompt, a tool's output or an
     environment's turn is not). ``columns``: arrays by the names of ``data/columns.py``. ``sample_index``: the
-    answer's number in its group. ``reward`` and ``advantage`` are 0 until it is verified.
+    answer's number in its group. ``reward`` and ``advantage`` are 0 until it is verified. ``stamp``: None where nothing
+    says what made it.
 
     Raises ValueError where shapes or types disagree with each other or with a declaration, where the first token
     counts as sampled (nothing predicts it), and where the advantage is not finite.
@@ -66,6 +81,7 @@ class Trajectory:
     text: str = ""
     reward: float = 0.0
     advantage: float = 0.0
+    stamp: Stamp | None = None
 
     def __post_init__(self) -> None:
         tokens = read_only(np.asarray(self.token_ids, np.int32))
@@ -134,6 +150,16 @@ class Trajectory:
         """The sampled tokens: int32 [N]."""
         return self.token_ids[self.loss_mask]
 
+    @cached_property
+    def response_digest(self) -> str:
+        """The same for responses of the same tokens, and no others."""
+        return digest(self.response_ids)
+
+    @property
+    def log_prob(self) -> float:
+        """log mu of the whole response, nats; 0 where the engine's log-probabilities are not known."""
+        return float(self.columns.get("rollout_log_probs", np.zeros(0)).sum(dtype=np.float64))
+
     @property
     def truncated(self) -> bool:
         """Whether it hit the length limit instead of ending by itself."""
@@ -154,6 +180,17 @@ class Trajectory:
         """Rows of a recorded routing that ``usable_rows`` leaves out, whether there is a recording or not."""
         usable = usable_rows(self.loss_mask, self.columns)
         return len(usable) - int(np.count_nonzero(usable))
+
+    def digests(self) -> dict[str, str]:
+        """Rows and hash of the prompt, the tokens, the loss mask and each column, by name; and how it ended."""
+        arrays = {
+            "prompt_ids": self.prompt_ids,
+            "token_ids": self.token_ids,
+            "loss_mask": self.loss_mask,
+            **self.columns,
+        }
+        hashes = {name: f"{len(array)} rows of {digest(array)}" for name, array in arrays.items()}
+        return {**hashes, "finish_reason": self.finish_reason}
 
     def column(self, name: str) -> np.ndarray:
         """The column's array. Raises ValueError where the trajectory has none."""
@@ -182,9 +219,14 @@ class Trajectory:
         columns = {name: array for name, array in self.columns.items() if name not in names}
         return replace(self, columns=columns)
 
+    def stamped(self, sampling: Mapping[str, Any], seed: int | None) -> Self:
+        """The same with a stamp of what it is now. ``sampling``, ``seed``: that it was drawn with."""
+        return replace(self, stamp=Stamp(sampling, seed, self.digests()))
+
     def scored(self, reward: float, advantage: float) -> Self:
         """The same with what the verifier found."""
-        return replace(self, reward=reward, advantage=advantage)
+        stamp = None if self.stamp is None else replace(self.stamp, reward=reward)
+        return replace(self, reward=reward, advantage=advantage, stamp=stamp)
 
 
 def forms_of(trajectories: Sequence[Trajectory]) -> dict[str, Form]:
@@ -242,6 +284,8 @@ class Outline(NamedTuple):
     reward: float
     advantage: float
     discarded_rows: int
+    response_digest: str
+    log_prob: float
     version_spans: tuple[VersionSpan, ...]
 
     @classmethod

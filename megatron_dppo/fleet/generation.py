@@ -526,6 +526,8 @@ class _Generation:
             if whole is None:
                 unfinished.append(index)
                 continue
+            sampling = replace(request.sampling, seed=None).as_json()
+            whole = whole.stamped(sampling, request.sampling.seed)
             self._results[request.key] = whole
             if self._on_response is not None:
                 self._on_response(request.key, whole)

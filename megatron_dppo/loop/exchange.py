@@ -21,8 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.data.batch_file import digest
-from megatron_dppo.data.columns import Form, declared
+from megatron_dppo.data.columns import Form, declared, digest
 from megatron_dppo.data.trajectory import Outline, Trajectory, check_complete, row_count, sizes_of
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.scratch import SharedBuffer, aligned, free_bytes, mapped, memory_name

@@ -27,6 +27,7 @@ from megatron_dppo.data.problems import (
     without,
 )
 from megatron_dppo.data.records import DataError
+from megatron_dppo.data.seal import Origin, text_digest
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards.answers import BadAnswers, handed_over
@@ -79,6 +80,24 @@ class RunData:
         """The problems of each held-out set, by its name."""
         files = self._config.data.evaluation_files
         return {name: self._sets[_name(file)].problems for name, file in files.items()}
+
+    def origin(self) -> Origin:
+        """What every batch of the run is made with."""
+        rollout = self._config.rollout
+        # By the configuration's own words, not by the parameters that were made of them for requests.
+        sampling = {
+            "max_new_tokens": rollout.max_response_tokens,
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
+            "min_p": 0.0,
+            "ignore_eos": False,
+            "stop_token_ids": list(rollout.stop_token_ids) or None,
+            "stop": list(rollout.stop) or None,
+        }
+        template = text_digest(repr(self._tokenizer.chat_template), repr(self.form))
+        problems = {problem.problem_id: problem for problem in self.train.problems}
+        return Origin(sampling, template, rollout.group_size, problems)
 
     @property
     def evaluation_hashes(self) -> dict[str, str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -33,13 +34,16 @@ STALE_ANCHOR = (
 
 
 class GroupRow(NamedTuple):
-    """Sums over a group's responses. ``flat``: all of them earned the same."""
+    """Sums over a group's responses. ``flat``: all of them earned the same. ``distinct``: different ones. ``twins``:
+    ordered pairs of equal rare ones, less those that independent draws are expected to have."""
 
     responses: int
     reward: float
     flat: bool
     tokens: int
     truncated: int
+    distinct: int
+    twins: float
 
     @classmethod
     def of(cls, group: Sequence[TrajectoryFacts]) -> GroupRow:
@@ -49,7 +53,25 @@ class GroupRow(NamedTuple):
             flat=all(t.reward == group[0].reward for t in group),
             tokens=sum(t.sampled for t in group),
             truncated=sum(t.truncated for t in group),
+            distinct=len({t.response_digest for t in group}),
+            twins=twins_beyond_chance(group),
         )
+
+
+RARE = 0.01
+"""Probability of a response below which its repetition in a group tells anything: short answers repeat by chance."""
+
+
+def twins_beyond_chance(group: Sequence[TrajectoryFacts]) -> float:
+    """Ordered pairs of equal responses y with mu(y) < RARE in a group of n, less sum_i (n - 1) mu(y_i) over such y_i.
+
+    Whatever the policy, independent draws have the mean 0: both terms have the mean n (n - 1) sum_y mu(y)^2. Each of
+    n rare responses that were drawn with the seed of another one adds 1.
+    """
+    rare = [t for t in group if t.log_prob < math.log(RARE)]
+    counts = Counter(t.response_digest for t in rare)
+    equal = sum(count * (count - 1) for count in counts.values())
+    return equal - (len(group) - 1) * sum(math.exp(t.log_prob) for t in rare)
 
 
 def rows_of(batch: Sequence[TrajectoryFacts], group_size: int) -> list[GroupRow]:
@@ -65,6 +87,8 @@ def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
         names.ZERO_VARIANCE_GROUPS: sum(row.flat for row in rows) / len(rows),
         names.RESPONSE_LENGTH: sum(row.tokens for row in rows) / responses,
         names.TRUNCATED: sum(row.truncated for row in rows) / responses,
+        names.DISTINCT: sum(row.distinct for row in rows) / responses,
+        names.TWINS: sum(row.twins for row in rows) / responses,
         names.TOKENS: sum(row.tokens for row in rows),
     }
 

@@ -14,15 +14,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
+from megatron_dppo.data import seal as seals
 from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, batch_path
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.sampling import ReturningSampler, Sampler
-from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
+from megatron_dppo.data.seal import Origin, Seal, SealError
+from megatron_dppo.data.trajectory import Outline, Problem, Stamp, Trajectory
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop import rollout_figures
 from megatron_dppo.loop.engine_session import EngineSession
@@ -45,12 +47,14 @@ class RolloutBatch:
     that this rank holds as a leader; a learner takes them out as it delivers them.
     ``figures``: metrics of the batch and of how it came about.
     ``sampler``: the data's position right after this batch, where a run resumed after this step goes on.
+    ``seal``: of a saved batch, if its file has one; a generated batch gets its seal from ``BatchSeals``.
     """
 
     outlines: list[Outline]
     trajectories: dict[int, Trajectory]
     figures: dict[str, float]
     sampler: dict[str, Any]
+    seal: Seal | None = None
 
 
 class RolloutSource(Protocol):
@@ -307,15 +311,15 @@ class ReplayedRollouts:
         """The saved batch of ``step``. Raises BatchFormatError, on all ranks, where it is not there or another's."""
         drawn, size = self._sampler.next(self._rollout.prompts_per_step), self._rollout.group_size
         wanted = [self._problems[i] for i in drawn]
-        trajectories = on_every_rank(lambda: self._read(step, wanted), error=BatchFormatError)
+        trajectories, seal = on_every_rank(lambda: self._read(step, wanted), error=BatchFormatError)
         outlines, by_position = announce(trajectories, self._topology, size, range(len(wanted)))
         figures = rollout_figures.generated_figures(
             rollout_figures.rows_of(outlines, size)
         ) | rollout_figures.staleness_figures(outlines, step)
-        return RolloutBatch(outlines, by_position, figures, self._sampler.state_dict())
+        return RolloutBatch(outlines, by_position, figures, self._sampler.state_dict(), seal)
 
-    def _read(self, step: int, wanted: Sequence[Problem]) -> list[Trajectory]:
-        """This rank's trajectories, of the checked batch."""
+    def _read(self, step: int, wanted: Sequence[Problem]) -> tuple[list[Trajectory], Seal | None]:
+        """This rank's trajectories, of the checked batch, and its seal."""
         try:
             saved = SavedBatch(self._folder, step)
         except FileNotFoundError as error:
@@ -336,7 +340,7 @@ class ReplayedRollouts:
         # What the loss saw is of the run that saved them.
         trajectories = saved.read(positions, without=LOSS_COLUMNS)
         self._check_prompts(step, trajectories)
-        return trajectories
+        return trajectories, saved.seal
 
     def settle(self, version: int) -> None:
         """Nothing generates."""
@@ -361,3 +365,78 @@ class ReplayedRollouts:
                     f"rollout.replay_from: problem {trajectory.problem_id} in the batch of step {step} in "
                     f"{self._folder} has another prompt in data.train, or none: it was saved with other data"
                 )
+
+
+class BatchSeals:
+    """Makes the seal of each batch and holds the batch against it, before it is trained on. On every rank.
+
+    ``origin``: what the run's configuration says of every batch. ``keeps``: seals have the stamps of all responses,
+    for a batch's file; else none. ``replays``: batches come from files, of which early ones have no seal and are
+    trained on unchecked.
+    """
+
+    def __init__(
+        self,
+        origin: Origin,
+        topology: Topology,
+        max_staleness: int,
+        *,
+        keeps: bool,
+        replays: bool,
+    ) -> None:
+        self._origin = origin
+        self._topology = topology
+        self._max_staleness = max_staleness
+        self._keeps = keeps
+        self._replays = replays
+        self._weights: dict[int, str] = {}
+        self._before: list[str] = []
+
+    def remember(self, version: int, digest: str) -> None:
+        """The trainer's weights ``version`` have this hash."""
+        oldest = version - self._max_staleness - 1
+        self._weights = {v: d for v, d in self._weights.items() if v >= oldest} | {version: digest}
+
+    def check(self, step: int, batch: RolloutBatch) -> Seal | None:
+        """The seal of the batch of ``step``, the same on every rank; None where its file has none. Collective.
+
+        Raises SealError, on every rank, naming what is not as it was made.
+        """
+        saved, size = batch.seal, self._origin.group_size
+        if self._replays and saved is None:
+            return None
+        versions = self._weights if saved is None else saved.weights
+        own = sorted(batch.trajectories.items())
+        faults = [f for _, t in own for f in seals.response_faults(t, self._origin, versions)]
+        stamps = {position: t.stamp for position, t in own if t.stamp is not None}
+        if saved is None:
+            faults += seals.sampling_faults(list(stamps.values()), self._origin.sampling)
+        told: list[Any] = [
+            faults,
+            seals.text_digest([dict(s.digests) for s in stamps.values()]),
+            [s.seed for s in stamps.values()],
+            [[p, asdict(s)] for p, s in stamps.items()] if self._keeps else [],
+        ]
+        by_rank = all_gather_json(told)
+        faults = [fault for of_rank, *_ in by_rank for fault in of_rank]
+        faults += seals.group_faults(batch.outlines, size)
+        faults += seals.advantage_faults(batch.outlines, size)
+        faults += seals.seed_faults([seed for _, _, of_rank, _ in by_rank for seed in of_rank])
+        faults += [] if saved is None else seals.file_faults(saved, step, self._origin)
+        before, self._before = self._before, [whole for _, whole, *_ in by_rank]
+        if self._before == before:
+            faults.append("batch: all responses are those of the batch before")
+        if faults:
+            raise SealError.of(step, faults)
+        if saved is not None:
+            return saved
+        stamp_by_position = dict(pair for *_, of_rank in by_rank for pair in of_rank)
+        sampled = {s.weight_version for t in batch.outlines for s in t.version_spans}
+        rows = {t.problem_id: self._origin.problems[t.problem_id] for t in batch.outlines}
+        return Seal(
+            step,
+            self._origin.template,
+            {v: self._weights[v] for v in sorted(sampled | {step - 1})},
+            {problem_id: seals.row_digest(problem) for problem_id, problem in rows.items()},
+            [Stamp(**stamp_by_position[position]) for position in sorted(stamp_by_position)],
+        )

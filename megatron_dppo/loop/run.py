@@ -17,6 +17,7 @@ from megatron_dppo.algorithms.policy_loss import Algorithm, build_algorithm
 from megatron_dppo.algorithms.table import carried_topk
 from megatron_dppo.config.schema import RolloutConfig, TrainConfig
 from megatron_dppo.data.batch_file import save_batch
+from megatron_dppo.data.seal import Seal
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.protocol import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
@@ -31,7 +32,12 @@ from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.recorder import Recorder, RecordingError, SampleMaker, StepProfiler
 from megatron_dppo.loop.resuming import FILES, ResumeError, RunState, identity_of, resume
 from megatron_dppo.loop.rollout_figures import STALE_ANCHOR, file_figures, with_gap_named
-from megatron_dppo.loop.rollout_sources import GeneratedRollouts, ReplayedRollouts, RolloutSource
+from megatron_dppo.loop.rollout_sources import (
+    BatchSeals,
+    GeneratedRollouts,
+    ReplayedRollouts,
+    RolloutSource,
+)
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.metrics.records import CHECKPOINTS_FOLDER, ROLLOUTS_FOLDER, remember_checkpoint
@@ -145,6 +151,14 @@ class Run:
         zeroes_truncated = config.algorithm.truncated_responses == "zero-reward"
         self.samples = SampleMaker(config.reward.name, data, zeroes_truncated=zeroes_truncated)
         self.learner = Learner(config, self.trainer, algorithm, self.topk)
+        self.seals = BatchSeals(
+            data.origin(),
+            self.trainer.topology,
+            config.rollout.max_staleness,
+            keeps=config.rollout.save,
+            replays=config.rollout.replay_from is not None,
+        )
+        self.seals.remember(self.state.step, self.trainer.weights_digest())
         self.recorder = stack.enter_context(
             Recorder(
                 config.run,
@@ -220,22 +234,28 @@ class Run:
         step = self.state.step + 1
         with patience("others generate"):
             batch = self.source.collect(step)
+        with self.timer("exchange"):
+            seal = self.seals.check(step, batch)
         self._take_devices()
         self._check_checkpoint()
         self.samples.take(step, batch)
         with self.timer("train"):
             planned = self.learner.plan(batch)
             learned = self.learner.learn(planned)
+            weights = self.trainer.weights_digest()
+        self.seals.remember(step, weights)
         self.state.step = step
         self.state.sampler = batch.sampler
         self.examples = examples_of(planned.trajectories)
         self.fence.check_together()
-        self._save_batch(step, planned.trajectories)
+        self._save_batch(step, planned.trajectories, seal and seal.trained(weights))
         samples = self.samples.of_step(step, planned.trajectories, self.learner.masked_by_response)
         # Before the next batch is received.
         del planned
         self.recorder.write_masked_tokens(step, self.learner.most_masked)
         measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
+        if batch.seal is not None and step in batch.seal.weights:
+            measured[names.REDERIVED] = float(batch.seal.weights[step] == weights)
         measured |= file_figures(batch.outlines, self.data.files, self.config.rollout.group_size)
         try:
             self.evaluations.before_update(step)
@@ -404,7 +424,7 @@ class Run:
     def _is_due(self, every: int) -> bool:
         return last_due(self.state.step, every, self.config.run.steps) == self.state.step
 
-    def _save_batch(self, step: int, batch: Mapping[int, Trajectory]) -> None:
+    def _save_batch(self, step: int, batch: Mapping[int, Trajectory], seal: Seal | None) -> None:
         if self.config.rollout.save and self.trainer.topology.rank == 0:
             folder = Path(self.config.run.directory) / ROLLOUTS_FOLDER
             loss_columns = self.learner.loss_columns
@@ -412,7 +432,7 @@ class Run:
                 whole = [
                     t.with_columns(**loss_columns.get(i, {})) for i, t in sorted(batch.items())
                 ]
-                save_batch(folder, step, whole)
+                save_batch(folder, step, whole, seal)
             except OSError as error:
                 raise RecordingError(f"rollout.save: {folder}: {error.strerror}") from error
 

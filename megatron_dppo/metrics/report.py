@@ -297,6 +297,7 @@ def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
     if handles:
         axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
         _remark(axes, "expected: a slow fall, no cliff")
+    handles += plot_on_the_right(axes, runs, "entropy", (0, 101), "different, % of a group")
     mark_empty(axes, handles)
     finish(axes, "Entropy", "nats per token", handles if len(runs) == 1 else [])
 

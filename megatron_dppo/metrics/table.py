@@ -326,6 +326,24 @@ TRUNCATED = _metric(
     ),
     line=Line("length", "truncated (right axis)", "second", scale=100, right=True),
 )
+DISTINCT = _metric(
+    "rollout/distinct",
+    "different responses of a group as a share of its responses, mean over all generated groups",
+    share=True,
+    line=Line("entropy", "different responses (right axis)", "second", scale=100, right=True),
+)
+TWINS = _metric(
+    "rollout/twins",
+    "mean over responses of the equal others in a group, where mu of the response is below 0.01, less those that mu "
+    "lets expect: 0 but for chance where all are drawn independently, up to 1 where each is drawn twice with one seed",
+    normal=NormalRange(
+        "equal responses beyond chance",
+        "Responses of a group repeat each other more often than their probabilities allow: servers or data-parallel "
+        "ranks that draw with equal seeds (sglang.random_seed, --random-seed of engine.urls), or a cache of answers "
+        "on the way. Chosen bound.",
+        high=0.5,
+    ),
+)
 TOKENS = _metric("rollout/tokens", "response tokens of all generated groups")
 GENERATION_SECONDS = _metric(
     "rollout/generation_s",
@@ -439,6 +457,12 @@ CHECKPOINT_WRITTEN = _metric(
     "checkpoint/write_s",
     "seconds from their first byte to their name; with checkpoint.background the run goes on meanwhile, and stands "
     "still for time/checkpoint_s",
+)
+
+REDERIVED = _metric(
+    "replay/rederived",
+    "1 where the weights after the step are bit for bit those that the seal of the saved batch names, else 0; of "
+    "a run that trains on saved batches",
 )
 
 # --- of weight updates

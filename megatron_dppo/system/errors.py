@@ -29,6 +29,7 @@
       RecordingError                    they can't be written
       DisagreementError                 what was saved of a step is not what was recorded of it
       BatchFormatError                  saved trajectories
+      SealError                         a batch is not the one that was made, or not made as the run says
       ExchangeError                     trajectories between ranks
       StalenessError                    a response of too old weights
       MixedVersionsError                an evaluation of more than one version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from torch.nn import Parameter
 from megatron_dppo.config.lora import PEFT_WEIGHTS
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.data.packing import PackedBatch
+from megatron_dppo.engine.tiled_hash import TiledHash, add_parts
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.model.adapters import CHILD
 from megatron_dppo.model.families import load_model_shape
@@ -346,6 +348,21 @@ class Trainer:
         """This rank's present weights by (chunk, name), adapters merged into them. Not collective."""
         self.check_resident("read weights", "weights")
         return weights_of(self.adapted, hugging_face.named_parameters(self.chunks))
+
+    def weights_digest(self) -> str:
+        """Hash of all ranks' parameters, adapters as what they are, and of who holds which: bit for bit the same
+        weights under the same layout. Collective."""
+        self.check_resident("hash weights", "weights")
+        own = {
+            f"{chunk}/{name}": p.detach()
+            for chunk, model_chunk in enumerate(self.chunks)
+            for name, p in model_chunk.named_parameters()
+        }
+        hashes = {name: TiledHash(p.numel() * p.element_size()) for name, p in own.items()}
+        # One kernel for all of a rank's parameters.
+        add_parts([(hashes[name], p, 0) for name, p in own.items()])()
+        by_rank = all_gather_json([[name, h.hexdigest()] for name, h in hashes.items()])
+        return hashlib.blake2b(json.dumps(by_rank).encode(), digest_size=16).hexdigest()
 
     def base_weights(self) -> Mapping[ParameterKey, Tensor]:
         """This rank's weights without any adapters: with ``lora``, the frozen ones. Not collective."""

@@ -1,5 +1,7 @@
 """Staleness by token, its bound, and the figures of a batch, with numbers worked by hand."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -77,12 +79,17 @@ def test_figures_are_those_of_all_generated_groups():
         answer((0, 3), reward=1.0),
     ]
     rows = rows_of(batch, group_size=2)
-    assert rows == [GroupRow(2, 2.0, True, 6, 0), GroupRow(2, 1.0, False, 6, 1)]
+    assert rows == [
+        GroupRow(2, 2.0, True, 6, 0, 2, 0.0),
+        GroupRow(2, 1.0, False, 6, 1, 1, 0.0),
+    ]
     assert generated_figures(rows) == {
         "reward/mean": 0.75,
         "reward/groups_without_spread": 0.5,
         "rollout/response_length": 3.0,
         "rollout/truncated": 0.25,
+        "rollout/distinct": 0.75,
+        "rollout/twins": 0.0,
         "rollout/tokens": 12,
     }
     assert trained_figures(batch[2:]) == {"rollout/response_length_trained": 3.0}
@@ -92,6 +99,41 @@ def test_figures_are_those_of_all_generated_groups():
     assert figures["rollout/groups_generated"] == 2
     assert figures["rollout/groups_dropped"] == 1
     assert figures["rollout/generation_rounds"] == 2
+
+
+def drawn_group(draw: np.random.Generator, answers: list[float], seeds: list[int]) -> GroupRow:
+    """One response for each of ``seeds``, of two tokens, the second by the probabilities ``answers``."""
+    picks = {seed: int(draw.choice(len(answers), p=answers)) for seed in sorted(set(seeds))}
+    return GroupRow.of(
+        [
+            Trajectory.of_response(
+                [1],
+                [2, 3 + picks[seed]],
+                columns={"rollout_log_probs": [0.0, math.log(answers[picks[seed]])]},
+            )
+            for seed in seeds
+        ]
+    )
+
+
+def test_repetition_by_equal_seeds_is_told_from_chance():
+    """Half of the mass lies on one answer, the rest on 128 rare ones. Two servers with equal seeds draw all twice."""
+    draw, answers = np.random.default_rng(0), [0.5, *[0.5 / 128] * 128]
+    alone = [drawn_group(draw, answers, [*range(8)]) for _ in range(500)]
+    twice = [drawn_group(draw, answers, [*range(4), *range(4)]) for _ in range(500)]
+    by_chance, by_seed = generated_figures(alone), generated_figures(twice)
+    assert abs(by_chance["rollout/twins"]) < 0.02  # 4000 responses: a standard error of 0.003
+    # Half of the responses are rare. Each has its twin and 6 others, of 7 that are expected to equal it by chance.
+    assert by_seed["rollout/twins"] == pytest.approx(0.5 * (1 - 0.5 / 128), abs=0.03)
+    assert by_seed["rollout/distinct"] < 0.5 < by_chance["rollout/distinct"]
+
+
+def test_twins_by_hand():
+    """Four equal responses: of probability 1/2 they tell nothing; of 1/1000 each has 3 twins, 3/1000 by chance."""
+    one = np.random.default_rng(0)
+    assert drawn_group(one, [0.5, 0.5], [0] * 4)[-2:] == (1, 0.0)
+    rare = drawn_group(one, [0.001] * 1000, [0] * 4)
+    assert rare[-2:] == (1, pytest.approx(4 * 3 - 4 * 3 * 0.001))
 
 
 def test_the_overlap_is_the_share_that_nobody_waited_for():

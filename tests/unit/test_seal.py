@@ -1,0 +1,293 @@
+"""Seals: a healthy batch passes, each planted fault is named before it is trained on, in the loop's check and in a
+batch's file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.numpy import load, save
+
+from megatron_dppo.algorithms.inputs import group_relative
+from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, load_batch, save_batch
+from megatron_dppo.data.seal import Origin, Seal, SealError, row_digest
+from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
+from megatron_dppo.engine.protocol import SamplingParams
+from megatron_dppo.fleet.generation import SamplingSeeds
+from megatron_dppo.loop.rollout_sources import BatchSeals, RolloutBatch
+from tests.trajectories import same
+
+STEP, GROUP = 3, 2
+PROBLEMS = {i: Problem(i, f"prompt {i}", str(i), (1, 5 + i)) for i in range(40)}
+SAMPLING = SamplingParams(4)
+ORIGIN = Origin(SAMPLING.as_json(), "template", GROUP, PROBLEMS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def response(step: int, problem: int, sample: int, sampling: SamplingParams) -> Trajectory:
+    """As a server would answer: tokens by a seed, log-probabilities, routing; stamped."""
+    seed = SamplingSeeds(1, f"step {step}", [problem]).of(0, sample)
+    draw = np.random.default_rng(seed)
+    tokens = draw.integers(3, 50, draw.integers(2, 5))
+    answer = Trajectory.of_response(
+        PROBLEMS[problem].prompt_ids,
+        tokens,
+        problem_id=problem,
+        sample_index=sample,
+        columns={
+            "rollout_log_probs": -draw.random(len(tokens)).astype(np.float32),
+            "weight_version": np.full(len(tokens), step - 1, np.int32),
+            "routed_experts": draw.permuted(np.tile(np.arange(4), (len(tokens) + 1, 2, 1)), axis=2)[
+                ..., :2
+            ].astype(np.uint8),
+        },
+    )
+    return answer.stamped(sampling.as_json(), seed)
+
+
+def made(step: int = STEP, sampling: SamplingParams = SAMPLING) -> list[Trajectory]:
+    """Four groups of two, scored; the problems follow from the step."""
+    answers = [
+        response(step, (4 * step + g) % len(PROBLEMS), sample, sampling)
+        for g in range(4)
+        for sample in range(GROUP)
+    ]
+    rewards = [float(i % 3 == 0) for i in range(len(answers))]
+    advantages = group_relative(rewards, GROUP).tolist()
+    return [t.scored(r, a) for t, r, a in zip(answers, rewards, advantages, strict=True)]
+
+
+def batch_of(answers: list[Trajectory], seal: Seal | None = None) -> RolloutBatch:
+    return RolloutBatch([Outline.of(t) for t in answers], dict(enumerate(answers)), {}, {}, seal)
+
+
+def checks(*, replays: bool = False) -> BatchSeals:
+    seals = BatchSeals(ORIGIN, None, 1, keeps=True, replays=replays)  # type: ignore[arg-type]
+    for version in range(STEP):
+        seals.remember(version, f"weights {version}")
+    return seals
+
+
+def seal_of(answers: list[Trajectory]) -> Seal:
+    seal = checks().check(STEP, batch_of(answers))
+    assert seal is not None
+    return seal
+
+
+def test_a_healthy_batch_gets_its_seal():
+    answers = made()
+    seal = seal_of(answers)
+    assert (seal.step, seal.template) == (STEP, "template")
+    assert dict(seal.weights) == {STEP - 1: "weights 2"}
+    assert seal.rows == {i: row_digest(PROBLEMS[i]) for i in range(12, 16)}
+    assert list(seal.stamps) == [t.stamp for t in answers]
+    assert seal.trained("weights 3").weights == {2: "weights 2", 3: "weights 3"}
+    assert Seal.from_text(seal.to_text()) == seal
+
+
+def test_a_thousand_healthy_steps_pass():
+    seals = checks()
+    for step in range(1, 1001):
+        seals.remember(step - 1, f"weights {step - 1}")
+        assert seals.check(step, batch_of(made(step))) is not None
+
+
+# --- planted faults: what becomes of a batch between the server's answer and the trainer
+
+Fault = Callable[[list[Trajectory]], list[Trajectory]]
+
+
+def at(position: int, change: Callable[[Trajectory], Trajectory]) -> Fault:
+    return lambda batch: [change(t) if i == position else t for i, t in enumerate(batch)]
+
+
+def with_row(name: str, row: int, value: Any) -> Callable[[Trajectory], Trajectory]:
+    """The trajectory with one row of a column changed."""
+
+    def change(t: Trajectory) -> Trajectory:
+        array = t.column(name).copy()
+        array[row] = value
+        return t.with_columns(**{name: array})
+
+    return change
+
+
+def with_token(t: Trajectory) -> Trajectory:
+    tokens = t.token_ids.copy()
+    tokens[-1] += 1
+    return replace(t, token_ids=tokens)
+
+
+def cut(t: Trajectory) -> Trajectory:
+    """Without its last token, which the engine did sample."""
+    columns = {name: array[:-1] for name, array in t.columns.items()}
+    return replace(t, token_ids=t.token_ids[:-1], loss_mask=t.loss_mask[:-1], columns=columns)
+
+
+def with_swapped_prompts(batch: list[Trajectory]) -> list[Trajectory]:
+    """The responses to two problems go under each other's."""
+    one, other = batch[0], batch[2]
+    return [
+        replace(one, token_ids=np.concatenate([other.prompt_ids, one.response_ids])),
+        batch[1],
+        replace(other, token_ids=np.concatenate([one.prompt_ids, other.response_ids])),
+        *batch[3:],
+    ]
+
+
+def with_swapped_groups(batch: list[Trajectory]) -> list[Trajectory]:
+    """Two groups trade rewards and advantages, each consistent in itself."""
+    return [
+        replace(t, reward=other.reward, advantage=other.advantage)
+        for t, other in zip(batch, [*batch[2:4], *batch[:2], *batch[4:]], strict=True)
+    ]
+
+
+def with_equal_seeds(batch: list[Trajectory]) -> list[Trajectory]:
+    """Two servers drew with the same seeds."""
+    return [
+        replace(t, stamp=replace(t.stamp, seed=batch[i % 4].stamp.seed))
+        for i, t in enumerate(batch)
+    ]  # type: ignore[union-attr]
+
+
+def with_rows_of_another(batch: list[Trajectory]) -> list[Trajectory]:
+    """The recording of one response was overwritten by another's."""
+    rows = batch[3].column("routed_experts")
+    changed = np.resize(rows[::-1], batch[0].column("routed_experts").shape)
+    return at(0, lambda t: t.with_columns(routed_experts=changed))(batch)
+
+
+def with_top_p(batch: list[Trajectory]) -> list[Trajectory]:
+    """An evaluation's settings for the batch."""
+    return made(sampling=replace(SAMPLING, top_p=0.95))
+
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "wrong version": (
+        at(1, with_row("weight_version", 0, 9)),
+        "weights: tokens 0 to 0 are of version 9, expected one of [0, 1, 2]",
+    ),
+    "swapped prompts": (with_swapped_prompts, "its prompt is not that of the problem"),
+    "changed token": (at(2, with_token), "token_ids: got"),
+    "changed log-probability": (at(2, with_row("rollout_log_probs", 1, -9.0)), "rollout_log_probs"),
+    "stale routing rows": (with_rows_of_another, "routed_experts: got"),
+    "truncated response": (at(1, cut), "rows of"),
+    "reward of another group": (with_swapped_groups, "reward: got"),
+    "equal seeds": (with_equal_seeds, "seed: 8 responses were drawn with 4 seeds"),
+    "other top-p": (with_top_p, "top_p: 8 responses were asked for with 0.95, expected 1.0"),
+    "another advantage": (at(0, lambda t: replace(t, advantage=0.25)), "advantage: got 0.25"),
+    "a response twice": (lambda batch: [batch[0], *batch[:1], *batch[2:]], "group 0"),
+    "an end that wasn't": (at(0, lambda t: replace(t, finish_reason="length")), "finish_reason"),
+    "no stamp": (at(0, lambda t: replace(t, stamp=None)), "nothing says what made it"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_before_training(name):
+    fault, message = FAULTS[name]
+    with pytest.raises(SealError) as caught:
+        checks().check(STEP, batch_of(fault(made())))
+    assert str(caught.value).startswith(f"the batch of step {STEP} is not what its seal says")
+    assert message in str(caught.value)
+
+
+def test_a_batch_that_comes_twice_is_refused():
+    seals = checks()
+    seals.check(STEP, batch_of(made()))
+    with pytest.raises(SealError, match="all responses are those of the batch before"):
+        seals.check(STEP + 1, batch_of(made()))
+
+
+# --- of files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    answers = made()
+    save_batch(tmp_path, STEP, answers, seal_of(answers).trained("weights 3"))
+    return tmp_path
+
+
+def replayed(folder: Path, origin: Origin = ORIGIN, step: int = STEP) -> Seal | None:
+    seals = BatchSeals(origin, None, 1, keeps=False, replays=True)  # type: ignore[arg-type]
+    saved = SavedBatch(folder, STEP)
+    return seals.check(step, batch_of(saved.read(range(len(saved.problems))), saved.seal))
+
+
+def test_a_saved_batch_passes_with_its_seal(folder):
+    seal = replayed(folder)
+    assert seal is not None
+    assert seal.weights[STEP] == "weights 3"
+    assert all(same(a, b) for a, b in zip(load_batch(folder, STEP), made(), strict=True))
+
+
+def test_early_files_have_no_seal_and_are_read(tmp_path):
+    save_batch(tmp_path, STEP, made())
+    assert replayed(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("origin", "step", "message"),
+    [
+        (
+            replace(ORIGIN, template="other"),
+            STEP,
+            "template: got the hash template, expected other",
+        ),
+        (
+            replace(ORIGIN, problems=PROBLEMS | {12: replace(PROBLEMS[12], answer="13")}),
+            STEP,
+            "data row 12: got the hash",
+        ),
+        (
+            replace(ORIGIN, sampling={**ORIGIN.sampling, "temperature": 0.7}),
+            STEP,
+            "temperature: 8 responses were asked for with 1.0, expected 0.7",
+        ),
+        (ORIGIN, STEP + 1, "step: it was made for step 3, expected 4"),
+    ],
+    ids=["another template", "another data row", "another temperature", "another step"],
+)
+def test_a_saved_batch_of_another_origin_is_refused(folder, origin, step, message):
+    with pytest.raises(SealError) as caught:
+        replayed(folder, origin, step)
+    assert message in str(caught.value)
+
+
+def test_lengths_and_stops_of_another_run_are_no_fault(folder):
+    assert replayed(folder, replace(ORIGIN, sampling={**ORIGIN.sampling, "max_new_tokens": 9}))
+
+
+@pytest.mark.parametrize("name", ["changed token", "changed log-probability", "truncated response"])
+def test_a_file_whose_hashes_were_made_anew_still_has_its_seal(folder, name):
+    """Somebody changed a response and wrote the batch again, seal and all."""
+    seal = SavedBatch(folder, STEP).seal
+    save_batch(folder, STEP, FAULTS[name][0](load_batch(folder, STEP)), seal)
+    with pytest.raises(SealError) as caught:
+        replayed(folder)
+    assert FAULTS[name][1] in str(caught.value)
+
+
+def test_an_altered_seal_is_told(folder):
+    path = folder / f"step_{STEP:06d}.safetensors"
+    with safe_open(path, framework="numpy") as file:
+        text = file.metadata()["seal"]
+    for altered in (text.replace("weights 3", "weights 4"), "{}", json.dumps([1])):
+        path.write_bytes(save(load(path.read_bytes()), {"seal": altered}))
+        with pytest.raises(BatchFormatError, match="altered"):
+            SavedBatch(folder, STEP)
