@@ -31,6 +31,10 @@ COMMANDS = {
         "megatron_dppo.explain.__main__",
         "which tokens of a saved batch the mask blocks, and why",
     ),
+    "replay": (
+        "megatron_dppo.explain.replay",
+        "what another rule would have blocked in a run; each step derived again",
+    ),
     "mismatch": (
         "megatron_dppo.mismatch.__main__",
         "mean |pi - mu| of a saved batch, by its causes",

@@ -43,14 +43,20 @@ def batch_path(folder: str | Path, step: int) -> Path:
     return Path(folder) / f"step_{step:06d}.safetensors"
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """Steps whose batches are in ``folder``, in order. Raises ValueError where there is none."""
+    saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob("step_*.safetensors"))
+    if not saved:
+        raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
+    return saved
+
+
 def saved_step(folder: Path, step: int | None, *, default: int) -> int:
     """The ``step`` of a saved batch, or where that is None the one at index ``default`` of those there are.
 
     Raises ValueError where there is none, or not of that step.
     """
-    saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob("step_*.safetensors"))
-    if not saved:
-        raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
+    saved = saved_steps(folder)
     if step is not None and step not in saved:
         raise ValueError(
             f"{folder}: no batch of step {step}; saved are {saved[0]} to {saved[-1]} ({len(saved)} batches)"

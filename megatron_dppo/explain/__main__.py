@@ -41,14 +41,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = batch_parser("explain", str(__doc__), step="last", limit=64)
     parser.add_argument("--policy", type=Path, help="Hugging Face folder; default: as the step was")
     parser.add_argument("--rollout-policy", type=Path, help="Hugging Face folder of mu's weights")
-    parser.add_argument("--algorithm", help="a preset's name; default: the run's")
-    parser.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="a preset's number"
-    )
+    algorithm_arguments(parser)
     parser.add_argument("--rows", type=int, default=30, help="token rows on the console (30)")
     parser.add_argument("--csv", type=Path, help="write every token here")
     parser.add_argument("--html", type=Path, help="write a page with coloured tokens here")
     return parser.parse_args(arguments)
+
+
+def algorithm_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that ``chosen_algorithm`` reads."""
+    parser.add_argument("--algorithm", help="a preset's name; default: the run's")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="a preset's number"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

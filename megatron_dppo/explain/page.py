@@ -214,6 +214,12 @@ def render(
     return html_page(title, STYLE, "\n".join(blocks))
 
 
+def tables_page(title: str, facts: Sequence[str], tables: Sequence[SummaryTable]) -> str:
+    """A page of tables alone, as ``render``."""
+    blocks = [*(f"<div>{escape(fact)}</div>" for fact in facts), *map(_table, tables)]
+    return html_page(title, STYLE, "\n".join(blocks))
+
+
 def _table(sheet: SummaryTable) -> str:
     if not sheet.rows:
         return f"<table><caption>{escape(sheet.title)}</caption></table>"
