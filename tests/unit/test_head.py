@@ -69,6 +69,7 @@ def test_agrees_with_the_dense_twin(dtype, widths, chunk_tokens, through_ids):
         # Rows whose sampled token has no gradient of its own are read for that of their ids.
         at_ids = (values * torch.linspace(-1, 1, T, dtype=torch.float64)[:, None]).sum()
         (loss_of(of_model, weights) + (at_ids if through_ids else 0)).backward()
+    assert stats.vocab_size == twin.vocab_size == V
     limit = LIMITS[dtype]
     for name in ("log_probs", "topk_log_probs", "entropy"):
         value = getattr(stats, name).detach()
@@ -208,16 +209,19 @@ def test_rows_without_a_gradient_are_nothing_to_the_backward_pass(counted):
     assert (weight.grad == 0).all()
 
 
-def test_only_rows_with_a_gradient_are_computed_again():
+@pytest.mark.parametrize("through", ["log_probs", "topk_log_probs"])
+def test_only_rows_with_a_gradient_are_computed_again(through):
     """Of 36 tokens in chunks of 6, those of the last chunk are kept; 8 of the others have a gradient: two products."""
-    pairs, ids, *_ = problem(tokens=36)
+    pairs, ids, topk, *_ = problem(tokens=36)
     ((hidden, weight),) = leaves(pairs)
-    stats = head_stats([HeadFactor(hidden, weight)], ids, vocab_size=V, options=HeadOptions(6))
-    gradient = torch.zeros(36)
+    stats = head_stats(
+        [HeadFactor(hidden, weight)], ids, vocab_size=V, topk_ids=topk, options=HeadOptions(6)
+    )
+    gradient = torch.zeros_like(getattr(stats, through))
     gradient[:16:2] = 1.0
     products = Products()
     with products:
-        stats.log_probs.backward(gradient)
+        getattr(stats, through).backward(gradient)
     assert products.rows == [6, 6, 2, 2]  # logits and hidden gradient of 6 rows, then of 2
 
 

@@ -833,8 +833,8 @@ def test_an_updates_seconds_are_those_between_its_moments(monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
     report = updates.update(1)
     assert 2 <= report.stall_s < report.update_s < 500
-    # Each phase is a few reads long, none of them a moment since the clock began.
-    assert all(1 <= seconds < 50 for seconds in report.seconds.values())
+    # Each phase is a few reads long: whole seconds, none of them a moment since the clock began.
+    assert all(1 <= seconds < 50 and seconds.is_integer() for seconds in report.seconds.values())
     half = replace(report, bytes=10**9, stall_s=0.5).metrics()
     assert half["weights/gb_per_s"] == 2
     for bound, over in ((0, 6), (1, 6), (2, 3)):

@@ -31,7 +31,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "data/batch_file.py": FILES,
     "data/columns.py": ("trajectory", "exchange_parts", "nonfinite", "routing"),
     "data/packing.py": (*DATA, "nonfinite"),
-    "data/trajectory.py": FILES,
+    "data/trajectory.py": (*FILES, "exchange_parts", "continuation", "routing"),
     "loop/evaluation.py": ("evaluation",),
     "loop/learning.py": (*DATA, "loss_record", "learning", *LONE),
     "model/adapters.py": ("adapters", "adapter_updates", "peft_folder"),
