@@ -78,7 +78,8 @@ def run_local(
             variables |= fleet.rank_variables
         outputs = [directory.rank_output(rank) for rank in range(ranks)]
         command = rank_command(module, directory)
-        group = RankGroup(command, outputs, port, variables, master_host=host)
+        cores = len(os.sched_getaffinity(0)) - servers_beside(sections)
+        group = RankGroup(command, outputs, port, variables, master_host=host, cores=cores)
         return Supervisor(group, fleet, lambda: lease.taken_over).run().code
 
 
@@ -89,6 +90,17 @@ def local_placement(ranks: int, sections: ServerSections | None, machine: Machin
         address = sections.engine.host
         gpus = None if sections.engine.device == "cpu" else gpus
     return place(Roles.of(ranks, sections), Allocation((Host("this machine", address, gpus),)))
+
+
+def servers_beside(sections: ServerSections | None) -> int:
+    """Servers that generate on this machine while the ranks train, and take a core each.
+
+    A parallel loop waits, and spins, for its last thread: with one core too few every loop lasts as long as that thread
+    waits for a core.
+    """
+    if sections is None or sections.engine.placement == "colocated":
+        return 0
+    return sections.engine.started if sections.rollout.max_staleness else 0
 
 
 def processes(servers: int, ranks: int) -> str:
@@ -137,7 +149,8 @@ class RankGroup:
 
     ``outputs``: one file a rank, for its standard output and error. Rank 0 also gets this process's standard output, to
     write its log and draw its progress on. ``variables``: of the environment of every rank, beside those of this
-    process. ``master_host``: the address on which rank 0 listens.
+    process. ``master_host``: the address on which rank 0 listens. ``cores``: that the ranks share; None: all of this
+    process.
     """
 
     def __init__(
@@ -148,9 +161,11 @@ class RankGroup:
         variables: Mapping[str, str] | None = None,
         *,
         master_host: str = LOOPBACK,
+        cores: int | None = None,
     ) -> None:
         self._command = command
         self._outputs = outputs
+        self._cores = len(os.sched_getaffinity(0)) if cores is None else cores
         rendezvous = {"MASTER_ADDR": master_host, "MASTER_PORT": str(master_port)}
         self._variables = {**rendezvous, **(variables or {})}
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -158,7 +173,7 @@ class RankGroup:
     def start(self) -> None:
         size = len(self._outputs)
         # Threads share the cores fairly.
-        threads = max(1, len(os.sched_getaffinity(0)) // size)
+        threads = max(1, self._cores // size)
         for rank, path in enumerate(self._outputs):
             keep_previous(path)
             environment = {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import time
+
 import pytest
 
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.launch.local import local_placement
+from megatron_dppo.launch.local import RankGroup, local_placement, servers_beside
 from megatron_dppo.launch.placement import Allocation, Host, PlacementError, Roles, place
 from megatron_dppo.slurm.supervise import Spares
 from tests.unit.config_files import minimal
@@ -225,3 +228,29 @@ def test_what_does_not_fit_a_heterogeneous_job():
         place(Roles(4, 2, first_device=0), two_groups(1, 1))
     with pytest.raises(PlacementError, match="do not fit on 2 hosts of 8; what fits: 3 hosts of 8"):
         place(Roles(4, 4, 4), two_groups(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("staleness", "placement", "beside"),
+    [(0, "separate", 0), (1, "separate", 3), (8, "separate", 3), (1, "colocated", 0)],
+)
+def test_servers_that_generate_beside_training_keep_a_core_each(
+    tmp_path, staleness, placement, beside
+):
+    tree = minimal(tmp_path)
+    tree["engine"] = {"servers": 3, "placement": placement}
+    tree["rollout"]["max_staleness"] = staleness
+    assert servers_beside(ServerSections.of(TrainConfig.model_validate(tree))) == beside
+    assert servers_beside(None) == 0
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(-1, 1), (1, 1), (4, 2), (5, 2)])
+def test_ranks_share_the_cores_that_they_are_given(tmp_path, monkeypatch, cores, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    outputs = [tmp_path / "rank0.out", tmp_path / "rank1.out"]
+    say = "import os; print(os.environ['OMP_NUM_THREADS'])"
+    group = RankGroup([sys.executable, "-c", say], outputs, 1, cores=cores)
+    group.start()
+    while None in group.codes():
+        time.sleep(0.01)
+    assert [path.read_text() for path in outputs] == [f"{threads}\n"] * 2
