@@ -35,6 +35,10 @@ COMMANDS = {
         "megatron_dppo.explain.replay",
         "what another rule would have blocked in a run; each step derived again",
     ),
+    "doctor": (
+        "megatron_dppo.doctor.__main__",
+        "which cause makes engine and trainer differ in a saved batch",
+    ),
     "mismatch": (
         "megatron_dppo.mismatch.__main__",
         "mean |pi - mu| of a saved batch, by its causes",

@@ -236,13 +236,18 @@ class Policy:
 
         Raises ValueError for an id outside the model's vocabulary.
         """
+        self.check_ids(trajectory)
         ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
-        if int(ids.max()) >= self.vocab_size:
+        return self._model(ids).logits[0].float()
+
+    def check_ids(self, trajectory: Trajectory) -> None:
+        """Raise ValueError for an id outside the model's vocabulary."""
+        largest = int(trajectory.token_ids.max())
+        if largest >= self.vocab_size:
             raise ValueError(
-                f"{self.folder}: the batch holds token id {int(ids.max())}, but this model's "
+                f"{self.folder}: the batch holds token id {largest}, but this model's "
                 f"vocabulary has {self.vocab_size}: it is another model's batch"
             )
-        return self._model(ids).logits[0].float()
 
 
 def explain_response(

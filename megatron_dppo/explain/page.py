@@ -18,7 +18,7 @@ from megatron_dppo.metrics.table import METRICS, means
 
 FREQUENT = 12
 """Largest number of rows in a table of the most frequent tokens."""
-LEFT_ALIGNED = frozenset({"", "token", "metric", "meaning", "blocked where", "verdict"})
+LEFT_ALIGNED = frozenset({"", "token", "metric", "meaning", "blocked where", "verdict", "done"})
 """Columns of text; the others hold numbers."""
 
 

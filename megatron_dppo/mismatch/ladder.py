@@ -116,7 +116,7 @@ def measure(
                 trainer.close()
             trainer, built = build(rung), (rung.weights, rung.dtype)
         assert trainer is not None
-        log_probs = _log_probs(trainer, micro_batch_tokens, rung, batch)
+        log_probs = log_probs_of(trainer, micro_batch_tokens, rung, batch)
         pi = log_probs.exp()
         gap, ratio = (pi - mu).abs(), pi / mu
         counts = trainer.routing_agreement().values()
@@ -172,9 +172,10 @@ def trainer_of(config: TrainConfig, batch: Sequence[Trajectory], rung: Rung) -> 
     )
 
 
-def _log_probs(
+def log_probs_of(
     trainer: Trainer, micro_batch_tokens: int, rung: Rung, batch: Sequence[Trajectory]
 ) -> Tensor:
+    """log pi of all response tokens, float64 [tokens], under the rung's temperature and routing."""
     left_out = ("topk_ids", "topk_log_probs", *(() if rung.replay else ("routed_experts",)))
     wanted = [t.without(*left_out) for t in batch]
     plan = plan_micro_batches([t.length for t in wanted], micro_batch_tokens)

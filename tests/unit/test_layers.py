@@ -24,6 +24,7 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"launch", "loop"},
     {"planner"},
     {"train", "supervised", "convert", "plan", "slurm"} | {"explain", "mismatch", "mask_benchmark"},
+    {"doctor"},
     {"demo"},
     {"gpu_check"},
     {"__main__"},

@@ -1,0 +1,153 @@
+"""Which cause makes the probabilities of engine and trainer differ, in a saved batch of a run.
+
+    megatron-dppo doctor runs/demo --step 3 --html doctor.html
+
+The run must have been started with ``rollout.save=true``. The engine's mu, and pi as the loss saw it in the step's
+first mini-batch, are each compared with transformers in float32, which shares no code with either. A side that differs
+is compared with what transformers give where one thing is done in another way: weights of another version or of a part
+of them, temperature or filter, precision, positions, routing, keys and values of a cache. What comes nearest is named,
+and the tokens that show it. A trainer's layout is named where the same trainer in one process does not differ.
+
+Then: whether the tokens were drawn as configured, by the likelihood of other samplers (mu and pi may agree on numbers
+that nothing was drawn from); whether responses of a group are copies; whether prompts are what tokenizer and template
+make.
+
+Weights are found in the run: model.hf_checkpoint is version 0, a checkpoint of step N version N, and RUN/hf that of the
+last step; --weights N=FOLDER names others. The whole model must fit this machine's memory twice, in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo.config.loading import load_config
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.batch_commands import batch_parser, run_batch_command, show_facts
+
+if TYPE_CHECKING:
+    from megatron_dppo.data.trajectory import Trajectory
+    from megatron_dppo.doctor.report import DoctorReport
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = batch_parser("doctor", str(__doc__), step="last", limit=64)
+    parser.add_argument(
+        "--weights", action="append", default=[], metavar="VERSION=FOLDER",
+        help="Hugging Face folder, or checkpoint, of the policy after that many steps",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument("--html", type=Path, help="write the page here")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Examine, print and write; returns 0, or 2 if the input cannot be used."""
+    options = parse(arguments)
+    # Read when torch is imported, which is later.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return run_batch_command(report, options)
+
+
+def report(options: argparse.Namespace) -> None:
+    """Read the batch, examine both sides, write the requested files."""
+    from megatron_dppo.data.batch_file import load_batch, saved_step
+    from megatron_dppo.doctor import report as pages
+
+    config = load_config(options.run / "config.yaml")
+    folder = options.run / "rollouts"
+    step = saved_step(folder, options.step, default=-1)
+    whole = load_batch(folder, step)
+    batch = [t for t in (whole[: options.limit] if options.limit else whole) if t.sampled]
+    if not batch:
+        raise ValueError(f"{folder}: the batch of step {step} has no response token")
+    with tempfile.TemporaryDirectory(prefix="megatron-dppo-doctor-") as converted:
+        folders = weights_by_version(options, config.model.hf_checkpoint, config.run.steps)
+        doctor_report = examined(config, step, batch, folders, Path(converted))
+    title = f"Doctor: {options.run}, batch of step {step}"
+    facts = [f"{len(batch)} of {len(whole)} responses", *doctor_report.facts]
+    pages.show(show_facts(title, facts, width=140), doctor_report)
+    if options.json:
+        text = json.dumps(pages.as_json(doctor_report), indent=2)
+        options.json.write_text(text + "\n", encoding="utf-8")
+        print(f"{options.json}: every figure")
+    if options.html:
+        options.html.write_text(pages.page(title, facts, doctor_report), encoding="utf-8")
+        print(f"{options.html}: the page")
+
+
+def weights_by_version(options: argparse.Namespace, start: str, last_step: int) -> dict[int, Path]:
+    """Folders of weights, by the steps after which the policy had them. ``start``: what the run began with."""
+    folders = {0: Path(start)}
+    checkpoints = sorted((options.run / "checkpoints").glob("step_??????"))
+    folders |= {int(folder.name.removeprefix("step_")): folder for folder in checkpoints}
+    if (options.run / "hf" / "config.json").is_file():
+        folders.setdefault(last_step, options.run / "hf")
+    for option in options.weights:
+        version, separator, folder = option.partition("=")
+        if not separator or not version.isdecimal():
+            raise ValueError(f"--weights {option}: expected VERSION=FOLDER, a number of steps")
+        folders[int(version)] = Path(folder)
+    return folders
+
+
+def examined(
+    config: TrainConfig,
+    step: int,
+    batch: Sequence[Trajectory],
+    folders: Mapping[int, Path],
+    converted: Path,
+) -> DoctorReport:
+    """Both sides against the reference. ``converted``: an empty folder for what becomes of checkpoints."""
+    from megatron_dppo.doctor.diagnosis import engine_side, prompt_faults, trainer_side
+    from megatron_dppo.doctor.report import Doctor, DoctorReport
+
+    mini_batch = config.training.prompts_per_mini_batch * config.rollout.group_size
+    sides = [engine_side(batch)]
+    trainer = trainer_side(batch, step, mini_batch)
+    facts = [f"{config.model.dtype}, temperature {config.temperature:g}"]
+    if trainer is None:
+        facts.append(
+            "no response of the step's first mini-batch has the trainer's log-probabilities"
+        )
+    else:
+        sides.append(trainer)
+    doctor = Doctor(config, batch, folders, converted)
+    known = [side for side in sides if side.version in folders]
+    for side in sides:
+        if side not in known:
+            facts.append(
+                f"{side.name} not examined: nobody has the weights of version {side.version}; "
+                f"--weights {side.version}=FOLDER names them (known: {sorted(folders)})"
+            )
+    diagnoses = [doctor.examine(side) for side in known]
+    prompts, fault = problem_prompts(config)
+    return DoctorReport(
+        diagnoses=diagnoses,
+        draws=doctor.draws(diagnoses, known),
+        prompt_faults=prompt_faults(batch, prompts),
+        texts=doctor.texts,
+        facts=[*facts, *([fault] if fault else [])],
+    )
+
+
+def problem_prompts(config: TrainConfig) -> tuple[dict[int, Any], str | None]:
+    """The prompts of the run's training problems as its tokenizer and template make them now; or why there are none."""
+    from megatron_dppo.data.records import DataError
+    from megatron_dppo.loop.inputs import RunData
+
+    try:
+        problems = RunData(config).train
+    except (DataError, OSError) as error:
+        return {}, f"prompts not examined: {error}"
+    return {problem.problem_id: problem.prompt_ids for problem in problems.problems}, None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,431 @@
+"""Which cause makes one side's probabilities differ from the reference's: of all that a cause would have made of them,
+what comes nearest; and whether the tokens were drawn as the configuration says.
+
+Two sides are examined, each by itself: the engine's mu, and the trainer's pi where its weights are known, in a step's
+first mini-batch. So a mistake that both make is seen as well as one that the other does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations, groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.doctor.reference import (
+    Change,
+    Reference,
+    Sampling,
+    at_temperature,
+    first_tokens,
+    most_probable,
+    normaliser_of_first,
+    nucleus,
+)
+
+NOISE = 3e-6
+"""Mean |p - reference| up to which two float32 implementations agree; measured ones are below 1e-6."""
+COARSE = 3.0
+"""How many times the gap between the reference and itself in bfloat16 is noise of a run in bfloat16."""
+EXPLAINED = 0.25
+"""Share of the gap that may be left where a cause is named."""
+EVIDENCE = 20.0
+"""log of the likelihood ratio from which another sampler is believed. Where tokens are drawn as configured, a given
+other one reaches it with a probability of at most exp(-20) (Markov: the ratio's expectation is 1)."""
+MICRO_BATCH = 2048
+"""Tokens that are scored at a time."""
+TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
+TOP_P = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)
+TOP_K = (10, 20, 50, 100)
+STRETCHES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
+THETAS = (1e4, 5e5, 1e6, 1e7)
+ROUNDED = "all in bfloat16"
+PARTS = ("embed_tokens", "self_attn", "norm", "mlp.gate.", ".experts.", "mlp.", "lm_head")
+"""Names of tensors that an update may have left out."""
+
+
+@dataclass(frozen=True)
+class SampledRun:
+    """What a run is configured to do: logits are divided by ``temperature``; tensors and experts are cut over so many
+    ranks."""
+
+    temperature: float
+    tensor: int
+    expert: int
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What would have been computed if ``name`` had been done: logits under ``change``, sampled as ``sampling``."""
+
+    axis: str
+    name: str
+    sampling: Sampling
+    change: Change = field(default=lambda _: nullcontext())
+
+
+@dataclass(frozen=True)
+class Side:
+    """``log_probs``: of the sampled tokens of the trajectories at ``positions`` of the batch, one tensor each."""
+
+    name: str
+    version: int
+    positions: tuple[int, ...]
+    log_probs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """On one side. ``gap``: mean |p - reference|; ``noise``: up to which it is healthy; ``left``: what each alternative
+    leaves of it, least first; ``cause``: the one that is named; None: healthy, or unexplained."""
+
+    side: str
+    version: int
+    gap: float
+    noise: float
+    left: Mapping[str, float]
+    cause: Alternative | None
+    tokens: Sequence[TokenEvidence]
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.gap <= self.noise
+
+    @property
+    def axis(self) -> str:
+        if self.is_healthy:
+            return "healthy"
+        return "unexplained" if self.cause is None else self.cause.axis
+
+
+@dataclass(frozen=True)
+class TokenEvidence:
+    """A token that shows a cause: probabilities by the side, by the reference, and with the cause."""
+
+    response: int
+    position: int
+    token_id: int
+    side: float
+    reference: float
+    with_cause: float | None
+
+
+# --- causes
+
+
+def alternatives(
+    run: SampledRun,
+    reference: Reference,
+    others: Mapping[int, Reference],
+    *,
+    is_recorded: bool,
+) -> list[Alternative]:
+    """Every cause that is possible here. ``others``: the model at other versions, the likeliest first."""
+    sampling = at_temperature(run.temperature)
+    transforms = [*samplers(run, reference.vocab_size)]
+    for shards, count in _without_last(run, reference.vocab_size):
+        name = f"normaliser without the last of {shards} shards of the vocabulary"
+        transforms.append((name, normaliser_of_first(run.temperature, count)))
+    made = [Alternative("sampling transform", name, transform) for name, transform in transforms]
+
+    def changed(axis: str, name: str, change: Change) -> None:
+        made.append(Alternative(axis, name, sampling, change))
+
+    changed("precision", ROUNDED, lambda r: r.rounded())
+    changed("precision", "output layer in bfloat16", lambda r: r.rounded("lm_head"))
+    name = "output layer of bfloat16, logits in float32"
+    changed("precision", name, lambda r: r.rounded("lm_head", results=False))
+    for name, frequencies in _frequencies(reference):
+        changed("positions", name, partial(Reference.frequencies, change=frequencies))
+    for first, second in (("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm")):
+        if any(first in name for name in reference.tensors):
+            name = f"{first} and {second} exchanged"
+            changed("weights", name, partial(Reference.exchanged, first=first, second=second))
+    ranks = [n for n in sorted({2, run.expert}) if n > 1] if reference.gates else []
+    for n in ranks:
+        name = f"each of {n} ranks has the experts of the next"
+        changed("weights", name, partial(Reference.experts_moved, ranks=n))
+    for version, other in others.items():
+        changed(
+            "staleness",
+            f"weights of version {version}",
+            partial(Reference.tensors_of, other=other, part=""),
+        )
+        name = f"prompts' keys and values of version {version}"
+        changed("cache", name, partial(Reference.prompts_cached_by, other=other))
+        for part in (p for p in PARTS if any(p in name for name in reference.tensors)):
+            name = f"{part.strip('.')} of version {version}"
+            changed("weights", name, partial(Reference.tensors_of, other=other, part=part))
+        for n in ranks:
+            for rank in range(n):
+                name = f"experts of rank {rank} of {n} of version {version}"
+                change = partial(Reference.experts_of, other=other, rank=rank, ranks=n)
+                changed("weights", name, change)
+    if is_recorded:
+        for name, layers, tokens in ROUTINGS:
+            rows = partial(_recorded_rows, layers=layers, tokens=tokens)
+            changed("routing", name, partial(Reference.routed, rows_of=rows))
+    return made
+
+
+ROUTINGS = (
+    ("experts as recorded", 0, 0),
+    ("recorded experts of the layer before", 1, 0),
+    ("recorded experts of the layer after", -1, 0),
+    ("recorded experts of the token before", 0, 1),
+    ("recorded experts of the token after", 0, -1),
+)
+"""(name, layers and tokens that rows are moved by)."""
+
+
+def samplers(run: SampledRun, size: int) -> Iterator[tuple[str, Sampling]]:
+    """Other ways to draw from a vocabulary of ``size``."""
+    own = run.temperature
+    for temperature in dict.fromkeys((1.0, 1 / own, *TEMPERATURES)):
+        if temperature != own:
+            yield f"temperature {temperature:g}, not {own:g}", at_temperature(temperature)
+    for top_p in TOP_P:
+        yield f"top_p {top_p:g}", nucleus(own, top_p)
+    for count in (count for count in TOP_K if count < size):
+        yield f"top_k {count}", most_probable(own, count)
+    for shards, count in _without_last(run, size):
+        yield f"vocabulary without the last of {shards} shards", first_tokens(own, count)
+
+
+def _without_last(run: SampledRun, size: int) -> Iterator[tuple[int, int]]:
+    """Numbers of shards, and of ids without the last of them."""
+    for shards in sorted({2, 4, 8, run.tensor} - {1}):
+        yield shards, size - size // shards
+
+
+def _frequencies(reference: Reference) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    for stretch in STRETCHES:
+        yield f"positions times {stretch:g}", partial(torch.mul, other=stretch)
+    exponents = torch.arange(0, reference.head_dim, 2) / reference.head_dim
+    for theta in THETAS:
+        yield f"rotary base {theta:g}, unscaled", (theta**-exponents).to
+
+
+def _recorded_rows(trajectory: Trajectory, layers: int, tokens: int) -> Tensor:
+    rows = torch.from_numpy(trajectory.column("routed_experts").astype(np.int64))
+    return rows.roll((tokens, layers), (0, 1))
+
+
+# --- sides
+
+
+def engine_side(batch: Sequence[Trajectory]) -> Side:
+    """mu as it was returned, of the responses of the most frequent version that have no other."""
+    version_by_position = {
+        i: spans[0].weight_version
+        for i, t in enumerate(batch)
+        if len(spans := t.version_spans) == 1
+    }
+    if not version_by_position:
+        raise ValueError("no response of the batch has one weight version alone")
+    versions = list(version_by_position.values())
+    version = max(set(versions), key=versions.count)
+    chosen = tuple(i for i, v in version_by_position.items() if v == version)
+    return Side("engine", version, chosen, _columns(batch, chosen, "rollout_log_probs"))
+
+
+def trainer_side(batch: Sequence[Trajectory], step: int, mini_batch: int) -> Side | None:
+    """pi as the loss saw it in the step's first mini-batch of ``mini_batch`` responses: its weights are those of the
+    step before. None where no response of it had a gradient."""
+    first = enumerate(batch[:mini_batch])
+    chosen = tuple(i for i, t in first if "loss_log_probs" in t.columns)
+    if not chosen:
+        return None
+    return Side("trainer", step - 1, chosen, _columns(batch, chosen, "loss_log_probs"))
+
+
+def _columns(batch: Sequence[Trajectory], chosen: Sequence[int], name: str) -> tuple[Tensor, ...]:
+    # Differences are as small as float32's rounding.
+    return tuple(torch.from_numpy(batch[i].column(name).astype(np.float64)) for i in chosen)
+
+
+# --- judgement
+
+
+def scores(
+    reference: Reference,
+    chosen: Sequence[Alternative],
+    batch: Sequence[Trajectory],
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, list[Tensor]]:
+    """log p of the sampled tokens of each trajectory, float64 [N], by the alternative's name."""
+    by_name: dict[str, list[Tensor]] = {alternative.name: [] for alternative in chosen}
+    # Alternatives without a change share one pass.
+    for _, group in groupby(chosen, key=lambda alternative: alternative.change):
+        members = list(group)
+        with members[0].change(reference):
+            for some in _micro_batches(batch):
+                for t, logits in zip(some, reference.sampled_logits(some), strict=True):
+                    ids = torch.from_numpy(t.response_ids.astype(np.int64))[:, None]
+                    for alternative in members:
+                        log_probs = alternative.sampling(logits).gather(-1, ids)[:, 0]
+                        by_name[alternative.name].append(log_probs)
+        advance()
+    return by_name
+
+
+def _micro_batches(batch: Sequence[Trajectory]) -> Iterator[Sequence[Trajectory]]:
+    """Of at most MICRO_BATCH tokens with their padding, and at least one trajectory."""
+    longest = max(t.length for t in batch)
+    count = max(1, MICRO_BATCH // longest)
+    for start in range(0, len(batch), count):
+        yield batch[start : start + count]
+
+
+def judge(
+    side: Side,
+    batch: Sequence[Trajectory],
+    plain: Sequence[Tensor],
+    by_alternative: Mapping[str, Sequence[Tensor]],
+    chosen: Sequence[Alternative],
+    dtype: str,
+) -> Diagnosis:
+    """Name what makes ``side`` differ. ``plain``, ``by_alternative``: log p by the reference, of its trajectories."""
+    own, expected = joined(side.log_probs).exp(), joined(plain).exp()
+    whole = gap(own, expected)
+    left = {name: gap(own, joined(v).exp()) for name, v in by_alternative.items()}
+    rounded = gap(expected, joined(by_alternative[ROUNDED]).exp())
+    noise = NOISE if dtype == "float32" else COARSE * rounded
+    cause = _cause(whole, left, noise, rounded, chosen) if whole > noise else None
+    with_cause = None if cause is None else joined(by_alternative[cause.name]).exp()
+    return Diagnosis(
+        side=side.name,
+        version=side.version,
+        gap=whole,
+        noise=noise,
+        left=dict(sorted(left.items(), key=lambda item: item[1])),
+        cause=cause,
+        tokens=_evidence(side, batch, own, expected, with_cause),
+    )
+
+
+def _cause(
+    whole: float,
+    left: Mapping[str, float],
+    noise: float,
+    rounded: float,
+    chosen: Sequence[Alternative],
+) -> Alternative | None:
+    best = min(chosen, key=lambda alternative: left[alternative.name])
+    if left[best.name] <= max(noise, EXPLAINED * whole):
+        return best
+    # Two implementations in bfloat16 round in different places: only the size of the gap is the same.
+    if rounded / COARSE <= whole <= rounded * COARSE:
+        return next(alternative for alternative in chosen if alternative.name == ROUNDED)
+    return None
+
+
+def joined(log_probs: Sequence[Tensor]) -> Tensor:
+    """Of all tokens, one trajectory after another."""
+    return torch.cat(list(log_probs))
+
+
+def gap(p: Tensor, q: Tensor) -> float:
+    """Mean |p - q|."""
+    return float((p - q).abs().mean())
+
+
+def _evidence(
+    side: Side,
+    batch: Sequence[Trajectory],
+    own: Tensor,
+    expected: Tensor,
+    with_cause: Tensor | None,
+    count: int = 12,
+) -> list[TokenEvidence]:
+    """The tokens with the largest gaps."""
+    ids = [batch[i].response_ids.tolist() for i in side.positions]
+    where = [
+        (i, n, token)
+        for i, tokens in zip(side.positions, ids, strict=True)
+        for n, token in enumerate(tokens)
+    ]
+    largest = (own - expected).abs().topk(min(count, len(own))).indices.tolist()
+    return [
+        TokenEvidence(
+            response=where[k][0],
+            position=where[k][1],
+            token_id=where[k][2],
+            side=float(own[k]),
+            reference=float(expected[k]),
+            with_cause=None if with_cause is None else float(with_cause[k]),
+        )
+        for k in largest
+    ]
+
+
+# --- how tokens were drawn
+
+
+@dataclass(frozen=True)
+class Draws:
+    """``evidence``: log likelihood ratio of ``sampler`` to the configured one; None: none is likelier than chance
+    explains. ``copies``: pairs of equal responses of a group, ``expected_copies``: how many mu lets expect."""
+
+    tokens: int
+    sampler: str | None
+    evidence: float
+    copies: int
+    expected_copies: float
+
+    @property
+    def are_copies(self) -> bool:
+        """Far more equal responses than independent draws have: six standard deviations of a Poisson number."""
+        return self.copies > self.expected_copies + 6 * math.sqrt(self.expected_copies) + 3
+
+
+def draws(
+    batch: Sequence[Trajectory],
+    side: Side,
+    plain: Sequence[Tensor],
+    by_sampler: Mapping[str, Sequence[Tensor]],
+) -> Draws:
+    """How the tokens of ``side`` were drawn; responses that are copies count once."""
+    trajectories = [batch[i] for i in side.positions]
+    distinct = {(t.problem_id, t.token_ids.tobytes()): k for k, t in enumerate(trajectories)}
+    counted = sorted(distinct.values())
+    base = sum(float(plain[k].sum()) for k in counted)
+    ratios = {
+        name: sum(float(values[k].sum()) for k in counted) - base
+        for name, values in by_sampler.items()
+    }
+    sampler = max(ratios, key=ratios.__getitem__)
+    pairs = [
+        (a, b)
+        for a, b in combinations(range(len(trajectories)), 2)
+        if trajectories[a].problem_id == trajectories[b].problem_id
+    ]
+    whole = [float(log_probs.sum()) for log_probs in side.log_probs]
+    return Draws(
+        tokens=sum(len(plain[k]) for k in counted),
+        sampler=sampler if ratios[sampler] > EVIDENCE else None,
+        evidence=ratios[sampler],
+        copies=sum(
+            trajectories[a].token_ids.tobytes() == trajectories[b].token_ids.tobytes()
+            for a, b in pairs
+        ),
+        # P(b = a | a) = mu(a); either of the two may be the first.
+        expected_copies=sum((math.exp(whole[a]) + math.exp(whole[b])) / 2 for a, b in pairs),
+    )
+
+
+def prompt_faults(batch: Sequence[Trajectory], prompts: Mapping[int, Sequence[int]]) -> list[str]:
+    """Responses whose prompt is not what the run's tokenizer and template make of their problem now."""
+    return [
+        f"{t}: its prompt of {len(t.prompt_ids)} tokens is not what tokenizer and template make now "
+        f"({len(prompts[t.problem_id])} tokens)"
+        for t in batch
+        if t.problem_id in prompts and list(prompts[t.problem_id]) != t.prompt_ids.tolist()
+    ]

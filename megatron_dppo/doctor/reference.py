@@ -1,0 +1,292 @@
+"""The reference: the model by transformers, in float32 and one response at a time, which shares no line with engine or
+trainer; and what it becomes where one thing is done in another way.
+
+Legend: S = tokens of a trajectory, N = sampled ones, V = vocabulary, E = experts, L = mixture-of-experts layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.explain.explanation import Policy
+
+Sampling = Callable[[Tensor], Tensor]
+"""Logits [N, V] -> log-probabilities [N, V] of what is sampled from; -inf where nothing is."""
+
+
+class Reference(Policy):
+    """The model in ``folder``. Its alternatives are contexts: outside of them it is as it was.
+
+    Raises OSError or ValueError if transformers cannot load a model from the folder.
+    """
+
+    _rows: Tensor
+    _rows_of: Callable[[Trajectory], Tensor] | None = None
+    _cached_by: Reference | None = None
+
+    @torch.no_grad()
+    def sampled_logits(self, batch: Sequence[Trajectory]) -> list[Tensor]:
+        """Float32 [N, V] of each: row i is what the i-th sampled token was drawn from."""
+        for trajectory in batch:
+            self.check_ids(trajectory)
+        # Behind a sequence's end stands what no position before it can see.
+        ids = torch.zeros(len(batch), max(t.length for t in batch), dtype=torch.int64)
+        for row, t in zip(ids, batch, strict=True):
+            row[: t.length] = torch.from_numpy(t.token_ids.astype(np.int64))
+        if self._rows_of is not None:
+            self._rows = self._rows_in(ids.shape, batch)
+        logits = (
+            self._model(ids).logits if self._cached_by is None else self._after_cache(ids, batch)
+        )
+        return [
+            row[torch.from_numpy(np.flatnonzero(t.loss_mask) - 1)].float()
+            for row, t in zip(logits, batch, strict=True)
+        ]
+
+    def module(self, name: str) -> nn.Module:
+        """The only module whose name ends with ``name``."""
+        (module,) = self._ending(name)
+        return module
+
+    def _ending(self, name: str) -> list[nn.Module]:
+        ends = f".{name}"
+        return [m for n, m in self._model.named_modules() if f".{n}".endswith(ends)]
+
+    # --- weights
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+        return dict(self._model.named_parameters())
+
+    @contextmanager
+    def exchanged(self, first: str, second: str) -> Iterator[None]:
+        """The tensors whose names hold ``first`` in the place of those with ``second``, and the reverse."""
+        pairs = [
+            (tensor, self.tensors[name.replace(first, second)])
+            for name, tensor in self.tensors.items()
+            if first in name and self.tensors[name.replace(first, second)].shape == tensor.shape
+        ]
+        _exchange(pairs)
+        try:
+            yield
+        finally:
+            _exchange(pairs)
+
+    @contextmanager
+    def experts_moved(self, ranks: int) -> Iterator[None]:
+        """Each of ``ranks`` has the experts of the next."""
+        with self._experts(lambda tensor: tensor.roll(len(tensor) // ranks, 0)):
+            yield
+
+    @contextmanager
+    def experts_of(self, other: Reference, rank: int, ranks: int) -> Iterator[None]:
+        """One rank's experts are the other's."""
+        theirs = iter([t for name, t in other.tensors.items() if ".experts." in name])
+
+        def mixed(tensor: Tensor) -> Tensor:
+            parts = list(tensor.chunk(ranks))
+            parts[rank] = next(theirs).detach().chunk(ranks)[rank]
+            return torch.cat(parts)
+
+        with self._experts(mixed):
+            yield
+
+    @contextmanager
+    def _experts(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        own = [t for name, t in self.tensors.items() if ".experts." in name]
+        kept = [t.data for t in own]
+        for tensor in own:
+            tensor.data = change(tensor.data)
+        try:
+            yield
+        finally:
+            for tensor, was in zip(own, kept, strict=True):
+                tensor.data = was
+
+    @contextmanager
+    def tensors_of(self, other: Reference, part: str) -> Iterator[None]:
+        """The tensors whose names hold ``part`` are the other's."""
+        pairs = [(t, other.tensors[name]) for name, t in self.tensors.items() if part in name]
+        _exchange(pairs)
+        try:
+            yield
+        finally:
+            _exchange(pairs)
+
+    # --- arithmetic
+
+    @contextmanager
+    def rounded(self, part: str = "", *, results: bool = True) -> Iterator[None]:
+        """Every linear, embedding and norm whose name holds ``part`` works on bfloat16; ``results``: and gives it."""
+        own = [t for name, t in self.tensors.items() if part in name]
+        kept = [t.data for t in own]
+        with ExitStack() as hooks:
+            for name, module in self._model.named_modules():
+                if part in name and not list(module.children()):
+                    hooks.callback(module.register_forward_pre_hook(_round_inputs).remove)
+                    if results:
+                        hook = module.register_forward_hook(lambda _, __, out: _round(out))
+                        hooks.callback(hook.remove)
+            for tensor in own:
+                tensor.data = _round(tensor.data)
+            try:
+                yield
+            finally:
+                for tensor, was in zip(own, kept, strict=True):
+                    tensor.data = was
+
+    @contextmanager
+    def frequencies(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """``change`` of the inverse frequencies of the rotary embedding."""
+        rotary: Any = self.module("rotary_emb")
+        was = rotary.inv_freq
+        rotary.inv_freq = change(was)
+        try:
+            yield
+        finally:
+            rotary.inv_freq = was
+
+    @property
+    def head_dim(self) -> int:
+        """Of the rotary embedding: twice as many as its frequencies."""
+        rotary: Any = self.module("rotary_emb")
+        return 2 * len(rotary.inv_freq)
+
+    # --- routing
+
+    @property
+    def gates(self) -> list[nn.Module]:
+        """The routers, layer by layer."""
+        return self._ending("mlp.gate") if self._ending("mlp.gate") else self._ending("gate")
+
+    @contextmanager
+    def routed(self, rows_of: Callable[[Trajectory], Tensor]) -> Iterator[None]:
+        """Tokens go to the experts of ``rows_of``, int64 [S - 1, L, k]; the last one by itself."""
+        with ExitStack() as hooks:
+            for layer, gate in enumerate(self.gates):
+                hook = gate.register_forward_hook(
+                    lambda gate, _, out, layer=layer: _sent_to(gate, out, self._rows[:, layer])
+                )
+                hooks.callback(hook.remove)
+            self._rows_of = rows_of
+            try:
+                yield
+            finally:
+                self._rows_of = None
+
+    def _rows_in(self, shape: Sequence[int], batch: Sequence[Trajectory]) -> Tensor:
+        """int64 [tokens, L, k] of a batch of that shape; -1 where a token goes where it wants."""
+        assert self._rows_of is not None
+        parts = [self._rows_of(t) for t in batch]
+        rows = torch.full((*shape, *parts[0].shape[1:]), -1)
+        for row, part in zip(rows, parts, strict=True):
+            row[: len(part)] = part
+        return rows.flatten(0, 1)
+
+    # --- cache
+
+    @contextmanager
+    def prompts_cached_by(self, other: Reference) -> Iterator[None]:
+        """Keys and values of every prompt, its last token left out, are the other's."""
+        self._cached_by = other
+        try:
+            yield
+        finally:
+            self._cached_by = None
+
+    def _after_cache(self, ids: Tensor, batch: Sequence[Trajectory]) -> Tensor:
+        """Logits [B, S, V]."""
+        assert self._cached_by is not None
+        logits = []
+        for row, t in zip(ids[:, None], batch, strict=True):
+            cached = max(1, len(t.prompt_ids) - 1)
+            before = self._cached_by._model(row[:, :cached], use_cache=True)
+            after = self._model(row[:, cached:], past_key_values=before.past_key_values)
+            logits.append(torch.cat([before.logits, after.logits], 1))
+        return torch.cat(logits)
+
+
+def _exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for first, second in pairs:
+        first.data, second.data = second.data, first.data
+
+
+def _round(values: Any) -> Any:
+    is_real = isinstance(values, Tensor) and values.is_floating_point()
+    return values.bfloat16().to(values.dtype) if is_real else values
+
+
+def _round_inputs(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_round(value) for value in inputs)
+
+
+def _sent_to(gate: nn.Module, answer: tuple[Tensor, Tensor, Tensor], rows: Tensor) -> Any:
+    """The router's answer with experts as in ``rows`` [tokens, k], where they are not -1."""
+    logits, scores, chosen = answer
+    chosen = torch.where(rows < 0, chosen, rows)
+    taken = logits.float().softmax(-1).gather(-1, chosen)
+    # Mixtral always shares them out anew, and has no such setting.
+    if getattr(gate, "norm_topk_prob", True):
+        taken = taken / taken.sum(-1, keepdim=True)
+    return logits, taken.to(scores.dtype), chosen
+
+
+def at_temperature(temperature: float) -> Sampling:
+    """softmax(logits / temperature)."""
+    return lambda logits: (logits.double() / temperature).log_softmax(-1)
+
+
+def nucleus(temperature: float, top_p: float) -> Sampling:
+    """The fewest tokens whose mass is at least ``top_p``, shared out anew."""
+
+    def sampling(logits: Tensor) -> Tensor:
+        ordered, order = at_temperature(temperature)(logits).sort(-1, descending=True)
+        before = ordered.exp().cumsum(-1) - ordered.exp()
+        kept = torch.where(before < top_p, ordered, -torch.inf).log_softmax(-1)
+        return torch.empty_like(kept).scatter_(-1, order, kept)
+
+    return sampling
+
+
+def most_probable(temperature: float, count: int) -> Sampling:
+    """The ``count`` most probable tokens, shared out anew."""
+
+    def sampling(logits: Tensor) -> Tensor:
+        least = logits.topk(count, -1).values[:, -1:]
+        kept = logits.double().masked_fill(logits < least, -torch.inf)
+        return at_temperature(temperature)(kept)
+
+    return sampling
+
+
+def normaliser_of_first(temperature: float, count: int) -> Sampling:
+    """A sum of exponentials that lacks what follows the first ``count`` ids: as if a rank were forgotten."""
+
+    def sampling(logits: Tensor) -> Tensor:
+        scaled = logits.double() / temperature
+        return scaled - scaled[:, :count].logsumexp(-1, keepdim=True)
+
+    return sampling
+
+
+def first_tokens(temperature: float, count: int) -> Sampling:
+    """The first ``count`` ids of the vocabulary alone."""
+
+    def sampling(logits: Tensor) -> Tensor:
+        kept = logits.double().clone()
+        kept[:, count:] = -torch.inf
+        return at_temperature(temperature)(kept)
+
+    return sampling
+
+
+Change = Callable[[Reference], AbstractContextManager[None]]

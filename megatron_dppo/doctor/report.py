@@ -1,0 +1,244 @@
+"""The doctor: references by version as they are needed, the diagnoses, and how they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.problems import load_tokenizer
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.doctor import diagnosis
+from megatron_dppo.doctor.diagnosis import Alternative, Diagnosis, Draws, SampledRun, Side
+from megatron_dppo.doctor.reference import Reference, at_temperature
+from megatron_dppo.explain.explanation import TokenTexts
+from megatron_dppo.explain.page import SummaryTable, quoted, tables_page
+from megatron_dppo.metrics.progress import progress
+from megatron_dppo.mismatch.ladder import Rung, log_probs_of, trainer_of
+
+SHOWN = 6
+"""Alternatives of a side that are shown, the nearest first."""
+NEAREST = (-1, 1, -2)
+"""Versions from a side's own that are tried as stale or too new."""
+LAYOUT = "the same trainer in one process does not differ"
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """``texts``: of token ids. ``facts``: what was not examined, and why."""
+
+    diagnoses: Sequence[Diagnosis]
+    draws: Draws | None
+    prompt_faults: Sequence[str]
+    texts: TokenTexts
+    facts: Sequence[str]
+
+    @property
+    def findings(self) -> list[str]:
+        """What is wrong, a line each; empty where nothing is."""
+        lines = [_sentence(v) for v in self.diagnoses if not v.is_healthy]
+        if self.draws is not None and self.draws.are_copies:
+            lines.append(
+                f"seeds: {self.draws.copies} pairs of equal responses in groups, "
+                f"{self.draws.expected_copies:.2g} expected"
+            )
+        elif self.draws is not None and self.draws.sampler is not None:
+            lines.append(
+                f"sampling: the {self.draws.tokens} tokens were drawn as by {self.draws.sampler} "
+                f"(log likelihood ratio {self.draws.evidence:.0f})"
+            )
+        if self.prompt_faults:
+            lines.append(
+                f"tokenizer: {len(self.prompt_faults)} prompts differ; {self.prompt_faults[0]}"
+            )
+        return lines
+
+
+def _sentence(diagnosed: Diagnosis) -> str:
+    if diagnosed.cause is None:
+        return (
+            f"{diagnosed.side}: unexplained, mean |p - reference| {diagnosed.gap:.1e} at version "
+            f"{diagnosed.version}; no alternative comes near"
+        )
+    left = diagnosed.left[diagnosed.cause.name]
+    return (
+        f"{diagnosed.side}: {diagnosed.axis}: {diagnosed.cause.name} (mean |p - reference| {diagnosed.gap:.1e}, "
+        f"{left:.1e} left of it)"
+    )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """log p of the batch's tokens at one version: by the reference, and by each alternative."""
+
+    vocab_size: int
+    alternatives: Sequence[Alternative]
+    plain: Sequence[Tensor]
+    by_name: Mapping[str, Sequence[Tensor]]
+
+    def at(self, positions: Sequence[int]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """Of these trajectories."""
+        by_name = {name: [v[i] for i in positions] for name, v in self.by_name.items()}
+        return [self.plain[i] for i in positions], by_name
+
+
+class Doctor:
+    """The batch and the weights that are known; a reference is loaded when it is needed."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        batch: Sequence[Trajectory],
+        folders: Mapping[int, Path],
+        converted: Path,
+    ) -> None:
+        self._config, self._batch = config, batch
+        self._run = SampledRun(config.temperature, config.parallel.tensor, config.parallel.expert)
+        self._folders, self._converted = folders, converted
+        self.texts = TokenTexts(load_tokenizer(config.model.hf_checkpoint))
+        self._scores: dict[int, Scores] = {}
+
+    def examine(self, side: Side) -> Diagnosis:
+        """The diagnosed on it. Raises OSError or ValueError where weights can't be read."""
+        scores = self._scores_of(side.version)
+        plain, by_name = scores.at(side.positions)
+        diagnosed = diagnosis.judge(
+            side, self._batch, plain, by_name, scores.alternatives, self._config.model.dtype
+        )
+        if side.name == "trainer" and not diagnosed.is_healthy:
+            return self._without_layout(diagnosed, side, plain)
+        return diagnosed
+
+    def draws(self, diagnoses: Sequence[Diagnosis], sides: Sequence[Side]) -> Draws | None:
+        """How the engine drew; None where its weights are not the reference's, whose likelihoods say nothing then."""
+        axis = next((v.axis for v in diagnoses if v.side == "engine"), None)
+        if axis not in ("healthy", "sampling transform", "precision"):
+            return None
+        side = next(side for side in sides if side.name == "engine")
+        scores = self._scores_of(side.version)
+        plain, by_name = scores.at(side.positions)
+        names = [name for name, _ in diagnosis.samplers(self._run, scores.vocab_size)]
+        by_sampler = {name: by_name[name] for name in names}
+        return diagnosis.draws(self._batch, side, plain, by_sampler)
+
+    def _scores_of(self, version: int) -> Scores:
+        if version not in self._scores:
+            near = [version + d for d in NEAREST if version + d in self._folders]
+            # Two models at a time are in memory.
+            others = {v: self._reference(v) for v in near[:1]}
+            reference = self._reference(version)
+            is_recorded = bool(reference.gates) and all(
+                "routed_experts" in t.columns and not t.discarded_rows for t in self._batch
+            )
+            plain = Alternative("", "", at_temperature(self._config.temperature))
+            chosen = diagnosis.alternatives(self._run, reference, others, is_recorded=is_recorded)
+            changes = len({alternative.change for alternative in chosen})
+            with progress(f"scoring by version {version}", changes) as bar:
+                by_name = diagnosis.scores(reference, [plain, *chosen], self._batch, bar.advance)
+            self._scores[version] = Scores(reference.vocab_size, chosen, by_name.pop(""), by_name)
+        return self._scores[version]
+
+    def _without_layout(
+        self, diagnosed: Diagnosis, side: Side, plain: Sequence[Tensor]
+    ) -> Diagnosis:
+        """The diagnosed, or ``layout`` where the trainer in one process agrees with the reference."""
+        config = self._config
+        if config.parallel.world_size == 1:
+            return diagnosed
+        folder = self._folder(side.version)
+        rung = Rung("layout", folder, config.temperature, config.router_replay, config.model.dtype)
+        batch = [self._batch[i] for i in side.positions]
+        trainer = trainer_of(config, batch, rung)
+        try:
+            alone = log_probs_of(trainer, config.training.micro_batch_tokens, rung, batch)
+        finally:
+            trainer.close()
+        gap = diagnosis.gap(alone.exp(), diagnosis.joined(plain).exp())
+        if gap > diagnosed.noise:
+            return diagnosed
+        cause = Alternative("layout", LAYOUT, at_temperature(config.temperature))
+        return replace(diagnosed, cause=cause, left={LAYOUT: gap, **diagnosed.left})
+
+    def _reference(self, version: int) -> Reference:
+        return Reference(self._folder(version))
+
+    def _folder(self, version: int) -> Path:
+        """A Hugging Face folder of that version; made of a checkpoint once."""
+        folder = self._folders[version]
+        if (folder / "config.json").is_file():
+            return folder
+        made = self._converted / f"version_{version}"
+        if not made.exists():
+            megatron_to_hf(folder, made, hf_config=self._config.model.hf_checkpoint)
+        return made
+
+
+def show(console: Console, doctor_report: DoctorReport) -> None:
+    """Findings, then a table for each side."""
+    findings = doctor_report.findings
+    for line in findings or ["nothing is wrong: both sides agree with the reference"]:
+        console.print(line, style="bold")
+    for table in tables(doctor_report):
+        printed = Table(title=table.title, title_justify="left")
+        for name in table.columns:
+            printed.add_column(name, justify="left" if name in ("done", "token") else "right")
+        for row in table.rows:
+            printed.add_row(*row)
+        console.print(printed)
+
+
+def tables(doctor_report: DoctorReport) -> list[SummaryTable]:
+    """Of each side what alternatives leave, and of one with a cause the tokens that show it."""
+    made = []
+    for diagnosed in doctor_report.diagnoses:
+        title = (
+            f"{diagnosed.side}, weights of version {diagnosed.version}: {diagnosed.axis}; mean |p - reference| "
+            f"{diagnosed.gap:.1e}, noise up to {diagnosed.noise:.1e}"
+        )
+        rows = [(name, f"{left:.1e}") for name, left in list(diagnosed.left.items())[:SHOWN]]
+        made.append(SummaryTable(title, ("done", "left"), rows))
+        if not diagnosed.is_healthy:
+            made.append(_tokens(diagnosed, doctor_report.texts))
+    return made
+
+
+def _tokens(diagnosed: Diagnosis, texts: TokenTexts) -> SummaryTable:
+    columns = ("token", "response", "at", diagnosed.side, "reference", "with the cause")
+    rows = [
+        (
+            quoted(texts[t.token_id]), str(t.response), str(t.position), f"{t.side:.4f}",
+            f"{t.reference:.4f}", "" if t.with_cause is None else f"{t.with_cause:.4f}",
+        )
+        for t in diagnosed.tokens
+    ]  # fmt: skip
+    return SummaryTable("The tokens that differ most", columns, rows)
+
+
+def page(title: str, facts: Sequence[str], doctor_report: DoctorReport) -> str:
+    """The HTML page."""
+    findings = doctor_report.findings or ["Nothing is wrong: both sides agree with the reference."]
+    return tables_page(title, [*findings, *facts], tables(doctor_report))
+
+
+def as_json(doctor_report: DoctorReport) -> dict[str, Any]:
+    """Every figure."""
+    return {
+        "findings": doctor_report.findings,
+        "sides": [
+            {
+                "side": v.side, "version": v.version, "axis": v.axis,
+                "cause": v.cause.name if v.cause else None, "gap": v.gap, "noise": v.noise,
+                "left": dict(v.left), "tokens": [asdict(t) for t in v.tokens],
+            }
+            for v in doctor_report.diagnoses
+        ],
+        "draws": asdict(doctor_report.draws) if doctor_report.draws else None,
+        "prompt_faults": list(doctor_report.prompt_faults),
+    }  # fmt: skip

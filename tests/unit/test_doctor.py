@@ -1,0 +1,377 @@
+"""``megatron-dppo doctor`` on batches whose engine and trainer were transformers, healthy and with one fault each: the
+axis that it names."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megatron_dppo.config.loading import resolved_yaml
+from megatron_dppo.config.schema import ParallelConfig, TrainConfig
+from megatron_dppo.data.batch_file import save_batch
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.doctor.__main__ import examined, main
+from megatron_dppo.doctor.diagnosis import prompt_faults
+from tests.ranks import ROOT
+from tests.tiny_models import save_tiny_model
+
+LogProbs = Callable[[Trajectory], np.ndarray]
+TEMPERATURE = 0.7
+PROMPTS, GROUP, TOKENS = 6, 4, 24
+
+
+def with_tensors(source: Path, target: Path, change: Callable[[dict], None]) -> Path:
+    """A copy of a model's folder with changed weights."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def trained(tensors: dict) -> None:
+    """As a step of training might leave them."""
+    torch.manual_seed(5)
+    for name, tensor in tensors.items():
+        tensors[name] = tensor * (1 + 0.05 * torch.randn_like(tensor))
+
+
+class Policy:
+    """transformers, its gates' choices kept."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    @torch.no_grad()
+    def logits(self, ids) -> torch.Tensor:
+        tokens = torch.as_tensor(np.asarray(ids, np.int64))[None]
+        return self.model(tokens).logits[0].double()
+
+    @torch.no_grad()
+    def routing(self, t: Trajectory) -> np.ndarray:
+        ids = torch.from_numpy(t.token_ids.astype(np.int64))[None]
+        answer = self.model(ids, output_router_logits=True)
+        layers = [logits.topk(2, -1).indices for logits in answer.router_logits]
+        return torch.stack(layers, 1)[:-1].numpy().astype(np.uint8)
+
+    def log_probs(self, t: Trajectory, temperature: float = TEMPERATURE) -> np.ndarray:
+        rows = self.logits(t.token_ids)[len(t.prompt_ids) - 1 : -1] / temperature
+        ids = torch.from_numpy(t.response_ids.astype(np.int64))[:, None]
+        return rows.log_softmax(-1).gather(1, ids)[:, 0].float().numpy()
+
+    def draw(
+        self, prompt: list[int], seeds: list[int], temperature: float, top_p: float
+    ) -> np.ndarray:
+        """A response for each seed: [seeds, TOKENS]."""
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        ids = torch.tensor([prompt] * len(seeds))
+        for _ in range(TOKENS):
+            with torch.no_grad():
+                logits = self.model(ids).logits[:, -1].double() / temperature
+            p, order = logits.softmax(-1).sort(descending=True)
+            p = torch.where(p.cumsum(-1) - p < top_p, p, 0.0)
+            drawn = [
+                torch.multinomial(row, 1, generator=g) for row, g in zip(p, generators, strict=True)
+            ]
+            ids = torch.cat([ids, order.gather(1, torch.stack(drawn))], 1)
+        return ids[:, len(prompt) :].numpy()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> SimpleNamespace:
+    """Batch of step 2: version 1 sampled it and was trained."""
+    folder = tmp_path_factory.mktemp("doctor")
+    start = save_tiny_model(folder / "start", "qwen3_moe", seed=1, vocab_size=512)
+    after = with_tensors(start, folder / "after", trained)
+    config = TrainConfig.model_validate(
+        {
+            "run": {"directory": str(folder), "steps": 1},
+            "model": {"hf_checkpoint": str(start), "dtype": "float32"},
+            "data": {"train": "unused.jsonl"},
+            "rollout": {
+                "prompts_per_step": PROMPTS, "group_size": GROUP, "max_response_tokens": TOKENS,
+                "temperature": TEMPERATURE, "save": True,
+            },
+            "training": {"prompts_per_mini_batch": PROMPTS, "micro_batch_tokens": 256},
+            "optimizer": {"lr": 1e-5},
+        }
+    )  # fmt: skip
+    policy = Policy(after)
+    return SimpleNamespace(
+        folder=folder, start=start, after=after, config=config, policy=policy,
+        batch=drawn(policy, lambda problem, sample: 100 * problem + sample),
+    )  # fmt: skip
+
+
+def drawn(
+    policy: Policy,
+    seed_of: Callable[[int, int], int],
+    temperature: float = TEMPERATURE,
+    top_p: float = 1.0,
+) -> list[Trajectory]:
+    """Really sampled; both sides give the policy's log-probabilities at the configured temperature."""
+    rng, batch = np.random.default_rng(3), []
+    for problem in range(PROMPTS):
+        prompt = rng.integers(3, 512, size=8 + problem).tolist()
+        seeds = [seed_of(problem, sample) for sample in range(GROUP)]
+        for sample, response in enumerate(policy.draw(prompt, seeds, temperature, top_p)):
+            t = Trajectory.of_response(prompt, response, problem_id=problem, sample_index=sample)
+            batch.append(with_sides(t, policy.log_probs(t), policy.log_probs(t), policy.routing(t)))
+    return batch
+
+
+def with_sides(
+    t: Trajectory, engine: np.ndarray, trainer: np.ndarray, routing: np.ndarray
+) -> Trajectory:
+    return t.with_columns(
+        rollout_log_probs=engine.astype(np.float32), loss_log_probs=trainer.astype(np.float32),
+        loss_trains=np.ones(t.sampled, bool), weight_version=np.ones(t.sampled, np.int32),
+        routed_experts=routing,
+    )  # fmt: skip
+
+
+def examine(run: SimpleNamespace, batch: list[Trajectory], converted: Path):
+    folders = {0: run.start, 1: run.after}
+    return examined(run.config, 2, batch, folders, converted)
+
+
+def axes(examination) -> list[str]:
+    return [verdict.axis for verdict in examination.diagnoses]
+
+
+def test_a_healthy_batch_has_no_finding(run, tmp_path):
+    found = examine(run, run.batch, tmp_path)
+    assert axes(found) == ["healthy", "healthy"]
+    assert found.findings == []
+    assert all(v.gap < 1e-6 for v in found.diagnoses)
+    assert found.draws.tokens == PROMPTS * GROUP * TOKENS
+
+
+def swapped_norms(tensors: dict) -> None:
+    for name in [n for n in tensors if "input_layernorm" in n]:
+        other = name.replace("input_layernorm", "post_attention_layernorm")
+        tensors[name], tensors[other] = tensors[other].clone(), tensors[name].clone()
+
+
+def moved_experts(tensors: dict) -> None:
+    """Of eight experts on two ranks."""
+    kept = {n: t.clone() for n, t in tensors.items() if ".experts." in n}
+    for name, tensor in kept.items():
+        head, tail = name.split(".experts.")
+        expert, rest = tail.split(".", 1)
+        tensors[f"{head}.experts.{(int(expert) + 4) % 8}.{rest}"] = tensor
+
+
+def stale_embedding(start: Path) -> Callable[[dict], None]:
+    def change(tensors: dict) -> None:
+        tensors["model.embed_tokens.weight"] = load_file(start / "model.safetensors")[
+            "model.embed_tokens.weight"
+        ]
+
+    return change
+
+
+def rounded_head(run: SimpleNamespace, _: Path, results: torch.dtype) -> LogProbs:
+    policy = Policy(run.after)
+    weight = policy.model.lm_head.weight.data.bfloat16()
+    policy.model.lm_head.forward = lambda x: torch.nn.functional.linear(
+        x.bfloat16().to(results), weight.to(results)
+    ).float()
+    return policy.log_probs
+
+
+def scaled_positions(run: SimpleNamespace, folder: Path) -> LogProbs:
+    shutil.copytree(run.after, folder)
+    values = json.loads((folder / "config.json").read_text())
+    values["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps(values))
+    return Policy(folder).log_probs
+
+
+def changed(run: SimpleNamespace, folder: Path, change: Callable[[dict], None]) -> LogProbs:
+    return Policy(with_tensors(run.after, folder, change)).log_probs
+
+
+FAULTS: dict[str, Callable[[SimpleNamespace, Path], LogProbs]] = {
+    "version": lambda run, _: Policy(run.start).log_probs,
+    "norms": lambda run, folder: changed(run, folder, swapped_norms),
+    "experts": lambda run, folder: changed(run, folder, moved_experts),
+    "shard": lambda run, folder: changed(run, folder, stale_embedding(run.start)),
+    "temperature": lambda run, _: partial(run.policy.log_probs, temperature=1.0),
+    "bfloat16": lambda run, _: Policy(run.after, torch.bfloat16).log_probs,
+    "head": partial(rounded_head, results=torch.bfloat16),
+    "head's inputs": partial(rounded_head, results=torch.float32),
+    "positions": scaled_positions,
+    "vocabulary": lambda run, _: partial(truncated, run.policy),
+    "cache": lambda run, _: partial(after_old_prompt, run.policy, Policy(run.start)),
+}
+"""What makes log p of a trajectory's sampled tokens with the fault."""
+
+
+def truncated(policy: Policy, t: Trajectory) -> np.ndarray:
+    """The last quarter of the vocabulary is missing in the sum of exponentials."""
+    rows = policy.logits(t.token_ids)[len(t.prompt_ids) - 1 : -1] / TEMPERATURE
+    ids = torch.from_numpy(t.response_ids.astype(np.int64))[:, None]
+    return (rows.gather(1, ids)[:, 0] - rows[:, :384].logsumexp(-1)).float().numpy()
+
+
+@torch.no_grad()
+def after_old_prompt(policy: Policy, old: Policy, t: Trajectory) -> np.ndarray:
+    prompt = len(t.prompt_ids)
+    ids = torch.from_numpy(t.token_ids.astype(np.int64))[None]
+    cache = old.model(ids[:, : prompt - 1], use_cache=True).past_key_values
+    rows = policy.model(ids[:, prompt - 1 :], past_key_values=cache).logits[0, :-1].double()
+    response = torch.from_numpy(t.response_ids.astype(np.int64))[:, None]
+    return (rows / TEMPERATURE).log_softmax(-1).gather(1, response)[:, 0].float().numpy()
+
+
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+@pytest.mark.parametrize(
+    ("fault", "axis", "name"),
+    [
+        ("version", "staleness", "weights of version 0"),
+        ("norms", "weights", "input_layernorm and post_attention_layernorm exchanged"),
+        ("experts", "weights", "each of 2 ranks has the experts of the next"),
+        ("shard", "weights", "embed_tokens of version 0"),
+        ("temperature", "sampling transform", "temperature 1, not 0.7"),
+        ("bfloat16", "precision", "all in bfloat16"),
+        ("head", "precision", "output layer in bfloat16"),
+        ("head's inputs", "precision", "output layer of bfloat16, logits in float32"),
+        ("positions", "positions", "positions times 0.5"),
+        (
+            *("vocabulary", "sampling transform"),
+            "normaliser without the last of 4 shards of the vocabulary",
+        ),
+        ("cache", "cache", "prompts' keys and values of version 0"),
+    ],
+)
+def test_the_axis_of_a_fault_is_named(run, tmp_path, side, fault, axis, name):
+    column = {"engine": "rollout_log_probs", "trainer": "loss_log_probs"}[side]
+    log_probs = FAULTS[fault](run, tmp_path / "changed")
+    batch = [t.with_columns(**{column: log_probs(t)}) for t in run.batch]
+    found = examine(run, batch, tmp_path / "converted")
+    expected = ["healthy", "healthy"]
+    expected[side == "trainer"] = axis
+    assert axes(found) == expected
+    verdict = found.diagnoses[side == "trainer"]
+    assert verdict.cause.name == name
+    assert verdict.left[name] < 0.3 * verdict.gap or fault == "bfloat16"
+    assert len(found.findings) == 1
+    worst = verdict.tokens[0]
+    t = batch[worst.response]
+    assert worst.token_id == t.response_ids[worst.position]
+    assert worst.side == pytest.approx(float(np.exp(t.column(column)[worst.position])))
+
+
+@pytest.mark.parametrize(
+    ("layers", "tokens", "name"),
+    [
+        (1, 0, "recorded experts of the layer before"),
+        (0, 1, "recorded experts of the token before"),
+    ],
+)
+def test_rows_that_were_replayed_elsewhere_are_named(run, tmp_path, layers, tokens, name):
+    """The trainer routes by rows of another layer or token: they are the engine's, in another place."""
+    policy = Policy(run.after)
+    rows: list[torch.Tensor] = []
+
+    def sent(gate, hidden, answer, layer):
+        logits, _, chosen = answer
+        chosen = torch.cat([rows[0][:, layer], chosen[len(rows[0]) :]])
+        p = logits.softmax(-1).gather(-1, chosen)
+        return logits, p / p.sum(-1, keepdim=True), chosen
+
+    for layer, block in enumerate(policy.model.model.layers):
+        block.mlp.gate.register_forward_hook(
+            lambda gate, x, answer, layer=layer: sent(gate, x, answer, layer)
+        )
+    batch = []
+    for t in run.batch:
+        recorded = torch.from_numpy(t.column("routed_experts").astype(np.int64))
+        rows[:] = [recorded.roll((tokens, layers), (0, 1))]
+        batch.append(t.with_columns(loss_log_probs=policy.log_probs(t)))
+    found = examine(run, batch, tmp_path)
+    assert axes(found) == ["healthy", "routing"]
+    assert found.diagnoses[1].cause.name == name
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "sampler"),
+    [(1.0, 1.0, "temperature 1, not 0.7"), (TEMPERATURE, 0.9, "top_p 0.9")],
+)
+def test_tokens_drawn_otherwise_than_both_sides_say_are_seen(
+    run, tmp_path, temperature, top_p, sampler
+):
+    batch = drawn(run.policy, lambda p, s: 100 * p + s, temperature, top_p)
+    found = examine(run, batch, tmp_path)
+    assert axes(found) == ["healthy", "healthy"]
+    assert found.draws.sampler == sampler
+    assert found.findings[0].startswith("sampling: ")
+
+
+def test_equal_seeds_are_seen(run, tmp_path):
+    found = examine(run, drawn(run.policy, lambda problem, sample: sample // 2), tmp_path)
+    assert found.draws.copies == PROMPTS * 2
+    assert found.draws.expected_copies < 1e-6
+    assert found.findings[0].startswith("seeds: 12 pairs of equal responses")
+
+
+def test_a_prompt_that_the_tokenizer_makes_otherwise_now_is_told(run):
+    prompts = {t.problem_id: t.prompt_ids.tolist() for t in run.batch}
+    assert prompt_faults(run.batch, prompts) == []
+    prompts[1] = [*prompts[1][:-1], prompts[1][-1] + 1]
+    faults = prompt_faults(run.batch, prompts)
+    assert len(faults) == GROUP
+    assert faults[0] == (
+        "response 0 to problem 1: its prompt of 9 tokens is not what tokenizer and template make now (9 tokens)"
+    )
+
+
+def test_the_command_writes_figures_and_page(run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    layout = ParallelConfig(world_size=2, expert=2)
+    config = run.config.model_copy(update={"parallel": layout})
+    (folder / "config.yaml").write_text(resolved_yaml(config))
+    stale, half = Policy(run.start), np.float32(np.log(0.5))
+    # What no alternative explains, and no trainer of one process does.
+    batch = [
+        t.with_columns(
+            rollout_log_probs=stale.log_probs(t),
+            loss_log_probs=t.column("loss_log_probs") + half * np.float32(np.arange(t.sampled) % 2),
+        )
+        for t in run.batch
+    ]
+    save_batch(folder / "rollouts", 2, batch)
+    files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
+    command = ["doctor", str(folder), "--weights", f"1={run.after}", *files]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_dppo", *command],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    finding = "engine: staleness: weights of version 0"
+    assert finding in done.stdout
+    assert "prompts not examined: " in done.stdout
+    figures = json.loads((tmp_path / "a.json").read_text())
+    assert figures["findings"][0].startswith(finding)
+    assert [side["axis"] for side in figures["sides"]] == ["staleness", "layout"]
+    assert "trainer: layout: the same trainer in one process does not differ" in done.stdout
+    assert finding in (tmp_path / "a.html").read_text()
+    assert main([str(folder)]) == 0
+    assert "engine not examined: nobody has the weights of version 1" in capsys.readouterr().out
+    assert main([str(folder), "--weights", "one"]) == 2
+    assert "expected VERSION=FOLDER" in capsys.readouterr().err
