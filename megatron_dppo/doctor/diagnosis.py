@@ -83,14 +83,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """On one side. ``gap``: mean |p - reference|; ``noise``: up to which it is healthy; ``left``: what each alternative
+    """On one side. ``gap``: mean |p - reference|; ``noise``: up to which it is healthy; ``gaps``: what each alternative
     leaves of it, least first; ``cause``: the one that is named; None: healthy, or unexplained."""
 
     side: str
     version: int
     gap: float
     noise: float
-    left: Mapping[str, float]
+    gaps: Mapping[str, float]
     cause: Alternative | None
     tokens: Sequence[TokenEvidence]
 
@@ -187,16 +187,16 @@ ROUTINGS = (
 
 def samplers(run: SampledRun, size: int) -> Iterator[tuple[str, Sampling]]:
     """Other ways to draw from a vocabulary of ``size``."""
-    own = run.temperature
-    for temperature in dict.fromkeys((1.0, 1 / own, *TEMPERATURES)):
-        if temperature != own:
-            yield f"temperature {temperature:g}, not {own:g}", at_temperature(temperature)
+    configured = run.temperature
+    for temperature in dict.fromkeys((1.0, 1 / configured, *TEMPERATURES)):
+        if temperature != configured:
+            yield f"temperature {temperature:g}, not {configured:g}", at_temperature(temperature)
     for top_p in TOP_P:
-        yield f"top_p {top_p:g}", nucleus(own, top_p)
+        yield f"top_p {top_p:g}", nucleus(configured, top_p)
     for count in (count for count in TOP_K if count < size):
-        yield f"top_k {count}", most_probable(own, count)
+        yield f"top_k {count}", most_probable(configured, count)
     for shards, count in _without_last(run, size):
-        yield f"vocabulary without the last of {shards} shards", first_tokens(own, count)
+        yield f"vocabulary without the last of {shards} shards", first_tokens(configured, count)
 
 
 def _without_last(run: SampledRun, size: int) -> Iterator[tuple[int, int]]:
@@ -293,33 +293,33 @@ def judge(
     dtype: str,
 ) -> Diagnosis:
     """Name what makes ``side`` differ. ``plain``, ``by_alternative``: log p by the reference, of its trajectories."""
-    own, expected = joined(side.log_probs).exp(), joined(plain).exp()
-    whole = gap(own, expected)
-    left = {name: gap(own, joined(v).exp()) for name, v in by_alternative.items()}
+    probabilities, expected = joined(side.log_probs).exp(), joined(plain).exp()
+    whole = gap(probabilities, expected)
+    gaps = {name: gap(probabilities, joined(v).exp()) for name, v in by_alternative.items()}
     rounded = gap(expected, joined(by_alternative[ROUNDED]).exp())
     noise = NOISE if dtype == "float32" else COARSE * rounded
-    cause = _cause(whole, left, noise, rounded, chosen) if whole > noise else None
+    cause = _cause(whole, gaps, noise, rounded, chosen) if whole > noise else None
     with_cause = None if cause is None else joined(by_alternative[cause.name]).exp()
     return Diagnosis(
         side=side.name,
         version=side.version,
         gap=whole,
         noise=noise,
-        left=dict(sorted(left.items(), key=lambda item: item[1])),
+        gaps=dict(sorted(gaps.items(), key=lambda item: item[1])),
         cause=cause,
-        tokens=_evidence(side, batch, own, expected, with_cause),
+        tokens=_evidence(side, batch, probabilities, expected, with_cause),
     )
 
 
 def _cause(
     whole: float,
-    left: Mapping[str, float],
+    gaps: Mapping[str, float],
     noise: float,
     rounded: float,
     chosen: Sequence[Alternative],
 ) -> Alternative | None:
-    best = min(chosen, key=lambda alternative: left[alternative.name])
-    if left[best.name] <= max(noise, EXPLAINED * whole):
+    best = min(chosen, key=lambda alternative: gaps[alternative.name])
+    if gaps[best.name] <= max(noise, EXPLAINED * whole):
         return best
     # Two implementations in bfloat16 round in different places: only the size of the gap is the same.
     if rounded / COARSE <= whole <= rounded * COARSE:
@@ -340,7 +340,7 @@ def gap(p: Tensor, q: Tensor) -> float:
 def _evidence(
     side: Side,
     batch: Sequence[Trajectory],
-    own: Tensor,
+    probabilities: Tensor,
     expected: Tensor,
     with_cause: Tensor | None,
     count: int = 12,
@@ -352,13 +352,13 @@ def _evidence(
         for i, tokens in zip(side.positions, ids, strict=True)
         for n, token in enumerate(tokens)
     ]
-    largest = (own - expected).abs().topk(min(count, len(own))).indices.tolist()
+    largest = (probabilities - expected).abs().topk(min(count, len(probabilities))).indices.tolist()
     return [
         TokenEvidence(
             response=where[k][0],
             position=where[k][1],
             token_id=where[k][2],
-            side=float(own[k]),
+            side=float(probabilities[k]),
             reference=float(expected[k]),
             with_cause=None if with_cause is None else float(with_cause[k]),
         )

@@ -102,14 +102,14 @@ class Reference(Policy):
 
     @contextmanager
     def _experts(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        own = [t for name, t in self.tensors.items() if ".experts." in name]
-        kept = [t.data for t in own]
-        for tensor in own:
+        tensors = [t for name, t in self.tensors.items() if ".experts." in name]
+        kept = [t.data for t in tensors]
+        for tensor in tensors:
             tensor.data = change(tensor.data)
         try:
             yield
         finally:
-            for tensor, was in zip(own, kept, strict=True):
+            for tensor, was in zip(tensors, kept, strict=True):
                 tensor.data = was
 
     @contextmanager
@@ -127,8 +127,8 @@ class Reference(Policy):
     @contextmanager
     def rounded(self, part: str = "", *, results: bool = True) -> Iterator[None]:
         """Every linear, embedding and norm whose name holds ``part`` works on bfloat16; ``results``: and gives it."""
-        own = [t for name, t in self.tensors.items() if part in name]
-        kept = [t.data for t in own]
+        tensors = [t for name, t in self.tensors.items() if part in name]
+        kept = [t.data for t in tensors]
         with ExitStack() as hooks:
             for name, module in self._model.named_modules():
                 if part in name and not list(module.children()):
@@ -136,12 +136,12 @@ class Reference(Policy):
                     if results:
                         hook = module.register_forward_hook(lambda _, __, out: _round(out))
                         hooks.callback(hook.remove)
-            for tensor in own:
+            for tensor in tensors:
                 tensor.data = _round(tensor.data)
             try:
                 yield
             finally:
-                for tensor, was in zip(own, kept, strict=True):
+                for tensor, was in zip(tensors, kept, strict=True):
                     tensor.data = was
 
     @contextmanager

@@ -67,10 +67,10 @@ def _sentence(diagnosed: Diagnosis) -> str:
             f"{diagnosed.side}: unexplained, mean |p - reference| {diagnosed.gap:.1e} at version "
             f"{diagnosed.version}; no alternative comes near"
         )
-    left = diagnosed.left[diagnosed.cause.name]
+    remaining = diagnosed.gaps[diagnosed.cause.name]
     return (
         f"{diagnosed.side}: {diagnosed.axis}: {diagnosed.cause.name} (mean |p - reference| {diagnosed.gap:.1e}, "
-        f"{left:.1e} left of it)"
+        f"{remaining:.1e} left of it)"
     )
 
 
@@ -164,7 +164,7 @@ class Doctor:
         if gap > diagnosed.noise:
             return diagnosed
         cause = Alternative("layout", LAYOUT, at_temperature(config.temperature))
-        return replace(diagnosed, cause=cause, left={LAYOUT: gap, **diagnosed.left})
+        return replace(diagnosed, cause=cause, gaps={LAYOUT: gap, **diagnosed.gaps})
 
     def _reference(self, version: int) -> Reference:
         return Reference(self._folder(version))
@@ -202,7 +202,7 @@ def tables(doctor_report: DoctorReport) -> list[SummaryTable]:
             f"{diagnosed.side}, weights of version {diagnosed.version}: {diagnosed.axis}; mean |p - reference| "
             f"{diagnosed.gap:.1e}, noise up to {diagnosed.noise:.1e}"
         )
-        rows = [(name, f"{left:.1e}") for name, left in list(diagnosed.left.items())[:SHOWN]]
+        rows = [(name, f"{gap:.1e}") for name, gap in list(diagnosed.gaps.items())[:SHOWN]]
         made.append(SummaryTable(title, ("done", "left"), rows))
         if not diagnosed.is_healthy:
             made.append(_tokens(diagnosed, doctor_report.texts))
@@ -235,7 +235,7 @@ def as_json(doctor_report: DoctorReport) -> dict[str, Any]:
             {
                 "side": v.side, "version": v.version, "axis": v.axis,
                 "cause": v.cause.name if v.cause else None, "gap": v.gap, "noise": v.noise,
-                "left": dict(v.left), "tokens": [asdict(t) for t in v.tokens],
+                "gaps": dict(v.gaps), "tokens": [asdict(t) for t in v.tokens],
             }
             for v in doctor_report.diagnoses
         ],

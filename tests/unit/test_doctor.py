@@ -268,7 +268,7 @@ def test_the_axis_of_a_fault_is_named(run, tmp_path, side, fault, axis, name):
     assert axes(found) == expected
     verdict = found.diagnoses[side == "trainer"]
     assert verdict.cause.name == name
-    assert verdict.left[name] < 0.3 * verdict.gap or fault == "bfloat16"
+    assert verdict.gaps[name] < 0.3 * verdict.gap or fault == "bfloat16"
     assert len(found.findings) == 1
     worst = verdict.tokens[0]
     t = batch[worst.response]
