@@ -30,7 +30,8 @@ from megatron_dppo.loop.learning import trains
 from megatron_dppo.metrics import sums
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import MASKED_TOKENS_FILE, RECORDS_FILE, read_records, step_of
-from megatron_dppo.metrics.table import METRICS, means
+from megatron_dppo.metrics.sums import means
+from megatron_dppo.metrics.table import METRICS
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.token_loss import inputs_from
 from megatron_dppo.vocab_parallel import policy_stats

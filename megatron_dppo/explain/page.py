@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megatron_dppo.explain.explanation import TOKEN_METRICS, Response, Token
 from megatron_dppo.metrics.samples import html_page
-from megatron_dppo.metrics.sums import MetricSums
-from megatron_dppo.metrics.table import METRICS, means
+from megatron_dppo.metrics.sums import MetricSums, means
+from megatron_dppo.metrics.table import METRICS
 
 FREQUENT = 12
 """Largest number of rows in a table of the most frequent tokens."""

@@ -18,13 +18,12 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_commands import run_batch_command, show_facts
 from megatron_dppo.explain.__main__ import algorithm_arguments, chosen_algorithm, show
 from megatron_dppo.metrics import table as names
@@ -218,7 +217,7 @@ def derive(options: argparse.Namespace) -> None:
     directory = options.run / DERIVED
     command = [
         *(sys.executable, "-m", "megatron_dppo.train", str(options.run / "config.yaml")),
-        *derivation(config, options.run, last),
+        *derivation(config.data.evaluation, options.run, last),
     ]
     print(f"deriving steps 1 to {last} of {options.run} in {directory}")
     # A checkpoint of the run is in no danger: the derivation has a folder of its own.
@@ -261,7 +260,7 @@ def sealed_until(run: Path, step: int | None) -> int:
     return last
 
 
-def derivation(config: TrainConfig, run: Path, last: int) -> list[str]:
+def derivation(evaluation_sets: Iterable[str], run: Path, last: int) -> list[str]:
     """Overrides of the run's configuration: its batches in place of an engine, and nothing else is made."""
     values: dict[str, Any] = {
         "run.directory": run / DERIVED,
@@ -278,7 +277,7 @@ def derivation(config: TrainConfig, run: Path, last: int) -> list[str]:
         "checkpoint.export_hf": "false",
     }
     # A name in the file stays unless it is taken away.
-    evaluation = [f"data.evaluation.{name}=null" for name in config.data.evaluation]
+    evaluation = [f"data.evaluation.{name}=null" for name in evaluation_sets]
     return [*(f"{key}={value}" for key, value in values.items()), *evaluation]
 
 

@@ -24,8 +24,13 @@ from megatron_dppo.loop.exchange import ColumnExchange, Delivery, ExchangeError,
 from megatron_dppo.loop.rollout_figures import GapGuard, is_coarse, routing_figures
 from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.sums import MaskedResponses, MaskedToken, MaskedTokenCounts, MetricSums
-from megatron_dppo.metrics.table import means
+from megatron_dppo.metrics.sums import (
+    MaskedResponses,
+    MaskedToken,
+    MaskedTokenCounts,
+    MetricSums,
+    means,
+)
 from megatron_dppo.model.shape import (
     BACKWARD_FORWARDS,
     FROZEN_BACKWARD_FORWARDS,

@@ -8,6 +8,8 @@ micro-batching and data-parallel layout. A line of ``masked_tokens.jsonl`` is
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.metrics.records import MASKED_TOKENS_FILE, read_step_lines
+from megatron_dppo.metrics.table import METRICS
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,21 @@ def _stacked(values: list[Tensor], device: torch.device | str) -> Tensor:
 
 SHOWN = 20
 """Largest number of ids in a record."""
+
+
+def means(values: Mapping[str, float]) -> dict[str, float]:
+    """Metric name -> number to record, from sums, maxima and minima reduced over all ranks: each sum divided by its
+    divisor, nan where that is 0. Names without a row pass unchanged.
+    """
+    recorded = {}
+    for name, value in values.items():
+        row = METRICS.get(name)
+        if row is None or row.divisor is None:
+            recorded[name] = value
+        else:
+            count = values[row.divisor]
+            recorded[row.recorded_as or name] = value / count if count else math.nan
+    return recorded
 
 
 class MaskedToken(TypedDict):

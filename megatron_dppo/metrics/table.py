@@ -8,7 +8,6 @@ loop, the engine's session and weight updates add the others. Loads no torch and
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -525,21 +524,6 @@ BY_METRIC: dict[str, NormalRange] = {
     name: row.normal for name, row in METRICS.items() if row.normal is not None
 }
 """Metric -> what is normal, where that is known."""
-
-
-def means(values: Mapping[str, float]) -> dict[str, float]:
-    """Metric name -> number to record, from sums, maxima and minima reduced over all ranks: each sum divided by its
-    divisor, nan where that is 0. Names without a row pass unchanged.
-    """
-    recorded = {}
-    for name, value in values.items():
-        row = METRICS.get(name)
-        if row is None or row.divisor is None:
-            recorded[name] = value
-        else:
-            count = values[row.divisor]
-            recorded[row.recorded_as or name] = value / count if count else math.nan
-    return recorded
 
 
 # --- names with a variable part

@@ -9,8 +9,8 @@ import torch
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
 from megatron_dppo.algorithms.table import PRESETS
-from megatron_dppo.metrics.sums import MetricSums
-from megatron_dppo.metrics.table import GAP_STALE, METRICS, means
+from megatron_dppo.metrics.sums import MetricSums, means
+from megatron_dppo.metrics.table import GAP_STALE, METRICS
 from tests.unit.token_inputs import inputs
 
 
