@@ -5,6 +5,7 @@ import json
 import random
 import signal
 import time
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -205,10 +206,12 @@ def kill_server(run: TrainingRun) -> None:
 
 
 def kill_run(run: TrainingRun) -> None:
-    """The supervisor first, so that it sees none of the others end."""
-    for process in reversed(run.family()):
-        process.kill()
-    psutil.wait_procs(run.family(), timeout=5)
+    """The supervisor first, so that it sees none of the others end; they may have died with it."""
+    family = run.family()
+    for process in reversed(family):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(family, timeout=5)
 
 
 def last_step(directory: Path) -> int:
