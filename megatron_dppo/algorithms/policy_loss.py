@@ -17,7 +17,14 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import rules, sequence_rules, table
 from megatron_dppo.algorithms.inputs import ANCHORS, Anchor, TokenInputs, rollout, trained_tokens
-from megatron_dppo.algorithms.rules import LARGEST_LOG_RATIO, PENALTIES, Mask, Penalty, Weight
+from megatron_dppo.algorithms.rules import (
+    LARGEST_LOG_RATIO,
+    PENALTIES,
+    Mask,
+    Penalty,
+    StepBound,
+    Weight,
+)
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import MetricSums
 
@@ -26,12 +33,14 @@ from megatron_dppo.metrics.sums import MetricSums
 class Algorithm(table.AlgorithmFacts):
     """What the loss needs of an algorithm.
 
-    ``mask``: True where a token trains. ``weight``: w in M min(w, C) A grad log pi. ``penalties``:
+    ``mask``: True where a token trains. ``weight``: w in M min(w, C) A grad log pi. ``step_bound``: finds what the
+    mask reads of all tokens of an optimiser step; None where it reads nothing of them. ``penalties``:
     additive terms with their coefficients.
     """
 
     mask: Mask
     weight: Weight
+    step_bound: StepBound | None
     penalties: tuple[tuple[float, Penalty], ...]
 
     @property
@@ -54,10 +63,11 @@ def build_algorithm(
     """The preset ``name`` with its functions; arguments and ValueErrors are those of ``algorithm_facts``."""
     facts = table.algorithm_facts(name, options, settings)
     preset, numbers, anchor = facts.preset, facts.numbers, ANCHORS[facts.preset.anchor]
-    of_mask, of_weight = (
+    of_mask, of_weight, of_step = (
         {n: value for n, value in numbers.items() if table.OPTIONS[n].role in (role, "both")}
-        for role in ("mask", "weight")
+        for role in ("mask", "weight", "step")
     )
+    step_bound = None if preset.step_bound is None else getattr(rules, preset.step_bound)
     module = sequence_rules if preset.sequences else rules
     mask, weight = (
         getattr(module if hasattr(module, name) else rules, name)
@@ -69,6 +79,7 @@ def build_algorithm(
         numbers=numbers,
         mask=partial(mask, anchor=anchor, **preset.fixed, **of_mask),
         weight=partial(weight, anchor=anchor, **of_weight),
+        step_bound=step_bound and partial(step_bound, **of_step),
         penalties=tuple((numbers[n], term) for n, term in PENALTIES.items() if numbers.get(n)),
     )
 

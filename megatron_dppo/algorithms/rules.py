@@ -237,6 +237,90 @@ def topk_of(inputs: TokenInputs) -> tuple[Tensor, Tensor, Tensor]:
     return inputs.topk_log_probs, inputs.rollout_topk_log_probs, inputs.topk_valid
 
 
+# Rules that look at all tokens of an optimiser step, whatever replica, micro-batch or pack they are in. What they need
+# to know of them is one number, found before the step by a pass without gradient; a mask reads it.
+
+StepTotal = Callable[[Tensor], Tensor]
+"""Sums a tensor over the replicas, in place."""
+
+StepBound = Callable[[Tensor, StepTotal], float]
+"""(log r of this replica's trained tokens, the sum over replicas) -> the number. The same on every rank."""
+
+
+def of_step(inputs: TokenInputs) -> Tensor:
+    """``step_bound``. Raises ValueError where it is missing."""
+    if inputs.step_bound is None:
+        raise ValueError(
+            "the mask looks at the whole optimiser step, but TokenInputs has no step_bound"
+        )
+    return inputs.step_bound
+
+
+@torch.no_grad()
+def second_moment_cut(log_ratio: Tensor, total: StepTotal, *, second_moment: float) -> float:
+    """The (log r)^2 up to which tokens train, so that the mean over them is at most ``second_moment``, and over no more
+    of them; inf where all may. Equal values are on one side. By halving: 62 sums of two numbers.
+    """
+    values = log_ratio.float().square().nan_to_num(nan=torch.inf)
+
+    def kept(cut: float) -> tuple[float, float]:
+        """(sum, number) of the values up to ``cut``."""
+        inside = values <= cut
+        sums = torch.where(inside, values, 0.0).sum(dtype=torch.float64), inside.sum().double()
+        found = total(torch.stack(sums)).tolist()
+        return found[0], found[1]
+
+    def largest(holds: Callable[[float, float], bool]) -> float:
+        """Float32 cut at which it holds of sum and number, as it does of every smaller one; at 0 it does."""
+        low, high = 0, int(torch.tensor(torch.finfo(torch.float32).max).view(torch.int32))
+        while low < high:
+            middle = (low + high + 1) // 2
+            cut = float(torch.tensor(middle, dtype=torch.int32).view(torch.float32))
+            low, high = (middle, high) if holds(*kept(cut)) else (low, middle - 1)
+        return float(torch.tensor(low, dtype=torch.int32).view(torch.float32))
+
+    below = largest(lambda moment, number: moment <= second_moment * number)
+    count = kept(below)[1]
+    if count == total(
+        torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
+    ):
+        return torch.inf
+    # Between the last token that trains and the first that doesn't: the pass with a gradient may round otherwise.
+    return 0.5 * (below + largest(lambda _, number: number < count))
+
+
+@torch.no_grad()
+def mean_tv_bound(log_ratio: Tensor, total: StepTotal, *, mean_tv: float) -> float:
+    """inf where the mean of |r - 1| / 2, an estimate of the mean TV, is at most ``mean_tv``, else 0."""
+    distance = 0.5 * torch.expm1(log_ratio.double()).abs().nan_to_num(nan=torch.inf)
+    number = torch.full_like(distance.sum(), distance.numel())
+    moment, number = total(torch.stack([distance.sum(), number])).tolist()
+    return torch.inf if moment <= mean_tv * number else 0.0
+
+
+@torch.no_grad()
+def second_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
+    """M2PO (arXiv 2510.01161): the tokens with the largest (log r)^2 are blocked, as few as bring the mean over the
+    others in the optimiser step to at most ``second_moment`` (``second_moment_cut``), whatever the sign of A.
+
+    Read: the description and the code of AReaL, where the mean is over a rank's part of the step, and r is pi' / mu.
+    The paper's text was not read: whether it spares tokens that lead back to mu is not known here.
+    """
+    return (inputs.log_probs.detach() - anchor(inputs)).double().square() <= of_step(inputs)
+
+
+@torch.no_grad()
+def step_mean(inputs: TokenInputs, anchor: Anchor) -> Tensor:
+    """VACO's filter (arXiv 2603.01365): blocked where the mean TV of the optimiser step exceeds ``mean_tv``
+    (``mean_tv_bound``) and the update moves pi further away.
+
+    Abstract read, and the description of a form of it per response (allenai/open-instruct, pull request 1681). Not
+    read: the paper's algorithm and threshold. Its realigned advantages need a value model, and are not here.
+    """
+    shift = inputs.log_probs.detach() - anchor(inputs)
+    return (inputs.advantages.sign() * shift <= 0) | (shift.isfinite() & (of_step(inputs) > 0))
+
+
 def measured(name: str, inputs: TokenInputs, anchor: Anchor) -> Tensor:
     """The divergence of ``divergence.py`` with that name at each token, float64: of Top-K tensors, else of pi and
     anchor.

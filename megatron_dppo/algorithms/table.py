@@ -27,13 +27,13 @@ AggregationName = Literal[
     "sequence-mean-token-mean",
 ]
 EstimatorName = Literal["k1-on-policy", "k2", "k3", "k3-on-policy", "reverse-k3-on-policy"]
-Role = Literal["mask", "weight", "both", "cap", "topk", "penalty"]
+Role = Literal["mask", "weight", "both", "step", "cap", "topk", "penalty"]
 
 
 @dataclass(frozen=True)
 class Option:
-    """``meaning``; ``role``: the part of the algorithm that takes the number, both: mask and weight; its range,
-    ``low`` excluded unless ``includes_low``, ``high`` included.
+    """``meaning``; ``role``: the part of the algorithm that takes the number, both: mask and weight, step: what is
+    found of a whole step; its range, ``low`` excluded unless ``includes_low``, ``high`` included.
     """
 
     meaning: str
@@ -90,6 +90,8 @@ OPTIONS: dict[str, Option] = {
     ),
     "largest_k2": Option("largest (log r)^2 / 2 of a token of a response that trains", "mask"),
     "mean_k3": Option("largest mean of r - 1 - log r of a response that trains", "mask"),
+    "second_moment": Option("largest mean of (log r)^2 over the step's trained tokens", "step"),
+    "mean_tv": Option("largest mean TV of a step whose outward updates train", "step", 0, 1),
     "weight_min": Option("w_min: what a response's last token counts", "mask", 0, 1),
     "budget_low": Option("least mean divergence of a prefix that is allowed", "mask", 0, 1, True),
     "budget_high": Option("largest mean divergence of a prefix that is allowed", "mask", 0, 1),
@@ -123,7 +125,8 @@ class Preset:
     ``fixed``: arguments of the mask that are no option. ``divergence``: what the mask compares with its threshold, for
     records of a step; None where it measures none. ``whole_vocabulary``: it is taken over the anchor's whole
     distribution in TopK(mu)'s place. ``sequences``: the rule looks at whole responses. ``centers``: the score is
-    centered (``rules.centering``), with a gradient through TopK(mu).
+    centered (``rules.centering``), with a gradient through TopK(mu). ``step_bound``: the function in
+    ``rules.py`` that finds of all tokens of an optimiser step what the mask reads, which costs a pass without gradient.
     """
 
     mask: str = "train_all"
@@ -136,6 +139,7 @@ class Preset:
     whole_vocabulary: bool = False
     sequences: bool = False
     centers: bool = False
+    step_bound: str | None = None
 
     def numbers(self, settings: Settings) -> dict[str, float]:
         """The preset's numbers in a setting, each of them an option."""
@@ -245,6 +249,8 @@ PRESETS: dict[str, Preset] = {
     "geometric-mask": _of_sequences(
         "geometric_band", {"sequence_low": 0.99, "sequence_high": 1.01, "ratio_cap": 2.0}
     ),
+    "m2po": Preset("second_moment", {"second_moment": 0.04}, step_bound="second_moment_cut"),
+    "vaco": Preset("step_mean", {"mean_tv": 0.05}, step_bound="mean_tv_bound"),
     "score-centering": Preset(stability={"ratio_cap": 2.0, "topk": 32}, centers=True),
     "off-policy-sequence-mask": _of_sequences("drifted_sequence", {"drift_threshold": 0.1}),
 }
@@ -282,6 +288,12 @@ class AlgorithmFacts:
     def needs_recomputed(self) -> bool:
         """The trainer must recompute the log-probabilities at the rollout's weights."""
         return self.preset.anchor == "recomputed"
+
+    @property
+    def extra_pass(self) -> bool:
+        """The trainer scores every batch once more without gradient, whole or a step at a time."""
+        of_rollout = self.needs_recomputed or self.needs_recomputed_distribution
+        return of_rollout or self.preset.step_bound is not None
 
     @property
     def needs_full_distribution(self) -> bool:

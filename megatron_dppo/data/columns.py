@@ -302,6 +302,9 @@ REFERENCE_LOG_PROBS = declare(
 )
 """The trainer's own log-probabilities at the weights that training started from."""
 
+STEP_BOUND = declare(Column("step_bound", ("float32",), Rows.SAMPLED, read_by=ReadBy.LAST))
+"""What an algorithm found of all tokens of the optimiser step (``algorithms/rules.py``), the same at each of them."""
+
 TOPK_IDS = declare(
     Column(
         "topk_ids",

@@ -438,6 +438,11 @@ class SeenStep:
             raise ValueError(
                 f"{algorithm.name} needs log pi at TopK(mu), which is not saved of a step; give weights with --policy"
             )
+        if algorithm.step_bound is not None:
+            raise ValueError(
+                f"{algorithm.name} looks at all tokens of an optimiser step, and of a saved step the weights' "
+                "changes between its mini-batches are mixed: it explains its own runs alone"
+            )
         if algorithm.needs_recomputed and self.inputs.recomputed_log_probs is None:
             raise ValueError(
                 f"{algorithm.name} needs log-probabilities recomputed at the rollout's weights, which "

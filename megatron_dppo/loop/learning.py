@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.numpy import load, save
 from torch import Tensor
 
@@ -362,7 +363,7 @@ class Learner:
         self._masked_responses = MaskedResponses()
         total, first, grad_norms, lr = MetricSums(), None, [], 0.0
         for plan, further in zip(batch.plans, recomputed, strict=True):
-            mini = _with_columns(self._packed(batch, plan), further)
+            mini = self._bounded(_with_columns(self._packed(batch, plan), further))
             result = self._trainer.train_mini_batch(
                 mini.micro_batches,
                 self._loss,
@@ -427,6 +428,36 @@ class Learner:
             trained = {p: t.without(RECORDING) for p, t in trained.items()}
         return pack_mini_batch(trained, plan, self.layout, self._config.algorithm, delivery.forms)
 
+    def _bounded(self, mini: MiniBatch) -> MiniBatch:
+        """With what the algorithm's mask reads of all tokens of this optimiser step; collective."""
+        step_bound = self._algorithm.step_bound
+        if step_bound is None:
+            return mini
+        batches = mini.micro_batches
+        log_probs = self._log_probs(batches)
+        if not self._trainer.topology.is_last_stage:
+            # Only the last one has log mu, and the loss.
+            return mini
+        log_ratios = [
+            p[b.loss_mask] - b.column("rollout_log_probs")[b.loss_mask]
+            for b, p in zip(batches, log_probs, strict=True)
+        ]
+
+        def total(values: Tensor) -> Tensor:
+            dist.all_reduce(values, group=self._trainer.topology.data_group)
+            return values
+
+        bound = step_bound(torch.cat(log_ratios).to(self._trainer.device), total)
+        columns: list[Columns] = [
+            {"step_bound": torch.full_like(b.advantages, bound)} for b in batches
+        ]
+        return _with_columns(mini, columns)
+
+    def _log_probs(self, batches: list[packing.PackedBatch]) -> list[Tensor]:
+        """log pi [T] of each micro-batch under the present weights, 0 outside its loss mask; on its device."""
+        found = self._trainer.log_probs(batches)
+        return [_where_trained(b, p) for b, p in zip(batches, found, strict=True)]
+
     def _recomputed(self, batch: PlannedBatch, plan: MiniBatchPlan) -> list[Columns]:
         """By micro-batch, what the algorithm needs of the policy at the rollout's weights and the engine
         doesn't say; empty where it needs nothing."""
@@ -437,10 +468,8 @@ class Learner:
         batches = self._packed(batch, plan).micro_batches
         columns_by_batch: list[Columns] = [{} for _ in batches]
         if self._algorithm.needs_recomputed:
-            for b, p, columns in zip(
-                batches, self._trainer.log_probs(batches), columns_by_batch, strict=True
-            ):
-                columns["recomputed_log_probs"] = _where_trained(b, p)
+            for p, columns in zip(self._log_probs(batches), columns_by_batch, strict=True):
+                columns["recomputed_log_probs"] = p
         if self._algorithm.needs_recomputed_distribution:
             size = self._trainer.shape.vocab_size
             asking = [_with_whole_vocabulary(b, size) for b in batches]

@@ -380,7 +380,7 @@ def facts_of(
         steps=settings.prompts_per_step // training.prompts_per_mini_batch,
         topk=_topk(algorithm, settings.topk_log_probs, shape.vocab_size),
         routing=settings.router_replay,
-        recompute_pass=algorithm.needs_recomputed or algorithm.needs_recomputed_distribution,
+        recompute_pass=algorithm.extra_pass,
         max_concurrent=settings.max_concurrent_requests,
     )
     per_step = training.prompts_per_mini_batch * rollout.group_size

@@ -145,6 +145,11 @@ GOLDEN = {
         {"sequence_low": 0.99, "sequence_high": 1.01, "ratio_cap": 2.0},
         "SkyRL's documentation", OWN,
     ),
+    "m2po": golden(
+        {"second_moment": 0.04, "ratio_cap": INF}, {"second_moment": 0.04, "ratio_cap": INF},
+        "2510.01161, AReaL's example", OWN,
+    ),
+    "vaco": golden({"mean_tv": 0.05, "ratio_cap": INF}, {"mean_tv": 0.05, "ratio_cap": INF}, "chosen", OWN),
     "score-centering": golden(
         {"ratio_cap": 2.0, "topk": 32}, {"ratio_cap": 2.0, "topk": 32}, "2609.20807, second hand", OWN
     ),

@@ -2,6 +2,8 @@
 
 import math
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -326,6 +328,78 @@ def test_cppo_of_topk_counts_what_the_sampled_token_does_not_show():
     x = inputs([0.15] * 4, [0.1] * 4, [1.0] * 4, sequence_ids=ids, **topk)
     assert trained("cppo-topk-tv", x) == [False] * 4
     assert trained("cppo-topk-tv", x, tv_threshold=0.31) == [True, False, False, False]
+
+
+# --- rules that look at an optimiser step
+
+
+def cut_by_sorting(values, limit):
+    """How many of the smallest values have a mean of at most ``limit``, in plain Python; equal ones are on one side."""
+    ordered, kept = sorted(values), 0
+    for count in range(1, len(ordered) + 1):
+        is_last_of_equals = count == len(ordered) or ordered[count] != ordered[count - 1]
+        if is_last_of_equals and sum(ordered[:count]) <= limit * count:
+            kept = count
+    return kept
+
+
+@pytest.mark.parametrize("limit", [1e-6, 0.01, 0.04, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_cut_of_the_second_moment_is_that_of_a_sorted_list(seed, limit):
+    g = torch.Generator().manual_seed(seed)
+    log_ratio = 0.4 * torch.randn(200, generator=g)
+    log_ratio[:20] = log_ratio[20:40]  # equal ones
+    cut = rules.second_moment_cut(log_ratio, lambda total: total, second_moment=limit)
+    values = log_ratio.square().double()
+    kept = cut_by_sorting(values.tolist(), limit)
+    assert int((values <= cut).sum()) == kept
+    if 0 < kept < 200:
+        below, above = values.sort().values[kept - 1 : kept + 1].tolist()
+        assert below < cut < above
+    assert (kept == 200) == (cut == math.inf) == (limit == 1)
+
+
+def test_a_step_by_hand():
+    # (log r)^2 = .01, .04, .25, .01: the mean of all is .0775; of the three smallest .02.
+    log_ratio = torch.tensor([0.1, -0.2, 0.5, -0.1], dtype=F64)
+    alone = lambda total: total  # noqa: E731
+    assert 0.04 < rules.second_moment_cut(log_ratio, alone, second_moment=0.05) < 0.25
+    assert 0.01 < rules.second_moment_cut(log_ratio, alone, second_moment=0.015) < 0.04
+    assert rules.second_moment_cut(log_ratio, alone, second_moment=0.0776) == math.inf
+    ratio = torch.tensor([1.2, 0.9, 1.0, 1.1], dtype=F64)  # mean |r - 1| / 2 = .05
+    assert rules.mean_tv_bound(ratio.log(), alone, mean_tv=0.0501) == math.inf
+    assert rules.mean_tv_bound(ratio.log(), alone, mean_tv=0.0499) == 0
+    x = inputs((0.2 * log_ratio.exp()).tolist(), [0.2] * 4, [1.0, 1.0, 1.0, -1.0])
+    at = lambda bound: replace(x, step_bound=torch.full((4,), bound, dtype=F64))  # noqa: E731
+    assert trained("m2po", at(0.1)) == [True, True, False, True]
+    assert trained("vaco", at(0.0)) == [False, True, False, False]
+    assert trained("vaco", at(math.inf)) == [True] * 4
+    with pytest.raises(ValueError, match="TokenInputs has no step_bound"):
+        trained("m2po", x)
+
+
+@pytest.mark.parametrize("name", ["m2po", "vaco"])
+def test_a_bound_does_not_depend_on_which_replica_has_which_tokens(name):
+    """Three threads that sum with each other, one of them without a token, find what one finds of all tokens."""
+    g = torch.Generator().manual_seed(2)
+    log_ratio = 0.3 * torch.randn(90, generator=g)
+    step_bound = build_algorithm(name).step_bound
+    expected = step_bound(log_ratio, lambda total: total)
+    parts, barrier = [log_ratio[:33], log_ratio[33:], log_ratio[:0]], threading.Barrier(3)
+    shared = [torch.empty(0)] * 3
+
+    def of_rank(rank):
+        def total(values):
+            shared[rank] = values
+            barrier.wait(timeout=30)
+            whole = torch.stack(shared).sum(0)
+            barrier.wait(timeout=30)
+            return whole
+
+        return step_bound(parts[rank], total)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(of_rank, range(3))) == [expected] * 3
 
 
 # --- score centering

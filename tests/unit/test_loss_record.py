@@ -14,7 +14,7 @@ from megatron_dppo.loop.learning import LossRecord, _decoded, _encoded, by_respo
 from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.vocab_parallel import policy_stats
 from tests.trajectories import trajectory
-from tests.unit.test_token_loss import V, packed, samples
+from tests.unit.test_token_loss import V, bounded, packed, samples
 from tests.unit.token_inputs import inputs
 
 
@@ -68,7 +68,7 @@ def test_every_preset_records_what_its_mask_compared(name):
     table = torch.randn(V, V, generator=torch.Generator().manual_seed(3)).requires_grad_()
     loss = make_token_loss(algorithm, observers=[record.add])
     for rows in ([0, 1, 3], [2, 4]):
-        batch = packed(every, rows, indices=rows)
+        batch = bounded(packed(every, rows, indices=rows))
         ids = batch.columns["topk_ids"].long()
         stats = policy_stats(
             table[batch.token_ids], batch.target_ids, vocab_size=V, topk_ids=ids, with_entropy=True

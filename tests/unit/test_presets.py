@@ -101,6 +101,7 @@ def test_what_each_algorithm_costs_is_declared():
     assert {n for n, a in built.items() if a.reads_topk} == {
         n for n in PRESETS if "topk" in n or "exact" in n or "pdm" in n or "center" in n
     }
+    assert {n for n, a in built.items() if a.step_bound} == {"m2po", "vaco"}
     assert {n for n, row in PRESETS.items() if row.centers} == {"score-centering"}
     assert {n for n, row in PRESETS.items() if row.sequences} == {
         "gspo", "cppo-binary-tv", "cppo-topk-tv", "gmpo", "minpro", "trm-max", "trm-mean",
@@ -194,7 +195,7 @@ RANGES = {
     "max_drop": "(0, 1]",
     **dict.fromkeys(["kl_threshold", "kl_threshold_negative", "clip_high"], "[0, inf]"),
     **dict.fromkeys(["budget_low", "sequence_low"], "[0, 1]"),
-    **dict.fromkeys(["weight_min", "budget_high"], "(0, 1]"),
+    **dict.fromkeys(["weight_min", "budget_high", "mean_tv"], "(0, 1]"),
     **dict.fromkeys(
         [
             "smoothing",
@@ -204,6 +205,7 @@ RANGES = {
             "drift_threshold",
             "largest_k2",
             "mean_k3",
+            "second_moment",
         ],
         "(0, inf]",
     ),

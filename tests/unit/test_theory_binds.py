@@ -103,6 +103,8 @@ def one_state(logit, algorithm_name, mu_rises):
     pi = torch.stack(
         [torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)]
     )
+    step_bound = build_algorithm(algorithm_name).step_bound
+    bound = 0.0 if step_bound is None else step_bound((pi - mu).detach(), lambda total: total)
     other = torch.tensor([[1], [0]])
     both = lambda x: torch.cat([x.detach()[other], x.detach()[:, None]], 1)  # noqa: E731
     return TokenInputs(
@@ -116,6 +118,7 @@ def one_state(logit, algorithm_name, mu_rises):
         topk_valid=torch.ones(2, 2, dtype=torch.bool),
         sequence_ids=torch.arange(2),
         tail_ids=torch.zeros(2, dtype=torch.int64),
+        step_bound=torch.full((2,), bound, dtype=F64),
     )
 
 
@@ -156,13 +159,16 @@ RADIUS = {
     # r = 1.1017 has r - 1 - log r = 0.005.
     "trm-mean": 0.0508,
     "geometric-mask": 0.005,
+    # The falling token is dropped where both squares' mean passes 0.04; the rising one alone may have log r = 0.2.
+    "m2po": 0.5 * math.expm1(0.2),
+    "vaco": 0.05,
 }  # fmt: skip
 """Where training from mu = (1/2, 1/2) must stop: |pi - mu|, worked by hand from each mask."""
 UNCONFINED = [
     "pg-is", "pg-tis", "cispo", "drpo", "mask-0.5", "mask-0.8", "mask-0.5-recompute",
     "sapo", "minpro", "score-centering", "trm-max", "off-policy-sequence-mask",
 ]  # fmt: skip
-BOTH_WAYS = ["dppo-symmetric", "kpop", "trm-max", "trm-mean", "geometric-mask"]
+BOTH_WAYS = ["dppo-symmetric", "kpop", "trm-max", "trm-mean", "geometric-mask", "m2po"]
 """They block whatever is far from mu, also on its way back."""
 
 

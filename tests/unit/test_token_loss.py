@@ -49,6 +49,11 @@ def packed(every, rows, **options):
     return pack([every[i] for i in rows], trains=[i != 3 for i in rows], forms=forms, **options)
 
 
+def bounded(batch):
+    """With what a rule might have found of the whole step."""
+    return batch.with_columns(step_bound=torch.full((batch.num_tokens,), 0.3))
+
+
 def model(table, batch):
     """A policy of the current token alone, so that a token's logits do not depend on its pack."""
     return table[batch.token_ids].contiguous()
@@ -59,7 +64,8 @@ def run(name, packs, **options):
     table = torch.randn(V, V, generator=torch.Generator().manual_seed(3)).requires_grad_()
     algorithm = build_algorithm(name, options)
     token_loss, total, metrics = make_token_loss(algorithm), 0.0, None
-    for batch in packs:
+    for given in packs:
+        batch = bounded(given)
         stats = policy_stats(
             model(table, batch), batch.target_ids, vocab_size=V, with_entropy=True,
             topk_ids=batch.columns["topk_ids"].long() if algorithm.topk else None,
