@@ -256,6 +256,7 @@ def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -
         names.PPO_ONLY: _count(clipped & ~blocked),
         names.DPPO_ONLY: _count(blocked & ~clipped),
         **_entropy(inputs, blocked),
+        **_surprise(inputs),
         **_topk_mass(inputs),
     }
     maxima = {
@@ -274,6 +275,45 @@ def _entropy(inputs: TokenInputs, blocked: Tensor) -> dict[str, Tensor]:
         names.ENTROPY: _sum(inputs.loss_mask, entropy),
         names.ENTROPY_OF_MASKED: _sum(blocked, entropy),
     }
+
+
+LONGEST_SURPRISE = 20.0
+"""Nats. What lies further below the mean counts as this much below it (``_surprise``)."""
+CUT_MEAN = 2e-4
+"""Nats: what that cut adds to a mean at most: sum of p (-log p - 20) over p < e^-20, which is below V e^-21, for a
+vocabulary of V = 260,000."""
+FREQUENCY_SUMS = (
+    "frequency/high",
+    "frequency/high_square",
+    "frequency/low",
+    "frequency/low_square",
+)
+"""Sums of the frequency canary over trained tokens; not recorded."""
+
+
+def _surprise(inputs: TokenInputs) -> dict[str, Tensor]:
+    """Sums of the frequency canary: xi and xi^2 of each token y, for both signs of
+
+        xi = +-(-log mu(y) - H(pi)) - g,    g = |1 - r| |log pi(y)| + |log r| + CUT_MEAN,    r = pi(y) / mu(y),
+
+    cut from below at -LONGEST_SURPRISE. Where y is drawn from mu, both have a mean of at most 0, for
+
+        H(mu) - H(pi) = sum (pi - mu) log pi - KL(mu || pi),
+        |E(-log mu) - H(pi)| <= E |1 - r| |log pi| + E |log r|.
+
+    Where trainer and engine report the same wrong distribution, g is about 0 and the mean is off by as much as the true
+    one has another mean of log mu.
+    """
+    if inputs.entropy is None:
+        return {}
+    log_pi, log_mu = inputs.log_probs.double(), inputs.rollout_log_probs.double()
+    log_ratio = log_pi - log_mu
+    finite = inputs.loss_mask & log_ratio.isfinite()
+    explained = torch.expm1(log_ratio).abs() * log_pi.abs() + log_ratio.abs() + CUT_MEAN
+    over = -log_mu - inputs.entropy.double()
+    high, low = ((x - explained).clamp(min=-LONGEST_SURPRISE) for x in (over, -over))
+    sums = (_sum(finite, x) for x in (high, high.square(), low, low.square()))
+    return dict(zip(FREQUENCY_SUMS, sums, strict=True))
 
 
 def _topk_mass(inputs: TokenInputs) -> dict[str, Tensor]:

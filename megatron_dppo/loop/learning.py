@@ -15,14 +15,19 @@ from safetensors.numpy import load, save
 from torch import Tensor
 
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import AGGREGATIONS, Algorithm, LossSums
+from megatron_dppo.algorithms.policy_loss import AGGREGATIONS, FREQUENCY_SUMS, Algorithm, LossSums
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig, TrainingConfig
 from megatron_dppo.data import packing
 from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts, sizes_of
 from megatron_dppo.loop.exchange import ColumnExchange, Delivery, ExchangeError, Stages
-from megatron_dppo.loop.rollout_figures import GapGuard, is_coarse, routing_figures
+from megatron_dppo.loop.rollout_figures import (
+    FrequencyCanary,
+    GapGuard,
+    is_coarse,
+    routing_figures,
+)
 from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import (
@@ -308,6 +313,7 @@ class Learner:
             is_coarse=is_coarse(config.sglang, config.megatron),
             has_dropout=bool(config.lora.dropout),
         )
+        self._canary = FrequencyCanary(config.rollout, config.algorithm)
         shape = trainer.shape
         sizes = {"moe_layers": len(shape.moe_layers), "experts_per_token": shape.experts_per_token}
         self._exchange = ColumnExchange(
@@ -369,7 +375,7 @@ class Learner:
                 self._loss,
                 mini.denominator,
                 is_last=plan is batch.plans[-1],
-                check=partial(self._check_gap, batch) if first is None else _unchecked,
+                check=partial(self._check, batch, is_first=first is None),
             )
             first = result.metrics if first is None else first
             total = total.merge(result.metrics)
@@ -383,9 +389,10 @@ class Learner:
             # Every mini-batch was left out: no response of the batch trains.
             return batch.figures
         return {
-            **_measured(means(total.values())),
+            **_measured(means(_recorded(total.values()))),
             **batch.figures,
             **_of_the_first(means(first.values())),
+            **self._canary.figures(),
             names.GRAD_NORM: sum(grad_norms) / len(grad_norms),
             names.GRAD_NORM_MAX: max(grad_norms),
             names.LEARNING_RATE: lr,
@@ -393,6 +400,11 @@ class Learner:
             names.IDLE_SHARE: sum(plan.idle for plan in batch.plans) / len(batch.plans),
             **self._speed(batch, time.perf_counter() - began),
         }
+
+    def _check(self, batch: PlannedBatch, metrics: MetricSums, *, is_first: bool) -> None:
+        if is_first:
+            self._check_gap(batch, metrics)
+        self._canary.check(metrics.values())
 
     def _check_gap(self, batch: PlannedBatch, metrics: MetricSums) -> None:
         gap = means(metrics.values()).get(names.GAP, math.nan)
@@ -483,10 +495,6 @@ class Learner:
         return columns_by_batch
 
 
-def _unchecked(metrics: MetricSums) -> None:
-    """Later mini-batches: the weights have moved."""
-
-
 def stages_of(trainer: Trainer, *, replays: bool) -> Stages:
     """The pipeline stages, and where recorded routing is replayed, which of its layers each needs. Collective."""
     topology = trainer.topology
@@ -536,6 +544,11 @@ def _where_trained(batch: packing.PackedBatch, log_probs: torch.Tensor) -> torch
 def _with_whole_vocabulary(batch: packing.PackedBatch, size: int) -> packing.PackedBatch:
     """``batch`` with every id of the vocabulary as its TopK ids; their log-probabilities are still to come."""
     return batch.with_columns(topk_ids=torch.arange(size).expand(batch.num_tokens, size))
+
+
+def _recorded(sums: Mapping[str, float]) -> dict[str, float]:
+    """What is recorded of a step's sums: all but those of the frequency canary."""
+    return {name: value for name, value in sums.items() if name not in FREQUENCY_SUMS}
 
 
 def _of_the_first(values: dict[str, float]) -> dict[str, float]:

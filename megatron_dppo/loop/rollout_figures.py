@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megatron_dppo.config.schema import RolloutConfig
+from megatron_dppo.algorithms.policy_loss import FREQUENCY_SUMS, LONGEST_SURPRISE
+from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.sampling import TrainingFiles
 from megatron_dppo.data.trajectory import TrajectoryFacts
@@ -252,6 +253,79 @@ class GapGuard:
         if gap > 2 * self._warned:
             self._warned = gap
             log.warning("%s; %s", message, BY_METRIC[names.GAP_ON_POLICY].why)
+
+
+class FrequencyError(RunError):
+    """Tokens are not drawn from the distribution that trainer and engine agree on."""
+
+
+LARGEST_EVIDENCE = 6.0
+"""log10. Beyond it a run stops: 1 of a million healthy runs at most, of whatever length."""
+_FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
+_SIDES = {"more": FREQUENCY_SUMS[:2], "less": FREQUENCY_SUMS[2:]}
+
+
+class FrequencyCanary:
+    """Whether sampled tokens are as frequent as mu says: a test martingale over all tokens since the start.
+
+    ``policy_loss._surprise`` gives numbers xi >= -c of each token, whose mean is at most 0 where it is drawn from mu.
+    For 0 <= a < 1, exp(a xi / c - psi(a) xi^2 / c^2) <= 1 + a xi / c with psi(a) = -log(1 - a) - a (Fan, Grama and Liu,
+    2015). So the product over tokens, exp(a sum xi / c - psi(a) sum xi^2 / c^2), is a nonnegative supermartingale that
+    begins at 1, and so is the mean over both signs and eight a. It ever reaches 10^6 with a probability of 10^-6 at
+    most (Ville): no assumption on lengths, on the spread of surprises or on how often one looks.
+
+    It looks at no batch that is chosen by its rewards or lengths (``rollout.drop_zero_variance_groups``,
+    ``algorithm.truncated_responses: drop``), whose tokens are not drawn from mu. Of a replayed batch it only warns.
+    """
+
+    def __init__(self, rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
+        chosen = rollout.drop_zero_variance_groups or algorithm.truncated_responses == "drop"
+        self._looks = not chosen
+        self._stops = rollout.replay_from is None
+        self._sums = dict.fromkeys(FREQUENCY_SUMS, 0.0)
+        self._tokens = 0.0
+        self._warned = False
+
+    def check(self, sums: Mapping[str, float]) -> None:
+        """Add a mini-batch's sums, before it is trained on. Raises FrequencyError, on every rank alike."""
+        if not self._looks or not self._sums.keys() <= sums.keys():
+            return
+        self._sums = {name: value + float(sums[name]) for name, value in self._sums.items()}
+        self._tokens += float(sums[names.TRAINED_TOKENS])
+        if self.evidence < LARGEST_EVIDENCE:
+            return
+        side = max(_SIDES, key=lambda side: self._sums[_SIDES[side][0]])
+        mean = self._sums[_SIDES[side][0]] / self._tokens
+        message = (
+            f"sampled tokens are {mean:.3g} nats {side} surprising than the distribution that trainer and engine agree "
+            f"on lets expect, mean of {self._tokens:.0f} tokens; the evidence is 10^{self.evidence:.1f}, expected "
+            f"below 10^{LARGEST_EVIDENCE:g}"
+        )
+        if self._stops:
+            raise FrequencyError(
+                f"{message}; the last mini-batch was not trained on. A temperature that is missing in both, top-p or "
+                "top-k in the sampler: see docs/replay.md"
+            )
+        if not self._warned:
+            self._warned = True
+            log.warning("%s", message)
+
+    @property
+    def evidence(self) -> float:
+        """log10 of the martingale."""
+        c = LONGEST_SURPRISE
+        exponents = [
+            a * self._sums[mean] / c + (math.log1p(-a) + a) * self._sums[square] / c**2
+            for mean, square in _SIDES.values()
+            for a in _FRACTIONS
+        ]
+        # Of the largest first: the others' exponentials are then at most 1.
+        top = max(exponents)
+        mixed = sum(math.exp(e - top) for e in exponents) / len(exponents)
+        return (top + math.log(mixed)) / math.log(10)
+
+    def figures(self) -> dict[str, float]:
+        return {names.FREQUENCY_EVIDENCE: self.evidence} if self._tokens else {}
 
 
 def is_coarse(sglang: Mapping[str, Any], megatron: Mapping[str, Any]) -> bool:

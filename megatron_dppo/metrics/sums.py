@@ -252,3 +252,18 @@ def read_masked_tokens(directory: str | Path, step: int) -> list[MaskedToken] | 
                 for t in line["tokens"]
             ]
     return None
+
+
+def means(values: Mapping[str, float]) -> dict[str, float]:
+    """Metric name -> number to record, from sums, maxima and minima reduced over all ranks: each sum divided by its
+    divisor, nan where that is 0. Names without a row pass unchanged.
+    """
+    recorded = {}
+    for name, value in values.items():
+        row = METRICS.get(name)
+        if row is None or row.divisor is None:
+            recorded[name] = value
+        else:
+            count = values[row.divisor]
+            recorded[row.recorded_as or name] = value / count if count else math.nan
+    return recorded

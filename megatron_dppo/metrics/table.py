@@ -115,6 +115,11 @@ GAP_STALE = _metric(
     "the same, of a batch sampled by older weights: includes the change of one step",
 )
 
+FREQUENCY_EVIDENCE = _metric(
+    "mismatch/frequency_evidence",
+    "log10 of the evidence since the start that tokens are not drawn from mu: above n in 10^-n of healthy runs at most",
+)
+
 # --- of the tokens that train: sums over micro-batches and ranks
 
 TRAINED_TOKENS = _metric("policy/tokens", "tokens that train: loss_mask is True")
@@ -327,19 +332,17 @@ TRUNCATED = _metric(
 )
 DISTINCT = _metric(
     "rollout/distinct",
-    "different responses of a group as a share of its responses, mean over all generated groups",
+    "different responses of a group, as a share of its responses",
     share=True,
     line=Line("entropy", "different responses (right axis)", "second", scale=100, right=True),
 )
 TWINS = _metric(
     "rollout/twins",
-    "mean over responses of the equal others in a group, where mu of the response is below 0.01, less those that mu "
-    "lets expect: 0 but for chance where all are drawn independently, up to 1 where each is drawn twice with one seed",
+    "mean of the equal others of a response in its group, where mu of the response is below 0.01, less those by chance",
     normal=NormalRange(
         "equal responses beyond chance",
-        "Responses of a group repeat each other more often than their probabilities allow: servers or data-parallel "
-        "ranks that draw with equal seeds (sglang.random_seed, --random-seed of engine.urls), or a cache of answers "
-        "on the way. Chosen bound.",
+        "Responses repeat each other more often than their probabilities allow: servers with equal seeds "
+        "(--random-seed of engine.urls), or a cache of answers on the way. Chosen bound.",
         high=0.5,
     ),
 )
@@ -459,9 +462,7 @@ CHECKPOINT_WRITTEN = _metric(
 )
 
 REDERIVED = _metric(
-    "replay/rederived",
-    "1 where the weights after the step are bit for bit those that the seal of the saved batch names, else 0; of "
-    "a run that trains on saved batches",
+    "replay/rederived", "1 where the step ended in the very weights of the batch's seal, else 0"
 )
 
 # --- of weight updates

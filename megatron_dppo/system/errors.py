@@ -35,6 +35,7 @@
       MixedVersionsError                an evaluation of more than one version
       WeightsLostError                  no server has the version that is evaluated; it is dropped
       GapError                          engine and trainer compute other probabilities
+      FrequencyError                    tokens are not drawn from the probabilities that both compute
       UnusableGpuError
       NonFiniteLossError
       NonFiniteLogProbsError

@@ -1,9 +1,13 @@
 """``engine.deterministic``: the same samples in every run of the same seed and weights."""
 
+import shutil
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from megatron_dppo.data.batch_file import load_batch
+from megatron_dppo.data.batch_file import SavedBatch, load_batch, save_batch
+from megatron_dppo.explain import replay
 from tests.integration.runs import TrainingRun, records_of, write_material
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
@@ -55,3 +59,31 @@ def test_both_runs_evaluate_and_learn_alike(directories):
             assert one.get(name) == other.get(name)
     measured = [r["evaluation/sums/accuracy"] for r in records[0]]
     assert len(set(measured)) == 3  # the weights move, and so do the samples
+
+
+def test_each_step_is_derived_again_bit_for_bit(directories, capfd):
+    """Without an engine, from the start model and the saved batches; of both runs, one of them colocated."""
+    for directory in directories:
+        assert replay.main([str(directory), "--derive"]) == 0
+        assert "2 of 2 steps derived again, bit for bit" in capfd.readouterr().out
+        assert [r.get("replay/rederived") for r in records_of(directory / "derived")] == [
+            None,
+            1.0,
+            1.0,
+        ]
+
+
+def test_a_batch_that_is_not_what_was_sampled_is_not_trained_on(directories, tmp_path, capfd):
+    """One token of the second batch is changed and the file written anew, under its old seal."""
+    shutil.copy(directories[0] / "config.yaml", tmp_path)
+    shutil.copytree(directories[0] / "rollouts", tmp_path / "rollouts")
+    saved, batch = SavedBatch(tmp_path / "rollouts", 2), load_batch(tmp_path / "rollouts", 2)
+    tokens = batch[3].token_ids.copy()
+    tokens[-1] ^= 1
+    changed = [replace(t, token_ids=tokens) if i == 3 else t for i, t in enumerate(batch)]
+    save_batch(tmp_path / "rollouts", 2, changed, saved.seal)
+    assert replay.main([str(tmp_path), "--derive"]) == 2
+    out, error = capfd.readouterr()
+    assert "SealError: the batch of step 2 is not what its seal says" in out + error
+    assert f"{changed[3]}: token_ids: got" in out + error
+    assert [r["step"] for r in records_of(tmp_path / "derived")] == [0, 1]

@@ -18,6 +18,7 @@ from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.explain import __main__ as explain
+from megatron_dppo.explain import replay
 from megatron_dppo.metrics.samples import read_samples
 from tests.integration.runs import GROUP, PROMPTS, TrainingRun, records_of, write_material
 
@@ -151,6 +152,32 @@ def test_another_algorithm_on_the_same_numbers_is_told_as_such(run, tmp_path, ca
     out = capsys.readouterr().out
     assert "for dppo-binary-tv, which the run trained with" in out
     assert "only grpo-clip-higher blocks: 0 tokens" in out
+
+
+def test_another_rule_on_the_whole_run_token_by_token(run, tmp_path, capsys):
+    """Two thresholds of one divergence: every token that only one of them blocks lies between them."""
+    out, page = tmp_path / "blocked.json", tmp_path / "blocked.html"
+    wider = ["--option", f"tv_threshold={4 * THRESHOLD}"]
+    assert replay.main([str(run), *wider, "--json", str(out), "--html", str(page)]) == 0
+    (step,) = json.loads(out.read_text())["steps"]
+    record = records_of(run)[-1]
+    assert (step["step"], step["trained"]) == (STEP, record["policy/tokens"])
+    tokens = step["tokens"]
+    assert sum(t["run_blocks"] for t in tokens) == record["mask/masked"]
+    assert not any(t["other_blocks"] and not t["run_blocks"] for t in tokens)
+    alone = [abs(t["pi"] - t["mu"]) for t in tokens if not t["other_blocks"]]
+    both = [abs(t["pi"] - t["mu"]) for t in tokens if t["other_blocks"]]
+    assert THRESHOLD < min(alone) <= max(alone) <= 4 * THRESHOLD + 1e-7 < min(both) + 2e-7
+    said = capsys.readouterr().out
+    assert str(len(alone)) in said
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_run_without_seals_is_not_derived(run, capsys):
+    assert replay.main([str(run), "--derive"]) == 2
+    assert "the batch of step 1 has no seal" in capsys.readouterr().err
+    assert replay.main([str(run), "--derive", "--step", "3"]) == 2
+    assert "no batch of step 2, expected one of every step from 1 to 3" in capsys.readouterr().err
 
 
 def refused(run, capsys) -> str:

@@ -1,0 +1,165 @@
+"""The frequency canary: what equality of two wrong numbers hides. Simulated runs, healthy and not, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.algorithms.policy_loss import FREQUENCY_SUMS, build_algorithm, policy_loss
+from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
+from megatron_dppo.loop.rollout_figures import LARGEST_EVIDENCE, FrequencyCanary, FrequencyError
+from megatron_dppo.metrics import table as names
+
+TOKENS, WORDS = 640, 24
+"""Of a step, as in the demo's first mini-batch; of a vocabulary."""
+
+
+def distributions(draw: np.random.Generator) -> np.ndarray:
+    """Logits of a step's tokens: half of the tokens nearly certain, as a language model's are."""
+    return draw.normal(size=(TOKENS, WORDS)) * draw.choice([1.0, 8.0], size=(TOKENS, 1))
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+
+
+def sums_of(
+    draw: np.random.Generator,
+    logits: np.ndarray,
+    *,
+    reported: float = 1.0,
+    sampled: float = 1.0,
+    top_p: float = 1.0,
+    noise: float = 0.0,
+) -> dict[str, float]:
+    """The metric sums of tokens that are drawn at the temperature ``sampled`` while both sides report ``reported``;
+    the trainer's logits differ by ``noise``."""
+    p = np.exp(log_softmax(logits / sampled))
+    if top_p < 1:
+        order = np.argsort(-p, axis=1)
+        ranked = np.take_along_axis(p, order, 1)
+        kept = ranked.cumsum(1) - ranked < top_p
+        np.put_along_axis(p, order, ranked * kept, 1)
+        p /= p.sum(1, keepdims=True)
+    tokens = (p.cumsum(1) < draw.random((TOKENS, 1))).sum(1).clip(max=WORDS - 1)
+    mu = log_softmax(logits / reported)
+    pi = log_softmax((logits + noise * draw.normal(size=logits.shape)) / reported)
+    rows = np.arange(TOKENS)
+    inputs = TokenInputs(
+        log_probs=torch.from_numpy(pi[rows, tokens]),
+        rollout_log_probs=torch.from_numpy(mu[rows, tokens]),
+        advantages=torch.ones(TOKENS, dtype=torch.float64),
+        loss_mask=torch.ones(TOKENS, dtype=torch.bool),
+        entropy=torch.from_numpy(-(np.exp(pi) * pi).sum(1)),
+    )
+    return policy_loss(build_algorithm("dppo-binary-tv"), inputs).metrics.values()
+
+
+def canary(**rollout: object) -> FrequencyCanary:
+    sizes = {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 1}
+    return FrequencyCanary(RolloutConfig(**{**sizes, **rollout}), AlgorithmConfig())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.5], ids=["alike", "as bfloat16", "far apart"])
+def test_a_thousand_healthy_steps_raise_no_alarm(noise):
+    draw, looked = np.random.default_rng(0), canary()
+    evidence = []
+    for _ in range(1000):
+        looked.check(sums_of(draw, distributions(draw), noise=noise))
+        evidence.append(looked.evidence)
+    assert max(evidence) < 2.0
+
+
+def test_the_martingale_has_a_mean_of_at_most_1():
+    """Over short healthy runs, where it is far from degenerate: its mean is that of what begins at 1 and only falls."""
+    draw = np.random.default_rng(0)
+    final = []
+    for _ in range(300):
+        looked = canary()
+        looked.check(sums_of(draw, distributions(draw)))
+        final.append(10**looked.evidence)
+    assert np.std(final) > 0.05
+    assert np.mean(final) < 1 + 3 * np.std(final) / math.sqrt(len(final))
+
+
+@pytest.mark.parametrize(
+    ("fault", "side"),
+    [
+        ({"sampled": 1.0, "reported": 0.7}, "more"),
+        ({"sampled": 0.7, "reported": 1.0}, "less"),
+        ({"top_p": 0.9}, "less"),
+        ({"sampled": 1.0, "reported": 0.7, "noise": 0.02}, "more"),
+    ],
+    ids=["temperature missing in the sampler", "in both reports", "top-p", "beside rounding"],
+)
+def test_a_sampler_that_draws_otherwise_is_found(fault, side):
+    """Trainer and engine agree about every number, and the gap |pi - mu| shows nothing."""
+    draw, looked = np.random.default_rng(0), canary()
+    steps = (sums_of(draw, distributions(draw), **fault) for _ in range(40))
+    with pytest.raises(FrequencyError) as caught:
+        deque(map(looked.check, steps), 0)
+    assert f"nats {side} surprising" in str(caught.value)
+    assert "was not trained on" in str(caught.value)
+
+
+def by_hand(p: float, tokens: int) -> dict[str, float]:
+    """Sums of ``tokens`` draws of a coin that reports 1/2 each: its surprise is always its entropy."""
+    ones = torch.full((tokens,), math.log(p), dtype=torch.float64)
+    inputs = TokenInputs(
+        ones, ones, ones, torch.ones(tokens, dtype=torch.bool),
+        entropy=torch.full((tokens,), math.log(2), dtype=torch.float64),
+    )  # fmt: skip
+    return policy_loss(build_algorithm("pg-is"), inputs).metrics.values()
+
+
+def test_the_sums_by_hand():
+    """A surprise of 2 log 2 beside an entropy of log 2, three times; the allowance is that of the cut alone."""
+    high, low = math.log(2) - 2e-4, -math.log(2) - 2e-4
+    sums = by_hand(0.25, 3)
+    expected = (3 * high, 3 * high**2, 3 * low, 3 * low**2)
+    assert [sums[name] for name in FREQUENCY_SUMS] == pytest.approx(expected)
+    looked = canary()
+    looked.check(sums)
+    exponents = [
+        a * m / 20 + (math.log(1 - a) + a) * s / 400
+        for m, s in (expected[:2], expected[2:])
+        for a in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
+    ]
+    assert looked.evidence == pytest.approx(
+        math.log10(sum(map(math.exp, exponents)) / len(exponents))
+    )
+    assert looked.figures() == {names.FREQUENCY_EVIDENCE: looked.evidence}
+
+
+def test_a_gap_between_trainer_and_engine_explains_a_surprise():
+    """mu = 1/8 where pi = 1/2: the surprise of 2 log 2 above the entropy is what the gap alone may come to."""
+    half, eighth = (torch.tensor([math.log(p)], dtype=torch.float64) for p in (0.5, 0.125))
+    inputs = TokenInputs(
+        half, eighth, torch.ones(1), torch.ones(1, dtype=torch.bool),
+        entropy=torch.tensor([math.log(2)], dtype=torch.float64),
+    )  # fmt: skip
+    sums = policy_loss(build_algorithm("pg-is"), inputs).metrics.values()
+    explained = 3 * math.log(2) + 2 * math.log(2) + 2e-4
+    assert sums[FREQUENCY_SUMS[0]] == pytest.approx(2 * math.log(2) - explained)
+
+
+def test_batches_that_rewards_chose_are_not_looked_at():
+    sums, looked = by_hand(0.01, 10**4), canary(drop_zero_variance_groups=True)
+    looked.check(sums)
+    assert looked.figures() == {}
+    with pytest.raises(FrequencyError):
+        canary().check(sums)
+
+
+def test_a_replayed_batch_is_only_warned_of(caplog):
+    looked = canary(replay_from="saved")
+    for _ in range(2):
+        looked.check(by_hand(0.01, 10**4))
+    assert looked.evidence > LARGEST_EVIDENCE
+    assert len(caplog.records) == 1
