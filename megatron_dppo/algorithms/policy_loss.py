@@ -26,7 +26,7 @@ from megatron_dppo.algorithms.rules import (
     Weight,
 )
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.sums import MetricSums
+from megatron_dppo.metrics.sums import FREQUENCY_SUMS, MetricSums
 
 
 @dataclass(frozen=True)
@@ -282,13 +282,6 @@ LONGEST_SURPRISE = 20.0
 CUT_MEAN = 2e-4
 """Nats: what that cut adds to a mean at most: sum of p (-log p - 20) over p < e^-20, which is below V e^-21, for a
 vocabulary of V = 260,000."""
-FREQUENCY_SUMS = (
-    "frequency/high",
-    "frequency/high_square",
-    "frequency/low",
-    "frequency/low_square",
-)
-"""Sums of the frequency canary over trained tokens; not recorded."""
 
 
 def _surprise(inputs: TokenInputs) -> dict[str, Tensor]:

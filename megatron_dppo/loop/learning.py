@@ -15,7 +15,7 @@ from safetensors.numpy import load, save
 from torch import Tensor
 
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import AGGREGATIONS, FREQUENCY_SUMS, Algorithm, LossSums
+from megatron_dppo.algorithms.policy_loss import AGGREGATIONS, Algorithm, LossSums
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig, TrainingConfig
 from megatron_dppo.data import packing
 from megatron_dppo.data.batch_file import BatchFormatError
@@ -389,7 +389,7 @@ class Learner:
             # Every mini-batch was left out: no response of the batch trains.
             return batch.figures
         return {
-            **_measured(means(_recorded(total.values()))),
+            **_measured(means(total.values())),
             **batch.figures,
             **_of_the_first(means(first.values())),
             **self._canary.figures(),
@@ -544,11 +544,6 @@ def _where_trained(batch: packing.PackedBatch, log_probs: torch.Tensor) -> torch
 def _with_whole_vocabulary(batch: packing.PackedBatch, size: int) -> packing.PackedBatch:
     """``batch`` with every id of the vocabulary as its TopK ids; their log-probabilities are still to come."""
     return batch.with_columns(topk_ids=torch.arange(size).expand(batch.num_tokens, size))
-
-
-def _recorded(sums: Mapping[str, float]) -> dict[str, float]:
-    """What is recorded of a step's sums: all but those of the frequency canary."""
-    return {name: value for name, value in sums.items() if name not in FREQUENCY_SUMS}
 
 
 def _of_the_first(values: dict[str, float]) -> dict[str, float]:

@@ -12,13 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megatron_dppo.algorithms.policy_loss import FREQUENCY_SUMS, LONGEST_SURPRISE
+from megatron_dppo.algorithms.policy_loss import LONGEST_SURPRISE
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.sampling import TrainingFiles
 from megatron_dppo.data.trajectory import TrajectoryFacts
 from megatron_dppo.loop.scoring import Selection
 from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.sums import FREQUENCY_SUMS
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.system.errors import RunError
 

@@ -254,12 +254,23 @@ def read_masked_tokens(directory: str | Path, step: int) -> list[MaskedToken] | 
     return None
 
 
+FREQUENCY_SUMS = (
+    "frequency/high",
+    "frequency/high_square",
+    "frequency/low",
+    "frequency/low_square",
+)
+"""Of the frequency canary (``loop/rollout_figures.py``), which alone reads them."""
+
+
 def means(values: Mapping[str, float]) -> dict[str, float]:
     """Metric name -> number to record, from sums, maxima and minima reduced over all ranks: each sum divided by its
-    divisor, nan where that is 0. Names without a row pass unchanged.
+    divisor, nan where that is 0. Names without a row pass unchanged, but for those that are not recorded.
     """
     recorded = {}
     for name, value in values.items():
+        if name in FREQUENCY_SUMS:
+            continue
         row = METRICS.get(name)
         if row is None or row.divisor is None:
             recorded[name] = value

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import FREQUENCY_SUMS, build_algorithm, policy_loss
+from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.loop.rollout_figures import LARGEST_EVIDENCE, FrequencyCanary, FrequencyError
 from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.sums import FREQUENCY_SUMS
 
 TOKENS, WORDS = 640, 24
 """Of a step, as in the demo's first mini-batch; of a vocabulary."""
