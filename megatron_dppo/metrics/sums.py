@@ -136,12 +136,23 @@ SHOWN = 20
 """Largest number of ids in a record."""
 
 
+FREQUENCY_SUMS = (
+    "frequency/high",
+    "frequency/high_square",
+    "frequency/low",
+    "frequency/low_square",
+)
+"""Of the frequency canary (``loop/rollout_figures.py``), which alone reads them."""
+
+
 def means(values: Mapping[str, float]) -> dict[str, float]:
     """Metric name -> number to record, from sums, maxima and minima reduced over all ranks: each sum divided by its
-    divisor, nan where that is 0. Names without a row pass unchanged.
+    divisor, nan where that is 0. Names without a row pass unchanged, but for those that are not recorded.
     """
     recorded = {}
     for name, value in values.items():
+        if name in FREQUENCY_SUMS:
+            continue
         row = METRICS.get(name)
         if row is None or row.divisor is None:
             recorded[name] = value
@@ -252,29 +263,3 @@ def read_masked_tokens(directory: str | Path, step: int) -> list[MaskedToken] | 
                 for t in line["tokens"]
             ]
     return None
-
-
-FREQUENCY_SUMS = (
-    "frequency/high",
-    "frequency/high_square",
-    "frequency/low",
-    "frequency/low_square",
-)
-"""Of the frequency canary (``loop/rollout_figures.py``), which alone reads them."""
-
-
-def means(values: Mapping[str, float]) -> dict[str, float]:
-    """Metric name -> number to record, from sums, maxima and minima reduced over all ranks: each sum divided by its
-    divisor, nan where that is 0. Names without a row pass unchanged, but for those that are not recorded.
-    """
-    recorded = {}
-    for name, value in values.items():
-        if name in FREQUENCY_SUMS:
-            continue
-        row = METRICS.get(name)
-        if row is None or row.divisor is None:
-            recorded[name] = value
-        else:
-            count = values[row.divisor]
-            recorded[row.recorded_as or name] = value / count if count else math.nan
-    return recorded
