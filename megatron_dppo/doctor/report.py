@@ -112,7 +112,7 @@ class Doctor:
         diagnosed = diagnosis.judge(
             side, self._batch, plain, by_name, scores.alternatives, self._config.model.dtype
         )
-        if side.name == "trainer" and not diagnosed.is_healthy:
+        if side.name == "trainer" and diagnosed.axis == "unexplained":
             return self._without_layout(diagnosed, side, plain)
         return diagnosed
 

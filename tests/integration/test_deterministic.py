@@ -1,5 +1,6 @@
 """``engine.deterministic``: the same samples in every run of the same seed and weights."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.data.batch_file import SavedBatch, load_batch, save_batch
+from megatron_dppo.doctor.__main__ import main as doctor
 from megatron_dppo.explain import replay
 from tests.integration.runs import TrainingRun, records_of, write_material
 
@@ -87,3 +89,29 @@ def test_a_batch_that_is_not_what_was_sampled_is_not_trained_on(directories, tmp
     assert "SealError: the batch of step 2 is not what its seal says" in out + error
     assert f"{changed[3]}: token_ids: got" in out + error
     assert [r["step"] for r in records_of(tmp_path / "derived")] == [0, 1]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_the_doctor_finds_nothing(directories, tmp_path, step):
+    """Server and trainer of two ranks, at the weights of both steps."""
+    file = tmp_path / "figures.json"
+    assert doctor([str(directories[1]), "--step", str(step), "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
+    assert figures["findings"] == []
+    assert [side["side"] for side in figures["sides"]] == ["engine", "trainer"]
+    assert all(side["gap"] < 1e-6 for side in figures["sides"])
+    assert figures["draws"]["tokens"] > 100
+
+
+def test_the_doctor_names_a_temperature_that_both_sides_forgot(directories, tmp_path):
+    run, file = tmp_path / "run", tmp_path / "figures.json"
+    shutil.copytree(directories[0], run, ignore=shutil.ignore_patterns("tensorboard", "logs"))
+    settings = (run / "config.yaml").read_text()
+    assert settings.count("\n  temperature: 1.0\n") == 1
+    (run / "config.yaml").write_text(
+        settings.replace("\n  temperature: 1.0\n", "\n  temperature: 0.8\n")
+    )
+    assert doctor([str(run), "--step", "2", "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
+    causes = {side["side"]: side["cause"] for side in figures["sides"]}
+    assert causes == {"engine": "temperature 1, not 0.8", "trainer": "temperature 1, not 0.8"}
