@@ -277,6 +277,7 @@ def explain_response(
     Raises:
         ValueError: the algorithm needs data that is missing.
     """
+    _check_one_response_says_it(algorithm)
     vocab_size = logits.shape[1]
     log_mu = None
     if rollout_logits is not None:
@@ -306,6 +307,15 @@ def explain_response(
     metrics = policy_loss.token_metrics(inputs, decisions, algorithm.ratio_cap)
     sampled = {n: None if c is None else c[inputs.loss_mask] for n, c in columns.items()}
     return response_of(index, mini_batch, trajectory, algorithm, sampled, metrics, texts)
+
+
+def _check_one_response_says_it(algorithm: Algorithm) -> None:
+    """Raise ValueError where tokens of other responses decide too."""
+    if algorithm.step_bound is not None:
+        raise ValueError(
+            f"{algorithm.name} looks at all tokens of an optimiser step, under the weights before it: what it would "
+            "have blocked is known of its own saved runs alone"
+        )
 
 
 def _with_recomputed(trajectory: Trajectory, log_mu: Tensor | None) -> Trajectory:
@@ -438,11 +448,7 @@ class SeenStep:
             raise ValueError(
                 f"{algorithm.name} needs log pi at TopK(mu), which is not saved of a step; give weights with --policy"
             )
-        if algorithm.step_bound is not None:
-            raise ValueError(
-                f"{algorithm.name} looks at all tokens of an optimiser step, and of a saved step the weights' "
-                "changes between its mini-batches are mixed: it explains its own runs alone"
-            )
+        _check_one_response_says_it(algorithm)
         if algorithm.needs_recomputed and self.inputs.recomputed_log_probs is None:
             raise ValueError(
                 f"{algorithm.name} needs log-probabilities recomputed at the rollout's weights, which "

@@ -168,7 +168,17 @@ def test_topk_from_the_batch_and_exact_from_the_rollout_policy(model, log_pi, tm
         assert float(with_mu["recomputed"]) == pytest.approx(float(row["mu"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("name", ["m2po", "vaco"])
+def test_what_a_whole_step_decides_is_not_explained_of_a_response(name, model, log_pi):
+    sampled = answer(RESPONSES[0][0], 0.5, [-1.0] * 4)
+    logits = torch.zeros(sampled.length, log_pi[0].shape[1])
+    with pytest.raises(ValueError, match=f"{name} looks at all tokens of an optimiser step"):
+        explain_response(
+            0, 1, sampled, build_algorithm(name), logits, None, temperature=1.0, texts=None
+        )
+
+
+@pytest.mark.parametrize("name", [n for n, row in PRESETS.items() if row.step_bound is None])
 def test_every_preset_trains_everything_on_policy(name, model, log_pi):
     """pi = mu = pi': nothing is blocked, every weight is 1 and every divergence 0."""
     from megatron_dppo.data.problems import load_tokenizer

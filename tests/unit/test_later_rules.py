@@ -187,6 +187,14 @@ def test_cppo_counts_what_it_blocks_and_what_leads_back():
     assert trained("cppo-binary-tv", middle(0.0, 1.0)) == [True, True, True]
 
 
+def test_cppos_budget_is_the_90th_percentile_of_the_response():
+    # Of eleven tokens the tenth in order: .03. The third then has .0501 + 2 * .03 - .06, more than it takes.
+    x = all_outward([0.05, 0.01, 0.03] + [0.01] * 8)
+    numbers = {"tv_threshold": 0.0501, "weight_min": 1.0, "budget_low": 0.0}
+    assert trained("cppo-binary-tv", x, **numbers, budget_high=1.0)[:3] == [True] * 3
+    assert trained("cppo-binary-tv", x, **numbers, budget_high=0.01)[:3] == [True, True, False]
+
+
 def cppo_by_loop(distances, outward, d, low, high, weight_min):
     """Which tokens of one response train, in plain Python."""
     count = len(distances)
@@ -355,7 +363,7 @@ def test_the_cut_of_the_second_moment_is_that_of_a_sorted_list(seed, limit):
     assert int((values <= cut).sum()) == kept
     if 0 < kept < 200:
         below, above = values.sort().values[kept - 1 : kept + 1].tolist()
-        assert below < cut < above
+        assert cut == pytest.approx((below + above) / 2, abs=1e-3 * (above - below))
     assert (kept == 200) == (cut == math.inf) == (limit == 1)
 
 
