@@ -24,17 +24,11 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_commands import batch_parser, run_batch_command, show_facts
-
-if TYPE_CHECKING:
-    from megatron_dppo.data.trajectory import Trajectory
-    from megatron_dppo.doctor.report import DoctorReport
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -70,7 +64,8 @@ def report(options: argparse.Namespace) -> None:
         raise ValueError(f"{folder}: the batch of step {step} has no response token")
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-doctor-") as converted:
         folders = weights_by_version(options, config.model.hf_checkpoint, config.run.steps)
-        doctor_report = examined(config, step, batch, folders, Path(converted))
+        doctor = pages.Doctor(config, batch, folders, Path(converted))
+        doctor_report = doctor.report(step)
     title = f"Doctor: {options.run}, batch of step {step}"
     facts = [f"{len(batch)} of {len(whole)} responses", *doctor_report.facts]
     pages.show(show_facts(title, facts, width=140), doctor_report)
@@ -96,58 +91,6 @@ def weights_by_version(options: argparse.Namespace, start: str, last_step: int) 
             raise ValueError(f"--weights {option}: expected VERSION=FOLDER, a number of steps")
         folders[int(version)] = Path(folder)
     return folders
-
-
-def examined(
-    config: TrainConfig,
-    step: int,
-    batch: Sequence[Trajectory],
-    folders: Mapping[int, Path],
-    converted: Path,
-) -> DoctorReport:
-    """Both sides against the reference. ``converted``: an empty folder for what becomes of checkpoints."""
-    from megatron_dppo.doctor.diagnosis import engine_side, prompt_faults, trainer_side
-    from megatron_dppo.doctor.report import Doctor, DoctorReport
-
-    mini_batch = config.training.prompts_per_mini_batch * config.rollout.group_size
-    sides = [engine_side(batch)]
-    trainer = trainer_side(batch, step, mini_batch)
-    facts = [f"{config.model.dtype}, temperature {config.temperature:g}"]
-    if trainer is None:
-        facts.append(
-            "no response of the step's first mini-batch has the trainer's log-probabilities"
-        )
-    else:
-        sides.append(trainer)
-    doctor = Doctor(config, batch, folders, converted)
-    known = [side for side in sides if side.version in folders]
-    for side in sides:
-        if side not in known:
-            facts.append(
-                f"{side.name} not examined: nobody has the weights of version {side.version}; "
-                f"--weights {side.version}=FOLDER names them (known: {sorted(folders)})"
-            )
-    diagnoses = [doctor.examine(side) for side in known]
-    prompts, fault = problem_prompts(config)
-    return DoctorReport(
-        diagnoses=diagnoses,
-        draws=doctor.draws(diagnoses, known),
-        prompt_faults=prompt_faults(batch, prompts),
-        texts=doctor.texts,
-        facts=[*facts, *([fault] if fault else [])],
-    )
-
-
-def problem_prompts(config: TrainConfig) -> tuple[dict[int, Any], str | None]:
-    """The prompts of the run's training problems as its tokenizer and template make them now; or why there are none."""
-    from megatron_dppo.data.records import DataError
-    from megatron_dppo.loop.inputs import RunData
-
-    try:
-        problems = RunData(config).train
-    except (DataError, OSError) as error:
-        return {}, f"prompts not examined: {error}"
-    return {problem.problem_id: problem.prompt_ids for problem in problems.problems}, None
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ from torch import Tensor
 from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import load_tokenizer
+from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.doctor import diagnosis
 from megatron_dppo.doctor.diagnosis import Alternative, Diagnosis, Draws, SampledRun, Side
 from megatron_dppo.doctor.reference import Reference, at_temperature
 from megatron_dppo.explain.explanation import TokenTexts
 from megatron_dppo.explain.page import SummaryTable, quoted, tables_page
+from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.mismatch.ladder import Rung, log_probs_of, trainer_of
 
@@ -105,8 +107,41 @@ class Doctor:
         self.texts = TokenTexts(load_tokenizer(config.model.hf_checkpoint))
         self._scores: dict[int, Scores] = {}
 
+    def report(self, step: int) -> DoctorReport:
+        """Both sides of the batch of ``step`` against the reference."""
+        training, rollout = self._config.training, self._config.rollout
+        sides = [diagnosis.engine_side(self._batch)]
+        mini_batch = training.prompts_per_mini_batch * rollout.group_size
+        trainer = diagnosis.trainer_side(self._batch, step, mini_batch)
+        facts = [f"{self._config.model.dtype}, temperature {self._config.temperature:g}"]
+        if trainer is None:
+            facts.append("no response of the first mini-batch has the trainer's log-probabilities")
+        else:
+            sides.append(trainer)
+        facts += [
+            f"{side.name} not examined: nobody has the weights of version {side.version}; "
+            f"--weights {side.version}=FOLDER names them (known: {sorted(self._folders)})"
+            for side in sides
+            if side.version not in self._folders
+        ]
+        known = [side for side in sides if side.version in self._folders]
+        diagnoses = [self.examine(side) for side in known]
+        try:
+            problems = RunData(self._config).train.problems
+        except (DataError, OSError) as error:
+            problems = ()
+            facts.append(f"prompts not examined: {error}")
+        prompts = {problem.problem_id: problem.prompt_ids for problem in problems}
+        return DoctorReport(
+            diagnoses=diagnoses,
+            draws=self.draws(diagnoses, known),
+            prompt_faults=diagnosis.prompt_faults(self._batch, prompts),
+            texts=self.texts,
+            facts=facts,
+        )
+
     def examine(self, side: Side) -> Diagnosis:
-        """The diagnosed on it. Raises OSError or ValueError where weights can't be read."""
+        """What makes it differ. Raises OSError or ValueError where weights can't be read."""
         scores = self._scores_of(side.version)
         plain, by_name = scores.at(side.positions)
         diagnosed = diagnosis.judge(

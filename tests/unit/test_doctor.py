@@ -23,8 +23,9 @@ from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import ParallelConfig, TrainConfig
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.doctor.__main__ import examined, main
+from megatron_dppo.doctor.__main__ import main
 from megatron_dppo.doctor.diagnosis import prompt_faults
+from megatron_dppo.doctor.report import Doctor
 from tests.ranks import ROOT
 from tests.tiny_models import save_tiny_model
 
@@ -145,7 +146,7 @@ def with_sides(
 
 def examine(run: SimpleNamespace, batch: list[Trajectory], converted: Path):
     folders = {0: run.start, 1: run.after}
-    return examined(run.config, 2, batch, folders, converted)
+    return Doctor(run.config, batch, folders, converted).report(2)
 
 
 def axes(examination) -> list[str]:
