@@ -374,12 +374,16 @@ def carried_topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) ->
             )
         return configured or algorithm.topk
     if vocab_size > ENGINE_WHOLE_VOCABULARY:
+        instead = "pdm-aggregated and pdm-uniform estimate it from fewer"
+        if algorithm.preset.mask == algorithm.preset.divergence:
+            instead = (
+                f"dppo-topk-tv and dppo-topk-kl bound it from below; {algorithm.name.replace('dppo', 'recomputed')} "
+                "measures the trainer's own recomputed policy instead, which is another distance"
+            )
         raise ValueError(
             f"{algorithm.name} needs mu of the whole vocabulary from the engine, and this model's "
             f"has {vocab_size} tokens, {8 * vocab_size} bytes for each response token; expected at "
-            f"most {ENGINE_WHOLE_VOCABULARY}. dppo-topk-tv and dppo-topk-kl bound it from below; "
-            f"{algorithm.name.replace('dppo', 'recomputed')} measures the trainer's own recomputed "
-            "policy instead, which is another distance"
+            f"most {ENGINE_WHOLE_VOCABULARY}. {instead}"
         )
     if configured not in (0, vocab_size):
         raise ValueError(

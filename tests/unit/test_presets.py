@@ -151,6 +151,10 @@ def test_exact_divergences_take_all_of_mu_from_the_engine_or_are_refused():
         carried_topk(exact, 0, 151936)
     with pytest.raises(ValueError, match="topk_log_probs is 20; expected 0 or 36"):
         carried_topk(exact, 20, 36)
+    with pytest.raises(
+        ValueError, match=r"at most 4096\. pdm-aggregated and pdm-uniform estimate it"
+    ):
+        carried_topk(build_algorithm("pdm-exact"), 0, 4097)
     assert carried_topk(build_algorithm("recomputed-exact-tv"), 0, 151936) == 0
 
 
