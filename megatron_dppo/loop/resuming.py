@@ -172,7 +172,7 @@ def refuse_fresh_start(
 ) -> None:
     """Raise ResumeError where a start at step 0 would begin a trained run anew.
 
-    A run that ended before its first checkpoint was due has nothing to go on from and may begin anew. ``every``:
+    A run that ended before its first checkpoint was written has nothing to go on from and may begin anew. ``every``:
     steps from one checkpoint to the next. ``unusable``: what is wrong with each checkpoint that is there.
     """
     directory = run.directory
@@ -182,8 +182,9 @@ def refuse_fresh_start(
         remains.append(f"{len(unusable)} checkpoint(s) that can't be used ({shown})")
     elif history.saved is not None:
         remains.append(f"no checkpoint, though one of step {history.saved} was written")
-    elif (history.recorded or 0) >= every:
-        remains.append("no checkpoint, though one was due")
+    # The first may still have been written in the background, up to the one after it, which waits for it.
+    elif (history.recorded or 0) > 2 * every:
+        remains.append("no checkpoint, though two were due")
     if history.damage is not None:
         remains.append(f"records that can't be read ({history.damage})")
     if not remains and run.resume == "required":

@@ -58,7 +58,7 @@ def write_run(directory: Path, steps: int) -> None:
         ([REASON], History(None, None), "1 checkpoint(s) that can't be used (" + REASON),
         ([REASON] * 9, History(None, None), "9 checkpoint(s)"),
         ([], History(3, 3), "no checkpoint, though one of step 3 was written and records up to"),
-        ([], History(5, None), "no checkpoint, though one was due and records up to step 5"),
+        ([], History(11, None), "no checkpoint, though two were due and records up to step 11"),
         (
             [],
             History(None, None, "metrics.jsonl: not UTF-8"),
@@ -74,8 +74,8 @@ def test_a_trained_run_is_not_begun_anew(tmp_path, unusable, history, found):
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("recorded", [None, 0, 4])
-def test_a_run_that_ended_before_its_first_checkpoint_may_begin_anew(tmp_path, recorded):
+@pytest.mark.parametrize("recorded", [None, 0, 4, 5, 10])
+def test_a_run_that_ended_before_its_first_checkpoint_was_written_may_begin_anew(tmp_path, recorded):
     refuse_fresh_start(config(tmp_path).run, 5, [], History(recorded, None))
     with pytest.raises(ResumeError, match=r"no checkpoint.* run.resume: required"):
         refuse_fresh_start(config(tmp_path, "required").run, 5, [], History(recorded, None))
