@@ -75,7 +75,9 @@ def test_a_trained_run_is_not_begun_anew(tmp_path, unusable, history, found):
 
 
 @pytest.mark.parametrize("recorded", [None, 0, 4, 5, 10])
-def test_a_run_that_ended_before_its_first_checkpoint_was_written_may_begin_anew(tmp_path, recorded):
+def test_a_run_that_ended_before_its_first_checkpoint_was_written_may_begin_anew(
+    tmp_path, recorded
+):
     refuse_fresh_start(config(tmp_path).run, 5, [], History(recorded, None))
     with pytest.raises(ResumeError, match=r"no checkpoint.* run.resume: required"):
         refuse_fresh_start(config(tmp_path, "required").run, 5, [], History(recorded, None))
