@@ -24,6 +24,8 @@ from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts, sizes_of
 from megatron_dppo.loop.exchange import ColumnExchange, Delivery, ExchangeError, Stages
 from megatron_dppo.loop.rollout_figures import (
     FrequencyCanary,
+    FrequencyError,
+    GapError,
     GapGuard,
     is_coarse,
     routing_figures,
@@ -402,9 +404,15 @@ class Learner:
         }
 
     def _check(self, batch: PlannedBatch, metrics: MetricSums, *, is_first: bool) -> None:
-        if is_first:
-            self._check_gap(batch, metrics)
-        self._canary.check(metrics.values())
+        """Raise GapError or FrequencyError, on every rank; ``loss_columns`` then tell what the loss saw until there."""
+        try:
+            if is_first:
+                self._check_gap(batch, metrics)
+            self._canary.check(metrics.values())
+        except (FrequencyError, GapError):
+            if self._seen is not None:
+                self.loss_columns = self._seen.collect(self._trainer.topology)
+            raise
 
     def _check_gap(self, batch: PlannedBatch, metrics: MetricSums) -> None:
         gap = means(metrics.values()).get(names.GAP, math.nan)

@@ -249,7 +249,8 @@ class GapGuard:
         if self._stops and gap > self._limit:
             raise GapError(
                 f"{message}, expected at most {self._limit:g} (rollout.largest_gap); it was not trained on. "
-                f"{BY_METRIC[names.GAP_ON_POLICY].why}"
+                f"{BY_METRIC[names.GAP_ON_POLICY].why} With rollout.save=true the batch is kept, and "
+                "megatron-dppo doctor RUN names the cause"
             )
         if gap > 2 * self._warned:
             self._warned = gap

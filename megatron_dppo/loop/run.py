@@ -31,7 +31,13 @@ from megatron_dppo.loop.inputs import BackgroundHashes, RunData, model_files
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.recorder import Recorder, RecordingError, SampleMaker, StepProfiler
 from megatron_dppo.loop.resuming import FILES, ResumeError, RunState, identity_of, resume
-from megatron_dppo.loop.rollout_figures import STALE_ANCHOR, file_figures, with_gap_named
+from megatron_dppo.loop.rollout_figures import (
+    STALE_ANCHOR,
+    FrequencyError,
+    GapError,
+    file_figures,
+    with_gap_named,
+)
 from megatron_dppo.loop.rollout_sources import (
     BatchSeals,
     GeneratedRollouts,
@@ -241,7 +247,12 @@ class Run:
         self.samples.take(step, batch)
         with self.timer("train"):
             planned = self.learner.plan(batch)
-            learned = self.learner.learn(planned)
+            try:
+                learned = self.learner.learn(planned)
+            except (FrequencyError, GapError):
+                # For ``megatron-dppo doctor``.
+                self._save_batch(step, planned.trajectories, seal)
+                raise
             weights = self.trainer.weights_digest()
         self.seals.remember(step, weights)
         self.state.step = step

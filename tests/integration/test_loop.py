@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from megatron_dppo.data.batch_file import load_batch
+from megatron_dppo.doctor.__main__ import main as doctor
 from megatron_dppo.system.lease import LeaseFiles
 from tests.integration.runs import (
     GROUP,
@@ -140,6 +141,17 @@ def test_a_dead_rank_ends_the_run_and_the_next_start_resumes_until_ctrl_c(config
     saved = sorted((directory / "checkpoints").iterdir())
     assert saved[-1].name == f"step_{recorded[-1]:06d}"
     assert_every_response_counted_once(directory, recorded[-1])
+
+
+def test_a_batch_that_stops_a_run_is_kept_for_the_doctor(config, tmp_path):
+    """The limit is too low, so nothing is wrong with it."""
+    directory, figures = tmp_path / "refused", tmp_path / "figures.json"
+    with TrainingRun(config, f"run.directory={directory}", "rollout.largest_gap=1e-12") as run:
+        run.finish(code=1)
+        assert "GapError" in run.text
+    assert doctor([str(directory), "--json", str(figures)]) == 0
+    sides = {side["side"]: side["axis"] for side in json.loads(figures.read_text())["sides"]}
+    assert sides == {"engine": "healthy", "trainer": "healthy"}
 
 
 def test_a_run_that_another_start_took_over_changes_nothing_more(config, tmp_path):

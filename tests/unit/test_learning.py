@@ -150,12 +150,14 @@ def test_the_gap_is_looked_at_before_the_first_step_alone(watch) -> None:
         t.with_columns(rollout_log_probs=np.zeros(t.sampled, np.float32)) if i >= 8 else t
         for i, t in enumerate(data)
     ]
-    one = watch()
+    one = watch(save=True)
     one.learner.learn(one.plan(far))
     assert len(one.steps) == 3
     with pytest.raises(GapError):
         one.learner.learn(one.plan([*far[8:16], *far[:8]]))
     assert len(one.steps) == 3
+    # What the loss saw of the refused mini-batch is there to be saved.
+    assert one.learner.loss_columns.keys() == set(range(8))
     stale = one.plan([*far[8:16], *far[:8]], **{names.STALENESS_MAX: 1})
     assert stale.is_stale
     one.learner.learn(stale)
