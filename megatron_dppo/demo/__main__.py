@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dppo import EXAMPLES
+from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.demo.material import (
     EXPORT_BOUNDS,
@@ -48,6 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"{override}: give {flag} instead, which the material depends on too")
     started = time.monotonic()
     gpus = this_machine().gpus
+    overrides = [*trainer_overrides(gpus), *engine_overrides(gpus), *options.overrides]
+    try:
+        # A wrong key must not be told after the material, which takes minutes.
+        load_config(CONFIG, overrides)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     material = prepare(seed=options.seed, overrides=trainer_overrides(gpus))
     directory = Path(options.directory)
     set_aside(directory, options.seed, options.overrides)
@@ -58,9 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"model.hf_checkpoint={material.warm_checkpoint}",
         f"data.train={material.train}",
         f"data.evaluation.held_out={material.held_out}",
-        *trainer_overrides(gpus),
-        *engine_overrides(gpus),
-        *options.overrides,
+        *overrides,
     ]
     CONSOLE.print(f"[demo] {' '.join(['python', *command[1:]])}", soft_wrap=True, markup=False)
     code = run_to_the_end(command)

@@ -17,6 +17,7 @@ from megatron_dppo.config import load_config
 from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
 from megatron_dppo.demo import material as prepare_module
 from megatron_dppo.demo.__main__ import judge, set_aside
+from megatron_dppo.demo.__main__ import main as demo_main
 from megatron_dppo.demo.material import (
     ESTIMATE_RANGE,
     WORKED_OUT_SHARE,
@@ -44,6 +45,13 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     make_data(folder, seed=1)
     return {name: read(folder / f"{name}.jsonl") for name in ("train", "held_out", "warm_start")}
+
+
+def test_a_wrong_key_is_told_before_any_material_is_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert demo_main(["checkpoint.evry=1"]) == 2
+    assert "checkpoint.evry: unknown key" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_running_totals_by_hand():
