@@ -29,6 +29,7 @@ from pathlib import Path
 
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.data.batch_commands import batch_parser, run_batch_command, show_facts
+from megatron_dppo.metrics.records import CHECKPOINTS_FOLDER, EXPORT_FOLDER, ROLLOUTS_FOLDER
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -56,11 +57,12 @@ def report(options: argparse.Namespace) -> None:
     from megatron_dppo.doctor import report as pages
 
     config = load_config(options.run / "config.yaml")
-    folder = options.run / "rollouts"
+    folder = options.run / ROLLOUTS_FOLDER
     step = saved_step(folder, options.step, default=-1)
     whole = load_batch(folder, step)
-    batch = [t for t in (whole[: options.limit] if options.limit else whole) if t.sampled]
-    if not batch:
+    # In place, those without a token too: a position says which mini-batch a response was in.
+    batch = whole[: options.limit or None]
+    if not any(t.sampled for t in batch):
         raise ValueError(f"{folder}: the batch of step {step} has no response token")
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-doctor-") as converted:
         folders = weights_by_version(options, config.model.hf_checkpoint, config.run.steps)
@@ -81,10 +83,11 @@ def report(options: argparse.Namespace) -> None:
 def weights_by_version(options: argparse.Namespace, start: str, last_step: int) -> dict[int, Path]:
     """Folders of weights, by the steps after which the policy had them. ``start``: what the run began with."""
     folders = {0: Path(start)}
-    checkpoints = sorted((options.run / "checkpoints").glob("step_??????"))
+    checkpoints = sorted((options.run / CHECKPOINTS_FOLDER).glob("step_??????"))
     folders |= {int(folder.name.removeprefix("step_")): folder for folder in checkpoints}
-    if (options.run / "hf" / "config.json").is_file():
-        folders.setdefault(last_step, options.run / "hf")
+    exported = options.run / EXPORT_FOLDER
+    if (exported / "config.json").is_file():
+        folders.setdefault(last_step, exported)
     for option in options.weights:
         version, separator, folder = option.partition("=")
         if not separator or not version.isdecimal():

@@ -133,10 +133,10 @@ def alternatives(
     for shards, count in _without_last(run, reference.vocab_size):
         name = f"normaliser without the last of {shards} shards of the vocabulary"
         transforms.append((name, normaliser_of_first(run.temperature, count)))
-    made = [Alternative("sampling transform", name, transform) for name, transform in transforms]
+    causes = [Alternative("sampling transform", name, transform) for name, transform in transforms]
 
     def changed(axis: str, name: str, change: Change) -> None:
-        made.append(Alternative(axis, name, sampling, change))
+        causes.append(Alternative(axis, name, sampling, change))
 
     changed("precision", ROUNDED, lambda r: r.rounded())
     changed("precision", "output layer in bfloat16", lambda r: r.rounded("lm_head"))
@@ -172,7 +172,7 @@ def alternatives(
         for name, layers, tokens in ROUTINGS:
             rows = partial(_recorded_rows, layers=layers, tokens=tokens)
             changed("routing", name, partial(Reference.routed, rows_of=rows))
-    return made
+    return causes
 
 
 ROUTINGS = (
@@ -394,7 +394,8 @@ def draws(
 ) -> Draws:
     """How the tokens of ``side`` were drawn; responses that are copies count once."""
     trajectories = [batch[i] for i in side.positions]
-    distinct = {(t.problem_id, t.token_ids.tobytes()): k for k, t in enumerate(trajectories)}
+    ids = [t.token_ids.tobytes() for t in trajectories]
+    distinct = {(t.problem_id, ids[k]): k for k, t in enumerate(trajectories)}
     counted = sorted(distinct.values())
     base = sum(float(plain[k].sum()) for k in counted)
     ratios = {
@@ -402,20 +403,16 @@ def draws(
         for name, values in by_sampler.items()
     }
     sampler = max(ratios, key=ratios.__getitem__)
-    pairs = [
-        (a, b)
-        for a, b in combinations(range(len(trajectories)), 2)
-        if trajectories[a].problem_id == trajectories[b].problem_id
-    ]
+    positions_by_problem: dict[int, list[int]] = {}
+    for k, t in enumerate(trajectories):
+        positions_by_problem.setdefault(t.problem_id, []).append(k)
+    pairs = [pair for group in positions_by_problem.values() for pair in combinations(group, 2)]
     whole = [float(log_probs.sum()) for log_probs in side.log_probs]
     return Draws(
         tokens=sum(len(plain[k]) for k in counted),
         sampler=sampler if ratios[sampler] > EVIDENCE else None,
         evidence=ratios[sampler],
-        copies=sum(
-            trajectories[a].token_ids.tobytes() == trajectories[b].token_ids.tobytes()
-            for a, b in pairs
-        ),
+        copies=sum(ids[a] == ids[b] for a, b in pairs),
         # P(b = a | a) = mu(a); either of the two may be the first.
         expected_copies=sum((math.exp(whole[a]) + math.exp(whole[b])) / 2 for a, b in pairs),
     )

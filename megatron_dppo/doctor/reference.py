@@ -81,14 +81,11 @@ class Reference(Policy):
         finally:
             _exchange(pairs)
 
-    @contextmanager
-    def experts_moved(self, ranks: int) -> Iterator[None]:
+    def experts_moved(self, ranks: int) -> AbstractContextManager[None]:
         """Each of ``ranks`` has the experts of the next."""
-        with self._experts(lambda tensor: tensor.roll(len(tensor) // ranks, 0)):
-            yield
+        return self._changed(".experts.", lambda tensor: tensor.roll(len(tensor) // ranks, 0))
 
-    @contextmanager
-    def experts_of(self, other: Reference, rank: int, ranks: int) -> Iterator[None]:
+    def experts_of(self, other: Reference, rank: int, ranks: int) -> AbstractContextManager[None]:
         """One rank's experts are the other's."""
         theirs = iter([t for name, t in other.tensors.items() if ".experts." in name])
 
@@ -97,20 +94,20 @@ class Reference(Policy):
             parts[rank] = next(theirs).detach().chunk(ranks)[rank]
             return torch.cat(parts)
 
-        with self._experts(mixed):
-            yield
+        return self._changed(".experts.", mixed)
 
     @contextmanager
-    def _experts(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        tensors = [t for name, t in self.tensors.items() if ".experts." in name]
-        kept = [t.data for t in tensors]
+    def _changed(self, part: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """``change`` of the tensors whose names hold ``part``."""
+        tensors = [t for name, t in self.tensors.items() if part in name]
+        values_before = [t.data for t in tensors]
         for tensor in tensors:
             tensor.data = change(tensor.data)
         try:
             yield
         finally:
-            for tensor, was in zip(tensors, kept, strict=True):
-                tensor.data = was
+            for tensor, values in zip(tensors, values_before, strict=True):
+                tensor.data = values
 
     @contextmanager
     def tensors_of(self, other: Reference, part: str) -> Iterator[None]:
@@ -127,22 +124,15 @@ class Reference(Policy):
     @contextmanager
     def rounded(self, part: str = "", *, results: bool = True) -> Iterator[None]:
         """Every linear, embedding and norm whose name holds ``part`` works on bfloat16; ``results``: and gives it."""
-        tensors = [t for name, t in self.tensors.items() if part in name]
-        kept = [t.data for t in tensors]
-        with ExitStack() as hooks:
+        with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 if part in name and not list(module.children()):
-                    hooks.callback(module.register_forward_pre_hook(_round_inputs).remove)
+                    stack.callback(module.register_forward_pre_hook(_round_inputs).remove)
                     if results:
                         hook = module.register_forward_hook(lambda _, __, out: _round(out))
-                        hooks.callback(hook.remove)
-            for tensor in tensors:
-                tensor.data = _round(tensor.data)
-            try:
-                yield
-            finally:
-                for tensor, was in zip(tensors, kept, strict=True):
-                    tensor.data = was
+                        stack.callback(hook.remove)
+            stack.enter_context(self._changed(part, _round))
+            yield
 
     @contextmanager
     def frequencies(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -166,7 +156,7 @@ class Reference(Policy):
     @property
     def gates(self) -> list[nn.Module]:
         """The routers, layer by layer."""
-        return self._ending("mlp.gate") if self._ending("mlp.gate") else self._ending("gate")
+        return self._ending("mlp.gate") or self._ending("gate")
 
     @contextmanager
     def routed(self, rows_of: Callable[[Trajectory], Tensor]) -> Iterator[None]:

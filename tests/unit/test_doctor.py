@@ -161,6 +161,30 @@ def test_a_healthy_batch_has_no_finding(run, tmp_path):
     assert found.draws.tokens == PROMPTS * GROUP * TOKENS
 
 
+def test_a_response_without_a_token_keeps_its_place(run, tmp_path):
+    """The first mini-batch is of places: one response less in it, and none of the second."""
+    t = run.batch[1]
+    empty = Trajectory.of_response(t.prompt_ids, [], problem_id=t.problem_id, sample_index=1)
+    empty = with_sides(
+        empty, *[np.empty(0, np.float32)] * 2, t.column("routed_experts")[: empty.length - 1]
+    )
+    half = run.config.training.model_copy(update={"prompts_per_mini_batch": PROMPTS // 2})
+    config = run.config.model_copy(update={"training": half})
+    late = Policy(run.start)
+    first = PROMPTS * GROUP // 2
+    batch = [
+        t if i < first else t.with_columns(loss_log_probs=late.log_probs(t))
+        for i, t in enumerate([run.batch[0], empty, *run.batch[2:]])
+    ]
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
+    save_batch(tmp_path / "rollouts", 2, batch)
+    file = tmp_path / "figures.json"
+    assert main([str(tmp_path), "--weights", f"1={run.after}", "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
+    assert [side["axis"] for side in figures["sides"]] == ["healthy", "healthy"]
+    assert figures["draws"]["tokens"] == (PROMPTS * GROUP - 1) * TOKENS
+
+
 def swapped_norms(tensors: dict) -> None:
     for name in [n for n in tensors if "input_layernorm" in n]:
         other = name.replace("input_layernorm", "post_attention_layernorm")
