@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -20,6 +19,7 @@ from torch.nn import Parameter
 from megatron_dppo.config.lora import PEFT_WEIGHTS
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.data.packing import PackedBatch
+from megatron_dppo.data.seal import text_digest
 from megatron_dppo.engine.tiled_hash import TiledHash, add_parts
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.model.adapters import CHILD
@@ -361,8 +361,11 @@ class Trainer:
         hashes = {name: TiledHash(p.numel() * p.element_size()) for name, p in own.items()}
         # One kernel for all of a rank's parameters.
         add_parts([(hashes[name], p, 0) for name, p in own.items()])()
-        by_rank = all_gather_json([[name, h.hexdigest()] for name, h in hashes.items()])
-        return hashlib.blake2b(json.dumps(by_rank).encode(), digest_size=16).hexdigest()
+        # Each rank's in one: thousands of tensors on each of hundreds of ranks are not to be gathered in every step.
+        digest_by_rank = all_gather_json(
+            text_digest([[name, h.hexdigest()] for name, h in hashes.items()])
+        )
+        return text_digest(digest_by_rank)
 
     def base_weights(self) -> Mapping[ParameterKey, Tensor]:
         """This rank's weights without any adapters: with ``lora``, the frozen ones. Not collective."""
