@@ -491,6 +491,18 @@ class ProfileConfig(Section):
     """Also who allocates what: in the trace, and on GPUs in a snapshot for pytorch.org/memory_viz."""
 
 
+class TrackingConfig(Section):
+    """Experiment trackers beside ``metrics.jsonl``; docs/watching.md."""
+
+    trackers: list[str] = Field(default_factory=lambda: ["tensorboard"])
+    """``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, the name of an installed package's entry point, or
+    ``package.module:Class``. Keys and addresses come from the libraries' own environment variables."""
+    project: str = Field(default="megatron-dppo", min_length=1)
+    """Under which they file the run; TensorBoard has no projects."""
+    name: str | None = Field(default=None, min_length=1)
+    """What they call it. Empty: as its folder."""
+
+
 class PolicyConfig(Section):
     """What the trainer itself reads, whatever the run is for."""
 
@@ -558,6 +570,7 @@ class TrainConfig(PolicyConfig):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     profile: ProfileConfig = ProfileConfig()
+    tracking: TrackingConfig = TrackingConfig()
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Forwarded to SGLang's ServerArgs; keys are checked against its fields."""
 

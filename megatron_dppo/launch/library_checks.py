@@ -23,6 +23,7 @@ from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.schema import EngineConfig, LoraConfig
 from megatron_dppo.engine.options import ServerSections, engine_device
 from megatron_dppo.logging import INTERRUPTED
+from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.preflight.evidence import CheckError
@@ -61,6 +62,7 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
     names: dict[str, Callable[[], object]] = {
         "reward.name": lambda: find_reward(config.reward.name).load(),
         "lora.start_from": partial(_check_adapters, config.lora, config.model.hf_checkpoint),
+        "tracking.trackers": partial(find_trackers, config.tracking.trackers),
     }
     starts_servers = config.engine.started > 0 and config.rollout.replay_from is None
     return _with_libraries(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.config.schema import ProfileConfig, RunConfig
+from megatron_dppo.config.schema import ProfileConfig, RunConfig, TrackingConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory, TrajectoryFacts
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_sources import RolloutBatch
@@ -22,6 +22,7 @@ from megatron_dppo.metrics.report import write_report
 from megatron_dppo.metrics.samples import TRAINING, Sample, console_lines, shortened
 from megatron_dppo.metrics.summary import RunInfo, write_summary
 from megatron_dppo.metrics.sums import MaskedToken
+from megatron_dppo.metrics.trackers import TrackedRun, Trackers, find_trackers, run_id
 from megatron_dppo.rewards import find_reward
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import Closing
@@ -194,6 +195,8 @@ class Recorder(Closing):
         text_of: token ids -> text, for ``masked_tokens.jsonl``.
         fence: called before each change of a file; raises once another start of the run has taken over.
         mark: of the checkpoint that the run goes on from, see ``mark``; records that differ are told of.
+        tracking: which experiment trackers are told, too; empty: TensorBoard.
+        config: what they are told of the run's configuration.
     """
 
     def __init__(
@@ -207,6 +210,8 @@ class Recorder(Closing):
         text_of: Callable[[Sequence[int]], str] = str,
         fence: Callable[[], None] = lambda: None,
         mark: Mapping[str, Any] | None = None,
+        tracking: TrackingConfig | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self._fence = fence
         self._run = run
@@ -218,9 +223,14 @@ class Recorder(Closing):
         self._writer: records.MetricsWriter | None = None
         self._masked: records.StepLines | None = None
         self._samples: records.StepLines | None = None
+        self._trackers: Trackers | None = None
         self._text_of = text_of
         if rank == 0:
-            self._open(first_step + 1 if first_step else 0, mark or {})
+            resume_step = first_step + 1 if first_step else 0
+            self._open(resume_step, mark or {})
+            self._trackers = self._stack.enter_context(
+                self._opened_trackers(tracking or TrackingConfig(), config or {}, resume_step)
+            )
         self._console = StepTable(info.dtype, run.steps)
 
     def _open(self, resume_step: int, mark: Mapping[str, Any]) -> None:
@@ -228,8 +238,7 @@ class Recorder(Closing):
         self._fence()
         where = self._run.directory
         try:
-            writer = records.MetricsWriter(where, resume_step=resume_step)
-            self._writer = self._stack.enter_context(writer)
+            self._writer = records.MetricsWriter(where, resume_step=resume_step)
             self._masked = records.StepLines(Path(where) / records.MASKED_TOKENS_FILE, resume_step)
             self._samples = records.StepLines(Path(where) / records.SAMPLES_FILE, resume_step)
             recorded = len(records.read_records(where))
@@ -245,6 +254,24 @@ class Recorder(Closing):
                 resume_step,
                 resume_step,
             )
+
+    def _opened_trackers(
+        self, tracking: TrackingConfig, config: Mapping[str, Any], resume_step: int
+    ) -> Trackers:
+        where = Path(self._run.directory)
+        try:
+            builders = find_trackers(tracking.trackers)
+            run = TrackedRun(
+                run_id(where),
+                tracking.project,
+                tracking.name or where.resolve().name,
+                where,
+                config,
+                resume_step,
+            )
+        except (ValueError, OSError) as error:
+            raise RecordingError(f"tracking.trackers: {error}") from error
+        return Trackers(builders, run)
 
     def _compare(self, mark: Mapping[str, Any]) -> None:
         """Warn where the records are there and not those that were written: they are shown, nothing trains on them."""
@@ -286,7 +313,9 @@ class Recorder(Closing):
             self._fence()
             where = self._run.directory
             try:
-                self._writer.complete(step, values, COUNTS)
+                added = self._writer.complete(step, values, COUNTS)
+                if self._trackers is not None:
+                    self._trackers.scalars(step, added)
             except records.RecordsError as error:
                 log.warning(
                     "report and summary will lack the evaluation of step %d: %s", step, error
@@ -329,6 +358,8 @@ class Recorder(Closing):
             except OSError as error:
                 where = self._run.directory
                 raise RecordingError(f"metrics in {where}: {error.strerror}") from error
+            if self._trackers is not None:
+                self._trackers.scalars(step, {**record, "weight_version": step})
         self._console.step(step, record)
 
     def write_masked_tokens(self, step: int, tokens: Sequence[MaskedToken]) -> None:
@@ -343,6 +374,8 @@ class Recorder(Closing):
     def write_samples(self, samples: Sequence[Sample]) -> None:
         """Record ``samples``, and show one of a training step every few steps. Raises RecordingError."""
         self._append(self._samples, lambda: [sample.to_json() for sample in samples], "samples")
+        if samples and self._trackers is not None:
+            self._trackers.samples(samples[0].step, [sample.to_json() for sample in samples])
         every = self._run.show_sample_every
         trained = [sample for sample in samples if sample.set == TRAINING]
         if trained and every and trained[0].step % every == 0:
@@ -366,10 +399,9 @@ class Recorder(Closing):
             raise RecordingError(f"{called} in {where}: {error.strerror}") from error
 
     def finish(self, hf_export_max_logprob_diff: float | None) -> None:
-        """Close the files and write ``report.png`` and ``summary.json``."""
+        """Write ``report.png`` and ``summary.json``, and finish the trackers."""
         if self._writer is None:
             return
-        self._stack.close()
         self._fence()
         if not any(records.step_of(record) for record in records.read_records(self._run.directory)):
             log.warning("no report and no summary: no trained step is recorded")
@@ -382,4 +414,7 @@ class Recorder(Closing):
             )
         except OSError as error:
             raise RecordingError(f"report and summary in {where}: {error.strerror}") from error
+        if self._trackers is not None:
+            self._trackers.figure("report", report)
+        self._stack.close()
         log.info("done: %d steps; report in %s", summary.steps, report)

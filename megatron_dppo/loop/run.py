@@ -175,6 +175,8 @@ class Run:
                 text_of=data.text_of,
                 fence=fence.check,
                 mark=self.state.records,
+                tracking=config.tracking,
+                config=config.model_dump(),
             )
         )
         self.job = self._job()

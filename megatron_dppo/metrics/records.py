@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_dppo.metrics import table as names
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.files import Closing, unused_path, write_atomically
+from megatron_dppo.system.files import unused_path, write_atomically
 
 RECORDS_FILE = "metrics.jsonl"
 MASKED_TOKENS_FILE = "masked_tokens.jsonl"
@@ -28,6 +28,8 @@ MASKED_TOKENS_FILE = "masked_tokens.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 """A few responses of each step as text, a line each."""
 TENSORBOARD_FOLDER = "tensorboard"
+TRACKERS_FOLDER = "trackers"
+"""What experiment trackers keep of a run, and the id under which they know it."""
 REPORT_FILE = "report.png"
 """The run's figures."""
 SUMMARY_FILE = "summary.json"
@@ -169,24 +171,19 @@ def read_step_lines(path: Path) -> list[dict[str, Any]]:
     return decode_records(read_lines(path), str(path))
 
 
-class MetricsWriter(Closing):
-    """Appends one record for each step to ``metrics.jsonl`` and to TensorBoard's events. Rank 0 only.
+class MetricsWriter:
+    """Appends one record for each step to ``metrics.jsonl``. Rank 0 only.
 
-    ``directory``: of the run; created if missing. ``resume_step``: as for ``StepLines``; TensorBoard hides the events
-    of these steps.
+    ``directory``: of the run; created if missing. ``resume_step``: as for ``StepLines``.
     """
 
     def __init__(self, directory: str | Path, resume_step: int = 0) -> None:
-        # Here: reading records must not import torch.
-        from torch.utils.tensorboard import SummaryWriter
-
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._lines = StepLines(directory / RECORDS_FILE, resume_step)
         # A run has the file from its start: readers take one without it for no run.
         self._lines.append("")
         self._last_step = self._lines.last_step
-        self._events = SummaryWriter(str(directory / TENSORBOARD_FOLDER), purge_step=resume_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the record of ``step`` and flush. Steps must increase: one call for each step.
@@ -200,12 +197,14 @@ class MetricsWriter(Closing):
             )
         self._lines.append(encode_record(step, values) + "\n")
         self._last_step = step
-        self._show(step, values)
 
-    def complete(self, step: int, values: Mapping[str, float], summed: Sequence[str] = ()) -> None:
+    def complete(
+        self, step: int, values: Mapping[str, float], summed: Sequence[str] = ()
+    ) -> dict[str, float]:
         """Add ``values`` to the last record, that of ``step``; those named in ``summed`` to the values there.
 
-        The file is replaced atomically. Raises OSError, RecordsError: the last record is another's.
+        The file is replaced atomically. Returns the values whose names the record did not have. Raises OSError,
+        RecordsError: the last record is another's.
         """
         lines = read_lines(self._lines.path)
         last = decode_records(lines[-1:], str(self._lines.path))
@@ -215,17 +214,7 @@ class MetricsWriter(Closing):
         sums = {n: values[n] + before.get(n, 0) for n in summed if n in values}
         completed = encode_record(step, {**before, **values, **sums}) + "\n"
         write_atomically(self._lines.path, "".join([*lines[:-1], completed]))
-        self._show(step, {n: value for n, value in values.items() if n not in before})
-
-    def _show(self, step: int, values: Mapping[str, float]) -> None:
-        """In TensorBoard."""
-        for name, value in values.items():
-            if name != "step":
-                self._events.add_scalar(name, value, step)
-        self._events.flush()
-
-    def close(self) -> None:
-        self._events.close()
+        return {n: value for n, value in values.items() if n not in before}
 
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -234,7 +223,7 @@ EXPORT_FOLDER = "hf"
 _LAST_CHECKPOINT = "last_checkpoint.json"
 _RECORDS = (
     *(RECORDS_FILE, MASKED_TOKENS_FILE, SAMPLES_FILE),
-    *(TENSORBOARD_FOLDER, REPORT_FILE, SUMMARY_FILE),
+    *(TENSORBOARD_FOLDER, TRACKERS_FOLDER, REPORT_FILE, SUMMARY_FILE),
 )
 
 

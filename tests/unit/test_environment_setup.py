@@ -136,10 +136,10 @@ def test_the_gpu_pins_meet_what_the_project_asks_for():
 
 
 def test_the_lock_of_uv_is_of_the_gpu_pins():
-    """Less what only builds from source: pybind11, wheel; and more by what gpu.txt leaves to its build, and dev.txt."""
+    """Less what only builds from source: pybind11, wheel; more by what gpu.txt leaves to a build, dev.txt, trackers."""
     packages = tomllib.loads((ENVIRONMENT.parents[1] / "uv.lock").read_text())["package"]
     versions = {package["name"]: package.get("version") for package in packages}
-    gpu, dev = pins("gpu.txt"), pins("dev.txt")
+    gpu, dev = pins("gpu.txt"), pins("dev.txt") | pins("trackers.txt")
     assert {name for name in gpu if name not in versions} == {"pybind11", "wheel"}
     different = {n: v for n, v in (gpu | dev).items() if n in versions and versions[n] != v}
     assert not different

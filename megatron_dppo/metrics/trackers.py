@@ -1,0 +1,404 @@
+"""Experiment trackers: where a run's scalars, samples and figures are shown beside ``metrics.jsonl``, the truth.
+
+A row of ``TRACKERS``, an installed package's entry point in the group ``megatron_dppo.trackers``, or
+``package.module:Class``. Imports no tracker's library; each is imported in ``start``, in the tracker's own thread.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from megatron_dppo.metrics.records import TENSORBOARD_FOLDER, TRACKERS_FOLDER
+from megatron_dppo.system.files import Closing, write_atomically
+
+log = logging.getLogger(__name__)
+
+GROUP = "megatron_dppo.trackers"
+_RUN_ID = "run_id"
+_LONGEST_QUEUE = 1024
+FINISH_S = 30.0
+"""Longest wait for all trackers together at a run's end; what they have not sent by then is lost to them."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of the run.
+
+    Attributes:
+        id: 8 hex digits, the same in every start that resumes the run, another once it is begun anew.
+        project, name: under which it is filed.
+        directory: of the run.
+        config: the resolved configuration as plain values.
+        resume_step: first step that this start will record; 0 in a fresh run.
+    """
+
+    id: str
+    project: str
+    name: str
+    directory: Path
+    config: Mapping[str, Any]
+    resume_step: int = 0
+
+    @property
+    def folder(self) -> Path:
+        """Where a tracker may keep files of this run."""
+        return self.directory / TRACKERS_FOLDER
+
+
+class ExperimentTracker(Protocol):
+    """Constructed without arguments; all calls come from one thread. What raises is counted and told of once."""
+
+    def start(self, run: TrackedRun) -> None:
+        """Open the run, or go on with the one that has ``run.id``. Asked again before the next call where it raised."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Metric name -> value, NaN and infinities included. A step may come twice: its evaluation ends later."""
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Responses of one step, as ``samples.jsonl`` has them."""
+
+    def figure(self, name: str, path: Path) -> None:
+        """A PNG."""
+
+    def finish(self) -> None:
+        """Send what is still kept back, and close."""
+
+
+def _by_set(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    sets: dict[str, list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        sets.setdefault(sample["set"], []).append(sample)
+    return sets
+
+
+def _rows(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of a table."""
+    columns = list(samples[0])
+    return columns, [[sample[column] for column in columns] for sample in samples]
+
+
+class TensorBoardTracker:
+    """Event files in ``<run>/tensorboard``. A resumed run hides the steps that it records anew."""
+
+    package: ClassVar = "tensorboard"
+
+    def start(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = str(run.directory / TENSORBOARD_FOLDER)
+        self._step = run.resume_step
+        self._events = SummaryWriter(folder, purge_step=run.resume_step)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._step = step
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+        self._events.flush()
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        for name, group in _by_set(samples).items():
+            # Indented by four: Markdown's code, which shows a response's own HTML as text.
+            text = json.dumps(group, indent=1, ensure_ascii=False).replace("\n", "\n    ")
+            self._events.add_text(f"samples/{name}", f"    {text}", step)
+
+    def figure(self, name: str, path: Path) -> None:
+        from matplotlib.image import imread
+
+        self._events.add_image(name, imread(path), self._step, dataformats="HWC")
+
+    def finish(self) -> None:
+        self._events.close()
+
+
+class WandbTracker:
+    """Weights & Biases. ``WANDB_MODE=offline`` writes into ``<run>/trackers/wandb``, for ``wandb sync``."""
+
+    package: ClassVar = "wandb"
+
+    def start(self, run: TrackedRun) -> None:
+        import wandb
+
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            dir=str(run.folder),
+            config=dict(run.config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # An axis of our own: wandb drops what comes at a step below its last one, as after a resume.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        for name, group in _by_set(samples).items():
+            columns, rows = _rows(group)
+            table = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
+            self._run.log({"step": step, f"samples/{name}": table})
+
+    def figure(self, name: str, path: Path) -> None:
+        self._run.log({name: self._wandb.Image(str(path))})
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class TrackioTracker:
+    """Trackio: a local database (``TRACKIO_DIR``), or a Space that its own variables name."""
+
+    package: ClassVar = "trackio"
+
+    def start(self, run: TrackedRun) -> None:
+        import trackio
+
+        self._trackio = trackio
+        self._run = trackio.init(
+            project=run.project,
+            # It knows runs by their names alone.
+            name=f"{run.name}-{run.id}",
+            config=json.loads(json.dumps(run.config, default=str)),
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        for name, group in _by_set(samples).items():
+            columns, rows = _rows(group)
+            table = self._trackio.Table(columns=columns, data=rows, allow_mixed_types=True)
+            self._run.log({f"samples/{name}": table}, step=step)
+
+    def figure(self, name: str, path: Path) -> None:
+        self._run.log({name: self._trackio.Image(str(path))})
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """MLflow, at ``MLFLOW_TRACKING_URI``, else where the library puts runs; samples and figures are artifacts."""
+
+    package: ClassVar = "mlflow"
+    _ID_TAG = "megatron_dppo.run_id"
+    _LONGEST_VALUE = 500
+    _MOST_PARAMETERS = 100
+    _MOST_METRICS = 1000
+
+    def start(self, run: TrackedRun) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient()
+        experiment = self._client.get_experiment_by_name(run.project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(run.project)  # fmt: skip
+        # MLflow makes its own ids, so ours is a tag.
+        earlier = self._client.search_runs([number], f"tags.`{self._ID_TAG}` = '{run.id}'")
+        if earlier:
+            self._id = earlier[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        self._id = self._client.create_run(
+            number, run_name=run.name, tags={self._ID_TAG: run.id}
+        ).info.run_id
+        self._log_parameters(run.config)
+
+    def _log_parameters(self, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        flat = [(f"{s}.{k}", v) for s, t in config.items() if isinstance(t, dict) for k, v in t.items()]  # fmt: skip
+        rows = [Param(key, str(value)[: self._LONGEST_VALUE]) for key, value in flat]
+        for first in range(0, len(rows), self._MOST_PARAMETERS):
+            part = rows[first : first + self._MOST_PARAMETERS]
+            self._client.log_batch(self._id, params=part)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        rows = [Metric(name, float(value), now, step) for name, value in values.items()]
+        for first in range(0, len(rows), self._MOST_METRICS):
+            self._client.log_batch(self._id, metrics=rows[first : first + self._MOST_METRICS])
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        for name, group in _by_set(samples).items():
+            self._client.log_dict(self._id, list(group), f"samples/{name}/step_{step:06}.json")
+
+    def figure(self, name: str, path: Path) -> None:
+        self._client.log_artifact(self._id, str(path), "figures")
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+_BuiltIn = type[TensorBoardTracker | WandbTracker | TrackioTracker | MlflowTracker]
+# Not entry points of our own: a clone on the path, or an installation older than a row, has none of them.
+TRACKERS: dict[str, _BuiltIn] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "trackio": TrackioTracker,
+    "mlflow": MlflowTracker,
+}
+
+
+def find_trackers(names: Sequence[str]) -> dict[str, Callable[[], ExperimentTracker]]:
+    """Name -> class. Raises ValueError for a name that is none or twice there, and where its package is missing."""
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"got {repeated[0]!r} twice, expected each tracker once")
+    return {name: _tracker(name) for name in names}
+
+
+def _tracker(name: str) -> Callable[[], ExperimentTracker]:
+    if name in TRACKERS:
+        package = TRACKERS[name].package
+        if importlib.util.find_spec(package) is None:
+            extra = f"pip install 'megatron-dppo[{name}]'"
+            raise ValueError(f"{name!r} needs the package {package}, which is not installed: {extra}")  # fmt: skip
+        return TRACKERS[name]
+    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+    if ":" in name:
+        entries[name] = importlib.metadata.EntryPoint(name, name, GROUP)
+    if name not in entries:
+        known = ", ".join(sorted({*TRACKERS, *entries}))
+        raise ValueError(f"got {name!r}, expected one of {known}, or package.module:Class")
+    try:
+        loaded: Callable[[], ExperimentTracker] = entries[name].load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name!r} can't be imported: {error}") from error
+    return loaded
+
+
+def run_id(directory: Path) -> str:
+    """The id under which trackers know the run in ``directory``; a new one where it has none. Raises OSError."""
+    path = directory / TRACKERS_FOLDER / _RUN_ID
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, secrets.token_hex(4) + "\n")
+    return path.read_text(encoding="utf-8").strip()
+
+
+class _Channel:
+    """A tracker in a thread of its own, behind a bounded queue: it neither stalls nor ends the run."""
+
+    def __init__(
+        self, name: str, build: Callable[[], ExperimentTracker], run: TrackedRun, longest: int
+    ) -> None:
+        self.name = name
+        self.lost = 0
+        self._build = build
+        self._run = run
+        self._tracker: ExperimentTracker | None = None
+        self._queue: queue.Queue[Callable[[ExperimentTracker], None] | None] = queue.Queue(longest)
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+        self.put(lambda tracker: None)  # opens it
+
+    def put(self, call: Callable[[ExperimentTracker], None]) -> None:
+        try:
+            self._queue.put_nowait(call)
+        except queue.Full:
+            self._lose(f"{self._queue.maxsize} calls wait for it")
+
+    def _lose(self, why: str) -> None:
+        self.lost += 1
+        if self.lost == 1:
+            text = "tracker %s: %s; the run goes on, and metrics.jsonl has everything"
+            log.warning(text, self.name, why)
+
+    def _work(self) -> None:
+        while (call := self._queue.get()) is not None:
+            self._try(call)
+        if self._tracker is not None:
+            self._try(lambda tracker: tracker.finish())
+
+    def _try(self, call: Callable[[ExperimentTracker], None]) -> None:
+        try:
+            if self._tracker is None:
+                tracker = self._build()
+                tracker.start(self._run)
+                self._tracker = tracker
+            call(self._tracker)
+        # A library's own errors, whichever: none of them is the run's.
+        except Exception as error:
+            self._lose(f"{type(error).__name__}: {error}")
+
+    def ask_to_finish(self) -> None:
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            # Nothing more will come: the oldest call makes room.
+            self._queue.get_nowait()
+            self._lose("its queue is full at the end")
+            self._queue.put_nowait(None)
+
+    def wait(self, deadline: float) -> None:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self.lost += self._queue.qsize()
+            log.warning("tracker %s: still at work after %.0f s, and left behind", self.name, FINISH_S)  # fmt: skip
+        if self.lost:
+            log.warning("tracker %s: %d calls were lost in this start", self.name, self.lost)
+
+
+class Trackers(Closing):
+    """All trackers of a run, on the rank that records. No call waits for one, or raises because of one."""
+
+    def __init__(
+        self,
+        builders: Mapping[str, Callable[[], ExperimentTracker]],
+        run: TrackedRun,
+        *,
+        longest_queue: int = _LONGEST_QUEUE,
+    ) -> None:
+        self._channels = [
+            _Channel(name, build, run, longest_queue) for name, build in builders.items()
+        ]
+        self._closed = False
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        values = dict(values)  # the caller may change its own
+        self._put(lambda tracker: tracker.scalars(step, values))
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        self._put(lambda tracker: tracker.samples(step, samples))
+
+    def figure(self, name: str, path: Path) -> None:
+        self._put(lambda tracker: tracker.figure(name, path))
+
+    def _put(self, call: Callable[[ExperimentTracker], None]) -> None:
+        for channel in self._channels:
+            channel.put(call)
+
+    def lost(self) -> dict[str, int]:
+        """Calls that failed, or found a full queue, by tracker."""
+        return {channel.name: channel.lost for channel in self._channels}
+
+    def close(self) -> None:
+        """Finish all; waits for at most ``FINISH_S`` seconds. Harmless a second time."""
+        if self._closed:
+            return
+        self._closed = True
+        for channel in self._channels:
+            channel.ask_to_finish()
+        deadline = time.monotonic() + FINISH_S
+        for channel in self._channels:
+            channel.wait(deadline)

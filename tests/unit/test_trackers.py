@@ -1,0 +1,285 @@
+"""Experiment trackers: the real libraries in their offline modes, in two starts of one run; and one that fails."""
+
+import json
+import logging
+import math
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imsave
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_dppo.config.schema import TrackingConfig, TrainConfig
+from megatron_dppo.metrics import trackers
+from megatron_dppo.metrics.records import set_aside
+from megatron_dppo.metrics.trackers import TrackedRun, Trackers, find_trackers, run_id
+from tests.extras import environment_with
+from tests.unit.config_files import minimal
+
+SAMPLE = {"step": 0, "set": "sums", "response": "<b>5</b>", "reward": 1.0, "advantage": None}
+
+
+def tracked(folder: Path, resume_step: int = 0) -> TrackedRun:
+    folder.mkdir(exist_ok=True)
+    config = {"run": {"seed": 7}, "data": {"train": [{"path": "x"}]}}
+    return TrackedRun(run_id(folder), "sums", "demo", folder, config, resume_step)
+
+
+def two_starts(name: str, folder: Path) -> None:
+    """Steps 0 to 2, then 2 to 4, as after a checkpoint of step 1: reward step/8, a NaN, a sample each, a figure."""
+    imsave(folder / "report.png", np.zeros((4, 5, 3)))
+    for first in (0, 2):
+        with Trackers(find_trackers([name]), tracked(folder / "run", first)) as told:
+            for step in range(first, first + 3):
+                told.scalars(step, {"reward/mean": step / 8, "policy/entropy": math.nan})
+            told.samples(first, [{**SAMPLE, "step": first}])
+            told.figure("report", folder / "report.png")
+        assert told.lost() == {name: 0}
+
+
+REWARDS_OF_TWO_STARTS = [(0, 0.0), (1, 0.125), (2, 0.25), (2, 0.25), (3, 0.375), (4, 0.5)]
+
+
+def in_a_child(name: str, folder: Path, code: str, **variables: str) -> str:
+    """``code`` after ``two_starts``, with the real package; what it prints."""
+    begin = (
+        "import json, sys; from pathlib import Path; from tests.unit import test_trackers as t\n"
+        f"folder = Path(sys.argv[1]); t.two_starts({name!r}, folder)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", begin + code, str(folder)],
+        env=environment_with("trackers", **variables), capture_output=True, text=True, check=False,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_tensorboard_has_each_step_once_and_text_and_figure(tmp_path):
+    two_starts("tensorboard", tmp_path)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("reward/mean")]
+    assert shown == sorted(set(REWARDS_OF_TWO_STARTS))
+    (text,) = events.Tensors("samples/sums/text_summary")[-1].tensor_proto.string_val
+    assert b"<b>5</b>" in text
+    assert (events.Images("report")[-1].width, events.Images("report")[-1].height) == (5, 4)
+
+
+def test_wandb_offline_has_both_starts_under_one_id(tmp_path):
+    code = "print(json.dumps(t.wandb_histories(folder / 'run' / 'trackers' / 'wandb')))"
+    told = in_a_child("wandb", tmp_path, code, WANDB_MODE="offline")
+    runs = json.loads(told.splitlines()[-1])
+    assert {run for run, _ in runs} == {run_id(tmp_path / "run")}
+    rows = [row for _, history in runs for row in history]
+    steps = [(int(r["step"]), float(r["reward/mean"])) for r in rows if "reward/mean" in r]
+    assert steps == REWARDS_OF_TWO_STARTS
+    assert {r["policy/entropy"] for r in rows if "policy/entropy" in r} == {"NaN"}
+    assert [r["samples/sums/nrows"] for r in rows if "samples/sums/nrows" in r] == ["1", "1"]
+    assert [r["report/width"] for r in rows if "report/width" in r] == ["5", "5"]
+    tables = [json.loads(path.read_text()) for path in (tmp_path / "run").rglob("*.table.json")]
+    shown = sorted(table["data"][0] for table in tables)
+    assert shown == [list(SAMPLE.values()), list((SAMPLE | {"step": 2}).values())]
+
+
+def wandb_histories(folder: Path) -> list[tuple[str, list[dict[str, str]]]]:
+    """Run id and logged rows of every ``.wandb`` file: blocks of 32 KiB, records cut into pieces (LevelDB's log)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for path in sorted(folder.glob("offline*/*.wandb")):
+        data, at, piece, identity, rows = path.read_bytes(), 7, b"", "", []
+        while at < len(data):
+            if 32768 - at % 32768 < 7:  # no room for a header: the rest of a block is filled up
+                at += 32768 - at % 32768
+                continue
+            _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+            piece += data[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):  # whole, or the last piece
+                record, piece = Record.FromString(piece), b""
+                identity = record.run.run_id or identity
+                items = record.history.item
+                rows += [{"/".join(i.nested_key) or i.key: i.value_json for i in items}] if items else []  # fmt: skip
+        found.append((identity, rows))
+    return found
+
+
+def test_trackio_goes_on_in_the_same_run(tmp_path):
+    code = (
+        "from trackio.sqlite_storage import SQLiteStorage as s\n"
+        "(name,) = s.get_runs('sums')\n"
+        "print(json.dumps([name, s.get_logs('sums', name)]))"
+    )
+    told = in_a_child("trackio", tmp_path, code, TRACKIO_DIR=str(tmp_path / "trackio"))
+    name, rows = json.loads(told.splitlines()[-1])
+    assert name == f"demo-{run_id(tmp_path / 'run')}"
+    steps = [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row]
+    assert steps == REWARDS_OF_TWO_STARTS
+    tables = [row["samples/sums"]["_value"] for row in rows if "samples/sums" in row]
+    assert tables == [[SAMPLE], [{**SAMPLE, "step": 2}]]
+    assert sum("report" in row for row in rows) == 2
+
+
+def test_mlflow_goes_on_in_the_same_run(tmp_path):
+    code = (
+        "from mlflow.tracking import MlflowClient\n"
+        "client = MlflowClient()\n"
+        "(run,) = client.search_runs([client.get_experiment_by_name('sums').experiment_id])\n"
+        "i = run.info.run_id\n"
+        "history = [(m.step, m.value) for m in client.get_metric_history(i, 'reward/mean')]\n"
+        "files = [a.path for f in ('samples/sums', 'figures') for a in client.list_artifacts(i, f)]\n"
+        "print(json.dumps([run.info.run_name, run.info.status, run.data.params, history, files]))"
+    )
+    uri = f"file:{tmp_path / 'mlruns'}"
+    told = in_a_child("mlflow", tmp_path, code, MLFLOW_TRACKING_URI=uri, MLFLOW_ALLOW_FILE_STORE="true")  # fmt: skip
+    name, status, params, history, files = json.loads(told.splitlines()[-1])
+    assert (name, status, params["run.seed"]) == ("demo", "FINISHED", "7")
+    assert sorted(map(tuple, history)) == REWARDS_OF_TWO_STARTS
+    steps = ["samples/sums/step_000000.json", "samples/sums/step_000002.json"]
+    assert sorted(files) == ["figures/report.png", *steps]
+
+
+# --- names
+
+
+def test_a_run_begun_anew_is_another_run(tmp_path):
+    first = run_id(tmp_path)
+    assert run_id(tmp_path) == first
+    set_aside(tmp_path, rollouts=True)
+    assert run_id(tmp_path) != first
+
+
+@pytest.mark.parametrize(
+    ("names", "complaint"),
+    [
+        (["wanbd"], "got 'wanbd', expected one of mlflow, tensorboard, trackio, wandb"),
+        (["tensorboard", "tensorboard"], "got 'tensorboard' twice"),
+        (["no_such:Tracker"], "'no_such:Tracker' can't be imported: No module named 'no_such'"),
+        (["json:Tracker"], "has no attribute 'Tracker'"),
+        (["wandb"], r"needs the package wandb, .* pip install 'megatron-dppo\[wandb\]'"),
+    ],
+)
+def test_a_name_that_is_none_is_refused(names, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        find_trackers(names)
+
+
+def test_a_start_is_refused_over_a_missing_package(tmp_path):
+    from megatron_dppo.config import ConfigError
+    from megatron_dppo.launch.library_checks import check_everything
+
+    config = TrainConfig.model_validate(minimal(tmp_path) | {"tracking": {"trackers": ["trackio"]}})
+    with pytest.raises(
+        ConfigError, match=r"tracking.trackers: 'trackio' needs the package trackio"
+    ):
+        check_everything(config, "c.yaml", weights=False)
+
+
+def test_an_installed_package_may_bring_one(tmp_path, monkeypatch):
+    installed = tmp_path / "mine-1.0.dist-info"
+    installed.mkdir()
+    entry = f"[{trackers.GROUP}]\nmine = planted_tracker:Mine\n"
+    (installed / "entry_points.txt").write_text(entry)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (tmp_path / "planted_tracker.py").write_text("class Mine:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_trackers(["mine"])["mine"].__name__ == "Mine"
+    with pytest.raises(ValueError, match="mine, mlflow, tensorboard"):
+        find_trackers(["another"])
+
+
+def test_tensorboard_alone_is_the_default():
+    assert TrackingConfig().trackers == ["tensorboard"]
+
+
+# --- failures
+
+
+class Planted:
+    """Records its calls; fails in the first ``bad_starts`` starts and in ``scalars`` of the steps in ``bad_steps``."""
+
+    bad_starts = 0
+    bad_steps = frozenset()
+
+    def __init__(self):
+        self.calls = []
+
+    def start(self, run):
+        Planted.latest = self
+        if Planted.bad_starts:
+            Planted.bad_starts -= 1
+            raise OSError("no network")
+
+    def scalars(self, step, values):
+        if step in self.bad_steps:
+            raise RuntimeError("503")
+        self.calls.append(step)
+
+    def samples(self, step, samples): ...
+
+    def figure(self, name, path): ...
+
+    def finish(self):
+        self.calls.append("finished")
+
+
+def test_what_fails_is_counted_and_told_of_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(Planted, "bad_steps", frozenset({1, 3}))
+    with caplog.at_level(logging.WARNING), Trackers({"mine": Planted}, tracked(tmp_path)) as told:
+        for step in range(5):
+            told.scalars(step, {})
+    assert Planted.latest.calls == [0, 2, 4, "finished"]
+    assert told.lost() == {"mine": 2}
+    first, last = [record.getMessage() for record in caplog.records]
+    assert (
+        first
+        == "tracker mine: RuntimeError: 503; the run goes on, and metrics.jsonl has everything"
+    )
+    assert last == "tracker mine: 2 calls were lost in this start"
+
+
+def test_a_start_that_failed_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(Planted, "bad_starts", 2)
+    with Trackers({"mine": Planted}, tracked(tmp_path)) as told:
+        told.scalars(0, {})
+        told.scalars(1, {})
+    # Lost with the two starts: the call that only opens it, and step 0.
+    assert (told.lost(), Planted.latest.calls) == ({"mine": 2}, [1, "finished"])
+
+
+def test_one_that_hangs_neither_stalls_nor_grows(tmp_path, caplog, monkeypatch):
+    released = threading.Event()
+
+    class Hanging(Planted):
+        def start(self, run):
+            released.wait(60)
+
+    monkeypatch.setattr(trackers, "FINISH_S", 0.2)
+    told = Trackers({"mine": Hanging}, tracked(tmp_path), longest_queue=3)
+    for step in range(100):
+        told.scalars(step, {})
+    told.close()
+    # The thread has at most the opening call, the queue three (one less for the end): all else is lost.
+    assert 97 <= told.lost()["mine"] <= 101
+    assert "3 calls wait for it; the run goes on" in caplog.text
+    assert "still at work after 0 s, and left behind" in caplog.text
+    released.set()
+
+
+def test_values_are_those_of_the_call(tmp_path):
+    seen = []
+
+    class Looking(Planted):
+        def scalars(self, step, values):
+            seen.append(dict(values))
+
+    with Trackers({"mine": Looking}, tracked(tmp_path)) as told:
+        values = {"reward/mean": 0.5}
+        told.scalars(0, values)
+        values["reward/mean"] = 0.25
+    assert seen == [{"reward/mean": 0.5}]
