@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_dppo.config.checks import unusable_values
+from megatron_dppo.config.data_schema import Section
 from megatron_dppo.config.errors import (
     MOST_SHOWN,
     ConfigError,
@@ -22,7 +23,7 @@ from megatron_dppo.config.errors import (
     section_at,
     suggestion,
 )
-from megatron_dppo.config.schema import Section, TrainConfig
+from megatron_dppo.config.schema import TrainConfig
 
 # YAML as people mean it: the 1.2 core schema, duplicate keys refused. PyYAML reads YAML 1.1, where ``1e-6`` is text,
 # ``1:30`` is 90, ``010`` is 8, ``no`` is false and ``2024-01-01`` a date. Here a number is a number (``1e-6``,
@@ -349,11 +350,12 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> list[str]:
 
 
 def _take_null_sets_away(tree: dict[str, Any]) -> None:
-    """``data.evaluation.NAME: null`` removes a set that an inherited file, or this one, names."""
-    data = tree.get("data")
-    if isinstance(data, dict) and isinstance(data.get("evaluation"), dict):
-        sets = data["evaluation"]
-        data["evaluation"] = {name: path for name, path in sets.items() if path is not None}
+    """``data.evaluation.NAME: null`` removes a set that an inherited file, or this one, names; so does
+    ``reward.further.NAME`` a reward."""
+    for section, key in (("data", "evaluation"), ("reward", "further")):
+        table = tree.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), dict):
+            table[key] = {name: value for name, value in table[key].items() if value is not None}
 
 
 def _fill_in_directory(tree: dict[str, Any]) -> list[str]:

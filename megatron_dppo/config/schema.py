@@ -4,93 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AllowInfNan, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AllowInfNan, Field
 
 from megatron_dppo.algorithms import table
+from megatron_dppo.config.data_schema import DataConfig, RewardConfig, Section
 from megatron_dppo.model.layout import LayoutSizes
 from megatron_dppo.model.shape import TrainerPart
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, no unknown keys, no silent conversion of types."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
-
-
-class ProblemFile(Section):
-    """A file of problems: JSON Lines, or Parquet, with a prompt and an answer in each record."""
-
-    path: str
-    """JSONL or Parquet file."""
-    prompt_key: str | None = None
-    """Where a record has its prompt, text or chat messages; ``a.b`` for a field of a structure. Empty:
-    ``prompt``, ``problem`` or ``question``."""
-    answer_key: str | None = None
-    """Where it has its answer. Empty: ``answer``, ``reward_model.ground_truth`` or ``solution``."""
-
-
-class TrainingFile(ProblemFile):
-    """One of several files of training problems."""
-
-    weight: float | None = Field(default=None, gt=0)
-    """Share of the prompts that come from this file, relative to the others'. Empty for all files:
-    they are one set, each problem as frequent as any other."""
-
-
-TrainingFiles = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[TrainingFile], Tag("list")],
-    Discriminator(lambda value: "list" if isinstance(value, list) else "text"),
-]
-EvaluationFile = Annotated[
-    Annotated[str, Tag("text")] | Annotated[ProblemFile, Tag("table")],
-    Discriminator(lambda value: "table" if isinstance(value, dict | ProblemFile) else "text"),
-]
-
-
-class DataConfig(Section):
-    """Problems to train and to be evaluated on, and how they are put to the model; docs/data.md."""
-
-    train: TrainingFiles
-    """JSONL or Parquet file of training problems, or a list of such files."""
-    evaluation: dict[str, EvaluationFile] = Field(default_factory=dict)
-    """Name -> file of held-out problems; null takes a set away that another file names."""
-    max_prompt_tokens: int = Field(default=1024, gt=0)
-    """Longer prompts are dropped at load, and counted. A start is refused where fewer problems are left than
-    ``rollout.prompts_per_step``."""
-    apply_chat_template: bool = True
-    """Wrap a plain-text prompt as one user message in the tokenizer's chat template."""
-    system_prompt: str | None = None
-    """A system message before each prompt, in training and evaluation."""
-    prompt_template: str | None = None
-    """Text around each problem, which stands where this says ``{prompt}``, in training and
-    evaluation. Empty: the problem alone."""
-    shuffle: bool = True
-    """A new seeded order in every epoch."""
-    on_bad_answer: Literal["refuse", "drop"] = "refuse"
-    """Where an answer is missing or empty, the reward can't parse it, or would not give it to the answer itself:
-    refuse to start, or leave the problem out and count it."""
-
-    @property
-    def train_files(self) -> tuple[TrainingFile, ...]:
-        """The training files, whichever form names them."""
-        if isinstance(self.train, str):
-            return (TrainingFile(path=self.train),)
-        return tuple(self.train)
-
-    @property
-    def evaluation_files(self) -> dict[str, ProblemFile]:
-        """The files of the held-out sets by name, whichever form names them."""
-        return {
-            name: ProblemFile(path=file) if isinstance(file, str) else file
-            for name, file in self.evaluation.items()
-        }
-
 
 # What a run can be told, section by section. Frozen, strict: unknown keys and wrong types are errors. Units stand in
 # the field's docstring. Checks that cross sections live in ``checks.py``. Relative paths are relative to the
@@ -257,22 +176,12 @@ class AlgorithmConfig(Section):
     """Multiply that penalty by min(pi / mu, ``ratio_cap``): then it is right also where pi has left the policy that
     sampled, as after the first of several optimiser steps on a batch."""
     truncated_responses: Literal["as-verified", "zero-reward", "drop"] = "zero-reward"
-    """What a response that hit the length limit earns; ``drop``: no gradient, but it stays in the baseline."""
+    """What a response that hit the length limit earns: ``zero-reward``: 0, or its reward where that is less; ``drop``:
+    no gradient, but it stays in the baseline."""
 
     def facts(self) -> table.AlgorithmFacts:
         """The row with the numbers in force. Raises ValueError for a name, an option or a value that is none."""
         return table.algorithm_facts(self.name, self.options, self.settings)
-
-
-class RewardConfig(Section):
-    """The verifier."""
-
-    name: str = "math_verify"
-    """A name in ``megatron_dppo.rewards``."""
-    timeout_s: float = Field(default=10.0, gt=0)
-    """A check that takes longer is killed and scores 0, and is counted."""
-    workers: int = Field(default=2, gt=0, le=1024)
-    """Processes that run checks, in each data-parallel leader."""
 
 
 class ParallelConfig(Section):

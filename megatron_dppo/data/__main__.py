@@ -31,7 +31,7 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from megatron_dppo.config.schema import RewardConfig
+    from megatron_dppo.config.data_schema import RewardConfig
     from megatron_dppo.data.inspection import Inspection, inspect
     from megatron_dppo.data.problems import DataKeys, PromptForm, load_tokenizer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -16,11 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megatron_dppo.config.schema import RewardConfig
+from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data import problems
 from megatron_dppo.data.records import DataError, is_columnar, read_records
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.rewards import RewardInput
 from megatron_dppo.rewards.verifier import Score, Verifier
 
 _QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
@@ -56,14 +57,13 @@ class Inspection:
 
 def inspect(inspection: Inspection) -> Iterator[str]:
     """The report, line by line. Raises DataError where a file is no set of problems."""
-    prompts, answers, unanswered, locations, _ = problems.read_problems(
-        inspection.path, inspection.keys
-    )
+    records = problems.read_problems(inspection.path, inspection.keys)
+    prompts, locations = records.prompts, records.locations
     texts = [problems.text_of(prompt) for prompt in prompts]
     repeated = len(texts) - len({" ".join(text.split()) for text in texts})
     yield f"{inspection.path}: {len(prompts):,} problems, {repeated:,} repeated"
     yield from _lengths(inspection, prompts, locations)
-    yield from _answers(inspection, texts, answers, unanswered)
+    yield from _answers(inspection, texts, records)
     for other in inspection.against:
         yield from _alike(inspection, texts, locations, other)
     yield from _shown(inspection, prompts, locations)
@@ -95,12 +95,13 @@ def _lengths(
 
 
 def _answers(
-    inspection: Inspection, texts: list[str], answers: list[str], unanswered: Mapping[int, str]
+    inspection: Inspection, texts: list[str], records: problems.ProblemRecords
 ) -> Iterator[str]:
+    answers, unanswered = records.answers, records.unanswered
+    rows = zip(texts, answers, records.metadata, strict=True)
     chosen = tuple(
-        Problem(i, text, answer, ())
-        for i, (text, answer) in enumerate(zip(texts, answers, strict=True))
-        if i not in unanswered
+        Problem(i, text, answer, (), (), metadata)
+        for i, (text, answer, metadata) in enumerate(rows)
     )
     unit = "row" if is_columnar(Path(inspection.path)) else "line"
     given = problems.ProblemSet(
@@ -108,7 +109,7 @@ def _answers(
     )
     final = problems.extracted(given, inspection.reward.name)
     bad = problems.bad_answers({inspection.path: final}, inspection.reward)[inspection.path]
-    different = len({problem.answer for problem in final.problems})
+    different = len({p.answer for p in final.problems if p.problem_id not in unanswered})
     yield (
         f"answers: {different:,} different; {len(bad):,} of {len(answers):,} do not verify against "
         f"themselves with {inspection.reward.name}"
@@ -120,7 +121,8 @@ def _answers(
 def _alike(
     inspection: Inspection, texts: list[str], locations: list[str], other: str
 ) -> Iterator[str]:
-    prompts, _, _, other_locations, _ = problems.read_problems(other)
+    compared_with = problems.read_problems(other)
+    prompts, other_locations = compared_with.prompts, compared_with.locations
     other_texts = [problems.text_of(prompt)[:_COMPARED] for prompt in prompts]
     compared = [text[:_COMPARED] for text in texts]
     pairs = near_duplicates(compared, other_texts, inspection.similarity)
@@ -228,8 +230,8 @@ def check_rewards(path: Path, reward: str, timeout_s: float, workers: int) -> in
         Verifier(reward, timeout_s, workers) as verifier,
         progress("check solutions", len(checks)) as bar,
     ):
-        pairs = [(check.solution, check.answer) for check in checks]
-        scores = verifier.score(pairs, lambda: bar.advance(1))
+        inputs = [RewardInput(check.solution, check.answer) for check in checks]
+        scores = verifier.score(inputs, lambda: bar.advance(1))
     return _report(checks, scores)
 
 

@@ -5,19 +5,19 @@ of a prompt, and checked for answers that no response could match.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_dppo.config.checks import PLACEHOLDER
-from megatron_dppo.config.schema import RewardConfig
+from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data.records import DataError, is_columnar, keys, read_records, shorten, value_at
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.rewards import find_reward
+from megatron_dppo.rewards import RewardForm, RewardInput, find_reward
 from megatron_dppo.rewards.answers import BadAnswers, gold_answer, holds_answer
 from megatron_dppo.rewards.verifier import Score, Verifier
 
@@ -70,6 +70,22 @@ class DataKeys:
 
     prompt: str | None = None
     answer: str | None = None
+    metadata: str | None = None
+
+
+class ProblemRecords(NamedTuple):
+    """The problems of a file as it has them, by position.
+
+    ``unanswered``: what is wrong with answers that are none. ``locations``: the place of each in words. ``sha256``: of
+    the file.
+    """
+
+    prompts: list[Prompt]
+    answers: list[str]
+    metadata: list[Mapping[str, Any]]
+    unanswered: dict[int, str]
+    locations: list[str]
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -83,8 +99,7 @@ class ProblemSet:
         records: number of records in the file, with those left out.
         bad_answers: number of problems left out because no response could match their answer.
         unit: what a record is called in messages, ``line`` or ``row``.
-        unanswered: problem ids of records whose answer is missing, empty or of another type, each with the reason;
-            they are not in ``problems``.
+        unanswered: problem ids of records whose answer is missing, empty or of another type, each with the reason.
     """
 
     problems: tuple[Problem, ...]
@@ -103,11 +118,8 @@ class ProblemSet:
         return len(self.problems)
 
 
-def read_problems(
-    path: str | Path, keys_of: DataKeys = DataKeys()
-) -> tuple[list[Prompt], list[str], dict[int, str], list[str], str]:
-    """The prompts of a file, its answers, what is wrong with those that are none, by position, the place of each
-    in words, and the file's SHA-256.
+def read_problems(path: str | Path, keys_of: DataKeys = DataKeys()) -> ProblemRecords:
+    """The problems of a file, not yet tokenised.
 
     What is accepted: ``load_problems``. Raises DataError for a record that is not a problem.
     """
@@ -121,7 +133,8 @@ def read_problems(
         except _UnansweredError as error:
             answers.append("")
             unanswered[position] = str(error)
-    return prompts, answers, unanswered, locations, sha256
+    metadata = [_metadata(record, where, keys_of.metadata) for record, where in located]
+    return ProblemRecords(prompts, answers, metadata, unanswered, locations, sha256)
 
 
 def load_problems(
@@ -137,8 +150,9 @@ def load_problems(
     The prompt is text or a list of chat messages (``{"role": ..., "content": ...}``) under
     ``prompt``, ``problem`` or ``question``. The answer is text or a number under ``answer``, or
     under ``reward_model.ground_truth`` as in DAPO-Math, or a ``solution`` with ``####`` or
-    ``\\boxed``. ``problem_id`` counts all problems of the file from 0, dropped ones included, so the
-    line is one more. In JSON Lines a byte-order mark and blank lines at the end are ignored.
+    ``\\boxed``. An object under ``metadata`` is the problem's metadata. ``problem_id`` counts all problems of the file
+    from 0, dropped ones included, so the line is one more. In JSON Lines a byte-order mark and blank lines at the end
+    are ignored.
 
     Args:
         path: of the file.
@@ -148,17 +162,25 @@ def load_problems(
         keys_of: where the prompt and the answer are, instead of the keys above.
 
     Raises:
-        DataError: a record is not a problem, no record has an answer, or no problem is within the limit.
+        DataError: a record is not a problem, or no problem is within the limit.
     """
-    prompts, answers, unanswered, locations, sha256 = read_problems(path, keys_of)
-    if len(unanswered) == len(prompts):
+    prompts, answers, metadata, unanswered, locations, sha256 = read_problems(path, keys_of)
+    # Without a key an answer may lack: not every reward needs one.
+    if keys_of.answer is not None and len(unanswered) == len(prompts):
         raise DataError(f"{locations[0]}: {unanswered[0]}; no record of the file has an answer")
-    short = [i for i in short_enough(tokenizer, prompts, max_prompt_tokens) if i not in unanswered]
+    short = short_enough(tokenizer, prompts, max_prompt_tokens)
     prompt_ids = tokenise(
         tokenizer, [prompts[i] for i in short], form, [locations[i] for i in short]
     )
     problems = tuple(
-        Problem(i, text_of(prompts[i]), answers[i], ids)
+        Problem(
+            i,
+            text_of(prompts[i]),
+            answers[i],
+            ids,
+            _messages_unlike(prompts[i], form.of(prompts[i], locations[i])),
+            metadata[i],
+        )
         for i, ids in zip(short, prompt_ids, strict=True)
         if len(ids) <= max_prompt_tokens
     )
@@ -168,7 +190,8 @@ def load_problems(
             f"max_prompt_tokens={max_prompt_tokens}"
         )
     unit = "row" if is_columnar(Path(path)) else "line"
-    dropped = len(prompts) - len(unanswered) - len(problems)
+    remaining = {problem.problem_id for problem in problems} | unanswered.keys()
+    dropped = len(prompts) - len(remaining)
     return ProblemSet(
         problems, dropped, sha256, len(prompts), unit=unit, unanswered=tuple(unanswered.items())
     )
@@ -260,6 +283,24 @@ def _response(record: Mapping[str, Any], where: str) -> str:
     if not isinstance(response, str) or not response.strip():
         raise DataError(f"{where}: 'response' is {shorten(response)}, expected text")
     return response
+
+
+def _metadata(record: Mapping[str, Any], where: str, key: str | None) -> Mapping[str, Any]:
+    value = value_at(record, "metadata" if key is None else key)
+    if isinstance(value, Mapping):
+        return value
+    if key is not None:
+        raise DataError(f"{where}: {key!r} is {shorten(value)}, expected an object")
+    return {}
+
+
+def _messages(prompt: Prompt) -> tuple[Mapping[str, str], ...]:
+    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
+
+
+def _messages_unlike(prompt: Prompt, formed: Prompt) -> tuple[Mapping[str, str], ...]:
+    """What is put to the model, where it is more than the text of the problem."""
+    return () if isinstance(formed, str) and formed == prompt else _messages(formed)
 
 
 def _is_number(value: object) -> bool:
@@ -371,9 +412,12 @@ def _with_last_text(prompt: Prompt, text: str) -> Prompt:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, where: str) -> str:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in _messages(prompt)],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
     # A template is a program: it may raise anything.
     except Exception as error:
         raise DataError(f"{where}: the chat template fails on it: {_named(error)}") from error
@@ -398,33 +442,65 @@ def extracted(problems: ProblemSet, reward: str) -> ProblemSet:
     return replace(problems, problems=rows)
 
 
-def bad_answers(sets: Mapping[str, ProblemSet], reward: RewardConfig) -> BadAnswers:
-    """The answers of each file that no response could match, or that the reward refuses.
+def bad_answers(
+    sets: Mapping[str, ProblemSet], reward: RewardConfig, *, scores: bool = True
+) -> BadAnswers:
+    """The answers of each file that no response could match, or that a reward refuses; none where no reward needs any.
 
-    Each different answer is checked once, by ``reward.workers`` processes. Raises VerifierError where
-    the reward fails in another way.
+    Each answer is scored by each reward that needs it: once, where the reward sees nothing else of a problem. One that
+    is asynchronous asks others, and is not asked for this. ``scores``: false: only what is no answer at all counts.
+    Raises VerifierError where a reward fails in another way.
     """
-    answers = sorted({p.answer for problems in sets.values() for p in problems.problems})
-    row = find_reward(reward.name)
-    checking = reward.name if row.gold_target in (None, row.target) else str(row.gold_target)
-    with (
-        Verifier(checking, reward.timeout_s, reward.workers) as verifier,
-        progress("check answers", len(answers)) as bar,
-    ):
-        scores = verifier.check([(answer, answer) for answer in answers], lambda: bar.advance(1))
+    bad: dict[str, dict[int, str]] = {path: {} for path in sets}
+    for term in reward.terms.values():
+        row = find_reward(term.name)
+        own = row.gold_target in (None, row.target)
+        changes: dict[str, Any] = {} if own else {"name": row.gold_target, "options": {}}
+        checking = term.model_copy(update=changes if scores else {**changes, "workers": 1})
+        with Verifier.of(checking) as verifier:
+            form = verifier.form()
+            if not form.needs_answer:
+                continue
+            for path, problems in sets.items():
+                bad[path] |= dict(problems.unanswered)
+            if scores and not form.is_async:
+                must_match = row.gold_target is not None
+                found = _complaints(verifier, form, sets, must_match, term.timeout_s)
+                for path, complaints in found.items():
+                    bad[path] = complaints | bad[path]
+    return {path: [[row, why] for row, why in sorted(rows.items())] for path, rows in bad.items()}
+
+
+def _complaints(
+    verifier: Verifier,
+    form: RewardForm,
+    sets: Mapping[str, ProblemSet],
+    must_match: bool,
+    timeout_s: float,
+) -> dict[str, dict[int, str]]:
+    """What is wrong with answers, by file and problem."""
+    sees_answers_alone = set(form.reads) <= {"response", "answer"}
+    keys: dict[tuple[str, int], Hashable] = {}
+    inputs: dict[Hashable, RewardInput] = {}
+    for path, problems in sets.items():
+        unanswered = dict(problems.unanswered)
+        for p in problems.problems:
+            if p.problem_id in unanswered:
+                continue
+            place = path, p.problem_id
+            keys[place] = p.answer if sees_answers_alone else place
+            inputs.setdefault(keys[place], p.reward_input(p.answer))
+    with progress("check answers", len(inputs)) as bar:
+        scores = verifier.check(list(inputs.values()), lambda: bar.advance(1))
     complaints = {
-        answer: _complaint(score, row.reads_solutions, reward.timeout_s)
-        for answer, score in zip(answers, scores, strict=True)
+        key: _complaint(score, must_match, timeout_s)
+        for key, score in zip(inputs, scores, strict=True)
     }
-    return {
-        path: sorted(
-            [
-                *([p.problem_id, c] for p in problems.problems if (c := complaints[p.answer])),
-                *map(list, problems.unanswered),
-            ]
-        )
-        for path, problems in sets.items()
-    }
+    found: dict[str, dict[int, str]] = {path: {} for path in sets}
+    for (path, row), key in keys.items():
+        if (complaint := complaints[key]) is not None:
+            found[path][row] = complaint
+    return found
 
 
 def refuse_bad_answers(bad: BadAnswers, sets: Mapping[str, ProblemSet]) -> None:
@@ -452,6 +528,8 @@ def without(problems: ProblemSet, path: str, bad: BadAnswers) -> ProblemSet:
 def _complaint(score: Score, must_match: bool, timeout_s: float) -> str | None:
     if score.refusal is not None:
         return score.refusal
+    if score.unavailable is not None:
+        return f"no reward could be had: {score.unavailable}"
     if score.timed_out:
         return f"its check took longer than reward.timeout_s = {timeout_s:g} s"
     if score.crashed:

@@ -44,8 +44,11 @@ def text_digest(*values: Any) -> str:
 
 
 def row_digest(problem: Problem) -> str:
-    """Of a row of the data as the run uses it: prompt, its tokens, and answer."""
-    return text_digest(problem.prompt, problem.answer, list(problem.prompt_ids))
+    """Of a row of the data as the run uses it: prompt, its tokens, answer, and metadata where it has any."""
+    metadata = (
+        [json.dumps(problem.metadata, sort_keys=True, default=str)] if problem.metadata else []
+    )
+    return text_digest(problem.prompt, problem.answer, list(problem.prompt_ids), *metadata)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 from megatron_dppo.data.columns import Column, Form, Rows, declared, digest, read_only, usable_rows
+from megatron_dppo.rewards import RewardInput
 
 FinishReason = Literal["stop", "length", "aborted"]
 """``aborted``: the server ended it early, and the rest is still to be asked for; no batch has such a trajectory."""
@@ -28,13 +29,22 @@ FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 class Problem:
     """One line of a data set, tokenised.
 
-    ``problem_id``: its position in the file (0-based), which names it in trajectories and checkpoints.
+    ``problem_id``: its position in the file (0-based), which names it in trajectories and checkpoints. ``answer``:
+    empty where it has none. ``messages``: all that is put to the model, as chat messages; empty: ``prompt`` alone.
+    ``metadata``: whatever else the line says of it, for rewards.
     """
 
     problem_id: int
     prompt: str
     answer: str
     prompt_ids: tuple[int, ...]
+    messages: tuple[Mapping[str, str], ...] = field(default=(), hash=False)
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def reward_input(self, response: str) -> RewardInput:
+        """What a reward may see of a response to it."""
+        messages = self.messages or ({"role": "user", "content": self.prompt},)
+        return RewardInput(response, self.answer, self.prompt, messages, self.metadata)
 
 
 class VersionSpan(NamedTuple):
@@ -66,7 +76,7 @@ class Trajectory:
     ``token_ids`` int32 [S]; ``loss_mask`` bool [S]: the policy sampled the token (a prompt, a tool's output or an
     environment's turn is not). ``columns``: arrays by the names of ``data/columns.py``. ``sample_index``: the
     answer's number in its group. ``reward`` and ``advantage`` are 0 until it is verified. ``stamp``: None where nothing
-    says what made it.
+    says what made it. ``components``, ``reason``: of the reward, where it was scored by this process and says so.
 
     Raises ValueError where shapes or types disagree with each other or with a declaration, where the first token
     counts as sampled (nothing predicts it), and where the advantage is not finite.
@@ -82,6 +92,8 @@ class Trajectory:
     reward: float = 0.0
     advantage: float = 0.0
     stamp: Stamp | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
 
     def __post_init__(self) -> None:
         tokens = read_only(np.asarray(self.token_ids, np.int32))
@@ -223,10 +235,10 @@ class Trajectory:
         """The same with a stamp of what it is now. ``sampling``, ``seed``: that it was drawn with."""
         return replace(self, stamp=Stamp(sampling, seed, self.digests()))
 
-    def scored(self, reward: float, advantage: float) -> Self:
-        """The same with what the verifier found."""
+    def scored(self, reward: float, advantage: float, **details: Any) -> Self:
+        """The same with what the rewards come to. ``details``: its components and reason."""
         stamp = None if self.stamp is None else replace(self.stamp, reward=reward)
-        return replace(self, reward=reward, advantage=advantage, stamp=stamp)
+        return replace(self, reward=reward, advantage=advantage, stamp=stamp, **details)
 
 
 def forms_of(trajectories: Sequence[Trajectory]) -> dict[str, Form]:

@@ -31,7 +31,7 @@ from megatron_dppo.demo.material import (
     run_to_the_end,
     trainer_overrides,
 )
-from megatron_dppo.metrics.table import Dtype
+from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.system.files import unused_path
 
 CONFIG = EXAMPLES / "tiny_moe" / "config.yaml"

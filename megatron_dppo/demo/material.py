@@ -39,7 +39,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dppo import EXAMPLES
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.table import BY_METRIC, Dtype
+from megatron_dppo.metrics.row import Dtype
+from megatron_dppo.metrics.table import BY_METRIC
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -18,6 +18,7 @@ from megatron_dppo.config import (
     check_config,
     check_supervised_config,
 )
+from megatron_dppo.config.data_schema import RewardTerm
 from megatron_dppo.config.forwarded import DDP, MEGATRON, OPTIMIZER, SGLANG, LibraryMissingError
 from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.schema import EngineConfig, LoraConfig
@@ -56,11 +57,13 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
     Returns the layout in a line. Raises ConfigError with all faults, naming ``source``: those that need
     no library, and names of rewards and options of libraries that nobody knows. ``weights``: as in ``check_config``.
     """
-    from megatron_dppo.rewards import find_reward
-
     sections = ServerSections.of(config)
     names: dict[str, Callable[[], object]] = {
-        "reward.name": lambda: find_reward(config.reward.name).load(),
+        "reward": partial(_check_reward, config.reward),
+        **{
+            f"reward.further.{name}": partial(_check_reward, term)
+            for name, term in config.reward.further.items()
+        },
         "lora.start_from": partial(_check_adapters, config.lora, config.model.hf_checkpoint),
         "tracking.trackers": partial(find_trackers, config.tracking.trackers),
     }
@@ -181,6 +184,12 @@ def server_faults(sections: ServerSections, *, starts_servers: bool) -> Iterator
     except LibraryMissingError as error:
         if starts_servers:
             yield f"{SGLANG.name}: can't be checked: {error}"
+
+
+def _check_reward(term: RewardTerm) -> None:
+    from megatron_dppo.rewards import find_reward
+
+    find_reward(term.name).bind(term.options)
 
 
 def _check_adapters(lora: LoraConfig, checkpoint: str) -> None:

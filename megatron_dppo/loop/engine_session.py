@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -397,15 +397,17 @@ class EngineSession:
         description: str,
         on_response: OnResponse | None = None,
         order: int = 0,
+        done: Mapping[Hashable, Trajectory] | None = None,
     ) -> Generation:
         """Ask for the responses of ``job``, this rank's own (an empty job on ranks that lead no replica), and
         return at once; they come while this rank does other work.
 
         ``on_response`` is called, in another thread, with each response once, as soon as it is there. ``order``: of two
-        generations under way, that with the lower one goes first. A weight update meanwhile waits for the responses, or
+        generations under way, that with the lower one goes first. ``done``: responses that are there already, by key;
+        they are not asked for. A weight update meanwhile waits for the responses, or
         interrupts them (``rollout.interrupt``). Not collective.
         """
-        generation = Generation(job, description, on_response, order)
+        generation = Generation(job, description, on_response, order, dict(done or {}))
         self._under_way.append(generation)
         self._connections.resume(generation, self._stop)
         return generation

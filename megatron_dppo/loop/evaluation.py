@@ -22,7 +22,7 @@ from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.metrics.samples import Sample
-from megatron_dppo.rewards.verifier import Verifier
+from megatron_dppo.rewards.scorer import Scorer
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology
@@ -54,7 +54,7 @@ class Evaluator:
         algorithm: says what a truncated response earns.
         topology: position of this rank; each leader takes its share of the problems.
         engine: servers that generate; None where there are no sets.
-        verifier: checks each response as soon as it is there.
+        scorer: scores each response as soon as it is there.
         samples: makes texts of a few responses to each set.
     """
 
@@ -64,7 +64,7 @@ class Evaluator:
     algorithm: AlgorithmConfig
     topology: Topology
     engine: EngineSession | None
-    verifier: Verifier
+    scorer: Scorer
     samples: SampleMaker
 
     def begin(self, step: int) -> Evaluation:
@@ -76,7 +76,7 @@ class Evaluator:
         for name in self.sets:
             assert self.engine is not None
             job, description = self._job(step, name), f"evaluate on {name}"
-            generations[name] = ScoredGeneration(self.engine, self.verifier, job, description)
+            generations[name] = ScoredGeneration(self.engine, self.scorer, job, description)
         return Evaluation(step, generations)
 
     def finish(
@@ -87,7 +87,7 @@ class Evaluator:
         ``trainer_version``: of the weights that the trainer holds by now.
 
         Returns:
-            metric name -> avg@k, and the samples; the same on every rank.
+            metric name -> avg@k or mean of a reward's component, and the samples; the same on every rank.
 
         Raises on every rank WeightsLostError where the whole fleet was lost, and the trainer has other weights by now;
         RunStoppedError, EngineUnavailableError; MixedVersionsError, a fault of the program.
@@ -106,6 +106,7 @@ class Evaluator:
             accuracies[names.accuracy(name)], shown, seen = self._score(
                 evaluation.step, name, generation
             )
+            accuracies |= generation.components.means(name)
             samples += [shown[i] for i in chosen(shown, evaluation.step)]
             versions |= seen
         if versions - {evaluation.step}:

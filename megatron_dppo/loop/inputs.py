@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_dppo.config.schema import ProblemFile, TrainConfig
+from megatron_dppo.config.data_schema import ProblemFile
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data import sampling
 from megatron_dppo.data.problems import (
     DataKeys,
@@ -123,15 +124,16 @@ class RunData:
         """What ``bad_answers`` depends on: hashes of the files, the reward, and the tokenizer's folder."""
         files = {path: problem_set.sha256 for path, problem_set in self._sets.items()}
         model, limit = self._config.model.hf_checkpoint, self._config.data.max_prompt_tokens
-        return files | {"reward": self._config.reward.name, "prompts": f"{limit} tokens, {model}"}
+        reward = self._config.reward.model_dump_json()
+        return files | {"reward": reward, "prompts": f"{limit} tokens, {model}"}
 
     def bad_answers(self) -> BadAnswers:
         """What is wrong with answers: as the check of this start found, where it left its word.
 
-        A run that replays rollouts scores nothing, and has none.
+        A run that replays rollouts scores nothing: it has none but those that lack.
         """
         if self._config.rollout.replay_from is not None:
-            return {path: list(map(list, s.unanswered)) for path, s in self._sets.items()}
+            return bad_answers(self._sets, self._config.reward, scores=False)
         results = handed_over(self.scored)
         return bad_answers(self._sets, self._config.reward) if results is None else results
 
@@ -174,7 +176,7 @@ class RunData:
             self._tokenizer,
             max_prompt_tokens=self._config.data.max_prompt_tokens,
             form=self.form,
-            keys_of=DataKeys(file.prompt_key, file.answer_key),
+            keys_of=DataKeys(file.prompt_key, file.answer_key, file.metadata_key),
         )
         if problem_set.dropped:
             log.warning(
@@ -195,7 +197,8 @@ class RunData:
 
 def _name(file: ProblemFile) -> str:
     """The file's path; with its keys where the recipe names them, as other keys make another set."""
-    keys = [key for key in (file.prompt_key, file.answer_key) if key is not None]
+    given = (file.prompt_key, file.answer_key, file.metadata_key)
+    keys = [key for key in given if key is not None]
     return f"{file.path} ({', '.join(keys)})" if keys else file.path
 
 

@@ -33,33 +33,35 @@ from megatron_dppo.trainer.collectives import all_gather_json
 
 KEPT = 4
 """Responses of a training step, and of an evaluation on one set; the most masked one comes on top."""
-_KINDS: tuple[Callable[[TrajectoryFacts | Sample], bool], ...] = (
-    lambda t: t.reward > 0,
-    lambda t: t.reward == 0 and not t.truncated,
-    lambda t: t.truncated,
+_KINDS: tuple[Callable[[TrajectoryFacts | Sample, float], bool], ...] = (
+    lambda t, mean: t.reward > mean,
+    lambda t, mean: t.reward <= mean and not t.truncated,
+    lambda t, mean: t.truncated,
 )
+"""By a response and the mean reward."""
 
 
 def chosen(responses: Sequence[TrajectoryFacts | Sample], step: int) -> list[int]:
-    """Positions of at most ``KEPT`` responses: one that earned something, one that ended by itself and
-    earned nothing, and a truncated one, where there are any; the others as they come.
+    """Positions of at most ``KEPT`` responses: one that earned more than their mean, one that ended by itself and
+    didn't, and a truncated one, where there are any; the others as they come.
 
     Drawn by the step's number: every rank chooses alike, and each step shows other problems.
     """
     order = list(range(len(responses)))
     random.Random(step).shuffle(order)
-    firsts = [next((p for p in order if kind(responses[p])), None) for kind in _KINDS]
+    mean = sum(t.reward for t in responses) / max(1, len(responses))
+    firsts = [next((p for p in order if kind(responses[p], mean)), None) for kind in _KINDS]
     return list(dict.fromkeys([*(p for p in firsts if p is not None), *order]))[:KEPT]
 
 
 class SampleMaker:
-    """Makes the samples of a run from its trajectories. ``reward``: its name; ``data``: its problems and tokenizer;
-    ``zeroes_truncated``: a truncated response earned nothing.
+    """Makes the samples of a run from its trajectories. ``reward``: the first one's name; ``data``: its problems
+    and tokenizer; ``zeroes_truncated``: a truncated response earned nothing.
     """
 
     def __init__(self, reward: str, data: RunData, *, zeroes_truncated: bool) -> None:
         self._zeroed = zeroes_truncated
-        self._reward = find_reward(reward)
+        self._reward, self._component = find_reward(reward), reward.rpartition(":")[2]
         self._data = data
         self._problems = {p.problem_id: p for p in data.train.problems}
         self._taken: dict[int, Sample] = {}
@@ -107,9 +109,12 @@ class SampleMaker:
     ) -> Sample:
         response = self._data.text_of(t.response_ids)
         if t.truncated and self._zeroed:
-            reason = "cut off at the length limit, which earns 0 (algorithm.truncated_responses)"
+            reason = (
+                "cut off at the length limit, which earns at most 0 (algorithm.truncated_responses)"
+            )
         else:
-            reason = self._reward.reason(t.text or response, problem.answer, t.reward)
+            value = t.components.get(self._component, t.reward)
+            reason = t.reason or self._reward.reason(t.text or response, problem.answer, value)
         return Sample(
             step=step,
             set=name,
@@ -123,6 +128,7 @@ class SampleMaker:
             truncated=t.truncated,
             tokens=t.sampled,
             advantage=advantage,
+            components=dict(t.components),
         )
 
 

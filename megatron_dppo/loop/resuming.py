@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.config.data_schema import RewardConfig, RewardTerm
 from megatron_dppo.config.schema import CheckpointConfig, RunConfig, TrainConfig
 from megatron_dppo.data.records import DataError
 from megatron_dppo.loop import inputs
@@ -128,16 +129,29 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
         "algorithm.reference_kl": algorithm.reference_kl,
         "algorithm.truncated_responses": algorithm.truncated_responses,
         "data.train (SHA-256)": data_sha256,
-        "data.train (keys)": [[file.prompt_key, file.answer_key] for file in data.train_files],
+        "data.train (keys)": [
+            [file.prompt_key, file.answer_key, *filter(None, [file.metadata_key])]
+            for file in data.train_files
+        ],
         "data.system_prompt": data.system_prompt,
         "data.prompt_template": data.prompt_template,
         "data.max_prompt_tokens": data.max_prompt_tokens,
         "data.shuffle": data.shuffle,
         "reward.name": config.reward.name,
+        **_reward_identity(config.reward),
         "rollout.stop": list(config.rollout.stop),
         "rollout.temperature": config.rollout.temperature,
         "run.seed": config.run.seed,
     }
+
+
+def _reward_identity(reward: RewardConfig) -> dict[str, Any]:
+    """What of the rewards decides on their values, beside the first one's name; as little as differs from defaults, as
+    checkpoints of before have none of it."""
+    unchanged = RewardTerm(name=reward.name)
+    rows = {name: [term.name, term.weight, term.options] for name, term in reward.terms.items()}
+    usual = [unchanged.name, unchanged.weight, unchanged.options]
+    return {} if list(rows.values()) == [usual] else {"reward (weights, options)": rows}
 
 
 # When a run may begin at step 0, and when that would lose what earlier starts trained.

@@ -29,10 +29,10 @@ from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop import rollout_figures
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.exchange import announce, own_positions, owner
-from megatron_dppo.loop.scoring import GroupQuota, ScoredGeneration, Selection
+from megatron_dppo.loop.scoring import ComponentSums, GroupQuota, ScoredGeneration, Selection
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import PhaseTimer
-from megatron_dppo.rewards.verifier import Verifier
+from megatron_dppo.rewards.scorer import Scorer
 from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank
 from megatron_dppo.trainer.topology import Topology
 
@@ -90,6 +90,7 @@ class _Draft:
     seconds: float = 0.0
     waited: float = 0.0
     redrawn: int = 0
+    components: ComponentSums = field(default_factory=ComponentSums)
 
     @property
     def flat(self) -> list[bool]:
@@ -113,7 +114,7 @@ class GeneratedRollouts:
     algorithm: AlgorithmConfig
     topology: Topology
     engine: EngineSession
-    verifier: Verifier
+    scorer: Scorer
     job: GenerationJob
     problems: Sequence[Problem]
     sampler: ReturningSampler
@@ -200,7 +201,7 @@ class GeneratedRollouts:
         job = replace(self.job, problems=problems, seeds=seeds)
         again = f", round {draft.rounds}" if draft.rounds > 1 else ""
         draft.generation = ScoredGeneration(
-            self.engine, self.verifier, job, f"step {draft.step}: generate{again}", draft.step
+            self.engine, self.scorer, job, f"step {draft.step}: generate{again}", draft.step
         )
 
     def _receive(self, draft: _Draft, version: int) -> None:
@@ -218,6 +219,7 @@ class GeneratedRollouts:
         new = own_positions(draft.unjudged, self.topology)
         with self.timer("reward"):
             scored = draft.generation.scored(self.algorithm)
+            draft.components.add(draft.generation.components.to_json())
             draft.groups |= dict(zip(new, self._groups(scored), strict=True))
             rows_by_rank = all_gather_json(
                 [
@@ -245,6 +247,7 @@ class GeneratedRollouts:
             )
         rollout_figures.check_staleness(batch, draft.step, self.rollout.max_staleness)
         figures = rollout_figures.generated_figures(draft.rows)
+        figures |= draft.components.means()
         figures |= rollout_figures.trained_figures(batch)
         figures |= rollout_figures.staleness_figures(batch, draft.step)
         figures |= rollout_figures.interruption_figures(batch)

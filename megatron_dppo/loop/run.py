@@ -50,7 +50,8 @@ from megatron_dppo.metrics.records import CHECKPOINTS_FOLDER, ROLLOUTS_FOLDER, r
 from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.rewards.verifier import Verifier
+from megatron_dppo.rewards import RewardUnavailableError
+from megatron_dppo.rewards.scorer import Scorer
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 from megatron_dppo.trainer.collectives import any_rank, on_rank_0
@@ -148,10 +149,10 @@ class Run:
             self.engine = stack.enter_context(
                 EngineSession(config, self.trainer, stop, fence.check_together)
             )
-        self.verifier = Verifier(config.reward.name, config.reward.timeout_s, config.reward.workers)
+        self.scorer = Scorer(config.reward)
         # Nobody else scores, so nobody else needs workers.
         if self.trainer.topology.is_leader:
-            stack.enter_context(self.verifier)
+            stack.enter_context(self.scorer)
         if algorithm.needs_recomputed and config.rollout.max_staleness:
             log.warning(STALE_ANCHOR, config.algorithm.name)
         zeroes_truncated = config.algorithm.truncated_responses == "zero-reward"
@@ -184,7 +185,6 @@ class Run:
         self.evaluations = self._evaluations()
         rank = self.trainer.topology.rank
         self.profiler = StepProfiler(config.profile, config.run.directory, rank)
-        self._counted_failures = (0, 0)
         self.examples: list[Example] = []
         self._counted_updates = (0, 0)
 
@@ -202,6 +202,9 @@ class Run:
             self.stop(str(stopped))
         except EngineUnavailableError:
             self.stop("the servers are given up")
+            raise
+        except RewardUnavailableError:
+            self.stop("no reward could be had")
             raise
         except BaseException:
             # What is open is closed next.
@@ -379,7 +382,7 @@ class Run:
             self.config.algorithm,
             self.trainer.topology,
             self.engine,
-            self.verifier,
+            self.scorer,
             self.job,
             problems,
             self.sampler,
@@ -398,7 +401,7 @@ class Run:
             config.algorithm,
             self.trainer.topology,
             self.engine,
-            self.verifier,
+            self.scorer,
             self.samples,
         )
         return Evaluations(
@@ -424,15 +427,11 @@ class Run:
         }
 
     def _failed_checks(self) -> dict[str, float]:
-        """Reward checks that were killed or died since the last call, over all leaders."""
-        totals = self.verifier.timeouts, self.verifier.crashes
-        counted, self._counted_failures = self._counted_failures, totals
-        if not self.trainer.topology.is_leader:
-            return {}
-        return {
-            names.REWARD_TIMEOUTS: totals[0] - counted[0],
-            names.REWARD_CRASHES: totals[1] - counted[1],
-        }
+        """Rewards that were killed, died or could not be had since the last call, over all leaders."""
+        rows = (names.REWARD_TIMEOUTS, names.REWARD_CRASHES, names.REWARD_REPLACED)
+        counted = {name: float(self.scorer.failures[name]) for name in rows}
+        self.scorer.failures.clear()
+        return counted
 
     def _is_due(self, every: int) -> bool:
         return last_due(self.state.step, every, self.config.run.steps) == self.state.step

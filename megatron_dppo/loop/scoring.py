@@ -5,17 +5,25 @@ A generation of training or evaluation has its responses scored as they come.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 
 from megatron_dppo.algorithms.inputs import group_relative
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.fleet.generation import GenerationJob, OnResponse
 from megatron_dppo.loop.engine_session import EngineSession
-from megatron_dppo.rewards.verifier import Score, Verifier
+from megatron_dppo.metrics import table as names
+from megatron_dppo.rewards import RewardUnavailableError
+from megatron_dppo.rewards.scorer import PendingScore, Scorer
+from megatron_dppo.rewards.verifier import Score, require
+from megatron_dppo.trainer.collectives import all_gather_json
+
+log = logging.getLogger(__name__)
 
 
 def with_rewards(
@@ -31,22 +39,51 @@ def with_rewards(
         return []
     zeroed = algorithm.truncated_responses == "zero-reward"
     rewards = [
-        0.0 if zeroed and t.truncated else score.value
+        # Where rewards may be negative, 0 would be a prize.
+        min(0.0, score.value) if zeroed and t.truncated else score.value
         for t, score in zip(trajectories, scores, strict=True)
     ]
     advantages = group_relative(rewards, group_size).tolist()
     return [
-        t.scored(reward, advantage)
-        for t, reward, advantage in zip(trajectories, rewards, advantages, strict=True)
+        t.scored(reward, advantage, components=score.components, reason=score.reason)
+        for t, reward, advantage, score in zip(
+            trajectories, rewards, advantages, scores, strict=True
+        )
     ]
+
+
+class ComponentSums:
+    """Sums of the rewards' components over responses, and how many have each."""
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def add(self, sums: Mapping[str, Sequence[float]]) -> None:
+        """``sums``: name -> sum, number of responses."""
+        for name, (value, responses) in sums.items():
+            self._sums[name][0] += value
+            self._sums[name][1] += responses
+
+    def to_json(self) -> dict[str, list[float]]:
+        return dict(self._sums)
+
+    def means(self, evaluation_set: str | None = None) -> dict[str, float]:
+        """Metric -> mean over the responses that have the component."""
+        return {
+            names.component(name, evaluation_set): value / responses
+            for name, (value, responses) in self._sums.items()
+        }
 
 
 class ScoredGeneration:
     """This rank's part of a generation; it begins on construction and runs in the background.
 
+    A response whose reward could not be had is replaced by another one to its problem: never by a reward of 0, which
+    would teach the policy what a service's failure has to do with.
+
     Args:
         engine: servers that generate.
-        verifier: checks each response as soon as it is there.
+        scorer: scores each response as soon as it is there.
         job: what is asked for: this rank's own problems.
         description: of the progress bar.
         order: of two generations under way, that with the lower one goes first.
@@ -55,18 +92,24 @@ class ScoredGeneration:
     def __init__(
         self,
         engine: EngineSession,
-        verifier: Verifier,
+        scorer: Scorer,
         job: GenerationJob,
         description: str,
         order: int = 0,
     ) -> None:
         self._engine = engine
-        self._verifier = verifier
+        self._scorer = scorer
         self._job = job
-        self._scores: dict[Hashable, Future[Score]] = {}
+        self._description = description
+        self._order = order
+        self._scores: dict[Hashable, PendingScore] = {}
         self._responses: list[Trajectory] = []
-        arrived = _scoring(verifier, job, self._scores)
+        arrived = _scoring(scorer, job, self._scores)
         self._generation = engine.start(job, description, arrived, order)
+        self._waited_for: tuple[int | None, bool] = (None, True)
+        self._earlier_seconds = 0.0
+        self._earlier_redrawn = 0
+        self.components = ComponentSums()
 
     @property
     def problems(self) -> Sequence[Problem]:
@@ -75,16 +118,17 @@ class ScoredGeneration:
 
     @property
     def seconds(self) -> float:
-        """From the start to the last response."""
-        return self._generation.seconds
+        """From the start to the last response; and those of replacements."""
+        return self._earlier_seconds + self._generation.seconds
 
     @property
     def redrawn(self) -> int:
         """Tokens that were sampled and not kept, as weight updates ended their responses early."""
-        return self._generation.redrawn
+        return self._earlier_redrawn + self._generation.redrawn
 
     def wait(self, version: int | None = None, *, mixes: bool = True) -> None:
         """Return when all responses are there. Collective. ``version``, ``mixes``: as in ``EngineSession.finish``."""
+        self._waited_for = version, mixes
         self._responses = self._engine.finish(self._generation, version, mixes=mixes)
 
     def drop(self) -> None:
@@ -94,24 +138,70 @@ class ScoredGeneration:
     def scored(self, algorithm: AlgorithmConfig) -> list[Trajectory]:
         """After ``wait``: the responses with rewards and advantages, groups in the order of the job's problems.
 
-        Waits for the scores that are still missing. Raises VerifierError where the reward gave one none.
+        Waits for the scores that are still missing, and replaces responses without a reward. Collective.
+
+        Raises VerifierError where a reward refused one; RewardUnavailableError, on every rank, where responses have no
+        reward after ``reward.max_replacements`` rounds.
         """
         problems, size = self._job.problems, self._job.group_size
-        scores = [self._scores[i, s].result() for i in range(len(problems)) for s in range(size)]
-        pairs = [(t.text, problems[i // size].answer) for i, t in enumerate(self._responses)]
-        self._verifier.require(scores, pairs)
-        return with_rewards(self._responses, scores, size, algorithm)
+        keys = [(i, s) for i in range(len(problems)) for s in range(size)]
+        for replacements in count():
+            scores = {key: self._scores[key].result() for key in keys}
+            lacking = {k: s.unavailable for k, s in scores.items() if s.unavailable is not None}
+            by_rank = all_gather_json([len(lacking), next(iter(lacking.values()), "")])
+            missing = sum(number for number, _ in by_rank)
+            if not missing:
+                break
+            reason = next(reason for number, reason in by_rank if number)
+            told = f"{missing} responses have no reward; the first: {reason}"
+            if replacements == self._scorer.max_replacements:
+                raise RewardUnavailableError(f"{told} (after {replacements} replacements of them)")
+            log.warning("%s: %s; others take their place", self._description, told)
+            self._scorer.failures[names.REWARD_REPLACED] += missing
+            self._replace(lacking.keys(), replacements + 1)
+        inputs = [problems[i // size].reward_input(t.text) for i, t in enumerate(self._responses)]
+        require(list(scores.values()), inputs)
+        self._count(list(scores.values()))
+        return with_rewards(self._responses, list(scores.values()), size, algorithm)
+
+    def _replace(self, lacking: Collection[Hashable], number: int) -> None:
+        """Draw the responses with these keys anew, and have them scored. Collective."""
+        job, size = self._job, self._job.group_size
+        if job.seeds is not None:
+            purpose = f"{job.seeds.purpose}, replacement {number}"
+            job = replace(job, seeds=replace(job.seeds, purpose=purpose))
+        responses = {divmod(i, size): t for i, t in enumerate(self._responses)}
+        kept: dict[Hashable, Trajectory] = {
+            key: t for key, t in responses.items() if key not in lacking
+        }
+        arrived = _scoring(self._scorer, job, self._scores)
+        self._earlier_seconds, self._earlier_redrawn = self.seconds, self.redrawn
+        description = f"{self._description}, replacement {number}"
+        self._generation = self._engine.start(job, description, arrived, self._order, done=kept)
+        version, mixes = self._waited_for
+        self.wait(version, mixes=mixes)
+
+    def _count(self, scores: Sequence[Score]) -> None:
+        """Add up, over all ranks, components and failures. Collective."""
+        own = ComponentSums()
+        for score in scores:
+            own.add({name: (value, 1) for name, value in score.components.items()})
+        failed = [sum(s.timed_out for s in scores), sum(s.crashed for s in scores)]
+        for timeouts, crashes, sums in all_gather_json([*failed, own.to_json()]):
+            self._scorer.failures[names.REWARD_TIMEOUTS] += timeouts
+            self._scorer.failures[names.REWARD_CRASHES] += crashes
+            self.components.add(sums)
 
 
 def _scoring(
-    verifier: Verifier, job: GenerationJob, scores: dict[Hashable, Future[Score]]
+    scorer: Scorer, job: GenerationJob, scores: dict[Hashable, PendingScore]
 ) -> OnResponse:
     """What fills ``scores``."""
 
     # No method, by which a generation would hold itself and its responses in memory.
     def arrived(key: Hashable, response: Trajectory) -> None:
         problem = job.problems[key[0]]  # type: ignore[index]
-        scores[key] = verifier.submit((response.text, problem.answer))
+        scores[key] = scorer.submit(problem.reward_input(response.text))
 
     return arrived
 

@@ -31,6 +31,7 @@ from megatron_dppo.logging import shared_console
 from megatron_dppo.metrics import table
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import mean_accuracy
+from megatron_dppo.metrics.row import Dtype
 
 PLAIN_INTERVAL_S = 10.0
 """Seconds between two plain lines."""
@@ -289,7 +290,7 @@ COLUMNS: tuple[TableColumn, ...] = (
 class NormalityCheck:
     """Compares each step's metrics with their normal ranges and with the steps before."""
 
-    def __init__(self, dtype: table.Dtype) -> None:
+    def __init__(self, dtype: Dtype) -> None:
         self.dtype = dtype
         self._history: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
@@ -335,7 +336,7 @@ class StepTable:
 
     def __init__(
         self,
-        dtype: table.Dtype,
+        dtype: Dtype,
         total_steps: int,
         *,
         explain: bool = True,

@@ -38,8 +38,9 @@ from megatron_dppo.metrics.records import (
     series,
     step_of,
 )
+from megatron_dppo.metrics.row import Dtype, Metric, Stroke
 from megatron_dppo.metrics.summary import RunInfo
-from megatron_dppo.metrics.table import BY_METRIC, METRICS, Dtype, Metric, Stroke
+from megatron_dppo.metrics.table import BY_METRIC, METRICS
 from megatron_dppo.system.files import atomic_file
 
 BLUE, VERMILION, GREEN, PINK, SKY, ORANGE, BLACK, GREY = (

@@ -7,8 +7,8 @@ A run keeps a few responses of every training step and of every evaluation, with
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from itertools import islice
 from pathlib import Path
@@ -38,12 +38,13 @@ class Sample:
         problem, sample: the problem's id in its file, and the response's number in its group.
         prompt, response: all tokens as text, special ones too; long ones are cut in the middle.
         answer: the gold answer.
-        reward: that the response earned, in [0, 1].
+        reward: that the response earned.
         reason: of the reward, in words.
         truncated: the response hit the length limit.
         tokens: of the response.
         advantage: None in an evaluation.
         masked: tokens that the mask kept from training; None in an evaluation, and where nothing says.
+        components: of the reward, by name; empty where nothing says.
     """
 
     step: int
@@ -59,14 +60,18 @@ class Sample:
     tokens: int
     advantage: float | None = None
     masked: int | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Self:
-        """What ``to_json`` gave. Raises KeyError where something is missing."""
-        return cls(**{f.name: line[f.name] for f in fields(cls)})
+        """What ``to_json`` gave. Raises KeyError where something is missing but components, which early runs lack."""
+        return cls(
+            **{f.name: line[f.name] for f in fields(cls)[:-1]},
+            components=line.get("components", {}),
+        )
 
 
 def shortened(text: str, longest: int = LONGEST_TEXT) -> str:
@@ -85,8 +90,14 @@ def console_lines(sample: Sample, longest: int = 300) -> list[str]:
         f"sample of {sample.set}, step {sample.step}, problem {sample.problem}: "
         f"{one_line(shortened(sample.prompt, longest))}",
         f"  {one_line(shortened(sample.response, longest))}",
-        f"  reward {sample.reward:g}{gained}{masked}: {sample.reason}",
+        f"  reward {sample.reward:g}{_parts(sample)}{gained}{masked}: {sample.reason}",
     ]
+
+
+def _parts(sample: Sample) -> str:
+    """The reward's components in brackets; nothing where it has none."""
+    named = ", ".join(f"{name} {value:g}" for name, value in sample.components.items())
+    return f" ({named})" if named else ""
 
 
 def printable(text: str) -> str:
@@ -140,7 +151,7 @@ def html_page(title: str, style: str, body: str) -> str:
 
 _KINDS: dict[str, tuple[str, Callable[[Sample], bool]]] = {
     "right": ("that earned something", lambda sample: sample.reward > 0),
-    "wrong": ("that earned nothing", lambda sample: sample.reward == 0),
+    "wrong": ("that earned nothing, or less", lambda sample: sample.reward <= 0),
     "truncated": ("that hit the length limit", lambda sample: sample.truncated),
     "masked": (
         "with tokens that the mask kept from training",
@@ -209,7 +220,7 @@ def about(sample: Sample) -> tuple[str, str]:
     return (
         f"step {sample.step}, {sample.set}, problem {sample.problem}, response {sample.sample}: "
         + ", ".join(facts),
-        f"reward {sample.reward:g}: {sample.reason}",
+        f"reward {sample.reward:g}{_parts(sample)}: {sample.reason}",
     )
 
 

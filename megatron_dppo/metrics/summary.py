@@ -23,7 +23,7 @@ from megatron_dppo.metrics.records import (
     series,
     step_of,
 )
-from megatron_dppo.metrics.table import Dtype
+from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.system.files import write_atomically
 
 CONFIG_FILE = "config.yaml"

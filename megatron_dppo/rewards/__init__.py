@@ -1,4 +1,5 @@
-"""Verifiable rewards: the table of them, and the one that needs no library. A further one is a file and a row.
+"""Rewards: what they see and return, the table of them, and the one that needs no library. A further one is a file and
+a row.
 
 Imports no reward's libraries.
 """
@@ -6,20 +7,135 @@ Imports no reward's libraries.
 from __future__ import annotations
 
 import importlib
+import inspect
+import math
 import re
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from numbers import Real
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
-_LONGEST_REFUSAL = 200
+from megatron_dppo.system.errors import RunError
+
+_LONGEST_SHOWN_VALUE = 200
 # Characters of a response's end that are read for a reason: the patterns take quadratic time.
 _LONGEST_READ = 4000
 _LONGEST_SHOWN = 80
-RewardFunction = Callable[[str, str], float]
-"""``(response, answer) -> score``. Deterministic; the score lies in [0, 1]."""
+
+
+class RewardUnavailableError(RunError):
+    """No reward could be had, for a reason that isn't the response's: a service that is away or answers nonsense.
+
+    A reward raises it, or any OSError (broken connections and TimeoutError are some); it is asked again, and at last
+    another response takes the place of the one without a reward. A run ends with it where that does not help.
+    """
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """What a reward may see of a response.
+
+    Attributes:
+        response: its text, without special tokens and stop texts.
+        answer: the problem's; empty where it has none.
+        prompt: the problem's own text; of chat messages the last one's.
+        messages: all that was put to the model, system prompt and template included, as chat messages.
+        metadata: the problem's, any JSON object.
+    """
+
+    response: str
+    answer: str = ""
+    prompt: str = ""
+    messages: Sequence[Mapping[str, str]] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """What a reward returns instead of a number where it has more to say.
+
+    ``value``: any finite number. ``components``: named numbers that it is made of, which become metrics and stand in
+    samples. ``reason``: of the value, in words.
+    """
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+
+FIELDS = tuple(f.name for f in fields(RewardInput))
+RECORD, RECORDS = "record", "records"
+
+
+class RewardForm(NamedTuple):
+    """How a reward is called, by its signature.
+
+    ``reads``: the parameters that it is given, by name: fields of RewardInput; ``record``, all of it; ``records``, a
+    list of these, for which it returns a list. ``is_async``: it is a coroutine function, and waits for others.
+    """
+
+    reads: tuple[str, ...]
+    is_async: bool
+
+    @property
+    def takes_many(self) -> bool:
+        return RECORDS in self.reads
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether a problem without an answer can't be scored."""
+        return "answer" in self.reads
+
+    def calls_at_once(self, batch_size: int) -> int:
+        """Responses that a process has at a time."""
+        return batch_size if self.takes_many or self.is_async else 1
+
+
+@dataclass(frozen=True)
+class BoundReward:
+    """A reward's callable with its options. Called with some inputs: one, unless its form takes many."""
+
+    function: Callable[..., Any]
+    form: RewardForm
+
+    @classmethod
+    def of(cls, target: Callable[..., Any], options: Mapping[str, Any]) -> Self:
+        """Raises ValueError where a parameter is neither a field, ``record(s)``, nor an option that is given or has a
+        default; or where an option has no parameter."""
+        try:
+            # A class keeps what its calls share; its constructor takes the options.
+            if isinstance(target, type):
+                inspect.signature(target).bind(**options)
+                target, options = target(**options), {}
+            parameters = inspect.signature(target).parameters
+            reads = tuple(name for name in parameters if name in (*FIELDS, RECORD, RECORDS))
+            if clash := sorted(options.keys() & set(reads)):
+                raise TypeError(f"the option {clash[0]!r} has the name of what a reward reads")
+            inspect.signature(target).bind(**dict.fromkeys(reads), **options)
+        except TypeError as error:
+            raise ValueError(
+                f"{error}; expected parameters named {', '.join(FIELDS)}, {RECORD} or {RECORDS}, and options"
+            ) from error
+        if not reads or (RECORDS in reads and len(reads) > 1):
+            raise ValueError(
+                f"its parameters are {list(parameters)}, expected some of {', '.join(FIELDS)}, {RECORD}, or "
+                f"{RECORDS} alone"
+            )
+        # Of an object it is the method's.
+        called = target if inspect.isroutine(target) else type(target).__call__
+        is_async = inspect.iscoroutinefunction(called)
+        return cls(partial(target, **options), RewardForm(reads, is_async))
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> Any:
+        """What the function returns; an awaitable of it where it is asynchronous."""
+        if self.form.takes_many:
+            return self.function(records=inputs)
+        (given,) = inputs
+        values = {
+            name: given if name == RECORD else getattr(given, name) for name in self.form.reads
+        }
+        return self.function(**values)
 
 
 @dataclass(frozen=True)
@@ -27,28 +143,33 @@ class Reward:
     """A reward function that is imported on first use.
 
     Attributes:
-        target: ``package.module:function``.
+        target: ``package.module:function``, or a class whose objects are called.
         runs_inline: the verifier calls the function in its own process, without a time limit. Only
             for string functions whose time is linear in the response's length.
         gold_target: as ``target``, of a function that scores an answer 1 where responses can match
             it, whatever the response. None: ``target`` itself; an answer need not match itself.
         answer_target: as ``target``, of a function from a response to the part of it that is compared
             with the answer, for people to read; imports no library. None: it can't be told.
+        reads_solutions: gold answers may be worked solutions; one's own reward gets them as they stand.
     """
 
     target: str
     runs_inline: bool = False
     gold_target: str | None = None
     answer_target: str | None = None
+    reads_solutions: bool = False
 
-    @property
-    def reads_solutions(self) -> bool:
-        """Whether gold answers may be worked solutions; one's own reward gets them as they stand."""
-        return self.gold_target is not None
-
-    def load(self) -> RewardFunction:
+    def load(self) -> Callable[..., Any]:
         """Import the function. Raises ValueError where there is no such module or function."""
         return _imported(self.target)
+
+    def bind(self, options: Mapping[str, Any]) -> BoundReward:
+        """As ``load``, with its options. Raises ValueError where its signature is no reward's, or not for these."""
+        target = self.load()
+        try:
+            return BoundReward.of(target, options)
+        except ValueError as error:
+            raise ValueError(f"the reward {self.target!r}: {error}") from error
 
     def reason(self, response: str, answer: str, score: float) -> str:
         """Why ``response`` has this score, as far as it can be told without the reward's libraries."""
@@ -79,37 +200,42 @@ REWARDS: dict[str, Reward] = {
         runs_inline=True,
         gold_target=_EXACT,
         answer_target="megatron_dppo.rewards:stated_result",
+        reads_solutions=True,
     ),
     "math_verify": Reward(
         f"{_MATH}:math_verify",
         gold_target=f"{_MATH}:check_gold",
         answer_target="megatron_dppo.rewards.answers:final_answer",
+        reads_solutions=True,
     ),
 }
 
 
-def score_or_refusal(function: RewardFunction, response: str, answer: str) -> float | str:
-    """The score, or in words why there is none: a ValueError of ``function``, or no number in [0, 1]."""
+def result_of(value: Any) -> RewardResult | str:
+    """What a reward returned, as a result, or in words why it is none."""
+    result = value if isinstance(value, RewardResult) else RewardResult(value)
+    for name, number in {"": result.value, **result.components}.items():
+        where = f" as {name!r}" if name else ""
+        if not isinstance(number, Real):
+            kind = type(number).__name__
+            return f"it returned a {kind}{where}, expected a finite number or a RewardResult"
+        if not _is_finite(number):
+            return f"it returned {_shown(number)}{where}, expected a finite number"
+    components = {name: float(number) for name, number in result.components.items()}
+    return RewardResult(float(result.value), components, str(result.reason))
+
+
+def _is_finite(number: Any) -> bool:
     try:
-        value: Any = function(response, answer)
-    except ValueError as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        why = str(error)[:_LONGEST_REFUSAL]
-        if Path(frame.filename).parent == Path(__file__).parent:
-            return why
-        return f"{why} ({Path(frame.filename).name}, line {frame.lineno})"
-    if not isinstance(value, Real):
-        return f"it returned a {type(value).__name__}, expected a number in [0, 1]"
-    # typeshed's Real can't be compared.
-    score: Any = value
-    if not 0 <= score <= 1:
-        return f"it returned {_shown(value)}, expected a number in [0, 1]"
-    return float(value)
+        return math.isfinite(number)
+    # An integer beyond the floats.
+    except OverflowError:
+        return False
 
 
 def _shown(value: Any) -> str:
     try:
-        return str(value)[:_LONGEST_REFUSAL]
+        return str(value)[:_LONGEST_SHOWN_VALUE]
     # Python writes out no integer of more than some thousand digits.
     except ValueError:
         return "a number of thousands of digits"

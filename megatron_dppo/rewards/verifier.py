@@ -4,10 +4,11 @@ A check that runs away cannot be interrupted from within: math-verify's own limi
 thread, and neither a regular expression nor an integer power looks up while it runs. So a check
 runs in a process, and the process is killed.
 
-That process, ``python -m megatron_dppo.rewards.verifier DESCRIPTOR NAME LIMIT``, says None on its connection once it is
-ready, and answers each ``(response, answer)`` with a number, or with a string: why the reward refused it (a
-ValueError), or that what it returned is no score. Imports the reward and nothing heavier. Any other
-exception of the reward ends the process with its traceback.
+That process, ``python -m megatron_dppo.rewards.verifier DESCRIPTOR NAME LIMIT OPTIONS``, says on its connection how its
+reward is called (RewardForm) once it is ready, and answers each list of RewardInputs with a Score for each: a number
+and what goes with it; or why the reward refused it (a ValueError), could not be had (RewardUnavailableError, OSError),
+or returned what is no score. Imports the reward and nothing heavier. Any other exception of the reward ends the
+process with its traceback.
 
 Checks run in a child. What a check starts ends with the check, whatever session or parent it took;
 what the reward's module started while it was imported lives as long as the worker. The guard, its
@@ -16,7 +17,10 @@ parent, ends all of it when the child dies, or when nobody is left to read an an
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
+import math
 import os
 import resource
 import select
@@ -24,22 +28,37 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from megatron_dppo.rewards import find_reward, score_or_refusal
+from megatron_dppo.rewards import (
+    BoundReward,
+    RewardForm,
+    RewardInput,
+    RewardUnavailableError,
+    find_reward,
+    result_of,
+)
 from megatron_dppo.system import processes
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import kill_families, start_connected
 
+if TYPE_CHECKING:
+    from megatron_dppo.config.data_schema import RewardTerm
+
 # Longest time for a worker to import its reward; long, because machines start many at once.
 START_LIMIT_S = 300.0
-Pair = tuple[str, str]
-"""(response, answer)."""
+BACK_OFF_S = 0.5
+"""Before the second attempt at a reward that could not be had; doubled for each further one."""
+LONGEST_BACK_OFF_S = 60.0
+_LONGEST_REFUSAL = 200
 OnScore = Callable[[], None]
 
 
@@ -53,44 +72,81 @@ class Score:
 
     ``timed_out``: the check was killed at the time limit. ``crashed``: the operating system ended it, for one because
     it asked for too much memory. ``refusal``: why the reward gave no score. In each case ``value`` is 0.
+    ``unavailable``: why no reward could be had; ``value`` is NaN then, and nobody may use it.
+    ``components``, ``reason``: as RewardResult.
     """
 
     value: float
     timed_out: bool = False
     crashed: bool = False
     refusal: str | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+    unavailable: str | None = None
 
     @classmethod
-    def of(cls, reply: float | str) -> Score:
-        return cls(0.0, refusal=reply) if isinstance(reply, str) else cls(reply)
+    def of(cls, value: Any) -> Self:
+        """Of what a reward returned."""
+        result = result_of(value)
+        if isinstance(result, str):
+            return cls(0.0, refusal=result)
+        return cls(result.value, components=result.components, reason=result.reason)
+
+    @classmethod
+    def unhad(cls, reason: str) -> Self:
+        return cls(math.nan, unavailable=reason)
 
 
 class Verifier:
-    """``with Verifier("math_verify", timeout_s=10, workers=2) as verifier: verifier.score(pairs)``.
+    """``with Verifier("math_verify", timeout_s=10, workers=2) as verifier: verifier.score(inputs)``.
 
-    ``timeout_s``: wall-clock seconds for one check, from the moment a worker has it. ``workers``:
-    processes, started on entry and restarted after a kill; a reward that runs inline has none.
-    ``timeouts`` and ``crashes`` count over the verifier's life. Callable from any thread.
+    ``timeout_s``: wall-clock seconds for one call, from the moment a worker has it. ``workers``:
+    processes, started on entry and restarted after a kill; a reward that runs inline has none. ``options``,
+    ``batch_size``, ``attempts``: as in RewardTerm. Callable from any thread.
     """
 
-    def __init__(self, name: str, timeout_s: float, workers: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        timeout_s: float,
+        workers: int,
+        *,
+        options: Mapping[str, Any] | None = None,
+        batch_size: int = 1,
+        attempts: int = 1,
+    ) -> None:
         if timeout_s <= 0 or workers < 1:
             raise ValueError(
                 f"a verifier needs timeout_s > 0 and workers >= 1, got {timeout_s} and {workers}"
             )
         self._name, self._timeout_s = name, timeout_s
+        self._options = dict(options or {})
+        self._batch_size, self._attempts = batch_size, attempts
         self._reward = find_reward(name)
         self._count = 0 if self._reward.runs_inline else workers
         self._workers: list[_Worker] = []
         self._idle: SimpleQueue[int] = SimpleQueue()
+        self._waiting: deque[tuple[RewardInput, Future[Score]]] = deque()
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
-        self.timeouts = 0
-        self.crashes = 0
+        self._closing = threading.Event()
 
-    def __enter__(self) -> Verifier:
+    @classmethod
+    def of(cls, term: RewardTerm) -> Self:
+        """As configured."""
+        return cls(
+            term.name,
+            term.timeout_s,
+            term.workers,
+            options=term.options,
+            batch_size=term.batch_size,
+            attempts=term.attempts,
+        )
+
+    def __enter__(self) -> Self:
+        self._closing.clear()
         if self._count:
-            self._workers = [_Worker(self._name, self._timeout_s) for _ in range(self._count)]
+            self._workers = [self._started() for _ in range(self._count)]
             self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="rewards")
             for index in range(self._count):
                 self._idle.put(index)
@@ -99,35 +155,47 @@ class Verifier:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             threads, self._threads = self._threads, None
+        self._closing.set()
         for worker in self._workers:
             worker.kill()
         if threads is not None:
             threads.shutdown(cancel_futures=True)
+        while self._waiting:
+            self._waiting.popleft()[1].cancel()
         for worker in self._workers:
             worker.close()
         self._workers = []
 
-    def submit(self, pair: Pair) -> Future[Score]:
-        """Check a pair while the caller goes on; at once, and here, where the reward runs inline.
-
-        Where the reward refuses it, the ``Score`` says why. The future raises VerifierError where the reward raises
-        anything but a ValueError, or a worker can't start.
-        """
+    def form(self) -> RewardForm:
+        """How the reward is called; waits for the first worker. Raises VerifierError where that can't start."""
         if self._reward.runs_inline:
-            future: Future[Score] = Future()
+            return self._reward.bind(self._options).form
+        return self._workers[0].form()
+
+    def submit(self, given: RewardInput) -> Future[Score]:
+        """Score a response while the caller goes on; at once, and here, where the reward runs inline.
+
+        Where the reward refuses it, or could not be had in all attempts, the ``Score`` says why. The future raises
+        VerifierError where the reward raises anything but a ValueError, or a worker can't start.
+        """
+        future: Future[Score] = Future()
+        if self._reward.runs_inline:
             try:
-                future.set_result(Score.of(score_or_refusal(self._reward.load(), *pair)))
+                (score,) = scores_of(self._reward.bind(self._options), [given])
+                future.set_result(score)
             except Exception as error:
                 future.set_exception(error)
             return future
         with self._lock:
             if self._threads is None:
                 raise ValueError("the verifier is not open; use it in a with statement")
-            return self._threads.submit(self._score_in_worker, pair)
+            self._waiting.append((given, future))
+            self._threads.submit(self._take_turn)
+        return future
 
-    def check(self, pairs: Sequence[Pair], on_score: OnScore = lambda: None) -> list[Score]:
+    def check(self, inputs: Sequence[RewardInput], on_score: OnScore = lambda: None) -> list[Score]:
         """As ``submit``, of several in order. ``on_score``: called as each is there."""
-        futures = [self.submit(pair) for pair in pairs]
+        futures = [self.submit(given) for given in inputs]
         scores = []
         try:
             for future in futures:
@@ -138,36 +206,86 @@ class Verifier:
             for future in futures:
                 future.cancel()
 
-    def score(self, pairs: Sequence[Pair], on_score: OnScore = lambda: None) -> list[Score]:
+    def score(self, inputs: Sequence[RewardInput], on_score: OnScore = lambda: None) -> list[Score]:
         """As ``check``. Raises VerifierError where the reward function raises or returns anything but a
-        number in [0, 1]: that is a fault of the program or of the data, no wrong answer."""
-        scores = self.check(pairs, on_score)
-        self.require(scores, pairs)
+        finite number or a RewardResult: that is a fault of the program or of the data, no wrong answer;
+        RewardUnavailableError where a reward could not be had."""
+        scores = self.check(inputs, on_score)
+        require(scores, inputs, f"reward {self._name}: ")
+        for score in scores:
+            if score.unavailable is not None:
+                raise RewardUnavailableError(f"reward {self._name}: {score.unavailable}")
         return scores
 
-    def require(self, scores: Sequence[Score], pairs: Sequence[Pair]) -> None:
-        for score, (response, answer) in zip(scores, pairs, strict=True):
-            if score.refusal is not None:
-                raise VerifierError(
-                    f"reward {self._name}: {score.refusal}; response {_shorten(response)}, answer {_shorten(answer)}"
-                )
+    # --- in the threads, of which each has a worker at a time
 
-    def _score_in_worker(self, pair: Pair) -> Score:
+    def _take_turn(self) -> None:
+        """Score the next response, or as many as the reward takes at once."""
         index = self._idle.get()
-        worker = self._workers[index]
+        taken: list[tuple[RewardInput, Future[Score]]] = []
         try:
-            score = worker.score(pair)
+            self._take(taken, 1)
+            if taken:
+                form = self._workers[index].form()
+                self._take(taken, form.calls_at_once(self._batch_size))
+                scores = self._attempted(index, form, [given for given, _ in taken])
+                for (_, future), score in zip(taken, scores, strict=True):
+                    future.set_result(score)
+        except Exception as error:
+            for _, future in taken:
+                future.set_exception(error)
         finally:
-            with self._lock:
-                # A verifier that was closed meanwhile starts nothing more.
-                if worker.is_dead and self._threads is not None:
-                    worker.close()
-                    self._workers[index] = _Worker(self._name, self._timeout_s)
+            self._renew(index)
             self._idle.put(index)
+
+    def _take(self, taken: list[tuple[RewardInput, Future[Score]]], most: int) -> None:
+        """Of those that wait, until there are ``most``."""
         with self._lock:
-            self.timeouts += score.timed_out
-            self.crashes += score.crashed
-        return score
+            while self._waiting and len(taken) < most:
+                given, future = self._waiting.popleft()
+                if future.set_running_or_notify_cancel():
+                    taken.append((given, future))
+
+    def _attempted(
+        self, index: int, form: RewardForm, inputs: Sequence[RewardInput]
+    ) -> list[Score]:
+        scores = self._ask(index, inputs)
+        if form.takes_many and len(inputs) > 1 and (scores[0].timed_out or scores[0].crashed):
+            # One of them did it.
+            scores = [score for given in inputs for score in self._ask(index, [given])]
+        for attempt in range(1, self._attempts):
+            lacking = [i for i, score in enumerate(scores) if score.unavailable is not None]
+            pause = min(BACK_OFF_S * 2 ** (attempt - 1), LONGEST_BACK_OFF_S)
+            if not lacking or self._closing.wait(pause):
+                break
+            again = self._ask(index, [inputs[i] for i in lacking])
+            for i, score in zip(lacking, again, strict=True):
+                scores[i] = score
+        return scores
+
+    def _ask(self, index: int, inputs: Sequence[RewardInput]) -> list[Score]:
+        self._renew(index)
+        return self._workers[index].scores(inputs)
+
+    def _renew(self, index: int) -> None:
+        """Another process for one that is dead; a verifier that was closed meanwhile starts nothing more."""
+        with self._lock:
+            if self._workers[index].is_dead and self._threads is not None:
+                self._workers[index].close()
+                self._workers[index] = self._started()
+
+    def _started(self) -> _Worker:
+        return _Worker(self._name, self._timeout_s, self._options)
+
+
+def require(scores: Sequence[Score], inputs: Sequence[RewardInput], prefix: str = "") -> None:
+    """Raise VerifierError, which begins with ``prefix``, where a reward refused a response: a fault of the program or
+    of the data."""
+    for score, given in zip(scores, inputs, strict=True):
+        if score.refusal is not None:
+            raise VerifierError(
+                f"{prefix}{score.refusal}; response {_shorten(given.response)}, answer {_shorten(given.answer)}"
+            )
 
 
 def _shorten(text: str) -> str:
@@ -175,39 +293,55 @@ def _shorten(text: str) -> str:
 
 
 class _Worker:
-    """One process, which checks one pair at a time; ``is_dead`` once it was killed or has ended."""
+    """One process, which has one call at a time; ``is_dead`` once it was killed or has ended."""
 
-    def __init__(self, name: str, timeout_s: float) -> None:
+    def __init__(self, name: str, timeout_s: float, options: Mapping[str, Any]) -> None:
         self._name, self._timeout_s = name, timeout_s
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
         self._process, self._connection = start_connected(
             "megatron_dppo.rewards.verifier",
             name,
             str(timeout_s),
+            json.dumps(dict(options)),
             environment=os.environ,
             output=self._output.fileno(),
         )
-        self._is_ready = False
+        self._form: RewardForm | None = None
+        self._receiving = threading.Lock()
         self.is_dead = False
 
-    def score(self, pair: Pair) -> Score:
-        """The score of a pair; the clock starts when the process is ready and has it."""
+    def form(self) -> RewardForm:
+        """How its reward is called, once it is ready. Raises VerifierError where it can't start."""
+        with self._receiving:
+            if self._form is None:
+                try:
+                    if not self._connection.poll(START_LIMIT_S):
+                        self.kill()
+                        raise VerifierError(
+                            f"a {self._name} worker did not start in {START_LIMIT_S:g} s"
+                        )
+                    self._form = self._connection.recv()
+                except (EOFError, OSError):
+                    self._end()
+                    raise self._error() from None
+            return self._form
+
+    def scores(self, inputs: Sequence[RewardInput]) -> list[Score]:
+        """Of one call; the clock starts when the process is ready and has it."""
+        form = self.form()
+        # An asynchronous reward keeps the limit itself, for each response.
+        limit = self._timeout_s + (GRACE_S if form.is_async else 0.0)
         try:
-            if not self._is_ready:
-                if not self._connection.poll(START_LIMIT_S):
-                    self.kill()
-                    raise VerifierError(
-                        f"a {self._name} worker did not start in {START_LIMIT_S:g} s"
-                    )
-                self._connection.recv()
-                self._is_ready = True
-            self._connection.send(pair)
-            if not self._connection.poll(self._timeout_s):
-                self.kill()
-                return Score(0.0, timed_out=True)
-            return Score.of(self._connection.recv())
+            self._connection.send(list(inputs))
+            if self._connection.poll(limit):
+                return [Score(*row) for row in self._connection.recv()]
+            self.kill()
+            score = Score(0.0, timed_out=True)
         except (EOFError, OSError):
-            return self._ended()
+            score = self._ended()
+        if form.is_async:
+            score = Score.unhad(f"its process ended within {limit:g} s")
+        return [score] * len(inputs)
 
     def kill(self) -> None:
         """End the process at once."""
@@ -219,16 +353,76 @@ class _Worker:
         self._connection.close()
         self._output.close()
 
-    def _ended(self) -> Score:
+    def _end(self) -> int:
         code = self._process.wait()
         self.kill()
-        if code >= 0 or not self._is_ready:
-            self._output.seek(0)
-            output = self._output.read().decode(errors="replace")[-4000:]
-            raise VerifierError(f"a {self._name} worker ended with exit code {code}:\n{output}")
+        return code
+
+    def _ended(self) -> Score:
+        code = self._end()
+        if code >= 0:
+            raise self._error()
         # The worker's own alarm rings where this process was too slow to kill it.
         is_late = code == -signal.SIGALRM
         return Score(0.0, timed_out=is_late, crashed=not is_late)
+
+    def _error(self) -> VerifierError:
+        self._output.seek(0)
+        output = self._output.read().decode(errors="replace")[-4000:]
+        return VerifierError(
+            f"a {self._name} worker ended with exit code {self._process.returncode}:\n{output}"
+        )
+
+
+# --- in the worker's process
+
+
+def scores_of(reward: BoundReward, inputs: Sequence[RewardInput]) -> list[Score]:
+    """Of one call of a synchronous reward. Raises what it raises and no score stands for."""
+    try:
+        returned = reward(inputs)
+    except (ValueError, RewardUnavailableError, OSError) as error:
+        return [_failure(error)] * len(inputs)
+    return _as_scores(reward.form, returned, len(inputs))
+
+
+async def scores_in_time(
+    reward: BoundReward, inputs: Sequence[RewardInput], timeout_s: float
+) -> list[Score]:
+    """Of an asynchronous reward: all at the same time, each call ``timeout_s`` long at most."""
+
+    async def call(part: Sequence[RewardInput]) -> list[Score]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                returned = await reward(part)
+        except TimeoutError as error:
+            return [Score.unhad(str(error) or f"no answer within {timeout_s:g} s")] * len(part)
+        except (ValueError, RewardUnavailableError, OSError) as error:
+            return [_failure(error)] * len(part)
+        return _as_scores(reward.form, returned, len(part))
+
+    parts = [inputs] if reward.form.takes_many else [[given] for given in inputs]
+    return [score for part in await asyncio.gather(*map(call, parts)) for score in part]
+
+
+def _as_scores(form: RewardForm, returned: Any, count: int) -> list[Score]:
+    if not form.takes_many:
+        return [Score.of(returned)]
+    if not isinstance(returned, Sequence) or len(returned) != count:
+        what = f"{len(returned)} of them" if isinstance(returned, Sequence) else "no list"
+        refusal = f"it returned {what} for {count} responses, expected a list with one for each"
+        return [Score(0.0, refusal=refusal)] * count
+    return [Score.of(value) for value in returned]
+
+
+def _failure(error: Exception) -> Score:
+    why = str(error)[:_LONGEST_REFUSAL]
+    if isinstance(error, RewardUnavailableError | OSError):
+        return Score.unhad(why or type(error).__name__)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if Path(frame.filename).parent == Path(__file__).parent:
+        return Score(0.0, refusal=why)
+    return Score(0.0, refusal=f"{why} ({Path(frame.filename).name}, line {frame.lineno})")
 
 
 # Address space of a worker: a number with 10^9 digits must not take the node's memory.
@@ -237,7 +431,7 @@ MEMORY_BYTES = 4 << 30
 GRACE_S = 5.0
 
 
-def serve(connection: Connection, name: str, timeout_s: float) -> None:
+def serve(connection: Connection, name: str, timeout_s: float, options: Mapping[str, Any]) -> None:
     """Answer until nobody is left to ask."""
     logging.disable(logging.WARNING)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -245,20 +439,27 @@ def serve(connection: Connection, name: str, timeout_s: float) -> None:
     # Ctrl-C is the verifier's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.adopt_orphans()
-    function = find_reward(name).load()
+    reward = find_reward(name).bind(options)
     helpers = processes.child_ids()
-    connection.send(None)
-    while True:
-        try:
-            response, answer = connection.recv()
-        except (EOFError, ConnectionResetError):
-            return
-        # SIGALRM's default action ends the process, whatever the reward does.
-        signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)
-        reply = score_or_refusal(function, response, answer)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        processes.kill_children(spared=helpers)
-        connection.send(reply)
+    limit = timeout_s + (GRACE_S if reward.form.is_async else 0.0)
+    connection.send(reward.form)
+    # One loop for the worker's life, so that connections stay open between calls.
+    with asyncio.Runner() as runner:
+        while True:
+            try:
+                inputs = connection.recv()
+            except (EOFError, ConnectionResetError):
+                return
+            # SIGALRM's default action ends the process, whatever the reward does.
+            signal.setitimer(signal.ITIMER_REAL, limit + GRACE_S)
+            if reward.form.is_async:
+                scores = runner.run(scores_in_time(reward, inputs, timeout_s))
+            else:
+                scores = scores_of(reward, inputs)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            processes.kill_children(spared=helpers)
+            # As tuples: the classes of a module that runs as __main__ are others to who receives them.
+            connection.send([astuple(score) for score in scores])
 
 
 def guard(child: int, connection: Connection) -> NoReturn:
@@ -279,7 +480,7 @@ def guard(child: int, connection: Connection) -> NoReturn:
 
 def main() -> None:
     """Serve in a child, under this process as its guard."""
-    descriptor, name, timeout_s = sys.argv[1:]
+    descriptor, name, timeout_s, options = sys.argv[1:]
     connection = Connection(int(descriptor))
     # No process that the reward starts may answer.
     os.set_inheritable(connection.fileno(), False)
@@ -288,7 +489,7 @@ def main() -> None:
     if (child := os.fork()) != 0:
         guard(child, connection)
     processes.die_with_parent(guarding)
-    serve(connection, name, float(timeout_s))
+    serve(connection, name, float(timeout_s), json.loads(options))
 
 
 if __name__ == "__main__":

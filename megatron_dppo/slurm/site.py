@@ -15,8 +15,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from megatron_dppo.config.data_schema import Section
 from megatron_dppo.config.loading import load_as
-from megatron_dppo.config.schema import Section
 from megatron_dppo.launch.srun import StepForm
 
 SITE_VARIABLE = "MEGATRON_DPPO_SITE"

@@ -23,6 +23,7 @@
           DamagedCheckpointError
       DataError                         a data set
       VerifierError                     a reward function, or the processes that run it
+      RewardUnavailableError            a service that rewards ask is away, and no other response got one either
       InputError                        files that the run starts from have changed
       ResumeError                       a checkpoint of other settings
       RecordsError                      the records of a run can't be read

@@ -77,7 +77,7 @@ def two_leaders() -> Any:
     )  # fmt: skip
 
 
-def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: dict[str, Any]):
+def source_of(folder: str, engine: ScriptedEngine, scorer, sampler, changes: dict[str, Any]):
     from pathlib import Path
 
     import torch.distributed as dist
@@ -102,7 +102,7 @@ def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: d
         config.algorithm,
         two_leaders(),
         engine,  # type: ignore[arg-type]
-        verifier,
+        scorer,
         GenerationJob((), GROUP, SamplingParams(4), seeds=SamplingSeeds(config.run.seed, "", ())),
         problems,
         sampler,
@@ -121,11 +121,12 @@ def steps(
     folder: str, changes: dict[str, Any], *, flat: int = 1000, resume_after: int = 0
 ) -> dict[str, Any]:
     """What a run of ``STEPS`` steps trains on; with ``resume_after`` a second process takes over there."""
-    from megatron_dppo.rewards.verifier import Verifier
+    from megatron_dppo.config.data_schema import RewardConfig
+    from megatron_dppo.rewards.scorer import Scorer
 
     engine, sampler, batches = ScriptedEngine(flat), fresh_sampler(), []
-    with Verifier("exact_integer", 1.0, 1) as verifier:
-        source = source_of(folder, engine, verifier, sampler, changes)
+    with Scorer(RewardConfig(name="exact_integer")) as scorer:
+        source = source_of(folder, engine, scorer, sampler, changes)
         for step in range(1, STEPS + 1):
             batches.append(source.collect(step))
             engine.events.append(f"train {step}")
@@ -136,7 +137,7 @@ def steps(
             if step == resume_after:
                 sampler = fresh_sampler()
                 sampler.load_state_dict(batches[-1].sampler)
-                source = source_of(folder, engine, verifier, sampler, changes)
+                source = source_of(folder, engine, scorer, sampler, changes)
     return {
         "problems": [[t.problem_id for t in b.outlines[::GROUP]] for b in batches],
         "samples": [[t.sample_index for t in b.outlines] for b in batches],
@@ -150,11 +151,12 @@ def steps(
 
 def late_weights(folder: str) -> str:
     """The error of a batch whose weights are older than a synchronous run allows."""
+    from megatron_dppo.config.data_schema import RewardConfig
     from megatron_dppo.loop.rollout_figures import StalenessError
-    from megatron_dppo.rewards.verifier import Verifier
+    from megatron_dppo.rewards.scorer import Scorer
 
-    with Verifier("exact_integer", 1.0, 1) as verifier:
-        source = source_of(folder, ScriptedEngine(5), verifier, fresh_sampler(), {})
+    with Scorer(RewardConfig(name="exact_integer")) as scorer:
+        source = source_of(folder, ScriptedEngine(5), scorer, fresh_sampler(), {})
         source.collect(1)
         try:
             source.collect(2)

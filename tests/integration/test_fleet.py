@@ -333,10 +333,11 @@ class BudgetJob(GenerationJob):
 
 def train_in_each_mode(config_json: str) -> dict[str, dict[str, Any]]:
     """On a rank: what a loop of ``STEPS`` steps trains on, two batches ahead, by what updates do with responses."""
+    from megatron_dppo.config.data_schema import RewardConfig
     from megatron_dppo.loop.engine_session import EngineSession
     from megatron_dppo.loop.rollout_sources import GeneratedRollouts
     from megatron_dppo.metrics.progress import PhaseTimer
-    from megatron_dppo.rewards.verifier import Verifier
+    from megatron_dppo.rewards.scorer import Scorer
     from megatron_dppo.trainer.trainer import Trainer
 
     config, found = TrainConfig.model_validate_json(config_json), {}
@@ -352,11 +353,11 @@ def train_in_each_mode(config_json: str) -> dict[str, dict[str, Any]]:
             config.model_copy(update={"rollout": settings}), trainer, stop=lambda: False
         )
         decode = (lambda ids, special=True: "") if mode == "abort" else None
-        with session, Verifier("exact_integer", 1.0, 1) as verifier:
+        with session, Scorer(RewardConfig(name="exact_integer")) as scorer:
             session.connect()
             session.update_weights(0)
             source = GeneratedRollouts(
-                settings, config.algorithm, trainer.topology, session, verifier,
+                settings, config.algorithm, trainer.topology, session, scorer,
                 BudgetJob((), GROUP, SamplingParams(110), decode=decode), problems,
                 ReturningSampler(ProblemSampler(64, seed=5)), PhaseTimer(), STEPS,
             )  # fmt: skip

@@ -4,13 +4,17 @@ workers, not by tests.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
 import zlib
+from collections import Counter
 from pathlib import Path
+
+from megatron_dppo.rewards import RewardInput, RewardResult, RewardUnavailableError
 
 
 def sleep_and_echo(response: str, answer: str) -> float:
@@ -85,3 +89,74 @@ def is_the_answer(response: str, answer: str) -> float:
 def end_at_once(response: str, answer: str) -> float:
     """Ends its worker."""
     os._exit(3)
+
+
+# --- every form of a reward
+
+
+def with_metadata(response: str, metadata: dict) -> RewardResult:
+    """The metadata's number times the response's, in parts."""
+    parts = {"given": float(response), "factor": float(metadata["factor"])}
+    return RewardResult(parts["given"] * parts["factor"], parts, f"{response} x {parts['factor']}")
+
+
+def whole_record(record: RewardInput) -> float:
+    return len(record.prompt) + len(record.messages) / 10 + len(record.response) / 100
+
+
+def in_batches(records: list[RewardInput]) -> list[float]:
+    """The size of the batch, unless a response says otherwise."""
+    for record in records:
+        if record.response == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if record.response == "short":
+            return []
+    return [float(len(records)) for _ in records]
+
+
+async def together(response: str) -> float:
+    """1 once as many as the response says are asked at the same time."""
+    waiting.append(None)
+    while len(waiting) < int(response):
+        await asyncio.sleep(0.01)
+    return 1.0
+
+
+waiting: list[None] = []
+
+
+async def away(response: str) -> float:
+    await asyncio.sleep(float(response))
+    return 1.0
+
+
+async def dying(response: str) -> float:
+    if response == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def with_options(response: str, *, longest: int, penalty: float = 1.0) -> float:
+    return -penalty * max(0, len(response) - longest)
+
+
+class Counting:
+    """Answers with its number of calls so far; fails for the first ones of each response as configured."""
+
+    def __init__(self, fails: int = 0, error: str = "RewardUnavailableError") -> None:
+        self.fails, self.seen = fails, Counter()
+        self.error = {"RewardUnavailableError": RewardUnavailableError, "OSError": OSError}[error]
+
+    def __call__(self, response: str) -> float:
+        self.seen[response] += 1
+        if self.seen[response] <= self.fails:
+            raise self.error(f"away for the {self.seen[response]}. time")
+        return float(self.seen[response])
+
+
+def unnamed(text: str, gold: str) -> float:
+    return 1.0
+
+
+def mixed(records: list[RewardInput], answer: str) -> list[float]:
+    return []

@@ -20,6 +20,7 @@ from megatron_dppo.data.problems import (
 )
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.rewards import RewardInput
 from tests.tiny_models import tiny_tokenizer
 
 
@@ -111,7 +112,8 @@ def test_parquet_holds_the_same_problems(tmp_path, tokenizer):
     pq.write_table(pa.Table.from_pylist(rows[:1]), path)
     found = load_problems(path, tokenizer, max_prompt_tokens=99, form=form)
     ids = tuple(tokenizer.encode(chat(("user", "1+1"))))
-    assert found.problems == (Problem(0, "1+1", "2", ids),)
+    messages = ({"role": "user", "content": "1+1"},)
+    assert found.problems == (Problem(0, "1+1", "2", ids, messages),)
     assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert found.place(4) == "row 5"
     pq.write_table(pa.Table.from_pylist(rows), path)
@@ -188,24 +190,49 @@ def answered(found: ProblemSet) -> None:
     refuse_bad_answers({"set.jsonl": [list(row) for row in found.unanswered]}, {"set.jsonl": found})
 
 
-def test_records_without_an_answer_are_left_out_with_the_reason(tmp_path, tokenizer):
+def test_records_without_an_answer_are_named_with_the_reason(tmp_path, tokenizer):
+    """Who needs their answers leaves them out or refuses them: not every reward does."""
     answers = ["", None, "2", "  "]
     rows = [{"prompt": "1+1", "answer": answer} for answer in answers]
     path, form = tmp_path / "set.parquet", PromptForm()
     pq.write_table(pa.Table.from_pylist(rows), path)
     found = load_problems(path, tokenizer, max_prompt_tokens=99, form=form)
-    assert [p.problem_id for p in found.problems] == [2]
+    assert [p.answer for p in found.problems] == ["", "", "2", ""]
     assert found.unanswered == (
         (0, "'answer' is \"\", expected text or a number"),
         (1, "'answer' is null, expected text or a number"),
         (3, "'answer' is \"  \", expected text or a number"),
     )
     assert (found.dropped, found.records) == (0, 4)
+    keys = DataKeys(answer="answer")
     pq.write_table(pa.Table.from_pylist(rows[:2]), path)
     with pytest.raises(
         DataError, match=r"row 1: 'answer' is \"\", .*; no record of the file has an"
     ):
-        load_problems(path, tokenizer, max_prompt_tokens=99, form=form)
+        load_problems(path, tokenizer, max_prompt_tokens=99, form=form, keys_of=keys)
+
+
+def test_metadata_and_the_messages_of_a_problem(load, tmp_path, tokenizer):
+    nested = {"source": {"task": "x"}, "difficulty": [1, 2.5, None]}
+    line = json.dumps({"prompt": "1+1", "answer": "2", "metadata": nested})
+    (problem,) = load(line).problems
+    assert problem.metadata == nested
+    messages = ({"role": "user", "content": "1+1"},)
+    assert problem.reward_input("so 2") == RewardInput("so 2", "2", "1+1", messages, nested)
+    # What the model gets, not what the file says.
+    (problem,) = load(
+        line, apply_chat_template=True, system_prompt="Be brief.", template="{prompt}="
+    ).problems
+    assert [m["content"] for m in problem.reward_input("").messages] == ["Be brief.", "1+1="]
+    assert problem.reward_input("").prompt == "1+1"
+    # Published sets have texts under this name, too.
+    assert (
+        load(json.dumps({"prompt": "1", "answer": "1", "metadata": "x"})).problems[0].metadata == {}
+    )
+    path, keys = tmp_path / "set.jsonl", DataKeys(metadata="info")
+    path.write_text(GOOD)
+    with pytest.raises(DataError, match="line 1: 'info' is null, expected an object"):
+        load_problems(path, tokenizer, max_prompt_tokens=9, form=PromptForm(), keys_of=keys)
 
 
 @pytest.mark.parametrize(

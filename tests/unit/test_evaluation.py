@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig, TrainConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine.protocol import SamplingParams
@@ -25,9 +26,12 @@ from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.metrics.records import read_records, read_step_lines
 from megatron_dppo.metrics.summary import RunInfo
-from megatron_dppo.rewards.verifier import Verifier, VerifierError
+from megatron_dppo.rewards import RewardInput
+from megatron_dppo.rewards.scorer import PendingScore, Scorer
+from megatron_dppo.rewards.verifier import VerifierError
 from tests.unit.config_files import minimal
 
+EXACT = RewardConfig(name="exact_integer")
 TOPOLOGY: Any = SimpleNamespace(is_leader=True, dp_rank=0, dp_size=1)
 
 
@@ -80,17 +84,18 @@ class Engine:
         return list(answers.values())
 
 
-class Told(Verifier):
+class Told(Scorer):
     """Says of every response that it is scored."""
 
     def __init__(self) -> None:
-        super().__init__("exact_integer", 5.0, 1)
+        super().__init__(EXACT)
         self.scored = threading.Semaphore(0)
 
-    def submit(self, pair: Any) -> Any:
-        future = super().submit(pair)
-        future.add_done_callback(lambda _: self.scored.release())
-        return future
+    def submit(self, given: RewardInput) -> PendingScore:
+        pending = super().submit(given)
+        for future in pending.scores.values():
+            future.add_done_callback(lambda _: self.scored.release())
+        return pending
 
 
 def settings(folder: Path, **evaluation: Any) -> TrainConfig:
@@ -117,11 +122,11 @@ def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_
     tree = minimal(tmp_path)
     tree["evaluation"] = {"samples_per_prompt": 2}
     tree["engine"] = {"deterministic": True}
-    config, verifier = TrainConfig.model_validate(tree), Told()
-    engine: Any = Engine(verifier.scored)
+    config, scorer = TrainConfig.model_validate(tree), Told()
+    engine: Any = Engine(scorer.scored)
     sets = {name: [Problem(i, "p", "0", (7,)) for i in range(3)] for name in ("one", "two")}
     maker = sample_maker([*sets["one"], *sets["two"]])
-    evaluator = Evaluator(sets, *sections(config), TOPOLOGY, engine, verifier, maker)
+    evaluator = Evaluator(sets, *sections(config), TOPOLOGY, engine, scorer, maker)
     for step in (1, 2):
         engine.version = step
         evaluator.finish(evaluator.begin(step), step)
@@ -131,8 +136,8 @@ def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_
 
 
 def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None:
-    verifier = Told()
-    engine: Any = Engine(verifier.scored)
+    scorer = Told()
+    engine: Any = Engine(scorer.scored)
     problems = [
         Problem(0, "p", "0", (7, 8)),
         Problem(1, "p", "3", (9,)),
@@ -140,7 +145,7 @@ def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None
     ]
     evaluator = Evaluator(
         {"test": problems[:2], "hard": problems[1:]}, *sections(settings(tmp_path, top_p=0.5)), TOPOLOGY,
-        engine, verifier, sample_maker(problems),
+        engine, scorer, sample_maker(problems),
     )  # fmt: skip
     engine.version = 6
     found, samples = evaluator.finish(evaluator.begin(6), 6)
@@ -174,7 +179,7 @@ class Given:
 def scored(responses: list[Trajectory], folder: Path, **algorithm: Any) -> list[Trajectory]:
     job = GenerationJob([PROBLEM], len(responses), None)  # type: ignore[arg-type]
     engine: Any = Given(responses)
-    generation = ScoredGeneration(engine, Verifier("exact_integer", 5.0, 1), job, "")
+    generation = ScoredGeneration(engine, Scorer(EXACT), job, "")
     generation.wait(3)
     assert (engine.held, generation.seconds) == (3, 1.5)
     chosen = settings(folder).algorithm.model_copy(update=algorithm)
@@ -197,11 +202,11 @@ def test_a_truncated_response_earns_nothing_where_the_run_wants_it(tmp_path: Pat
 
 
 def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
-    verifier = Verifier("exact_integer", 5.0, 1)
+    scorer = Scorer(EXACT)
     unanswerable = replace(PROBLEM, answer="one")
     engine: Any = Given([response(unanswerable, s, "1") for s in range(4)])
     evaluator = Evaluator(
-        {"test": [unanswerable]}, *sections(settings(tmp_path)), TOPOLOGY, engine, verifier,
+        {"test": [unanswerable]}, *sections(settings(tmp_path)), TOPOLOGY, engine, scorer,
         sample_maker([unanswerable]),
     )  # fmt: skip
     evaluation = evaluator.begin(0)
@@ -219,7 +224,7 @@ def test_a_generation_frees_its_responses_with_itself() -> None:
     engine: Any = Keeping()
     gc.disable()
     try:
-        generation = ScoredGeneration(engine, Verifier("exact_integer", 5.0, 1), job, "")
+        generation = ScoredGeneration(engine, Scorer(EXACT), job, "")
         alive = weakref.ref(generation)
         del generation
         assert alive() is None
@@ -276,7 +281,7 @@ class Run:
         self.recorder = Recorder(config.run, info, 0, 0, evaluates=True)
         evaluator = Evaluator(
             {"sums": [PROBLEM]}, *sections(config), TOPOLOGY, engine,
-            Verifier("exact_integer", 5.0, 1), sample_maker([PROBLEM]),
+            Scorer(EXACT), sample_maker([PROBLEM]),
         )  # fmt: skip
         self.evaluations = Evaluations(
             evaluator, self.recorder, self.timer, steps=5, background=background
@@ -359,7 +364,7 @@ def test_a_token_of_other_weights_is_refused(tmp_path: Path) -> None:
     engine: Any = Given([response(PROBLEM, s, "1", version=s // 3) for s in range(4)])
     evaluator = Evaluator(
         {"test": [PROBLEM]}, *sections(settings(tmp_path)), TOPOLOGY, engine,
-        Verifier("exact_integer", 5.0, 1), sample_maker([PROBLEM]),
+        Scorer(EXACT), sample_maker([PROBLEM]),
     )  # fmt: skip
     evaluation = evaluator.begin(0)
     with pytest.raises(MixedVersionsError, match=r"of step 0 has tokens of .* versions \[0, 1\]"):

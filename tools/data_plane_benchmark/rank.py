@@ -29,6 +29,7 @@ from megatron_dppo.loop.learning import (
     plan_mini_batches,
 )
 from megatron_dppo.loop.scoring import with_rewards
+from megatron_dppo.rewards import RewardInput
 from megatron_dppo.rewards.verifier import Verifier
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer.topology import Topology, init_distributed, init_topology
@@ -62,7 +63,7 @@ def generate(size: Size, url: str, positions: list[int], parser: AnswerParser) -
 def score(size: Size, own: list[Trajectory]) -> list[Trajectory]:
     """With rewards and advantages."""
     with Verifier("exact_integer", 10, 1) as verifier:
-        scores = verifier.score([(t.text, "42") for t in own])
+        scores = verifier.score([RewardInput(t.text, "42") for t in own])
     return with_rewards(own, scores, size.group, size.config().algorithm)
 
 

@@ -12,7 +12,8 @@ from megatron_dppo.gpu_check import Bench, LackingError, Row, must_run, part, ru
 from megatron_dppo.gpu_check.models import tiny_model
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import Record, read_records
-from megatron_dppo.metrics.table import BY_METRIC, Dtype
+from megatron_dppo.metrics.row import Dtype
+from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.preflight.inspection import package_version
 
 RECIPE = str(EXAMPLES / "tiny_moe" / "config.yaml")

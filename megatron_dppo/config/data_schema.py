@@ -1,0 +1,128 @@
+"""Sections of what is learned from: problems, and the rewards of responses to them. ``schema.py`` has the others."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+class ProblemFile(Section):
+    """A file of problems: JSON Lines, or Parquet, with a prompt and an answer in each record."""
+
+    path: str
+    """JSONL or Parquet file."""
+    prompt_key: str | None = None
+    """Where a record has its prompt, text or chat messages; ``a.b`` for a field of a structure. Empty:
+    ``prompt``, ``problem`` or ``question``."""
+    answer_key: str | None = None
+    """Where it has its answer. Empty: ``answer``, ``reward_model.ground_truth`` or ``solution``."""
+    metadata_key: str | None = None
+    """Where it has an object of whatever else a reward may see. Empty: ``metadata``, where there is one."""
+
+
+class TrainingFile(ProblemFile):
+    """One of several files of training problems."""
+
+    weight: float | None = Field(default=None, gt=0)
+    """Share of the prompts that come from this file, relative to the others'. Empty for all files:
+    they are one set, each problem as frequent as any other."""
+
+
+TrainingFiles = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[TrainingFile], Tag("list")],
+    Discriminator(lambda value: "list" if isinstance(value, list) else "text"),
+]
+EvaluationFile = Annotated[
+    Annotated[str, Tag("text")] | Annotated[ProblemFile, Tag("table")],
+    Discriminator(lambda value: "table" if isinstance(value, dict | ProblemFile) else "text"),
+]
+
+
+class DataConfig(Section):
+    """Problems to train and to be evaluated on, and how they are put to the model; docs/data.md."""
+
+    train: TrainingFiles
+    """JSONL or Parquet file of training problems, or a list of such files."""
+    evaluation: dict[str, EvaluationFile] = Field(default_factory=dict)
+    """Name -> file of held-out problems; null takes a set away that another file names."""
+    max_prompt_tokens: int = Field(default=1024, gt=0)
+    """Longer prompts are dropped at load, and counted. A start is refused where fewer problems are left than
+    ``rollout.prompts_per_step``."""
+    apply_chat_template: bool = True
+    """Wrap a plain-text prompt as one user message in the tokenizer's chat template."""
+    system_prompt: str | None = None
+    """A system message before each prompt, in training and evaluation."""
+    prompt_template: str | None = None
+    """Text around each problem, which stands where this says ``{prompt}``, in training and
+    evaluation. Empty: the problem alone."""
+    shuffle: bool = True
+    """A new seeded order in every epoch."""
+    on_bad_answer: Literal["refuse", "drop"] = "refuse"
+    """Where an answer is missing or empty, the reward can't parse it, or would not give it to the answer itself:
+    refuse to start, or leave the problem out and count it."""
+
+    @property
+    def train_files(self) -> tuple[TrainingFile, ...]:
+        """The training files, whichever form names them."""
+        if isinstance(self.train, str):
+            return (TrainingFile(path=self.train),)
+        return tuple(self.train)
+
+    @property
+    def evaluation_files(self) -> dict[str, ProblemFile]:
+        """The files of the held-out sets by name, whichever form names them."""
+        return {
+            name: ProblemFile(path=file) if isinstance(file, str) else file
+            for name, file in self.evaluation.items()
+        }
+
+
+class RewardTerm(Section):
+    """A reward, and how it is asked for."""
+
+    name: str
+    """A name in ``megatron_dppo.rewards``, or ``package.module:function`` (or class) of your own."""
+    weight: float = 1.0
+    """Factor of its value in a response's reward, which is the sum over all rewards."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Its own settings, by name; docs/rewards.md lists those of the rewards here."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Longest time for one call. A check that takes longer is killed and scores 0, and is counted; of an asynchronous
+    reward, which waits for others, it is a failure of theirs."""
+    workers: int = Field(default=2, gt=0, le=1024)
+    """Processes that it runs in, in each data-parallel leader."""
+    batch_size: int = Field(default=32, gt=0, le=4096)
+    """Responses in one call of a batch form, and at the same time in each process of an asynchronous one."""
+    attempts: int = Field(default=4, gt=0, le=100)
+    """How often a response is scored anew whose reward could not be had (a service that is away), with growing pauses
+    from 0.5 s. Then another response takes its place."""
+
+
+class RewardConfig(RewardTerm):
+    """The rewards of responses; docs/rewards.md."""
+
+    name: str = "math_verify"
+    """A name in ``megatron_dppo.rewards``, or ``package.module:function`` (or class) of your own."""
+    further: dict[str, RewardTerm] = Field(default_factory=dict)
+    """Further rewards, by a name for metrics and samples; null takes one away that another file names."""
+    max_replacements: int = Field(default=3, ge=0, le=100)
+    """Rounds in which responses without a reward are replaced by others to the same problems; a run ends where some
+    still have none after them."""
+
+    @property
+    def terms(self) -> dict[str, RewardTerm]:
+        """All rewards by name; that of the first is its function's."""
+        return {self.name.rpartition(":")[2]: self, **self.further}

@@ -1,0 +1,80 @@
+"""What is said of a metric: a row of ``table.py``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16"]
+Stroke = Literal["first", "second", "third", "bound"]
+
+
+@dataclass(frozen=True)
+class NormalRange:
+    """What is normal for a metric. A figure outside is marked and explained; it changes nothing in the run.
+
+    ``label``: the metric's name for people. ``why``: likely causes of a figure outside the range, and what to check.
+    ``low``, ``high``: bounds (inclusive); infinite where there is none. ``high_bf16``: upper bound in bfloat16, where
+    rounding makes it larger. ``most_drop``, ``most_rise``: smallest and largest normal ratio to the mean of the last
+    steps.
+
+    Bounds whose ``why`` says "chosen bound", and the ratios, are this project's choice; the others are published for
+    DPPO (arXiv 2602.04879) or follow from the arithmetic.
+    """
+
+    label: str
+    why: str
+    low: float = -math.inf
+    high: float = math.inf
+    high_bf16: float | None = None
+    most_drop: float = 0.0
+    most_rise: float = math.inf
+
+    def upper(self, dtype: Dtype) -> float:
+        """Upper bound for a policy held in ``dtype``."""
+        return self.high_bf16 if dtype == "bfloat16" and self.high_bf16 is not None else self.high
+
+
+@dataclass(frozen=True)
+class Line:
+    """How the report draws a metric: in ``panel``, as ``legend``, times ``scale``. ``right``: on the right axis.
+
+    ``stroke`` "bound": what another line of the panel should stay at or above.
+    """
+
+    panel: str
+    legend: str
+    stroke: Stroke = "first"
+    scale: float = 1.0
+    right: bool = False
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A row. ``divisor``: the metric that divides this sum over all ranks; None: recorded unchanged. ``recorded_as``:
+    its name once it was divided; None: the same. ``share``: between 0 and 1, shown in percent.
+    """
+
+    name: str
+    meaning: str
+    divisor: str | None = None
+    recorded_as: str | None = None
+    share: bool = False
+    normal: NormalRange | None = None
+    line: Line | None = None
+
+    def show(self, value: float) -> str:
+        """``value`` as text with the metric's unit."""
+        return f"{100 * value:.3g}%" if self.share else f"{value:.3g}"
+
+    def range_text(self, dtype: Dtype) -> str:
+        """The normal range as text; empty where the metric has no bounds."""
+        if self.normal is None:
+            return ""
+        low, high = self.normal.low, self.normal.upper(dtype)
+        if math.isfinite(low) and math.isfinite(high):
+            return f"{self.show(low)} to {self.show(high)}"
+        if math.isfinite(high):
+            return f"at most {self.show(high)}"
+        return f"at least {self.show(low)}" if math.isfinite(low) else ""

@@ -1,0 +1,143 @@
+"""What a reward may see and return, by its signature; several at once; and those that can't be had."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from megatron_dppo.config.data_schema import RewardConfig
+from megatron_dppo.rewards import RewardForm, RewardInput, RewardUnavailableError, find_reward
+from megatron_dppo.rewards import verifier as verifiers
+from megatron_dppo.rewards.scorer import Scorer, weighted_sum
+from megatron_dppo.rewards.verifier import Score, Verifier
+
+PLANTED = "tests.unit.planted_rewards:"
+
+
+def verifier_of(function: str, **settings: Any) -> Verifier:
+    return Verifier(PLANTED + function, **{"timeout_s": 60.0, "workers": 1, **settings})
+
+
+def test_a_reward_gets_what_its_parameters_name():
+    given = RewardInput("2.5", prompt="abc", messages=({}, {}), metadata={"factor": 3})
+    with verifier_of("with_metadata") as verifier:
+        assert verifier.form() == RewardForm(("response", "metadata"), is_async=False)
+        assert verifier.score([given]) == [
+            Score(7.5, components={"given": 2.5, "factor": 3.0}, reason="2.5 x 3.0")
+        ]
+    with verifier_of("whole_record") as verifier:
+        assert verifier.score([given])[0].value == pytest.approx(3.23)
+
+
+def test_options_are_keyword_arguments():
+    with verifier_of("with_options", options={"longest": 3, "penalty": 0.5}) as verifier:
+        assert [s.value for s in verifier.score([RewardInput("abc"), RewardInput("abcdef")])] == [
+            0,
+            -1.5,
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("unnamed", {}, "missing a required argument: 'text'; expected parameters named response, answer, prompt"),
+        ("with_options", {}, "missing a required argument: 'longest'"),
+        ("with_options", {"longest": 1, "shortest": 2}, "unexpected keyword argument 'shortest'"),
+        ("Counting", {"times": 2}, "unexpected keyword argument 'times'"),
+        ("mixed", {}, r"its parameters are \['records', 'answer'\], expected some of response, .* or records alone"),
+        ("is_the_answer", {"answer": "2"}, "the option 'answer' has the name of what a reward reads"),
+        ("nowhere", {}, "can't be imported"),
+    ],
+)  # fmt: skip
+def test_a_signature_that_is_no_reward_is_refused_at_the_start(name, options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        find_reward(PLANTED + name).bind(options)
+
+
+def test_a_batch_form_gets_several_at_once():
+    with verifier_of("in_batches", batch_size=4) as verifier:
+        verifier.form()
+        scores = verifier.score([RewardInput("") for _ in range(9)])
+        # The thread may take its first turn when but one is there.
+        assert max(s.value for s in scores) == 4.0
+        assert sum(1 / s.value for s in scores) <= 4
+        with pytest.raises(verifiers.VerifierError, match="it returned 0 of them for 1 responses"):
+            verifier.score([RewardInput("short")])
+
+
+def test_one_of_a_batch_that_ends_the_process_costs_its_own_score():
+    with verifier_of("in_batches", batch_size=3) as verifier:
+        scores = verifier.check([RewardInput(word) for word in ("", "", "die", "", "")])
+        assert [s.crashed for s in scores] == [False, False, True, False, False]
+        assert all(s.value >= 1 for s in scores if not s.crashed)
+
+
+def test_an_asynchronous_reward_is_asked_for_several_at_the_same_time():
+    with verifier_of("together", batch_size=3, attempts=2) as verifier:
+        assert verifier.form().is_async
+        # Alone, the first would wait for two others for ever.
+        assert [s.value for s in verifier.score([RewardInput("3")] * 3)] == [1.0] * 3
+
+
+def test_an_answer_that_does_not_come_in_time_is_no_reward_of_0():
+    with verifier_of("away", batch_size=3, timeout_s=0.5) as verifier:
+        good, late = verifier.check([RewardInput("0"), RewardInput("50")])
+        assert good == Score(1.0)
+        assert math.isnan(late.value)
+        assert late.unavailable == "no answer within 0.5 s"
+        with pytest.raises(RewardUnavailableError, match=r"away: no answer within 0\.5 s"):
+            verifier.score([RewardInput("50")])
+
+
+def test_an_asynchronous_reward_whose_process_ends_is_no_reward_of_0():
+    with verifier_of("dying") as verifier:
+        (dead,) = verifier.check([RewardInput("die")])
+        assert math.isnan(dead.value)
+        assert "its process ended" in (dead.unavailable or "")
+        assert verifier.score([RewardInput("ok")]) == [Score(1.0)]
+
+
+@pytest.mark.parametrize("error", ["RewardUnavailableError", "OSError"])
+def test_what_is_away_is_asked_again_so_many_times(monkeypatch, error):
+    monkeypatch.setattr(verifiers, "BACK_OFF_S", 0.001)
+    options = {"fails": 2, "error": error}
+    with verifier_of("Counting", options=options, attempts=3) as verifier:
+        assert verifier.score([RewardInput("a"), RewardInput("b")]) == [Score(3.0)] * 2
+    with verifier_of("Counting", options=options, attempts=2) as verifier:
+        (lacking,) = verifier.check([RewardInput("a")])
+        assert lacking.unavailable == "away for the 2. time"
+
+
+def test_the_weighted_sum_by_hand():
+    scores = {
+        "right": Score(1.0, reason="it is 3"),
+        "short": Score(-2.0, timed_out=True, components={"tokens": 7.0}),
+    }
+    assert weighted_sum(scores, {"right": 2.0, "short": 0.25}) == Score(
+        1.5, timed_out=True, components={"right": 1.0, "short": -2.0, "short/tokens": 7.0},
+        reason="right: it is 3",
+    )  # fmt: skip
+    alone = weighted_sum({"short": scores["short"]}, {"short": 0.5})
+    assert (alone.value, alone.components) == (-1.0, {"tokens": 7.0})
+    lacking = scores | {"judge": Score.unhad("refused")}
+    total = weighted_sum(lacking, dict.fromkeys(lacking, 1.0))
+    assert math.isnan(total.value)
+    assert total.unavailable == "reward judge: refused"
+    refused = weighted_sum(lacking | {"x": Score(0.0, refusal="no")}, dict.fromkeys("x", 1.0))
+    assert refused.refusal == "reward x: no"
+
+
+def test_several_rewards_of_a_run():
+    config = RewardConfig(
+        name="exact_integer",
+        further={
+            "length": {"name": PLANTED + "with_options", "weight": 0.1, "options": {"longest": 1}}
+        },
+    )
+    assert list(config.terms) == ["exact_integer", "length"]
+    with Scorer(config) as scorer:
+        score = scorer.submit(RewardInput("1+1=2", "2")).result()
+    assert score.value == pytest.approx(1 - 0.4)
+    assert score.components == {"exact_integer": 1.0, "length": -4.0}
