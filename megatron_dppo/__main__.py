@@ -22,6 +22,7 @@ COMMANDS = {
     "convert": ("megatron_dppo.convert", "checkpoints between Hugging Face and Megatron"),
     "slurm": ("megatron_dppo.slurm.__main__", "submit, watch and stop runs on a Slurm cluster"),
     "fleet": ("megatron_dppo.fleet.__main__", "list, attach and detach the servers of a run"),
+    "watch": ("megatron_dppo.watch", "a page of a run in the browser, live"),
     "report": ("megatron_dppo.metrics.report", "draw a run, or compare several"),
     "samples": (
         "megatron_dppo.metrics.samples",

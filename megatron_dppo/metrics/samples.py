@@ -149,7 +149,7 @@ def html_page(title: str, style: str, body: str) -> str:
     )
 
 
-_KINDS: dict[str, tuple[str, Callable[[Sample], bool]]] = {
+KINDS: dict[str, tuple[str, Callable[[Sample], bool]]] = {
     "right": ("that earned something", lambda sample: sample.reward > 0),
     "wrong": ("that earned nothing, or less", lambda sample: sample.reward <= 0),
     "truncated": ("that hit the length limit", lambda sample: sample.truncated),
@@ -190,14 +190,14 @@ def matching(options: argparse.Namespace) -> list[Sample]:
 
     Raises RecordsError where there are none; the message says what there is instead.
     """
-    kinds = [kind for kind in _KINDS if getattr(options, kind)]
+    kinds = [kind for kind in KINDS if getattr(options, kind)]
     recorded = list(read_samples(options.run))
     chosen = [
         sample
         for sample in recorded
         if options.step in (None, sample.step)
         and options.set in (None, sample.set)
-        and all(_KINDS[kind][1](sample) for kind in kinds)
+        and all(KINDS[kind][1](sample) for kind in kinds)
     ]
     if not chosen:
         steps, sets = [s.step for s in recorded], sorted({s.set for s in recorded})
@@ -260,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=int, help="of this step; 0: before training")
     parser.add_argument("--set", help="'training', or the name of a held-out set")
     earned = parser.add_mutually_exclusive_group()
-    for kind, (meaning, _) in _KINDS.items():
+    for kind, (meaning, _) in KINDS.items():
         group = earned if kind in ("right", "wrong") else parser
         group.add_argument(f"--{kind}", action="store_true", help=f"those {meaning}")
     parser.add_argument("--limit", type=int, default=10, help="at most so many (10); 0: all")

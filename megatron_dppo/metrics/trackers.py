@@ -83,9 +83,10 @@ def _by_set(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str,
 
 
 def _rows(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of a table."""
+    """Columns and rows of a table, a reward's components as JSON."""
     columns = list(samples[0])
-    return columns, [[sample[column] for column in columns] for sample in samples]
+    rows = [[sample[column] for column in columns] for sample in samples]
+    return columns, [[json.dumps(v) if isinstance(v, Mapping) else v for v in row] for row in rows]
 
 
 class TensorBoardTracker:

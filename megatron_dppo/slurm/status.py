@@ -168,10 +168,7 @@ def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
 def status_lines(directory: Path) -> Iterator[str]:
     attempts, state = AttemptBook(directory).all(), run_state(directory)
     yield f"run: {directory}"
-    if isinstance(state, LocalRun):
-        yield f"state: {_local_state(state, directory)}"
-    else:
-        yield f"state: {state_of(state, attempts)}"
+    yield f"state: {_described(state, attempts, directory)}"
     yield from _progress(directory)
     yield from _servers(directory, running=state.state in ("RUNNING", RUNNING))
     yield from _attempts(attempts, alive=state.state is not None)
@@ -179,6 +176,17 @@ def status_lines(directory: Path) -> Iterator[str]:
     if lines:
         yield "log lines that matter:"
         yield from (f"  {line}" for line in lines)
+
+
+def state_text(directory: Path) -> str:
+    """The run's state in words. Raises LaunchError as ``run_state``."""
+    return _described(run_state(directory), AttemptBook(directory).all(), directory)
+
+
+def _described(state: JobState | LocalRun, attempts: Sequence[Attempt], directory: Path) -> str:
+    if isinstance(state, LocalRun):
+        return _local_state(state, directory)
+    return state_of(state, attempts)
 
 
 def _local_state(run: LocalRun, directory: Path) -> str:

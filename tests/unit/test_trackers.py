@@ -21,7 +21,15 @@ from megatron_dppo.metrics.trackers import TrackedRun, Trackers, find_trackers, 
 from tests.extras import environment_with
 from tests.unit.config_files import minimal
 
-SAMPLE = {"step": 0, "set": "sums", "response": "<b>5</b>", "reward": 1.0, "advantage": None}
+SAMPLE = {
+    "step": 0,
+    "set": "sums",
+    "response": "<b>5</b>",
+    "reward": 1.0,
+    "advantage": None,
+    "components": {"a": 0.5},
+}
+ROW = SAMPLE | {"components": '{"a": 0.5}'}
 
 
 def tracked(folder: Path, resume_step: int = 0) -> TrackedRun:
@@ -83,7 +91,7 @@ def test_wandb_offline_has_both_starts_under_one_id(tmp_path):
     assert [r["report/width"] for r in rows if "report/width" in r] == ["5", "5"]
     tables = [json.loads(path.read_text()) for path in (tmp_path / "run").rglob("*.table.json")]
     shown = sorted(table["data"][0] for table in tables)
-    assert shown == [list(SAMPLE.values()), list((SAMPLE | {"step": 2}).values())]
+    assert shown == [list(ROW.values()), list((ROW | {"step": 2}).values())]
 
 
 def wandb_histories(folder: Path) -> list[tuple[str, list[dict[str, str]]]]:
@@ -121,7 +129,7 @@ def test_trackio_goes_on_in_the_same_run(tmp_path):
     steps = [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row]
     assert steps == REWARDS_OF_TWO_STARTS
     tables = [row["samples/sums"]["_value"] for row in rows if "samples/sums" in row]
-    assert tables == [[SAMPLE], [{**SAMPLE, "step": 2}]]
+    assert tables == [[ROW], [{**ROW, "step": 2}]]
     assert sum("report" in row for row in rows) == 2
 
 

@@ -1,0 +1,291 @@
+"""``megatron-dppo watch``: what it tells of a run's folder over HTTP, and the page in a real browser.
+
+The browser's test needs Chromium (Debian: chromium-headless-shell, which ``.ci/run`` installs): without it, it is
+skipped, and fails where ``CI`` is set.
+"""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config.loading import resolved_yaml
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.fleet.record import FleetRecord, Server
+from megatron_dppo.metrics.records import (
+    MASKED_TOKENS_FILE,
+    SAMPLES_FILE,
+    MetricsWriter,
+    StepLines,
+)
+from megatron_dppo.metrics.samples import Sample
+from megatron_dppo.watch import WatchServer, main, thinned
+from tests.browser import browser_tab
+from tests.unit.config_files import minimal
+
+WARNED = "2026-11-23 20:00:00.000 [rank0] WARNING megatron_dppo.x: engine0 is suspended"
+HOSTILE = "</script><img src=x onerror=document.title='taken'><b>5</b> " + "wide" * 60
+
+
+def sample(step: int, reward: float, response: str = "5", **changes) -> dict:
+    values = {"step": step, "set": "training", "problem": 3, "sample": 1, "prompt": "2+3=", "response": response,
+              "answer": "5", "reward": reward, "reason": "'5' is right", "truncated": False, "tokens": 7,
+              "advantage": 0.5, "masked": 0}  # fmt: skip
+    return Sample(**(values | changes)).to_json()
+
+
+def record(step: int) -> dict[str, float]:
+    return {
+        "reward/mean": 0.25 + step / 64, "evaluation/sums/accuracy": 0.5, "policy/entropy": 1.5,
+        "rollout/truncated": 0.5, "time/generate_s": 3.0, "time/train_s": 1.0 + step % 3,
+    }  # fmt: skip
+
+
+def write_run(folder: Path, steps: int) -> MetricsWriter:
+    """A run as its own writers leave it, with a hostile response; the records' writer."""
+    config = TrainConfig.model_validate(minimal(folder))
+    (folder / "logs").mkdir()
+    (folder / "config.yaml").write_text(resolved_yaml(config))
+    (folder / "logs" / "rank0.log").write_text(f"{WARNED}\n")
+    fleet = FleetRecord(folder)
+    fleet.publish(Server("engine0", "http://127.0.0.1:30000", 1))
+    fleet.publish_status(4, {"engine0": "serving"})
+    writer = MetricsWriter(folder)
+    for step in range(steps):
+        writer.write(step, record(step))
+    samples = [
+        sample(1, 1.0),
+        sample(2, 0.0, HOSTILE),
+        sample(2, 1.0, masked=2),
+        sample(2, 0.0, set="sums", truncated=True),
+    ]
+    StepLines(folder / SAMPLES_FILE, 0).write(samples)
+    token = {"id": 7, "raised": 1, "lowered": 2, "text": HOSTILE[:40]}
+    masked = [{"step": step, "tokens": [token]} for step in (1, 2)]
+    StepLines(folder / MASKED_TOKENS_FILE, 0).write(masked)
+    return writer
+
+
+@contextmanager
+def served(folder: Path):
+    """The page's address."""
+    server = WatchServer(folder, 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield server.url
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def get(url: str):
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+def refusal(url: str) -> int:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(url, timeout=30)
+    return refused.value.code
+
+
+# --- what is told
+
+
+def test_what_is_told_of_a_run(tmp_path):
+    write_run(tmp_path, 5)
+    with served(tmp_path) as url:
+        state = get(f"{url}state")
+        assert (state["step"], state["steps"]) == (4, 10)
+        assert state["title"] == "dppo-binary-tv | 1 rank, bf16 | model | seed 1"
+        assert state["phases"]["steps"] == [0, 1, 2, 3, 4]
+        seconds = {"generate": [3.0] * 5, "train": [1.0, 2.0, 3.0, 1.0, 2.0]}
+        assert state["phases"]["seconds"] == seconds
+        assert state["masked"] == [[HOSTILE[:40], 7, 2, 4]]
+        assert state["fleet"]["version"] == 4
+        assert state["fleet"]["servers"] == [["engine0", "http://127.0.0.1:30000", "serving"]]
+        assert state["lines"] == [WARNED]
+        ((step, finding, _),) = state["unusual"]
+        assert (step, finding) == (4, "truncated responses 50%: expected at most 10% in bfloat16")
+        meanings = dict(state["names"])
+        assert meanings["reward/mean"] == "mean reward of all generated groups"
+        curves = get(f"{url}curves?name=time/train_s&name=no/such")
+        assert curves == {"time/train_s": [[0, 1, 2, 3, 4], [1, 2, 3, 1, 2]], "no/such": [[], []]}
+
+
+@pytest.mark.parametrize(
+    ("query", "rewards"),
+    [
+        ("", [0.0, 1.0, 0.0, 1.0]),
+        ("?kind=right", [1.0, 1.0]),
+        ("?kind=wrong&set=training", [0.0]),
+        ("?kind=truncated", [0.0]),
+        ("?kind=masked", [1.0]),
+        ("?set=sums", [0.0]),
+        ("?kind=../../etc", [0.0, 1.0, 0.0, 1.0]),
+    ],
+)
+def test_samples_by_kind_and_set(tmp_path, query, rewards):
+    write_run(tmp_path, 1)
+    with served(tmp_path) as url:
+        told = get(f"{url}samples{query}")
+    assert told["sets"] == ["sums", "training"]
+    assert [float(s["right"]) for s in told["samples"]] == rewards
+
+
+def test_nothing_new_is_told_as_such_and_a_new_step_is_seen(tmp_path):
+    writer = write_run(tmp_path, 2)
+    with served(tmp_path) as url:
+        version = get(f"{url}state")["version"]
+        assert get(f"{url}state?version={version}") == {"unchanged": True}
+        writer.write(2, record(2))
+        assert get(f"{url}state?version={version}")["step"] == 2
+
+
+def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path):
+    with served(tmp_path / "later") as url:
+        state = get(f"{url}state")
+        assert state["state"] == "waiting: this folder does not exist yet"
+        assert (state["step"], state["names"], state["lines"]) == (None, [], [])
+        assert get(f"{url}samples") == {"sets": [], "samples": []}
+        assert not (tmp_path / "later").exists()
+        (tmp_path / "later").mkdir()
+        assert "no start of a run is noted" in get(f"{url}state")["state"]
+
+
+def test_damage_is_told_and_serving_goes_on(tmp_path):
+    write_run(tmp_path, 2)
+    whole = (tmp_path / "metrics.jsonl").read_text()
+    with served(tmp_path) as url:
+        (tmp_path / "metrics.jsonl").write_text("{\n" + whole)
+        assert "metrics.jsonl, line 1: not JSON" in get(f"{url}state")["error"]
+        (tmp_path / "metrics.jsonl").write_text(whole)
+        assert get(f"{url}state")["step"] == 1
+
+
+def test_only_the_routes_under_the_key_are_answered(tmp_path):
+    write_run(tmp_path, 1)
+    with served(tmp_path) as url:
+        base = url.rsplit("/", 2)[0]
+        assert base.startswith("http://127.0.0.1:")
+        guessed = "/aaaaaaaaaaaaaaaaaaaaaa/"
+        wrong = ["/", "/state", guessed, f"{guessed}state", "//etc/passwd"]
+        assert {refusal(base + path) for path in wrong} == {404}
+        inside = ["config.yaml", "../config.yaml", "..%2fconfig.yaml", "state/x", "nothing"]
+        assert {refusal(url + path) for path in inside} == {404}
+
+
+def test_two_servers_have_two_keys(tmp_path):
+    with served(tmp_path) as one, served(tmp_path) as other:
+        assert one.split("/")[3] != other.split("/")[3]
+        assert len(one.split("/")[3]) >= 20
+
+
+@pytest.mark.parametrize("count", [2, 9, 10, 11, 57])
+def test_a_long_curve_keeps_its_ends_and_its_extremes(count):
+    values = [float(i % 7) for i in range(count)]
+    values[count // 2], values[count // 3] = 100.0, -100.0
+    steps, kept = thinned(list(range(count)), values, most=10)
+    assert len(steps) <= 10
+    assert (steps[0], steps[-1]) == (0, count - 1)
+    assert steps == sorted(set(steps))
+    assert {max(values), min(values)} <= set(kept)
+    assert all(values[step] == value for step, value in zip(steps, kept, strict=True))
+
+
+def test_a_port_that_is_taken_is_named(tmp_path, capsys):
+    with served(tmp_path) as url, pytest.raises(SystemExit):
+        main([str(tmp_path), "--port", url.split(":")[2].split("/")[0]])
+    assert "Address already in use; --port 0 takes a free one" in capsys.readouterr().err
+
+
+def test_the_command_serves_until_ctrl_c(tmp_path):
+    write_run(tmp_path, 2)
+    command = [sys.executable, "-m", "megatron_dppo", "watch", str(tmp_path), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        assert get(line.split()[2] + "state")["step"] == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+# --- the page
+
+WIDEST = "Math.max(document.documentElement.scrollWidth, document.body.scrollWidth)"
+SMALLEST_TEXT = """Math.min(...[...document.querySelectorAll("body *")].filter(e => e.checkVisibility()
+    && [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())).map(e =>
+    parseFloat(getComputedStyle(e).fontSize) * (e.tagName === "text"
+    ? e.ownerSVGElement.getBoundingClientRect().width / e.ownerSVGElement.viewBox.baseVal.width : 1)))"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+def test_the_page_in_a_browser(tmp_path, width, height):
+    folder = tmp_path / "run"
+
+    async def look(url: str) -> None:
+        async with browser_tab(tmp_path / "browser") as tab:
+            await tab.open(url, width, height)
+            await tab.until("document.body.innerText.includes('this folder does not exist yet')")
+            folder.mkdir()
+            writer = write_run(folder, 12)
+            await tab.until("document.querySelector('#step').textContent === 'step 11 of 10'")
+            await tab.until("document.querySelectorAll('.sample').length === 4")
+            assert await tab.ask("document.querySelectorAll('#curves svg path').length") == 4
+            assert await tab.ask("document.querySelectorAll('#phases rect').length") == 24
+            shown = await tab.ask("document.body.innerText")
+            for text in (
+                "engine0",
+                "serving",
+                "truncated responses 50%",
+                "is suspended",
+                "train: ",
+            ):
+                assert text in shown
+            # Nothing of a response became part of the page.
+            assert (
+                await tab.ask("document.querySelectorAll('#samples img, #samples b').length") == 0
+            )
+            assert HOSTILE in await tab.ask("document.querySelector('#samples').textContent")
+            assert "taken" not in await tab.ask("document.title")
+            # It fits, and can be read.
+            assert await tab.ask(WIDEST) <= width
+            assert await tab.ask(SMALLEST_TEXT) >= 10
+            await tab.picture(tmp_path / "page.png")
+            # A kind, a metric, a step that comes while it is open.
+            await tab.ask(
+                "at('kind').value = 'masked', at('kind').dispatchEvent(new Event('change')), 0"
+            )
+            await tab.until("document.querySelectorAll('.sample').length === 1")
+            await tab.ask(
+                "at('find').value = 'time/train', at('find').dispatchEvent(new Event('input')), 0"
+            )
+            await tab.ask("document.querySelector('#choice input').click()")
+            await tab.until("document.querySelectorAll('#curves svg path').length === 5")
+            writer.write(12, record(12))
+            await tab.until("document.querySelector('#step').textContent === 'step 12 of 10'")
+            assert tab.errors == []
+
+    with served(folder) as url:
+        asyncio.run(look(url))
+
+
+def test_the_page_loads_nothing_from_elsewhere():
+    from megatron_dppo.watch import PAGE
+
+    text = PAGE.read_text().replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in text.replace("https", "http")
+    assert "innerHTML" not in text
