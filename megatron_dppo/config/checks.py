@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_dppo.algorithms.table import carried_topk
 from megatron_dppo.config import forwarded, layout, schema
+from megatron_dppo.config.data_schema import EnvironmentConfig, Section
 from megatron_dppo.config.errors import ConfigError, given
 from megatron_dppo.config.lora import (
     adapter_update_faults,
@@ -29,6 +30,8 @@ from megatron_dppo.system.network import url_fault
 PLACEHOLDER = "{prompt}"
 """What a prompt template holds where the problem goes."""
 
+ALONE = EnvironmentConfig()
+"""Without an environment."""
 MOST_STOPS = 32
 """Stop texts that SGLang takes."""
 
@@ -98,13 +101,13 @@ LONGEST_WAIT_S = 10**8
 """Three years; ``threading`` takes a hundred times that, ``select`` and timers of C++ less."""
 
 
-def refuse_unusable_values(config: schema.Section, source: str) -> None:
+def refuse_unusable_values(config: Section, source: str) -> None:
     """Raise ConfigError naming ``source`` for :func:`unusable_values`. Comes before checks that open paths."""
     if faults := unusable_values(config):
         raise ConfigError(faults, source)
 
 
-def unusable_values(config: schema.Section) -> list[str]:
+def unusable_values(config: Section) -> list[str]:
     """Texts that no path, name or URL may hold, and numbers that no library takes."""
     return [
         f"{key}: {complaint}"
@@ -153,8 +156,9 @@ def length_faults(
     evaluation: schema.EvaluationConfig,
     sglang: Mapping[str, Any],
     model: ModelShape,
+    environment: EnvironmentConfig = ALONE,
 ) -> layout.Faults:
-    """Prompts and responses against the model's positions, and what a server of them serves.
+    """Prompts and responses, or whole episodes, against the model's positions, and what a server of them serves.
 
     A run that replays rollouts asks no server: it has all of the model's positions.
     """
@@ -169,6 +173,10 @@ def length_faults(
     # Else it is the rollout's.
     if evaluation.max_response_tokens is not None:
         responses["evaluation"] = evaluation.max_response_tokens
+    episodes = {
+        section: environment.longest(prompt, response) - prompt - response
+        for section, response in responses.items()
+    }
     why = ", of which SGLang fills all but {}" if generates else ""
     for whose, longest in limits.items():
         if not isinstance(longest, int):
@@ -189,6 +197,29 @@ def length_faults(
                     f"that is {prompt + response}, expected at most {longest - kept - prompt}: the {whose} "
                     f"{longest} positions{why.format(kept)}"
                 )
+            elif (whole := prompt + response + episodes[section]) > longest - kept:
+                yield (
+                    f"environment.max_tokens: got {environment.max_tokens}, which is {whole} tokens of an episode, "
+                    f"expected at most {longest - kept}: the {whose} {longest} positions{why.format(kept)}"
+                )
+
+
+def environment_faults(config: schema.TrainConfig) -> layout.Faults:
+    """Limits of an environment's episodes against those of a turn."""
+    environment = config.environment
+    if environment.name is None:
+        return
+    least = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if environment.max_tokens is not None and environment.max_tokens < least:
+        yield (
+            f"environment.max_tokens: got {environment.max_tokens}, expected at least {least}: "
+            "data.max_prompt_tokens and rollout.max_response_tokens together"
+        )
+    if config.rollout.responses_per_call > 1:
+        yield (
+            f"rollout.responses_per_call: got {config.rollout.responses_per_call} with an environment, expected 1: "
+            "each turn is a call of its own"
+        )
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -264,6 +295,7 @@ def check_config(
         ),
         forwarded.SGLANG.faults(config.sglang),
         engine_adapter_faults(config.lora, config.sglang, config.weight_sync, engine),
+        environment_faults(config),
     )
     faults = [fault for check in checks for fault in without_os_errors(check)]
     model = _checked_model(
@@ -523,7 +555,9 @@ def _model_checks(config: schema.TrainConfig, model: ModelShape) -> tuple[layout
         adapter_update_faults(config.lora, model),
         _router_replay(rollout, config.megatron, model),
         forwarded.expert_kernel_faults(config.sglang) if model.is_moe else iter(()),
-        length_faults(config.data, rollout, config.evaluation, config.sglang, model),
+        length_faults(
+            config.data, rollout, config.evaluation, config.sglang, model, config.environment
+        ),
         engine_split_faults(config.sglang, model),
         _topk(config.algorithm, rollout.topk_log_probs, model.vocab_size),
         _stop_tokens(rollout.stop_token_ids, model.vocab_size),

@@ -1,4 +1,5 @@
-"""Sections of what is learned from: problems, and the rewards of responses to them. ``schema.py`` has the others."""
+"""Sections of what is learned from: problems, who answers the policy, and the rewards of responses. ``schema.py`` has
+the others."""
 
 from __future__ import annotations
 
@@ -126,3 +127,44 @@ class RewardConfig(RewardTerm):
     def terms(self) -> dict[str, RewardTerm]:
         """All rewards by name; that of the first is its function's."""
         return {self.name.rpartition(":")[2]: self, **self.further}
+
+
+class EnvironmentConfig(Section):
+    """Who answers the policy's turns, in training and evaluation; docs/environments.md."""
+
+    name: str | None = None
+    """A name in ``megatron_dppo.environments``, or ``package.module:Class``. Empty: none, a response has one turn and
+    ``reward.name`` scores it."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the class."""
+    role: str = "user"
+    """Role of what the environment says, as the chat template knows it: ``user``, ``tool``."""
+    max_turns: int = Field(default=8, gt=0)
+    """Turns of the policy, each of at most ``rollout.max_response_tokens``; an episode that has used them up is
+    truncated."""
+    max_tokens: int | None = Field(default=None, gt=0)
+    """Tokens of an episode with its prompt; one that gets there is truncated. Empty: as many as prompt, turns and
+    observations may have together."""
+    max_observation_tokens: int = Field(default=1024, gt=0)
+    """Tokens of what the environment says at once, the chat template's included; more is a fault."""
+    step_timeout_s: float = Field(default=60.0, gt=0)
+    """Longest time for an answer of the environment; longer is a fault."""
+    retries: int = Field(default=2, ge=0)
+    """Faults of an episode that are made good by giving the same turns to a new environment. With one more, all
+    responses to its prompt are replaced by those to another."""
+    workers: int = Field(default=1, gt=0, le=1024)
+    """Processes for environments in each data-parallel leader; each runs many side by side."""
+    credit: Literal["trajectory", "turn"] = "trajectory"
+    """What a token's advantage is made of: all that its episode earned, or what was earned from its own turn on; both
+    less the group's mean."""
+
+    def longest(self, prompt: int, response: int) -> int:
+        """Tokens of the longest sequence, ``max_tokens`` with its default filled in. ``prompt``, ``response``: of the
+        longest prompt and turn."""
+        if self.name is None:
+            return prompt + response
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return (
+            prompt + self.max_turns * response + (self.max_turns - 1) * self.max_observation_tokens
+        )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AllowInfNan, Field
 
 from megatron_dppo.algorithms import table
-from megatron_dppo.config.data_schema import DataConfig, RewardConfig, Section
+from megatron_dppo.config.data_schema import DataConfig, EnvironmentConfig, RewardConfig, Section
 from megatron_dppo.model.layout import LayoutSizes
 from megatron_dppo.model.shape import TrainerPart
 
@@ -473,6 +473,7 @@ class TrainConfig(PolicyConfig):
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     training: TrainingConfig
     engine: EngineConfig = EngineConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()

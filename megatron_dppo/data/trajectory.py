@@ -18,8 +18,9 @@ import numpy as np
 from megatron_dppo.data.columns import Column, Form, Rows, declared, digest, read_only, usable_rows
 from megatron_dppo.rewards import RewardInput
 
-FinishReason = Literal["stop", "length", "aborted"]
-"""``aborted``: the server ended it early, and the rest is still to be asked for; no batch has such a trajectory."""
+FinishReason = Literal["stop", "length", "aborted", "failed"]
+"""``aborted``: the server ended it early, and the rest is still to be asked for; ``failed``: its environment did, and
+nothing was sampled that counts. No batch has such trajectories."""
 
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 """In the order of their numbers in batch files."""
@@ -75,8 +76,11 @@ class Trajectory:
 
     ``token_ids`` int32 [S]; ``loss_mask`` bool [S]: the policy sampled the token (a prompt, a tool's output or an
     environment's turn is not). ``columns``: arrays by the names of ``data/columns.py``. ``sample_index``: the
-    answer's number in its group. ``reward`` and ``advantage`` are 0 until it is verified. ``stamp``: None where nothing
-    says what made it. ``components``, ``reason``: of the reward, where it was scored by this process and says so.
+    answer's number in its group. ``text``: of the last turn. ``reward`` and ``advantage`` are 0 until it is verified.
+    ``stamp``: None where nothing says what made it. ``components``, ``reason``: of the reward, where it was scored by
+    this process and says so. Of the way to it, and in no file: ``prompt_tokens`` of all calls that it took,
+    ``cached_tokens`` of these that the engine had in its prefix cache; ``turn_rewards`` by an environment, and whether
+    the run's rewards score ``text`` beside.
 
     Raises ValueError where shapes or types disagree with each other or with a declaration, where the first token
     counts as sampled (nothing predicts it), and where the advantage is not finite.
@@ -94,6 +98,10 @@ class Trajectory:
     stamp: Stamp | None = None
     components: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    turn_rewards: tuple[float, ...] = ()
+    wants_score: bool = True
 
     def __post_init__(self) -> None:
         tokens = read_only(np.asarray(self.token_ids, np.int32))
@@ -151,6 +159,11 @@ class Trajectory:
     def sampled(self) -> int:
         """N."""
         return int(np.count_nonzero(self.loss_mask))
+
+    @cached_property
+    def turns(self) -> int:
+        """Runs of sampled tokens: between two of them somebody else wrote."""
+        return int(np.count_nonzero(self.loss_mask[1:] & ~self.loss_mask[:-1]))
 
     @property
     def prompt_ids(self) -> np.ndarray:
@@ -298,6 +311,9 @@ class Outline(NamedTuple):
     discarded_rows: int
     response_digest: str
     log_prob: float
+    turns: int
+    prompt_tokens: int
+    cached_tokens: int
     version_spans: tuple[VersionSpan, ...]
 
     @classmethod

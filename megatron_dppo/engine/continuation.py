@@ -65,20 +65,31 @@ class Continuation:
         # An uninterrupted one has the engine's own text.
         return whole if held is None else replace(whole, text=text_of(whole, stop, self.decode))
 
+    def drop(self, request: GenerationRequest) -> None:
+        """Keep nothing of the response: it is drawn from the beginning."""
+        if (held := self.held.pop(request.key, None)) is not None:
+            self.redrawn += held.sampled
+
     def _without(self, trajectory: Trajectory, sampled: int) -> Trajectory:
         self.redrawn += trajectory.sampled - sampled
         return first(trajectory, sampled)
 
 
 def rest_of(request: GenerationRequest, held: Trajectory) -> GenerationRequest:
-    """The request for what follows ``held``. The recorded routing begins with the row of the last token that is held,
-    which predicts the next one."""
+    """The request for what follows ``held``."""
+    return after(request, held, request.sampling.max_new_tokens - held.sampled)
+
+
+def after(
+    request: GenerationRequest, held: Trajectory, max_new_tokens: int, delta: Sequence[int] = ()
+) -> GenerationRequest:
+    """The request for what follows ``held`` and then ``delta``. The recorded routing begins with the row of the last
+    token that is held, which predicts the next one."""
     columns, rows = dict(request.columns), held.columns.get(_ROUTING)
     if rows is not None:
         columns[_ROUTING] = replace(columns[_ROUTING], start=len(rows))
-    left = request.sampling.max_new_tokens - held.sampled
-    sampling = replace(request.sampling, max_new_tokens=left)
-    prompt = held.token_ids.tolist()
+    sampling = replace(request.sampling, max_new_tokens=max_new_tokens)
+    prompt = [*held.token_ids.tolist(), *delta]
     return replace(request, prompt_ids=prompt, sampling=sampling, columns=columns)
 
 
@@ -97,8 +108,12 @@ def first(trajectory: Trajectory, sampled: int) -> Trajectory:
 
 
 def join(held: Trajectory, answer: Trajectory) -> Trajectory:
-    """``held``, and after it the response tokens of ``answer``, whose prompt it is; it ends as ``answer`` does."""
-    assert answer.prompt_ids.tolist() == held.token_ids.tolist(), "the answer to another request"
+    """``held``, and after it the tokens of ``answer``, whose prompt begins with it; it ends as ``answer`` does. What
+    that prompt has beyond ``held`` was not sampled."""
+    start = held.length
+    assert answer.token_ids[:start].tolist() == held.token_ids.tolist(), (
+        "the answer to another request"
+    )
     if not answer.sampled:
         return replace(held, finish_reason=answer.finish_reason)
     # The rows of the held tokens are kept where the answer has them again.
@@ -107,13 +122,15 @@ def join(held: Trajectory, answer: Trajectory) -> Trajectory:
         for name, array in held.columns.items()
         if name not in (_ROUTING, _RECORDED)
     }
-    return Trajectory.of_response(
-        held.prompt_ids,
-        np.concatenate([held.response_ids, answer.response_ids]),
-        problem_id=held.problem_id,
-        sample_index=held.sample_index,
+    return replace(
+        held,
+        token_ids=answer.token_ids,
+        loss_mask=np.concatenate([held.loss_mask, answer.loss_mask[start:]]),
         columns=columns | _joined_routing(held, answer),
         finish_reason=answer.finish_reason,
+        text="",
+        prompt_tokens=held.prompt_tokens + answer.prompt_tokens,
+        cached_tokens=held.cached_tokens + answer.cached_tokens,
     )
 
 
@@ -132,6 +149,9 @@ def _joined_routing(held: Trajectory, answer: Trajectory) -> dict[str, np.ndarra
     recorded = held.columns.get(_RECORDED)
     if recorded is None:
         recorded = _recorded(held, held.sampled)
+    if after is None and answer.length - held.length > answer.sampled:
+        # Nothing says of the rows between two turns that they are lost.
+        return {}
     if after is None:
         # Some rows that a router may choose: checks of a recording look at all of it.
         rows = np.repeat(before[-1:], answer.sampled, axis=0)

@@ -25,6 +25,7 @@ import orjson
 
 from megatron_dppo.config import schema
 from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, SPARE_POSITIONS
+from megatron_dppo.config.data_schema import EnvironmentConfig
 from megatron_dppo.config.errors import closest, given
 from megatron_dppo.config.forwarded import EXPERT_KERNEL, SGLANG, LibraryFields, LibraryMissingError
 from megatron_dppo.config.lora import adapters_of, updates_adapters
@@ -89,6 +90,7 @@ class ServerSections:
     head: schema.HeadConfig = field(default_factory=schema.HeadConfig)
     lora: schema.LoraConfig = field(default_factory=schema.LoraConfig)
     evaluation: schema.EvaluationConfig = field(default_factory=schema.EvaluationConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
     @classmethod
     def of(cls, config: schema.TrainConfig) -> ServerSections:
@@ -101,9 +103,10 @@ class ServerSections:
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens of the longest prompt and the longest response together, in training or evaluation."""
+        """Tokens of the longest prompt and the longest response, or episode, together, in training or evaluation."""
         evaluated = self.evaluation.max_response_tokens or 0
-        return self.data.max_prompt_tokens + max(self.rollout.max_response_tokens, evaluated)
+        response = max(self.rollout.max_response_tokens, evaluated)
+        return self.environment.longest(self.data.max_prompt_tokens, response)
 
 
 def engine_device(engine: schema.EngineConfig) -> Literal["cpu", "cuda"]:

@@ -387,6 +387,8 @@ def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajecto
             columns=columns,
             finish_reason=reason,
             text=answer["text"],
+            prompt_tokens=len(request.prompt_ids),
+            cached_tokens=int(meta.get("cached_tokens", 0)),
         )
     except KeyError as error:
         raise EngineAnswerError(f"request {request.key}: the answer lacks {error}") from error

@@ -9,6 +9,7 @@ that an update ended early (``engine.continuation``).
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import heapq
 import itertools
@@ -55,6 +56,12 @@ class SamplingSeeds:
 
 Results = dict[Hashable, Trajectory]
 """By the key of the request, in the order of the requests."""
+
+
+Ask = Callable[[GenerationRequest], Awaitable[Trajectory]]
+"""Draws one turn: the prompt is all that came before it."""
+Play = Callable[[Problem, GenerationRequest, Ask], Awaitable[Trajectory]]
+"""Makes a trajectory of several turns from the request for its first (``environments.episodes``)."""
 
 
 class GenerationClient(Protocol):
@@ -207,7 +214,7 @@ class GenerationJob:
     The key of a request is (position in ``problems``, sample index). ``columns``: what is asked for
     beside what every request is, as in GenerationRequest. ``seeds``: those of the responses, in the
     order of ``problems``; None: the server draws as it likes. ``decode``: a response that the server ended early goes
-    on where it ended; None: it is drawn again.
+    on where it ended; None: it is drawn again. ``play``: makes each response in several turns; None: it has one.
     """
 
     problems: Sequence[Problem]
@@ -216,6 +223,7 @@ class GenerationJob:
     columns: Mapping[str, Any] = field(default_factory=dict)
     seeds: SamplingSeeds | None = None
     decode: Decode | None = None
+    play: Play | None = None
 
     def requests(
         self, completed: Mapping[Hashable, Trajectory] | None = None
@@ -328,6 +336,7 @@ class Generation:
                 slots=slots,
                 order=self.order,
                 continuation=self.continuation,
+                play=self._play if self.job.play is not None else None,
             )
             self.running = runner.submit(self._timed(work))
 
@@ -376,6 +385,11 @@ class Generation:
         if self.on_response is not None:
             self.on_response(key, trajectory)
 
+    def _play(self, request: GenerationRequest, ask: Ask) -> Awaitable[Trajectory]:
+        assert self.job.play is not None
+        position: int = request.key[0]  # type: ignore[index]
+        return self.job.play(self.job.problems[position], request, ask)
+
     async def _timed(self, work: Awaitable[Results]) -> Results:
         try:
             return await work
@@ -393,11 +407,13 @@ async def generate_many(
     slots: Slots | None = None,
     order: int = 0,
     continuation: Continuation | None = None,
+    play: Callable[[GenerationRequest, Ask], Awaitable[Trajectory]] | None = None,
 ) -> Results:
     """Results by key, in the order of ``requests`` whatever the order of completion.
 
     ``slots``: shared with other generations, in which this one has ``order``; None: its own. ``continuation``: goes on
-    with responses that the server ended early; None: they are drawn again.
+    with responses that the server ended early; None: they are drawn again. ``play``: makes each result by turns that it
+    asks for; a slot is taken for each, and none between them.
 
     Raises GenerationInterruptedError within seconds of the last server's death, with what was finished;
     StopRequestedError soon after ``stop()`` is true; EngineRequestError and EngineAnswerError as they come. In every
@@ -408,7 +424,7 @@ async def generate_many(
     if len(set(keys)) != len(keys):
         raise ValueError("two generation requests have the same key")
     slots = Slots(limits.calls) if slots is None else slots
-    run = _Generation(client, requests, limits, on_response, slots, order, continuation)
+    run = _Generation(client, requests, limits, on_response, slots, order, continuation, play)
     try:
         await run.wait(stop)
     except errors.EngineLostError as error:
@@ -426,8 +442,12 @@ class _Generation:
         slots: Slots,
         order: int,
         continuation: Continuation | None,
+        play: Callable[[GenerationRequest, Ask], Awaitable[Trajectory]] | None,
     ) -> None:
         self._continuation = continuation
+        self._play = play
+        self._turns: dict[int, GenerationRequest] = {}
+        self._turn_answers: dict[int, Trajectory] = {}
         self._slots, self._order = slots, order
         self._client = client
         self._on_response = on_response
@@ -450,8 +470,11 @@ class _Generation:
         return {r.key: self._results[r.key] for r in self._requests if r.key in self._results}
 
     async def wait(self, stop: Callable[[], bool] | None) -> None:
-        workers = min(self._limits.calls, len(self._pending))
-        tasks = [asyncio.create_task(self._work()) for _ in range(workers)]
+        if self._play is None:
+            workers = min(self._limits.calls, len(self._pending))
+            tasks = [asyncio.create_task(self._work()) for _ in range(workers)]
+        else:
+            tasks = [asyncio.create_task(self._episode(i)) for i in range(len(self._requests))]
         work = asyncio.gather(*tasks)
         watch = asyncio.create_task(self._client.watch(self._limits.hang_timeout_s))
         both: set[asyncio.Future] = {work, watch}
@@ -474,6 +497,20 @@ class _Generation:
                 # Others may have taken the last ones meanwhile.
                 if self._pending:
                     await self._draw(self._pending.popleft())
+
+    async def _episode(self, index: int) -> None:
+        """A result of several turns. Those of an attempt whose servers were lost are drawn again."""
+        assert self._play is not None
+        request = self._requests[index]
+        if self._continuation is not None:
+            self._continuation.drop(request)
+        self._keep(index, await self._play(request, functools.partial(self._turn, index)))
+
+    async def _turn(self, index: int, request: GenerationRequest) -> Trajectory:
+        self._turns[index] = request
+        async with self._slots.taken(self._order):
+            await self._draw([index])
+        return self._turn_answers.pop(index)
 
     async def _draw(self, indices: list[int]) -> None:
         """Results of one call; the rest of each response that the server ended early, in a call of its own."""
@@ -515,23 +552,29 @@ class _Generation:
         )
 
     def _asked(self, index: int) -> GenerationRequest:
-        request = self._requests[index]
+        request = self._turns.get(index, self._requests[index])
         return request if self._continuation is None else self._continuation.rest(request)
 
     def _record(self, indices: Sequence[int], results: Sequence[Trajectory]) -> list[int]:
         unfinished = []
         for index, result in zip(indices, results, strict=True):
-            request, going_on = self._requests[index], self._continuation
+            request, going_on = self._turns.get(index, self._requests[index]), self._continuation
             whole = result if going_on is None else going_on.take(request, result)
             if whole is None:
                 unfinished.append(index)
-                continue
-            sampling = replace(request.sampling, seed=None).as_json()
-            whole = whole.stamped(sampling, request.sampling.seed)
-            self._results[request.key] = whole
-            if self._on_response is not None:
-                self._on_response(request.key, whole)
+            elif self._play is not None:
+                self._turn_answers[index] = whole
+            else:
+                self._keep(index, whole)
         return unfinished
+
+    def _keep(self, index: int, whole: Trajectory) -> None:
+        request = self._requests[index]
+        sampling = replace(request.sampling, seed=None).as_json()
+        whole = whole.stamped(sampling, request.sampling.seed)
+        self._results[request.key] = whole
+        if self._on_response is not None:
+            self._on_response(request.key, whole)
 
     async def _clean_up(self, tasks: Sequence[asyncio.Future]) -> None:
         """Cancel the calls in flight, and abort them on the servers."""

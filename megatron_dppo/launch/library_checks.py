@@ -23,6 +23,7 @@ from megatron_dppo.config.forwarded import DDP, MEGATRON, OPTIMIZER, SGLANG, Lib
 from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.schema import EngineConfig, LoraConfig
 from megatron_dppo.engine.options import ServerSections, engine_device
+from megatron_dppo.environments import check_environment
 from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
@@ -64,6 +65,9 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
             f"reward.further.{name}": partial(_check_reward, term)
             for name, term in config.reward.further.items()
         },
+        "environment": partial(
+            check_environment, config.environment.name, config.environment.options
+        ),
         "lora.start_from": partial(_check_adapters, config.lora, config.model.hf_checkpoint),
         "tracking.trackers": partial(find_trackers, config.tracking.trackers),
     }

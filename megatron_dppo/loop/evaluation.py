@@ -130,7 +130,8 @@ class Evaluator:
             purpose = f"evaluation on {name} after step {step}"
             seeds = replace(seeds, purpose=purpose, positions=positions)
         problems = [self.sets[name][p] for p in positions]
-        return GenerationJob(problems, settings.samples_per_prompt, sampling, seeds=seeds)
+        samples, play = settings.samples_per_prompt, template.play
+        return GenerationJob(problems, samples, sampling, seeds=seeds, play=play)
 
     def _score(
         self, step: int, name: str, generation: ScoredGeneration

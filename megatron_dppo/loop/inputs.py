@@ -30,6 +30,7 @@ from megatron_dppo.data.problems import (
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.seal import Origin, text_digest
 from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.environments.templates import TurnTemplate
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards.answers import BadAnswers, handed_over
 from megatron_dppo.system.errors import RunError
@@ -49,6 +50,7 @@ class RunData:
         form: how problems are put to the model.
         train: the training set, the files' problems in a row.
         files: which file a training problem is from.
+        turns: what stands between the turns of an episode; None without an environment.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -56,6 +58,11 @@ class RunData:
         data = config.data
         self.form = PromptForm(data.apply_chat_template, data.system_prompt, data.prompt_template)
         self._tokenizer = load_tokenizer(config.model.hf_checkpoint)
+        environment = config.environment
+        self.turns: TurnTemplate | None = None
+        if environment.name is not None:
+            is_chat = data.apply_chat_template
+            self.turns = TurnTemplate(self._tokenizer, environment.role, is_chat=is_chat)
         files = [*data.train_files, *data.evaluation_files.values()]
         self._sets: dict[str, ProblemSet] = {}
         refusals = []

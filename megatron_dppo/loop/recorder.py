@@ -107,7 +107,8 @@ class SampleMaker:
     def _sample(
         self, step: int, name: str, problem: Problem, t: Trajectory, advantage: float | None
     ) -> Sample:
-        response = self._data.text_of(t.response_ids)
+        # Of several turns with what was said between them.
+        response = self._data.text_of(t.token_ids[len(t.prompt_ids) :])
         if t.truncated and self._zeroed:
             reason = (
                 "cut off at the length limit, which earns at most 0 (algorithm.truncated_responses)"
@@ -115,6 +116,8 @@ class SampleMaker:
         else:
             value = t.components.get(self._component, t.reward)
             reason = t.reason or self._reward.reason(t.text or response, problem.answer, value)
+        if len(t.turn_rewards) > 1:
+            reason += f"; by turn: {', '.join(f'{r:g}' for r in t.turn_rewards)}"
         return Sample(
             step=step,
             set=name,

@@ -46,6 +46,9 @@ class GroupRow(NamedTuple):
     truncated: int
     distinct: int
     twins: float
+    turns: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     @classmethod
     def of(cls, group: Sequence[TrajectoryFacts]) -> GroupRow:
@@ -57,6 +60,9 @@ class GroupRow(NamedTuple):
             truncated=sum(t.truncated for t in group),
             distinct=len({t.response_digest for t in group}),
             twins=twins_beyond_chance(group),
+            turns=sum(t.turns for t in group),
+            prompt_tokens=sum(t.prompt_tokens for t in group),
+            cached_tokens=sum(t.cached_tokens for t in group),
         )
 
 
@@ -92,7 +98,16 @@ def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
         names.DISTINCT: sum(row.distinct for row in rows) / responses,
         names.TWINS: sum(row.twins for row in rows) / responses,
         names.TOKENS: sum(row.tokens for row in rows),
-    }
+        names.TURNS: sum(row.turns for row in rows) / responses,
+    } | _cache_figures(rows)
+
+
+def _cache_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
+    """Nothing of a batch that comes from a file."""
+    prompt_tokens = sum(row.prompt_tokens for row in rows)
+    if not prompt_tokens:
+        return {}
+    return {names.PREFIX_CACHED: sum(row.cached_tokens for row in rows) / prompt_tokens}
 
 
 def trained_figures(batch: Sequence[TrajectoryFacts]) -> dict[str, float]:

@@ -25,6 +25,7 @@ from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.sampling import ReturningSampler, Sampler
 from megatron_dppo.data.seal import Origin, Seal, SealError
 from megatron_dppo.data.trajectory import Outline, Problem, Stamp, Trajectory
+from megatron_dppo.environments.episodes import Episodes
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop import rollout_figures
 from megatron_dppo.loop.engine_session import EngineSession
@@ -108,6 +109,7 @@ class GeneratedRollouts:
     """Batches from ``engine``. ``job``: a template that carries all but the problems and what their seeds are for.
 
     At most ``rollout.max_staleness`` batches are under way beside the one that is asked for. ``steps``: of the run.
+    ``episodes``: what ``job`` plays, if it does.
     """
 
     rollout: RolloutConfig
@@ -120,6 +122,7 @@ class GeneratedRollouts:
     sampler: ReturningSampler
     timer: PhaseTimer
     steps: int
+    episodes: Episodes | None = None
     _drafts: deque[_Draft] = field(default_factory=deque)
     _clock: tuple[float, float] = (0.0, 0.0)
 
@@ -253,6 +256,9 @@ class GeneratedRollouts:
         figures |= rollout_figures.interruption_figures(batch)
         if draft.redrawn:
             figures[names.REDRAWN] = draft.redrawn
+        if self.episodes is not None:
+            faults = all_gather_json(self.episodes.take_count())
+            figures[names.ENVIRONMENT_FAULTS] = sum(faults)
         figures |= rollout_figures.speed_figures(figures[names.TOKENS], draft.seconds, draft.waited)
         figures |= self._waiting(draft.waited)
         if self._quota.filtering:

@@ -20,6 +20,8 @@ from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.seal import Seal
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.protocol import RoutedShape, SamplingParams
+from megatron_dppo.environments.episodes import EpisodeLimits, Episodes
+from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
 from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.logging import fatal, note_failure
@@ -153,6 +155,9 @@ class Run:
         # Nobody else scores, so nobody else needs workers.
         if self.trainer.topology.is_leader:
             stack.enter_context(self.scorer)
+        self.episodes = self._episodes()
+        if self.episodes is not None:
+            stack.callback(self.episodes.pool.close)
         if algorithm.needs_recomputed and config.rollout.max_staleness:
             log.warning(STALE_ANCHOR, config.algorithm.name)
         zeroes_truncated = config.algorithm.truncated_responses == "zero-reward"
@@ -369,7 +374,24 @@ class Run:
         deterministic = self.config.engine.deterministic
         seeds = SamplingSeeds(self.config.run.seed, "", ()) if deterministic else None
         decode = self.data.text_of if rollout.interrupt == "abort" else None
-        return GenerationJob((), rollout.group_size, sampling, columns, seeds, decode)
+        play = None if self.episodes is None else self.episodes.play
+        return GenerationJob((), rollout.group_size, sampling, columns, seeds, decode, play)
+
+    def _episodes(self) -> Episodes | None:
+        """What plays the episodes of this rank; None where a response has one turn."""
+        config, turns = self.config.environment, self.data.turns
+        if config.name is None or turns is None:
+            return None
+        spec = EnvironmentSpec(config.name, dict(config.options), config.step_timeout_s)
+        prompt, rollout = self.config.data.max_prompt_tokens, self.config.rollout
+        evaluated = self.config.evaluation.max_response_tokens or 0
+        limits = EpisodeLimits(
+            config.max_turns,
+            config.longest(prompt, max(rollout.max_response_tokens, evaluated)),
+            config.max_observation_tokens,
+            config.retries,
+        )
+        return Episodes(EnvironmentPool(spec, config.workers), turns, limits)
 
     def _rollout_source(self) -> RolloutSource:
         rollout = self.config.rollout
@@ -388,6 +410,7 @@ class Run:
             self.sampler,
             self.timer,
             steps=self.config.run.steps,
+            episodes=self.episodes,
         )
 
     def _evaluations(self) -> Evaluations:

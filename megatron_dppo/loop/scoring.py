@@ -38,10 +38,13 @@ def with_rewards(
     if not trajectories:
         return []
     zeroed = algorithm.truncated_responses == "zero-reward"
+    values = [
+        sum(t.turn_rewards) + score.value for t, score in zip(trajectories, scores, strict=True)
+    ]
     rewards = [
         # Where rewards may be negative, 0 would be a prize.
-        min(0.0, score.value) if zeroed and t.truncated else score.value
-        for t, score in zip(trajectories, scores, strict=True)
+        min(0.0, value) if zeroed and t.truncated else value
+        for t, value in zip(trajectories, values, strict=True)
     ]
     advantages = group_relative(rewards, group_size).tolist()
     return [
@@ -201,6 +204,12 @@ def _scoring(
     # No method, by which a generation would hold itself and its responses in memory.
     def arrived(key: Hashable, response: Trajectory) -> None:
         problem = job.problems[key[0]]  # type: ignore[index]
+        if response.finish_reason == "failed":
+            scores[key] = PendingScore.known(Score.unhad(response.reason))
+            return
+        if not response.wants_score:
+            scores[key] = PendingScore.known(Score(0.0))
+            return
         scores[key] = scorer.submit(problem.reward_input(response.text))
 
     return arrived

@@ -314,6 +314,18 @@ REDRAWN = _metric(
     "rollout/redrawn",
     "sampled tokens that were not kept, and drawn again, as an update aborted their responses",
 )
+TURNS = _metric(
+    "rollout/turns", "mean turns of the policy in a response; more than 1 with an environment"
+)
+PREFIX_CACHED = _metric(
+    "rollout/prefix_cached",
+    "share of the prompt tokens of all calls, later turns' included, that servers had in their prefix cache",
+    share=True,
+)
+ENVIRONMENT_FAULTS = _metric(
+    "environment/faults",
+    "crashes, time-outs and refused answers of environments since the batch before",
+)
 TRAINERS_WAITED = _metric(
     "rollout/trainers_waited",
     "share of the time since the batch before in which trainers waited for responses",

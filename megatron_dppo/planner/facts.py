@@ -369,7 +369,12 @@ def facts_of(
         raise ConfigError([f"algorithm: {error}"]) from error
     settings, training = config.rollout, config.training
     schedule = schedule or schedule_of(config.rollout, config.engine)
-    longest_prompt, longest_response = config.data.max_prompt_tokens, settings.max_response_tokens
+    longest_prompt = config.data.max_prompt_tokens
+
+    def longest_of(turn: int) -> int:
+        return config.environment.longest(longest_prompt, turn) - longest_prompt
+
+    longest_response = longest_of(settings.max_response_tokens)
     rollout = RolloutFacts(
         prompts=settings.prompts_per_step,
         group_size=settings.group_size,
@@ -393,7 +398,9 @@ def facts_of(
         evaluation = EvaluationFacts(
             problems=sum(_count_problems(Path(file.path)) for file in files.values()),
             samples=config.evaluation.samples_per_prompt,
-            longest_response=config.evaluation.max_response_tokens or longest_response,
+            longest_response=longest_of(
+                config.evaluation.max_response_tokens or settings.max_response_tokens
+            ),
             every=config.evaluation.every,
         )
     roles = Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated)

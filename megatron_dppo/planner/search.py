@@ -172,7 +172,8 @@ def _candidates(question: Question) -> Iterator[Question]:
 def _layouts(world: int, question: Question) -> Iterator[LayoutSizes]:
     """The layouts of ``world`` ranks that hold the model; expert tensor parallelism as it follows from the rest."""
     shape, config = question.shape, question.config
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    longest = config.environment.longest(prompt, response)
     contexts = [size for size in _POWERS if size == 1 or longest // size >= LEAST_CONTEXT]
     experts: tuple[int, ...] = (1,)
     if shape.is_moe:

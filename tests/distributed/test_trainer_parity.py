@@ -142,20 +142,25 @@ FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def samples() -> list:
-    """24 responses of 1 to 30 tokens with log-probabilities as an engine would report them."""
+    """24 responses of 1 to 30 tokens with log-probabilities as an engine would report them; every third of several
+    turns, between which somebody else wrote a few tokens."""
     from megatron_dppo.data.trajectory import Trajectory
 
     rng = random.Random(7)
     out = []
     for i in range(24):
         length = rng.choice((1, 3, 8, 20, 30))
+        prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))]
+        response = [rng.randrange(VOCABULARY) for _ in range(length)]
+        mask = [position % 7 < 5 or i % 3 != 2 for position in range(length)]
         out.append(
-            Trajectory.of_response(
-                [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))],
-                [rng.randrange(VOCABULARY) for _ in range(length)],
+            Trajectory(
                 problem_id=i,
+                sample_index=0,
+                token_ids=[*prompt, *response],
+                loss_mask=[*[False] * len(prompt), *mask],
                 advantage=rng.gauss(0, 1),
-                columns={"rollout_log_probs": [rng.gauss(-6.2, 0.8) for _ in range(length)]},
+                columns={"rollout_log_probs": [rng.gauss(-6.2, 0.8) for _ in range(sum(mask))]},
             )
         )
     return out

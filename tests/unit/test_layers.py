@@ -20,6 +20,7 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"data"},
     {"checkpoint_conversion"},
     {"engine"},
+    {"environments"},
     {"fleet", "trainer", "weight_sync", "preflight"},
     {"launch", "loop"},
     {"planner"},

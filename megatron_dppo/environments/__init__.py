@@ -1,0 +1,124 @@
+"""Environments: what answers the policy's turns and says what they earn. The table of them, and the one that asks no
+further turn. Another is a class and, to ship it, a row; ``docs/environments.md``.
+
+Imports no environment's libraries.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.system.errors import RunError
+
+
+class EnvironmentFaultError(RunError):
+    """An environment crashed, hung, or answered what it may not. The run goes on without this sample.
+
+    ``is_shared``: the process that ended had other episodes too, so nobody can say whose fault it was.
+    """
+
+    def __init__(self, message: str, *, is_shared: bool = False) -> None:
+        super().__init__(message)
+        self.is_shared = is_shared
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy said. ``text``: without the token that ended it; ``token_ids``: with it. ``is_truncated``: it
+    was cut off at the length limit, and is the last one whatever the environment answers."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    is_truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the environment answers to a turn.
+
+    ``observation``: the text of the next message, in the role ``environment.role``; of no use where the episode is
+    ``done``. ``reward``: of this turn, a finite number. ``is_scored``: of the last turn, whether the run's rewards
+    score its text beside, as they do a response without an environment.
+    """
+
+    observation: str = ""
+    reward: float = 0.0
+    done: bool = False
+    is_scored: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.observation, str):
+            kind = type(self.observation).__name__
+            raise TypeError(f"an observation is a {kind}, expected text")
+        if not math.isfinite(self.reward):
+            raise ValueError(f"a reward is {self.reward}, expected a finite number")
+
+
+class Environment(Protocol):
+    """One episode. A class of ``ENVIRONMENTS`` is called with ``environment.options``.
+
+    Methods may take long, as they are awaited beside other episodes', up to ``environment.step_timeout_s`` each; what
+    they raise is a fault of the environment, never a reward of 0. After a fault elsewhere the same turns may be given
+    to a new environment of the same problem: one that answers them otherwise has its episode drawn anew.
+    """
+
+    async def reset(self, problem: Problem) -> str:
+        """Begin. The first observation, beyond the problem's own prompt, which the data has: empty, for now."""
+
+    async def step(self, turn: Turn) -> Step: ...
+
+    async def close(self) -> None:
+        """The episode is over, or given up."""
+
+
+class SingleTurn:
+    """The run's rewards as an environment: the first turn is the last one, and earns what they give it."""
+
+    async def reset(self, problem: Problem) -> str:
+        return ""
+
+    async def step(self, turn: Turn) -> Step:
+        return Step(done=True, is_scored=True)
+
+    async def close(self) -> None:
+        return
+
+
+ENVIRONMENTS: dict[str, str] = {
+    "single-turn": "megatron_dppo.environments:SingleTurn",
+    "calculator": "megatron_dppo.environments.calculator:Calculator",
+}
+"""``package.module:Class`` by name."""
+
+
+def find_environment(name: str) -> Callable[..., Environment]:
+    """The class with this name in ``ENVIRONMENTS``, or a user's ``package.module:Class``.
+
+    Raises ValueError for any other name, and where it can't be imported.
+    """
+    target = name if ":" in name else ENVIRONMENTS.get(name)
+    if target is None:
+        raise ValueError(
+            f"unknown environment {name!r}; there are {', '.join(sorted(ENVIRONMENTS))}, or package.module:Class"
+        )
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"the environment {name!r} can't be imported: {error}") from error
+
+
+def check_environment(name: str | None, options: Mapping[str, Any]) -> None:
+    """Raise ValueError where there is no such environment, or it does not take these options."""
+    if name is None:
+        return
+    try:
+        inspect.signature(find_environment(name)).bind(**options)
+    except TypeError as error:
+        raise ValueError(f"options: {error}, of {name}") from error

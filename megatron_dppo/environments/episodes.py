@@ -1,0 +1,193 @@
+"""Episodes: the turns of a policy and the answers of an environment as one trajectory, token by token.
+
+The prompt of a turn is every token so far, as it was sampled or given, and after them those of the template
+(``templates.TurnTemplate``), whose loss mask is False. Recorded routing is asked for from the first row that is not
+there yet. So versions, log-probabilities and routing of each token are those of the call that sampled it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from megatron_dppo.data.trajectory import FinishReason, Problem, Trajectory
+from megatron_dppo.engine.continuation import after, join
+from megatron_dppo.engine.protocol import GenerationRequest
+from megatron_dppo.environments import Environment, EnvironmentFaultError, Step, Turn
+from megatron_dppo.environments.templates import TurnTemplate
+from megatron_dppo.environments.workers import EnvironmentPool
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """``turns``: of the policy. ``tokens``: of a trajectory with its prompt. ``observation_tokens``: of what an
+    environment may say at once, the template's included. ``retries``: after so many further faults a sample is given
+    up."""
+
+    turns: int
+    tokens: int
+    observation_tokens: int
+    retries: int
+
+
+@dataclass(eq=False)
+class _Episode:
+    """``past``: turns with what the environment answered. ``whole``: all tokens so far. ``turn``: sampled, and not yet
+    answered. ``delta``: what stands before the next one."""
+
+    request: GenerationRequest
+    past: list[tuple[Turn, Step]] = field(default_factory=list)
+    whole: Trajectory | None = None
+    turn: Turn | None = None
+    delta: list[int] = field(default_factory=list)
+    ended: FinishReason | None = None
+
+
+@dataclass
+class Episodes:
+    """Plays the episodes of a rank; ``play`` is what a ``GenerationJob`` calls.
+
+    ``faults``: how often each thing went wrong with an environment.
+    """
+
+    pool: EnvironmentPool
+    template: TurnTemplate
+    limits: EpisodeLimits
+    faults: Counter[str] = field(default_factory=Counter)
+    _counted: int = 0
+
+    def take_count(self) -> int:
+        """Faults since this was asked last."""
+        total = self.faults.total()
+        counted, self._counted = self._counted, total
+        return total - counted
+
+    async def play(
+        self,
+        problem: Problem,
+        request: GenerationRequest,
+        ask: Callable[[GenerationRequest], Awaitable[Trajectory]],
+    ) -> Trajectory:
+        """The trajectory of an episode that begins with ``request``; ``failed``, and of the prompt alone, where the
+        environment failed once more than it may.
+
+        A fault costs no sampled token: the turns are given again to a new environment, and only where that answers
+        them otherwise the policy begins anew.
+        """
+        episode, faults, alone = _Episode(request), 0, False
+        while True:
+            try:
+                async with self._opened(problem, alone=alone) as environment:
+                    await self._repeat(environment, episode)
+                    while episode.ended is None:
+                        await self._advance(environment, episode, ask)
+                return _finished(episode)
+            except EnvironmentFaultError as fault:
+                # Where it shared its process, the next attempt tells whose fault it was.
+                faults += not fault.is_shared
+                alone = alone or fault.is_shared
+                self._note(problem, fault, is_last=faults > self.limits.retries)
+                if faults > self.limits.retries:
+                    return _failed(request, str(fault))
+
+    @asynccontextmanager
+    async def _opened(self, problem: Problem, *, alone: bool) -> AsyncIterator[Environment]:
+        environment = await self.pool.open(alone=alone)
+        try:
+            if await environment.reset(problem):
+                raise EnvironmentFaultError(
+                    "reset returned an observation, expected none: the problem's prompt is the first one"
+                )
+            yield environment
+        finally:
+            await environment.close()
+
+    async def _repeat(self, environment: Environment, episode: _Episode) -> None:
+        """Bring a new environment to where the episode is."""
+        for turn, answered in episode.past:
+            if await environment.step(turn) != answered:
+                log.warning(
+                    "an environment answered the same turns otherwise: its episode begins anew"
+                )
+                episode.past, episode.whole, episode.turn = [], None, None
+                raise EnvironmentFaultError("the same turns were answered otherwise")
+
+    async def _advance(
+        self,
+        environment: Environment,
+        episode: _Episode,
+        ask: Callable[[GenerationRequest], Awaitable[Trajectory]],
+    ) -> None:
+        """One turn, and the environment's answer to it."""
+        turn = episode.turn
+        if turn is None:
+            answer = await ask(self._request(episode))
+            episode.whole = answer if episode.whole is None else join(episode.whole, answer)
+            ids = tuple(answer.response_ids.tolist())
+            episode.turn = turn = Turn(answer.text, ids, answer.truncated)
+        step = await environment.step(turn)
+        if turn.is_truncated:
+            episode.ended = "length"
+        elif step.done:
+            episode.ended = "stop"
+        else:
+            self._go_on(episode, turn, step)
+        episode.past.append((turn, step))
+        episode.turn = None
+
+    def _go_on(self, episode: _Episode, turn: Turn, step: Step) -> None:
+        """The tokens before the next turn, or the end where no turn or no token is left for it."""
+        assert episode.whole is not None
+        limits, delta = self.limits, self.template.delta(turn.token_ids, step.observation)
+        if len(delta) > limits.observation_tokens:
+            raise EnvironmentFaultError(
+                f"an observation of {len(delta)} tokens, expected at most {limits.observation_tokens} "
+                "(environment.max_observation_tokens)"
+            )
+        episode.delta = delta
+        is_last = len(episode.past) + 1 == limits.turns
+        if is_last or episode.whole.length + len(delta) >= limits.tokens:
+            episode.ended = "length"
+
+    def _request(self, episode: _Episode) -> GenerationRequest:
+        """What is asked of the engine for the next turn."""
+        first, whole = episode.request, episode.whole
+        if whole is None:
+            return first
+        left = self.limits.tokens - whole.length - len(episode.delta)
+        most = min(first.sampling.max_new_tokens, left)
+        return after(first, whole, most, episode.delta)
+
+    def _note(self, problem: Problem, fault: EnvironmentFaultError, *, is_last: bool) -> None:
+        self.faults[str(fault)[:300]] += 1
+        what = "its sample is replaced" if is_last else "it begins again"
+        log.warning("the environment of problem %d: %s; %s", problem.problem_id, fault, what)
+
+
+def _finished(episode: _Episode) -> Trajectory:
+    assert episode.whole is not None
+    assert episode.ended is not None
+    rewards = tuple(float(step.reward) for _, step in episode.past)
+    return replace(
+        episode.whole,
+        finish_reason=episode.ended,
+        text=episode.past[-1][0].text,
+        turn_rewards=rewards,
+        wants_score=episode.past[-1][1].is_scored,
+    )
+
+
+def _failed(request: GenerationRequest, reason: str) -> Trajectory:
+    return Trajectory.of_response(
+        request.prompt_ids,
+        [],
+        problem_id=request.problem_id,
+        sample_index=request.sample_index,
+        finish_reason="failed",
+        reason=f"environment {reason}",
+    )

@@ -1,0 +1,111 @@
+"""How a conversation goes on after a turn of the policy: the tokens that the chat template puts between two turns.
+
+Sampled tokens are never encoded again. After them come those of the template's own text, from the end of the turn to
+the beginning of the next one: ``<|im_end|>``, newline, ``<|im_start|>tool``, newline, ``4<|im_end|>``, newline,
+``<|im_start|>assistant``, newline. The first of these is left out where the policy sampled it; the newline after it is
+not, which only the template writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_dppo.data.records import DataError
+
+# A text that no template and no message holds.
+_MARK = "Turn7q3v9z"
+_PROBE = "Probe5x8w2k"
+_USER = {"role": "user", "content": "1"}
+
+
+class TurnTemplateError(DataError):
+    """The chat template can't say what follows a turn whatever came before it."""
+
+
+class TurnTemplate:
+    """The tokens after a turn. ``role``: of what the environment says. ``is_chat``: by the chat template; else an
+    observation's text follows the turn as it is.
+
+    Raises TurnTemplateError where what follows a turn depends on what precedes it, where a message in that role
+    disappears, or where the text after a turn is encoded otherwise behind it than alone.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, role: str, *, is_chat: bool = True
+    ) -> None:
+        self._tokenizer, self._role, self._is_chat = tokenizer, role, is_chat
+        if is_chat:
+            self._check()
+
+    def delta(self, turn_ids: Sequence[int], observation: str) -> list[int]:
+        """The tokens between a turn, whose own are ``turn_ids``, and the next: int32, none of them sampled."""
+        if not self._is_chat:
+            return self._encoded(observation)
+        ids = self._encoded(self._after([_USER], observation)[1])
+        # An end-of-turn token that was sampled must not stand there twice.
+        return ids[1:] if ids and len(turn_ids) and ids[0] == turn_ids[-1] else ids
+
+    def _after(self, history: Sequence[dict[str, str]], observation: str) -> tuple[str, str]:
+        """The text up to the end of a turn's content, and from there on."""
+        turn = {"role": "assistant", "content": _MARK}
+        said = {"role": self._role, "content": observation}
+        text = self._render([*history, turn, said])
+        before, mark, after = text.partition(_MARK)
+        if not mark:
+            raise TurnTemplateError(
+                f"the chat template leaves out, or alters, what the assistant said before a message of {self._role}"
+            )
+        return before + mark, after
+
+    def _render(self, messages: Sequence[dict[str, str]]) -> str:
+        try:
+            text: Any = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
+        # A template is a program: it may raise anything.
+        except Exception as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise TurnTemplateError(
+                f"the chat template fails on a message of {self._role} after a turn: {why}"
+            ) from error
+        return str(text)
+
+    def _takes(self, messages: Sequence[dict[str, str]]) -> bool:
+        try:
+            self._render(messages)
+        except TurnTemplateError:
+            return False
+        return True
+
+    def _encoded(self, text: str) -> list[int]:
+        ids: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return list(ids)
+
+    def _check(self) -> None:
+        if self._tokenizer.chat_template is None:
+            raise TurnTemplateError(
+                "the tokenizer has no chat template; set data.apply_chat_template to false for plain text"
+            )
+        before, after = self._after([_USER], _PROBE)
+        if _PROBE not in after:
+            raise TurnTemplateError(
+                f"the chat template drops a message of {self._role} after a turn (environment.role), expected it in "
+                f"{after!r}"
+            )
+        earlier = {"role": "assistant", "content": "2"}
+        longer = [_USER, earlier, {"role": self._role, "content": "3"}]
+        system = [{"role": "system", "content": "4"}, _USER]
+        for history in (longer, system) if self._takes(system) else (longer,):
+            other = self._after(history, _PROBE)[1]
+            if other != after:
+                raise TurnTemplateError(
+                    f"the chat template is not stable: after a turn stands {after!r}, but {other!r} where "
+                    f"{len(history)} messages precede it; expected the same, as sampled tokens are never encoded again"
+                )
+        if self._encoded(before + after) != self._encoded(before) + self._encoded(after):
+            raise TurnTemplateError(
+                f"{after!r} is encoded otherwise behind a turn than alone, so nobody can say which tokens follow one"
+            )

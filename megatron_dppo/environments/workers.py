@@ -1,0 +1,347 @@
+"""Processes in which environments run, beside a rank: what one of them does harms no other, nor the rank.
+
+``python -m megatron_dppo.environments.workers DESCRIPTOR SPEC`` says ``null`` once it is ready, then answers objects
+with a ``number`` by objects with the same: ``{"number", "result"}``, or ``{"number", "fault"}`` for what an environment
+raised. JSON both ways. Many episodes run in it side by side, on one event loop.
+
+A call that takes too long is cancelled. A process that does not even answer that is blocked, and killed, as one that
+ended by itself is replaced. Whose fault it was nobody can say where it had several episodes: each begins again in a
+process of its own, and only the one at fault fails there again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.environments import (
+    Environment,
+    EnvironmentFaultError,
+    Step,
+    Turn,
+    find_environment,
+)
+from megatron_dppo.rewards.verifier import MEMORY_BYTES, START_LIMIT_S
+from megatron_dppo.system import processes
+
+_MODULE = "megatron_dppo.environments.workers"
+_CANCEL_S = 5.0
+_ENDING_S = 5.0
+_SHOWN = 2000
+_LONGEST_FAULT = 200
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """What a worker makes environments of. ``name``: as ``find_environment``; ``options``: its arguments.
+    ``step_timeout_s``: of one call; ``largest_bytes``: of one answer as JSON."""
+
+    name: str
+    options: dict[str, Any]
+    step_timeout_s: float
+    largest_bytes: int = 1 << 20
+
+
+class EnvironmentPool:
+    """``workers`` processes for the episodes of a rank, started when they are first needed; ``close`` it.
+
+    ``open`` and the environments that it gives belong to one event loop.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, workers: int) -> None:
+        self._spec = spec
+        self._shared: list[_Worker | None] = [None] * workers
+        self._alone: set[_Worker] = set()
+        self._lone_places = asyncio.Semaphore(workers)
+        self._is_closed = False
+
+    async def open(self, *, alone: bool = False) -> RemoteEnvironment:
+        """A new environment; ``alone``: in a process that has no other. Raises EnvironmentFaultError."""
+        if alone:
+            await self._lone_places.acquire()
+            worker = _Worker(self._spec)
+            self._alone.add(worker)
+            return RemoteEnvironment(self, worker)
+        usable = [w for w in self._shared if w is not None and not w.is_dead]
+        if len(usable) < len(self._shared) and all(w.episodes for w in usable):
+            place = next(i for i, w in enumerate(self._shared) if w is None or w.is_dead)
+            worker = self._shared[place] = _Worker(self._spec)
+            usable.append(worker)
+        worker = min(usable, key=lambda w: w.episodes)
+        return RemoteEnvironment(self, worker)
+
+    def leave(self, worker: _Worker) -> None:
+        """An episode of the worker is over."""
+        worker.episodes -= 1
+        if worker in self._alone:
+            self._alone.remove(worker)
+            worker.kill()
+            self._lone_places.release()
+
+    def close(self) -> None:
+        """End the processes; what they still work on is given up. Harmless twice."""
+        for worker in [*self._shared, *self._alone]:
+            if worker is not None:
+                worker.kill()
+
+
+class RemoteEnvironment(Environment):
+    """An environment in a worker. Every method but ``close`` raises EnvironmentFaultError, and nothing else."""
+
+    def __init__(self, pool: EnvironmentPool, worker: _Worker) -> None:
+        self._pool, self._worker = pool, worker
+        self._episode = next(worker.numbers)
+        self._is_open = True
+        worker.episodes += 1
+
+    async def reset(self, problem: Problem) -> str:
+        answer = await self._worker.call("reset", self._episode, {"problem": asdict(problem)})
+        return str(answer)
+
+    async def step(self, turn: Turn) -> Step:
+        answer = await self._worker.call("step", self._episode, asdict(turn))
+        return Step(**answer)
+
+    async def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._worker.tell("close", self._episode)
+            self._pool.leave(self._worker)
+
+
+class _Worker:
+    """One process, from the loop of whoever makes it; ``is_dead`` once it ended. ``episodes``: how many it has."""
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self.numbers = itertools.count()
+        self.episodes = 0
+        self.is_dead = False
+        self._spec = spec
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._sending = threading.Lock()
+        self._ended_for, self._was_shared = "", False
+        self._output = tempfile.NamedTemporaryFile("rb", prefix="environment-")  # noqa: SIM115  closed by the reader
+        self._process, self._connection = processes.start_connected(
+            _MODULE,
+            json.dumps(asdict(spec)),
+            environment=os.environ,
+            output=self._output.fileno(),
+        )
+        threading.Thread(target=self._read, name="environment", daemon=True).start()
+
+    async def call(self, operation: str, episode: int, values: dict[str, Any]) -> Any:
+        if not self._ready.done():
+            try:
+                await asyncio.wait_for(asyncio.shield(self._ready), START_LIMIT_S)
+            except TimeoutError:
+                self.kill(f"it did not start in {START_LIMIT_S:g} s")
+        limit = self._spec.step_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                return await self._ask(operation, episode, values)
+        except TimeoutError:
+            pass
+        try:
+            async with asyncio.timeout(_CANCEL_S):
+                await self._ask("cancel", episode, {})
+        except TimeoutError:
+            self.kill(f"no answer to {operation} within {limit:g} s, and none to anything else")
+            raise self._lost() from None
+        raise EnvironmentFaultError(
+            f"{self._spec.name}: no answer to {operation} within {limit:g} s"
+        )
+
+    def tell(self, operation: str, episode: int) -> None:
+        """Send what needs no answer, and wait for nothing."""
+        if not self.is_dead:
+            message = {"number": -1, "operation": operation, "episode": episode}
+            self._loop.run_in_executor(None, self._send, message)
+
+    def kill(self, reason: str = "it was closed") -> None:
+        """End the process at once."""
+        self._note_end(reason)
+        processes.kill_families([self._process])
+
+    async def _ask(self, operation: str, episode: int, values: dict[str, Any]) -> Any:
+        if self.is_dead:
+            raise self._lost()
+        number = next(self.numbers)
+        answer = self._calls[number] = self._loop.create_future()
+        try:
+            message = {"number": number, "operation": operation, "episode": episode, **values}
+            # Whoever does not read may fill the pipe.
+            await self._loop.run_in_executor(None, self._send, message)
+            return await answer
+        finally:
+            self._calls.pop(number, None)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            with self._sending:
+                self._connection.send_bytes(json.dumps(message).encode())
+        # The reader learns of it, too, and says why.
+        except OSError:
+            return
+
+    def _read(self) -> None:
+        try:
+            while True:
+                answer = json.loads(self._connection.recv_bytes(self._spec.largest_bytes + 4096))
+                self._loop.call_soon_threadsafe(self._take, answer)
+        except (EOFError, OSError, ValueError):
+            try:
+                # One that ends by itself says why.
+                code = self._process.wait(_ENDING_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                code = self._process.wait()
+            text = Path(self._output.name).read_text(errors="replace")[-_SHOWN:].strip()
+            with self._sending:
+                self._connection.close()
+            self._output.close()
+            why = f"its process {processes.describe_exit(code)}" + (f": {text}" if text else "")
+            # At the end of a run nobody waits any more.
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._end, why)
+
+    def _take(self, answer: dict[str, Any] | None) -> None:
+        if answer is None:
+            if not self._ready.done():
+                self._ready.set_result(None)
+            return
+        call = self._calls.get(answer["number"])
+        if call is None or call.done():
+            return
+        if "fault" in answer:
+            call.set_exception(EnvironmentFaultError(f"{self._spec.name}: {answer['fault']}"))
+        else:
+            call.set_result(answer["result"])
+
+    def _end(self, why: str) -> None:
+        self._note_end(why)
+        if not self._ready.done():
+            self._ready.set_result(None)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(self._lost())
+
+    def _note_end(self, reason: str) -> None:
+        if not self.is_dead:
+            self.is_dead, self._ended_for = True, reason
+            # Later it has fewer, and each of them may be the one at fault.
+            self._was_shared = self.episodes > 1
+
+    def _lost(self) -> EnvironmentFaultError:
+        return EnvironmentFaultError(
+            f"{self._spec.name}: {self._ended_for}", is_shared=self._was_shared
+        )
+
+
+# --- the process
+
+
+class _Host:
+    """The environments of a process, by the number of their episode."""
+
+    def __init__(self, connection: Connection, spec: EnvironmentSpec) -> None:
+        self._connection, self._spec = connection, spec
+        self._make = find_environment(spec.name)
+        self._environments: dict[int, Environment] = {}
+        self._under_way: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        """Answer until nobody is left to ask."""
+        loop, messages = asyncio.get_running_loop(), asyncio.Queue[bytes]()
+        threading.Thread(target=self._listen, args=(loop, messages), daemon=True).start()
+        self._reply(None)
+        while True:
+            message = json.loads(await messages.get())
+            episode = message["episode"]
+            task = asyncio.create_task(self._handle(message))
+            if message["operation"] in ("reset", "step"):
+                self._under_way[episode] = task
+
+    def _listen(self, loop: asyncio.AbstractEventLoop, messages: asyncio.Queue[bytes]) -> None:
+        """In a thread, for an environment may block the loop: the process ends with whoever asks, even so."""
+        try:
+            while True:
+                loop.call_soon_threadsafe(messages.put_nowait, self._connection.recv_bytes())
+        except (EOFError, OSError):
+            processes.kill_descendants()
+            os._exit(0)
+
+    async def _handle(self, message: dict[str, Any]) -> None:
+        number, episode = message.pop("number"), message.pop("episode")
+        operation = message.pop("operation")
+        try:
+            result = await getattr(self, f"_{operation}")(episode, **message)
+            answer = {"number": number, "result": result}
+            size = len(json.dumps(answer))
+            if size > self._spec.largest_bytes:
+                raise ValueError(
+                    f"an answer of {size} bytes, expected at most {self._spec.largest_bytes}"
+                )
+        # Whatever it is, the run goes on without it.
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"({Path(frame.filename).name}, line {frame.lineno})"
+            fault = f"{operation}: {type(error).__name__}: {str(error)[:_LONGEST_FAULT]} {place}"
+            answer = {"number": number, "fault": fault}
+        if number >= 0:
+            self._reply(answer)
+
+    def _reply(self, answer: dict[str, Any] | None) -> None:
+        self._connection.send_bytes(json.dumps(answer).encode())
+
+    async def _reset(self, episode: int, problem: dict[str, Any]) -> str:
+        environment = self._make(**self._spec.options)
+        self._environments[episode] = environment
+        ids = tuple(problem.pop("prompt_ids"))
+        messages = tuple(problem.pop("messages"))
+        return await environment.reset(Problem(**problem, prompt_ids=ids, messages=messages))
+
+    async def _step(self, episode: int, **values: Any) -> dict[str, Any]:
+        ids = tuple(values.pop("token_ids"))
+        return asdict(await self._environments[episode].step(Turn(**values, token_ids=ids)))
+
+    async def _cancel(self, episode: int) -> None:
+        if (task := self._under_way.pop(episode, None)) is not None:
+            task.cancel()
+
+    async def _close(self, episode: int) -> None:
+        await self._cancel(episode)
+        if (environment := self._environments.pop(episode, None)) is not None:
+            await environment.close()
+
+
+def main() -> None:
+    """Serve in this process, which takes its own descendants with it."""
+    descriptor, text = sys.argv[1:]
+    connection = Connection(int(descriptor))
+    os.set_inheritable(connection.fileno(), False)
+    # Ctrl-C is the rank's to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    processes.adopt_orphans()
+    asyncio.run(_Host(connection, EnvironmentSpec(**json.loads(text))).serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Environments that fail on purpose; apart, because the processes that run them import this file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.environments import Step, Turn
+
+
+class Counting:
+    """Two observations, then the end; turn i earns i + 1 tenths. What the last digit of a turn asks for goes wrong."""
+
+    def __init__(self, flag: str = "") -> None:
+        self.turns, self.flag = 0, flag
+
+    async def reset(self, problem: Problem) -> str:
+        self.problem = problem
+        return ""
+
+    async def step(self, turn: Turn) -> Step:
+        self.turns += 1
+        await self.misbehave(turn.text)
+        return Step(f"{self.turns}", reward=self.turns / 10, done=self.turns == 3)
+
+    async def close(self) -> None:
+        return
+
+    async def misbehave(self, text: str) -> None:
+        if text.endswith("crash"):
+            raise ZeroDivisionError("planted")
+        if text.endswith("exit"):
+            os._exit(3)
+        if text.endswith("hang"):
+            await asyncio.sleep(3600)
+        if text.endswith("block"):
+            time.sleep(3600)
+        if text.endswith("huge"):
+            raise ValueError("x" * 10_000_000)
+
+
+class Huge(Counting):
+    async def step(self, turn: Turn) -> Step:
+        return Step("1" * 10_000_000)
+
+
+class Long(Counting):
+    async def step(self, turn: Turn) -> Step:
+        return Step("1 " * 300)
+
+
+class OnceBroken(Counting):
+    """Fails in its second turn while there is no file ``flag``, which it makes then."""
+
+    async def misbehave(self, text: str) -> None:
+        if self.turns == 2 and not Path(self.flag).exists():
+            Path(self.flag).touch()
+            os._exit(1)
+
+
+class Forgetful(OnceBroken):
+    """Answers otherwise after that."""
+
+    async def step(self, turn: Turn) -> Step:
+        step = await super().step(turn)
+        return replace(step, observation="9") if Path(self.flag).exists() else step

@@ -1,0 +1,358 @@
+"""Episodes: turns of a policy and answers of an environment as one trajectory; environments that fail; the tokens
+between turns."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dppo.data.columns import usable_rows
+from megatron_dppo.data.trajectory import Problem, Trajectory
+from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, SamplingParams
+from megatron_dppo.environments import (
+    EnvironmentFaultError,
+    SingleTurn,
+    Step,
+    Turn,
+    check_environment,
+    find_environment,
+    workers,
+)
+from megatron_dppo.environments.calculator import Calculator, calculate
+from megatron_dppo.environments.episodes import EpisodeLimits, Episodes
+from megatron_dppo.environments.templates import TurnTemplate
+from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
+from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
+from megatron_dppo.system.async_runner import AsyncRunner
+from tests.tiny_models import tiny_tokenizer
+
+PLANTED = "tests.unit.planted_environments"
+IM_START, IM_END = 1, 2
+PROBLEM = Problem(7, "3+5", "8", (10, 11, 12))
+SHAPE = RoutedShape(hidden_layers=1, moe_layers=(0,), top_k=2, experts=100)
+
+
+# --- an engine of these tests
+
+
+tokenizer = cache(tiny_tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch):
+    monkeypatch.setattr(workers, "_CANCEL_S", 0.5)
+
+
+class Engine:
+    """Answers with ``texts`` of each problem in turn, whose tokens are theirs and an end of turn; keeps what was asked.
+
+    Row t of the routing says which call recorded it, log-probability -i - calls / 10 is of token i.
+    """
+
+    def __init__(self, texts: dict[int, list[str]]) -> None:
+        self.tokenizer = tokenizer()
+        self.texts = texts
+        self.asked: list[GenerationRequest] = []
+        self.calls: dict[int, int] = {}
+
+    async def generate(self, requests: list[GenerationRequest], rid: str) -> list[Trajectory]:
+        await asyncio.sleep(0)
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request: GenerationRequest) -> Trajectory:
+        call = self.calls[request.problem_id] = self.calls.get(request.problem_id, 0) + 1
+        self.asked.append(request)
+        text = self.texts[request.problem_id][(call - 1) % len(self.texts[request.problem_id])]
+        ids = [*self.tokenizer(text)["input_ids"], IM_END][: request.sampling.max_new_tokens]
+        rows = len(request.prompt_ids) + len(ids) - 1
+        columns: dict[str, Any] = {
+            "rollout_log_probs": [-i - call / 10 for i in range(len(ids))],
+            "weight_version": [call] * len(ids),
+        }
+        if "routed_experts" in request.columns:
+            whole = np.full((rows, 1, 2), [[call, 50]], np.uint8)
+            whole[: request.columns["routed_experts"].start] = 0
+            columns["routed_experts"] = whole
+        return Trajectory.of_response(
+            request.prompt_ids,
+            ids,
+            problem_id=request.problem_id,
+            columns=columns,
+            text=text,
+            finish_reason="stop" if ids[-1] == IM_END else "length",
+            prompt_tokens=len(request.prompt_ids),
+            cached_tokens=max(0, len(request.prompt_ids) - 5),
+        )
+
+    async def abort(self, rid: str, count: int) -> None:
+        return
+
+    async def watch(self, hang_timeout_s: float) -> None:
+        await asyncio.sleep(3600)
+
+
+LIMITS = EpisodeLimits(turns=8, tokens=1000, observation_tokens=64, retries=1)
+
+
+def play(
+    engine: Engine,
+    environment: str = "Counting",
+    limits: EpisodeLimits = LIMITS,
+    problems: int = 1,
+    timeout_s: float = 60.0,
+    role: str = "user",
+    **options: Any,
+) -> tuple[list[Trajectory], Episodes]:
+    """What became of problems 0, 1, ... with two at a time in one process."""
+    spec = EnvironmentSpec(f"{PLANTED}:{environment}", options, timeout_s)
+    pool = EnvironmentPool(spec, workers=1)
+    episodes = Episodes(pool, TurnTemplate(engine.tokenizer, role), limits)
+    job = GenerationJob(
+        [replace(PROBLEM, problem_id=i) for i in range(problems)],
+        1,
+        SamplingParams(16),
+        {"routed_experts": SHAPE},
+        play=episodes.play,
+    )
+
+    async def work() -> list[Trajectory]:
+        def of_problem(request: GenerationRequest, ask: Any) -> Any:
+            return episodes.play(job.problems[request.key[0]], request, ask)
+
+        done = await generate_many(engine, job.requests(), GenerationLimits(2), play=of_problem)
+        return job.trajectories(done)
+
+    try:
+        with AsyncRunner() as runner:
+            return runner.run(work()), episodes
+    finally:
+        pool.close()
+
+
+def between(engine: Engine, said: str) -> list[int]:
+    """By hand: what the template puts between two turns, the sampled end of turn left out."""
+    text = f"\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    return engine.tokenizer(text)["input_ids"]
+
+
+def test_turns_are_joined_token_by_token():
+    engine = Engine({0: ["4 and", "5", "6 is"]})
+    (t,), episodes = play(engine)
+    turns = [[*engine.tokenizer(text)["input_ids"], IM_END] for text in ("4 and", "5", "6 is")]
+    gaps = [between(engine, "1"), between(engine, "2")]
+    expected = [*PROBLEM.prompt_ids, *turns[0], *gaps[0], *turns[1], *gaps[1], *turns[2]]
+    assert t.token_ids.tolist() == expected
+    mask = [False] * 3
+    for turn, gap in zip(turns, [*gaps, []], strict=True):
+        mask += [True] * len(turn) + [False] * len(gap)
+    assert t.loss_mask.tolist() == mask
+    assert (t.turns, t.sampled, t.finish_reason, t.text) == (3, sum(mask), "stop", "6 is")
+    assert t.turn_rewards == (0.1, 0.2, 0.3)
+    assert not t.wants_score
+    assert not episodes.faults
+    # Each prompt is what came before, as it was.
+    whole = t.token_ids.tolist()
+    ends = [3, 3 + len(turns[0]) + len(gaps[0]), len(whole) - len(turns[2])]
+    assert [list(r.prompt_ids) for r in engine.asked] == [whole[:end] for end in ends]
+    assert (t.prompt_tokens, t.cached_tokens) == (sum(ends), sum(max(0, e - 5) for e in ends))
+    assert t.stamp is not None
+    assert t.stamp.digests == t.digests()
+
+
+def test_versions_log_probabilities_and_routing_are_those_of_the_call_that_sampled():
+    engine = Engine({0: ["4 and", "5", "6 is"]})
+    (t,), _ = play(engine)
+    lengths = [len(engine.tokenizer(text)["input_ids"]) + 1 for text in ("4 and", "5", "6 is")]
+    expected = [-i - call / 10 for call, n in enumerate(lengths, 1) for i in range(n)]
+    assert t.columns["rollout_log_probs"].tolist() == pytest.approx(expected)
+    assert t.columns["weight_version"].tolist() == np.repeat([1, 2, 3], lengths).tolist()
+    # A call is asked for the rows that are not there: from that of the last token of the turn before.
+    starts = [r.columns["routed_experts"].start for r in engine.asked]
+    calls = t.columns["routed_experts"][:, 0, 0].tolist()
+    ends = [0, 3 + lengths[0] - 1, len(engine.asked[2].prompt_ids) - len(between(engine, "2")) - 1]
+    assert starts == ends
+    assert calls == [1] * ends[1] + [2] * (ends[2] - ends[1]) + [3] * (t.length - 1 - ends[2])
+    # Every row that predicts a sampled token was recorded by the weights that sampled it.
+    assert usable_rows(t.loss_mask, t.columns).all()
+    predicting = np.flatnonzero(t.loss_mask) - 1
+    assert [calls[i] for i in predicting] == t.columns["weight_version"].tolist()
+
+
+def test_a_recording_that_was_lost_in_between_is_dropped():
+    class Losing(Engine):
+        def answer(self, request: GenerationRequest) -> Trajectory:
+            answer = super().answer(request)
+            return answer.without("routed_experts") if self.calls[0] == 2 else answer
+
+    (t,), _ = play(Losing({0: ["4", "5", "6"]}))
+    # The third call was asked for all rows, as none were there.
+    versions = t.columns["routing_version"]
+    assert versions.tolist() == [3] * t.sampled
+    assert not usable_rows(t.loss_mask, t.columns)[np.flatnonzero(t.loss_mask)[0] - 1]
+    assert usable_rows(t.loss_mask, t.columns)[-1]
+
+
+@pytest.mark.parametrize(
+    ("limits", "turns"),
+    [
+        (replace(LIMITS, turns=2), 2),
+        # The prompt, a turn of 2, and what is said are 20 tokens or more: there is none left for a second turn.
+        (replace(LIMITS, tokens=20), 1),
+    ],
+)
+def test_an_episode_that_uses_up_its_turns_or_tokens_is_truncated(limits, turns):
+    engine = Engine({0: ["4", "5", "6"]})
+    (t,), _ = play(engine, limits=limits)
+    assert (t.turns, t.finish_reason) == (turns, "length")
+    assert t.turn_rewards == (0.1, 0.2)[:turns]
+    assert t.loss_mask[-1]
+
+
+def test_the_last_turn_gets_the_tokens_that_are_left():
+    engine = Engine({0: ["4", "5"]})
+    _, _ = play(engine)
+    tokens = len(engine.asked[1].prompt_ids) + 1
+    (t,), _ = play(engine := Engine({0: ["4", "5"]}), limits=replace(LIMITS, tokens=tokens))
+    assert [r.sampling.max_new_tokens for r in engine.asked] == [16, 1]
+    assert (t.length, t.finish_reason, t.turns) == (tokens, "length", 2)
+
+
+def test_a_truncated_turn_is_the_last_one():
+    (t,), _ = play(Engine({0: ["1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9"]}))
+    assert (t.turns, t.sampled, t.finish_reason, t.turn_rewards) == (1, 16, "length", (0.1,))
+
+
+# --- environments that fail
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("crash", r"step: ZeroDivisionError: planted \(planted_environments.py, line \d+\)"),
+        ("huge", r"step: ValueError: x{200} \(planted_environments.py"),
+        ("exit", "its process exited with code 3"),
+        ("hang", "no answer to step within 1 s"),
+        ("block", "no answer to step within 1 s, and none to anything else"),
+    ],
+)
+def test_others_go_on_where_an_environment_fails(kind, reason):
+    texts = {i: ["4", "5", "6"] for i in range(4)} | {2: ["4", f"5 {kind}", "6"]}
+    found, episodes = play(Engine(texts), problems=4, timeout_s=1.0)
+    assert [t.finish_reason for t in found] == ["stop", "stop", "failed", "stop"]
+    assert [t.sampled > 0 for t in found] == [True, True, False, True]
+    own = [fault for fault in episodes.faults if "same turns" not in fault]
+    assert all(re.search(reason, fault) for fault in own), own
+    # Twice by itself: the attempt, and one retry. Where it shared its process, once more, as all that did.
+    assert 2 <= episodes.faults.total() <= 3 + 3
+    assert found[2].reason.startswith("environment tests.unit.planted_environments:Counting: ")
+    assert re.search(reason, found[2].reason)
+    assert (episodes.take_count(), episodes.take_count()) == (episodes.faults.total(), 0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ("Huge", r"an answer of 100000\d\d bytes, expected at most 1048576"),
+        ("Long", r"an observation of \d+ tokens, expected at most 64 \(environment.max_obs"),
+    ],
+)
+def test_what_is_too_much_to_read_is_a_fault(environment, reason):
+    (t,), episodes = play(Engine({0: ["4"]}), environment)
+    assert t.finish_reason == "failed"
+    (fault,) = episodes.faults
+    assert re.search(reason, fault)
+
+
+def test_a_fault_costs_no_sampled_token(tmp_path):
+    """The same turns are given to a new environment."""
+    engine = Engine({0: ["4", "5", "6"]})
+    (t,), episodes = play(engine, "OnceBroken", flag=str(tmp_path / "flag"))
+    assert (t.turns, t.finish_reason, t.turn_rewards) == (3, "stop", (0.1, 0.2, 0.3))
+    assert len(engine.asked) == 3
+    assert episodes.faults.total() == 1
+
+
+def test_turns_that_are_answered_otherwise_are_drawn_again(tmp_path):
+    engine = Engine({0: ["4", "5", "6"]})
+    limits = replace(LIMITS, retries=2)
+    (t,), episodes = play(engine, "Forgetful", limits, flag=str(tmp_path / "flag"))
+    assert (t.turns, t.finish_reason) == (3, "stop")
+    assert len(engine.asked) == 2 + 3
+    assert episodes.faults.total() == 2
+    said = engine.tokenizer.decode(t.token_ids[~t.loss_mask])
+    assert "user\n9" in said
+    assert "user\n1" not in said
+
+
+# --- the table, and what ships
+
+
+def alone(environment: Any, turn: str) -> Step:
+    async def work() -> Step:
+        await environment.reset(PROBLEM)
+        return await environment.step(Turn(turn, (1,)))
+
+    return asyncio.run(work())
+
+
+def test_rewards_are_an_environment_of_one_turn():
+    assert alone(SingleTurn(), "3+5=8") == Step(done=True, is_scored=True)
+
+
+def test_the_calculator_answers_calls_and_leaves_the_rest_to_the_rewards():
+    assert alone(Calculator(), "? 3 + 5") == Step("8")
+    assert alone(Calculator(call_reward=0.25), "well ? 3*(2-5)") == Step("-9", 0.25)
+    assert alone(Calculator(call_reward=0.25), "? 3 +") == Step("error")
+    assert alone(Calculator(), "= 8") == Step(done=True, is_scored=True)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["", "2**99999", "1/2", "x", "__import__('os')", "9" * 31, "1" * 201, "(" * 150, "True", "1;2"],
+)
+def test_the_calculator_works_out_nothing_else(expression):
+    with pytest.raises(ValueError, match=r"."):
+        calculate(expression)
+    assert calculate("-3 * (4 - 2)") == -6
+
+
+def test_names_and_options_are_checked_before_a_run():
+    assert find_environment("calculator") is Calculator
+    check_environment("calculator", {"call": "!"})
+    check_environment(None, {})
+    with pytest.raises(
+        ValueError, match="unknown environment 'abacus'; there are calculator, single"
+    ):
+        find_environment("abacus")
+    with pytest.raises(ValueError, match="unexpected keyword argument 'cal', of calculator"):
+        check_environment("calculator", {"cal": "!"})
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [({"reward": float("nan")}, ValueError), ({"observation": 3}, TypeError)]
+)
+def test_a_step_holds_text_and_a_number(value, error):
+    with pytest.raises(error, match=r"expected (text|a finite number)"):
+        Step(**value)
+
+
+def test_a_worker_that_is_not_there_is_a_fault():
+    async def work() -> None:
+        pool = EnvironmentPool(EnvironmentSpec("no_such_module:X", {}, 5.0), 1)
+        environment = await pool.open()
+        try:
+            await environment.reset(PROBLEM)
+        finally:
+            await environment.close()
+            pool.close()
+
+    with pytest.raises(
+        EnvironmentFaultError, match=r"its process exited with code 1(?s:.)*no_such_module"
+    ):
+        asyncio.run(work())
