@@ -111,9 +111,8 @@ def join(held: Trajectory, answer: Trajectory) -> Trajectory:
     """``held``, and after it the tokens of ``answer``, whose prompt begins with it; it ends as ``answer`` does. What
     that prompt has beyond ``held`` was not sampled."""
     start = held.length
-    assert answer.token_ids[:start].tolist() == held.token_ids.tolist(), (
-        "the answer to another request"
-    )
+    same = answer.prompt_ids[:start].tolist() == held.token_ids.tolist()
+    assert same, "the answer to another request"
     if not answer.sampled:
         return replace(held, finish_reason=answer.finish_reason)
     # The rows of the held tokens are kept where the answer has them again.

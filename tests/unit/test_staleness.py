@@ -80,8 +80,8 @@ def test_figures_are_those_of_all_generated_groups():
     ]
     rows = rows_of(batch, group_size=2)
     assert rows == [
-        GroupRow(2, 2.0, True, 6, 0, 2, 0.0),
-        GroupRow(2, 1.0, False, 6, 1, 1, 0.0),
+        GroupRow(2, 2.0, True, 6, 0, 2, 0.0, turns=2),
+        GroupRow(2, 1.0, False, 6, 1, 1, 0.0, turns=2),
     ]
     assert generated_figures(rows) == {
         "reward/mean": 0.75,
@@ -91,7 +91,10 @@ def test_figures_are_those_of_all_generated_groups():
         "rollout/distinct": 0.75,
         "rollout/twins": 0.0,
         "rollout/tokens": 12,
+        "rollout/turns": 1.0,
     }
+    cached = [row._replace(prompt_tokens=10, cached_tokens=n) for n, row in enumerate(rows, 4)]
+    assert generated_figures(cached)["rollout/prefix_cached"] == (4 + 5) / 20
     assert trained_figures(batch[2:]) == {"rollout/response_length_trained": 3.0}
     assert trained_figures(batch[1:]) == {"rollout/response_length_trained": 10 / 3}
     figures = selection_figures(rows, Selection((1,), dropped=1), rounds=2)
@@ -131,9 +134,10 @@ def test_repetition_by_equal_seeds_is_told_from_chance():
 def test_twins_by_hand():
     """Four equal responses: of probability 1/2 they tell nothing; of 1/1000 each has 3 twins, 3/1000 by chance."""
     one = np.random.default_rng(0)
-    assert drawn_group(one, [0.5, 0.5], [0] * 4)[-2:] == (1, 0.0)
+    likely = drawn_group(one, [0.5, 0.5], [0] * 4)
+    assert (likely.distinct, likely.twins) == (1, 0.0)
     rare = drawn_group(one, [0.001] * 1000, [0] * 4)
-    assert rare[-2:] == (1, pytest.approx(4 * 3 - 4 * 3 * 0.001))
+    assert (rare.distinct, rare.twins) == (1, pytest.approx(4 * 3 - 4 * 3 * 0.001))
 
 
 def test_the_overlap_is_the_share_that_nobody_waited_for():
