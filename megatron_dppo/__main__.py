@@ -40,10 +40,6 @@ COMMANDS = {
         "megatron_dppo.doctor.__main__",
         "which cause makes engine and trainer differ in a saved batch",
     ),
-    "mismatch": (
-        "megatron_dppo.mismatch.__main__",
-        "mean |pi - mu| of a saved batch, by its causes",
-    ),
     "preflight": ("megatron_dppo.preflight.__main__", "whether this machine is fit for a run"),
     "gpu-check": ("megatron_dppo.gpu_check.__main__", "what to run first on a machine with GPUs"),
     "bench-mask": (

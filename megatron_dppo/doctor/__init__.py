@@ -1,1 +1,1 @@
-"""``megatron-dppo doctor``: which cause makes the probabilities of engine and trainer differ in a saved batch."""
+"""``megatron-dppo doctor``: why the probabilities of engine and trainer differ in a saved batch."""

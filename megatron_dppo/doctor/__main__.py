@@ -1,6 +1,7 @@
 """Which cause makes the probabilities of engine and trainer differ, in a saved batch of a run.
 
     megatron-dppo doctor runs/demo --step 3 --html doctor.html
+    megatron-dppo doctor runs/demo --step 3 --parts --png parts.png
 
 The run must have been started with ``rollout.save=true``. The engine's mu, and pi as the loss saw it in the step's
 first mini-batch, are each compared with transformers in float32, which shares no code with either. A side that differs
@@ -12,6 +13,18 @@ differ, it is the layout.
 Then: whether the tokens were drawn as configured, by the likelihood of other samplers (mu and pi may agree on numbers
 that nothing was drawn from); whether responses of a group are copies; whether prompts are what tokenizer and template
 make.
+
+With ``--parts`` it says how much of mean |pi - mu| each cause makes up: pi is recomputed by the run's own trainer, on
+its device, with one more cause fixed in each pass:
+
+    nothing fixed        the newest weights that are known, logits as they are, natural routing
+    sampling transform   logits divided by rollout.temperature, as the engine does
+    staleness            the weights that sampled the batch
+    routing              experts as the engine recorded them (needs rollout.router_replay=true)
+    precision            the trainer in float32 (where the run is not, and not with --no-precision)
+
+The decrease of mean |pi - mu| by a fix is that cause's part; the rest before ``precision`` is numerics. A cause that is
+not possible in this run has no row.
 
 Weights are found in the run: model.hf_checkpoint is version 0, a checkpoint of step N version N, and RUN/hf that of the
 last step; --weights N=FOLDER names others. The whole model must fit this machine's memory twice, in float32.
@@ -26,10 +39,16 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.data.batch_commands import batch_parser, run_batch_command, show_facts
 from megatron_dppo.metrics.records import CHECKPOINTS_FOLDER, EXPORT_FOLDER, ROLLOUTS_FOLDER
+
+if TYPE_CHECKING:
+    from megatron_dppo.config.schema import TrainConfig
+    from megatron_dppo.data.trajectory import Trajectory
+    from megatron_dppo.doctor.reference import KnownWeights
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,8 +57,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--weights", action="append", default=[], metavar="VERSION=FOLDER",
         help="Hugging Face folder, or checkpoint, of the policy after that many steps",
     )  # fmt: skip
+    parser.add_argument("--parts", action="store_true", help="how much of the gap is which cause's")
+    parser.add_argument(
+        "--no-precision", dest="precision", action="store_false",
+        help="no pass in float32, for which Transformer Engine has no attention of packed sequences",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="write every figure here")
-    parser.add_argument("--html", type=Path, help="write the page here")
+    parser.add_argument("--html", type=Path, help="write the page here, not with --parts")
+    parser.add_argument("--png", type=Path, help="draw parts, ratio and TV against mu here")
     return parser.parse_args(arguments)
 
 
@@ -52,10 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Read the batch, examine both sides, write the requested files."""
+    """Read the batch, examine it, write the requested files."""
     from megatron_dppo.data.batch_file import load_batch, saved_step
-    from megatron_dppo.doctor import report as pages
+    from megatron_dppo.doctor.reference import KnownWeights
 
+    if options.html if options.parts else options.png:
+        raise ValueError("--html is the page of all causes, --png the figure of --parts")
     config = load_config(options.run / "config.yaml")
     folder = options.run / ROLLOUTS_FOLDER
     step = saved_step(folder, options.step, default=-1)
@@ -64,12 +91,27 @@ def report(options: argparse.Namespace) -> None:
     batch = whole[: options.limit or None]
     if not any(t.sampled for t in batch):
         raise ValueError(f"{folder}: the batch of step {step} has no response token")
+    folders = weights_by_version(options, config.model.hf_checkpoint, config.run.steps)
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-doctor-") as converted:
-        folders = weights_by_version(options, config.model.hf_checkpoint, config.run.steps)
-        doctor = pages.Doctor(config, batch, folders, Path(converted))
-        doctor_report = doctor.report(step)
+        weights = KnownWeights(folders, Path(config.model.hf_checkpoint), Path(converted))
+        act = report_parts if options.parts else report_causes
+        act(options, config, step, batch, len(whole), weights)
+
+
+def report_causes(
+    options: argparse.Namespace,
+    config: TrainConfig,
+    step: int,
+    batch: Sequence[Trajectory],
+    size: int,
+    weights: KnownWeights,
+) -> None:
+    """Which cause makes either side differ. ``batch``: of ``size`` responses."""
+    from megatron_dppo.doctor import report as pages
+
+    doctor_report = pages.Doctor(config, batch, weights).report(step)
     title = f"Doctor: {options.run}, batch of step {step}"
-    facts = [f"{len(batch)} of {len(whole)} responses", *doctor_report.facts]
+    facts = [f"{len(batch)} of {size} responses", *doctor_report.facts]
     pages.show(show_facts(title, facts, width=140), doctor_report)
     if options.json:
         text = json.dumps(pages.as_json(doctor_report), indent=2)
@@ -78,6 +120,39 @@ def report(options: argparse.Namespace) -> None:
     if options.html:
         options.html.write_text(pages.page(title, facts, doctor_report), encoding="utf-8")
         print(f"{options.html}: the page")
+
+
+def report_parts(
+    options: argparse.Namespace,
+    config: TrainConfig,
+    step: int,
+    batch: Sequence[Trajectory],
+    size: int,
+    weights: KnownWeights,
+) -> None:
+    """How much of mean |pi - mu| each cause makes up, as ``report_causes``."""
+    from megatron_dppo.doctor.diagnosis import engine_side
+    from megatron_dppo.doctor.figure import draw
+    from megatron_dppo.doctor.ladder import Parts
+
+    batch = [t for t in batch if t.sampled]
+    sampled_by, newest = engine_side(batch).version, max(weights.folders)
+    folders = weights.folder(sampled_by), weights.folder(newest)
+    parts = Parts.of(config, batch, *folders, precision=options.precision)
+    title = f"Parts of |pi - mu|: {options.run}, batch of step {step}"
+    facts = [
+        f"{len(batch)} of {size} responses, {len(parts.log_mu)} tokens; {config.model.dtype}, "
+        f"temperature {config.temperature:g}",
+        f"sampled by version {sampled_by}, {weights.folders[sampled_by]}; "
+        f"now version {newest}, {weights.folders[newest]}",
+    ]
+    parts.show(title, facts)
+    if options.json:
+        options.json.write_text(parts.to_text(step, len(batch)), encoding="utf-8")
+        print(f"{options.json}: every figure")
+    if options.png:
+        draw(options.png, title, parts.split, parts.measured, parts.log_mu.numpy())
+        print(f"{options.png}: the parts, and ratio and TV against mu")
 
 
 def weights_by_version(options: argparse.Namespace, start: str, last_step: int) -> dict[int, Path]:

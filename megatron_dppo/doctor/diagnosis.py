@@ -84,7 +84,8 @@ class Side:
 @dataclass(frozen=True)
 class Diagnosis:
     """On one side. ``gap``: mean |p - reference|; ``noise``: up to which it is healthy; ``gaps``: what each alternative
-    leaves of it, least first; ``cause``: the one that is named; None: healthy, or unexplained."""
+    leaves of it, least first; ``cause``: the one that is named; None: healthy, or unexplained. ``tokens``: the largest
+    gap first."""
 
     side: str
     version: int
@@ -115,6 +116,17 @@ class TokenEvidence:
     side: float
     reference: float
     with_cause: float | None
+
+    @property
+    def gap(self) -> float:
+        return abs(self.side - self.reference)
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the cause leaves no more of it than where a cause is named."""
+        return self.with_cause is not None and abs(self.side - self.with_cause) <= max(
+            EXPLAINED * self.gap, NOISE
+        )
 
 
 # --- causes
@@ -175,8 +187,9 @@ def alternatives(
     return causes
 
 
+RECORDED, NATURAL = "experts as recorded", "experts by its own choice"
 ROUTINGS = (
-    ("experts as recorded", 0, 0),
+    (RECORDED, 0, 0),
     ("recorded experts of the layer before", 1, 0),
     ("recorded experts of the layer after", -1, 0),
     ("recorded experts of the token before", 0, 1),
@@ -343,16 +356,15 @@ def _evidence(
     probabilities: Tensor,
     expected: Tensor,
     with_cause: Tensor | None,
-    count: int = 12,
 ) -> list[TokenEvidence]:
-    """The tokens with the largest gaps."""
+    """All tokens, those with the largest gaps first."""
     ids = [batch[i].response_ids.tolist() for i in side.positions]
     where = [
         (i, n, token)
         for i, tokens in zip(side.positions, ids, strict=True)
         for n, token in enumerate(tokens)
     ]
-    largest = (probabilities - expected).abs().topk(min(count, len(probabilities))).indices.tolist()
+    largest = (probabilities - expected).abs().argsort(descending=True, stable=True).tolist()
     return [
         TokenEvidence(
             response=where[k][0],
@@ -372,18 +384,19 @@ def _evidence(
 @dataclass(frozen=True)
 class Draws:
     """``evidence``: log likelihood ratio of ``sampler`` to the configured one; None: none is likelier than chance
-    explains. ``copies``: pairs of equal responses of a group, ``expected_copies``: how many mu lets expect."""
+    explains. ``copies``: pairs of equal responses of a group, by position in the batch; ``expected_copies``: how many
+    mu lets expect."""
 
     tokens: int
     sampler: str | None
     evidence: float
-    copies: int
+    copies: Sequence[tuple[int, int]]
     expected_copies: float
 
     @property
     def are_copies(self) -> bool:
         """Far more equal responses than independent draws have: six standard deviations of a Poisson number."""
-        return self.copies > self.expected_copies + 6 * math.sqrt(self.expected_copies) + 3
+        return len(self.copies) > self.expected_copies + 6 * math.sqrt(self.expected_copies) + 3
 
 
 def draws(
@@ -412,7 +425,7 @@ def draws(
         tokens=sum(len(plain[k]) for k in counted),
         sampler=sampler if ratios[sampler] > EVIDENCE else None,
         evidence=ratios[sampler],
-        copies=sum(ids[a] == ids[b] for a, b in pairs),
+        copies=[(side.positions[a], side.positions[b]) for a, b in pairs if ids[a] == ids[b]],
         # P(b = a | a) = mu(a); either of the two may be the first.
         expected_copies=sum((math.exp(whole[a]) + math.exp(whole[b])) / 2 for a, b in pairs),
     )

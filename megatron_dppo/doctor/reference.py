@@ -6,17 +6,51 @@ Legend: S = tokens of a trajectory, N = sampled ones, V = vocabulary, E = expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.explain.explanation import Policy
+
+
+class KnownWeights:
+    """Weights of a run by version, the steps after which the policy had them.
+
+    ``folders``: Hugging Face folders, or checkpoints, of which a folder under ``converted`` is made once, with the
+    configuration of ``start``, the folder that the run began with.
+    """
+
+    def __init__(self, folders: Mapping[int, Path], start: Path, converted: Path) -> None:
+        self.folders = folders
+        self._start, self._converted = start, converted
+
+    def lacking(self, version: int) -> str:
+        """What to say where ``version`` is not known."""
+        return (
+            f"nobody has the weights of version {version}; --weights {version}=FOLDER names them "
+            f"(known: {sorted(self.folders)})"
+        )
+
+    def folder(self, version: int) -> Path:
+        """A Hugging Face folder. Raises ValueError where the version is not known, or what its reading raises."""
+        if version not in self.folders:
+            raise ValueError(self.lacking(version))
+        folder = self.folders[version]
+        if (folder / "config.json").is_file():
+            return folder
+        made = self._converted / f"version_{version}"
+        if not made.exists():
+            megatron_to_hf(folder, made, hf_config=self._start)
+        return made
+
 
 Sampling = Callable[[Tensor], Tensor]
 """Logits [N, V] -> log-probabilities [N, V] of what is sampled from; -inf where nothing is."""
@@ -270,11 +304,12 @@ def normaliser_of_first(temperature: float, count: int) -> Sampling:
 
 def first_tokens(temperature: float, count: int) -> Sampling:
     """The first ``count`` ids of the vocabulary alone."""
+    without_last = normaliser_of_first(temperature, count)
 
     def sampling(logits: Tensor) -> Tensor:
-        kept = logits.double().clone()
+        kept = without_last(logits)
         kept[:, count:] = -torch.inf
-        return at_temperature(temperature)(kept)
+        return kept
 
     return sampling
 

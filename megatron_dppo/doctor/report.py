@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import load_tokenizer
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.doctor import diagnosis
-from megatron_dppo.doctor.diagnosis import Alternative, Diagnosis, Draws, SampledRun, Side
-from megatron_dppo.doctor.reference import Reference, at_temperature
+from megatron_dppo.doctor.diagnosis import (
+    Alternative,
+    Diagnosis,
+    Draws,
+    SampledRun,
+    Side,
+    TokenEvidence,
+)
+from megatron_dppo.doctor.ladder import Rung, log_probs_of, trainer_of
+from megatron_dppo.doctor.reference import KnownWeights, Reference, at_temperature
+from megatron_dppo.explain.__main__ import show as show_table
 from megatron_dppo.explain.explanation import TokenTexts
-from megatron_dppo.explain.page import SummaryTable, quoted, tables_page
+from megatron_dppo.explain.page import (
+    SummaryTable,
+    quoted,
+    response_block,
+    tables_page,
+    token_span,
+)
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.mismatch.ladder import Rung, log_probs_of, trainer_of
 
-SHOWN = 6
-"""Alternatives of a side that are shown, the nearest first."""
+SHOWN, TOKENS, RESPONSES = 6, 12, 8
+"""What is shown of a side: alternatives, the nearest first; tokens, the largest gaps first; on the page, the responses
+that these are in."""
 NEAREST = (-1, 1, -2)
 """Versions from a side's own that are tried as stale or too new."""
 LAYOUT = "the same trainer in one process does not differ"
@@ -36,6 +48,7 @@ LAYOUT = "the same trainer in one process does not differ"
 class DoctorReport:
     """``texts``: of token ids. ``facts``: what was not examined, and why."""
 
+    batch: Sequence[Trajectory]
     diagnoses: Sequence[Diagnosis]
     draws: Draws | None
     prompt_faults: Sequence[str]
@@ -47,9 +60,10 @@ class DoctorReport:
         """What is wrong, a line each; empty where nothing is."""
         lines = [_sentence(v) for v in self.diagnoses if not v.is_healthy]
         if self.draws is not None and self.draws.are_copies:
+            first, second = self.draws.copies[0]
             lines.append(
-                f"seeds: {self.draws.copies} pairs of equal responses in groups, "
-                f"{self.draws.expected_copies:.2g} expected"
+                f"seeds: {len(self.draws.copies)} pairs of equal responses in groups, "
+                f"{self.draws.expected_copies:.2g} expected; responses {first} and {second} are equal"
             )
         elif self.draws is not None and self.draws.sampler is not None:
             lines.append(
@@ -98,12 +112,11 @@ class Doctor:
         self,
         config: TrainConfig,
         batch: Sequence[Trajectory],
-        folders: Mapping[int, Path],
-        converted: Path,
+        weights: KnownWeights,
     ) -> None:
         self._config, self._batch = config, batch
         self._run = SampledRun(config.temperature, config.parallel.tensor, config.parallel.expert)
-        self._folders, self._converted = folders, converted
+        self._weights = weights
         self.texts = TokenTexts(load_tokenizer(config.model.hf_checkpoint))
         self._scores: dict[int, Scores] = {}
 
@@ -119,12 +132,11 @@ class Doctor:
         else:
             sides.append(trainer)
         facts += [
-            f"{side.name} not examined: nobody has the weights of version {side.version}; "
-            f"--weights {side.version}=FOLDER names them (known: {sorted(self._folders)})"
+            f"{side.name} not examined: {self._weights.lacking(side.version)}"
             for side in sides
-            if side.version not in self._folders
+            if side.version not in self._weights.folders
         ]
-        known = [side for side in sides if side.version in self._folders]
+        known = [side for side in sides if side.version in self._weights.folders]
         diagnoses = [self.examine(side) for side in known]
         try:
             problems = RunData(self._config).train.problems
@@ -133,6 +145,7 @@ class Doctor:
             facts.append(f"prompts not examined: {error}")
         prompts = {problem.problem_id: problem.prompt_ids for problem in problems}
         return DoctorReport(
+            batch=self._batch,
             diagnoses=diagnoses,
             draws=self.draws(diagnoses, known),
             prompt_faults=diagnosis.prompt_faults(self._batch, prompts),
@@ -144,8 +157,15 @@ class Doctor:
         """What makes it differ. Raises OSError or ValueError where weights can't be read."""
         scores = self._scores_of(side.version)
         plain, by_name = scores.at(side.positions)
+        chosen = scores.alternatives
+        if side.name == "trainer" and self._config.router_replay and diagnosis.RECORDED in by_name:
+            # What it should say: wherever the engine routed, right or wrong.
+            sampling = at_temperature(self._config.temperature)
+            chosen = [*chosen, Alternative("routing", diagnosis.NATURAL, sampling)]
+            by_name[diagnosis.NATURAL], plain = plain, by_name.pop(diagnosis.RECORDED)
+            chosen = [c for c in chosen if c.name in by_name]
         diagnosed = diagnosis.judge(
-            side, self._batch, plain, by_name, scores.alternatives, self._config.model.dtype
+            side, self._batch, plain, by_name, chosen, self._config.model.dtype
         )
         if side.name == "trainer" and diagnosed.axis == "unexplained":
             return self._without_layout(diagnosed, side, plain)
@@ -165,10 +185,10 @@ class Doctor:
 
     def _scores_of(self, version: int) -> Scores:
         if version not in self._scores:
-            near = [version + d for d in NEAREST if version + d in self._folders]
+            near = [version + d for d in NEAREST if version + d in self._weights.folders]
             # Two models at a time are in memory.
-            others = {v: self._reference(v) for v in near[:1]}
-            reference = self._reference(version)
+            others = {v: Reference(self._weights.folder(v)) for v in near[:1]}
+            reference = Reference(self._weights.folder(version))
             is_recorded = bool(reference.gates) and all(
                 "routed_experts" in t.columns and not t.discarded_rows for t in self._batch
             )
@@ -187,7 +207,7 @@ class Doctor:
         config = self._config
         if config.parallel.world_size == 1:
             return diagnosed
-        folder = self._folder(side.version)
+        folder = self._weights.folder(side.version)
         rung = Rung("layout", folder, config.temperature, config.router_replay, config.model.dtype)
         batch = [self._batch[i] for i in side.positions]
         trainer = trainer_of(config, batch, rung)
@@ -201,19 +221,6 @@ class Doctor:
         cause = Alternative("layout", LAYOUT, at_temperature(config.temperature))
         return replace(diagnosed, cause=cause, gaps={LAYOUT: gap, **diagnosed.gaps})
 
-    def _reference(self, version: int) -> Reference:
-        return Reference(self._folder(version))
-
-    def _folder(self, version: int) -> Path:
-        """A Hugging Face folder of that version; made of a checkpoint once."""
-        folder = self._folders[version]
-        if (folder / "config.json").is_file():
-            return folder
-        made = self._converted / f"version_{version}"
-        if not made.exists():
-            megatron_to_hf(folder, made, hf_config=self._config.model.hf_checkpoint)
-        return made
-
 
 def show(console: Console, doctor_report: DoctorReport) -> None:
     """Findings, then a table for each side."""
@@ -221,12 +228,7 @@ def show(console: Console, doctor_report: DoctorReport) -> None:
     for line in findings or ["nothing is wrong: both sides agree with the reference"]:
         console.print(line, style="bold")
     for table in tables(doctor_report):
-        printed = Table(title=table.title, title_justify="left")
-        for name in table.columns:
-            printed.add_column(name, justify="left" if name in ("done", "token") else "right")
-        for row in table.rows:
-            printed.add_row(*row)
-        console.print(printed)
+        show_table(console, table)
 
 
 def tables(doctor_report: DoctorReport) -> list[SummaryTable]:
@@ -251,7 +253,7 @@ def _tokens(diagnosed: Diagnosis, texts: TokenTexts) -> SummaryTable:
             quoted(texts[t.token_id]), str(t.response), str(t.position), f"{t.side:.4f}",
             f"{t.reference:.4f}", "" if t.with_cause is None else f"{t.with_cause:.4f}",
         )
-        for t in diagnosed.tokens
+        for t in diagnosed.tokens[:TOKENS]
     ]  # fmt: skip
     return SummaryTable("The tokens that differ most", columns, rows)
 
@@ -259,7 +261,48 @@ def _tokens(diagnosed: Diagnosis, texts: TokenTexts) -> SummaryTable:
 def page(title: str, facts: Sequence[str], doctor_report: DoctorReport) -> str:
     """The HTML page."""
     findings = doctor_report.findings or ["Nothing is wrong: both sides agree with the reference."]
-    return tables_page(title, [*findings, *facts], tables(doctor_report))
+    sides = [v for v in doctor_report.diagnoses if not v.is_healthy]
+    below = [block for diagnosed in sides for block in _responses(diagnosed, doctor_report)]
+    return tables_page(title, [*findings, *facts], tables(doctor_report), below)
+
+
+def _responses(diagnosed: Diagnosis, doctor_report: DoctorReport) -> Iterator[str]:
+    """The responses with the largest gaps, every token coloured by its gap."""
+    yield f"<h2>{diagnosed.side}: the responses that differ most</h2>"
+    yield (
+        '<p class="legend"><span class="explained" style="--tv:.5">with the cause the reference says the same</span>'
+        '<span class="left" style="--tv:.5">it says something else still</span></p><p class="about">The '
+        "darker, the further from the reference. Point at a token for its numbers.</p>"
+    )
+    by_response: dict[int, list[TokenEvidence]] = {}
+    for token in diagnosed.tokens:
+        by_response.setdefault(token.response, []).append(token)
+    largest = diagnosed.tokens[0].gap
+    for index in list(by_response)[:RESPONSES]:
+        t, tokens = doctor_report.batch[index], by_response[index]
+        spans = [
+            token_span(
+                "explained" if token.is_explained else "left",
+                doctor_report.texts[token.token_id],
+                _numbers(diagnosed, token),
+                token.gap / largest,
+            )
+            for token in sorted(tokens, key=lambda token: token.position)
+        ]
+        about = f"response {index}: problem {t.problem_id}, sample {t.sample_index}"
+        yield response_block(about, doctor_report.texts.joined(t.prompt_ids.tolist()), spans)
+
+
+def _numbers(diagnosed: Diagnosis, token: TokenEvidence) -> str:
+    """A token's tooltip."""
+    lines = [
+        f"id {token.token_id}, token {token.position}",
+        f"{diagnosed.side} {token.side:.6g}",
+        f"reference {token.reference:.6g}",
+    ]
+    if diagnosed.cause is not None and token.with_cause is not None:
+        lines.append(f"{diagnosed.cause.name}: {token.with_cause:.6g}")
+    return "\n".join(lines)
 
 
 def as_json(doctor_report: DoctorReport) -> dict[str, Any]:
@@ -270,7 +313,7 @@ def as_json(doctor_report: DoctorReport) -> dict[str, Any]:
             {
                 "side": v.side, "version": v.version, "axis": v.axis,
                 "cause": v.cause.name if v.cause else None, "gap": v.gap, "noise": v.noise,
-                "gaps": dict(v.gaps), "tokens": [asdict(t) for t in v.tokens],
+                "gaps": dict(v.gaps), "tokens": [asdict(t) for t in v.tokens[:TOKENS]],
             }
             for v in doctor_report.diagnoses
         ],

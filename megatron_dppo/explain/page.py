@@ -191,6 +191,8 @@ th.words, td.words { text-align: left }
 .both { background: #c9a6f5; border-color: #6a2bc2 !important }
 .own { background: #ffb3a8; border-color: #c22b14 !important }
 .ppo { background: #a9d4ff; border-color: #1466b8 !important }
+.explained { background: rgba(20, 102, 184, var(--tv, 0)) }
+.left { background: rgba(194, 43, 20, var(--tv, 0)) }
 .tokens span:hover { outline: 2px solid #000 }
 """
 
@@ -214,9 +216,11 @@ def render(
     return html_page(title, STYLE, "\n".join(blocks))
 
 
-def tables_page(title: str, facts: Sequence[str], tables: Sequence[SummaryTable]) -> str:
-    """A page of tables alone, as ``render``."""
-    blocks = [*(f"<div>{escape(fact)}</div>" for fact in facts), *map(_table, tables)]
+def tables_page(
+    title: str, facts: Sequence[str], tables: Sequence[SummaryTable], below: Sequence[str] = ()
+) -> str:
+    """A page of tables, as ``render``. ``below``: blocks of HTML."""
+    blocks = [*(f"<div>{escape(fact)}</div>" for fact in facts), *map(_table, tables), *below]
     return html_page(title, STYLE, "\n".join(blocks))
 
 
@@ -250,22 +254,31 @@ def _response(name: str, response: Response) -> str:
     sign = "up" if first.advantage > 0 else "down"
     about = f"response {response.index}: problem {r.problem_id}, sample {r.sample_index}, "
     reward = f"reward {r.reward:g}, {r.finish_reason}"
-    spans = "".join(_span(name, token) for token in response.tokens)
+    spans = (_span(name, token) for token in response.tokens)
+    advantage = f'<b class="{sign}">A = {first.advantage:+.3g}</b>'
+    return response_block(f"{about}{advantage}, {reward}", response.prompt, spans)
+
+
+def response_block(about: str, prompt: str, spans: Iterable[str]) -> str:
+    """A response below its prompt. ``about``: HTML; ``spans``: of ``token_span``."""
     return (
-        f'<div class="response"><div class="about">{about}'
-        f'<b class="{sign}">A = {first.advantage:+.3g}</b>, {reward}</div>'
-        f'<div class="prompt">{escape(visible(response.prompt))}</div>'
-        f'<div class="tokens">{spans}</div></div>'
+        f'<div class="response"><div class="about">{about}</div>'
+        f'<div class="prompt">{escape(visible(prompt))}</div>'
+        f'<div class="tokens">{"".join(spans)}</div></div>'
     )
 
 
 def _span(name: str, token: Token) -> str:
     verdict = verdict_of(name, token)
-    shade = f' style="--tv:{token.binary_tv:.2f}"' if verdict.css == "train" else ""
-    hover = escape(numbers(name, token)).replace("\n", "&#10;")
-    return (
-        f'<span class="{verdict.css}"{shade} title="{hover}">{escape(visible(token.text))}</span>'
-    )
+    shade = token.binary_tv if verdict.css == "train" else None
+    return token_span(verdict.css, token.text, numbers(name, token), shade)
+
+
+def token_span(css: str, text: str, hover: str, shade: float | None = None) -> str:
+    """A token of the class ``css``, by ``shade`` (0 to 1) the darker; ``hover``: lines of its tooltip."""
+    style = "" if shade is None else f' style="--tv:{shade:.2f}"'
+    title = escape(hover).replace("\n", "&#10;")
+    return f'<span class="{css}"{style} title="{title}">{escape(visible(text))}</span>'
 
 
 def numbers(name: str, token: Token) -> str:

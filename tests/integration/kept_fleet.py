@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -30,12 +30,14 @@ _PATIENT_S = 300.0
 class KeptFleet:
     """The servers and the router of ``config``, from a thread of its own; a context manager.
 
-    Processes die with the thread that starts them, so one thread does all of it.
+    Processes die with the thread that starts them, so one thread does all of it. ``rank_variables``: of the environment
+    of ranks that a test starts; this process's has them too.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         self._record: RecordClient | None = None
         self._config = config
+        self.rank_variables: Mapping[str, str] = {}
         self._end = threading.Event()
         self._started = threading.Event()
         self._error: BaseException | None = None
@@ -69,7 +71,8 @@ class KeptFleet:
                 interface=None,
             )
             self._record = RecordClient(fleet.rank_variables[ENDPOINT_VARIABLE], fleet.keys)
-            os.environ.update(fleet.rank_variables)  # for ranks that a test starts
+            self.rank_variables = fleet.rank_variables
+            os.environ.update(fleet.rank_variables)
             try:
                 fleet.start()
                 self._started.set()

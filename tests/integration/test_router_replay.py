@@ -1,5 +1,5 @@
 """R3 against the real engine in bfloat16: rounding makes the trainer's routers choose other experts
-than the engine's, and replay takes that part of |pi - mu| away. Measured by the mismatch report, on
+than the engine's, and replay takes that part of |pi - mu| away. Measured by the doctor's parts, on
 a batch that has every cause of a gap.
 """
 
@@ -98,7 +98,7 @@ def run(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def report(run) -> dict[str, Any]:
     subprocess.run(
-        [sys.executable, "-m", "megatron_dppo", "mismatch", str(run),
+        [sys.executable, "-m", "megatron_dppo", "doctor", str(run), "--parts", "--limit=0",
          "--json", str(run / "gap.json"), "--png", str(run / "gap.png")],
         cwd=ROOT, check=True,
     )  # fmt: skip

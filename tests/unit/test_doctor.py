@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.doctor.__main__ import main
 from megatron_dppo.doctor.diagnosis import prompt_faults
+from megatron_dppo.doctor.reference import KnownWeights
 from megatron_dppo.doctor.report import Doctor
 from tests.ranks import ROOT
 from tests.tiny_models import save_tiny_model
@@ -145,8 +147,8 @@ def with_sides(
 
 
 def examine(run: SimpleNamespace, batch: list[Trajectory], converted: Path):
-    folders = {0: run.start, 1: run.after}
-    return Doctor(run.config, batch, folders, converted).report(2)
+    weights = KnownWeights({0: run.start, 1: run.after}, run.start, converted)
+    return Doctor(run.config, batch, weights).report(2)
 
 
 def axes(examination) -> list[str]:
@@ -349,7 +351,8 @@ def test_tokens_drawn_otherwise_than_both_sides_say_are_seen(
 
 def test_equal_seeds_are_seen(run, tmp_path):
     found = examine(run, drawn(run.policy, lambda problem, sample: sample // 2), tmp_path)
-    assert found.draws.copies == PROMPTS * 2
+    copies = [(g + i, g + i + 1) for g in range(0, PROMPTS * GROUP, GROUP) for i in (0, 2)]
+    assert found.draws.copies == copies
     assert found.draws.expected_copies < 1e-6
     assert found.findings[0].startswith("seeds: 12 pairs of equal responses")
 
@@ -395,7 +398,14 @@ def test_the_command_writes_figures_and_page(run, tmp_path, capsys):
     assert figures["findings"][0].startswith(finding)
     assert [side["axis"] for side in figures["sides"]] == ["staleness", "layout"]
     assert "trainer: layout: the same trainer in one process does not differ" in done.stdout
-    assert finding in (tmp_path / "a.html").read_text()
+    page = (tmp_path / "a.html").read_text()
+    assert finding in page
+    # The eight responses of each side, and a legend above them.
+    for css in ("explained", "left"):
+        spans = re.findall(rf'<span class="{css}" style="--tv:([0-9.]+)"', page)
+        assert len(spans) == 8 * TOKENS + 2
+        assert max(map(float, spans)) == 1
+    assert "&#10;weights of version 0: 0." in page
     assert main([str(folder)]) == 0
     assert "engine not examined: nobody has the weights of version 1" in capsys.readouterr().out
     assert main([str(folder), "--weights", "one"]) == 2

@@ -24,7 +24,7 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"fleet", "trainer", "weight_sync", "preflight"},
     {"launch", "loop"},
     {"planner"},
-    {"train", "supervised", "convert", "plan", "slurm"} | {"explain", "mismatch", "mask_benchmark"},
+    {"train", "supervised", "convert", "plan", "slurm"} | {"explain", "mask_benchmark"},
     {"doctor", "watch"},
     {"demo"},
     {"gpu_check"},

@@ -107,7 +107,7 @@ def _percent(share: float | None) -> str:
 
 @part("trainer against server in bfloat16: mean |pi - mu| and its parts", 600.0)
 def mismatch(bench: Bench) -> Iterator[Row]:
-    """A step with saved rollouts and recorded routing, then ``megatron-dppo mismatch`` on its batch."""
+    """A step with saved rollouts and recorded routing, then ``megatron-dppo doctor --parts`` on its batch."""
     settings = ["rollout.save=true", "rollout.router_replay=true", "rollout.temperature=0.8"]
     run = tiny_run(bench, "run", "bfloat16", settings)
     yield gap_row(read_records(run)[1], "bfloat16")
@@ -118,7 +118,7 @@ def mismatch(bench: Bench) -> Iterator[Row]:
         arguments.append("--no-precision")
         why = "not here: Transformer Engine has no float32 attention of packed sequences"
         yield Row("numerics with a float32 trainer", why)
-    must_run(["mismatch", *arguments])
+    must_run(["doctor", "--parts", *arguments])
     yield from cause_rows(json.loads(ladder.read_text(encoding="utf-8")))
 
 

@@ -1,4 +1,4 @@
-"""Figure of the report: parts of the gap, and pi / mu and |pi - mu| of every token against mu.
+"""Figure of ``--parts``: parts of the gap, and pi / mu and |pi - mu| of every token against mu.
 
 The token panels are those of Figure 2 of arXiv 2602.04879.
 """
@@ -16,8 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
+from megatron_dppo.doctor.ladder import Measured
 from megatron_dppo.metrics.report import BLUE, GREEN, ORANGE, PINK, SMALL, STYLE, VERMILION
-from megatron_dppo.mismatch.ladder import Measured
 
 COLOURS = {
     "sampling transform": ORANGE,

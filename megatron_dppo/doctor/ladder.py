@@ -1,4 +1,4 @@
-"""Measurement of the gap by cause: passes over the batch, each with one more cause fixed.
+"""How much of mean |pi - mu| each cause makes up (``--parts``): passes over the batch, each with one more cause fixed.
 
 A rung of this ladder is one pass of the real Trainer over the batch. The gap is mean |pi - mu| over
 the response tokens; its decrease from one rung to the next is that cause's part. The gap of the last
@@ -7,20 +7,25 @@ rung is numerics: kernels, order of summation and rounding.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from megatron_dppo.config.schema import ParallelConfig, TrainConfig
+from megatron_dppo.data.batch_commands import show_facts
 from megatron_dppo.data.packing import pack, plan_micro_batches, unpack_sampled
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.progress import progress
 from megatron_dppo.trainer.trainer import Trainer
 
 START = "nothing fixed"
@@ -186,3 +191,91 @@ def log_probs_of(
         for i, response in zip(rows, unpack_sampled(group, log_probs), strict=True):
             by_position[i] = response.cpu().double()
     return torch.cat([by_position[i] for i in range(len(batch))])
+
+
+# --- as the command shows it
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All passes over a batch, and what its gap is made of."""
+
+    recorded: bool
+    log_mu: Tensor
+    measured: Sequence[Measured]
+    split: dict[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        batch: Sequence[Trajectory],
+        rollout_policy: Path,
+        policy: Path,
+        *,
+        precision: bool,
+    ) -> Parts:
+        """Run the passes. Arguments as in ``rungs``; ``batch``: responses with a token."""
+        recorded = any("routed_experts" in t.columns for t in batch)
+        ladder = rungs(
+            config.model.dtype,
+            config.temperature,
+            rollout_policy=rollout_policy,
+            policy=policy,
+            recorded=recorded,
+            precision=precision,
+        )
+        measured = []
+        with progress("measuring", len(ladder)) as bar:
+            build = partial(trainer_of, config, batch)
+            for rung in measure(ladder, build, config.training.micro_batch_tokens, batch):
+                measured.append(rung)
+                bar.advance()
+        return cls(recorded, rollout_log_probs(batch), measured, parts(measured))
+
+    @property
+    def routing(self) -> str:
+        """What is known of the routing, in a line."""
+        if not self.recorded:
+            return "no recorded routing in this batch: what routing does is part of the numerics"
+        agreement = next(m.agreement for m in self.measured if m.agreement is not None)
+        return f"at the rollout's weights {100 * agreement:.2f}% of tokens x layers route as the engine"
+
+    def show(self, title: str, facts: Sequence[str]) -> None:
+        """Print facts and both tables."""
+        console = show_facts(title, [*facts, self.routing], width=120)
+        ladder = Table(title="pi with one more cause fixed in each row", title_justify="left")
+        ladder.add_column("fixed")
+        for name in ("mean |pi-mu|", "99%", "max", "pi/mu 1% .. 99%", "moved pi by"):
+            ladder.add_column(name, justify="right")
+        for i, m in enumerate(self.measured):
+            ladder.add_row(
+                m.rung.fixes, _small(m.gap), _small(m.gap_p99), _small(m.gap_max),
+                f"{m.ratio_low:.4f} .. {m.ratio_high:.4f}", _small(m.moved) if i else "",
+            )  # fmt: skip
+        console.print(ladder)
+        table = Table(title="What mean |pi-mu| is made of", title_justify="left")
+        table.add_column("cause")
+        table.add_column("part", justify="right")
+        table.add_column("share", justify="right")
+        total = self.measured[0].gap
+        for cause, part in self.split.items():
+            table.add_row(cause, _small(part), _share(part, total))
+        table.add_row("all", _small(total), _share(total, total), style="bold")
+        console.print(table)
+
+    def to_text(self, step: int, responses: int) -> str:
+        """Every figure, JSON."""
+        figures = {
+            "step": step, "responses": responses, "tokens": len(self.log_mu), "parts": self.split,
+            "rungs": [m.as_json() for m in self.measured],
+        }  # fmt: skip
+        return json.dumps(figures, indent=2) + "\n"
+
+
+def _small(value: float) -> str:
+    return f"{value:.2e}"
+
+
+def _share(part: float, total: float) -> str:
+    return f"{100 * part / total:.1f}%" if total else ""

@@ -1,4 +1,4 @@
-"""``megatron-dppo mismatch`` on a tiny model: every rung against transformers, and inputs that
+"""``megatron-dppo doctor --parts`` on a tiny model: every rung against transformers, and inputs that
 can't be used.
 """
 
@@ -19,7 +19,7 @@ from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.mismatch.ladder import rungs
+from megatron_dppo.doctor.ladder import rungs
 from tests.ranks import ROOT
 from tests.tiny_models import save_tiny_model
 
@@ -29,7 +29,7 @@ TEMPERATURE = 0.7
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A run whose engine was transformers: weights of one seed sampled, another seed's are now."""
-    folder = tmp_path_factory.mktemp("mismatch") / "run"
+    folder = tmp_path_factory.mktemp("parts") / "run"
     folder.mkdir()
     model = save_tiny_model(folder / "model", "qwen3_moe", seed=1)
     save_tiny_model(folder / "hf", "qwen3_moe", seed=2)
@@ -48,7 +48,10 @@ def run(tmp_path_factory) -> Path:
     )  # fmt: skip
     (folder / "config.yaml").write_text(resolved_yaml(config))
     save_batch(folder / "rollouts", 1, rollouts(model))
-    save_batch(folder / "rollouts", 4, rollouts(model))
+    stale = [
+        t.with_columns(weight_version=np.full(t.sampled, 3, np.int32)) for t in rollouts(model)
+    ]
+    save_batch(folder / "rollouts", 4, stale)
     return folder
 
 
@@ -72,7 +75,8 @@ def rollouts(model: Path) -> list[Trajectory]:
         response = rng.integers(3, 512, size=5 + i).tolist()
         made = Trajectory.of_response(prompt, response, problem_id=i // 2, sample_index=i % 2)
         mu = log_probs(model, made, TEMPERATURE).float().numpy()
-        made = made.with_columns(rollout_log_probs=mu)
+        version = np.zeros(len(mu), np.int32)
+        made = made.with_columns(rollout_log_probs=mu, weight_version=version)
         if i < 6:
             with torch.no_grad():
                 answer = policy(torch.tensor([prompt + response]), output_router_logits=True)
@@ -85,14 +89,16 @@ def rollouts(model: Path) -> list[Trajectory]:
 
 def reported(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "megatron_dppo", "mismatch", str(run), *arguments],
+        [sys.executable, "-m", "megatron_dppo", "doctor", str(run), "--parts", *arguments],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
 
 
 def test_every_rung_equals_transformers(run, tmp_path):
-    told = reported(run, "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png"))
+    told = reported(
+        run, "--step=1", "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")
+    )
     assert told.returncode == 0, told.stderr
     report = json.loads((tmp_path / "a.json").read_text())
     batch = rollouts(run / "model")
@@ -126,8 +132,9 @@ def test_every_rung_equals_transformers(run, tmp_path):
     ("arguments", "told"),
     [
         (["--step", "3"], "no batch of step 3; saved are 1 to 4"),
-        (["--step", "4"], "--rollout-policy is missing"),
-        (["--policy", "nowhere"], "nowhere: expected a Hugging Face folder"),
+        (["--step", "4"], "nobody has the weights of version 3; --weights 3=FOLDER names them"),
+        (["--step", "1", "--weights", "1=nowhere"], "nowhere"),
+        (["--html", "page.html"], "--html is the page of all causes, --png the figure of --parts"),
         (["--limit", "-1"], "--limit -1: expected 0 (all) or more"),
     ],
 )

@@ -1,0 +1,517 @@
+"""Faults planted in a real loop of Megatron-Core's trainer and an SGLang server: the doctor names what differs, and
+what a response's stamp knows stops the run within the step.
+
+One server serves all runs, whose rank is this process: a fault is a function in the place of one of ours, or a field of
+a request, for the time of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.checkpoint_conversion.gathering import Gathered
+from megatron_dppo.config.loading import load_config, resolved_yaml
+from megatron_dppo.data.trajectory import Outline, Trajectory
+from megatron_dppo.doctor.__main__ import main as doctor
+from megatron_dppo.engine import client
+from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.fleet.generation import SamplingSeeds
+from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.logging import FatalError
+from megatron_dppo.loop import run, run_rank
+from megatron_dppo.loop.rollout_sources import GeneratedRollouts, RolloutBatch
+from megatron_dppo.system.network import free_port
+from megatron_dppo.trainer import step
+from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
+from megatron_dppo.trainer.topology import destroy_topology
+from megatron_dppo.trainer.weight_source import TrainerWeights
+from tests.integration.kept_fleet import KeptFleet
+from tests.integration.runs import GROUP, PROMPTS, steps_of, write_material
+from tests.unit.test_seal import at, cut, with_row, with_token
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+TEMPERATURE, VOCABULARY, EXPERTS = 0.7, 512, 8
+DETERMINISTIC = "engine.deterministic=true"
+COMMON = (
+    *("parallel.world_size=1", "parallel.tensor=1"),
+    *("data.evaluation.sums=null", "checkpoint.every=1", "checkpoint.export_hf=false"),
+    *(f"rollout.temperature={TEMPERATURE}", "rollout.max_response_tokens=16"),
+    "reward.name=tests.unit.planted_rewards:of_every_character",
+    # The canary of the first update would already refuse what a gather makes wrong.
+    "weight_sync.canary_every=0",
+)
+
+
+REPLAY = "rollout.router_replay=true"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A configuration whose server stands ready. ``settings``: what its runs must say of it. ``variables``: of a rank's
+    environment, by which it finds the server."""
+
+    config: Path
+    settings: tuple[str, ...]
+    variables: Mapping[str, str]
+
+
+@contextmanager
+def served(folder: Path, *settings: str) -> Iterator[Place]:
+    """A configuration, each of whose steps has the prompts of the one before, and its server."""
+    config = write_material(folder)
+    lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "train.jsonl").write_text("".join(lines[:PROMPTS]))
+    own = [*COMMON, REPLAY, *settings, f"run.directory={folder}/fleet"]
+    with KeptFleet(load_config(str(config), own)) as kept:
+        kept.members(1)
+        yield Place(config, settings, kept.rank_variables)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Iterator[Place]:
+    with served(tmp_path_factory.mktemp("planted"), DETERMINISTIC) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def other_place(tmp_path_factory) -> Iterator[Place]:
+    """A server with a prefix cache, which SGLang has no deterministic one for on a CPU, and with a fault of its own:
+    whatever the temperature, it answers with log-probabilities at 1."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+        with served(tmp_path_factory.mktemp("other")) as place:
+            yield place
+
+
+@dataclass(frozen=True)
+class LoopEnd:
+    """A run's folder, and what ended it: None at the last step."""
+
+    directory: Path
+    error: str | None
+
+
+def looped(place: Place, directory: Path, steps: int, *overrides: str) -> LoopEnd:
+    """A rank's whole run in this process."""
+    own = f"run.directory={directory}", f"run.steps={steps}"
+    config = load_config(str(place.config), [*COMMON, *place.settings, *overrides, *own])
+    directory.mkdir()
+    RunDirectory(directory).config.write_text(resolved_yaml(config))
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**place.variables, **rank, "MASTER_PORT": str(free_port())}.items():
+            patch.setenv(name, value)
+        try:
+            run_rank(config)
+        except FatalError as error:
+            return LoopEnd(directory, str(error))
+        finally:
+            destroy_topology()
+    return LoopEnd(directory, None)
+
+
+def examined(directory: Path, step: int, *options: str) -> dict[str, Any]:
+    """What the command finds in the batch of ``step``."""
+    file = directory / "doctor.json"
+    assert doctor([str(directory), "--step", str(step), "--json", str(file), *options]) == 0
+    figures: dict[str, Any] = json.loads(file.read_text())
+    return figures
+
+
+# --- faults
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+Tensors = dict[str, torch.Tensor]
+
+
+def in_updates(change: Callable[[Tensors, Tensors], Mapping[str, torch.Tensor]]) -> Plant:
+    """``change``: of the gathered tensors by name, beside those of the first update, into what the engine gets."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        gather, first = TrainerWeights.gather, {}
+
+        def wrong(self: TrainerWeights, plan: Any) -> Iterator[Gathered]:
+            for bucket in gather(self, plan):
+                tensors = dict(bucket.tensors)
+                for name, tensor in tensors.items():
+                    first.setdefault(name, tensor.clone())
+                changed = change(tensors, first)
+                yield replace(bucket, tensors=[(name, changed[name].clone()) for name in tensors])
+
+        patch.setattr(TrainerWeights, "gather", wrong)
+
+    return plant
+
+
+def of_next_rank(tensors: Tensors, _: Tensors) -> Tensors:
+    """The experts of two ranks, gathered in the wrong order."""
+
+    def source(name: str) -> str:
+        head, experts, tail = name.partition(".experts.")
+        if not experts:
+            return name
+        number, rest = tail.split(".", 1)
+        return f"{head}{experts}{(int(number) + EXPERTS // 2) % EXPERTS}.{rest}"
+
+    return {name: tensors[source(name)] for name in tensors}
+
+
+def with_norms_swapped(tensors: Tensors, _: Tensors) -> Tensors:
+    names = ("input_layernorm", "post_attention_layernorm")
+    back = dict(zip(names, names[::-1], strict=True))
+    parts = {name: next((n for n in names if n in name), "") for name in tensors}
+    return {n: tensors[n.replace(p, back[p]) if p else n] for n, p in parts.items()}
+
+
+def with_stale_shard(tensors: Tensors, first: Tensors) -> Tensors:
+    """The second of two ranks' experts stay those of the first update."""
+    late = [f".experts.{e}." for e in range(EXPERTS // 2, EXPERTS)]
+    return {n: first[n] if any(e in n for e in late) else t for n, t in tensors.items()}
+
+
+def in_requests(change: Callable[[dict[str, Any], tuple[int, int]], None]) -> Plant:
+    """``change``: of the sampling parameters that SGLang is asked for, by (problem, sample); the stamp says the right
+    ones."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        request_body = client.request_body
+
+        def wrong(requests: Any, *arguments: Any, **options: Any) -> bytes:
+            body = json.loads(request_body(requests, *arguments, **options))
+            change(body["sampling_params"], requests[0].key)
+            return json.dumps(body).encode()
+
+        patch.setattr(client, "request_body", wrong)
+
+    return plant
+
+
+def in_head(**options: Any) -> Plant:
+    """The trainer's output layer computes with these ``options``."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        head_stats = step.head_stats
+
+        def wrong(*arguments: Any, **given: Any) -> Any:
+            dtype = options.get("dtype", given["options"].dtype)
+            chosen = replace(given["options"], dtype=dtype)
+            temperature = options.get("temperature", given["temperature"])
+            return head_stats(
+                *arguments, **{**given, "options": chosen, "temperature": temperature}
+            )
+
+        patch.setattr(step, "head_stats", wrong)
+
+    return plant
+
+
+def with_slow_positions(patch: pytest.MonkeyPatch) -> None:
+    """The trainer's rotary embedding is scaled as for a context twice as long."""
+    # Megatron-Core may not be imported before our trainer is.
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    build = RotaryEmbedding.__init__
+
+    def wrong(self: Any, *arguments: Any, **options: Any) -> None:
+        build(self, *arguments, **options)
+        self.inv_freq = self.inv_freq / 2
+
+    patch.setattr(RotaryEmbedding, "__init__", wrong)
+
+
+def in_replay(layers: int, tokens: int) -> Plant:
+    """Recorded routing comes to the trainer's routers so many layers and tokens late."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        load = ModelReplay.load
+
+        def wrong(self: ModelReplay, batches: Any) -> None:
+            load(
+                self,
+                [
+                    replace(
+                        b,
+                        columns={
+                            **b.columns,
+                            RECORDING: b.columns[RECORDING].roll((tokens, layers), (0, 1)),
+                        },
+                    )
+                    for b in batches
+                ],
+            )
+
+        patch.setattr(ModelReplay, "load", wrong)
+
+    return plant
+
+
+def without_flush(patch: pytest.MonkeyPatch) -> None:
+    """The engine keeps keys and values through an update."""
+
+    async def kept(self: EngineWeights, wait_s: float) -> bool:
+        return True
+
+    patch.setattr(EngineWeights, "_flush", kept)
+
+
+def both(first: Plant, second: Plant) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        first(patch)
+        second(patch)
+
+    return plant
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``findings``: how the doctor's lines begin. ``step``: the first one that shows it."""
+
+    plant: Plant
+    findings: tuple[str, ...]
+    step: int = 1
+    overrides: tuple[str, ...] = ()
+    place: str = "place"
+
+
+def asking(name: str, value: Any) -> Callable[[dict[str, Any], Any], None]:
+    return lambda sampling, _: sampling.update({name: value})
+
+
+FAULTS = {
+    "wrong EP gather": Fault(
+        in_updates(of_next_rank),
+        ("engine: weights: each of 2 ranks has the experts of the next",),
+        overrides=(REPLAY,),
+    ),
+    "stale shard": Fault(
+        in_updates(with_stale_shard), ("engine: weights: experts of rank 1 of 2 of version 0",), 2
+    ),
+    "swapped norm": Fault(
+        in_updates(with_norms_swapped),
+        ("engine: weights: input_layernorm and post_attention_layernorm exchanged",),
+    ),
+    "temperature missing in the trainer": Fault(
+        in_head(temperature=1.0), ("trainer: sampling transform: temperature 1, not 0.7",)
+    ),
+    "temperature missing in both": Fault(
+        both(in_head(temperature=1.0), in_requests(asking("temperature", 1.0))),
+        (
+            "engine: sampling transform: temperature 1, not 0.7",
+            "trainer: sampling transform: temperature 1, not 0.7",
+        ),
+    ),
+    "wrong RoPE scaling": Fault(with_slow_positions, ("trainer: positions: positions times 0.5",)),
+    "routing shifted by a layer": Fault(
+        in_replay(1, 0),
+        ("trainer: routing: recorded experts of the layer before",),
+        overrides=(REPLAY,),
+    ),
+    "replayed rows of another token": Fault(
+        in_replay(0, 1),
+        ("trainer: routing: recorded experts of the token before",),
+        overrides=(REPLAY,),
+    ),
+    "top-p mismatch": Fault(in_requests(asking("top_p", 0.8)), ("sampling: the ",)),
+    "old prefix cache": Fault(
+        without_flush,
+        ("engine: cache: prompts' keys and values of version 0",),
+        2,
+        ("rollout.temperature=1",),
+        "other_place",
+    ),
+    "truncated vocabulary": Fault(
+        in_requests(asking("logit_bias", {str(i): -1e9 for i in range(VOCABULARY * 3 // 4, 512)})),
+        ("engine: sampling transform: vocabulary without the last of 4 shards", "sampling: the "),
+    ),
+    "bf16 head": Fault(in_head(dtype=torch.bfloat16), ("trainer: precision: output layer",)),
+    "weights one version old": Fault(
+        in_updates(lambda _, first: first), ("engine: staleness: weights of version 0",), 2
+    ),
+    "duplicate seeds": Fault(
+        in_requests(
+            lambda sampling, key: sampling.update(sampling_seed=100 * key[0] + key[1] // 2)
+        ),
+        ("seeds: ",),
+    ),
+}
+
+
+@pytest.mark.parametrize("overrides", [(), (REPLAY,)], ids=["natural", "replayed"])
+def test_a_healthy_run_has_no_finding(place, tmp_path, overrides):
+    end = looped(place, tmp_path / "run", 2, *overrides)
+    assert end.error is None
+    for number in (1, 2):
+        figures = examined(end.directory, number)
+        assert figures["findings"] == []
+        assert [side["axis"] for side in figures["sides"]] == ["healthy", "healthy"]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_doctor_names(request, tmp_path, monkeypatch, name):
+    fault = FAULTS[name]
+    fault.plant(monkeypatch)
+    place = request.getfixturevalue(fault.place)
+    end = looped(place, tmp_path / "run", fault.step, *fault.overrides)
+    monkeypatch.undo()
+    findings = examined(end.directory, fault.step)["findings"]
+    assert len(findings) == len(fault.findings), findings
+    for finding, expected in zip(findings, fault.findings, strict=True):
+        assert finding.startswith(expected)
+
+
+def test_the_doctor_names_a_tokenizer_that_drifted(place, tmp_path):
+    """Two tokens have traded their ids since the run."""
+    model = tmp_path / "model"
+    shutil.copytree(place.config.parent / "model", model)
+    end = looped(place, tmp_path / "run", 1, f"model.hf_checkpoint={model}")
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids["+"], ids["="] = ids["="], ids["+"]
+    file.write_text(json.dumps(tokenizer))
+    findings = examined(end.directory, 1)["findings"]
+    assert len(findings) == 1
+    assert findings[0].startswith(f"tokenizer: {PROMPTS * GROUP} prompts differ; ")
+
+
+def test_the_frequency_canary_stops_a_temperature_that_both_forgot(
+    other_place, tmp_path, monkeypatch
+):
+    """The sampler draws at 0.5; engine and trainer agree that the temperature was 1."""
+    in_head(temperature=1.0)(monkeypatch)
+    own = ("rollout.temperature=0.5", "rollout.max_response_tokens=64")
+    end = looped(other_place, tmp_path / "run", 20, *own)
+    monkeypatch.undo()
+    assert end.error is not None
+    assert "FrequencyError: sampled tokens are " in end.error
+    assert "less surprising" in end.error
+    # The last mini-batch's step has no record, its batch is kept.
+    findings = examined(end.directory, len(steps_of(end.directory)))["findings"]
+    cause = "sampling transform: temperature 1, not 0.5"
+    assert [finding.split(" (")[0] for finding in findings] == [
+        f"engine: {cause}",
+        f"trainer: {cause}",
+    ]
+
+
+# --- faults of data: what a stamp or a seal knows
+
+Answers = list[Trajectory]
+
+
+def in_batches(change: Callable[[Answers], Answers]) -> Plant:
+    """``change``: of a batch's responses, on their way from the generation to the trainer."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        collect = GeneratedRollouts.collect
+
+        def wrong(self: GeneratedRollouts, number: int) -> RolloutBatch:
+            batch = collect(self, number)
+            answers = change([t for _, t in sorted(batch.trajectories.items())])
+            outlines = [Outline.of(t) for t in answers]
+            return replace(batch, outlines=outlines, trajectories=dict(enumerate(answers)))
+
+        patch.setattr(GeneratedRollouts, "collect", wrong)
+
+    return plant
+
+
+def with_traded_prompts(answers: Answers) -> Answers:
+    """The responses to two problems go under each other's."""
+    one, other = answers[0], answers[GROUP]
+    first = replace(one, token_ids=np.concatenate([other.prompt_ids, one.response_ids]))
+    return [first, *answers[1:]]
+
+
+def with_traded_rewards(answers: Answers) -> Answers:
+    """Two groups trade rewards and advantages, each consistent in itself."""
+    others = [*answers[GROUP : 2 * GROUP], *answers[:GROUP], *answers[2 * GROUP :]]
+    return [
+        replace(t, reward=other.reward, advantage=other.advantage)
+        for t, other in zip(answers, others, strict=True)
+    ]
+
+
+def otherwise_ended(t: Trajectory) -> Trajectory:
+    return replace(t, finish_reason="stop" if t.finish_reason == "length" else "length")
+
+
+def with_equal_seeds(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SamplingSeeds, "of", lambda self, problem, sample: 100 * problem + sample // 2)
+
+
+def with_an_evaluations_top_p(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(run, "SamplingParams", partial(run.SamplingParams, top_p=0.95))
+
+
+def with_the_batch_before(patch: pytest.MonkeyPatch) -> None:
+    collect, before = GeneratedRollouts.collect, []
+
+    def wrong(self: GeneratedRollouts, number: int) -> RolloutBatch:
+        before.append(collect(self, number))
+        # A learner takes the trajectories out of its batch.
+        return replace(before[0], trajectories=dict(before[0].trajectories))
+
+    patch.setattr(GeneratedRollouts, "collect", wrong)
+
+
+DATA_FAULTS: dict[str, tuple[Plant, str]] = {
+    "wrong version": (in_batches(at(1, with_row("weight_version", 0, 9))), "are of version 9"),
+    "traded prompts": (in_batches(with_traded_prompts), "its prompt is not that of the problem"),
+    "changed token": (in_batches(at(2, with_token)), "token_ids: got"),
+    "changed log-probability": (
+        in_batches(at(2, with_row("rollout_log_probs", 0, -9.0))),
+        "rollout_log_probs: got",
+    ),
+    "routing of another row": (
+        in_batches(
+            at(0, lambda t: t.with_columns(routed_experts=t.column("routed_experts")[::-1]))
+        ),
+        "routed_experts: got",
+    ),
+    "truncated response": (in_batches(at(1, cut)), "loss_mask: got"),
+    "rewards of another group": (in_batches(with_traded_rewards), "reward: got"),
+    "another advantage": (
+        in_batches(at(0, lambda t: replace(t, advantage=0.25))),
+        "advantage: got 0.25",
+    ),
+    "a response twice": (in_batches(lambda a: [a[0], *a[:1], *a[2:]]), "group 0: got"),
+    "an end that wasn't": (in_batches(at(0, otherwise_ended)), "finish_reason: got"),
+    "equal seeds": (with_equal_seeds, "32 responses were drawn with 16 seeds"),
+    "an evaluation's top-p": (
+        with_an_evaluations_top_p,
+        "top_p: 32 responses were asked for with 0.95, expected 1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DATA_FAULTS)
+def test_a_data_fault_stops_the_run_within_the_step(place, tmp_path, monkeypatch, name):
+    plant, message = DATA_FAULTS[name]
+    plant(monkeypatch)
+    end = looped(place, tmp_path / "run", 2, REPLAY)
+    assert end.error is not None
+    assert "SealError: the batch of step 1 is not what its seal says" in end.error
+    assert message in end.error
+    assert steps_of(end.directory) == [0]
+
+
+def test_a_batch_that_comes_twice_stops_the_run(place, tmp_path, monkeypatch):
+    with_the_batch_before(monkeypatch)
+    end = looped(place, tmp_path / "run", 3)
+    assert end.error is not None
+    assert "the batch of step 2 is not what its seal says" in end.error
+    assert "all responses are those of the batch before" in end.error
+    assert steps_of(end.directory) == [0, 1]
