@@ -5,7 +5,7 @@ RUN_IN_VENV = $(if $(shell grep -sx kind=cpu .venv/.installed),CUDA_VISIBLE_DEVI
 TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo why slurm-demo gpu-check test lint types unit mutants clean
+.PHONY: help setup demo why slurm-demo gpu-check test lint types unit docs mutants clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,10 @@ test: lint types  ## every check: lint, types, unit, distributed, integration an
 
 unit: setup  ## the fast tests alone
 	@$(RUN_IN_VENV) -m pytest tests/unit
+
+docs: setup  ## the documentation as a site in site/, links checked (mkdocs-material, installed apart)
+	@[ -d .docs ] || $(PYTHON_IN_VENV) -m pip install -q --no-deps --target .docs -r tools/environment/docs.txt
+	@PYTHONPATH=.docs $(PYTHON_IN_VENV) -m mkdocs build --strict
 
 mutants: setup  ## the numerical core changed one operator at a time: prints what no test notices (also MODULES="algorithms/rules.py ...")
 	@[ -d .mutants ] || $(PYTHON_IN_VENV) -m pip install -q --no-deps --target .mutants -r tools/environment/mutation.txt

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import EngineLayout, Layout
 from megatron_dppo.model.mapping import parameters
@@ -72,6 +73,14 @@ def parser() -> argparse.ArgumentParser:
     text = "a run's checkpoint -> a PEFT folder"
     step, base = "a step's folder of a run", "the base, compared by its SHA-256"
     command("adapters-to-peft", _adapters_to_peft, text, checkpoint=step, hf=base, out=new)
+    text = "an export -> a repository of huggingface.co, private unless --public"
+    export = "Hugging Face folder, such as a run's hf/; only its own files are sent"
+    upload = command("upload", _upload, text, hf=export)
+    upload.add_argument(
+        "--repo", required=True, metavar="OWNER/NAME", help="made where it is missing"
+    )
+    upload.add_argument("--public", action="store_true", help="of a repository that is made")
+    upload.add_argument("--revision", help="a branch that is there (main)")
     return top
 
 
@@ -148,6 +157,31 @@ def _adapters_to_peft(arguments: argparse.Namespace) -> int:
 
     adapters = checkpoint_to_peft(arguments.checkpoint, arguments.hf, arguments.out)
     print(f"{arguments.out}: rank {adapters.rank}, {', '.join(adapters.modules)}; base as recorded")
+    return 0
+
+
+def _upload(arguments: argparse.Namespace) -> int:
+    """Key and address are huggingface_hub's own: ``hf auth login`` or HF_TOKEN, HF_ENDPOINT."""
+    from httpx import HTTPError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    folder: Path = arguments.hf
+    files = [folder / "config.json", *folder.glob("*.safetensors")]
+    if len(files) < 2 or not files[0].is_file():
+        raise CheckpointError(f"{folder}: expected an export: config.json and *.safetensors")
+    hub = HfApi(library_name="megatron_dppo")
+    try:
+        made = hub.create_repo(arguments.repo, private=not arguments.public, exist_ok=True)
+        commit = hub.upload_folder(
+            repo_id=made.repo_id,
+            folder_path=folder,
+            revision=arguments.revision,
+            commit_message=f"Export of {folder.resolve().parent.name}",
+        )
+    except (HTTPError, HFValidationError) as error:
+        raise CheckpointError(f"--repo {arguments.repo}: {error}") from error
+    print(f"{folder}: {commit.commit_url}")
     return 0
 
 

@@ -39,7 +39,7 @@ HOST = "127.0.0.1"
 PORT = 8350
 MOST_POINTS = 800
 """Of a curve; longer ones keep the smallest and the largest value of each stretch."""
-MOST_SAMPLES = 40
+MOST_SAMPLES = 18
 MOST_SHOWN_STEPS = 40
 """Steps whose phases are shown, and whose masked tokens are counted together."""
 _MOST_TOKENS = 20
@@ -159,7 +159,9 @@ class RunView:
             return "waiting: no start of a run is noted in this folder"
 
     def _phases(self, recorded: Sequence[Record]) -> Json:
-        last = recorded[-MOST_SHOWN_STEPS:]
+        # What comes before the first step, the start of the servers above all, would dwarf every step.
+        trained = [record for record in recorded if step_of(record)] or recorded
+        last = trained[-MOST_SHOWN_STEPS:]
         return {"steps": [step_of(record) for record in last], "seconds": phase_table(last)}
 
     def _masked(self) -> list[list[Any]]:

@@ -108,8 +108,8 @@ def test_what_is_told_of_a_run(tmp_path):
         state = get(f"{url}state")
         assert (state["step"], state["steps"]) == (4, 10)
         assert state["title"] == "dppo-binary-tv | 1 rank, bf16 | model | seed 1"
-        assert state["phases"]["steps"] == [0, 1, 2, 3, 4]
-        seconds = {"generate": [3.0] * 5, "train": [1.0, 2.0, 3.0, 1.0, 2.0]}
+        assert state["phases"]["steps"] == [1, 2, 3, 4]
+        seconds = {"generate": [3.0] * 4, "train": [2.0, 3.0, 1.0, 2.0]}
         assert state["phases"]["seconds"] == seconds
         assert state["masked"] == [[HOSTILE[:40], 7, 2, 4]]
         assert state["fleet"]["version"] == 4
@@ -245,7 +245,7 @@ def test_the_page_in_a_browser(tmp_path, width, height):
             await tab.until("document.querySelector('#step').textContent === 'step 11 of 10'")
             await tab.until("document.querySelectorAll('.sample').length === 4")
             assert await tab.ask("document.querySelectorAll('#curves svg path').length") == 4
-            assert await tab.ask("document.querySelectorAll('#phases rect').length") == 24
+            assert await tab.ask("document.querySelectorAll('#phases rect').length") == 22
             shown = await tab.ask("document.body.innerText")
             for text in (
                 "engine0",
