@@ -32,6 +32,10 @@ NODES = {
     "r1_distill_qwen_1.5b_stability": 1,
     "qwen3_1.7b_base_efficiency": 1,
     "octothinker_3b": 1,
+    "qwen3_1.7b_base_arc_1d": 1,
+    "qwen3_1.7b_base_acre": 1,
+    "qwen3_1.7b_base_sudoku": 1,
+    "qwen3_4b_instruct_rlhf": 1,
 }
 """Recipe -> nodes of eight GPUs."""
 GPUS = ("h100", "a100", "h200", "b200")

@@ -1,17 +1,20 @@
-"""Data sets: ``megatron-dppo data prepare NAME --from SOURCE --out FILE``, ``megatron-dppo data inspect FILE`` and
-``megatron-dppo data check-rewards FILE``; docs/data.md tells more."""
+"""Data sets: ``megatron-dppo data prepare NAME --from SOURCE --out FILE``, ``megatron-dppo data generate TASK --out
+FILE``, ``megatron-dppo data inspect FILE`` and ``megatron-dppo data check-rewards FILE``; docs/data.md tells more."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.data.published import SETS, prepare
 from megatron_dppo.logging import fatal
 from megatron_dppo.rewards import find_reward
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.files import write_atomically
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +31,42 @@ def _prepare(options: argparse.Namespace) -> int:
     print(f"{options.out}: {options.name}")
     print("\n".join(prepared.report()))
     return 0
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from megatron_dppo.metrics.progress import progress
+
+    try:
+        from megatron_dppo.rewards import reasoning_gym
+    except ImportError as error:
+        fatal(str(error))
+    chosen = reasoning_gym.tasks() if options.tasks == ["all"] else options.tasks
+    if options.config and len(chosen) > 1:
+        fatal(f"--config: got {len(chosen)} tasks, expected one: each has settings of its own")
+    lines = []
+    try:
+        settings = dict(_setting(word) for word in options.config)
+        with progress("generate", options.count * len(chosen)) as bar:
+            for task in chosen:
+                for record in reasoning_gym.problems(task, options.count, options.seed, settings):
+                    lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+                    bar.advance(1)
+    except ValueError as error:
+        fatal(str(error))
+    write_atomically(Path(options.out), "".join(lines))
+    print(f"{options.out}: {len(lines):,} problems of {len(chosen)} tasks of reasoning-gym")
+    return 0
+
+
+def _setting(word: str) -> tuple[str, Any]:
+    """``name=value``, the value as JSON where it is some, else text. Raises ValueError."""
+    name, equals, value = word.partition("=")
+    if not equals:
+        raise ValueError(f"--config: got {word!r}, expected NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -76,7 +115,9 @@ def _at_least(least: float, kind: type) -> Callable[[str], float]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-dppo data", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="prepare|inspect|check-rewards")
+    commands = parser.add_subparsers(
+        required=True, metavar="prepare|generate|inspect|check-rewards"
+    )
 
     preparing = commands.add_parser("prepare", help="published problems as JSON Lines")
     preparing.set_defaults(run=_prepare)
@@ -87,6 +128,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     preparing.add_argument("--out", required=True, help="JSON Lines file to write")
     preparing.add_argument("--split", help="where files name several; by default the usual one")
+
+    generating = commands.add_parser(
+        "generate", help="problems that reasoning-gym's generators make, as JSON Lines"
+    )
+    generating.set_defaults(run=_generate)
+    generating.add_argument("tasks", nargs="+", metavar="TASK", help="such as arc_1d; or all")
+    generating.add_argument(
+        "--count", type=_at_least(1, int), default=1000, help="of each task; default %(default)s"
+    )
+    generating.add_argument("--seed", type=int, default=1, help="default %(default)s")
+    generating.add_argument(
+        "--config", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the one task"
+    )
+    generating.add_argument("--out", required=True, help="JSON Lines file to write")
 
     inspecting = commands.add_parser("inspect", help="what a run would make of a file of problems")
     inspecting.set_defaults(run=_inspect)

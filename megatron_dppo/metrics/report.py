@@ -249,7 +249,7 @@ def draw_reward(axes: Axes, runs: list[RunRecords]) -> None:
     bottom, top = axes.get_ylim()
     axes.set_ylim(min(0.0, bottom), max(1.0, top))
     mark_empty(axes, handles)
-    finish(axes, "Reward and held-out accuracy", "fraction", handles)
+    finish(axes, "Reward and held-out accuracy", "mean", handles)
 
 
 def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:

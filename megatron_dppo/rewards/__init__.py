@@ -194,6 +194,8 @@ def _imported(target: str) -> Callable[..., Any]:
 
 _EXACT = "megatron_dppo.rewards:exact_integer"
 _MATH = "megatron_dppo.rewards.math_verify"
+_HTTP = "megatron_dppo.rewards.over_http"
+_GYM = "megatron_dppo.rewards.reasoning_gym"
 REWARDS: dict[str, Reward] = {
     "exact_integer": Reward(
         _EXACT,
@@ -208,6 +210,9 @@ REWARDS: dict[str, Reward] = {
         answer_target="megatron_dppo.rewards.answers:final_answer",
         reads_solutions=True,
     ),
+    "reward_model": Reward(f"{_HTTP}:RewardModel"),
+    "judge": Reward(f"{_HTTP}:Judge"),
+    "reasoning_gym": Reward(f"{_GYM}:score"),
 }
 
 

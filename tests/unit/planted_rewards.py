@@ -160,3 +160,10 @@ def unnamed(text: str, gold: str) -> float:
 
 def mixed(records: list[RewardInput], answer: str) -> list[float]:
     return []
+
+
+def unlucky(response: str) -> RewardResult:
+    """Can't be had for ``bad``; a component beside it."""
+    if response == "bad":
+        raise RewardUnavailableError("the service is away")
+    return RewardResult(float(len(response)), {"length": len(response)})

@@ -140,6 +140,7 @@ def test_the_lock_of_uv_is_of_the_gpu_pins():
     packages = tomllib.loads((ENVIRONMENT.parents[1] / "uv.lock").read_text())["package"]
     versions = {package["name"]: package.get("version") for package in packages}
     gpu, dev = pins("gpu.txt"), pins("dev.txt") | pins("trackers.txt")
+    dev |= pins("reasoning_gym.txt")
     assert {name for name in gpu if name not in versions} == {"pybind11", "wheel"}
     different = {n: v for n, v in (gpu | dev).items() if n in versions and versions[n] != v}
     assert not different
@@ -367,7 +368,8 @@ def test_nothing_is_installed_over_another_environment(clone, there, words, line
 
 
 def test_the_environment_for_gpus_is_used_as_it_is(clone):
-    parts = [clone / "tools/environment" / name for name in ("gpu.txt", "dev.txt")]
+    named = ("gpu.txt", "dev.txt", "reasoning_gym.txt")
+    parts = [clone / "tools/environment" / name for name in named]
     parts += [clone / "pyproject.toml"]
     parts += [clone / "tools/environment" / name for name in ("setup.sh", "find_python.sh")]
     stamp(clone, "gpu", hashlib.sha256(b"\n" + b"".join(p.read_bytes() for p in parts)).hexdigest())

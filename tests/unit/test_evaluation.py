@@ -22,13 +22,13 @@ from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.loop.engine_session import WeightsLostError
 from megatron_dppo.loop.evaluation import Evaluations, Evaluator, MixedVersionsError
 from megatron_dppo.loop.recorder import Recorder, SampleMaker
-from megatron_dppo.loop.scoring import ScoredGeneration
+from megatron_dppo.loop.scoring import ScoredGeneration, with_rewards
 from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.metrics.records import read_records, read_step_lines
 from megatron_dppo.metrics.summary import RunInfo
-from megatron_dppo.rewards import RewardInput
+from megatron_dppo.rewards import RewardInput, RewardUnavailableError
 from megatron_dppo.rewards.scorer import PendingScore, Scorer
-from megatron_dppo.rewards.verifier import VerifierError
+from megatron_dppo.rewards.verifier import Score, VerifierError
 from tests.unit.config_files import minimal
 
 EXACT = RewardConfig(name="exact_integer")
@@ -212,6 +212,79 @@ def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
     evaluation = evaluator.begin(0)
     with pytest.raises(VerifierError, match="reward exact_integer: the answer is 'one'"):
         evaluator.finish(evaluation, 0)
+
+
+class Redrawing:
+    """An engine whose ``words`` are the responses of one problem in the order in which it is asked for them."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = iter(words)
+        self.jobs: list[GenerationJob] = []
+        self.descriptions: list[str] = []
+
+    def start(
+        self, job: GenerationJob, description: str, on_response: Any, order: int, done: Any = None
+    ) -> Any:
+        self.jobs.append(job)
+        self.descriptions.append(description)
+        answers = dict(done or {})
+        for sample in range(job.group_size):
+            if (0, sample) not in answers:
+                answers[0, sample] = response(PROBLEM, sample, next(self.words))
+                on_response((0, sample), answers[0, sample])
+        return SimpleNamespace(answers=answers, seconds=1.0, redrawn=0, order=order)
+
+    def finish(self, generation: Any, held: int | None, *, mixes: bool) -> list[Trajectory]:
+        assert (held, mixes, generation.order) == (3, False, 7)
+        return [generation.answers[0, sample] for sample in range(3)]
+
+
+def redrawn(words: list[str], folder: Path, rounds: int = 2) -> tuple[Any, ...]:
+    config = RewardConfig(
+        name="tests.unit.planted_rewards:unlucky", attempts=1, workers=1, max_replacements=rounds
+    )
+    engine: Any = Redrawing(words)
+    job = GenerationJob([PROBLEM], 3, SamplingParams(4), seeds=SamplingSeeds(1, "step 4", (0,)))
+    with Scorer(config) as scorer:
+        generation = ScoredGeneration(engine, scorer, job, "step 4: generate", 7)
+        generation.wait(3, mixes=False)
+        found = generation.scored(settings(folder).algorithm)
+    return found, engine, scorer, generation
+
+
+def test_a_response_whose_reward_cannot_be_had_is_replaced_by_another(tmp_path: Path) -> None:
+    found, engine, scorer, generation = redrawn(["abcde", "bad", "a", "bad", "ab"], tmp_path)
+    assert [(t.text, t.reward) for t in found] == [("abcde", 5), ("ab", 2), ("a", 1)]
+    # Nothing of a reward 0: the mean is of those that there are.
+    assert [t.advantage for t in found] == pytest.approx([7 / 3, -2 / 3, -5 / 3])
+    assert [t.sample_index for t in found] == [0, 1, 2]
+    assert engine.descriptions == [
+        "step 4: generate",
+        "step 4: generate, replacement 1",
+        "step 4: generate, replacement 2",
+    ]
+    # Another seed, or a deterministic engine would draw the same again.
+    assert len({job.seeds.of(0, 1) for job in engine.jobs}) == 3
+    assert scorer.failures["reward/replaced"] == 2
+    assert generation.seconds == 3.0
+    assert generation.components.means() == {"reward/component/length": 8 / 3}
+
+
+def test_a_run_ends_where_replacements_have_no_reward_either(tmp_path: Path) -> None:
+    with pytest.raises(
+        RewardUnavailableError,
+        match=r"1 responses have no reward; the first: reward unlucky: the service is away \(after 1 repl",
+    ):
+        redrawn(["a", "bad", "c", "bad"], tmp_path, rounds=1)
+
+
+def test_a_truncated_response_never_gains_by_it(tmp_path: Path) -> None:
+    """Where rewards are negative, 0 would be the best one."""
+    cut = response(PROBLEM, 0, "x", finish_reason="length")
+    chosen = settings(tmp_path).algorithm.model_copy(update={"truncated_responses": "zero-reward"})
+    for value, reward in ((-3.0, -3.0), (2.0, 0.0)):
+        (found,) = with_rewards([cut], [Score(value)], 1, chosen)
+        assert found.reward == reward
 
 
 def test_a_generation_frees_its_responses_with_itself() -> None:

@@ -28,6 +28,12 @@ PAPER = {
         *("qwen3-1.7b-base", 8000, 128, 32, 8, 1e-6, 0.15, float("inf"), 10, False),
     ),
     "octothinker_3b": ("octothinker-3b", 8000, 128, 32, 8, 1e-6, 0.2, 5.0, 10, False),
+    **{
+        f"qwen3_1.7b_base_{task}": (
+            *("qwen3-1.7b-base", 8000, 128, 32, 8, 1e-6, 0.15, float("inf"), 10, False),
+        )
+        for task in ("arc_1d", "acre", "sudoku")
+    },
 }
 """arXiv 2602.04879 v2, the appendix's table of hyper-parameters."""
 OURS = {
@@ -36,6 +42,7 @@ OURS = {
     "qwen3_30b_a3b_r3_async": ("qwen3-30b-a3b", 8),
     "qwen3_30b_a3b_base_32k": ("qwen3-30b-a3b-base", 4),
     "qwen3_30b_a3b_128k": ("qwen3-30b-a3b-thinking-2507", 2),
+    "qwen3_4b_instruct_rlhf": ("qwen3-4b-instruct-2507", 4),
 }
 STEPS = {name: (row[0], row[2] // row[3]) for name, row in PAPER.items()} | OURS
 

@@ -138,20 +138,22 @@ def test_math_verify_says_when_the_answer_itself_is_no_mathematics():
 
 
 def test_the_table():
-    assert set(REWARDS) == {"exact_integer", "math_verify"}
+    own = {"exact_integer", "math_verify"}
+    assert set(REWARDS) == own | {"reward_model", "judge", "reasoning_gym"}
     assert find_reward("exact_integer").load()("1+1=2", "2") == 1.0
     assert find_reward("exact_integer").runs_inline
     assert not find_reward("math_verify").runs_inline
     with pytest.raises(
-        ValueError, match="unknown reward 'x'; there are exact_integer, math_verify"
+        ValueError, match="unknown reward 'x'; there are exact_integer, judge, math_verify, r"
     ):
         find_reward("x")
 
 
 def test_the_table_imports_no_library():
+    heavy = ("torch", "sympy", "math_verify", "transformers", "aiohttp", "reasoning_gym")
     code = (
         "import sys; import megatron_dppo.rewards as r; r.REWARDS['exact_integer'].load()('1', '1'); "
-        "print([m for m in ('torch', 'sympy', 'math_verify', 'transformers') if m in sys.modules])"
+        f"print([m for m in {heavy} if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

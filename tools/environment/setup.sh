@@ -33,7 +33,7 @@ case "${there:-$kind}-$kind" in
 esac
 pins=("tools/environment/$kind.txt" tools/environment/dev.txt)
 transformer_engine=$(grep '^transformer-engine==' tools/environment/gpu.txt || true)
-want=$({ echo "$transformer_engine"; cat "${pins[@]}" pyproject.toml tools/environment/{setup,find_python}.sh; } | sha256sum | cut -d' ' -f1)
+want=$({ echo "$transformer_engine"; cat "${pins[@]}" tools/environment/reasoning_gym.txt pyproject.toml tools/environment/{setup,find_python}.sh; } | sha256sum | cut -d' ' -f1)
 [ "$made" != "$want" ] || [ "$place" != "$here" ] || exit 0
 [ "$made" = "$want" ] || [ "$there" != gpu ] || [ -n "${1:-}" ] ||
   stop ".venv is the environment for GPUs, made from other pins than this clone's: make setup GPU=1 renews it, other targets leave it alone"
@@ -136,6 +136,9 @@ else
   quietly "${pip[@]}" install -r "${pins[0]}" || stop "$failed"
   quietly "${pip[@]}" install --no-deps -r "${pins[1]}" || stop "$failed"
 fi
+# For the tests of one extra, which say so where it is missing; the rest needs no compiler.
+quietly "${pip[@]}" install --no-deps -r tools/environment/reasoning_gym.txt ||
+  say "reasoning-gym could not be installed (it compiles pycosat: apt install gcc python3-dev): its tests will fail, nothing else needs it"
 # Not into the environment, where Megatron-Core would build its layers of it: tests of what needs no GPU alone read it.
 if [ -n "$transformer_engine" ]; then
   rm -rf .venv/gpu_sources

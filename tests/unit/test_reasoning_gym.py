@@ -1,0 +1,118 @@
+"""reasoning-gym's tasks by the real package: what its generators make earns its full mark through a file and the
+verifier."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.data.__main__ import main
+from megatron_dppo.data.problems import PromptForm, load_problems
+from megatron_dppo.rewards import RewardInput, find_reward
+from megatron_dppo.rewards import reasoning_gym as gym
+from megatron_dppo.rewards.verifier import Verifier, VerifierError
+from tests.tiny_models import tiny_tokenizer
+
+WITHOUT_ANSWER = {
+    "boxnet": "a plan for robots: none is generated",
+    "graph_color": "any valid colouring: the generator's is in its metadata",
+    "propositional_logic": "any conclusion that follows: the generator's is in its metadata",
+    "rubiks_cube": "any moves that solve it: the generator's are in its metadata",
+    "rush_hour": "any moves that free the car: none is generated",
+}
+"""The package's entries of these tasks have no answer, and why."""
+
+
+def by_hand(entry: dict[str, Any]) -> str | None:
+    """A right answer from the metadata of a task without one; None where there is none."""
+    if "possible_answer" in entry:
+        return json.dumps(entry["possible_answer"])
+    return entry.get("example_answer") or entry.get("example_correct_answer")
+
+
+def test_every_task_scores_its_own_answers(tmp_path: Path) -> None:
+    path = tmp_path / "all.jsonl"
+    assert main(["generate", "all", "--count", "1", "--seed", "5", "--out", str(path)]) == 0
+    found = load_problems(
+        path, tiny_tokenizer(), max_prompt_tokens=10**6, form=PromptForm(apply_chat_template=False)
+    )
+    assert len(found.problems) == len(gym.tasks()) == 105
+    inputs, expected, tasks = [], [], []
+    for problem in found.problems:
+        task = problem.metadata["task"]
+        answer = problem.answer or by_hand(gym.decode(problem.metadata["entry"]))
+        assert bool(problem.answer) != (task in WITHOUT_ANSWER), task
+        right = [(f"<answer>{answer}</answer>", 1.0)] if answer else []
+        for response, value in [*right, ("I don't know.", 0.0)]:
+            inputs.append(problem.reward_input(response))
+            expected.append(value)
+            tasks.append(task)
+    with Verifier("reasoning_gym", timeout_s=60.0, workers=2) as verifier:
+        scores = verifier.score(inputs)
+    wrong = defaultdict(list)
+    for task, value, score in zip(tasks, expected, scores, strict=True):
+        if score.value != value:
+            wrong[task].append((score.value, value))
+    assert dict(wrong) == {}
+    assert expected.count(1.0) == 105 - len({"boxnet", "rush_hour"})
+
+
+@pytest.mark.parametrize(
+    ("answer_in", "response", "value", "reason"),
+    [
+        ("tag", "<answer>1</answer> no: <answer> 3 4 </answer>", 1.0, "'3 4' by arc_1d"),
+        ("tag", "3 4", 0.0, "no answer in a tag"),
+        ("box", r"\boxed{3 4}", 1.0, "'3 4' by arc_1d"),
+        ("box", "<answer>3 4</answer>", 0.0, "no answer in a box"),
+        ("whole", "3 4", 1.0, "'3 4' by arc_1d"),
+    ],
+)
+def test_where_the_answer_stands(answer_in: str, response: str, value: float, reason: str) -> None:
+    metadata = {"task": "arc_1d", "config": {}, "entry": {}}
+    result = gym.score(RewardInput(response, "3 4", metadata=metadata), answer_in=answer_in)
+    assert (result.value, result.reason) == (value, reason)
+
+
+def test_what_is_no_task_is_named() -> None:
+    with pytest.raises(ValueError, match="has no task 'arc'; it has ab, acre"):
+        next(gym.problems("arc", 1, 1))
+    with pytest.raises(ValueError, match=r"task sudoku, configuration \{'holes': 3\}"):
+        next(gym.problems("sudoku", 1, 1, {"holes": 3}))
+    with pytest.raises(
+        ValueError, match=r"its metadata has .*expected those of megatron-dppo data"
+    ):
+        gym.score(RewardInput("<answer>1</answer>", metadata={"difficulty": 3}))
+    with pytest.raises(SystemExit):
+        main(["generate", "acre", "sudoku", "--config", "a=1", "--out", "never"])
+    with (
+        Verifier("reasoning_gym", 60.0, 1, options={"answer_in": "braces"}) as verifier,
+        pytest.raises(VerifierError, match="answer_in: got 'braces', expected tag, box, whole"),
+    ):
+        verifier.score([RewardInput("1")])
+
+
+def test_metadata_comes_back_as_it_was() -> None:
+    value = {"grid": ((1, 2), [3]), "by number": {1: "a", (2, 3): None}, "text": "é", "x": 1.5}
+    assert gym.decode(json.loads(json.dumps(gym.encode(value)))) == value
+    with pytest.raises(ValueError, match="holds a set"):
+        gym.encode({"a": {1}})
+
+
+def test_without_the_package_a_line_says_what_to_install(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['reasoning_gym'] = None\n"
+        "from megatron_dppo.data.__main__ import main; main(sys.argv[1:])"
+    )
+    words = ["generate", "acre", "--out", str(tmp_path / "x")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "pip install 'megatron-dppo[reasoning-gym]'" in " ".join(done.stderr.split())
+    assert find_reward("reasoning_gym").target == "megatron_dppo.rewards.reasoning_gym:score"
