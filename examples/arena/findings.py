@@ -1,0 +1,195 @@
+"""``findings.md``: one table, and a figure for each claim, from what is kept of the runs and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from examples.arena.claims import (
+    CLAIMS,
+    EVERY_RULE_IN,
+    OTHERS,
+    SETTINGS,
+    Claim,
+    Difference,
+    Finding,
+    Record,
+    final,
+    loss_of_best,
+)
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.report import RUN_COLOURS, STYLE, centred_mean, finish
+from megatron_dppo.system.files import atomic_file, write_atomically
+
+REASONS = Path(__file__).with_name("reasons.yaml")
+"""What is believed of each result and why, written after the runs: by the claim's name."""
+SMOOTHING = 2
+
+
+def verdict(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> str:
+    """One word or two; "not run" where a run is missing."""
+    if claim.unreachable is not None:
+        return "out of reach here"
+    differences = [test.difference(records, seeds) for test in claim.tests]
+    if None in differences:
+        return "not run"
+    findings = [t.finding(d) for t, d in zip(claim.tests, differences, strict=True) if d]
+    return "reproduced" if set(findings) == {Finding.AS_CLAIMED} else "not reproduced"
+
+
+def write_findings(
+    claims: Sequence[Claim], records: Mapping[str, Record], seeds: Sequence[int], folder: Path
+) -> Path:
+    """Write the page and its figures into ``folder``; the page's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    reasons = yaml.safe_load(REASONS.read_text(encoding="utf-8")) if REASONS.is_file() else {}
+    verdicts = {claim.name: verdict(claim, records, seeds) for claim in claims}
+    parts = [
+        "# Findings\n",
+        (
+            "Each claim, its test and its runs were fixed in `examples/arena/claims.py` before they were run; "
+            f"{len(seeds)} seeds a cell. Written by `make arena`.\n"
+        ),
+        "| claim | of | what is claimed | found | why we believe it |",
+        "|---|---|---|---|---|",
+        *(
+            f"| [{c.name}](#{c.name}) | {c.source} | {c.text} | **{verdicts[c.name]}** "
+            f"| {reasons.get(c.name, c.unreachable or '')} |"
+            for c in claims
+        ),
+        "",
+        *settings_table(),
+    ]
+    for claim in claims:
+        if verdicts[claim.name] in ("reproduced", "not reproduced"):
+            figure = draw_claim(claim, records, seeds, folder / f"{claim.name}.png")
+            parts += [
+                f"## {claim.name}\n",
+                f"![{claim.text}]({figure.name})\n",
+                *tests_table(claim, records, seeds),
+            ]
+    parts += all_rules(records, seeds)
+    page = folder / "findings.md"
+    write_atomically(page, "\n".join(parts) + "\n")
+    return page
+
+
+def settings_table() -> list[str]:
+    return [
+        "| setting | task | mismatch | changes | why |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {s.task} | {s.mismatch} | {', '.join(f'`{c}`' for c in s.changes)} | {s.reason} |"
+            for name, s in SETTINGS.items()
+        ),
+        "",
+    ]
+
+
+def tests_table(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> list[str]:
+    rows = [
+        "| difference | mean | 95% interval | claimed | finding |",
+        "|---|---|---|---|---|",
+    ]
+    for test in claim.tests:
+        d = test.difference(records, seeds)
+        assert d is not None
+        claimed = "above 0" if test.margin is None else f"within {test.margin:g} of 0"
+        rows.append(
+            f"| {test.first} less {test.second} | {d.mean:+.3f} "
+            f"| {_interval(d)} | {claimed} | {test.finding(d).value} |"
+        )
+    return [*rows, ""]
+
+
+def all_rules(records: Mapping[str, Record], seeds: Sequence[int]) -> list[str]:
+    """Every rule side by side, in each setting in which it has all its runs."""
+    rows = []
+    for setting, rules in rules_by_setting().items():
+        for rule in rules:
+            runs = [
+                records[key]
+                for s in seeds
+                if (key := SETTINGS[setting].cell(rule, s).key) in records
+            ]
+            if len(runs) == len(seeds):
+                ends = [final(r) for r in runs]
+                rows.append(
+                    (setting, -float(np.mean(ends)), rule, ends, [loss_of_best(r) for r in runs])
+                )
+    lines = [
+        f"| {setting} | {rule} | {-mean:.3f} | {min(ends):.3f} to {max(ends):.3f} | {np.mean(lost):.3f} |"
+        for setting, mean, rule, ends, lost in sorted(rows)
+    ]
+    if not lines:
+        return []
+    return [
+        "## All rules side by side\n",
+        "| setting | rule | final reward, mean of the seeds | lowest to highest | lost of the best |",
+        "|---|---|---|---|---|",
+        *lines,
+    ]
+
+
+def rules_by_setting() -> dict[str, list[str]]:
+    """The rules of the claims and the others, by setting."""
+    rules: dict[str, dict[str, None]] = {name: {} for name in SETTINGS}
+    for side in (side for claim in CLAIMS for side in claim.sides):
+        rules[side.setting][side.rule] = None
+    for setting in EVERY_RULE_IN:
+        rules[setting] |= dict.fromkeys(OTHERS)
+    return {name: list(of) for name, of in rules.items()}
+
+
+def draw_claim(
+    claim: Claim, records: Mapping[str, Record], seeds: Sequence[int], path: Path
+) -> Path:
+    """Reward of every rule that the claim names, a panel for each setting: mean of the seeds, and lowest to highest."""
+    settings = list(dict.fromkeys(side.setting for side in claim.sides))
+    rules = list(dict.fromkeys(side.rule for side in claim.sides))
+    runs_of = dict.fromkeys((side.setting, side.rule) for side in claim.sides)
+    colours = dict(zip(rules, RUN_COLOURS * 3, strict=False))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.6 * len(settings), 4.2), dpi=110)
+        figure.set_layout_engine("constrained")
+        for axes, setting in zip(
+            figure.subplots(1, len(settings), squeeze=False).flat, settings, strict=True
+        ):
+            for rule in (rule for where, rule in runs_of if where == setting):
+                runs = [records[SETTINGS[setting].cell(rule, seed).key] for seed in seeds]
+                _draw(axes, runs, colours[rule], rule)
+            axes.set_ylim(0, 1)
+            finish(
+                axes,
+                f"{setting}: {SETTINGS[setting].task}, {SETTINGS[setting].mismatch}",
+                "reward",
+                [],
+            )
+        handles, labels = [], []
+        for axes in figure.axes:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                if label not in labels:
+                    handles.append(handle)
+                    labels.append(label)
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+        with atomic_file(path) as file:
+            FigureCanvasAgg(figure).print_png(file)
+    return path
+
+
+def _draw(axes: Axes, runs: Sequence[Record], colour: str, label: str) -> None:
+    rewards = np.array([centred_mean(list(r[names.REWARD]), SMOOTHING) for r in runs])
+    steps = np.arange(1, rewards.shape[1] + 1)
+    axes.fill_between(steps, rewards.min(0), rewards.max(0), color=colour, alpha=0.12, linewidth=0)
+    axes.plot(steps, rewards.mean(0), color=colour, linewidth=1.8, label=label)
+
+
+def _interval(d: Difference) -> str:
+    return f"{d.low:+.3f} to {d.high:+.3f}"

@@ -1,0 +1,193 @@
+"""One run of the lab: learner, trainer, rules, packing, statistics and optimizer as they are in a run, in one process
+with a copy of the policy in the engine's place.
+
+A run is the same bit for bit each time, whatever else the machine does. It claims nothing alone: the engine, the fleet
+and the weight updates, which it leaves out, are the real loop's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from examples.arena.sampler import MISMATCHES, Mismatch, PolicyCopy, Sampled
+from examples.arena.tasks import TASKS, Task
+from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.table import carried_topk
+from megatron_dppo.checkpoint_conversion.gathering import gather
+from megatron_dppo.config.loading import load_config
+from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig, TrainingConfig
+from megatron_dppo.data.sampling import ProblemSampler
+from megatron_dppo.data.trajectory import Outline, Trajectory, forms_of
+from megatron_dppo.loop.learning import Learner, pack_mini_batch, plan_mini_batches
+from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
+from megatron_dppo.loop.rollout_sources import RolloutBatch
+from megatron_dppo.loop.scoring import with_rewards
+from megatron_dppo.metrics import table as names
+from megatron_dppo.model.gather_plan import buckets_in_turn, gather_plan
+from megatron_dppo.rewards.verifier import Score
+from megatron_dppo.trainer.step import StatsSpec
+from megatron_dppo.trainer.trainer import Trainer
+
+CONFIG = Path(__file__).with_name("config.yaml")
+
+
+class Lab:
+    """Everything a step needs. One for each process: Megatron-Core's groups are the process's."""
+
+    def __init__(self, config: TrainConfig, task: Task, mismatch: Mismatch) -> None:
+        self.config, self.task = config, task
+        algorithm = build_algorithm(
+            config.algorithm.name, config.algorithm.options, config.algorithm.settings
+        )
+        self._generator = torch.Generator().manual_seed(config.run.seed)
+        self._copy = PolicyCopy(task.checkpoint, mismatch)
+        vocabulary = self._copy.vocab_size
+        self._topk = carried_topk(algorithm, config.rollout.topk_log_probs, vocabulary)
+        has_topk = self._topk > 0 or algorithm.needs_recomputed_distribution
+        self.trainer = Trainer(config, StatsSpec(has_topk, True, algorithm.preset.centers))
+        self.learner = Learner(config, self.trainer, algorithm, self._topk)
+        self._problems = ProblemSampler(len(task.prompts), config.run.seed)
+        sources = gather_plan(self.trainer.shape, self.trainer.layout)
+        self._buckets = buckets_in_turn({0: list(sources)}, 1 << 30, 4)
+
+    def step(self) -> dict[str, float]:
+        """Sample a batch and train on it; its metrics."""
+        age = self._copy.update(dict(self._weights()))
+        trajectories = self._rollout()
+        outlines = [Outline.of(t) for t in trajectories]
+        figures = generated_figures(rows_of(outlines, self.config.rollout.group_size))
+        figures[names.STALENESS_MAX] = age
+        batch = RolloutBatch(outlines, dict(enumerate(trajectories)), figures, {})
+        return {**figures, **self.learner.learn(self.learner.plan(batch))}
+
+    def mismatch(self) -> dict[str, list[float]]:
+        """``RATIO_ERROR`` and ``PROB_ERROR`` of a fresh batch, at the weights that the trainer has now."""
+        self._copy.update(dict(self._weights()))
+        batch = dict(enumerate(self._rollout()))
+        config, layout = self.config, self.learner.layout
+        (plan,) = plan_mini_batches(
+            [Outline.of(t) for t in batch.values()],
+            TrainingConfig(
+                prompts_per_mini_batch=config.rollout.prompts_per_step,
+                micro_batch_tokens=config.training.micro_batch_tokens,
+            ),
+            config.rollout,
+            AlgorithmConfig(name="pg-is"),
+            layout,
+        )
+        packed = pack_mini_batch(batch, plan, layout, config.algorithm, forms_of([*batch.values()]))
+        log_pi = self.trainer.log_probs(packed.micro_batches)
+        pi, mu = (
+            torch.cat([x[b.loss_mask] for x, b in zip(xs, packed.micro_batches, strict=True)]).exp()
+            for xs in (log_pi, [b.column("rollout_log_probs") for b in packed.micro_batches])
+        )
+        bins = torch.bucketize(mu, torch.tensor(MU_BOUNDS), right=True)
+        return {
+            name: [float(error[bins == i].mean()) for i in range(len(MU_BOUNDS))]
+            for name, error in ((RATIO_ERROR, (pi / mu - 1).abs()), (PROB_ERROR, (pi - mu).abs()))
+        }
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        for gathered in gather(self._buckets, 0, self.trainer.weights()):
+            yield from gathered.tensors
+
+    def _rollout(self) -> list[Trajectory]:
+        rollout, task = self.config.rollout, self.task
+        problems = np.repeat(self._problems.next(rollout.prompts_per_step), rollout.group_size)
+        sampled = self._copy.sample(
+            task.prompts[problems], task.tokens, task.end, self._topk, self._generator
+        )
+        start = task.prompts.shape[1]
+        trajectories, scores = [], []
+        for row, problem in enumerate(problems.tolist()):
+            t = _trajectory(sampled, row, start, task.end, problem, row % rollout.group_size)
+            trajectories.append(t)
+            scores.append(Score(task.reward(problem, t.response_ids)))
+        return with_rewards(trajectories, scores, rollout.group_size, self.config.algorithm)
+
+
+def _trajectory(
+    sampled: Sampled, row: int, start: int, end: int | None, problem: int, index: int
+) -> Trajectory:
+    ids = sampled.ids[row]
+    ends = np.flatnonzero(ids[start:] == end)
+    count = int(ends[0]) + 1 if len(ends) else len(ids) - start
+    columns = {
+        "rollout_log_probs": sampled.log_probs[row, :count],
+        "weight_version": np.zeros(count, np.int32),
+    }
+    if sampled.topk_ids is not None and sampled.topk_log_probs is not None:
+        columns |= {
+            "topk_ids": sampled.topk_ids[row, :count],
+            "topk_log_probs": sampled.topk_log_probs[row, :count],
+        }
+    if sampled.experts is not None:
+        columns["routed_experts"] = sampled.experts[row, : start + count - 1]
+    return Trajectory.of_response(
+        ids[:start], ids[start : start + count], problem_id=problem, sample_index=index,
+        columns=columns, finish_reason="length" if end is not None and not len(ends) else "stop",
+    )  # fmt: skip
+
+
+def configured(task: Task, mismatch: Mismatch, changes: Sequence[str]) -> TrainConfig:
+    """The lab's recipe for ``task``; ``changes``: in the form ``key.path=value``."""
+    placed = [f"model.hf_checkpoint={task.checkpoint}", f"data.train={CONFIG}"]
+    replay = [f"rollout.router_replay={str(mismatch.replays).lower()}"]
+    return load_config(CONFIG, [*placed, *replay, *task.settings, *changes])
+
+
+RATIO_ERROR, PROB_ERROR = "mismatch/ratio_error_by_mu", "mismatch/prob_error_by_mu"
+"""Means of |pi / mu - 1| and |pi - mu| of sampled tokens under the trainer's last weights, with mu below each of
+``MU_BOUNDS`` and not below the one before; NaN: none."""
+MU_BOUNDS = (0.01, 0.1, 0.5, 0.9, 1.0 + 1e-6)
+KEPT = (
+    names.REWARD,
+    names.ENTROPY,
+    names.GAP,
+    names.GAP_ON_POLICY,
+    names.RATIO_MAX,
+    names.BAD_UPDATE,
+    names.MASKED_POSITIVE,
+    names.MASKED_NEGATIVE,
+    names.ROUTING_AGREEMENT_FIRST,
+    names.RESPONSE_LENGTH,
+    names.GRAD_NORM,
+)
+"""What is kept of each step; figures and verdicts are made of nothing else."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. ``changes``: to the lab's recipe, in the form ``key.path=value``."""
+
+    task: str
+    mismatch: str
+    algorithm: str
+    seed: int
+    changes: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Names it among all."""
+        words = [c.rpartition(".")[2] for c in self.changes]
+        return "/".join(
+            [self.task, self.mismatch, "-".join([self.algorithm, *words]), str(self.seed)]
+        )
+
+
+def run(cell: Cell) -> dict[str, list[float]]:
+    """Train; what is kept, by metric, a value for each step (NaN: none). In a process of its own."""
+    torch.set_num_threads(1)
+    task, mismatch = TASKS[cell.task](), MISMATCHES[cell.mismatch]
+    changes = [*cell.changes, f"algorithm.name={cell.algorithm}", f"run.seed={cell.seed}"]
+    lab = Lab(configured(task, mismatch, changes), task, mismatch)
+    steps = [lab.step() for _ in range(lab.config.run.steps)]
+    values = {name: [s.get(name, math.nan) for s in steps] for name in KEPT} | lab.mismatch()
+    return {name: [float(f"{x:.5g}") for x in of] for name, of in values.items()}

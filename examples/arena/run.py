@@ -1,0 +1,145 @@
+"""``make arena``: rules side by side, under the claims of claims.py; then docs/findings.md and its figures.
+
+    python -m examples.arena.run [--quick] [--claim NAME ...] [--only-findings] [--processes 2]
+
+Every run is one line of ``results.jsonl``, which is never made again: an interrupted arena goes on where it was. The
+runs of a claim come before those of the next, seed by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.arena import lab
+from examples.arena.claims import (
+    CLAIMS,
+    EVERY_RULE_IN,
+    OTHERS,
+    QUICK_SEEDS,
+    SEEDS,
+    SETTINGS,
+    Claim,
+    Record,
+)
+from examples.arena.findings import write_findings
+from examples.arena.lab import Cell
+from examples.arena.tasks import TASKS
+from megatron_dppo.metrics.progress import progress
+
+RESULTS = Path("runs/arena/results.jsonl")
+QUICK_CLAIMS = ("mask-needed", "efficiency", "topk")
+
+
+def cells_of(claims: Sequence[Claim], seeds: Sequence[int]) -> list[Cell]:
+    """Each run once, in the order of claims and seeds."""
+    cells = {
+        cell.key: cell
+        for claim in claims
+        for seed in seeds
+        for side in claim.sides
+        for cell in [SETTINGS[side.setting].cell(side.rule, seed)]
+    }
+    return list(cells.values())
+
+
+def others(seeds: Sequence[int]) -> list[Cell]:
+    """The runs that no claim needs."""
+    return [
+        SETTINGS[setting].cell(rule, seed)
+        for seed in seeds
+        for setting in EVERY_RULE_IN
+        for rule in OTHERS
+    ]
+
+
+def read_results(path: Path) -> dict[str, Record]:
+    """By ``Cell.key``; a line that an interruption cut off is left out."""
+    if not path.is_file():
+        return {}
+    records = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        records[row["key"]] = {
+            name: [math.nan if x is None else x for x in values]
+            for name, values in row["values"].items()
+        }
+    return records
+
+
+def make_runs(cells: Sequence[Cell], results: Path, processes: int) -> None:
+    """Those that ``results`` lacks, each in a process of its own."""
+    done = read_results(results)
+    missing = [cell for cell in cells if cell.key not in done]
+    if not missing:
+        return
+    results.parent.mkdir(parents=True, exist_ok=True)
+    # What a fork shares must not have computed anything: neither threads nor Megatron-Core's groups outlive it.
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(processes, maxtasksperchild=1) as pool:
+        for task in dict.fromkeys(cell.task for cell in missing):
+            pool.apply(_material, (task,))
+        with progress("arena", len(missing)) as bar, results.open("a", encoding="utf-8") as out:
+            for key, seconds, record in pool.imap_unordered(_run, missing):
+                values = {
+                    n: [x if math.isfinite(x) else None for x in v] for n, v in record.items()
+                }
+                out.write(json.dumps({"key": key, "seconds": seconds, "values": values}) + "\n")
+                out.flush()
+                bar.update(note=f"{key} in {seconds:.0f} s")
+                bar.advance()
+
+
+def _material(task: str) -> None:
+    TASKS[task]()
+
+
+def _run(cell: Cell) -> tuple[str, float, Record]:
+    began = time.process_time()
+    record = lab.run(cell)
+    return cell.key, round(time.process_time() - began, 1), record
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.arena.run", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few claims, three seeds: within 20 minutes"
+    )
+    parser.add_argument(
+        "--claim",
+        action="append",
+        choices=[c.name for c in CLAIMS],
+        help="only this one (may be repeated)",
+    )
+    parser.add_argument("--only-findings", action="store_true", help="draw what is there")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="runs at a time, of one core each (default: 2)"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help=f"default: {RESULTS}")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS.parent, help="folder of findings.md and its figures"
+    )
+    options = parser.parse_args(arguments)
+    seeds = QUICK_SEEDS if options.quick else SEEDS
+    chosen = options.claim or (QUICK_CLAIMS if options.quick else None)
+    claims = [c for c in CLAIMS if chosen is None or c.name in chosen]
+    cells = [*cells_of(claims, seeds), *([] if chosen else others(seeds))]
+    if not options.only_findings:
+        make_runs(cells, options.results, options.processes)
+    print(write_findings(claims, read_results(options.results), seeds, options.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

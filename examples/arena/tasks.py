@@ -1,0 +1,234 @@
+"""The lab's tasks: prompts and rewards on token ids, and a start policy that two cores make within minutes.
+
+- ``rare``: 2,048 words with a heavy tail. A problem's good words are one topic's, all of them in the tail: together
+  they have 3% of the start policy's mass. What a ratio and a divergence say of rare tokens differs most here.
+- ``long``: 96 tokens, each the sum of the two digits before it, modulo 10, in any of five spellings. The start policy
+  is right at 96% of the tokens; the reward is the share of the response before the first error, so what is said early
+  decides.
+- ``moe``: the demo's arithmetic on its mixture of experts.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
+from megatron_dppo.demo.material import prepare
+from megatron_dppo.metrics.progress import progress
+from megatron_dppo.rewards import exact_integer
+
+MATERIAL = Path("runs/arena/material")
+Reward = Callable[[int, np.ndarray], float]
+"""(problem, response ids) -> reward in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """``prompts``: int64 [problems, S]. ``end``: id that ends a response; None: all have ``tokens`` tokens.
+
+    ``settings``: of the run, in the form ``key.path=value``.
+    """
+
+    name: str
+    checkpoint: Path
+    prompts: Tensor
+    tokens: int
+    reward: Reward
+    end: int | None = None
+    settings: Sequence[str] = ()
+
+
+# --- rare
+
+WORDS, PROBLEMS, FIRST_WORD = 2048, 16, 64
+LIKELY_WORDS = 50
+"""So many of the likeliest belong to no topic."""
+STICKING = 0.5
+
+
+def zipf() -> np.ndarray:
+    """Masses of the words, [WORDS]: 1 / rank from ``FIRST_WORD`` on."""
+    weights = np.zeros(WORDS)
+    weights[FIRST_WORD:] = 1 / np.arange(1, WORDS - FIRST_WORD + 1)
+    return weights / weights.sum()
+
+
+def topics() -> np.ndarray:
+    """int64 [WORDS]: the topic of each word, drawn evenly; -1 of the likeliest and of what is no word."""
+    topic = np.full(WORDS, -1)
+    tail = FIRST_WORD + LIKELY_WORDS
+    topic[tail:] = np.random.default_rng(0).integers(PROBLEMS, size=WORDS - tail)
+    return topic
+
+
+def next_masses() -> np.ndarray:
+    """[PROBLEMS + 1, WORDS]: the start policy after a word of a topic, which stays in it with ``STICKING``; last: after
+    any other."""
+    rows = np.tile(zipf(), (PROBLEMS + 1, 1))
+    for topic, row in enumerate(rows[:-1]):
+        inside = zipf() * (topics() == topic)
+        row[:] = STICKING * inside / inside.sum() + (1 - STICKING) * row
+    return rows
+
+
+def rare() -> Task:
+    """A problem's good words are one topic's."""
+    topic, masses = topics(), next_masses()
+    prompts = torch.stack([torch.tensor([1, 2 + p]) for p in range(PROBLEMS)])
+
+    def batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        ids = np.concatenate([prompts[rng.integers(PROBLEMS, size=64)], np.zeros((64, 4), int)], 1)
+        target = np.zeros((64, 4, WORDS))
+        for t in range(4):
+            target[:, t] = masses[topic[ids[:, t + 1]]]
+            ids[:, t + 2] = _drawn(target[:, t], rng)
+        return torch.from_numpy(ids[:, :-1]), torch.from_numpy(target).float()
+
+    shape = {"vocab_size": WORDS, "hidden_size": 48, "num_hidden_layers": 1}
+    checkpoint = start_policy("rare", shape, batch, steps=600)
+    return Task(
+        "rare", checkpoint, prompts, 4, lambda p, ids: float((topic[ids] == p).mean()),
+        settings=("rollout.max_response_tokens=4",),
+    )  # fmt: skip
+
+
+def _drawn(masses: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """An index for each row of ``masses`` [B, V]."""
+    sums = masses.cumsum(-1)
+    return (sums > sums[:, -1:] * rng.random((len(masses), 1))).argmax(-1)
+
+
+# --- long
+
+SPELLINGS, RIGHT, LENGTH = 5, 0.96, 96
+FIRST_DIGIT = 4
+DIGIT_WORDS = 10 * SPELLINGS
+
+
+def _digits(ids: np.ndarray) -> np.ndarray:
+    return (ids - FIRST_DIGIT) // SPELLINGS
+
+
+def next_words(before: np.ndarray) -> np.ndarray:
+    """The start policy after two words: float [..., 64] from ids [..., 2]. Of a digit's spellings
+    each is half as likely as the one before."""
+    spelling = 0.5 ** np.arange(SPELLINGS)
+    right = _digits(before).sum(-1) % 10
+    table = np.full((10, 64), 0.0)
+    table[:, FIRST_DIGIT : FIRST_DIGIT + DIGIT_WORDS] = (1 - RIGHT) / DIGIT_WORDS
+    for digit, row in enumerate(table):
+        start = FIRST_DIGIT + digit * SPELLINGS
+        row[start : start + SPELLINGS] += RIGHT * spelling / spelling.sum()
+    return table[right]
+
+
+def share_before_error(prompt: np.ndarray, ids: np.ndarray) -> float:
+    """Share of a response that precedes the first word which is not the sum of the two before it."""
+    digits = _digits(np.concatenate([prompt[-2:], ids]))
+    valid = (ids >= FIRST_DIGIT) & (ids < FIRST_DIGIT + DIGIT_WORDS)
+    right = valid & (digits[2:] == (digits[1:-1] + digits[:-2]) % 10)
+    return float(np.cumprod(right).mean())
+
+
+def long() -> Task:
+    pairs = np.array([(a, b) for a in range(10) for b in range(10)]) * SPELLINGS + FIRST_DIGIT
+    prompts = torch.from_numpy(np.concatenate([np.ones((100, 1), np.int64), pairs], 1))
+
+    def batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        ids = np.zeros((32, 3 + LENGTH), np.int64)
+        ids[:, :3] = prompts[rng.integers(100, size=32)]
+        masses = np.zeros((32, LENGTH, 64))
+        for t in range(LENGTH):
+            masses[:, t] = next_words(ids[:, t + 1 : t + 3])
+            ids[:, t + 3] = _drawn(masses[:, t], rng)
+        return torch.from_numpy(ids[:, :-1]), torch.from_numpy(masses).float()
+
+    shape = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2}
+    checkpoint = start_policy("long", shape, batch, steps=1200)
+    rows = prompts.numpy()
+    return Task(
+        "long", checkpoint, prompts, LENGTH, lambda p, ids: share_before_error(rows[p], ids),
+        settings=(
+            f"rollout.max_response_tokens={LENGTH}",
+            "rollout.prompts_per_step=4",
+            "training.prompts_per_mini_batch=1",
+        ),
+    )  # fmt: skip
+
+
+# --- moe
+
+
+def moe() -> Task:
+    material = prepare(1)
+    tokenizer = load_tokenizer(material.warm_checkpoint)
+    problems = load_problems(
+        material.train, tokenizer, max_prompt_tokens=32, form=PromptForm()
+    ).problems
+    prompts = torch.tensor([p.prompt_ids for p in problems])
+    end = int(tokenizer.eos_token_id)
+
+    def reward(problem: int, ids: np.ndarray) -> float:
+        if ids[-1] != end:
+            return 0.0  # truncated
+        return exact_integer(str(tokenizer.decode(ids[:-1])), problems[problem].answer)
+
+    return Task(
+        "moe", material.warm_checkpoint, prompts, 16, reward, end,
+        settings=("rollout.max_response_tokens=16", "algorithm.truncated_responses=zero-reward"),
+    )  # fmt: skip
+
+
+TASKS: dict[str, Callable[[], Task]] = {"rare": rare, "long": long, "moe": moe}
+
+
+# --- start policies
+
+Batch = Callable[[np.random.Generator], tuple[Tensor, Tensor]]
+"""Token ids [B, S] and the distributions [B, N, V] that the last N of them should predict."""
+
+
+def start_policy(name: str, shape: Mapping[str, int], batch: Batch, steps: int) -> Path:
+    """A Qwen3 of ``shape`` that imitates ``batch``, as a Hugging Face folder; made once."""
+    folder = MATERIAL / name
+    if folder.is_dir():
+        return folder
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    hidden = shape["hidden_size"]
+    values = {
+        **shape, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": hidden // 2,
+        "intermediate_size": 4 * hidden, "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, "dtype": torch.float32,
+    }  # fmt: skip
+    config = Qwen3Config.from_dict(values)
+    model = Qwen3ForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    with progress(f"start policy of {name}", steps) as bar:
+        for _ in range(steps):
+            ids, target = batch(rng)
+            logits = model(ids).logits[:, -target.shape[1] :]
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(0, 1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            bar.advance()
+    entropy = torch.special.entr(target).sum(-1).mean()
+    print(f"arena: start policy of {name}: {loss - entropy:.4f} nats a token above its target")
+    disable_progress_bar()
+    staged = folder.with_suffix(".part")
+    shutil.rmtree(staged, ignore_errors=True)
+    model.save_pretrained(staged)
+    staged.rename(folder)
+    return folder
