@@ -5,7 +5,7 @@ RUN_IN_VENV = $(if $(shell grep -sx kind=cpu .venv/.installed),CUDA_VISIBLE_DEVI
 TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo why slurm-demo gpu-check test lint types unit docs mutants clean
+.PHONY: help setup demo why arena slurm-demo gpu-check test lint types unit docs mutants clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -21,6 +21,9 @@ slurm-demo: setup  ## a real Slurm of four nodes on this machine: the tiny recip
 
 why: setup  ## four algorithms where the trust region matters, three seeds each: figure in runs/why (also ALGORITHM=..., SEED=..., DIRECTORY=...)
 	@$(RUN_IN_VENV) -m examples.why.run $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY))
+
+arena: setup  ## the rules of papers under their claims, in one process each, ten seeds: findings in runs/arena (also QUICK=1, CLAIM=...)
+	@$(RUN_IN_VENV) -m examples.arena.run $(if $(QUICK),--quick) $(if $(CLAIM),--claim $(CLAIM))
 
 gpu-check: setup  ## what to run first on a GPU machine; without one it checks what it can: page in runs/gpu_check (also ONLY=kernels,mask)
 	@$(PYTHON_IN_VENV) -m megatron_dppo gpu-check $(if $(ONLY),--only $(ONLY))

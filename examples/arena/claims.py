@@ -2,7 +2,7 @@
 
 A test compares two rules on the same seeds: the mean difference of an outcome with Student's 95% interval over the
 seeds. A claim is reproduced where every one of its tests comes out as claimed. Numbers of seeds and steps are fixed
-here; all runs are made, and none is added or left out. The settings were chosen by pilots of PG-IS alone, with the seeds
+here; all runs are made, none is added or left out. The settings were chosen by pilots of PG-IS alone, with the seeds
 100 and 101, which are not among the reported ones (README.md).
 """
 

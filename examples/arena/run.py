@@ -63,7 +63,7 @@ def read_results(path: Path) -> dict[str, Record]:
     """By ``Cell.key``; a line that an interruption cut off is left out."""
     if not path.is_file():
         return {}
-    records = {}
+    records: dict[str, Record] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)

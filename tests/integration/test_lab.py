@@ -1,0 +1,75 @@
+"""The arena's lab: a copy of the policy in the engine's place, and learner, trainer and rules as they are."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from examples.arena.lab import PROB_ERROR, RATIO_ERROR, Lab, configured
+from examples.arena.sampler import MISMATCHES
+from examples.arena.tasks import Task
+from megatron_dppo.metrics import table as names
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny_model
+
+PROMPTS = torch.tensor([[5, 7, 9], [6, 8, 10]])
+
+
+def worker(folder: str, runs: list[tuple[str, list[str]]]) -> list[dict[str, list[float]]]:
+    """Of each (mismatch, changes): metrics of three steps of training towards even ids, and the mismatch after them."""
+    from megatron_dppo.trainer.topology import destroy_topology
+
+    task = Task(
+        "even", Path(folder), PROMPTS, 6, lambda _, ids: float((ids % 2 == 0).mean()),
+        settings=(
+            "rollout.max_response_tokens=6",
+            "rollout.prompts_per_step=4",
+            "training.prompts_per_mini_batch=2",
+            "optimizer.lr=1e-3",
+        ),
+    )  # fmt: skip
+    kept = (names.REWARD, names.GAP_ON_POLICY, names.STALENESS_MAX, names.ROUTING_AGREEMENT_FIRST)
+    results = []
+    for mismatch, changes in runs:
+        lab = Lab(configured(task, MISMATCHES[mismatch], changes), task, MISMATCHES[mismatch])
+        steps = [lab.step() for _ in range(3)]
+        errors = {n: [x for x in of if not math.isnan(x)] for n, of in lab.mismatch().items()}
+        results.append({n: [s[n] for s in steps if n in s] for n in kept} | errors)
+        destroy_topology()
+    return results
+
+
+def test_a_copy_of_the_policy_samples_with_a_mismatch_that_is_measured(tmp_path: Path) -> None:
+    folder = str(save_tiny_model(tmp_path / "model", "qwen3_moe"))
+    variants = [
+        ("none", ["run.seed=3"]),
+        ("none", ["run.seed=3"]),
+        ("none", ["run.seed=4"]),
+        ("int4", []),
+        ("stale-1", []),
+        ("flips", []),
+        ("flips-r3", ["algorithm.name=dppo-topk-tv"]),
+    ]
+    (results,) = run_ranks("tests.integration.test_lab:worker", 1, folder, variants)
+    first, again, other, rounded, late, flipped, replayed = results
+
+    # Without a mismatch the copy is the trainer's policy, and a run is the same bit for bit each time.
+    assert first == again
+    assert max(first[names.GAP_ON_POLICY] + first[PROB_ERROR]) < 1e-6
+    assert other[names.REWARD] != first[names.REWARD]
+
+    # A step's first mini-batch is at the weights that the copy was made from: all of it is the rounding's.
+    assert min(rounded[names.GAP_ON_POLICY]) > 1e-4
+    assert max(rounded[RATIO_ERROR]) > 1e-2
+
+    # The first batch's weights are the trainer's; from then on they are one update older.
+    assert late[names.STALENESS_MAX] == [0, 1, 1]
+    assert late[names.GAP_ON_POLICY][0] < 1e-6
+    assert min(late[names.GAP_ON_POLICY][1:]) > 1e-6
+
+    # Half of the tokens have one of two experts that is not the trainer's own, unless it replays them.
+    assert min(flipped[names.GAP_ON_POLICY]) > 1e-6
+    assert 0.4 < replayed[names.ROUTING_AGREEMENT_FIRST][0] < 0.6
+    assert max(replayed[names.GAP_ON_POLICY]) < 1e-7
