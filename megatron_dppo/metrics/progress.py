@@ -317,7 +317,9 @@ class NormalityCheck:
         history = self._history[metric.name]
         if len(history) == HISTORY:
             usual = fmean(history)
-            if usual > 0 and not normal.most_drop * usual <= value <= normal.most_rise * usual:
+            # Without a bound on its drop a metric may also fall below zero.
+            low = normal.most_drop * usual if normal.most_drop else -math.inf
+            if usual > 0 and not low <= value <= normal.most_rise * usual:
                 return f"its mean over the {HISTORY} steps before was {metric.show(usual)}"
         return ""
 

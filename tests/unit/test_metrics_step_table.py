@@ -11,6 +11,7 @@ from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import (
     COLUMNS,
     HEADER_EVERY,
+    HISTORY,
     NormalityCheck,
     StepTable,
     progress,
@@ -230,3 +231,11 @@ def test_a_quiet_rank_shows_nothing():
         tracker.advance()
         time.sleep(0.05)
     assert printed.file.getvalue() == ""
+
+
+def test_a_metric_without_a_bound_on_its_drop_may_fall_below_zero():
+    check = NormalityCheck("float32")
+    for _ in range(HISTORY):
+        assert check.step({names.TWINS: 1e-6, names.ENTROPY: 1.0}) == {}
+    assert check.step({names.TWINS: -1e-3}) == {}
+    assert list(check.step({names.ENTROPY: 0.25})) == [names.ENTROPY]
