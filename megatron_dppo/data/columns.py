@@ -349,17 +349,20 @@ ROUTED_EXPERTS = declare(
 """The experts that the engine sent each token to, for router replay."""
 
 LOSS_COLUMNS = tuple(
-    declare(Column(f"loss_{name}", (dtype,), Rows.SAMPLED, complete=False, packed=False)).name
-    for name, dtype in {
-        "log_probs": "float32",
-        "recomputed_log_probs": "float32",
-        "entropy": "float32",
-        "divergence": "float64",
-        "trains": "bool",
-    }.items()
+    declare(
+        Column(f"loss_{name}", (dtype,), Rows.SAMPLED, trailing, complete=False, packed=False)
+    ).name
+    for name, dtype, trailing in (
+        ("log_probs", "float32", ()),
+        ("recomputed_log_probs", "float32", ()),
+        ("topk_log_probs", "float32", ("topk",)),
+        ("entropy", "float32", ()),
+        ("divergence", "float64", ()),
+        ("trains", "bool", ()),
+    )
 )
 """What the loss saw of each token in the optimiser step that trained on it; saved batches have them, no rank.
 
-log pi; log pi' and the entropy of pi where it had them; the divergence that the mask compared with its
-threshold, if it measures one; and whether the token trained. A response without a gradient has none of them.
+log pi; log pi', log pi at TopK(mu) and the entropy of pi where it had them; the divergence that the mask compared with
+its threshold, if it measures one; and whether the token trained. A response without a gradient has none of them.
 """

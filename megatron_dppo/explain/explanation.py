@@ -33,7 +33,7 @@ from megatron_dppo.metrics.records import MASKED_TOKENS_FILE, RECORDS_FILE, read
 from megatron_dppo.metrics.sums import means
 from megatron_dppo.metrics.table import METRICS
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.trainer.token_loss import inputs_from
+from megatron_dppo.trainer.token_loss import inputs_from, with_sampled
 from megatron_dppo.vocab_parallel import policy_stats
 from megatron_dppo.vocab_parallel.policy_stats import exact_divergence
 
@@ -414,21 +414,34 @@ class SeenStep:
         counts = [t.sampled for t in chosen]
         log_probs = _joined(chosen, "loss_log_probs")
         assert log_probs is not None
+        rollout_log_probs = _joined(chosen, "rollout_log_probs")
+        assert rollout_log_probs is not None
+        ids = torch.from_numpy(np.concatenate([t.response_ids for t in chosen]).astype(np.int64))
+        columns = [
+            _joined(chosen, n) for n in ("loss_topk_log_probs", "topk_log_probs", "topk_ids")
+        ]
+        topk: Sequence[Tensor | None] = (None, None, None)
+        if columns[0] is not None:
+            # Its run had them from the engine.
+            log_pi, log_mu, topk_ids = (c for c in columns if c is not None)
+            topk = with_sampled(
+                log_pi, log_mu, topk_ids, sampled=(log_probs, rollout_log_probs, ids)
+            )
         inputs = TokenInputs(
             log_probs=log_probs,
-            rollout_log_probs=torch.from_numpy(
-                np.concatenate([t.column("rollout_log_probs") for t in chosen])
-            ),
+            rollout_log_probs=rollout_log_probs,
             advantages=torch.tensor([t.advantage for t in chosen], dtype=torch.float32)
             .repeat_interleave(torch.tensor(counts)),
             loss_mask=torch.ones(len(log_probs), dtype=torch.bool),
             recomputed_log_probs=_joined(chosen, "loss_recomputed_log_probs"),
+            topk_log_probs=topk[0],
+            rollout_topk_log_probs=topk[1],
+            topk_valid=topk[2],
             entropy=_joined(chosen, "loss_entropy"),
             sequence_ids=torch.arange(len(chosen)).repeat_interleave(torch.tensor(counts)),
         )  # fmt: skip
         trained = _joined(chosen, "loss_trains")
         assert trained is not None
-        ids = torch.from_numpy(np.concatenate([t.response_ids for t in chosen]).astype(np.int64))
         divergence = _joined(chosen, "loss_divergence")
         return cls(positions, counts, ids, inputs, trained, divergence)
 
@@ -444,9 +457,14 @@ class SeenStep:
 
         Raises ValueError where its mask reads what was not saved.
         """
-        if algorithm.reads_topk:
+        whole = algorithm.needs_full_distribution or algorithm.needs_recomputed_distribution
+        topk = self.inputs.topk_log_probs
+        carried = 0 if topk is None else topk.shape[1] - 1
+        if algorithm.reads_topk and (whole or carried < algorithm.topk or not carried):
+            wanted = "every id" if whole else f"TopK(mu), K = {algorithm.topk}"
             raise ValueError(
-                f"{algorithm.name} needs log pi at TopK(mu), which is not saved of a step; give weights with --policy"
+                f"{algorithm.name} needs log pi at {wanted}, and what was saved of this step has K = {carried} "
+                "(rollout.topk_log_probs); give weights with --policy"
             )
         _check_one_response_says_it(algorithm)
         if algorithm.needs_recomputed and self.inputs.recomputed_log_probs is None:

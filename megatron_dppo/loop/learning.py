@@ -60,8 +60,13 @@ LossColumns = dict[int, dict[str, np.ndarray]]
 """By position in the batch, the ``LOSS_COLUMNS`` of a response that trained."""
 
 
+KEPT_TOPK = 64
+"""Largest K of TopK(mu) at which log pi is kept: 4 K bytes a token, beside the 8 K that the engine's have."""
+
+
 class LossRecord:
-    """Keeps, on the device, what the loss of ``algorithm`` sees, until ``collect``: some 60 bytes a token."""
+    """Keeps, on the device, what the loss of ``algorithm`` sees, until ``collect``: some 60 bytes a token, and log pi
+    at the engine's TopK(mu)."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
@@ -73,6 +78,7 @@ class LossRecord:
         statistics = {
             "loss_log_probs": inputs.log_probs.detach().float(),
             "loss_recomputed_log_probs": inputs.recomputed_log_probs,
+            "loss_topk_log_probs": self._topk(inputs),
             "loss_entropy": None if inputs.entropy is None else inputs.entropy.float(),
             "loss_divergence": self._algorithm.divergence(inputs),
             "loss_trains": inputs.loss_mask & ~sums.blocked,
@@ -80,6 +86,14 @@ class LossRecord:
         # Top-K and recorded routing would lie on the device until the step's end.
         light = replace(batch, columns={}, valid={})
         self._parts.append((light, {name: x for name, x in statistics.items() if x is not None}))
+
+    def _topk(self, inputs: TokenInputs) -> Tensor | None:
+        """log pi [T, K] at the ids in the batch's file; a recomputed policy's TopK are others."""
+        if inputs.topk_log_probs is None or self._algorithm.needs_recomputed_distribution:
+            return None
+        # The last one is the sampled token.
+        of_engine = inputs.topk_log_probs[:, :-1].detach().float()
+        return of_engine if of_engine.shape[1] <= KEPT_TOPK else None
 
     def collect(self, topology: Topology) -> LossColumns:
         """Everything kept since the last call, of all replicas, on global rank 0; elsewhere empty.

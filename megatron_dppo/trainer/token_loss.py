@@ -73,7 +73,14 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
     no rollout log-probabilities.
     """
     batch = batch.to(stats.log_probs.device)
-    topk, rollout_topk, valid = _topk(stats, batch)
+    topk = rollout_topk = valid = None
+    if stats.topk_log_probs is not None:
+        topk, rollout_topk, valid = with_sampled(
+            stats.topk_log_probs,
+            batch.column("topk_log_probs"),
+            batch.column("topk_ids"),
+            sampled=(stats.log_probs.detach(), batch.column("rollout_log_probs"), batch.target_ids),
+        )
     return TokenInputs(
         log_probs=stats.log_probs,
         rollout_log_probs=batch.column("rollout_log_probs"),
@@ -100,17 +107,18 @@ def _tail_ids(stats: PolicyStats, valid: Tensor) -> Tensor | None:
     return None if stats.vocab_size is None else stats.vocab_size - valid.sum(-1)
 
 
-def _topk(
-    stats: PolicyStats, batch: PackedBatch
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if stats.topk_log_probs is None:
-        return None, None, None
-    ids, log_probs = batch.column("topk_ids"), batch.column("topk_log_probs")
+def with_sampled(
+    topk: Tensor, rollout_topk: Tensor, ids: Tensor, *, sampled: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log pi and log mu at TopK(mu) and at the sampled token, [T, K + 1], and which of them count, bool.
+
+    ``topk``, ``rollout_topk``, ``ids``: [T, K], ids -1 where there is none. ``sampled``: log pi, log mu and ids [T].
+    """
+    log_probs, rollout_log_probs, token_ids = sampled
     valid = ids >= 0
-    sampled_is_new = ~((ids == batch.target_ids[:, None]) & valid).any(1)
-    mu = batch.column("rollout_log_probs")
+    sampled_is_new = ~((ids == token_ids[:, None]) & valid).any(1)
     return (
-        torch.cat([stats.topk_log_probs, stats.log_probs.detach()[:, None]], 1),
-        torch.cat([log_probs.masked_fill(~valid, 0), mu[:, None]], 1),
+        torch.cat([topk, log_probs[:, None]], 1),
+        torch.cat([rollout_topk.masked_fill(~valid, 0), rollout_log_probs[:, None]], 1),
         torch.cat([valid, sampled_is_new[:, None]], 1),
     )

@@ -6,15 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.algorithms.policy_loss import build_algorithm, decide
 from megatron_dppo.algorithms.table import PRESETS
+from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.packing import pack
-from megatron_dppo.loop.learning import LossRecord, _decoded, _encoded, by_response
+from megatron_dppo.explain.explanation import SeenStep
+from megatron_dppo.loop.learning import KEPT_TOPK, LossRecord, _decoded, _encoded, by_response
 from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.vocab_parallel import policy_stats
 from tests.trajectories import trajectory
-from tests.unit.test_token_loss import V, bounded, packed, samples
+from tests.unit.test_token_loss import K, V, bounded, packed, samples
 from tests.unit.token_inputs import inputs
 
 
@@ -80,7 +83,10 @@ def test_every_preset_records_what_its_mask_compared(name):
     assert sorted(found) == [0, 1, 2, 4]
     for position, columns in found.items():
         own = every[position].with_columns(**columns)  # shapes and types are the declared ones
-        assert set(columns) - {"loss_divergence"} == set(LOSS_COLUMNS) - {"loss_divergence"}
+        lacking = {"loss_divergence"}
+        if algorithm.needs_recomputed_distribution:
+            lacking.add("loss_topk_log_probs")
+        assert set(columns) - {"loss_divergence"} == set(LOSS_COLUMNS) - lacking
         assert np.array_equal(
             own.column("loss_recomputed_log_probs"), own.column("recomputed_log_probs")
         )
@@ -90,3 +96,45 @@ def test_every_preset_records_what_its_mask_compared(name):
         if algorithm.preset.mask == algorithm.preset.divergence:
             bound = next(v for n, v in algorithm.numbers.items() if n.endswith("threshold"))
             assert columns["loss_trains"][columns["loss_divergence"] <= bound].all()
+
+
+def test_another_rule_of_topk_decides_about_a_saved_step_as_it_would_have_in_the_loss():
+    every = samples()
+    record, seen = LossRecord(build_algorithm("dppo-topk-tv", {"topk": K})), []
+    other = build_algorithm("dppo-topk-kl", {"topk": K, "kl_threshold": 0.5})
+    table = torch.randn(V, V, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    algorithm = build_algorithm("dppo-topk-tv", {"topk": K})
+    loss = make_token_loss(algorithm, observers=[record.add, lambda b, i, _: seen.append((b, i))])
+    for rows in ([0, 1, 3], [2, 4]):
+        batch = bounded(packed(every, rows, indices=rows))
+        ids = batch.columns["topk_ids"].long()
+        loss(
+            policy_stats(table[batch.token_ids], batch.target_ids, vocab_size=V, topk_ids=ids),
+            batch,
+        )
+    saved, expected = {}, {}
+    for (batch, statistics), (_, of_loss) in zip(record._parts, seen, strict=True):
+        saved |= by_response(batch, statistics)
+        expected |= by_response(batch, {"trains": decide(other, of_loss).trains})
+    settings = AlgorithmConfig(name="dppo-topk-tv", options={"topk": K})
+    step = SeenStep.of([every[i].with_columns(**saved[i]) for i in sorted(saved)], settings)
+    trains = np.concatenate([expected[i]["trains"] for i in sorted(expected)])
+    assert 0 < trains.sum() < len(trains)
+    assert step.others_decisions(other).trains.tolist() == trains.tolist()
+    for name, options, wanted in (
+        ("dppo-exact-tv", {}, "every id"),
+        ("dppo-topk-kl", {"topk": K + 1}, r"TopK\(mu\), K = 5"),
+    ):
+        with pytest.raises(ValueError, match=f"needs log pi at {wanted}, .* has K = 4 "):
+            step.others_decisions(build_algorithm(name, options))
+
+
+@pytest.mark.parametrize(("width", "kept"), [(KEPT_TOPK, True), (KEPT_TOPK + 1, False)])
+def test_topk_is_kept_up_to_a_width(width, kept):
+    one, wide = torch.zeros(1), torch.zeros(1, width + 1)  # the sampled token is one more
+    seen = TokenInputs(
+        one, one, one, torch.ones(1, dtype=torch.bool), topk_log_probs=wide, rollout_topk_log_probs=wide,
+        topk_valid=torch.ones_like(wide, dtype=torch.bool),
+    )  # fmt: skip
+    topk = LossRecord(build_algorithm("dppo-topk-tv"))._topk(seen)
+    assert (None if topk is None else topk.shape[1]) == (width if kept else None)
