@@ -17,6 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from megatron_dppo.system.processes import kill_families
+
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 
@@ -87,7 +89,9 @@ async def browser_tab(folder: Path) -> AsyncIterator[Tab]:
     command += [f"--user-data-dir={folder}", "--no-first-run", "about:blank"]
     if os.getuid() == 0:
         command.insert(1, "--no-sandbox")
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         port_file, end = folder / "DevToolsActivePort", time.monotonic() + 60
         while not port_file.is_file() or "\n" not in port_file.read_text():
@@ -102,5 +106,4 @@ async def browser_tab(folder: Path) -> AsyncIterator[Tab]:
             async with session.ws_connect(url, max_msg_size=0) as socket:
                 yield Tab(socket)
     finally:
-        process.kill()
-        process.wait()
+        kill_families([process])  # Debian's program is a shell script around the browser

@@ -15,6 +15,7 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_dppo.config.loading import resolved_yaml
@@ -281,6 +282,8 @@ def test_the_page_in_a_browser(tmp_path, width, height):
 
     with served(folder) as url:
         asyncio.run(look(url))
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info["cmdline"])]
+    assert left == []
 
 
 def test_the_page_loads_nothing_from_elsewhere():
