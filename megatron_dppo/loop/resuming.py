@@ -145,11 +145,18 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
     }
 
 
+_WHERE = ("url", "api_key_variable")
+"""Options of rewards that say where a server is, not what it answers."""
+
+
 def _reward_identity(reward: RewardConfig) -> dict[str, Any]:
     """What of the rewards decides on their values, beside the first one's name; as little as differs from defaults, as
-    checkpoints of before have none of it."""
+    checkpoints of before have none of it. A server's address does not."""
     unchanged = RewardTerm(name=reward.name)
-    rows = {name: [term.name, term.weight, term.options] for name, term in reward.terms.items()}
+    rows = {
+        name: [term.name, term.weight, {k: v for k, v in term.options.items() if k not in _WHERE}]
+        for name, term in reward.terms.items()
+    }
     usual = [unchanged.name, unchanged.weight, unchanged.options]
     return {} if list(rows.values()) == [usual] else {"reward (weights, options)": rows}
 

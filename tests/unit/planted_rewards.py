@@ -167,3 +167,10 @@ def unlucky(response: str) -> RewardResult:
     if response == "bad":
         raise RewardUnavailableError("the service is away")
     return RewardResult(float(len(response)), {"length": len(response)})
+
+
+def flaky(response: str) -> float:
+    """1, unless the response is one of a fifth for which it can't be had, whenever it is asked."""
+    if zlib.crc32(response.encode()) % 5 == 0:
+        raise RewardUnavailableError("away for a fifth of the responses")
+    return 1.0
