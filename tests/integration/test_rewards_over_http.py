@@ -1,0 +1,251 @@
+"""Rewards of real servers: a tiny reward model and a tiny judge behind SGLang, asked through the verifier's workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.rewards import RewardInput
+from megatron_dppo.rewards import verifier as verifiers
+from megatron_dppo.rewards.verifier import Verifier, VerifierError
+from megatron_dppo.system.network import free_port
+from tests.tiny_models import save_tiny_model, tiny_tokenizer
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+KEY, VARIABLE = "5c0ffee5-rewards", "MEGATRON_DPPO_TEST_REWARD_KEY"
+
+
+class RewardServer(EngineProcess):
+    """A server of a model that no trainer knows, and that is not asked to generate before it counts as healthy: a
+    classifier can't."""
+
+    def serve(self, folder: Path) -> None:
+        """Start with this model instead of the configured one."""
+        self._options["model_path"] = str(folder)
+        self.start()
+
+    async def _warm_up(self, client: Any) -> None:
+        pass
+
+
+def started(folder: Path, like: Path, **sglang: Any) -> RewardServer:
+    """A server of ``folder``, with the options for a policy of the shape of ``like``."""
+    config = TrainConfig.model_validate(
+        {
+            "run": {"directory": str(folder.parent), "steps": 1},
+            "model": {"hf_checkpoint": str(like), "dtype": "float32"},
+            "data": {"train": "unused", "max_prompt_tokens": 256},
+            "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 64},
+            "training": {"prompts_per_mini_batch": 1, "micro_batch_tokens": 512},
+            "optimizer": {"lr": 1e-3},
+            "engine": {"device": "cpu", "start_timeout_s": 600.0},
+            "sglang": {"max_total_tokens": 8192, **sglang},
+        }
+    )
+    server = RewardServer(
+        ServerSections.of(config),
+        port=free_port("127.0.0.1"),
+        log_path=folder.parent / f"{folder.name}.log",
+        seed=1,
+        api_key=KEY,
+        admin_api_key=KEY + "-admin",
+    )
+    server.serve(folder)
+    return server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def key() -> Iterator[None]:
+    os.environ[VARIABLE] = KEY
+    yield
+    del os.environ[VARIABLE]
+
+
+# --- the reward model
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with a head of one label, as Skywork-Reward-Llama-3.1-8B is one."""
+    folder = tmp_path_factory.mktemp("rewards") / "model"
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+        num_labels=1, pad_token_id=0, bos_token_id=None, eos_token_id=2, dtype=torch.float32,
+    )  # fmt: skip
+    model = LlamaForSequenceClassification(config).float()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" not in name:
+                p.copy_(torch.randn_like(p) * 0.15)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("judge") / "policy", "llama", seed=4)
+
+
+@pytest.fixture(scope="module")
+def classifier(reward_model: Path, policy: Path) -> Iterator[RewardServer]:
+    server = started(reward_model, policy, is_embedding=True)
+    try:
+        server.wait_healthy()
+        yield server
+    finally:
+        server.kill()
+
+
+def conversation(response: str) -> RewardInput:
+    messages = ({"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"})
+    return RewardInput(response, prompt="1+1", messages=messages)
+
+
+def expected(folder: Path, given: RewardInput) -> float:
+    """transformers' score of the conversation."""
+    model = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    turns = [*given.messages, {"role": "assistant", "content": given.response}]
+    ids = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        turns, return_dict=True, return_tensors="pt"
+    )["input_ids"]
+    with torch.no_grad():
+        return float(model(ids).logits[0, 0])
+
+
+def options_of(url: str, folder: Path) -> dict[str, Any]:
+    return {"url": url, "tokenizer": str(folder), "api_key_variable": VARIABLE}
+
+
+def test_a_reward_models_scores_are_transformers_own(classifier, reward_model):
+    inputs = [conversation(text) for text in ("2", "It is 2.", "2", "3" * 100, "")]
+    options = options_of(classifier.url, reward_model)
+    with Verifier("reward_model", 120.0, 1, options=options, batch_size=8) as verifier:
+        values = [score.value for score in verifier.score(inputs)]
+        again = [score.value for score in verifier.score(inputs[::-1])]
+    assert values == pytest.approx([expected(reward_model, given) for given in inputs], abs=1e-4)
+    # A random head: no range, both signs or not, but different ones.
+    assert len(set(values)) == 4
+    assert again == values[::-1]
+
+
+def test_what_the_server_refuses_ends_the_run(classifier, reward_model, monkeypatch):
+    options = options_of(classifier.url, reward_model)
+    with (
+        Verifier("reward_model", 120.0, 1, options=options, attempts=3) as verifier,
+        pytest.raises(VerifierError, match=r"reward reward_model: .*/classify: status 400"),
+    ):
+        verifier.score([conversation("1+2 " * 2000)])
+    monkeypatch.setenv(VARIABLE, "another")
+    with (
+        Verifier("reward_model", 120.0, 1, options=options) as verifier,
+        pytest.raises(VerifierError, match="/classify: status 401"),
+    ):
+        verifier.score([conversation("2")])
+
+
+def test_a_key_that_is_not_there_is_named_at_the_start(reward_model, monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(ValueError, match=f"{VARIABLE} is not set in the environment"):
+        verifiers.find_reward("reward_model").bind(options_of("http://x", reward_model))
+
+
+def test_a_server_that_is_away_is_no_reward_of_0(reward_model, monkeypatch):
+    monkeypatch.setattr(verifiers, "BACK_OFF_S", 0.01)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        options = options_of(f"http://127.0.0.1:{nobody.getsockname()[1]}", reward_model)
+        with Verifier("reward_model", 120.0, 1, options=options, attempts=2) as verifier:
+            (score,) = verifier.check([conversation("2")])
+    assert score.value != score.value
+    assert "Cannot connect to host 127.0.0.1" in (score.unavailable or "")
+
+
+# --- the judge
+
+
+@pytest.fixture(scope="module")
+def talker(policy: Path) -> Iterator[RewardServer]:
+    server = started(policy, policy)
+    try:
+        server.wait_healthy()
+        yield server
+    finally:
+        server.kill()
+
+
+def judge(url: str, **options: Any) -> Verifier:
+    given = {"url": f"{url}/v1", "model": "talker", "api_key_variable": VARIABLE, **options}
+    return Verifier("judge", 120.0, 1, options=given, batch_size=8, attempts=2)
+
+
+def test_a_judge_of_nonsense_gives_no_reward_or_the_one_that_is_configured(talker, monkeypatch):
+    """A random model's words have no score; any of its characters are one by another pattern."""
+    monkeypatch.setattr(verifiers, "BACK_OFF_S", 0.01)
+    request = {"max_tokens": 12}
+    with judge(talker.url, request=request) as verifier:
+        (score,) = verifier.check([conversation("2")])
+        assert (score.unavailable or "").startswith("the judge gave no score: ")
+    with judge(talker.url, request=request, unparsed=-0.5) as verifier:
+        (score,) = verifier.check([conversation("2")])
+        assert (score.value, score.reason[:10]) == (-0.5, "no score: ")
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """A judge that gives the number of digits in the response; of the first question, after a failure."""
+
+    questions: list[str] = []  # noqa: RUF012
+    lock = threading.Lock()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        with self.lock:
+            self.questions.append(body)
+            first = len(self.questions) == 1
+        response = re.findall(r"Response:\\n(.*?)\\n", body)[-1]
+        said = f"Score: 9? No.\\n**Score**: {sum(c.isdigit() for c in response)}"
+        answer = f'{{"choices": [{{"message": {{"content": "{said}"}}}}]}}'.encode()
+        self.send_response(503 if first else 200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_judges_last_score_counts_once_for_the_same_question(monkeypatch):
+    monkeypatch.setattr(verifiers, "BACK_OFF_S", 0.01)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with judge(f"http://127.0.0.1:{server.server_port}") as verifier:
+            words = ["12345", "{answer} 1", "none", "1" * 11]
+            scores = verifier.check([conversation(word) for word in words])
+            asked = len(Scripted.questions)
+            assert [s.value for s in verifier.score([conversation("12345")])] == [0.5]
+    finally:
+        server.shutdown()
+        server.server_close()
+    # 11 is beyond the range: no score.
+    assert [s.value for s in scores[:3]] == [0.5, 0.1, 0.0]
+    assert "the judge gave no score" in (scores[3].unavailable or "")
+    assert len(Scripted.questions) == asked
+    # What a response says is no placeholder.
+    assert any("{answer} 1" in question for question in Scripted.questions)
