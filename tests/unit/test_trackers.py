@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,11 @@ def wandb_histories(folder: Path) -> list[tuple[str, list[dict[str, str]]]]:
     """Run id and logged rows of every ``.wandb`` file: blocks of 32 KiB, records cut into pieces (LevelDB's log)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
+    # wandb's own process writes the files, and may be late with their end.
+    end = time.monotonic() + 60
+    while not all(b"width" in path.read_bytes() for path in folder.glob("offline*/*.wandb")):
+        assert time.monotonic() < end
+        time.sleep(0.2)
     found = []
     for path in sorted(folder.glob("offline*/*.wandb")):
         data, at, piece, identity, rows = path.read_bytes(), 7, b"", "", []
