@@ -154,10 +154,6 @@ class EnvironmentConfig(Section):
     responses to its prompt are replaced by those to another."""
     workers: int = Field(default=1, gt=0, le=1024)
     """Processes for environments in each data-parallel leader; each runs many side by side."""
-    credit: Literal["trajectory", "turn"] = "trajectory"
-    """What a token's advantage is made of: all that its episode earned, or what was earned from its own turn on; both
-    less the group's mean."""
-
     def longest(self, prompt: int, response: int) -> int:
         """Tokens of the longest sequence, ``max_tokens`` with its default filled in. ``prompt``, ``response``: of the
         longest prompt and turn."""

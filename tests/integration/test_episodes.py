@@ -1,0 +1,114 @@
+"""Episodes of three turns in real runs: the trainer's log-probabilities are the engine's at every sampled token, its
+routing too, in every kind of layout; and a weight update between two turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from megatron_dppo.data.batch_file import load_batch
+from megatron_dppo.data.columns import usable_rows
+from tests.integration.runs import TrainingRun, records_of, write_material
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+LAYOUTS = {
+    "PP2": ("parallel.tensor=1", "parallel.pipeline=2"),
+    "EP2": ("parallel.tensor=1", "parallel.expert=2"),
+    "CP2 LoRA": ("parallel.tensor=1", "parallel.context=2", "lora.rank=4"),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    path = write_material(tmp_path_factory.mktemp("episodes"))
+    settings = yaml.safe_load(path.read_text())
+    settings["environment"] = {
+        "name": "tests.unit.planted_environments:Counting",
+        "max_turns": 4,
+        "max_observation_tokens": 24,
+    }
+    # A random policy ends a turn about every third token; few then are cut off.
+    settings["rollout"] |= {"stop_token_ids": list(range(3, 180)), "router_replay": True}
+    settings["training"]["prompts_per_mini_batch"] = settings["rollout"]["prompts_per_step"]
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(config) -> TrainingRun:
+    with TrainingRun(config, "run.steps=2") as run:
+        run.finish()
+    return run
+
+
+def check_step(directory: Path, step: int) -> None:
+    """One mini-batch at the rollout's weights: pi is mu, and nothing but sampled tokens counts."""
+    batch = load_batch(directory / "rollouts", step)
+    (record,) = [r for r in records_of(directory) if r["step"] == step]
+    gaps = [
+        np.abs(t.column("loss_log_probs") - t.column("rollout_log_probs")).max()
+        for t in batch
+        if "loss_log_probs" in t.columns
+    ]
+    assert len(gaps) == len(batch)
+    assert max(gaps) < 2e-6
+    assert record["r3/agreement_first"] == 1.0
+    assert record["r3/unrecorded_share"] == record["r3/discarded_tokens"] == 0
+    assert record["policy/tokens"] == sum(t.sampled for t in batch)
+
+
+def test_the_trainer_has_the_engines_log_probabilities_and_routing(run):
+    for step in (1, 2):
+        check_step(run.directory, step)
+
+
+def test_the_record_tells_of_turns_and_of_the_prefix_cache(run):
+    for step in (1, 2):
+        batch = load_batch(run.directory / "rollouts", step)
+        (record,) = [r for r in records_of(run.directory) if r["step"] == step]
+        turns = [t.turns for t in batch]
+        assert record["rollout/turns"] == sum(turns) / len(turns)
+        assert sum(n == 3 for n in turns) > len(turns) / 4
+        # Of later turns nearly all is there: the prompt is what the server has just computed.
+        assert record["rollout/prefix_cached"] > 0.6
+        assert record["environment/faults"] == 0
+        # A whole episode earns .1 + .2 + .3, as far as it came.
+        for t in batch:
+            if t.finish_reason == "stop":
+                assert (t.turns, t.reward) == (3, pytest.approx(0.6))
+            assert t.loss_mask[-1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_layouts_have_them_too(run, config, tmp_path, layout):
+    overrides = (
+        f"run.directory={tmp_path / 'again'}", f"rollout.replay_from={run.directory}/rollouts",
+        "run.steps=1", "checkpoint.export_hf=false", *LAYOUTS[layout],
+    )  # fmt: skip
+    with TrainingRun(config, *overrides) as again:
+        again.finish()
+    check_step(again.directory, 1)
+
+
+def test_each_turn_is_of_the_weights_that_sampled_it(config, tmp_path):
+    """Updates come between turns, and within one: versions differ in a trajectory, and rows of routing that hold are of
+    the version that sampled the token after them."""
+    ahead = (
+        "rollout.max_staleness=1",
+        "rollout.interrupt=abort",
+        "rollout.max_concurrent_requests=4",
+    )
+    with TrainingRun(config, *ahead, f"run.directory={tmp_path / 'ahead'}", "run.steps=4") as run:
+        run.finish()
+    batches = [t for step in range(1, 5) for t in load_batch(run.directory / "rollouts", step)]
+    mixed = [t for t in batches if len(t.version_spans) > 1]
+    assert mixed
+    for t in mixed:
+        usable = usable_rows(t.loss_mask, t.columns)[np.flatnonzero(t.loss_mask) - 1]
+        recorded = t.column("routing_version")
+        assert (usable == (recorded == t.column("weight_version"))).all()
+        assert usable.all()
