@@ -154,6 +154,7 @@ class EnvironmentConfig(Section):
     responses to its prompt are replaced by those to another."""
     workers: int = Field(default=1, gt=0, le=1024)
     """Processes for environments in each data-parallel leader; each runs many side by side."""
+
     def longest(self, prompt: int, response: int) -> int:
         """Tokens of the longest sequence, ``max_tokens`` with its default filled in. ``prompt``, ``response``: of the
         longest prompt and turn."""

@@ -73,8 +73,8 @@ def test_the_record_tells_of_turns_and_of_the_prefix_cache(run):
         turns = [t.turns for t in batch]
         assert record["rollout/turns"] == sum(turns) / len(turns)
         assert sum(n == 3 for n in turns) > len(turns) / 4
-        # Of later turns nearly all is there: the prompt is what the server has just computed.
-        assert record["rollout/prefix_cached"] > 0.6
+        # Of later turns all but what was said in between is there, of first ones nothing.
+        assert record["rollout/prefix_cached"] > 0.4
         assert record["environment/faults"] == 0
         # A whole episode earns .1 + .2 + .3, as far as it came.
         for t in batch:

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_dppo.config.data_schema import RewardConfig
+from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.columns import usable_rows
-from megatron_dppo.data.trajectory import Problem, Trajectory
+from megatron_dppo.data.trajectory import FinishReason, Problem, Trajectory
 from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, SamplingParams
 from megatron_dppo.environments import (
     EnvironmentFaultError,
@@ -29,6 +31,9 @@ from megatron_dppo.environments.episodes import EpisodeLimits, Episodes
 from megatron_dppo.environments.templates import TurnTemplate
 from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
+from megatron_dppo.loop.scoring import _scoring, with_rewards
+from megatron_dppo.rewards.scorer import Scorer
+from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.tiny_models import tiny_tokenizer
 
@@ -288,6 +293,38 @@ def test_turns_that_are_answered_otherwise_are_drawn_again(tmp_path):
     said = engine.tokenizer.decode(t.token_ids[~t.loss_mask])
     assert "user\n9" in said
     assert "user\n1" not in said
+
+
+# --- what an episode earns
+
+
+def test_what_turns_earn_is_added_to_what_the_rewards_give_the_last_one():
+    """0.25 + 0.5 + 1, 0.5 + 0; truncated ones earn at most 0: min(0, 0.75), min(0, -0.25)."""
+
+    def episode(rewards: tuple[float, ...], reason: FinishReason = "stop") -> Trajectory:
+        return Trajectory.of_response([1], [2], turn_rewards=rewards, finish_reason=reason)
+
+    whole = [episode((0.25, 0.5)), episode((0.5,))]
+    batch = [*whole, episode((0.75,), "length"), episode((-0.25,), "length")]
+    scores = [Score(1.0), Score(0.0), Score(0.0), Score(0.0)]
+    scored = with_rewards(batch, scores, 4, AlgorithmConfig(truncated_responses="zero-reward"))
+    assert [t.reward for t in scored] == [1.75, 0.5, 0.0, -0.25]
+    assert [t.advantage for t in scored] == [1.25, 0.0, -0.5, -0.75]
+
+
+def test_a_failed_episode_has_no_reward_and_one_that_is_not_scored_is_not_put_to_the_rewards():
+    job = GenerationJob([PROBLEM], 3, SamplingParams(4))
+    right = Trajectory.of_response([1], [2], text="= 8")
+    scores: dict[Any, Any] = {}
+    with Scorer(RewardConfig(name="exact_integer")) as scorer:
+        arrived = _scoring(scorer, job, scores)
+        arrived((0, 0), right)
+        arrived((0, 1), replace(right, wants_score=False))
+        gone = Trajectory.of_response([1], [], finish_reason="failed", reason="environment x: gone")
+        arrived((0, 2), gone)
+        found = [scores[0, sample].result() for sample in range(3)]
+    assert [score.value for score in found[:2]] == [1.0, 0.0]
+    assert [score.unavailable for score in found] == [None, None, "environment x: gone"]
 
 
 # --- the table, and what ships
