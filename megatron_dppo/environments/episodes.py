@@ -189,5 +189,5 @@ def _failed(request: GenerationRequest, reason: str) -> Trajectory:
         problem_id=request.problem_id,
         sample_index=request.sample_index,
         finish_reason="failed",
-        reason=f"environment {reason}",
+        reason=reason,
     )

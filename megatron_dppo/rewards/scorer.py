@@ -23,10 +23,10 @@ class PendingScore:
 
     @classmethod
     def known(cls, score: Score) -> Self:
-        """A score that nobody has to work out."""
+        """What an environment says of a response that no reward is asked of."""
         future: Future[Score] = Future()
         future.set_result(score)
-        return cls({"": future}, {"": 1.0})
+        return cls({"environment": future}, {"environment": 1.0})
 
     def result(self) -> Score:
         """The sum, once all are there. Raises VerifierError where a reward raised, or a worker can't start."""

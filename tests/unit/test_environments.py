@@ -255,7 +255,7 @@ def test_others_go_on_where_an_environment_fails(kind, reason):
     assert all(re.search(reason, fault) for fault in own), own
     # Twice by itself: the attempt, and one retry. Where it shared its process, once more, as all that did.
     assert 2 <= episodes.faults.total() <= 3 + 3
-    assert found[2].reason.startswith("environment tests.unit.planted_environments:Counting: ")
+    assert found[2].reason.startswith("tests.unit.planted_environments:Counting: ")
     assert re.search(reason, found[2].reason)
     assert (episodes.take_count(), episodes.take_count()) == (episodes.faults.total(), 0)
 
@@ -320,11 +320,11 @@ def test_a_failed_episode_has_no_reward_and_one_that_is_not_scored_is_not_put_to
         arrived = _scoring(scorer, job, scores)
         arrived((0, 0), right)
         arrived((0, 1), replace(right, wants_score=False))
-        gone = Trajectory.of_response([1], [], finish_reason="failed", reason="environment x: gone")
+        gone = Trajectory.of_response([1], [], finish_reason="failed", reason="x: gone")
         arrived((0, 2), gone)
         found = [scores[0, sample].result() for sample in range(3)]
     assert [score.value for score in found[:2]] == [1.0, 0.0]
-    assert [score.unavailable for score in found] == [None, None, "environment x: gone"]
+    assert [score.unavailable for score in found] == [None, None, "reward environment: x: gone"]
 
 
 # --- the table, and what ships
