@@ -1,5 +1,5 @@
 """Episodes of three turns in real runs: the trainer's log-probabilities are the engine's at every sampled token, its
-routing too, in every kind of layout; and a weight update between two turns."""
+routing too, in every kind of layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from megatron_dppo.data.batch_file import load_batch
-from megatron_dppo.data.columns import usable_rows
 from tests.integration.runs import TrainingRun, records_of, write_material
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -92,23 +91,3 @@ def test_other_layouts_have_them_too(run, config, tmp_path, layout):
     with TrainingRun(config, *overrides) as again:
         again.finish()
     check_step(again.directory, 1)
-
-
-def test_each_turn_is_of_the_weights_that_sampled_it(config, tmp_path):
-    """Updates come between turns, and within one: versions differ in a trajectory, and rows of routing that hold are of
-    the version that sampled the token after them."""
-    ahead = (
-        "rollout.max_staleness=1",
-        "rollout.interrupt=abort",
-        "rollout.max_concurrent_requests=4",
-    )
-    with TrainingRun(config, *ahead, f"run.directory={tmp_path / 'ahead'}", "run.steps=4") as run:
-        run.finish()
-    batches = [t for step in range(1, 5) for t in load_batch(run.directory / "rollouts", step)]
-    mixed = [t for t in batches if len(t.version_spans) > 1]
-    assert mixed
-    for t in mixed:
-        usable = usable_rows(t.loss_mask, t.columns)[np.flatnonzero(t.loss_mask) - 1]
-        recorded = t.column("routing_version")
-        assert (usable == (recorded == t.column("weight_version"))).all()
-        assert usable.all()
