@@ -5,7 +5,7 @@ RUN_IN_VENV = $(if $(shell grep -sx kind=cpu .venv/.installed),CUDA_VISIBLE_DEVI
 TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo why arena slurm-demo gpu-check test lint types unit docs mutants clean
+.PHONY: help setup demo arena slurm-demo gpu-check test lint types unit docs mutants clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -18,9 +18,6 @@ demo: setup  ## the whole loop on a tiny model: report in runs/demo (also SEED=2
 
 slurm-demo: setup  ## a real Slurm of four nodes on this machine: the tiny recipe with R3 is submitted, restarted by its time limit, finished
 	@$(RUN_IN_VENV) -m examples.tiny_moe.slurm_demo $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)
-
-why: setup  ## four algorithms where the trust region matters, three seeds each: figure in runs/why (also ALGORITHM=..., SEED=..., DIRECTORY=...)
-	@$(RUN_IN_VENV) -m examples.why.run $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY))
 
 arena: setup  ## the rules of papers under their claims, in one process each, ten seeds: findings in runs/arena (also QUICK=1, CLAIM=...)
 	@$(RUN_IN_VENV) -m examples.arena.run $(if $(QUICK),--quick) $(if $(CLAIM),--claim $(CLAIM))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from examples.arena.claims import (
     CLAIMS,
     EVERY_RULE_IN,
     OTHERS,
+    SEEDS,
     SETTINGS,
     Claim,
     Difference,
@@ -31,15 +33,16 @@ from megatron_dppo.system.files import atomic_file, write_atomically
 REASONS = Path(__file__).with_name("reasons.yaml")
 """What is believed of each result and why, written after the runs: by the claim's name."""
 SMOOTHING = 2
+DECIDED = ("reproduced", "not reproduced")
 
 
 def verdict(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> str:
-    """One word or two; "not run" where a run is missing."""
+    """One of ``DECIDED``, "out of reach here", or "not run yet" where a run is missing."""
     if claim.unreachable is not None:
         return "out of reach here"
     differences = [test.difference(records, seeds) for test in claim.tests]
     if None in differences:
-        return "not run"
+        return "not run yet"
     findings = [t.finding(d) for t, d in zip(claim.tests, differences, strict=True) if d]
     return "reproduced" if set(findings) == {Finding.AS_CLAIMED} else "not reproduced"
 
@@ -47,50 +50,65 @@ def verdict(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -
 def write_findings(
     claims: Sequence[Claim], records: Mapping[str, Record], seeds: Sequence[int], folder: Path
 ) -> Path:
-    """Write the page and its figures into ``folder``; the page's path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    reasons = yaml.safe_load(REASONS.read_text(encoding="utf-8")) if REASONS.is_file() else {}
-    verdicts = {claim.name: verdict(claim, records, seeds) for claim in claims}
-    parts = [
+    """Write the page into ``folder`` and its figures into ``findings`` there; the page's path."""
+    figures = folder / "findings"
+    figures.mkdir(parents=True, exist_ok=True)
+    reasons = yaml.safe_load(REASONS.read_text(encoding="utf-8"))
+    lines = [
         "# Findings\n",
-        (
-            "Each claim, its test and its runs were fixed in `examples/arena/claims.py` before they were run; "
-            f"{len(seeds)} seeds a cell. Written by `make arena`.\n"
-        ),
-        "| claim | of | what is claimed | found | why we believe it |",
-        "|---|---|---|---|---|",
-        *(
-            f"| [{c.name}](#{c.name}) | {c.source} | {c.text} | **{verdicts[c.name]}** "
-            f"| {reasons.get(c.name, c.unreachable or '')} |"
-            for c in claims
-        ),
-        "",
-        *settings_table(),
+        "Claims of papers, and what becomes of them in a lab that two cores carry. Each claim, its tests and its runs "
+        f"were fixed in `examples/arena/claims.py` before the runs were made; {len(seeds)} seeds a cell, Student's 95% "
+        "interval of the difference between pairs of one seed. A claim is reproduced where all of its tests are as "
+        "claimed. Written by `make arena` from what is kept of every step of every run; the lab, its tasks and the "
+        "pilots: `examples/arena/README.md`.\n",
+        "| claim | of | what is claimed | found | tests | what we make of it |",
+        "|---|---|---|---|---|---|",
     ]
     for claim in claims:
-        if verdicts[claim.name] in ("reproduced", "not reproduced"):
-            figure = draw_claim(claim, records, seeds, folder / f"{claim.name}.png")
-            parts += [
+        word = verdict(claim, records, seeds)
+        name = f"[{claim.name}](#{claim.name})" if word in DECIDED else claim.name
+        note = reasons.get(claim.name) or claim.unreachable or ""
+        lines.append(
+            f"| {name} | {claim.source} | {claim.text} | **{word}** | {counted(claim, records, seeds)} | {note} |"
+        )
+    lines += ["", *settings_table(records)]
+    for claim in claims:
+        if verdict(claim, records, seeds) in DECIDED:
+            draw_claim(claim, records, seeds, figures / f"{claim.name}.png")
+            lines += [
                 f"## {claim.name}\n",
-                f"![{claim.text}]({figure.name})\n",
+                f"{claim.source}: {claim.text}.\n",
+                f"![{claim.text}](findings/{claim.name}.png)\n",
                 *tests_table(claim, records, seeds),
             ]
-    parts += all_rules(records, seeds)
+    lines += all_rules(records, seeds)
     page = folder / "findings.md"
-    write_atomically(page, "\n".join(parts) + "\n")
+    write_atomically(page, "\n".join(lines) + "\n")
     return page
 
 
-def settings_table() -> list[str]:
-    return [
-        "| setting | task | mismatch | changes | why |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {name} | {s.task} | {s.mismatch} | {', '.join(f'`{c}`' for c in s.changes)} | {s.reason} |"
-            for name, s in SETTINGS.items()
-        ),
-        "",
+def counted(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> str:
+    """``7 as claimed, 1 open``; empty where nothing is decided."""
+    differences = [(test, test.difference(records, seeds)) for test in claim.tests]
+    findings = Counter(test.finding(d) for test, d in differences if d is not None)
+    return ", ".join(f"{findings[f]} {f.value}" for f in Finding if findings[f])
+
+
+def settings_table(records: Mapping[str, Record]) -> list[str]:
+    """The settings, each with the mismatch that its runs measured."""
+    lines = [
+        "| setting | task | mismatch | mean \\|pi - mu\\| of a step's first mini-batch | changes | why |",
+        "|---|---|---|---|---|---|",
     ]
+    for name, setting in SETTINGS.items():
+        keys = [setting.cell(r, s).key for r in rules_by_setting()[name] for s in SEEDS]
+        gaps = [np.nanmean(records[key][names.GAP_ON_POLICY]) for key in keys if key in records]
+        measured = f"{np.mean(gaps):.1e}" if gaps else "not run"
+        changes = ", ".join(f"`{c}`" for c in setting.changes)
+        lines.append(
+            f"| {name} | {setting.task} | {setting.mismatch} | {measured} | {changes} | {setting.reason} |"
+        )
+    return [*lines, ""]
 
 
 def tests_table(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> list[str]:

@@ -9,6 +9,7 @@ runs of a claim come before those of the next, seed by seed.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import multiprocessing
@@ -60,11 +61,14 @@ def others(seeds: Sequence[int]) -> list[Cell]:
 
 
 def read_results(path: Path) -> dict[str, Record]:
-    """By ``Cell.key``; a line that an interruption cut off is left out."""
+    """By ``Cell.key``, from lines of JSON, of ``.gz`` too; a line that was cut off is left out."""
     if not path.is_file():
         return {}
     records: dict[str, Record] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        content = gzip.decompress(content)
+    for line in content.splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
@@ -128,7 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"default: {RESULTS}")
     parser.add_argument(
-        "--out", type=Path, default=RESULTS.parent, help="folder of findings.md and its figures"
+        "--out",
+        type=Path,
+        default=RESULTS.parent,
+        help="folder of findings.md (default: runs/arena)",
     )
     options = parser.parse_args(arguments)
     seeds = QUICK_SEEDS if options.quick else SEEDS

@@ -40,6 +40,7 @@ def a_record(rewards, entropies=None):
     return {
         names.REWARD: rewards,
         names.ENTROPY: entropies or [1.0] * len(rewards),
+        names.GAP_ON_POLICY: [math.nan, *[0.002] * (len(rewards) - 1)],
         RATIO_ERROR: [0.3, 0.1, 0.05, math.nan, 0.01],
         PROB_ERROR: [0.001, 0.01, 0.02, math.nan, 0.04],
     }
@@ -108,7 +109,7 @@ def test_a_claim_is_reproduced_where_all_of_its_tests_are_as_claimed():
     verdicts = {
         "reproduced": (above("ppo", "gspo"), above("kpop", "ppo")),
         "not reproduced": (above("ppo", "gspo"), above("ppo", "kpop")),
-        "not run": (above("ppo", "gspo"), above("ppo", "sapo")),
+        "not run yet": (above("ppo", "gspo"), above("ppo", "sapo")),
     }
     for word, tests in verdicts.items():
         assert findings.verdict(Claim("c", "s", "t", tests), records, seeds) == word
@@ -119,7 +120,7 @@ def test_the_page_has_verdicts_figures_and_every_rule(tmp_path):
     claim = Claim("c", "s", "t", (Comparison(Side("drift", "kpop"), Side("drift", "gspo")),))
     records = records_of({"kpop": 0.5, "gspo": 0.3})
     page = findings.write_findings([claim], records, (1, 2, 3), tmp_path).read_text()
-    assert "| [c](#c) | s | t | **reproduced** |" in page
+    assert "| [c](#c) | s | t | **reproduced** | 1 as claimed |  |" in page
     assert (
         "| final, kpop (drift) less final, gspo (drift) | +0.200 | +0.200 to +0.200 | above 0 | as claimed |"
         in page
@@ -127,7 +128,9 @@ def test_the_page_has_verdicts_figures_and_every_rule(tmp_path):
     assert page.index("| drift | kpop | 0.520 | 0.510 to 0.530 |") < page.index(
         "| drift | gspo | 0.320 |"
     )
-    assert imread(tmp_path / "c.png").std() > 0.01
+    assert "| drift | moe | stale-8 | 2.0e-03 |" in page
+    assert "| exact | rare | none | not run |" in page
+    assert imread(tmp_path / "findings" / "c.png").std() > 0.01
 
 
 # --- what is registered

@@ -30,7 +30,7 @@ def test_the_site_is_built_and_every_link_in_it_leads_somewhere(tmp_path):
     assert done.returncode == 0, done.stderr
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
     assert {path.stem for path in (tmp_path / "site").glob("*.html")} == pages | {"404"}
-    assert (tmp_path / "site" / "figures" / "why.png").stat().st_size > 10_000
+    assert (tmp_path / "site" / "findings" / "mask-needed.png").stat().st_size > 10_000
     index = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text())
     found = {entry["location"] for entry in index["docs"] if "policy/entropy" in entry["text"]}
     assert "metrics.html" in {location.split("#")[0] for location in found}
