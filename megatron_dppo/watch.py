@@ -217,8 +217,8 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def _names(recorded: Sequence[Record]) -> list[str]:
-    found = {name: None for record in recorded for name in record if name != "step"}
-    return sorted(found, key=lambda name: (name.startswith("time/"), name))
+    metrics = {name: None for record in recorded for name in record if name != "step"}
+    return sorted(metrics, key=lambda name: (name.startswith("time/"), name))
 
 
 class WatchServer(ThreadingHTTPServer):

@@ -454,8 +454,8 @@ def bad_answers(
     bad: dict[str, dict[int, str]] = {path: {} for path in sets}
     for term in reward.terms.values():
         row = find_reward(term.name)
-        own = row.gold_target in (None, row.target)
-        changes: dict[str, Any] = {} if own else {"name": row.gold_target, "options": {}}
+        is_own = row.gold_target in (None, row.target)
+        changes: dict[str, Any] = {} if is_own else {"name": row.gold_target, "options": {}}
         checking = term.model_copy(update=changes if scores else {**changes, "workers": 1})
         with Verifier.of(checking) as verifier:
             form = verifier.form()
@@ -465,8 +465,8 @@ def bad_answers(
                 bad[path] |= dict(problems.unanswered)
             if scores and not form.is_async:
                 must_match = row.gold_target is not None
-                found = _complaints(verifier, form, sets, must_match, term.timeout_s)
-                for path, complaints in found.items():
+                complaints_by_path = _complaints(verifier, form, sets, must_match, term.timeout_s)
+                for path, complaints in complaints_by_path.items():
                     bad[path] = complaints | bad[path]
     return {path: [[row, why] for row, why in sorted(rows.items())] for path, rows in bad.items()}
 
@@ -487,20 +487,20 @@ def _complaints(
         for p in problems.problems:
             if p.problem_id in unanswered:
                 continue
-            place = path, p.problem_id
-            keys[place] = p.answer if sees_answers_alone else place
-            inputs.setdefault(keys[place], p.reward_input(p.answer))
+            row_key = path, p.problem_id
+            keys[row_key] = p.answer if sees_answers_alone else row_key
+            inputs.setdefault(keys[row_key], p.reward_input(p.answer))
     with progress("check answers", len(inputs)) as bar:
         scores = verifier.check(list(inputs.values()), lambda: bar.advance(1))
     complaints = {
         key: _complaint(score, must_match, timeout_s)
         for key, score in zip(inputs, scores, strict=True)
     }
-    found: dict[str, dict[int, str]] = {path: {} for path in sets}
+    complaints_by_path: dict[str, dict[int, str]] = {path: {} for path in sets}
     for (path, row), key in keys.items():
         if (complaint := complaints[key]) is not None:
-            found[path][row] = complaint
-    return found
+            complaints_by_path[path][row] = complaint
+    return complaints_by_path
 
 
 def refuse_bad_answers(bad: BadAnswers, sets: Mapping[str, ProblemSet]) -> None:

@@ -136,8 +136,8 @@ class Doctor:
             for side in sides
             if side.version not in self._weights.folders
         ]
-        known = [side for side in sides if side.version in self._weights.folders]
-        diagnoses = [self.examine(side) for side in known]
+        examined = [side for side in sides if side.version in self._weights.folders]
+        diagnoses = [self.examine(side) for side in examined]
         try:
             problems = RunData(self._config).train.problems
         except (DataError, OSError) as error:
@@ -147,7 +147,7 @@ class Doctor:
         return DoctorReport(
             batch=self._batch,
             diagnoses=diagnoses,
-            draws=self.draws(diagnoses, known),
+            draws=self.draws(diagnoses, examined),
             prompt_faults=diagnosis.prompt_faults(self._batch, prompts),
             texts=self.texts,
             facts=facts,
@@ -233,17 +233,17 @@ def show(console: Console, doctor_report: DoctorReport) -> None:
 
 def tables(doctor_report: DoctorReport) -> list[SummaryTable]:
     """Of each side what alternatives leave, and of one with a cause the tokens that show it."""
-    made = []
+    summaries = []
     for diagnosed in doctor_report.diagnoses:
         title = (
             f"{diagnosed.side}, weights of version {diagnosed.version}: {diagnosed.axis}; mean |p - reference| "
             f"{diagnosed.gap:.1e}, noise up to {diagnosed.noise:.1e}"
         )
         rows = [(name, f"{gap:.1e}") for name, gap in list(diagnosed.gaps.items())[:SHOWN]]
-        made.append(SummaryTable(title, ("done", "left"), rows))
+        summaries.append(SummaryTable(title, ("done", "left"), rows))
         if not diagnosed.is_healthy:
-            made.append(_tokens(diagnosed, doctor_report.texts))
-    return made
+            summaries.append(_tokens(diagnosed, doctor_report.texts))
+    return summaries
 
 
 def _tokens(diagnosed: Diagnosis, texts: TokenTexts) -> SummaryTable:

@@ -165,8 +165,8 @@ class Episodes:
 
     def _note(self, problem: Problem, fault: EnvironmentFaultError, *, is_last: bool) -> None:
         self.faults[str(fault)[:300]] += 1
-        what = "its sample is replaced" if is_last else "it begins again"
-        log.warning("the environment of problem %d: %s; %s", problem.problem_id, fault, what)
+        consequence = "its sample is replaced" if is_last else "it begins again"
+        log.warning("the environment of problem %d: %s; %s", problem.problem_id, fault, consequence)
 
 
 def _finished(episode: _Episode) -> Trajectory:

@@ -51,8 +51,8 @@ class TurnTemplate:
     def _after(self, history: Sequence[dict[str, str]], observation: str) -> tuple[str, str]:
         """The text up to the end of a turn's content, and from there on."""
         turn = {"role": "assistant", "content": _MARK}
-        said = {"role": self._role, "content": observation}
-        text = self._render([*history, turn, said])
+        reply = {"role": self._role, "content": observation}
+        text = self._render([*history, turn, reply])
         before, mark, after = text.partition(_MARK)
         if not mark:
             raise TurnTemplateError(

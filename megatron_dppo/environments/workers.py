@@ -78,8 +78,8 @@ class EnvironmentPool:
             return RemoteEnvironment(self, worker)
         usable = [w for w in self._shared if w is not None and not w.is_dead]
         if len(usable) < len(self._shared) and all(w.episodes for w in usable):
-            place = next(i for i, w in enumerate(self._shared) if w is None or w.is_dead)
-            worker = self._shared[place] = _Worker(self._spec)
+            index = next(i for i, w in enumerate(self._shared) if w is None or w.is_dead)
+            worker = self._shared[index] = _Worker(self._spec)
             usable.append(worker)
         worker = min(usable, key=lambda w: w.episodes)
         return RemoteEnvironment(self, worker)
@@ -300,8 +300,8 @@ class _Host:
         # Whatever it is, the run goes on without it.
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"({Path(frame.filename).name}, line {frame.lineno})"
-            fault = f"{operation}: {type(error).__name__}: {str(error)[:_LONGEST_FAULT]} {place}"
+            line = f"({Path(frame.filename).name}, line {frame.lineno})"
+            fault = f"{operation}: {type(error).__name__}: {str(error)[:_LONGEST_FAULT]} {line}"
             answer = {"number": number, "fault": fault}
         if number >= 0:
             self._reply(answer)

@@ -415,18 +415,20 @@ class BatchSeals:
         if self._replays and saved is None:
             return None
         versions = self._weights if saved is None else saved.weights
-        own = sorted(batch.trajectories.items())
-        faults = [f for _, t in own for f in seals.response_faults(t, self._origin, versions)]
-        stamps = {position: t.stamp for position, t in own if t.stamp is not None}
+        own_responses = sorted(batch.trajectories.items())
+        faults = [
+            f for _, t in own_responses for f in seals.response_faults(t, self._origin, versions)
+        ]
+        stamps = {position: t.stamp for position, t in own_responses if t.stamp is not None}
         if saved is None:
             faults += seals.sampling_faults(list(stamps.values()), self._origin.sampling)
-        told: list[Any] = [
+        report: list[Any] = [
             faults,
             seals.text_digest([dict(s.digests) for s in stamps.values()]),
             [s.seed for s in stamps.values()],
             [[p, asdict(s)] for p, s in stamps.items()] if self._keeps else [],
         ]
-        by_rank = all_gather_json(told)
+        by_rank = all_gather_json(report)
         faults = [fault for of_rank, *_ in by_rank for fault in of_rank]
         faults += seals.group_faults(batch.outlines, size)
         faults += seals.advantage_faults(batch.outlines, size)

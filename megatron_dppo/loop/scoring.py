@@ -156,10 +156,12 @@ class ScoredGeneration:
             if not missing:
                 break
             reason = next(reason for number, reason in by_rank if number)
-            told = f"{missing} responses have no reward; the first: {reason}"
+            message = f"{missing} responses have no reward; the first: {reason}"
             if replacements == self._scorer.max_replacements:
-                raise RewardUnavailableError(f"{told} (after {replacements} replacements of them)")
-            log.warning("%s: %s; others take their place", self._description, told)
+                raise RewardUnavailableError(
+                    f"{message} (after {replacements} replacements of them)"
+                )
+            log.warning("%s: %s; others take their place", self._description, message)
             self._scorer.failures[names.REWARD_REPLACED] += missing
             self._replace(lacking.keys(), replacements + 1)
         inputs = [problems[i // size].reward_input(t.text) for i, t in enumerate(self._responses)]
@@ -174,23 +176,23 @@ class ScoredGeneration:
             purpose = f"{job.seeds.purpose}, replacement {number}"
             job = replace(job, seeds=replace(job.seeds, purpose=purpose))
         responses = {divmod(i, size): t for i, t in enumerate(self._responses)}
-        kept: dict[Hashable, Trajectory] = {
+        scored: dict[Hashable, Trajectory] = {
             key: t for key, t in responses.items() if key not in lacking
         }
         arrived = _scoring(self._scorer, job, self._scores)
         self._earlier_seconds, self._earlier_redrawn = self.seconds, self.redrawn
         description = f"{self._description}, replacement {number}"
-        self._generation = self._engine.start(job, description, arrived, self._order, done=kept)
+        self._generation = self._engine.start(job, description, arrived, self._order, done=scored)
         version, mixes = self._waited_for
         self.wait(version, mixes=mixes)
 
     def _count(self, scores: Sequence[Score]) -> None:
         """Add up, over all ranks, components and failures. Collective."""
-        own = ComponentSums()
+        component_sums = ComponentSums()
         for score in scores:
-            own.add({name: (value, 1) for name, value in score.components.items()})
+            component_sums.add({name: (value, 1) for name, value in score.components.items()})
         failed = [sum(s.timed_out for s in scores), sum(s.crashed for s in scores)]
-        for timeouts, crashes, sums in all_gather_json([*failed, own.to_json()]):
+        for timeouts, crashes, sums in all_gather_json([*failed, component_sums.to_json()]):
             self._scorer.failures[names.REWARD_TIMEOUTS] += timeouts
             self._scorer.failures[names.REWARD_CRASHES] += crashes
             self.components.add(sums)

@@ -279,8 +279,8 @@ def _tracker(name: str) -> Callable[[], ExperimentTracker]:
     if ":" in name:
         entries[name] = importlib.metadata.EntryPoint(name, name, GROUP)
     if name not in entries:
-        known = ", ".join(sorted({*TRACKERS, *entries}))
-        raise ValueError(f"got {name!r}, expected one of {known}, or package.module:Class")
+        names = ", ".join(sorted({*TRACKERS, *entries}))
+        raise ValueError(f"got {name!r}, expected one of {names}, or package.module:Class")
     try:
         loaded: Callable[[], ExperimentTracker] = entries[name].load()
     except (ImportError, AttributeError) as error:

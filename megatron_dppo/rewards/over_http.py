@@ -225,16 +225,16 @@ class Judge:
     async def __call__(self, record: RewardInput) -> RewardResult:
         """Raises ValueError, RewardUnavailableError."""
         question = self._question(record)
-        said = self._cache.lookup(question)
-        if said is None:
-            said = await self._ask(question)
-        score = self._score(said)
-        shown = " ".join(said[-_LONGEST_SHOWN:].split())
+        reply = self._cache.lookup(question)
+        if reply is None:
+            reply = await self._ask(question)
+        score = self._score(reply)
+        shown = " ".join(reply[-_LONGEST_SHOWN:].split())
         if score is None and self._unparsed is None:
             raise RewardUnavailableError(f"the judge gave no score: {shown!r}")
         if score is None:
             return RewardResult(float(self._unparsed or 0.0), reason=f"no score: {shown}")
-        self._cache.keep(question, said)
+        self._cache.keep(question, reply)
         return RewardResult(score, reason=shown)
 
     def _question(self, record: RewardInput) -> str:
@@ -253,9 +253,9 @@ class Judge:
             shown = str(answer)[:_LONGEST_SHOWN]
             raise RewardUnavailableError(f"no chat completion: {shown}") from error
 
-    def _score(self, said: str) -> float | None:
+    def _score(self, reply: str) -> float | None:
         """In [0, 1]; None where there is none, or one outside of the range."""
-        scores = [match[1] for match in self._pattern.finditer(said)]
+        scores = [match[1] for match in self._pattern.finditer(reply)]
         lowest, highest = self._range
         try:
             score = float(scores[-1])

@@ -409,8 +409,10 @@ def _as_scores(form: RewardForm, returned: Any, count: int) -> list[Score]:
     if not form.takes_many:
         return [Score.of(returned)]
     if not isinstance(returned, Sequence) or len(returned) != count:
-        what = f"{len(returned)} of them" if isinstance(returned, Sequence) else "no list"
-        refusal = f"it returned {what} for {count} responses, expected a list with one for each"
+        count_text = f"{len(returned)} of them" if isinstance(returned, Sequence) else "no list"
+        refusal = (
+            f"it returned {count_text} for {count} responses, expected a list with one for each"
+        )
         return [Score(0.0, refusal=refusal)] * count
     return [Score.of(value) for value in returned]
 

@@ -138,7 +138,7 @@ else
 fi
 # For the tests of one extra, which say so where it is missing; the rest needs no compiler.
 quietly "${pip[@]}" install --no-deps -r tools/environment/reasoning_gym.txt ||
-  say "reasoning-gym could not be installed (it compiles pycosat: apt install gcc python3-dev): its tests will fail, nothing else needs it"
+  say "reasoning-gym could not be installed (it compiles pycosat: apt install gcc python3-dev): its tests are skipped, nothing else needs it"
 # Not into the environment, where Megatron-Core would build its layers of it: tests of what needs no GPU alone read it.
 if [ -n "$transformer_engine" ]; then
   rm -rf .venv/gpu_sources
