@@ -25,8 +25,8 @@ arena: setup  ## the rules of papers under their claims, in one process each, te
 gpu-check: setup  ## what to run first on a GPU machine; without one it checks what it can: page in runs/gpu_check (also ONLY=kernels,mask)
 	@$(PYTHON_IN_VENV) -m megatron_dppo gpu-check $(if $(ONLY),--only $(ONLY))
 
-test: lint types  ## every check: lint, types, unit, distributed, integration and Slurm tests (ALL=1: the slow Slurm tests too)
-	@$(RUN_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile $(if $(ALL),,-m 'not slurm_slow')
+test: lint types  ## every check: lint, types, unit, distributed, integration and Slurm tests (ALL=1: the slow ones too)
+	@$(RUN_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile $(if $(ALL),,-m 'not slow')
 
 unit: setup  ## the fast tests alone
 	@$(RUN_IN_VENV) -m pytest tests/unit

@@ -11,10 +11,12 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.system.errors import RunError
+
+if TYPE_CHECKING:
+    from megatron_dppo.data.trajectory import Problem
 
 
 class EnvironmentFaultError(RunError):

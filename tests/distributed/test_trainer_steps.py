@@ -138,6 +138,8 @@ def gradient_worker(folder: str, tied: bool) -> dict[str, Any]:
         gradients.append({n: g for b in gather_buckets(plan, 0, grads) for n, g in b})
         trainer.close()
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
+    # transformers gives the padding token's embedding no gradient; here it is a token like others.
+    model.get_input_embeddings().padding_idx = None
     total = torch.zeros(())
     for batch in batches:
         log_probs = hf_log_probs(model, batch, temperature=0.9)

@@ -12,7 +12,7 @@ import yaml
 from megatron_dppo.data.batch_file import load_batch
 from tests.integration.runs import TrainingRun, records_of, write_material
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LAYOUTS = {
     "PP2": ("parallel.tensor=1", "parallel.pipeline=2"),

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.loading import load_config, resolved_yaml
@@ -40,7 +41,7 @@ from tests.integration.kept_fleet import KeptFleet
 from tests.integration.runs import GROUP, PROMPTS, steps_of, write_material
 from tests.unit.test_seal import at, cut, with_row, with_token
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TEMPERATURE, VOCABULARY, EXPERTS = 0.7, 512, 8
 DETERMINISTIC = "engine.deterministic=true"
@@ -119,6 +120,9 @@ def looped(place: Place, directory: Path, steps: int, *overrides: str) -> LoopEn
             return LoopEnd(directory, str(error))
         finally:
             destroy_topology()
+            # Tests that come after this file in the same process make groups of their own.
+            if dist.is_initialized():
+                dist.destroy_process_group()
     return LoopEnd(directory, None)
 
 

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.algorithms.policy_loss import build_algorithm
 from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.data.batch_file import load_batch, save_batch
+from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.problems import load_tokenizer
 from megatron_dppo.demo.material import NUMBERS, WORDS, make_model
 from tests.integration.runs import TrainingRun, records_of, summary_of
@@ -118,7 +119,7 @@ def batches(recorded) -> dict[str, str]:
     """Folders with the first recorded batch, its advantages planted: half of each group rises."""
     directory = Path(recorded["run"]["directory"])
     batch = [
-        t.scored(t.reward, 0.5 if i % 2 else -0.5)
+        t.without(*LOSS_COLUMNS).scored(t.reward, 0.5 if i % 2 else -0.5)
         for i, t in enumerate(load_batch(directory / "rollouts", 1))
     ]
     both = ("topk_ids", "topk_log_probs")

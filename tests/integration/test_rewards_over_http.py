@@ -24,7 +24,7 @@ from megatron_dppo.rewards.verifier import Verifier, VerifierError
 from megatron_dppo.system.network import free_port
 from tests.tiny_models import save_tiny_model, tiny_tokenizer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
 KEY, VARIABLE = "5c0ffee5-rewards", "MEGATRON_DPPO_TEST_REWARD_KEY"
 

@@ -62,7 +62,7 @@ def test_a_node_with_a_small_shm_is_named(cluster, folder, isolated):
     assert code == 3
 
 
-@pytest.mark.slurm_slow
+@pytest.mark.slow
 def test_a_node_that_does_not_share_the_folder_is_named(cluster, folder, isolated):
     bad = isolated.nodes[2]
     (folder / "evidence").mkdir()
@@ -76,7 +76,7 @@ def test_a_node_that_does_not_share_the_folder_is_named(cluster, folder, isolate
     )
 
 
-@pytest.mark.slurm_slow
+@pytest.mark.slow
 def test_a_node_whose_firewall_is_closed_is_named(cluster, folder, isolated):
     first, second, bad = isolated.nodes[:3]
     for other in (
@@ -93,7 +93,7 @@ def test_a_node_whose_firewall_is_closed_is_named(cluster, folder, isolated):
     assert verdict.bad_hosts == [bad]
 
 
-@pytest.mark.slurm_slow
+@pytest.mark.slow
 def test_the_all_reduce_crosses_nodes(cluster, folder):
     verdict, code = preflight(cluster, folder, nodes=2)
     assert verdict.findings == []

@@ -13,7 +13,7 @@ from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.processes import start_process
 from tests.slurm.jobs import TRAINER, StandInJob
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slurm_slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def test_a_killed_rank_ends_the_attempt_and_the_next_goes_on_from_the_checkpoint(cluster, folder):

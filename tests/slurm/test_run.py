@@ -10,7 +10,7 @@ from tests.integration.runs import TrainingRun, steps_of
 from tests.slurm.runs import SlurmRun, computed
 from tools.slurm_cluster import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slurm_slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1500)]
 STEPS = 16
 
 

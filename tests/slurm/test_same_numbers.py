@@ -14,7 +14,7 @@ from tests.slurm.runs import SlurmRun, computed
 from tests.slurm.second_environment import make_second_environment
 from tools.slurm_cluster import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slurm_slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def has_megatron(python: Path | str) -> bool:

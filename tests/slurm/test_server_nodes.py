@@ -9,7 +9,7 @@ import pytest
 
 from tests.slurm.jobs import ROOT, SERVER, StandInJob
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slurm_slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 SECOND_GROUP = (":", "--nodes=1", "--ntasks-per-node=1", "--exclusive", "--time=10")
 
 

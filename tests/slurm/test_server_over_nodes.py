@@ -10,7 +10,7 @@ from tests.integration.runs import records_of, steps_of
 from tests.slurm.runs import SlurmRun
 from tools.slurm_cluster import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slurm_slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def test_it_generates_and_takes_verified_weights(cluster: Cluster, folder: Path) -> None:

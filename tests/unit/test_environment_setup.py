@@ -449,7 +449,7 @@ def test_a_build_of_torch_for_cpus_is_installed(clone, wheels):
     assert "installs: -m pip" in errors
 
 
-@pytest.mark.parametrize("target", ["demo", "why", "slurm-demo", "test", "unit"])
+@pytest.mark.parametrize("target", ["demo", "arena", "slurm-demo", "test", "unit"])
 @pytest.mark.parametrize(("kind", "hidden"), [("cpu", True), ("gpu", False)])
 def test_an_environment_for_cpus_leaves_gpus_alone(tmp_path, target, kind, hidden):
     """On a machine with a GPU that its torch can't use, the two commands of the README work all the same."""

@@ -229,7 +229,7 @@ def test_ci_runs_here_where_there_is_none(ci):
     assert calls == [
         "install.sh ",
         "make test",
-        "python -m pytest tests/slurm -m slurm_slow -n 2 --dist loadfile",
+        "python -m pytest tests -m slow -n 2 --dist loadfile",
     ]
 
 
@@ -242,4 +242,4 @@ def test_the_slow_tests_are_run_where_time_is_left(ci, earlier_s, slow):
         "make",
         *(["python"] if slow else []),
     ]
-    assert ("the slow Slurm tests were left out" in told) == (not slow)
+    assert ("the slow tests were left out" in told) == (not slow)

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+if importlib.util.find_spec("reasoning_gym") is None and not os.environ.get("CI"):
+    pytest.skip("reasoning-gym is not installed: make setup said why", allow_module_level=True)
+
 from megatron_dppo.data.__main__ import main
 from megatron_dppo.data.problems import PromptForm, load_problems
 from megatron_dppo.rewards import RewardInput, find_reward
@@ -29,15 +32,6 @@ WITHOUT_ANSWER = {
     "rush_hour": "any moves that free the car: none is generated",
 }
 """The package's entries of these tasks have no answer, and why."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def package() -> None:
-    if importlib.util.find_spec("reasoning_gym") is None:
-        lacking = "reasoning-gym is not installed: make setup said why"
-        if os.environ.get("CI"):
-            pytest.fail(lacking)
-        pytest.skip(lacking)
 
 
 def by_hand(entry: dict[str, Any]) -> str | None:
