@@ -74,6 +74,7 @@ DTYPES = {
     "loss_entropy": ("float32",),
     "loss_divergence": ("float64",),
     "loss_trains": ("bool",),
+    "loss_topk_log_probs": ("float32",),
 }
 
 

@@ -13,7 +13,7 @@ from tools.scale.sizes import FULLEST, GPU, Size
 
 HEAD = f"""# At the recipes' sizes
 
-What a step takes at the size of each recipe ([examples/recipes](../examples/recipes)), on the nodes of eight
+What a step takes at the size of each recipe (`examples/recipes`), on the nodes of eight
 {DEVICES[GPU].name} that it is written for. Made by `python tools/scale_report.py --write`.
 
 **Computed** rows come from the planner's formulas ([planner.md](planner.md)), with responses of half of the longest
