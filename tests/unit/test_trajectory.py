@@ -99,7 +99,7 @@ def test_what_each_column_is():
     assert where(lambda c: not c.complete) == loss | {"routed_experts", "routing_version"}
     assert where(lambda c: not c.packed) == loss | versions
     assert where(lambda c: c.usable is not None) == {"routed_experts"}
-    assert where(lambda c: c.trailing == ("topk",)) == topk
+    assert where(lambda c: c.trailing == ("topk",)) == topk | {"loss_topk_log_probs"}
     assert columns["routed_experts"].trailing == ("moe_layers", "experts_per_token")
     assert where(lambda c: c.trailing) == topk | {"routed_experts"}
 
