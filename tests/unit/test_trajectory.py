@@ -101,7 +101,7 @@ def test_what_each_column_is():
     assert where(lambda c: c.usable is not None) == {"routed_experts"}
     assert where(lambda c: c.trailing == ("topk",)) == topk | {"loss_topk_log_probs"}
     assert columns["routed_experts"].trailing == ("moe_layers", "experts_per_token")
-    assert where(lambda c: c.trailing) == topk | {"routed_experts"}
+    assert where(lambda c: c.trailing) == topk | {"loss_topk_log_probs", "routed_experts"}
 
 
 @pytest.mark.parametrize(
