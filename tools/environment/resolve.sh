@@ -9,7 +9,7 @@ trap 'rm -rf "$target"' EXIT
 failed=0
 for python in ${*:-3.11 3.12 3.13}; do
   answer=$(uv pip install --dry-run --no-deps --only-binary :all: --target "$target" --python-version "$python" \
-    --python-platform x86_64-manylinux_2_34 -r cpu.txt -r dev.txt 2>&1) || failed=1
+    --python-platform x86_64-manylinux_2_34 -r cpu.txt -r dev.txt -r docs.txt -r trackers.txt 2>&1) || failed=1
   printf 'Python %s: %s\n' "$python" "$(grep -E '^Resolved|cause:|^error' <<<"$answer" | tail -1)"
 done
 answer=$(uv pip install --dry-run --only-binary :all: --target "$target" --python-version 3.12 \
