@@ -176,6 +176,10 @@ class Comparison:
             denies = low > self.margin or high < -self.margin
         return Finding.AS_CLAIMED if agrees else Finding.CONTRARY if denies else Finding.OPEN
 
+    def is_on_side(self, difference: float) -> bool:
+        """Whether it is where the claim has it, however far."""
+        return difference > 0 if self.margin is None else abs(difference) < self.margin
+
     def difference(self, records: Mapping[str, Record], seeds: Sequence[int]) -> Difference | None:
         """None where a run is missing. ``records``: by ``Cell.key``."""
         pairs = [(self.first.key(seed), self.second.key(seed)) for seed in seeds]

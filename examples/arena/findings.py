@@ -20,12 +20,15 @@ from examples.arena.claims import (
     SEEDS,
     SETTINGS,
     Claim,
+    Comparison,
     Difference,
     Finding,
     Record,
     final,
     loss_of_best,
 )
+from examples.arena.real_loop import SEED as REAL_SEED
+from examples.arena.real_loop import real_key
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.report import RUN_COLOURS, STYLE, centred_mean, finish
 from megatron_dppo.system.files import atomic_file, write_atomically
@@ -61,15 +64,18 @@ def write_findings(
         "interval of the difference between pairs of one seed. A claim is reproduced where all of its tests are as "
         "claimed. Written by `make arena` from what is kept of every step of every run; the lab, its tasks and the "
         "pilots: `examples/arena/README.md`.\n",
-        "| claim | of | what is claimed | found | tests | what we make of it |",
-        "|---|---|---|---|---|---|",
+        "Each of the claims' runs was made once in the real loop too (`examples/arena/real_loop.py`): in how many of "
+        "the tests it is on the side on which the lab's mean is, is told beside the verdict. One run is no test.\n",
+        "| claim | of | what is claimed | found | tests | real loop | what we make of it |",
+        "|---|---|---|---|---|---|---|",
     ]
     for claim in claims:
         word = verdict(claim, records, seeds)
         name = f"[{claim.name}](#{claim.name})" if word in DECIDED else claim.name
         note = reasons.get(claim.name) or claim.unreachable or ""
         lines.append(
-            f"| {name} | {claim.source} | {claim.text} | **{word}** | {counted(claim, records, seeds)} | {note} |"
+            f"| {name} | {claim.source} | {claim.text} | **{word}** | {counted(claim, records, seeds)} "
+            f"| {confirmed(claim, records, seeds)} | {note} |"
         )
     lines += ["", *settings_table(records)]
     for claim in claims:
@@ -94,6 +100,29 @@ def counted(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -
     return ", ".join(f"{findings[f]} {f.value}" for f in Finding if findings[f])
 
 
+def in_real_loop(test: Comparison, records: Mapping[str, Record]) -> float | None:
+    """The difference of the two runs in the real loop; None where one is missing."""
+    sides = [
+        (side, real_key(SETTINGS[side.setting].cell(side.rule, REAL_SEED)))
+        for side in (test.first, test.second)
+    ]
+    if not all(key in records for _, key in sides):
+        return None
+    first, second = (side.outcome(records[key]) for side, key in sides)
+    return first - second
+
+
+def confirmed(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> str:
+    """``5 of 6``: tests in which the real loop's difference is on the side of the lab's mean; empty without any."""
+    sides = [
+        test.is_on_side(real) == test.is_on_side(lab.mean)
+        for test in claim.tests
+        if (real := in_real_loop(test, records)) is not None
+        and (lab := test.difference(records, seeds)) is not None
+    ]
+    return f"{sum(sides)} of {len(sides)}" if sides else ""
+
+
 def settings_table(records: Mapping[str, Record]) -> list[str]:
     """The settings, each with the mismatch that its runs measured."""
     lines = [
@@ -113,16 +142,17 @@ def settings_table(records: Mapping[str, Record]) -> list[str]:
 
 def tests_table(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> list[str]:
     rows = [
-        "| difference | mean | 95% interval | claimed | finding |",
-        "|---|---|---|---|---|",
+        "| difference | mean | 95% interval | claimed | finding | real loop, one run each |",
+        "|---|---|---|---|---|---|",
     ]
     for test in claim.tests:
         d = test.difference(records, seeds)
         assert d is not None
         claimed = "above 0" if test.margin is None else f"within {test.margin:g} of 0"
+        real = in_real_loop(test, records)
         rows.append(
             f"| {test.first} less {test.second} | {d.mean:+.3f} "
-            f"| {_interval(d)} | {claimed} | {test.finding(d).value} |"
+            f"| {_interval(d)} | {claimed} | {test.finding(d).value} | {'' if real is None else f'{real:+.3f}'} |"
         )
     return [*rows, ""]
 

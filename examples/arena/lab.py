@@ -88,11 +88,7 @@ class Lab:
             torch.cat([x[b.loss_mask] for x, b in zip(xs, packed.micro_batches, strict=True)]).exp()
             for xs in (log_pi, [b.column("rollout_log_probs") for b in packed.micro_batches])
         )
-        bins = torch.bucketize(mu, torch.tensor(MU_BOUNDS), right=True)
-        return {
-            name: [float(error[bins == i].mean()) for i in range(len(MU_BOUNDS))]
-            for name, error in ((RATIO_ERROR, (pi / mu - 1).abs()), (PROB_ERROR, (pi - mu).abs()))
-        }
+        return errors_by_mu(pi, mu)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for gathered in gather(self._buckets, 0, self.trainer.weights()):
@@ -147,6 +143,17 @@ RATIO_ERROR, PROB_ERROR = "mismatch/ratio_error_by_mu", "mismatch/prob_error_by_
 """Means of |pi / mu - 1| and |pi - mu| of sampled tokens under the trainer's last weights, with mu below each of
 ``MU_BOUNDS`` and not below the one before; NaN: none."""
 MU_BOUNDS = (0.01, 0.1, 0.5, 0.9, 1.0 + 1e-6)
+
+
+def errors_by_mu(pi: Tensor, mu: Tensor) -> dict[str, list[float]]:
+    """``RATIO_ERROR`` and ``PROB_ERROR`` of sampled tokens with these probabilities."""
+    bins = torch.bucketize(mu, torch.tensor(MU_BOUNDS), right=True)
+    return {
+        name: [float(error[bins == i].mean()) for i in range(len(MU_BOUNDS))]
+        for name, error in ((RATIO_ERROR, (pi / mu - 1).abs()), (PROB_ERROR, (pi - mu).abs()))
+    }
+
+
 KEPT = (
     names.REWARD,
     names.ENTROPY,

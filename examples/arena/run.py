@@ -1,9 +1,10 @@
 """``make arena``: rules side by side, under the claims of claims.py; then docs/findings.md and its figures.
 
-    python -m examples.arena.run [--quick] [--claim NAME ...] [--only-findings] [--processes 2]
+    python -m examples.arena.run [--quick] [--claim NAME ...] [--real | --only-findings] [--processes 2]
 
 Every run is one line of ``results.jsonl``, which is never made again: an interrupted arena goes on where it was. The
-runs of a claim come before those of the next, seed by seed.
+runs of a claim come before those of the next, seed by seed; then each of the claims' runs is made once in the real
+loop, and at last the rules that no claim needs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
-from examples.arena import lab
+from examples.arena import lab, real_loop
 from examples.arena.claims import (
     CLAIMS,
     EVERY_RULE_IN,
@@ -29,7 +31,7 @@ from examples.arena.claims import (
     Claim,
     Record,
 )
-from examples.arena.findings import write_findings
+from examples.arena.findings import rules_by_setting, write_findings
 from examples.arena.lab import Cell
 from examples.arena.tasks import TASKS
 from megatron_dppo.metrics.progress import progress
@@ -58,6 +60,13 @@ def others(seeds: Sequence[int]) -> list[Cell]:
         for setting in EVERY_RULE_IN
         for rule in OTHERS
     ]
+
+
+def real_cells(claims: Sequence[Claim]) -> list[tuple[str, Cell]]:
+    """The claims' runs in the real loop, each with its setting."""
+    sides = {(side.setting, side.rule) for claim in claims for side in claim.sides}
+    in_order = [(s, r) for s in SETTINGS for r in rules_by_setting()[s] if (s, r) in sides]
+    return [(s, SETTINGS[s].cell(r, real_loop.SEED)) for s, r in in_order]
 
 
 def read_results(path: Path) -> dict[str, Record]:
@@ -94,13 +103,37 @@ def make_runs(cells: Sequence[Cell], results: Path, processes: int) -> None:
             pool.apply(_material, (task,))
         with progress("arena", len(missing)) as bar, results.open("a", encoding="utf-8") as out:
             for key, seconds, record in pool.imap_unordered(_run, missing):
-                values = {
-                    n: [x if math.isfinite(x) else None for x in v] for n, v in record.items()
-                }
-                out.write(json.dumps({"key": key, "seconds": seconds, "values": values}) + "\n")
-                out.flush()
+                _write(out, key, seconds, record)
                 bar.update(note=f"{key} in {seconds:.0f} s")
                 bar.advance()
+
+
+def make_real_runs(cells: Sequence[tuple[str, Cell]], results: Path) -> None:
+    """Those that ``results`` lacks, one after another: a run has the whole machine. One that fails is told of, and made
+    again next time."""
+    done = read_results(results)
+    missing = [(s, cell) for s, cell in cells if real_loop.real_key(cell) not in done]
+    if not missing:
+        return
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with progress("real loop", len(missing)) as bar, results.open("a", encoding="utf-8") as out:
+        for setting, cell in missing:
+            began = time.monotonic()
+            try:
+                record = real_loop.run(setting, cell)
+            except RuntimeError as error:
+                print(f"arena: {error}", file=sys.stderr)
+                continue
+            seconds = round(time.monotonic() - began, 1)
+            _write(out, real_loop.real_key(cell), seconds, record)
+            bar.update(note=f"{cell.key} in {seconds:.0f} s")
+            bar.advance()
+
+
+def _write(out: TextIO, key: str, seconds: float, record: Record) -> None:
+    values = {n: [x if math.isfinite(x) else None for x in v] for n, v in record.items()}
+    out.write(json.dumps({"key": key, "seconds": seconds, "values": values}) + "\n")
+    out.flush()
 
 
 def _material(task: str) -> None:
@@ -126,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=[c.name for c in CLAIMS],
         help="only this one (may be repeated)",
     )
+    parser.add_argument("--real", action="store_true", help="the runs in the real loop alone")
     parser.add_argument("--only-findings", action="store_true", help="draw what is there")
     parser.add_argument(
         "--processes", type=int, default=2, help="runs at a time, of one core each (default: 2)"
@@ -141,9 +175,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = QUICK_SEEDS if options.quick else SEEDS
     chosen = options.claim or (QUICK_CLAIMS if options.quick else None)
     claims = [c for c in CLAIMS if chosen is None or c.name in chosen]
-    cells = [*cells_of(claims, seeds), *([] if chosen else others(seeds))]
     if not options.only_findings:
-        make_runs(cells, options.results, options.processes)
+        if not options.real:
+            make_runs(cells_of(claims, seeds), options.results, options.processes)
+        if not options.quick:
+            make_real_runs(real_cells(claims), options.results)
+        if not (options.real or chosen):
+            make_runs(others(seeds), options.results, options.processes)
     print(write_findings(claims, read_results(options.results), seeds, options.out))
     return 0
 

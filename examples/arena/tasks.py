@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ def zipf() -> np.ndarray:
     return weights / weights.sum()
 
 
+@functools.cache
 def topics() -> np.ndarray:
     """int64 [WORDS]: the topic of each word, drawn evenly; -1 of the likeliest and of what is no word."""
     topic = np.full(WORDS, -1)
@@ -80,10 +82,16 @@ def next_masses() -> np.ndarray:
     return rows
 
 
+def share_of_topic(prompt: np.ndarray, ids: np.ndarray) -> float:
+    """Share of the response that is of the prompt's topic."""
+    return float((topics()[ids] == prompt[-1] - 2).mean())
+
+
 def rare() -> Task:
     """A problem's good words are one topic's."""
     topic, masses = topics(), next_masses()
     prompts = torch.stack([torch.tensor([1, 2 + p]) for p in range(PROBLEMS)])
+    rows = prompts.numpy()
 
     def batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         ids = np.concatenate([prompts[rng.integers(PROBLEMS, size=64)], np.zeros((64, 4), int)], 1)
@@ -96,7 +104,7 @@ def rare() -> Task:
     shape = {"vocab_size": WORDS, "hidden_size": 48, "num_hidden_layers": 1}
     checkpoint = start_policy("rare", shape, batch, steps=600)
     return Task(
-        "rare", checkpoint, prompts, 4, lambda p, ids: float((topic[ids] == p).mean()),
+        "rare", checkpoint, prompts, 4, lambda p, ids: share_of_topic(rows[p], ids),
         settings=("rollout.max_response_tokens=4",),
     )  # fmt: skip
 

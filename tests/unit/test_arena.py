@@ -10,7 +10,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from examples.arena import findings, tasks
+from examples.arena import findings, real_loop, tasks
 from examples.arena.claims import (
     CLAIMS,
     EVERY_RULE_IN,
@@ -33,6 +33,7 @@ from examples.arena.lab import PROB_ERROR, RATIO_ERROR
 from examples.arena.run import cells_of, others, read_results
 from examples.arena.sampler import MISMATCHES, bfloat16, float8, int4
 from megatron_dppo.algorithms.table import PRESETS, algorithm_facts
+from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
 from megatron_dppo.metrics import table as names
 
 
@@ -216,3 +217,54 @@ def test_a_long_response_earns_what_precedes_its_first_error():
     assert masses.sum() == pytest.approx(1)
     assert masses[word(2) : word(3)].sum() == pytest.approx(0.96 + 0.04 / 10)
     assert masses[word(2)] > 1.9 * masses[word(2, 1)]
+
+
+# --- the real loop's side
+
+
+def test_the_real_loops_words_are_the_labs_ids(tmp_path):
+    prompts = torch.tensor([[1, 4, 9], [1, 14, 24]])
+    checkpoint = tmp_path / "long"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps({"vocab_size": 64}))
+    rows = prompts.numpy()
+    task = tasks.Task(
+        "long", checkpoint, prompts, 3, lambda p, ids: tasks.share_before_error(rows[p], ids)
+    )
+    real_loop._write_words(task, tmp_path / "long-real")
+    tokenizer = load_tokenizer(tmp_path / "long-real")
+    problems = load_problems(
+        tmp_path / "long-real" / "problems.jsonl",
+        tokenizer,
+        max_prompt_tokens=8,
+        form=PromptForm(apply_chat_template=False),
+    ).problems
+    assert [p.prompt_ids for p in problems] == prompts.tolist()
+    response = np.array([9, 15, 63])  # 0 + 1 = 1 (right), 1 + 1 = 2 (right), no digit
+    text = tokenizer.decode(response)
+    assert text == "w9 w15 w63"
+    assert (
+        real_loop.reward_long("w1 w4 w9", text) == task.reward(0, response) == pytest.approx(2 / 3)
+    )
+    # the topic of the prompt w5 is 3
+    words = [int(np.flatnonzero(tasks.topics() == topic)[0]) for topic in (3, 4)]
+    assert real_loop.reward_rare("w1 w5", " ".join(f"w{i}" for i in words)) == 0.5
+
+
+def test_the_real_loop_is_held_against_the_labs_mean():
+    test = Comparison(Side("drift", "a"), Side("drift", "b"))
+    alike = Comparison(Side("drift", "a"), Side("drift", "b"), margin=0.05)
+    claim = Claim("c", "s", "t", (test, alike))
+    rewards = {("a", 1): 0.6, ("a", 2): 0.7, ("b", 1): 0.5, ("b", 2): 0.5}
+    cells = {rule: SETTINGS["drift"].cell(rule, 1) for rule in "ab"}
+    records = {
+        SETTINGS["drift"].cell(rule, seed).key: a_record([x] * 8)
+        for (rule, seed), x in rewards.items()
+    }
+    assert findings.confirmed(claim, records, (1, 2)) == ""
+    records |= {
+        real_loop.real_key(cells[rule]): a_record([x] * 8) for rule, x in (("a", 0.52), ("b", 0.5))
+    }
+    # above 0 in both; within 0.05 of 0 in the real loop alone, as the lab's mean is 0.15
+    assert findings.in_real_loop(test, records) == pytest.approx(0.02)
+    assert findings.confirmed(claim, records, (1, 2)) == "1 of 2"

@@ -1,0 +1,127 @@
+"""The arena's runs in the real loop: an SGLang server samples, its weights are updated, rewards have their processes.
+
+Each setting of the lab has its nearest here. Staleness is the loop's own, up to as many batches as the lab's. Where the
+lab rounds weights or changes routing, trainer and engine compute in bfloat16, each in its own way. The words of
+``rare`` and ``long`` are ``w0``, ``w1``, ...
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from examples.arena.claims import Record
+from examples.arena.lab import KEPT, Cell, errors_by_mu
+from examples.arena.tasks import TASKS, Task, share_before_error, share_of_topic
+from megatron_dppo.config.loading import load_config
+from megatron_dppo.data.batch_file import load_batch
+from megatron_dppo.explain.explanation import SeenStep
+from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records
+
+CONFIG = Path(__file__).with_name("real.yaml")
+RUNS = Path("runs/arena/real")
+SEED = 1
+STALE, ROUNDED = "rollout.max_staleness=8", "model.dtype=bfloat16"
+CHANGES: dict[str, tuple[str, ...]] = {
+    "drift": (STALE,),
+    "coarse": (ROUNDED,),
+    "late": (STALE,),
+    "exact": (),
+    "prefix": (STALE,),
+    "flips": (ROUNDED, "rollout.save=true"),
+    "replayed": (ROUNDED, "rollout.router_replay=true", "rollout.save=true"),
+    "rounded": (ROUNDED, "rollout.save=true"),
+}
+"""By setting: the mismatch. ``rollout.save``: the mismatch at rare and at likely tokens is measured."""
+
+
+def real_key(cell: Cell) -> str:
+    """Names the run among those of the lab."""
+    return f"real/{cell.key}"
+
+
+def run(setting: str, cell: Cell) -> Record:
+    """Train in the real loop; what is kept, as of a run of the lab.
+
+    Raises RuntimeError where the run fails, with the end of what it said.
+    """
+    directory = RUNS / cell.key.replace("/", "_")
+    overrides = [
+        f"run.directory={directory}",
+        f"run.seed={cell.seed}",
+        f"algorithm.name={cell.algorithm}",
+        *cell.changes,
+        *CHANGES[setting],
+        *_task_changes(TASKS[cell.task]()),
+    ]
+    command = [sys.executable, "-m", "megatron_dppo", "train", str(CONFIG), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{directory}: exit code {done.returncode}\n{done.stdout[-4000:]}")
+    steps = [r for r in read_records(directory) if r["step"]]
+    values = {name: [math.nan if (x := s.get(name)) is None else x for s in steps] for name in KEPT}
+    if "rollout.save=true" in CHANGES[setting]:
+        settings = load_config(directory / "config.yaml").algorithm
+        seen = SeenStep.of(load_batch(directory / ROLLOUTS_FOLDER, len(steps)), settings).inputs
+        values |= errors_by_mu(seen.log_probs.exp(), seen.rollout_log_probs.exp())
+    for folder in (ROLLOUTS_FOLDER, "checkpoints"):
+        shutil.rmtree(directory / folder, ignore_errors=True)
+    return {name: [float(f"{x:.5g}") for x in of] for name, of in values.items()}
+
+
+def _task_changes(task: Task) -> list[str]:
+    if task.name == "moe":
+        return []
+    folder = task.checkpoint.with_name(f"{task.name}-real")
+    if not folder.is_dir():
+        _write_words(task, folder)
+    return [
+        f"model.hf_checkpoint={folder}",
+        f"data.train={folder / 'problems.jsonl'}",
+        "data.evaluation={}",
+        "data.apply_chat_template=false",
+        f"reward.name=examples.arena.real_loop:reward_{task.name}",
+        "algorithm.truncated_responses=as-verified",  # all have the same number of tokens
+        "parallel.world_size=1",
+        "parallel.expert=1",
+        *task.settings,
+    ]
+
+
+def _write_words(task: Task, folder: Path) -> None:
+    """The task's checkpoint with a tokenizer, and its problems as text."""
+    staged = folder.with_suffix(".part")
+    shutil.rmtree(staged, ignore_errors=True)
+    shutil.copytree(task.checkpoint, staged)
+    size = json.loads((staged / "config.json").read_text())["vocab_size"]
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="w0",
+        eos_token="w0",
+        pad_token="w0",
+    ).save_pretrained(staged)
+    rows = [{"prompt": " ".join(f"w{i}" for i in ids)} for ids in task.prompts.tolist()]
+    (staged / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    staged.rename(folder)
+
+
+def _ids(text: str) -> np.ndarray:
+    return np.array([int(word[1:]) for word in text.split()], np.int64)
+
+
+def reward_rare(prompt: str, response: str) -> float:
+    return share_of_topic(_ids(prompt), _ids(response))
+
+
+def reward_long(prompt: str, response: str) -> float:
+    return share_before_error(_ids(prompt), _ids(response))
