@@ -82,7 +82,7 @@ def _task_changes(task: Task) -> list[str]:
         return []
     folder = task.checkpoint.with_name(f"{task.name}-real")
     if not folder.is_dir():
-        _write_words(task, folder)
+        write_words(task, folder)
     return [
         f"model.hf_checkpoint={folder}",
         f"data.train={folder / 'problems.jsonl'}",
@@ -96,7 +96,7 @@ def _task_changes(task: Task) -> list[str]:
     ]
 
 
-def _write_words(task: Task, folder: Path) -> None:
+def write_words(task: Task, folder: Path) -> None:
     """The task's checkpoint with a tokenizer, and its problems as text."""
     staged = folder.with_suffix(".part")
     shutil.rmtree(staged, ignore_errors=True)

@@ -231,7 +231,7 @@ def test_the_real_loops_words_are_the_labs_ids(tmp_path):
     task = tasks.Task(
         "long", checkpoint, prompts, 3, lambda p, ids: tasks.share_before_error(rows[p], ids)
     )
-    real_loop._write_words(task, tmp_path / "long-real")
+    real_loop.write_words(task, tmp_path / "long-real")
     tokenizer = load_tokenizer(tmp_path / "long-real")
     problems = load_problems(
         tmp_path / "long-real" / "problems.jsonl",
@@ -239,7 +239,7 @@ def test_the_real_loops_words_are_the_labs_ids(tmp_path):
         max_prompt_tokens=8,
         form=PromptForm(apply_chat_template=False),
     ).problems
-    assert [p.prompt_ids for p in problems] == prompts.tolist()
+    assert [list(p.prompt_ids) for p in problems] == prompts.tolist()
     response = np.array([9, 15, 63])  # 0 + 1 = 1 (right), 1 + 1 = 2 (right), no digit
     text = tokenizer.decode(response)
     assert text == "w9 w15 w63"
