@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -31,7 +32,7 @@ from examples.arena.claims import (
     Claim,
     Record,
 )
-from examples.arena.findings import rules_by_setting, write_findings
+from examples.arena.findings import write_findings
 from examples.arena.lab import Cell
 from examples.arena.tasks import TASKS
 from megatron_dppo.metrics.progress import progress
@@ -63,10 +64,14 @@ def others(seeds: Sequence[int]) -> list[Cell]:
 
 
 def real_cells(claims: Sequence[Claim]) -> list[tuple[str, Cell]]:
-    """The claims' runs in the real loop, each with its setting."""
-    sides = {(side.setting, side.rule) for claim in claims for side in claim.sides}
-    in_order = [(s, r) for s in SETTINGS for r in rules_by_setting()[s] if (s, r) in sides]
-    return [(s, SETTINGS[s].cell(r, real_loop.SEED)) for s, r in in_order]
+    """The claims' runs in the real loop, each with its setting; first those that most tests need."""
+    sides = Counter(
+        (side.setting, side.rule)
+        for claim in claims
+        for test in claim.tests
+        for side in (test.first, test.second)
+    )
+    return [(s, SETTINGS[s].cell(r, real_loop.SEED)) for (s, r), _ in sides.most_common()]
 
 
 def read_results(path: Path) -> dict[str, Record]:
