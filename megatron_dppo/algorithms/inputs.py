@@ -235,3 +235,18 @@ def group_relative(rewards: Sequence[float] | Tensor, group_size: int) -> Tensor
     constant = (groups == groups[:, :1]).all(1, keepdim=True)
     # The mean's rounding would give a gradient to a group that has none.
     return torch.where(constant, 0.0, centred).flatten().float()
+
+
+def turn_relative(returns: Sequence[Sequence[float]], group_size: int) -> list[list[float]]:
+    """A_ik = G_ik - mean over the group's j of G_j,min(k, K_j): a turn's return beside those of the others' turns of
+    its number; a response that ended before counts with its last turn.
+
+    ``returns``: by response G_i1 .. G_iK, what it earned from that turn on, as ``group_relative`` takes rewards. A_i1
+    is what ``group_relative`` makes of the whole rewards. Where only last turns earn anything, so is every A_ik.
+    """
+    longest = max(map(len, returns), default=0)
+    columns = [
+        group_relative([g[min(k, len(g) - 1)] for g in returns], group_size).tolist()
+        for k in range(longest)
+    ]
+    return [[columns[k][i] for k in range(len(g))] for i, g in enumerate(returns)]

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.algorithms.table import carried_topk
+from megatron_dppo.algorithms.table import PRESETS, carried_topk
 from megatron_dppo.config import forwarded, layout, schema
 from megatron_dppo.config.data_schema import EnvironmentConfig, Section
 from megatron_dppo.config.errors import ConfigError, given
@@ -209,6 +209,12 @@ def environment_faults(config: schema.TrainConfig) -> layout.Faults:
     environment = config.environment
     if environment.name is None:
         return
+    name = config.algorithm.name
+    if environment.credit == "turn" and PRESETS[name].sequences:
+        yield (
+            f"environment.credit: got turn with algorithm.name {name}, expected trajectory: its rule is of whole "
+            "responses with one advantage"
+        )
     least = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if environment.max_tokens is not None and environment.max_tokens < least:
         yield (

@@ -129,6 +129,9 @@ class RewardConfig(RewardTerm):
         return {self.name.rpartition(":")[2]: self, **self.further}
 
 
+Credit = Literal["turn", "trajectory"]
+
+
 class EnvironmentConfig(Section):
     """Who answers the policy's turns, in training and evaluation; docs/environments.md."""
 
@@ -137,6 +140,9 @@ class EnvironmentConfig(Section):
     ``reward.name`` scores it."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the class."""
+    credit: Credit = "trajectory"
+    """What a token's advantage is of: the whole trajectory's reward, or what was earned from its turn on, each compared
+    with the group's; docs/environments.md#credit."""
     role: str = "user"
     """Role of what the environment says, as the chat template knows it: ``user``, ``tool``."""
     max_turns: int = Field(default=8, gt=0)

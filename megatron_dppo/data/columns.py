@@ -287,6 +287,11 @@ def _routing(array: np.ndarray, _: Mapping[str, np.ndarray], where: str) -> None
         raise ValueError(f"{where}: routed_experts: {error}") from error
 
 
+def _finite(array: np.ndarray, _: Mapping[str, np.ndarray], where: str) -> None:
+    if not np.isfinite(array).all():
+        raise ValueError(f"{where}: an advantage is not finite")
+
+
 ROLLOUT_LOG_PROBS = declare(
     Column("rollout_log_probs", ("float32",), Rows.SAMPLED, check=_log_probs, read_by=ReadBy.LAST)
 )
@@ -301,6 +306,14 @@ REFERENCE_LOG_PROBS = declare(
     Column("reference_log_probs", ("float32",), Rows.SAMPLED, read_by=ReadBy.LAST)
 )
 """The trainer's own log-probabilities at the weights that training started from."""
+
+# Packs have it as ``PackedBatch.advantages``, whatever it is made from.
+ADVANTAGES = declare(
+    Column(
+        "advantages", ("float32",), Rows.SAMPLED, packed=False, check=_finite, read_by=ReadBy.LAST
+    )
+)
+"""The advantage of each token's turn, where turns have their own (``environment.credit: turn``)."""
 
 STEP_BOUND = declare(Column("step_bound", ("float32",), Rows.SAMPLED, read_by=ReadBy.LAST))
 """What an algorithm found of all tokens of the optimiser step (``algorithms/rules.py``), the same at each of them."""

@@ -311,7 +311,7 @@ def pack(
         if has_gradient:
             predicting = slice(start, start + t.length - 1)
             loss_mask[predicting] = t.loss_mask[1:]
-            advantages[predicting] = t.loss_mask[1:] * np.float32(t.advantage)
+            advantages[predicting][t.loss_mask[1:]] = t.advantages
     target_ids = np.roll(token_ids, -1)
     target_ids[ends - 1] = 0
     cu_seqlens = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32))

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
 import xxhash
 
-from megatron_dppo.algorithms.inputs import group_relative
+from megatron_dppo.algorithms.inputs import group_relative, turn_relative
 from megatron_dppo.data.trajectory import Outline, Problem, Stamp, Trajectory
 from megatron_dppo.system.errors import RunError
 
@@ -56,13 +57,15 @@ class Origin:
     """What every batch of a run is made with, as its configuration says.
 
     ``sampling``: as ``SamplingParams.as_json``, without a seed. ``template``: hash of the chat template and of the form
-    around a prompt. ``group_size``: responses to a prompt. ``problems``: of the training set, by id.
+    around a prompt. ``group_size``: responses to a prompt. ``problems``: of the training set, by id. ``credit``: as
+    ``environment.credit``.
     """
 
     sampling: Mapping[str, Any]
     template: str
     group_size: int
     problems: Mapping[int, Problem]
+    credit: str = "trajectory"
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Seal:
         """JSON. Settings that all stamps share stand there once."""
         kinds = list(dict.fromkeys(json.dumps(stamp.sampling) for stamp in self.stamps))
         stamps = [
-            [kinds.index(json.dumps(s.sampling)), s.seed, dict(s.digests), s.reward]
+            [kinds.index(json.dumps(s.sampling)), s.seed, dict(s.digests), s.reward, s.returns]
             for s in self.stamps
         ]
         values = {
@@ -166,6 +169,27 @@ def advantage_faults(outlines: Sequence[Outline], group_size: int) -> Iterator[s
     for t, advantage in zip(outlines, expected, strict=True):
         if t.advantage != advantage:
             yield f"{t}: advantage: got {t.advantage:g}, expected {advantage:g} by its group's rewards"
+
+
+def credit_faults(trajectories: Sequence[Trajectory], origin: Origin) -> Iterator[str]:
+    """Whole groups whose advantages by turn are not those of their returns, or not what the run trains with."""
+    for t in trajectories:
+        credit = "turn" if "advantages" in t.columns else "trajectory"
+        if credit != origin.credit:
+            yield f"{t}: credit: got {credit}, expected {origin.credit} (environment.credit)"
+            return
+    returns = [t.stamp.returns for t in trajectories if t.stamp is not None]
+    # Whoever has no stamp was named already.
+    if origin.credit == "trajectory" or len(returns) < len(trajectories):
+        return
+    for t, of_turns in zip(trajectories, returns, strict=True):
+        if len(of_turns) != t.turns or of_turns[0] != t.reward:
+            yield f"{t}: returns of turns: got {of_turns}, expected {t.turns}, the first {t.reward:g}"
+            return
+    expected = turn_relative(returns, origin.group_size)
+    for t, by_turn in zip(trajectories, expected, strict=True):
+        if not np.array_equal(t.advantages, t.by_token(by_turn)):
+            yield f"{t}: advantages: got others than {by_turn}, those of its turns"
 
 
 def group_faults(outlines: Sequence[Outline], group_size: int) -> Iterator[str]:

@@ -61,13 +61,19 @@ class Stamp:
     """What made a response, and what it was when it was whole (``data/seal.py``).
 
     ``sampling``: the engine's settings as they were asked for, without the seed. ``seed``: None where the server drew
-    as it liked. ``digests``: as ``Trajectory.digests``. ``reward``: None before it is scored.
+    as it liked. ``digests``: as ``Trajectory.digests``. ``reward``: None before it is scored. ``returns``: of its
+    turns, where these have advantages of their own (``algorithms.inputs.turn_relative``).
     """
 
     sampling: Mapping[str, Any]
     seed: int | None
     digests: Mapping[str, str]
     reward: float | None = None
+    returns: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        # JSON has lists.
+        object.__setattr__(self, "returns", tuple(self.returns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +169,37 @@ class Trajectory:
     @cached_property
     def turns(self) -> int:
         """Runs of sampled tokens: between two of them somebody else wrote."""
-        return int(np.count_nonzero(self.loss_mask[1:] & ~self.loss_mask[:-1]))
+        return int(np.count_nonzero(self._turn_starts))
+
+    @property
+    def _turn_starts(self) -> np.ndarray:
+        return self.loss_mask[1:] & ~self.loss_mask[:-1]
+
+    def by_token(self, by_turn: Sequence[float]) -> np.ndarray:
+        """Values of the turns at each of their sampled tokens: float32 [N]. Raises ValueError unless each turn has
+        one."""
+        if len(by_turn) != self.turns:
+            raise ValueError(f"{self}: {len(by_turn)} values of turns, expected {self.turns}")
+        turn_numbers = np.cumsum(self._turn_starts)[self.loss_mask[1:]] - 1
+        return np.asarray(by_turn, np.float32)[turn_numbers]
+
+    @property
+    def advantages(self) -> np.ndarray:
+        """A of each sampled token: float32 [N]. Its turn's where turns have their own, else the response's."""
+        advantages = self.columns.get("advantages")
+        if advantages is None:
+            return np.full(self.sampled, self.advantage, np.float32)
+        return advantages
+
+    @property
+    def advantages_by_turn(self) -> list[float]:
+        """A of each turn."""
+        return self.advantages[self._turn_starts[self.loss_mask[1:]]].tolist()
+
+    @cached_property
+    def has_advantage(self) -> bool:
+        """Whether a token has one other than 0."""
+        return bool(self.advantages.any())
 
     @property
     def prompt_ids(self) -> np.ndarray:
@@ -253,6 +289,11 @@ class Trajectory:
         stamp = None if self.stamp is None else replace(self.stamp, reward=reward)
         return replace(self, reward=reward, advantage=advantage, stamp=stamp, **details)
 
+    def credited(self, returns: Sequence[float], by_turn: Sequence[float]) -> Self:
+        """The same with an advantage of each turn. ``returns``: what it was made from."""
+        stamp = None if self.stamp is None else replace(self.stamp, returns=tuple(returns))
+        return replace(self.with_columns(advantages=self.by_token(by_turn)), stamp=stamp)
+
 
 def forms_of(trajectories: Sequence[Trajectory]) -> dict[str, Form]:
     """Type and trailing shape of each column that a batch has, by name in order.
@@ -308,6 +349,7 @@ class Outline(NamedTuple):
     finish_reason: FinishReason
     reward: float
     advantage: float
+    has_advantage: bool
     discarded_rows: int
     response_digest: str
     log_prob: float

@@ -204,7 +204,7 @@ def chosen_responses(
     from megatron_dppo.loop.learning import trains
 
     training = [i for i, t in enumerate(batch) if t.sampled and trains(t, algorithm)]
-    useful = [i for i in training if batch[i].advantage != 0]
+    useful = [i for i in training if batch[i].has_advantage]
     if not useful:
         raise ValueError(f"none of the {len(batch)} responses has a gradient: nothing to explain")
     chosen = useful[:limit] if limit else useful

@@ -107,11 +107,13 @@ def response_of(
         name: [None] * trajectory.sampled if c is None else c.tolist()
         for name, c in columns.items()
     }
-    threshold = threshold_text(algorithm, trajectory.advantage > 0)
+    thresholds = {positive: threshold_text(algorithm, positive) for positive in (True, False)}
+    advantages = trajectory.advantages.tolist()
     tokens = tuple(
         Token(
             response=index, position=i, mini_batch=mini_batch, token_id=token_id,
-            text=texts[token_id], advantage=trajectory.advantage, threshold=threshold,
+            text=texts[token_id], advantage=advantages[i],
+            threshold=thresholds[advantages[i] > 0],
             **{name: column[i] for name, column in values.items()},
         )
         for i, token_id in enumerate(trajectory.response_ids.tolist())
@@ -430,8 +432,7 @@ class SeenStep:
         inputs = TokenInputs(
             log_probs=log_probs,
             rollout_log_probs=rollout_log_probs,
-            advantages=torch.tensor([t.advantage for t in chosen], dtype=torch.float32)
-            .repeat_interleave(torch.tensor(counts)),
+            advantages=torch.from_numpy(np.concatenate([t.advantages for t in chosen])),
             loss_mask=torch.ones(len(log_probs), dtype=torch.bool),
             recomputed_log_probs=_joined(chosen, "loss_recomputed_log_probs"),
             topk_log_probs=topk[0],

@@ -105,7 +105,8 @@ class RunData:
         }
         template = text_digest(repr(self._tokenizer.chat_template), repr(self.form))
         problems = {problem.problem_id: problem for problem in self.train.problems}
-        return Origin(sampling, template, rollout.group_size, problems)
+        credit = self._config.environment.credit
+        return Origin(sampling, template, rollout.group_size, problems, credit)
 
     @property
     def evaluation_hashes(self) -> dict[str, str]:

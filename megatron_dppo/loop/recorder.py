@@ -118,6 +118,8 @@ class SampleMaker:
             reason = t.reason or self._reward.reason(t.text or response, problem.answer, value)
         if len(t.turn_rewards) > 1:
             reason += f"; by turn: {', '.join(f'{r:g}' for r in t.turn_rewards)}"
+        if "advantages" in t.columns and advantage is not None:
+            reason += f"; A by turn: {', '.join(f'{a:+.3g}' for a in t.advantages_by_turn)}"
         return Sample(
             step=step,
             set=name,

@@ -36,8 +36,8 @@ STALE_ANCHOR = (
 
 
 class GroupRow(NamedTuple):
-    """Sums over a group's responses. ``flat``: all of them earned the same. ``distinct``: different ones. ``twins``:
-    ordered pairs of equal rare ones, less those that independent draws are expected to have."""
+    """Sums over a group's responses. ``flat``: all of them, and their turns, earned the same. ``distinct``: different
+    ones. ``twins``: ordered pairs of equal rare ones, less those that independent draws are expected to have."""
 
     responses: int
     reward: float
@@ -55,7 +55,7 @@ class GroupRow(NamedTuple):
         return cls(
             responses=len(group),
             reward=sum(t.reward for t in group),
-            flat=all(t.reward == group[0].reward for t in group),
+            flat=all(t.reward == group[0].reward and not t.has_advantage for t in group),
             tokens=sum(t.sampled for t in group),
             truncated=sum(t.truncated for t in group),
             distinct=len({t.response_digest for t in group}),

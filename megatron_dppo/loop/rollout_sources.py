@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_dppo.config.data_schema import Credit
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data import seal as seals
 from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, batch_path
@@ -109,7 +110,7 @@ class GeneratedRollouts:
     """Batches from ``engine``. ``job``: a template that carries all but the problems and what their seeds are for.
 
     At most ``rollout.max_staleness`` batches are under way beside the one that is asked for. ``steps``: of the run.
-    ``episodes``: what ``job`` plays, if it does.
+    ``episodes``: what ``job`` plays, if it does; ``credit``: as ``environment.credit``.
     """
 
     rollout: RolloutConfig
@@ -123,6 +124,7 @@ class GeneratedRollouts:
     timer: PhaseTimer
     steps: int
     episodes: Episodes | None = None
+    credit: Credit = "trajectory"
     _drafts: deque[_Draft] = field(default_factory=deque)
     _clock: tuple[float, float] = (0.0, 0.0)
 
@@ -221,7 +223,7 @@ class GeneratedRollouts:
         assert draft.generation is not None
         new = own_positions(draft.unjudged, self.topology)
         with self.timer("reward"):
-            scored = draft.generation.scored(self.algorithm)
+            scored = draft.generation.scored(self.algorithm, self.credit)
             draft.components.add(draft.generation.components.to_json())
             draft.groups |= dict(zip(new, self._groups(scored), strict=True))
             rows_by_rank = all_gather_json(
@@ -419,6 +421,7 @@ class BatchSeals:
         faults = [
             f for _, t in own_responses for f in seals.response_faults(t, self._origin, versions)
         ]
+        faults += seals.credit_faults([t for _, t in own_responses], self._origin)
         stamps = {position: t.stamp for position, t in own_responses if t.stamp is not None}
         if saved is None:
             faults += seals.sampling_faults(list(stamps.values()), self._origin.sampling)

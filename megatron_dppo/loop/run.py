@@ -411,6 +411,7 @@ class Run:
             self.timer,
             steps=self.config.run.steps,
             episodes=self.episodes,
+            credit=self.config.environment.credit,
         )
 
     def _evaluations(self) -> Evaluations:

@@ -12,7 +12,8 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from megatron_dppo.algorithms.inputs import group_relative
+from megatron_dppo.algorithms.inputs import group_relative, turn_relative
+from megatron_dppo.config.data_schema import Credit
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.fleet.generation import GenerationJob, OnResponse
@@ -31,15 +32,17 @@ def with_rewards(
     scores: Sequence[Score],
     group_size: int,
     algorithm: AlgorithmConfig,
+    credit: Credit = "trajectory",
 ) -> list[Trajectory]:
     """The same with the rewards that ``scores`` (one for each) come to, and advantages within groups of
-    ``group_size`` neighbours.
+    ``group_size`` neighbours: of whole responses and, by ``credit``, of each turn.
     """
     if not trajectories:
         return []
     zeroed = algorithm.truncated_responses == "zero-reward"
     values = [
-        sum(t.turn_rewards) + score.value for t, score in zip(trajectories, scores, strict=True)
+        math.fsum([*t.turn_rewards, score.value])
+        for t, score in zip(trajectories, scores, strict=True)
     ]
     rewards = [
         # Where rewards may be negative, 0 would be a prize.
@@ -47,11 +50,30 @@ def with_rewards(
         for t, value in zip(trajectories, values, strict=True)
     ]
     advantages = group_relative(rewards, group_size).tolist()
-    return [
+    scored = [
         t.scored(reward, advantage, components=score.components, reason=score.reason)
         for t, reward, advantage, score in zip(
             trajectories, rewards, advantages, scores, strict=True
         )
+    ]
+    if credit == "trajectory":
+        return scored
+    returns = [
+        returns_by_turn(t, score.value, t.reward - value)
+        for t, score, value in zip(scored, scores, values, strict=True)
+    ]
+    by_turn = turn_relative(returns, group_size)
+    return [t.credited(g, a) for t, g, a in zip(scored, returns, by_turn, strict=True)]
+
+
+def returns_by_turn(t: Trajectory, score: float, lost: float) -> list[float]:
+    """What ``t`` earned from each turn on; of the first one its reward. The last turn has the ``score`` of the run's
+    rewards, and what a truncated response ``lost``: at most 0."""
+    rewards = t.turn_rewards
+    # Sums that are rounded once: equal ones must make no advantage.
+    return [
+        t.reward,
+        *(math.fsum([*rewards[k:], score, lost]) for k in range(1, len(rewards))),
     ]
 
 
@@ -138,7 +160,7 @@ class ScoredGeneration:
         """End it; nobody waits for it any more."""
         self._engine.drop(self._generation)
 
-    def scored(self, algorithm: AlgorithmConfig) -> list[Trajectory]:
+    def scored(self, algorithm: AlgorithmConfig, credit: Credit = "trajectory") -> list[Trajectory]:
         """After ``wait``: the responses with rewards and advantages, groups in the order of the job's problems.
 
         Waits for the scores that are still missing, and replaces responses without a reward. Collective.
@@ -167,7 +189,7 @@ class ScoredGeneration:
         inputs = [problems[i // size].reward_input(t.text) for i, t in enumerate(self._responses)]
         require(list(scores.values()), inputs)
         self._count(list(scores.values()))
-        return with_rewards(self._responses, list(scores.values()), size, algorithm)
+        return with_rewards(self._responses, list(scores.values()), size, algorithm, credit)
 
     def _replace(self, lacking: Collection[Hashable], number: int) -> None:
         """Draw the responses with these keys anew, and have them scored. Collective."""

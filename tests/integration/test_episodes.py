@@ -3,13 +3,19 @@ routing too, in every kind of layout."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
+from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.config.loading import load_config
 from megatron_dppo.data.batch_file import load_batch
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.explain.explanation import SeenStep, check_agreement
 from tests.integration.runs import TrainingRun, records_of, write_material
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -27,6 +33,7 @@ def config(tmp_path_factory) -> Path:
     settings = yaml.safe_load(path.read_text())
     settings["environment"] = {
         "name": "tests.unit.planted_environments:Counting",
+        "credit": "turn",
         "max_turns": 4,
         "max_observation_tokens": 24,
     }
@@ -58,6 +65,25 @@ def check_step(directory: Path, step: int) -> None:
     assert record["r3/agreement_first"] == 1.0
     assert record["r3/unrecorded_share"] == record["r3/discarded_tokens"] == 0
     assert record["policy/tokens"] == sum(t.sampled for t in batch)
+    # The loss saw each turn's own advantage: signs of masked tokens and all means are those of the saved ones.
+    settings = load_config(directory / "config.yaml").algorithm
+    seen = SeenStep.of(batch, settings)
+    expected = torch.cat([by_hand(t, batch) for t in batch])
+    torch.testing.assert_close(seen.inputs.advantages, expected, atol=1e-6, rtol=0)
+    check_agreement(seen, build_algorithm(settings.name), directory, step)
+
+
+def by_hand(t: Trajectory, batch: Sequence[Trajectory]) -> torch.Tensor:
+    """A of each token: turn i of ``Counting`` earns i tenths."""
+    group = [other for other in batch if other.problem_id == t.problem_id]
+    left = [
+        [sum(range(k, other.turns + 1)) / 10 for k in range(1, other.turns + 1)] for other in group
+    ]
+    mine = next(g for g, other in zip(left, group, strict=True) if other is t)
+    by_turn = [
+        g - sum(of[min(k, len(of) - 1)] for of in left) / len(left) for k, g in enumerate(mine)
+    ]
+    return torch.from_numpy(t.by_token(by_turn))
 
 
 def test_the_trainer_has_the_engines_log_probabilities_and_routing(run):

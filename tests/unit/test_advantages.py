@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dppo.algorithms.inputs import group_relative
+from megatron_dppo.algorithms.inputs import group_relative, turn_relative
 
 
 def test_reward_minus_the_mean_of_the_group_itself_included():
@@ -31,3 +31,21 @@ def test_bad_input_is_named():
 
 def test_a_group_of_one_is_its_own_mean():
     assert group_relative([3.0, -2.0], 1).tolist() == [0.0, 0.0]
+
+
+def test_a_turn_is_compared_with_the_others_turns_of_its_number():
+    """By hand: means .3, .7 / 3 and .5 / 3; a response that ended counts with its last turn."""
+    found = turn_relative([[0.6, 0.5, 0.3], [0.3, 0.2], [0.0]], 3)
+    expected = [[0.3, 0.8 / 3, 0.4 / 3], [0.0, -0.1 / 3], [-0.3]]
+    assert [pytest.approx(turns, abs=1e-6) for turns in expected] == found
+    # Groups are apart, of whatever lengths.
+    both = turn_relative([[1.0, 0.5], [0.0], [0.6, 0.5, 0.3], [0.2]], 2)
+    assert both[0] == [0.5, 0.25]
+    assert both[2] == pytest.approx([0.2, 0.15, 0.05])
+
+
+def test_where_the_last_turn_alone_earns_a_turn_has_the_whole_responses_advantage():
+    whole = group_relative([1.0, 0.0, 1.0], 3).tolist()
+    found = turn_relative([[1.0] * 4, [0.0] * 2, [1.0]], 3)
+    assert found == [[whole[0]] * 4, [whole[1]] * 2, [whole[2]]]
+    assert turn_relative([[0.1, 0.3], [0.1]], 1) == [[0.0, 0.0], [0.0]]

@@ -316,6 +316,10 @@ REFUSED = [
         ["engine.deterministic=true", "rollout.responses_per_call=2"],
         "rollout.responses_per_call: got 2, expected 1 with engine.deterministic",
     ),
+    (
+        ["environment.name=calculator", "environment.credit=turn", "algorithm.name=gspo"],
+        "environment.credit: got turn with algorithm.name gspo, expected trajectory: its rule is of whole",
+    ),
 ]
 
 

@@ -15,7 +15,7 @@ import pytest
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.columns import usable_rows
-from megatron_dppo.data.trajectory import FinishReason, Problem, Trajectory
+from megatron_dppo.data.trajectory import FinishReason, Outline, Problem, Trajectory
 from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, SamplingParams
 from megatron_dppo.environments import (
     EnvironmentFaultError,
@@ -31,6 +31,7 @@ from megatron_dppo.environments.episodes import EpisodeLimits, Episodes
 from megatron_dppo.environments.templates import TurnTemplate
 from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
+from megatron_dppo.loop.rollout_figures import GroupRow
 from megatron_dppo.loop.scoring import _scoring, with_rewards
 from megatron_dppo.rewards.scorer import Scorer
 from megatron_dppo.rewards.verifier import Score
@@ -310,6 +311,45 @@ def test_what_turns_earn_is_added_to_what_the_rewards_give_the_last_one():
     scored = with_rewards(batch, scores, 4, AlgorithmConfig(truncated_responses="zero-reward"))
     assert [t.reward for t in scored] == [1.75, 0.5, 0.0, -0.25]
     assert [t.advantage for t in scored] == [1.25, 0.0, -0.5, -0.75]
+
+
+def turns_of(lengths: list[int], rewards: tuple[float, ...], **fields: Any) -> Trajectory:
+    """An episode of turns of these lengths, a token before each of them."""
+    mask = np.concatenate([np.arange(n + 1) > 0 for n in lengths])
+    return Trajectory(7, 0, np.arange(len(mask)), mask, turn_rewards=rewards, **fields)
+
+
+def test_by_turn_each_token_has_what_its_turn_and_later_ones_earn():
+    """Returns (1.75, 1.5), (0.5) and, as a truncated response earns nothing, (0, 0.5 - 1.25); means .75 and 1.25 / 3:
+    the second response counts with its last turn."""
+    batch = [
+        turns_of([2, 1], (0.25, 0.5)),
+        turns_of([1], (0.5,)),
+        turns_of([1, 2], (0.75, 0.5), finish_reason="length"),
+    ]
+    settings = AlgorithmConfig(truncated_responses="zero-reward")
+    scored = with_rewards(batch, [Score(1.0), Score(0.0), Score(0.0)], 3, settings, "turn")
+    second = [1.5 - 1.25 / 3, -0.75 - 1.25 / 3]
+    assert [t.advantage for t in scored] == [1.0, -0.25, -0.75]
+    assert [t.advantages.tolist() for t in scored] == [
+        pytest.approx([1.0, 1.0, second[0]]),
+        [-0.25],
+        pytest.approx([-0.75, second[1], second[1]]),
+    ]
+    assert scored[0].advantages_by_turn == pytest.approx([1.0, second[0]])
+    with pytest.raises(ValueError, match="1 values of turns, expected 2"):
+        with_rewards([turns_of([1, 1], (0.5,))], [Score(0.0)], 1, settings, "turn")
+
+
+def test_a_group_of_equal_rewards_may_differ_in_its_turns():
+    batch = [turns_of([1, 1], (1.0, 0.0)), turns_of([1, 1], (0.0, 1.0))]
+    flat = {}
+    for credit in ("turn", "trajectory"):
+        group = with_rewards(batch, [Score(0.0)] * 2, 2, AlgorithmConfig(), credit)
+        assert GroupRow.of([Outline.of(t) for t in group]) == GroupRow.of(group)
+        flat[credit] = GroupRow.of(group).flat
+    # The second turns earned 0 and 1.
+    assert flat == {"turn": False, "trajectory": True}
 
 
 def test_a_failed_episode_has_no_reward_and_one_that_is_not_scored_is_not_put_to_the_rewards():

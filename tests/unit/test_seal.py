@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.numpy import load, save
 
-from megatron_dppo.algorithms.inputs import group_relative
+from megatron_dppo.algorithms.inputs import group_relative, turn_relative
 from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, load_batch, save_batch
 from megatron_dppo.data.seal import Origin, Seal, SealError, row_digest
 from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
@@ -211,6 +211,69 @@ def test_a_batch_that_comes_twice_is_refused():
     seals.check(STEP, batch_of(made()))
     with pytest.raises(SealError, match="all responses are those of the batch before"):
         seals.check(STEP + 1, batch_of(made()))
+
+
+# --- advantages of turns
+
+BY_TURN = replace(ORIGIN, credit="turn")
+
+
+def with_turns() -> list[Trajectory]:
+    """Groups of two; the first response's second token is somebody else's, and each of its turns earned a half."""
+    batch = made()
+    episode, *others = batch
+    mask = np.insert(episode.loss_mask, 3, False)
+    columns = {
+        name: np.insert(array, 3, array[2], axis=0) if name == "routed_experts" else array
+        for name, array in episode.columns.items()
+    }
+    tokens = np.insert(episode.token_ids, 3, 9)
+    episode = replace(episode, token_ids=tokens, loss_mask=mask, columns=columns)
+    returns = [[1.0, 0.5], *([t.reward] for t in others)]
+    batch = [episode.stamped(SAMPLING.as_json(), 1).scored(1.0, episode.advantage), *others]
+    by_turn = turn_relative(returns, GROUP)
+    return [t.credited(g, a) for t, g, a in zip(batch, returns, by_turn, strict=True)]
+
+
+def by_turn_checked(batch: list[Trajectory], origin: Origin = BY_TURN) -> Seal | None:
+    seals = BatchSeals(origin, None, 1, keeps=True, replays=False)  # type: ignore[arg-type]
+    seals.remember(STEP - 1, "weights 2")
+    return seals.check(STEP, batch_of(batch))
+
+
+def test_a_batch_with_advantages_of_turns_passes_and_is_read_back(tmp_path):
+    batch = with_turns()
+    # 1 beside 0, and 0.5 beside 0.
+    assert batch[0].advantages_by_turn == [0.5, 0.25]
+    seal = by_turn_checked(batch)
+    assert seal is not None
+    assert Seal.from_text(seal.to_text()) == seal
+    save_batch(tmp_path, STEP, batch, seal)
+    assert replayed(tmp_path, BY_TURN) is not None
+    assert all(same(a, b) for a, b in zip(load_batch(tmp_path, STEP), batch, strict=True))
+    with pytest.raises(SealError, match="credit: got turn, expected trajectory"):
+        replayed(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_row("advantages", -1, 0.5), "advantages: got others than [0.5, 0.25], those of its"),
+        (lambda t: t.without("advantages"), "credit: got trajectory, expected turn"),
+        (
+            lambda t: replace(t, stamp=replace(t.stamp, returns=(0.5, 0.5))),
+            "returns of turns: got (0.5, 0.5), expected 2, the first 1",
+        ),
+        (
+            lambda t: replace(t, stamp=replace(t.stamp, returns=(1.0,))),
+            "returns of turns: got (1.0,), expected 2, the first 1",
+        ),
+    ],
+)
+def test_advantages_of_other_turns_are_told(change, message):
+    with pytest.raises(SealError) as caught:
+        by_turn_checked(at(0, change)(with_turns()))
+    assert message in str(caught.value)
 
 
 # --- of files

@@ -12,7 +12,7 @@ import torch
 from megatron_dppo.algorithms.policy_loss import build_algorithm
 from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.data.packing import pack
-from megatron_dppo.data.trajectory import forms_of
+from megatron_dppo.data.trajectory import Trajectory, forms_of
 from megatron_dppo.trainer.token_loss import inputs_from, make_token_loss, sequence_ids
 from megatron_dppo.vocab_parallel import policy_stats
 from tests.trajectories import trajectory
@@ -212,3 +212,31 @@ def test_exact_divergence_is_topk_over_the_whole_vocabulary():
     pi = torch.cat([stats.topk_log_probs, stats.log_probs[:, None]], 1)
     rollout_topk = torch.cat([mu, mu[range(6), targets][:, None]], 1)
     torch.testing.assert_close(topk_tv(pi, rollout_topk, valid), exact_tv(logits, rollout))
+
+
+def test_each_turn_weighs_by_its_own_advantage():
+    """A twin by hand, token by token: -sum of A of the turn times pi / mu, wherever the turn lies in the pack."""
+    rng = np.random.default_rng(3)
+    table = torch.from_numpy(rng.normal(size=(V, V))).float()
+    values = ([0.25, -1.5, 2.0], [-0.75])
+    batch = []
+    for of_turns, by_turn in zip(([2, 1, 3], [4]), values, strict=True):
+        mask = np.concatenate([np.arange(n + 2) > 1 for n in of_turns])
+        t = Trajectory(0, 0, rng.integers(0, V, len(mask)), mask, advantage=9.0)
+        mu = np.log(rng.uniform(0.01, 0.5, t.sampled)).astype(np.float32)
+        batch.append(t.with_columns(rollout_log_probs=mu, advantages=t.by_token(by_turn)))
+    expected = 0.0
+    for t, of_turns, by_turn in zip(batch, ([2, 1, 3], [4]), values, strict=True):
+        row, start = 0, 0
+        for n, advantage in zip(of_turns, by_turn, strict=True):
+            for i in range(start + 2, start + 2 + n):
+                log_pi = table[t.token_ids[i - 1]].log_softmax(-1)[t.token_ids[i]]
+                expected -= advantage * math.exp(log_pi - t.column("rollout_log_probs")[row])
+                row += 1
+            start += n + 2
+    token_loss = make_token_loss(build_algorithm("pg-is"))
+    for options in ({}, {"sequence_multiple": 4, "pad_multiple": 8}):
+        packs = pack(batch, **options)
+        assert packs.advantages[~packs.loss_mask].eq(0).all()
+        stats = policy_stats(model(table, packs), packs.target_ids, vocab_size=V)
+        assert float(token_loss(stats, packs).loss) == pytest.approx(expected, rel=1e-5)
