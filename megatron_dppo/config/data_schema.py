@@ -168,6 +168,4 @@ class EnvironmentConfig(Section):
             return prompt + response
         if self.max_tokens is not None:
             return self.max_tokens
-        return (
-            prompt + self.max_turns * response + (self.max_turns - 1) * self.max_observation_tokens
-        )
+        return prompt + self.max_turns * (response + self.max_observation_tokens)

@@ -58,7 +58,8 @@ class Origin:
 
     ``sampling``: as ``SamplingParams.as_json``, without a seed. ``template``: hash of the chat template and of the form
     around a prompt. ``group_size``: responses to a prompt. ``problems``: of the training set, by id. ``credit``: as
-    ``environment.credit``.
+    ``environment.credit``. ``generation_tokens``: the last ones of a prompt, before which an environment may put a
+    first observation; None without an environment.
     """
 
     sampling: Mapping[str, Any]
@@ -66,6 +67,17 @@ class Origin:
     group_size: int
     problems: Mapping[int, Problem]
     credit: str = "trajectory"
+    generation_tokens: int | None = None
+
+    def has_prompt(self, t: Trajectory) -> bool:
+        """Whether ``t`` answers the prompt of its problem, or that and an environment's first observation."""
+        problem = self.problems.get(t.problem_id)
+        if problem is None:
+            return False
+        prompt, expected = t.prompt_ids.tolist(), list(problem.prompt_ids)
+        kept = len(expected) - (self.generation_tokens or 0)
+        continues = self.generation_tokens is not None and len(prompt) > len(expected)
+        return prompt[:kept] == expected[:kept] if continues else prompt == expected
 
 
 @dataclass(frozen=True)
@@ -131,8 +143,7 @@ def response_faults(t: Trajectory, origin: Origin, versions: Mapping[int, str]) 
 
     ``versions``: of the weights that may have sampled it.
     """
-    problem = origin.problems.get(t.problem_id)
-    if problem is None or list(problem.prompt_ids) != t.prompt_ids.tolist():
+    if not origin.has_prompt(t):
         yield f"{t}: its prompt is not that of the problem in data.train, or there is none"
     for span in t.version_spans:
         if span.weight_version not in versions:

@@ -71,7 +71,8 @@ class Environment(Protocol):
     """
 
     async def reset(self, problem: Problem) -> str:
-        """Begin. The first observation, beyond the problem's own prompt, which the data has: empty, for now."""
+        """Begin. The first observation: after the problem's own prompt, as one more message of the user; empty where
+        that prompt says all."""
 
     async def step(self, turn: Turn) -> Step: ...
 
@@ -95,6 +96,7 @@ class SingleTurn:
 ENVIRONMENTS: dict[str, str] = {
     "single-turn": "megatron_dppo.environments:SingleTurn",
     "calculator": "megatron_dppo.environments.calculator:Calculator",
+    "over-http": "megatron_dppo.environments.over_http:OverHttp",
 }
 """``package.module:Class`` by name."""
 

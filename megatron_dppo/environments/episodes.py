@@ -17,7 +17,7 @@ from megatron_dppo.data.trajectory import FinishReason, Problem, Trajectory
 from megatron_dppo.engine.continuation import after, join
 from megatron_dppo.engine.protocol import GenerationRequest
 from megatron_dppo.environments import Environment, EnvironmentFaultError, Step, Turn
-from megatron_dppo.environments.templates import TurnTemplate
+from megatron_dppo.environments.templates import TurnTemplate, TurnTemplateError
 from megatron_dppo.environments.workers import EnvironmentPool
 
 log = logging.getLogger(__name__)
@@ -37,10 +37,12 @@ class EpisodeLimits:
 
 @dataclass(eq=False)
 class _Episode:
-    """``past``: turns with what the environment answered. ``whole``: all tokens so far. ``turn``: sampled, and not yet
-    answered. ``delta``: what stands before the next one."""
+    """``observation``: the first one, which ``request`` has. ``past``: turns with what the environment answered.
+    ``whole``: all tokens so far. ``turn``: sampled, and not yet answered. ``delta``: what stands before the next
+    one."""
 
     request: GenerationRequest
+    observation: str = ""
     past: list[tuple[Turn, Step]] = field(default_factory=list)
     whole: Trajectory | None = None
     turn: Turn | None = None
@@ -82,7 +84,8 @@ class Episodes:
         episode, faults, alone = _Episode(request), 0, False
         while True:
             try:
-                async with self._opened(problem, alone=alone) as environment:
+                async with self._opened(alone=alone) as environment:
+                    self._begin(episode, problem, request, await environment.reset(problem))
                     await self._repeat(environment, episode)
                     while episode.ended is None:
                         await self._advance(environment, episode, ask)
@@ -96,16 +99,43 @@ class Episodes:
                     return _failed(request, str(fault))
 
     @asynccontextmanager
-    async def _opened(self, problem: Problem, *, alone: bool) -> AsyncIterator[Environment]:
+    async def _opened(self, *, alone: bool) -> AsyncIterator[Environment]:
         environment = await self.pool.open(alone=alone)
         try:
-            if await environment.reset(problem):
-                raise EnvironmentFaultError(
-                    "reset returned an observation, expected none: the problem's prompt is the first one"
-                )
             yield environment
         finally:
             await environment.close()
+
+    def _begin(
+        self, episode: _Episode, problem: Problem, request: GenerationRequest, observation: str
+    ) -> None:
+        """Put a new environment's first observation behind the prompt of ``request``. Turns that followed another one
+        are drawn anew."""
+        if observation == episode.observation:
+            return
+        try:
+            ids = self.template.opening(problem, observation) if observation else problem.prompt_ids
+        except TurnTemplateError as error:
+            raise EnvironmentFaultError(f"reset: a first observation: {error}") from error
+        self._check_length(len(ids) - len(problem.prompt_ids))
+        left = self.limits.tokens - len(ids)
+        if left <= 0:
+            raise EnvironmentFaultError(
+                f"reset: a prompt of {len(ids)} tokens, expected fewer than {self.limits.tokens} "
+                "(environment.max_tokens)"
+            )
+        most = min(request.sampling.max_new_tokens, left)
+        sampling = replace(request.sampling, max_new_tokens=most)
+        episode.request = replace(request, prompt_ids=ids, sampling=sampling)
+        episode.observation = observation
+        episode.past, episode.whole, episode.turn = [], None, None
+
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self.limits.observation_tokens:
+            raise EnvironmentFaultError(
+                f"an observation of {tokens} tokens, expected at most {self.limits.observation_tokens} "
+                "(environment.max_observation_tokens)"
+            )
 
     async def _repeat(self, environment: Environment, episode: _Episode) -> None:
         """Bring a new environment to where the episode is."""
@@ -144,10 +174,10 @@ class Episodes:
         """The tokens before the next turn, or the end where no turn or no token is left for it."""
         assert episode.whole is not None
         limits, delta = self.limits, self.template.delta(turn.token_ids, step.observation)
-        if len(delta) > limits.observation_tokens:
+        self._check_length(len(delta))
+        if not delta:
             raise EnvironmentFaultError(
-                f"an observation of {len(delta)} tokens, expected at most {limits.observation_tokens} "
-                "(environment.max_observation_tokens)"
+                "an observation of no tokens, expected one: nothing would tell two turns apart"
             )
         episode.delta = delta
         is_last = len(episode.past) + 1 == limits.turns

@@ -8,12 +8,13 @@ not, which only the template writes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.data.records import DataError
+from megatron_dppo.data.trajectory import Problem
 
 # A text that no template and no message holds.
 _MARK = "Turn7q3v9z"
@@ -27,7 +28,7 @@ class TurnTemplateError(DataError):
 
 class TurnTemplate:
     """The tokens after a turn. ``role``: of what the environment says. ``is_chat``: by the chat template; else an
-    observation's text follows the turn as it is.
+    observation's text follows the turn as it is. ``generation_tokens``: with which a prompt asks for an answer.
 
     Raises TurnTemplateError where what follows a turn depends on what precedes it, where a message in that role
     disappears, or where the text after a turn is encoded otherwise behind it than alone.
@@ -37,8 +38,29 @@ class TurnTemplate:
         self, tokenizer: PreTrainedTokenizerBase, role: str, *, is_chat: bool = True
     ) -> None:
         self._tokenizer, self._role, self._is_chat = tokenizer, role, is_chat
+        self.generation_tokens = 0
         if is_chat:
             self._check()
+            whole, unasked = self._render([_USER]), self._render([_USER], asks=False)
+            self.generation_tokens = len(self._encoded(whole.removeprefix(unasked)))
+
+    def opening(self, problem: Problem, observation: str) -> list[int]:
+        """The tokens of the problem's prompt with ``observation`` as one more message of the user, or as more text.
+
+        Raises TurnTemplateError where the template takes no such message, or the prompt's tokens do not stay.
+        """
+        if not self._is_chat:
+            return [*problem.prompt_ids, *self._encoded(observation)]
+        messages = problem.messages or ({"role": "user", "content": problem.prompt},)
+        unasked = self._render(messages, asks=False)
+        text = self._render([*messages, {"role": "user", "content": observation}])
+        kept = problem.prompt_ids[: len(problem.prompt_ids) - self.generation_tokens]
+        ids = [*kept, *self._encoded(text.removeprefix(unasked))]
+        if ids != self._encoded(text) or observation.strip() not in text:
+            raise TurnTemplateError(
+                f"the chat template does not put a second message of the user after {unasked!r}, but says {text!r}"
+            )
+        return ids
 
     def delta(self, turn_ids: Sequence[int], observation: str) -> list[int]:
         """The tokens between a turn, whose own are ``turn_ids``, and the next: int32, none of them sampled."""
@@ -60,16 +82,16 @@ class TurnTemplate:
             )
         return before + mark, after
 
-    def _render(self, messages: Sequence[dict[str, str]]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, str]], *, asks: bool = True) -> str:
         try:
             text: Any = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
+                list(map(dict, messages)), add_generation_prompt=asks, tokenize=False
             )
         # A template is a program: it may raise anything.
         except Exception as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise TurnTemplateError(
-                f"the chat template fails on a message of {self._role} after a turn: {why}"
+                f"the chat template fails on messages of {', '.join(m['role'] for m in messages)}: {why}"
             ) from error
         return str(text)
 

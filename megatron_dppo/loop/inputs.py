@@ -106,7 +106,8 @@ class RunData:
         template = text_digest(repr(self._tokenizer.chat_template), repr(self.form))
         problems = {problem.problem_id: problem for problem in self.train.problems}
         credit = self._config.environment.credit
-        return Origin(sampling, template, rollout.group_size, problems, credit)
+        generation_tokens = None if self.turns is None else self.turns.generation_tokens
+        return Origin(sampling, template, rollout.group_size, problems, credit, generation_tokens)
 
     @property
     def evaluation_hashes(self) -> dict[str, str]:

@@ -300,7 +300,7 @@ class ReplayedRollouts:
     """The batches in the folder ``rollout.replay_from`` (``rollout.save`` of the run that generated them).
 
     Each leader reads the trajectories that it would have generated, and no others. The batches are checked against
-    the training ``problems`` that ``sampler`` draws.
+    the training ``problems`` that ``sampler`` draws, and the prompts of ``origin``.
     """
 
     def __init__(
@@ -309,6 +309,7 @@ class ReplayedRollouts:
         topology: Topology,
         problems: Sequence[Problem],
         sampler: Sampler,
+        origin: Origin,
     ) -> None:
         assert rollout.replay_from is not None
         self._folder = Path(rollout.replay_from)
@@ -316,7 +317,7 @@ class ReplayedRollouts:
         self._topology = topology
         self._problems = problems
         self._sampler = sampler
-        self._prompts = {p.problem_id: list(p.prompt_ids) for p in problems}
+        self._origin = origin
 
     def collect(self, step: int) -> RolloutBatch:
         """The saved batch of ``step``. Raises BatchFormatError, on all ranks, where it is not there or another's."""
@@ -371,7 +372,7 @@ class ReplayedRollouts:
 
     def _check_prompts(self, step: int, batch: Sequence[Trajectory]) -> None:
         for trajectory in batch:
-            if self._prompts.get(trajectory.problem_id) != trajectory.prompt_ids.tolist():
+            if not self._origin.has_prompt(trajectory):
                 raise BatchFormatError(
                     f"rollout.replay_from: problem {trajectory.problem_id} in the batch of step {step} in "
                     f"{self._folder} has another prompt in data.train, or none: it was saved with other data"

@@ -397,7 +397,8 @@ class Run:
         rollout = self.config.rollout
         problems = self.data.train.problems
         if rollout.replay_from is not None:
-            return ReplayedRollouts(rollout, self.trainer.topology, problems, self.sampler)
+            topology, origin = self.trainer.topology, self.data.origin()
+            return ReplayedRollouts(rollout, topology, problems, self.sampler, origin)
         assert self.engine is not None
         return GeneratedRollouts(
             rollout,

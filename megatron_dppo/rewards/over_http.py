@@ -42,7 +42,7 @@ Response:
 Explain in one sentence, then end with a line "Score: N", N being a whole number from 0 (worthless) to 10 (perfect)."""
 
 
-class _JsonEndpoint:
+class JsonEndpoint:
     """POSTs of JSON to one server. ``api_key_variable``: of the environment, with the key; None: it needs none.
 
     Raises ValueError where the variable is not set.
@@ -85,6 +85,12 @@ class _JsonEndpoint:
         except ValueError as error:
             raise RewardUnavailableError(f"{where}: no JSON: {shown}") from error
 
+    async def close(self) -> None:
+        """Let go of its connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
 
 class _Cache(OrderedDict[Hashable, Any]):
     """The last ``size`` values that were asked for."""
@@ -118,7 +124,7 @@ class RewardModel:
     """
 
     def __init__(self, *, url: str, tokenizer: str, api_key_variable: str | None = None) -> None:
-        self._endpoint = _JsonEndpoint(url, api_key_variable)
+        self._endpoint = JsonEndpoint(url, api_key_variable)
         self._folder = tokenizer
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._cache = _Cache(_CACHED)
@@ -216,7 +222,7 @@ class Judge:
                 f"got pattern {pattern!r}, lowest {lowest:g} and highest {highest:g}; expected a group in the "
                 "pattern, and lowest < highest"
             )
-        self._endpoint = _JsonEndpoint(url, api_key_variable)
+        self._endpoint = JsonEndpoint(url, api_key_variable)
         self._template, self._system_prompt = template, system_prompt
         self._settings = {"model": model, "temperature": 0.0, "max_tokens": 512, **(request or {})}
         self._range, self._unparsed = (lowest, highest), unparsed

@@ -174,6 +174,7 @@ def replayed(folder: str) -> dict[str, Any]:
     from megatron_dppo.config.schema import RolloutConfig
     from megatron_dppo.data.batch_file import BatchFormatError, save_batch
     from megatron_dppo.data.sampling import ProblemSampler
+    from megatron_dppo.data.seal import Origin
     from megatron_dppo.data.trajectory import Problem, Trajectory
     from megatron_dppo.loop.rollout_sources import ReplayedRollouts
 
@@ -199,7 +200,8 @@ def replayed(folder: str) -> dict[str, Any]:
             prompts_per_step=3, group_size=size, max_response_tokens=4, replay_from=str(saved)
         )
         sampler = ProblemSampler(64, seed=3)
-        source = ReplayedRollouts(rollout, two_leaders(), problems, sampler)
+        origin = Origin({}, "", size, {p.problem_id: p for p in problems})
+        source = ReplayedRollouts(rollout, two_leaders(), problems, sampler, origin)
         try:
             got = source.collect(2)
             found[kind] = {

@@ -43,6 +43,24 @@ class Counting:
             raise ValueError("x" * 10_000_000)
 
 
+class Greeting(Counting):
+    """Says ``greeting`` first; once it fails, in its second turn, and greets otherwise, where ``flag`` says where it
+    keeps that in mind."""
+
+    def __init__(self, greeting: str, flag: str = "") -> None:
+        super().__init__(flag)
+        self.greeting = greeting
+
+    async def reset(self, problem: Problem) -> str:
+        await super().reset(problem)
+        return self.greeting + "!" * (self.flag != "" and Path(self.flag).exists())
+
+    async def misbehave(self, text: str) -> None:
+        if self.turns == 2 and self.flag and not Path(self.flag).exists():
+            Path(self.flag).touch()
+            raise ZeroDivisionError("planted")
+
+
 class Huge(Counting):
     async def step(self, turn: Turn) -> Step:
         return Step("1" * 10_000_000)

@@ -27,7 +27,7 @@ from megatron_dppo.environments import (
     workers,
 )
 from megatron_dppo.environments.calculator import Calculator, calculate
-from megatron_dppo.environments.episodes import EpisodeLimits, Episodes
+from megatron_dppo.environments.episodes import EpisodeLimits, Episodes, _Episode
 from megatron_dppo.environments.templates import TurnTemplate
 from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
@@ -113,6 +113,7 @@ def play(
     problems: int = 1,
     timeout_s: float = 60.0,
     role: str = "user",
+    problem: Problem = PROBLEM,
     **options: Any,
 ) -> tuple[list[Trajectory], Episodes]:
     """What became of problems 0, 1, ... with two at a time in one process."""
@@ -120,7 +121,7 @@ def play(
     pool = EnvironmentPool(spec, workers=1)
     episodes = Episodes(pool, TurnTemplate(engine.tokenizer, role), limits)
     job = GenerationJob(
-        [replace(PROBLEM, problem_id=i) for i in range(problems)],
+        [replace(problem, problem_id=i) for i in range(problems)],
         1,
         SamplingParams(16),
         {"routed_experts": SHAPE},
@@ -296,6 +297,66 @@ def test_turns_that_are_answered_otherwise_are_drawn_again(tmp_path):
     assert "user\n1" not in said
 
 
+# --- first observations
+
+
+def greeted(said: str, texts: list[str], limits: EpisodeLimits = LIMITS, **options: Any) -> Any:
+    """The episode, the requests, and by hand the prompt in which the environment ``said`` something."""
+    engine = Engine({0: texts})
+    opened = "<|im_start|>user\n3+5<|im_end|>\n"
+    first = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    prompt = engine.tokenizer(opened + "<|im_start|>assistant\n")["input_ids"]
+    problem = replace(PROBLEM, prompt_ids=tuple(prompt))
+    (t,), episodes = play(engine, "Greeting", limits, problem=problem, **options)
+    return t, engine.asked, engine.tokenizer(opened + first)["input_ids"], episodes
+
+
+def test_a_first_observation_is_a_message_after_the_problems():
+    t, asked, prompt, _ = greeted("Begin: 7", ["4", "5", "6"], greeting="Begin: 7")
+    assert list(asked[0].prompt_ids) == t.prompt_ids.tolist() == prompt
+    assert (t.turns, t.finish_reason, t.stamp.digests) == (3, "stop", t.digests())
+
+
+def test_turns_that_follow_another_first_observation_are_drawn_anew(tmp_path):
+    flag = str(tmp_path / "flag")
+    t, asked, prompt, episodes = greeted("hi!", ["4", "5", "6"], greeting="hi", flag=flag)
+    assert t.prompt_ids.tolist() == prompt
+    assert len(asked) == 2 + 3
+    assert asked[2].prompt_ids == prompt
+    assert (t.turns, t.finish_reason, episodes.faults.total()) == (3, "stop", 1)
+
+
+def test_a_first_observation_has_its_limits():
+    t, _, _, episodes = greeted("", ["4"], greeting="1 " * 300)
+    assert t.finish_reason == "failed"
+    assert re.search(
+        r"an observation of \d+ tokens, expected at most 64", next(iter(episodes.faults))
+    )
+    _, _, prompt, _ = greeted("hi", ["4"], greeting="hi")
+    limits = replace(LIMITS, tokens=len(prompt))
+    t, _, _, _ = greeted("hi", ["4"], limits, greeting="hi")
+    assert (
+        t.reason
+        == f"reset: a prompt of {len(prompt)} tokens, expected fewer than {len(prompt)} (environment.max_tokens)"
+    )
+    # One token is left for the first turn.
+    t, asked, _, _ = greeted("hi", ["4"], replace(limits, tokens=len(prompt) + 1), greeting="hi")
+    assert (asked[0].sampling.max_new_tokens, t.length, t.finish_reason) == (
+        1,
+        len(prompt) + 1,
+        "length",
+    )
+
+
+def test_an_empty_observation_of_plain_text_is_a_fault():
+    spec = EnvironmentSpec(f"{PLANTED}:Greeting", {"greeting": ""}, 60.0)
+    pool, engine = EnvironmentPool(spec, workers=1), Engine({0: ["4"]})
+    episodes = Episodes(pool, TurnTemplate(engine.tokenizer, "user", is_chat=False), LIMITS)
+    episode = _Episode(None, whole=turns_of([1], ()))  # type: ignore[arg-type]
+    with pytest.raises(EnvironmentFaultError, match="an observation of no tokens, expected one"):
+        episodes._go_on(episode, Turn("4", (4,)), Step(""))
+
+
 # --- what an episode earns
 
 
@@ -404,7 +465,7 @@ def test_names_and_options_are_checked_before_a_run():
     check_environment("calculator", {"call": "!"})
     check_environment(None, {})
     with pytest.raises(
-        ValueError, match="unknown environment 'abacus'; there are calculator, single"
+        ValueError, match="unknown environment 'abacus'; there are calculator, over-http, single"
     ):
         find_environment("abacus")
     with pytest.raises(ValueError, match="unexpected keyword argument 'cal', of calculator"):

@@ -276,6 +276,19 @@ def test_advantages_of_other_turns_are_told(change, message):
     assert message in str(caught.value)
 
 
+def test_an_environments_first_observation_may_follow_a_prompt():
+    """The last token of the prompt (1, 5 + i) asks for an answer: a message may stand before it, and nothing else."""
+    played = replace(ORIGIN, generation_tokens=1)
+
+    def answers(*prompt: int) -> tuple[bool, bool]:
+        t = Trajectory.of_response(prompt, [3], problem_id=4)
+        return ORIGIN.has_prompt(t), played.has_prompt(t)
+
+    assert answers(1, 9) == (True, True)
+    assert answers(1, 7, 7, 9) == (False, True)
+    assert answers(2, 7, 7, 9) == answers(1, 8) == answers(1) == (False, False)
+
+
 # --- of files
 
 

@@ -5,12 +5,14 @@ renders tool definitions."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 from tokenizers import pre_tokenizers
 
+from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments.templates import TurnTemplate, TurnTemplateError
 from megatron_dppo.model.families import FAMILIES
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
@@ -151,12 +153,52 @@ def test_the_newline_after_the_end_of_a_turn_is_the_templates(name):
     assert turns.delta([], "8")[:2] == [end, newline]
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_first_observation_is_one_more_message_of_the_user(name):
+    """Behind the prompt as it was encoded, and before what asks for an answer."""
+    tokenizer = tokenizer_of(TEMPLATES[name][0])
+    turns = TurnTemplate(tokenizer, "user")
+    messages = [{"role": "user", "content": "3+5"}]
+    prompt = tuple(encoded(tokenizer, messages, prompts=True))
+    asking = len(prompt) - len(encoded(tokenizer, messages, prompts=False))
+    assert turns.generation_tokens == asking
+    problem = Problem(0, "3+5", "8", prompt)
+    if name == "mixtral, of the walk":
+        with pytest.raises(TurnTemplateError, match=r"messages of user, user: .* must alternate"):
+            turns.opening(problem, "Begin: 8")
+        return
+    more = [*messages, {"role": "user", "content": "Begin:\n8"}]
+    assert turns.opening(problem, "Begin:\n8") == encoded(tokenizer, more, prompts=True)
+    if name.startswith(("llama", "qwen3")):
+        more = [{"role": "system", "content": "Add."}, *more]
+        whole = tuple(encoded(tokenizer, more[:2], prompts=True))
+        problem = replace(problem, prompt_ids=whole, messages=tuple(more[:2]))
+        assert turns.opening(problem, "Begin:\n8") == encoded(tokenizer, more, prompts=True)
+
+
+def test_a_template_that_swallows_it_or_a_prompt_that_is_not_its_own_is_refused():
+    drops = changed(" in messages %}", " in messages[:1] + messages[2:] %}")
+    drops = drops.replace("<|im_start|>assistant", "{{ messages|length }}<|im_start|>assistant")
+    tokenizer = tokenizer_of(drops)
+    turns = TurnTemplate.__new__(TurnTemplate)
+    turns._tokenizer, turns._is_chat, turns.generation_tokens = tokenizer, True, 3
+    ids = tuple(encoded(tokenizer, [{"role": "user", "content": "3+5"}], prompts=True))
+    with pytest.raises(TurnTemplateError, match="does not put a second message of the user after"):
+        turns.opening(Problem(0, "3+5", "8", ids), "Begin")
+    whole = TurnTemplate(_tokenizer(), "user")
+    with pytest.raises(TurnTemplateError, match="does not put a second message of the user after"):
+        whole.opening(Problem(0, "3+5", "8", (10, 11, 12, 13, 14, 15)), "Begin")
+
+
 def test_plain_text_follows_as_it_is():
     tokenizer = _tokenizer()
     assert (
         TurnTemplate(tokenizer, "user", is_chat=False).delta([7, 2], "\n8 ")
         == (tokenizer("\n8 ")["input_ids"])
     )
+    plain = TurnTemplate(tokenizer, "user", is_chat=False)
+    opened = plain.opening(Problem(0, "3+5", "8", (7, 2)), "\n8 ")
+    assert (opened, plain.generation_tokens) == ([7, 2, *tokenizer("\n8 ")["input_ids"]], 0)
 
 
 def changed(old: str, new: str) -> str:
@@ -176,7 +218,7 @@ NO_END = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
         (DROPS_TOOLS, "tool", r"drops a message of tool after a turn \(environment.role\)"),
         (COUNTS, "user", r"is not stable: after a turn stands .*user3.*, but .*user5.* where 3 messages"),
         (LAST_ONLY, "tool", r"leaves out, or alters, what the assistant said before a message of tool"),
-        (MIXTRAL, "tool", r"fails on a message of tool after a turn: TemplateError: roles must alternate"),
+        (MIXTRAL, "tool", r"fails on messages of user, assistant, tool: TemplateError: roles must alternate"),
         (None, "user", r"the tokenizer has no chat template; set data.apply_chat_template to false"),
     ],
 )  # fmt: skip

@@ -1,0 +1,64 @@
+"""An environment behind HTTP, for one whose libraries need a Python environment of their own. Three POSTs of JSON:
+
+    /reset  {"problem": {problem_id, prompt, answer, messages, metadata}}
+                                                    -> {"episode": text, "observation": text}
+    /step   {"episode", "text", "truncated"}        -> {"observation": text, "reward": number, "done": bool,
+                                                        "scored": bool}
+    /close  {"episode"}                             -> {}
+
+``episode`` is whatever text the server names it by. An answer to /step may leave out what is as in ``Step()``. Any
+status but 200 is a fault. ``tools/serve_environment.py`` is such a server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.environments import Step, Turn
+from megatron_dppo.rewards.over_http import JsonEndpoint
+from megatron_dppo.system.network import url_fault
+
+_STEP = {"observation", "reward", "done", "scored"}
+
+
+class OverHttp:
+    """``url``: of the server. ``api_key_variable``: of the environment, with its key; None: it needs none.
+
+    Raises ValueError for an address that is none, and where the variable is not set.
+    """
+
+    def __init__(self, url: str, api_key_variable: str | None = None) -> None:
+        if fault := url_fault(url):
+            raise ValueError(f"url: {fault}")
+        self._endpoint = JsonEndpoint(url, api_key_variable)
+        self._episode: str | None = None
+
+    async def reset(self, problem: Problem) -> str:
+        fields = asdict(problem)
+        del fields["prompt_ids"]
+        answer = await self._endpoint.post("/reset", {"problem": fields})
+        if not isinstance(answer, dict) or not isinstance(answer.get("episode"), str):
+            raise ValueError(
+                f"/reset answered {str(answer)[:200]}, expected an object with the text episode"
+            )
+        self._episode = answer["episode"]
+        return Step(answer.get("observation", "")).observation
+
+    async def step(self, turn: Turn) -> Step:
+        body = {"episode": self._episode, "text": turn.text, "truncated": turn.is_truncated}
+        answer: Any = await self._endpoint.post("/step", body)
+        if not isinstance(answer, dict) or not answer.keys() <= _STEP:
+            raise ValueError(
+                f"/step answered {str(answer)[:200]}, expected an object of {sorted(_STEP)}"
+            )
+        is_scored = answer.pop("scored", False)
+        return Step(**answer, is_scored=is_scored)
+
+    async def close(self) -> None:
+        try:
+            if self._episode is not None:
+                await self._endpoint.post("/close", {"episode": self._episode})
+        finally:
+            await self._endpoint.close()

@@ -1,0 +1,138 @@
+"""GEM's own environments behind ``tools/serve_environment.py``, a process with other packages, asked through the
+workers of ``environment.name: over-http``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.environments import Environment, EnvironmentFaultError, Step, Turn
+from megatron_dppo.environments.over_http import OverHttp
+from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
+from tests.extras import extra_packages
+from tests.ranks import ROOT
+
+KEY, VARIABLE = "5c0ffee5-games", "MEGATRON_DPPO_TEST_GAMES_KEY"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    command = [sys.executable, str(ROOT / "tools" / "serve_environment.py"), "gem"]
+    command += ["game:GuessTheNumber-v0-easy", "--port", "0"]
+    variables = {"PYTHONPATH": str(extra_packages("gem")), "SERVE_ENVIRONMENT_KEY": KEY}
+    with subprocess.Popen(
+        command, env=os.environ | variables, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip()
+        server.kill()
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, KEY)
+
+
+def played(url: str, play: Callable[[list[Environment]], Awaitable[None]], **options: str) -> None:
+    """``play`` with two episodes in one worker."""
+    spec = EnvironmentSpec("over-http", {"url": url, "api_key_variable": VARIABLE, **options}, 60.0)
+
+    async def work() -> None:
+        pool = EnvironmentPool(spec, workers=1)
+        try:
+            await play([await pool.open(), await pool.open()])
+        finally:
+            pool.close()
+
+    asyncio.run(work())
+
+
+def guess(number: int) -> Turn:
+    return Turn(f"I say \\boxed{{{number}}}.", (1,))
+
+
+def problem(seed: int) -> Problem:
+    return Problem(7, "Play.", "", (1, 2), metadata={"seed": seed})
+
+
+def test_a_game_is_played_to_its_end_and_begins_alike_for_the_same_problem(url):
+    async def play(episodes: list[Environment]) -> None:
+        one, other = episodes
+        for episode in episodes:
+            text = await episode.reset(problem(11))
+            assert text.startswith("You are playing Guess The Number.")
+            assert "between 1 and 10 (inclusive) within 4 turns" in text
+        # Four turns don't always find it by halves; what they leave is told, whichever it is.
+        low, high, rewards = 1, 10, []
+        while not (step := await one.step(guess(middle := (low + high) // 2))).done:
+            rewards.append(step.reward)
+            if f"is higher than {middle}." in step.observation:
+                low = middle + 1
+            else:
+                assert f"is lower than {middle}." in step.observation
+                high = middle - 1
+        assert set(rewards) <= {0.0}
+        assert not step.is_scored
+        won = await other.step(guess(middle))
+        assert won == Step(won.observation, 1.0, done=True)
+        assert (
+            won.observation
+            == f"Congratulations! You guessed the correct number {middle} in 1 turns."
+        )
+        for episode in episodes:
+            await episode.close()
+
+    played(url, play)
+
+
+def test_what_is_no_guess_costs_something(url):
+    async def play(episodes: list[Environment]) -> None:
+        await episodes[0].reset(problem(3))
+        step = await episodes[0].step(Turn("five", (1,)))
+        assert step == Step("At turn 1, you did not provide a valid guess.", -0.1, done=True)
+
+    played(url, play)
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "message"),
+    [
+        ("", "other", r"reset: ValueError: .*/reset: status 401: .*the key as a bearer token"),
+        ("/games", KEY, r"reset: ValueError: .*/games/reset: status 404: .*expected one of /reset"),
+    ],
+)
+def test_what_the_server_refuses_is_a_fault(url, path, key, message, monkeypatch):
+    monkeypatch.setenv(VARIABLE, key)
+
+    async def play(episodes: list[Environment]) -> None:
+        with pytest.raises(EnvironmentFaultError, match=message):
+            await episodes[0].reset(problem(3))
+
+    played(url + path, play)
+
+
+def test_what_the_game_raises_and_a_server_that_is_away_are_faults(url):
+    async def play(episodes: list[Environment]) -> None:
+        with pytest.raises(
+            EnvironmentFaultError, match=r"status 500: .*ValueError: invalid literal"
+        ):
+            await episodes[0].reset(Problem(7, "Play.", "", (1,), metadata={"seed": "x"}))
+
+    played(url, play)
+
+    async def away(episodes: list[Environment]) -> None:
+        with pytest.raises(EnvironmentFaultError, match=r"Cannot connect to host 127\.0\.0\.1:9"):
+            await episodes[0].reset(problem(3))
+
+    played("http://127.0.0.1:9", away)
+
+
+def test_an_address_that_is_none_is_named():
+    with pytest.raises(ValueError, match=r"url: got 'games:1', expected http://host:port"):
+        OverHttp("games:1")

@@ -1,0 +1,284 @@
+"""Serve environments of GEM, verifiers or OpenEnv to ``environment.name: over-http``. A file of its own, for the Python
+environment of their libraries, where this project is not:
+
+    python serve_environment.py gem game:GuessTheNumber-v0-easy --port 30020
+    python serve_environment.py verifiers my-environment --options '{"max_turns": 4}'
+    python serve_environment.py openenv my_package:MyEnvironment --action my_package:MyAction --field message
+
+The protocol is that of ``megatron_dppo/environments/over_http.py``. An episode's seed, or row of verifiers' data, is
+``metadata.seed`` of the problem, or its ``problem_id``: all responses of a group begin alike. Text alone: whoever
+wants tool calls in a form of its own is told what the policy wrote.
+
+It listens on loopback; elsewhere (``--host``) it wants a key, the value of SERVE_ENVIRONMENT_KEY. Episodes that nobody
+asked for in an hour are closed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import importlib
+import json
+import os
+import threading
+import time
+import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+KEY_VARIABLE = "SERVE_ENVIRONMENT_KEY"
+LARGEST_BYTES = 1 << 24
+FORGOTTEN_S = 3600.0
+
+
+def seed_of(problem: dict[str, Any]) -> int:
+    return int(problem["metadata"].get("seed", problem["problem_id"]))
+
+
+def attribute(name: str) -> Any:
+    """Of ``package.module:name``."""
+    module, _, attribute_name = name.partition(":")
+    return getattr(importlib.import_module(module), attribute_name)
+
+
+class Gem:
+    """An episode of ``gem.make(name)``."""
+
+    # A reset seeds Python's own generator.
+    _resetting = threading.Lock()
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import gem
+
+        self._environment = gem.make(options.name, **options.options)
+
+    def reset(self, problem: dict[str, Any]) -> str:
+        with self._resetting:
+            observation, _ = self._environment.reset(seed=seed_of(problem))
+        return str(observation)
+
+    def step(self, text: str) -> dict[str, Any]:
+        observation, reward, terminated, truncated, _ = self._environment.step(text)
+        done = bool(terminated or truncated)
+        return {"observation": str(observation), "reward": float(reward), "done": done}
+
+    def close(self) -> None:
+        pass
+
+
+class OpenEnv:
+    """An episode of an ``Environment`` of openenv-core, in this process. ``options.action``: its class of actions, of
+    which ``options.field`` is the policy's text; that of an observation is what it is told, or all of it as JSON."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._environment = attribute(options.name)(**options.options)
+        self._action, self._field = attribute(options.action), options.field
+
+    def reset(self, problem: dict[str, Any]) -> str:
+        return self._text(self._environment.reset(seed=seed_of(problem)))
+
+    def step(self, text: str) -> dict[str, Any]:
+        observation = self._environment.step(self._action(**{self._field: text}))
+        reward = float(observation.reward or 0.0)
+        return {
+            "observation": self._text(observation),
+            "reward": reward,
+            "done": bool(observation.done),
+        }
+
+    def close(self) -> None:
+        self._environment.close()
+
+    def _text(self, observation: Any) -> str:
+        text = getattr(observation, self._field, None)
+        whole = {"done", "reward", "metadata"}
+        return text if isinstance(text, str) else observation.model_dump_json(exclude=whole)
+
+
+class Verifiers:
+    """An episode of ``verifiers.load_environment(name)`` (classic environments, 0.1): its own rollout runs, and the
+    policy stands in for the client that it asks."""
+
+    _loop: asyncio.AbstractEventLoop | None = None
+    _environment: Any = None
+    _starting = threading.Lock()
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import verifiers
+
+        with self._starting:
+            if Verifiers._loop is None:
+                Verifiers._environment = verifiers.load_environment(options.name, **options.options)
+                Verifiers._loop = asyncio.new_event_loop()
+                threading.Thread(target=Verifiers._loop.run_forever, daemon=True).start()
+        self._turns: asyncio.Queue[str] = asyncio.Queue()
+        self._asked: asyncio.Queue[Any] = asyncio.Queue()
+        self._rollout: asyncio.Task[Any] | None = None
+
+    def reset(self, problem: dict[str, Any]) -> str:
+        row = self._environment.get_dataset()[seed_of(problem)]
+        messages = self._wait(self._begin(row))
+        if not isinstance(messages, list):
+            raise ValueError("the episode ended before its first turn")
+        has = [m["content"] for m in problem["messages"]] or [problem["prompt"]]
+        texts = [str(m.content) for m in messages]
+        return "" if texts == has else "\n\n".join(texts)
+
+    def step(self, text: str) -> dict[str, Any]:
+        asked = self._wait(self._answer(text))
+        if isinstance(asked, list):
+            said = max((i for i, m in enumerate(asked) if m.role == "assistant"), default=-1)
+            return {"observation": "\n\n".join(str(m.content) for m in asked[said + 1 :])}
+        return {"reward": float(asked["reward"] or 0.0), "done": True}
+
+    def close(self) -> None:
+        if self._rollout is not None:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._rollout.cancel)
+
+    def _wait(self, work: Any) -> Any:
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _begin(self, row: dict[str, Any]) -> Any:
+        run = self._environment._run_rollout_state(dict(row), self._client(), "policy", {})
+        self._rollout = asyncio.ensure_future(run)
+        return await self._next()
+
+    async def _answer(self, text: str) -> Any:
+        await self._turns.put(text)
+        return await self._next()
+
+    async def _next(self) -> Any:
+        """The messages that a turn is asked of, or the state of the rollout that ended. Raises what it raised."""
+        assert self._rollout is not None
+        asked = asyncio.ensure_future(self._asked.get())
+        await asyncio.wait({asked, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            return asked.result()
+        asked.cancel()
+        state = self._rollout.result()
+        if state.get("error") is not None:
+            raise RuntimeError(f"the environment failed: {state['error']!r}")
+        return state
+
+    def _client(self) -> Any:
+        from verifiers.clients import Client
+        from verifiers.types import Response, ResponseMessage
+
+        episode = self
+
+        async def get_response(_: Any, prompt: Any, model: str, *__: Any, **___: Any) -> Any:
+            await episode._asked.put(list(prompt))
+            text = await episode._turns.get()
+            message = ResponseMessage(content=text, finish_reason="stop", is_truncated=False)
+            return Response(
+                id=uuid.uuid4().hex, created=int(time.time()), model=model, message=message
+            )
+
+        methods = dict.fromkeys(Client.__abstractmethods__, get_response)
+        return type("Policy", (Client,), {**methods, "get_response": get_response})(None)
+
+
+KINDS: dict[str, type[Any]] = {"gem": Gem, "openenv": OpenEnv, "verifiers": Verifiers}
+
+
+class Episode:
+    """One environment, that answers one request at a time."""
+
+    def __init__(self, environment: Any) -> None:
+        self.environment, self.lock, self.asked_at = environment, threading.Lock(), time.monotonic()
+
+
+class Episodes:
+    """All that are open, by name."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._open: dict[str, Episode] = {}
+
+    def reset(self, body: dict[str, Any]) -> dict[str, Any]:
+        for name, episode in list(self._open.items()):
+            if time.monotonic() - episode.asked_at > FORGOTTEN_S:
+                self.close({"episode": name})
+        name, episode = uuid.uuid4().hex, Episode(KINDS[self._options.kind](self._options))
+        observation = episode.environment.reset(body["problem"])
+        self._open[name] = episode
+        return {"episode": name, "observation": observation}
+
+    def step(self, body: dict[str, Any]) -> dict[str, Any]:
+        episode = self._open[body["episode"]]
+        with episode.lock:
+            episode.asked_at = time.monotonic()
+            return episode.environment.step(body["text"])
+
+    def close(self, body: dict[str, Any]) -> dict[str, Any]:
+        if (episode := self._open.pop(body["episode"], None)) is not None:
+            episode.environment.close()
+        return {}
+
+
+def handler(episodes: Episodes, key: str) -> type[BaseHTTPRequestHandler]:
+    routes = {"/reset": episodes.reset, "/step": episodes.step, "/close": episodes.close}
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            status, answer = self._answered()
+            content = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def _answered(self) -> tuple[int, dict[str, Any]]:
+            size = int(self.headers.get("Content-Length", 0))
+            if size > LARGEST_BYTES:
+                self.close_connection = True
+                return 413, {"error": f"{size} bytes, expected at most {LARGEST_BYTES}"}
+            content = self.rfile.read(size)
+            told = self.headers.get("Authorization", "")
+            if key and not hmac.compare_digest(told.encode(), f"Bearer {key}".encode()):
+                return 401, {"error": "expected the key as a bearer token"}
+            if self.path not in routes:
+                return 404, {"error": f"{self.path}: expected one of {', '.join(routes)}"}
+            try:
+                return 200, routes[self.path](json.loads(content))
+            # Whatever the environment raises is told to whoever asked.
+            except Exception as error:
+                return 500, {"error": f"{type(error).__name__}: {error}"}
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kind", choices=sorted(KINDS))
+    parser.add_argument("name", help="as the library names it; of OpenEnv package.module:Class")
+    parser.add_argument("--options", type=json.loads, default={}, help="its arguments, as JSON")
+    parser.add_argument("--action", help="of OpenEnv: package.module:Class of its actions")
+    parser.add_argument("--field", default="message", help="of OpenEnv: of action and observation")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30020)
+    options = parser.parse_args()
+    key = os.environ.get(KEY_VARIABLE, "")
+    if options.kind == "openenv" and options.action is None:
+        parser.error("--action: expected the class of the environment's actions")
+    if options.host not in ("127.0.0.1", "localhost", "::1") and not key:
+        parser.error(f"--host {options.host}: expected a key in {KEY_VARIABLE}")
+    server = ThreadingHTTPServer((options.host, options.port), handler(Episodes(options), key))
+    server.daemon_threads = True
+    print(f"http://{options.host}:{server.server_port}", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
