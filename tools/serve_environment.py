@@ -24,6 +24,8 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -47,11 +49,16 @@ class Gem:
 
     # A reset seeds Python's own generator.
     _resetting = threading.Lock()
+    _make: Any
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    @classmethod
+    def load(cls, options: argparse.Namespace) -> None:
         import gem
 
-        self._environment = gem.make(options.name, **options.options)
+        cls._make = partial(gem.make, options.name, **options.options)
+
+    def __init__(self) -> None:
+        self._environment = self._make()
 
     def reset(self, problem: dict[str, Any]) -> str:
         with self._resetting:
@@ -71,9 +78,17 @@ class OpenEnv:
     """An episode of an ``Environment`` of openenv-core, in this process. ``options.action``: its class of actions, of
     which ``options.field`` is the policy's text; that of an observation is what it is told, or all of it as JSON."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._environment = attribute(options.name)(**options.options)
-        self._action, self._field = attribute(options.action), options.field
+    _make: Any
+    _action: Any
+    _field: str
+
+    @classmethod
+    def load(cls, options: argparse.Namespace) -> None:
+        cls._make = partial(attribute(options.name), **options.options)
+        cls._action, cls._field = attribute(options.action), options.field
+
+    def __init__(self) -> None:
+        self._environment = self._make()
 
     def reset(self, problem: dict[str, Any]) -> str:
         return self._text(self._environment.reset(seed=seed_of(problem)))
@@ -100,18 +115,18 @@ class Verifiers:
     """An episode of ``verifiers.load_environment(name)`` (classic environments, 0.1): its own rollout runs, and the
     policy stands in for the client that it asks."""
 
-    _loop: asyncio.AbstractEventLoop | None = None
-    _environment: Any = None
-    _starting = threading.Lock()
+    _loop: asyncio.AbstractEventLoop
+    _environment: Any
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    @classmethod
+    def load(cls, options: argparse.Namespace) -> None:
         import verifiers
 
-        with self._starting:
-            if Verifiers._loop is None:
-                Verifiers._environment = verifiers.load_environment(options.name, **options.options)
-                Verifiers._loop = asyncio.new_event_loop()
-                threading.Thread(target=Verifiers._loop.run_forever, daemon=True).start()
+        cls._environment = verifiers.load_environment(options.name, **options.options)
+        cls._loop = asyncio.new_event_loop()
+        threading.Thread(target=cls._loop.run_forever, daemon=True).start()
+
+    def __init__(self) -> None:
         self._turns: asyncio.Queue[str] = asyncio.Queue()
         self._asked: asyncio.Queue[Any] = asyncio.Queue()
         self._rollout: asyncio.Task[Any] | None = None
@@ -134,11 +149,9 @@ class Verifiers:
 
     def close(self) -> None:
         if self._rollout is not None:
-            assert self._loop is not None
             self._loop.call_soon_threadsafe(self._rollout.cancel)
 
     def _wait(self, work: Any) -> Any:
-        assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _begin(self, row: dict[str, Any]) -> Any:
@@ -194,15 +207,15 @@ class Episode:
 class Episodes:
     """All that are open, by name."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
         self._open: dict[str, Episode] = {}
 
     def reset(self, body: dict[str, Any]) -> dict[str, Any]:
         for name, episode in list(self._open.items()):
             if time.monotonic() - episode.asked_at > FORGOTTEN_S:
                 self.close({"episode": name})
-        name, episode = uuid.uuid4().hex, Episode(KINDS[self._options.kind](self._options))
+        name, episode = uuid.uuid4().hex, Episode(self._make())
         observation = episode.environment.reset(body["problem"])
         self._open[name] = episode
         return {"episode": name, "observation": observation}
@@ -274,7 +287,11 @@ def main() -> None:
         parser.error("--action: expected the class of the environment's actions")
     if options.host not in ("127.0.0.1", "localhost", "::1") and not key:
         parser.error(f"--host {options.host}: expected a key in {KEY_VARIABLE}")
-    server = ThreadingHTTPServer((options.host, options.port), handler(Episodes(options), key))
+    # By the main thread, which alone may install handlers of signals, as verifiers does.
+    KINDS[options.kind].load(options)
+    server = ThreadingHTTPServer(
+        (options.host, options.port), handler(Episodes(KINDS[options.kind]), key)
+    )
     server.daemon_threads = True
     print(f"http://{options.host}:{server.server_port}", flush=True)
     server.serve_forever()
