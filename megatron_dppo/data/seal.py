@@ -59,7 +59,7 @@ class Origin:
     ``sampling``: as ``SamplingParams.as_json``, without a seed. ``template``: hash of the chat template and of the form
     around a prompt. ``group_size``: responses to a prompt. ``problems``: of the training set, by id. ``credit``: as
     ``environment.credit``. ``generation_tokens``: the last ones of a prompt, before which an environment may put a
-    first observation; None without an environment.
+    first observation; None without an environment. ``makes_prompts``: an environment does, in place of the problems'.
     """
 
     sampling: Mapping[str, Any]
@@ -68,12 +68,14 @@ class Origin:
     problems: Mapping[int, Problem]
     credit: str = "trajectory"
     generation_tokens: int | None = None
+    makes_prompts: bool = False
 
     def has_prompt(self, t: Trajectory) -> bool:
-        """Whether ``t`` answers the prompt of its problem, or that and an environment's first observation."""
+        """Whether ``t`` answers the prompt of its problem, or that and an environment's first observation, or one that
+        an environment made."""
         problem = self.problems.get(t.problem_id)
-        if problem is None:
-            return False
+        if problem is None or self.makes_prompts:
+            return problem is not None
         prompt, expected = t.prompt_ids.tolist(), list(problem.prompt_ids)
         kept = len(expected) - (self.generation_tokens or 0)
         continues = self.generation_tokens is not None and len(prompt) > len(expected)

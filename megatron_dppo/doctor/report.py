@@ -24,6 +24,7 @@ from megatron_dppo.doctor.diagnosis import (
 )
 from megatron_dppo.doctor.ladder import Rung, log_probs_of, trainer_of
 from megatron_dppo.doctor.reference import KnownWeights, Reference, at_temperature
+from megatron_dppo.environments import makes_prompts
 from megatron_dppo.explain.__main__ import show as show_table
 from megatron_dppo.explain.explanation import TokenTexts
 from megatron_dppo.explain.page import (
@@ -143,6 +144,9 @@ class Doctor:
         except (DataError, OSError) as error:
             problems = ()
             facts.append(f"prompts not examined: {error}")
+        if makes_prompts(self._config.environment.name):
+            problems = ()
+            facts.append("prompts not examined: the environment makes them")
         prompts = {problem.problem_id: problem.prompt_ids for problem in problems}
         return DoctorReport(
             batch=self._batch,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,31 +33,57 @@ class EnvironmentFaultError(RunError):
 @dataclass(frozen=True)
 class Turn:
     """What the policy said. ``text``: without the token that ended it; ``token_ids``: with it. ``is_truncated``: it
-    was cut off at the length limit, and is the last one whatever the environment answers."""
+    was cut off at the length limit, and is the last one whatever the environment answers. ``prompt_tokens``: how many
+    stand before it."""
 
     text: str
     token_ids: tuple[int, ...]
     is_truncated: bool = False
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """Messages as a chat API and the chat template have them: those since the turn before; of the first call all.
+
+    ``tools``: their definitions, in each call the same. ``max_tokens``: of the turn that is asked for; None: the run's.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    max_tokens: int | None = None
+
+
+Observation = str | ChatCall
+"""Text: a message in the role ``environment.role``."""
+
+
+def observation_of(value: Any) -> Observation:
+    """An observation that was JSON on its way. Raises TypeError for what is none."""
+    if isinstance(value, dict):
+        return ChatCall(**value)
+    if not isinstance(value, Observation):
+        raise TypeError(f"an observation is a {type(value).__name__}, expected text")
+    return value
 
 
 @dataclass(frozen=True)
 class Step:
     """What the environment answers to a turn.
 
-    ``observation``: the text of the next message, in the role ``environment.role``; of no use where the episode is
-    ``done``. ``reward``: of this turn, a finite number. ``is_scored``: of the last turn, whether the run's rewards
-    score its text beside, as they do a response without an environment.
+    ``observation``: what follows it; of no use where the episode is ``done``. ``reward``: of this turn, a finite
+    number. ``is_scored``: of the last turn, whether the run's rewards score its text beside, as they do a response
+    without an environment; or, where there is one, ``scored_text`` instead of it.
     """
 
-    observation: str = ""
+    observation: Observation = ""
     reward: float = 0.0
     done: bool = False
     is_scored: bool = False
+    scored_text: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.observation, str):
-            kind = type(self.observation).__name__
-            raise TypeError(f"an observation is a {kind}, expected text")
+        object.__setattr__(self, "observation", observation_of(self.observation))
         if not math.isfinite(self.reward):
             raise ValueError(f"a reward is {self.reward}, expected a finite number")
 
@@ -70,9 +96,9 @@ class Environment(Protocol):
     to a new environment of the same problem: one that answers them otherwise has its episode drawn anew.
     """
 
-    async def reset(self, problem: Problem) -> str:
+    async def reset(self, problem: Problem) -> Observation:
         """Begin. The first observation: after the problem's own prompt, as one more message of the user; empty where
-        that prompt says all."""
+        that prompt says all. A ChatCall takes the prompt's place, where the class says ``makes_prompts``."""
 
     async def step(self, turn: Turn) -> Step: ...
 
@@ -97,6 +123,7 @@ ENVIRONMENTS: dict[str, str] = {
     "single-turn": "megatron_dppo.environments:SingleTurn",
     "calculator": "megatron_dppo.environments.calculator:Calculator",
     "over-http": "megatron_dppo.environments.over_http:OverHttp",
+    "agent": "megatron_dppo.environments.agents:Agent",
 }
 """``package.module:Class`` by name."""
 
@@ -118,11 +145,22 @@ def find_environment(name: str) -> Callable[..., Environment]:
         raise ValueError(f"the environment {name!r} can't be imported: {error}") from error
 
 
+def makes_prompts(name: str | None) -> bool:
+    """Whether episodes begin with the environment's prompt in place of the problem's."""
+    return name is not None and getattr(find_environment(name), "makes_prompts", False)
+
+
 def check_environment(name: str | None, options: Mapping[str, Any]) -> None:
-    """Raise ValueError where there is no such environment, or it does not take these options."""
+    """Raise ValueError where there is no such environment, or it does not take these options.
+
+    A class may know more of them than their names: ``check_options``, called with them, raises ValueError.
+    """
     if name is None:
         return
+    environment = find_environment(name)
     try:
-        inspect.signature(find_environment(name)).bind(**options)
+        inspect.signature(environment).bind(**options)
     except TypeError as error:
         raise ValueError(f"options: {error}, of {name}") from error
+    if (check := getattr(environment, "check_options", None)) is not None:
+        check(**options)

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from megatron_dppo.data.trajectory import FinishReason, Problem, Trajectory
 from megatron_dppo.engine.continuation import after, join
 from megatron_dppo.engine.protocol import GenerationRequest
-from megatron_dppo.environments import Environment, EnvironmentFaultError, Step, Turn
+from megatron_dppo.environments import (
+    ChatCall,
+    Environment,
+    EnvironmentFaultError,
+    Observation,
+    Step,
+    Turn,
+)
 from megatron_dppo.environments.templates import TurnTemplate, TurnTemplateError
 from megatron_dppo.environments.workers import EnvironmentPool
 
@@ -37,12 +44,13 @@ class EpisodeLimits:
 
 @dataclass(eq=False)
 class _Episode:
-    """``observation``: the first one, which ``request`` has. ``past``: turns with what the environment answered.
-    ``whole``: all tokens so far. ``turn``: sampled, and not yet answered. ``delta``: what stands before the next
-    one."""
+    """``observation``: the first one, which ``request`` has; ``last``: the newest. ``past``: turns with what the
+    environment answered. ``whole``: all tokens so far. ``turn``: sampled, and not yet answered. ``delta``: what stands
+    before the next one."""
 
     request: GenerationRequest
-    observation: str = ""
+    observation: Observation = ""
+    last: Observation = ""
     past: list[tuple[Turn, Step]] = field(default_factory=list)
     whole: Trajectory | None = None
     turn: Turn | None = None
@@ -107,28 +115,38 @@ class Episodes:
             await environment.close()
 
     def _begin(
-        self, episode: _Episode, problem: Problem, request: GenerationRequest, observation: str
+        self,
+        episode: _Episode,
+        problem: Problem,
+        request: GenerationRequest,
+        observation: Observation,
     ) -> None:
-        """Put a new environment's first observation behind the prompt of ``request``. Turns that followed another one
-        are drawn anew."""
+        """Put a new environment's first observation behind the prompt of ``request``, or in its place. Turns that
+        followed another one are drawn anew."""
         if observation == episode.observation:
             return
-        try:
-            ids = self.template.opening(problem, observation) if observation else problem.prompt_ids
-        except TurnTemplateError as error:
-            raise EnvironmentFaultError(f"reset: a first observation: {error}") from error
-        self._check_length(len(ids) - len(problem.prompt_ids))
-        left = self.limits.tokens - len(ids)
-        if left <= 0:
+        ids: Sequence[int] = problem.prompt_ids
+        if observation:
+            ids = self._encoded(lambda: self.template.opening(problem, observation))
+        if not isinstance(observation, ChatCall):
+            self._check_length(len(ids) - len(problem.prompt_ids))
+        if len(ids) >= self.limits.tokens:
             raise EnvironmentFaultError(
                 f"reset: a prompt of {len(ids)} tokens, expected fewer than {self.limits.tokens} "
                 "(environment.max_tokens)"
             )
-        most = min(request.sampling.max_new_tokens, left)
-        sampling = replace(request.sampling, max_new_tokens=most)
-        episode.request = replace(request, prompt_ids=ids, sampling=sampling)
-        episode.observation = observation
+        episode.request = replace(request, prompt_ids=ids)
+        episode.observation = episode.last = observation
         episode.past, episode.whole, episode.turn = [], None, None
+
+    def _encoded(self, tokens: Callable[[], list[int]]) -> list[int]:
+        """Tokens of what an environment said."""
+        try:
+            return tokens()
+        except TurnTemplateError as error:
+            raise EnvironmentFaultError(
+                f"what it said can't be put to the model: {error}"
+            ) from error
 
     def _check_length(self, tokens: int) -> None:
         if tokens > self.limits.observation_tokens:
@@ -145,6 +163,7 @@ class Episodes:
                     "an environment answered the same turns otherwise: its episode begins anew"
                 )
                 episode.past, episode.whole, episode.turn = [], None, None
+                episode.last = episode.observation
                 raise EnvironmentFaultError("the same turns were answered otherwise")
 
     async def _advance(
@@ -159,7 +178,8 @@ class Episodes:
             answer = await ask(self._request(episode))
             episode.whole = answer if episode.whole is None else join(episode.whole, answer)
             ids = tuple(answer.response_ids.tolist())
-            episode.turn = turn = Turn(answer.text, ids, answer.truncated)
+            before = len(answer.prompt_ids)
+            episode.turn = turn = Turn(answer.text, ids, answer.truncated, before)
         step = await environment.step(turn)
         if turn.is_truncated:
             episode.ended = "length"
@@ -173,24 +193,27 @@ class Episodes:
     def _go_on(self, episode: _Episode, turn: Turn, step: Step) -> None:
         """The tokens before the next turn, or the end where no turn or no token is left for it."""
         assert episode.whole is not None
-        limits, delta = self.limits, self.template.delta(turn.token_ids, step.observation)
+        said, limits = step.observation, self.limits
+        delta = self._encoded(lambda: self.template.delta(turn.token_ids, said))
         self._check_length(len(delta))
         if not delta:
             raise EnvironmentFaultError(
                 "an observation of no tokens, expected one: nothing would tell two turns apart"
             )
-        episode.delta = delta
+        episode.delta, episode.last = delta, said
         is_last = len(episode.past) + 1 == limits.turns
         if is_last or episode.whole.length + len(delta) >= limits.tokens:
             episode.ended = "length"
 
     def _request(self, episode: _Episode) -> GenerationRequest:
         """What is asked of the engine for the next turn."""
-        first, whole = episode.request, episode.whole
+        first, whole, said = episode.request, episode.whole, episode.last
+        before = len(first.prompt_ids) if whole is None else whole.length + len(episode.delta)
+        most = min(first.sampling.max_new_tokens, self.limits.tokens - before)
+        if isinstance(said, ChatCall) and said.max_tokens is not None:
+            most = min(most, said.max_tokens)
         if whole is None:
-            return first
-        left = self.limits.tokens - whole.length - len(episode.delta)
-        most = min(first.sampling.max_new_tokens, left)
+            return replace(first, sampling=replace(first.sampling, max_new_tokens=most))
         return after(first, whole, most, episode.delta)
 
     def _note(self, problem: Problem, fault: EnvironmentFaultError, *, is_last: bool) -> None:
@@ -203,12 +226,13 @@ def _finished(episode: _Episode) -> Trajectory:
     assert episode.whole is not None
     assert episode.ended is not None
     rewards = tuple(float(step.reward) for _, step in episode.past)
+    turn, step = episode.past[-1]
     return replace(
         episode.whole,
         finish_reason=episode.ended,
-        text=episode.past[-1][0].text,
+        text=turn.text if step.scored_text is None else step.scored_text,
         turn_rewards=rewards,
-        wants_score=episode.past[-1][1].is_scored,
+        wants_score=step.is_scored,
     )
 
 

@@ -15,10 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.environments import ChatCall, Observation
 
 # A text that no template and no message holds.
 _MARK = "Turn7q3v9z"
 _PROBE = "Probe5x8w2k"
+Message = Mapping[str, Any]
 _USER = {"role": "user", "content": "1"}
 
 
@@ -38,17 +40,22 @@ class TurnTemplate:
         self, tokenizer: PreTrainedTokenizerBase, role: str, *, is_chat: bool = True
     ) -> None:
         self._tokenizer, self._role, self._is_chat = tokenizer, role, is_chat
+        # Of which it is known that they may follow a turn.
+        self._roles: set[str] = set()
         self.generation_tokens = 0
         if is_chat:
-            self._check()
+            self._check(role)
             whole, unasked = self._render([_USER]), self._render([_USER], asks=False)
             self.generation_tokens = len(self._encoded(whole.removeprefix(unasked)))
 
-    def opening(self, problem: Problem, observation: str) -> list[int]:
-        """The tokens of the problem's prompt with ``observation`` as one more message of the user, or as more text.
+    def opening(self, problem: Problem, observation: Observation) -> list[int]:
+        """The tokens of the problem's prompt with ``observation`` as one more message of the user, or as more text; of
+        a ChatCall its own alone.
 
         Raises TurnTemplateError where the template takes no such message, or the prompt's tokens do not stay.
         """
+        if isinstance(observation, ChatCall):
+            return self._prompt(observation)
         if not self._is_chat:
             return [*problem.prompt_ids, *self._encoded(observation)]
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
@@ -62,40 +69,75 @@ class TurnTemplate:
             )
         return ids
 
-    def delta(self, turn_ids: Sequence[int], observation: str) -> list[int]:
-        """The tokens between a turn, whose own are ``turn_ids``, and the next: int32, none of them sampled."""
+    def _prompt(self, call: ChatCall) -> list[int]:
         if not self._is_chat:
+            raise TurnTemplateError(
+                "messages are given where data.apply_chat_template is false, expected plain text"
+            )
+        self._require(call)
+        return self._encoded(self._render(call.messages, call.tools))
+
+    def delta(self, turn_ids: Sequence[int], observation: Observation) -> list[int]:
+        """The tokens between a turn, whose own are ``turn_ids``, and the next: int32, none of them sampled.
+
+        Raises TurnTemplateError where a role of a ChatCall is none that the template can say after a turn.
+        """
+        if isinstance(observation, ChatCall):
+            for role in {message["role"] for message in observation.messages} - self._roles:
+                self._check(role)
+            after = self._after([_USER], *observation.messages, tools=observation.tools)[1]
+        elif self._is_chat:
+            after = self._after([_USER], {"role": self._role, "content": observation})[1]
+        else:
             return self._encoded(observation)
-        ids = self._encoded(self._after([_USER], observation)[1])
+        ids = self._encoded(after)
         # An end-of-turn token that was sampled must not stand there twice.
         return ids[1:] if ids and len(turn_ids) and ids[0] == turn_ids[-1] else ids
 
-    def _after(self, history: Sequence[dict[str, str]], observation: str) -> tuple[str, str]:
+    def _after(
+        self, history: Sequence[Message], *replies: Message, tools: Sequence[Message] = ()
+    ) -> tuple[str, str]:
         """The text up to the end of a turn's content, and from there on."""
         turn = {"role": "assistant", "content": _MARK}
-        reply = {"role": self._role, "content": observation}
-        text = self._render([*history, turn, reply])
+        text = self._render([*history, turn, *replies], tools)
         before, mark, after = text.partition(_MARK)
         if not mark:
             raise TurnTemplateError(
-                f"the chat template leaves out, or alters, what the assistant said before a message of {self._role}"
+                "the chat template leaves out, or alters, what the assistant said before a message of "
+                f"{replies[0]['role']}"
             )
         return before + mark, after
 
-    def _render(self, messages: Sequence[Mapping[str, str]], *, asks: bool = True) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), *, asks: bool = True
+    ) -> str:
         try:
             text: Any = self._tokenizer.apply_chat_template(
-                list(map(dict, messages)), add_generation_prompt=asks, tokenize=False
+                list(map(dict, messages)),
+                tools=list(map(dict, tools)) or None,
+                add_generation_prompt=asks,
+                tokenize=False,
             )
         # A template is a program: it may raise anything.
         except Exception as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            roles = ", ".join(str(message["role"]) for message in messages[-3:])
             raise TurnTemplateError(
-                f"the chat template fails on messages of {', '.join(m['role'] for m in messages)}: {why}"
+                f"the chat template fails on messages of {roles}: {why}"
             ) from error
         return str(text)
 
-    def _takes(self, messages: Sequence[dict[str, str]]) -> bool:
+    def _require(self, call: ChatCall) -> None:
+        """Raise TurnTemplateError where the template leaves out a message, or a tool."""
+        marked = [{**m, "content": f"{_PROBE}{i}z"} for i, m in enumerate(call.messages)]
+        text = self._render(marked, call.tools)
+        lost = [f"a message of {m['role']}" for m in marked if m["content"] not in text]
+        names = [tool["function"]["name"] for tool in call.tools]
+        lost += [f"the tool {name!r}" for name in names if name not in text]
+        if lost:
+            raise TurnTemplateError(f"the chat template leaves out, or alters, {lost[0]}")
+
+    def _takes(self, messages: Sequence[Message]) -> bool:
         try:
             self._render(messages)
         except TurnTemplateError:
@@ -106,22 +148,23 @@ class TurnTemplate:
         ids: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return list(ids)
 
-    def _check(self) -> None:
+    def _check(self, role: str) -> None:
         if self._tokenizer.chat_template is None:
             raise TurnTemplateError(
                 "the tokenizer has no chat template; set data.apply_chat_template to false for plain text"
             )
-        before, after = self._after([_USER], _PROBE)
+        probe = {"role": role, "content": _PROBE}
+        before, after = self._after([_USER], probe)
         if _PROBE not in after:
             raise TurnTemplateError(
-                f"the chat template drops a message of {self._role} after a turn (environment.role), expected it in "
+                f"the chat template drops a message of {role} after a turn (environment.role), expected it in "
                 f"{after!r}"
             )
         earlier = {"role": "assistant", "content": "2"}
-        longer = [_USER, earlier, {"role": self._role, "content": "3"}]
+        longer = [_USER, earlier, {"role": role, "content": "3"}]
         system = [{"role": "system", "content": "4"}, _USER]
         for history in (longer, system) if self._takes(system) else (longer,):
-            other = self._after(history, _PROBE)[1]
+            other = self._after(history, probe)[1]
             if other != after:
                 raise TurnTemplateError(
                     f"the chat template is not stable: after a turn stands {after!r}, but {other!r} where "
@@ -131,3 +174,4 @@ class TurnTemplate:
             raise TurnTemplateError(
                 f"{after!r} is encoded otherwise behind a turn than alone, so nobody can say which tokens follow one"
             )
+        self._roles.add(role)

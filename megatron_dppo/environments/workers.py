@@ -31,9 +31,11 @@ from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import (
     Environment,
     EnvironmentFaultError,
+    Observation,
     Step,
     Turn,
     find_environment,
+    observation_of,
 )
 from megatron_dppo.rewards.verifier import MEMORY_BYTES, START_LIMIT_S
 from megatron_dppo.system import processes
@@ -108,9 +110,9 @@ class RemoteEnvironment(Environment):
         self._is_open = True
         worker.episodes += 1
 
-    async def reset(self, problem: Problem) -> str:
+    async def reset(self, problem: Problem) -> Observation:
         answer = await self._worker.call("reset", self._episode, {"problem": asdict(problem)})
-        return str(answer)
+        return observation_of(answer)
 
     async def step(self, turn: Turn) -> Step:
         answer = await self._worker.call("step", self._episode, asdict(turn))
@@ -309,12 +311,17 @@ class _Host:
     def _reply(self, answer: dict[str, Any] | None) -> None:
         self._connection.send_bytes(json.dumps(answer).encode())
 
-    async def _reset(self, episode: int, problem: dict[str, Any]) -> str:
+    async def _reset(self, episode: int, problem: dict[str, Any]) -> str | dict[str, Any]:
         environment = self._make(**self._spec.options)
         self._environments[episode] = environment
         ids = tuple(problem.pop("prompt_ids"))
         messages = tuple(problem.pop("messages"))
-        return await environment.reset(Problem(**problem, prompt_ids=ids, messages=messages))
+        first = await environment.reset(Problem(**problem, prompt_ids=ids, messages=messages))
+        if isinstance(first, str):
+            return first
+        if not getattr(self._make, "makes_prompts", False):
+            raise TypeError("a prompt, expected text: makes_prompts of the class is not True")
+        return asdict(first)
 
     async def _step(self, episode: int, **values: Any) -> dict[str, Any]:
         ids = tuple(values.pop("token_ids"))

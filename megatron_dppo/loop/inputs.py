@@ -30,6 +30,7 @@ from megatron_dppo.data.problems import (
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.seal import Origin, text_digest
 from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.environments import makes_prompts
 from megatron_dppo.environments.templates import TurnTemplate
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards.answers import BadAnswers, handed_over
@@ -105,9 +106,17 @@ class RunData:
         }
         template = text_digest(repr(self._tokenizer.chat_template), repr(self.form))
         problems = {problem.problem_id: problem for problem in self.train.problems}
-        credit = self._config.environment.credit
+        environment = self._config.environment
         generation_tokens = None if self.turns is None else self.turns.generation_tokens
-        return Origin(sampling, template, rollout.group_size, problems, credit, generation_tokens)
+        return Origin(
+            sampling,
+            template,
+            rollout.group_size,
+            problems,
+            environment.credit,
+            generation_tokens,
+            makes_prompts(environment.name),
+        )
 
     @property
     def evaluation_hashes(self) -> dict[str, str]:

@@ -82,6 +82,7 @@ These are outside of it, for none of them ends a run:
     LackingError            a part of the GPU check is skipped, and named
     OverwrittenLogitsError  a fault in the code: with its traceback
     ParkedError             likewise
+    RefusedCallError        an agent's call, answered by an HTTP status
     MemoryOrderError        likewise
 """
 

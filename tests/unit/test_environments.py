@@ -18,6 +18,7 @@ from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.trajectory import FinishReason, Outline, Problem, Trajectory
 from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, SamplingParams
 from megatron_dppo.environments import (
+    ENVIRONMENTS,
     EnvironmentFaultError,
     SingleTurn,
     Step,
@@ -114,16 +115,18 @@ def play(
     timeout_s: float = 60.0,
     role: str = "user",
     problem: Problem = PROBLEM,
+    turn_tokens: int = 16,
     **options: Any,
 ) -> tuple[list[Trajectory], Episodes]:
-    """What became of problems 0, 1, ... with two at a time in one process."""
-    spec = EnvironmentSpec(f"{PLANTED}:{environment}", options, timeout_s)
+    """What became of problems 0, 1, ... with two at a time in one process; environments of the table, or planted."""
+    name = environment if environment in ENVIRONMENTS else f"{PLANTED}:{environment}"
+    spec = EnvironmentSpec(name, options, timeout_s)
     pool = EnvironmentPool(spec, workers=1)
     episodes = Episodes(pool, TurnTemplate(engine.tokenizer, role), limits)
     job = GenerationJob(
         [replace(problem, problem_id=i) for i in range(problems)],
         1,
-        SamplingParams(16),
+        SamplingParams(turn_tokens),
         {"routed_experts": SHAPE},
         play=episodes.play,
     )

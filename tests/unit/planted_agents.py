@@ -1,0 +1,106 @@
+"""Agents by OpenAI's own client, which know nothing of training; apart, as environments' processes import this file,
+and run it as a program."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+from openai import AsyncOpenAI, OpenAI
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "The sum of two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        },
+    },
+}
+
+
+def first_messages(problem: Any) -> list[Any]:
+    return [{"role": "system", "content": "sums"}, {"role": "user", "content": problem.prompt}]
+
+
+def client_of(session: Any) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=60)
+
+
+async def asking_twice(problem: Any, session: Any) -> float:
+    """The second call is streamed. A reward of a quarter for the text of each turn that came as it was said."""
+    client, messages = client_of(session), first_messages(problem)
+    answer = await client.chat.completions.create(model=session.model, messages=messages)
+    said = answer.choices[0].message
+    messages += [said.to_dict(), {"role": "user", "content": "sure?"}]
+    stream = await client.chat.completions.create(
+        model="any", messages=messages, stream=True, max_tokens=9
+    )
+    text = "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+    return 0.25 * ((said.content == "4 and") + (text == "5"))
+
+
+async def calling_tools(problem: Any, session: Any) -> str:
+    """Does what the policy asks for until it asks for nothing; its last text is the answer."""
+    client, messages = client_of(session), first_messages(problem)
+    while True:
+        answer = await client.chat.completions.create(
+            model=session.model, messages=messages, tools=[TOOL]
+        )
+        message = answer.choices[0].message
+        messages.append(message)
+        if answer.choices[0].finish_reason != "tool_calls":
+            return f"= {message.content}"
+        for call in message.tool_calls:
+            content = str(sum(json.loads(call.function.arguments).values()))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+
+
+async def editing(problem: Any, session: Any) -> None:
+    client, messages = client_of(session), first_messages(problem)
+    for _ in range(2):
+        answer = await client.chat.completions.create(model=session.model, messages=messages)
+        messages += [answer.choices[0].message, {"role": "user", "content": "again"}]
+        messages[0] = {"role": "system", "content": "differences"}
+
+
+async def crashing(problem: Any, session: Any) -> None:
+    await client_of(session).chat.completions.create(
+        model=session.model, messages=first_messages(problem)
+    )
+    raise ZeroDivisionError("planted")
+
+
+async def listing(problem: Any, session: Any) -> Any:
+    await client_of(session).chat.completions.create(
+        model=session.model, messages=first_messages(problem)
+    )
+    return [1]
+
+
+async def silent(problem: Any, session: Any) -> float:
+    return 1.0
+
+
+async def hanging(problem: Any, session: Any) -> None:
+    await asyncio.sleep(3600)
+
+
+def main() -> None:
+    """A command: the variables of OpenAI's client are all that it knows of where it is."""
+    problem, (end,) = json.load(sys.stdin), sys.argv[1:]
+    messages = [{"role": "user", "content": problem["prompt"]}]
+    answer = OpenAI().chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
+    print("said", answer.choices[0].message.content, flush=True)
+    if end == "fail":
+        sys.exit("planted")
+    print(json.dumps({"reward": 0.5}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,409 @@
+"""Agents that talk to the policy by OpenAI's client: their sessions as trajectories, and what a session refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import re
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from megatron_dppo.data.seal import Origin
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.environments import (
+    ChatCall,
+    Step,
+    Turn,
+    agents,
+    check_environment,
+    makes_prompts,
+)
+from megatron_dppo.environments.agents import Agent, Conversation, result_of
+from megatron_dppo.environments.episodes import Episodes
+from megatron_dppo.system.processes import child_ids
+from tests.unit import test_environments as environments
+from tests.unit.planted_agents import TOOL
+from tests.unit.test_environments import IM_END, LIMITS, PROBLEM, Engine
+
+PLANTED = "tests.unit.planted_agents"
+TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 5}}\n</tool_call>'
+
+
+class ChatEngine(Engine):
+    def __init__(self, *texts: str) -> None:
+        super().__init__({0: list(texts)})
+        self.tokenizer = copy.deepcopy(self.tokenizer)
+        self.tokenizer.chat_template = TEMPLATE
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def play(engine: Engine, agent: str, **settings: Any) -> tuple[Trajectory, Episodes]:
+    """What becomes of problem 0 with an agent of these tests, or a command."""
+    name = agent if " " in agent else f"{PLANTED}:{agent}"
+    (found,), episodes = environments.play(engine, "agent", agent=name, **settings)
+    return found, episodes
+
+
+def spelled(engine: ChatEngine, *pieces: tuple[str, bool]) -> tuple[list[int], list[bool]]:
+    """Tokens of texts laid end to end, and their loss mask."""
+    tokens: list[int] = []
+    mask: list[bool] = []
+    for text, is_sampled in pieces:
+        ids = [*engine.ids(text), IM_END] if is_sampled else engine.ids(text)
+        tokens += ids
+        mask += [is_sampled] * len(ids)
+    return tokens, mask
+
+
+BEGIN = (
+    "<|im_start|>system\nsums<|im_end|>\n<|im_start|>user\n3+5<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+def test_a_session_is_an_exact_trajectory():
+    t, episodes = play(engine := ChatEngine("4 and", "5"), "asking_twice")
+    sure = "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    tokens, mask = spelled(engine, (BEGIN, False), ("4 and", True), (sure, False), ("5", True))
+    assert t.token_ids.tolist() == tokens
+    assert t.loss_mask.tolist() == mask
+    turns = len(engine.ids("4 and")) + 1, len(engine.ids("5")) + 1
+    assert t.columns["weight_version"].tolist() == [1] * turns[0] + [2] * turns[1]
+    assert (t.turn_rewards, t.wants_score, t.finish_reason) == ((0.0, 0.5), False, "stop")
+    # The second call asked for 9 tokens; the run for 16.
+    assert [r.sampling.max_new_tokens for r in engine.asked] == [16, 9]
+    assert not episodes.faults
+    # The data's prompt is another one, which is told from a run whose problems are what is asked.
+    origin = Origin({}, "", 1, {0: PROBLEM})
+    assert not origin.has_prompt(t)
+    assert replace(origin, makes_prompts=makes_prompts("agent")).has_prompt(t)
+    assert not replace(origin, problems={}, makes_prompts=True).has_prompt(t)
+    assert [makes_prompts(name) for name in ("calculator", None)] == [False, False]
+
+
+def test_tools_are_the_templates_and_their_calls_openais():
+    t, _ = play(engine := ChatEngine(f"well {ADD}{ADD}", "8"), "calling_tools", turn_tokens=200)
+    tools = f"<|im_start|>tools\n{json.dumps(TOOL)}\n<|im_end|>\n"
+    said = (
+        "".join("\n<|im_start|>tool\n8<|im_end|>" for _ in range(2)) + "\n<|im_start|>assistant\n"
+    )
+    pieces = (tools + BEGIN, False), (f"well {ADD}{ADD}", True), (said, False), ("8", True)
+    tokens, mask = spelled(engine, *pieces)
+    assert t.token_ids.tolist() == tokens
+    assert t.loss_mask.tolist() == mask
+    # The run's rewards score what it returned.
+    assert (t.text, t.wants_score, t.turn_rewards) == ("= 8", True, (0.0, 0.0))
+
+
+def test_what_the_template_can_not_say_is_a_fault():
+    engine = ChatEngine("4")
+    engine.tokenizer.chat_template = TEMPLATE.replace("in messages", "in messages[1:]")
+    t, episodes = play(engine, "asking_twice", limits=replace(LIMITS, retries=0), role="user")
+    assert t.finish_reason == "failed"
+    (fault,) = episodes.faults
+    assert "the chat template leaves out, or alters, a message of system" in fault
+
+
+# --- agents and commands, without a policy
+
+
+@asynccontextmanager
+async def begun(agent: str) -> AsyncIterator[tuple[Agent, ChatCall]]:
+    """An agent of these tests, or a command, after its first call. Nothing of it is left."""
+    environment = Agent(agent if " " in agent else f"{PLANTED}:{agent}")
+    try:
+        yield environment, await environment.reset(PROBLEM)
+    finally:
+        await environment.close()
+        assert environment._task is not None
+        assert environment._task.done()
+
+
+def test_a_command_has_openais_variables_and_the_problem():
+    before = child_ids()
+
+    async def work() -> None:
+        command = f"{sys.executable} -m {PLANTED}"
+        async with begun(f"{command} reward") as (agent, call):
+            assert call == ChatCall([user("3+5")], [], None)
+            assert await agent.step(Turn("4", (1,))) == Step(done=True, reward=0.5)
+        async with begun(f"{command} fail") as (agent, _):
+            with pytest.raises(
+                RuntimeError, match=r"its command exited with code 1: said 4\s+planted"
+            ):
+                await agent.step(Turn("4", (1,)))
+        async with begun(f"{command} fail"):
+            assert len(child_ids() - before) == 1
+
+    run(work)
+    assert child_ids() == before
+
+
+def test_the_last_line_of_a_command_may_be_its_result():
+    outputs = (
+        '{"reward": 1}',
+        'x\n{"reward": 0.5, "a": 1}',
+        '{"answer": "8"}',
+        "8",
+        "{",
+        "[8]",
+        "{}",
+    )
+    assert [result_of(output) for output in outputs] == [1, 0.5, "8", None, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [
+        ("crashing", "the agent failed: ZeroDivisionError: planted"),
+        (
+            "editing",
+            "a call was refused: message 0: got .*differences.*the agent failed: ConflictError",
+        ),
+        ("listing", r"the agent's result is \[1\], expected a number, text or None"),
+    ],
+)
+def test_what_an_agent_fails_with_is_no_reward(agent, reason):
+    async def work() -> None:
+        async with begun(agent) as (environment, _):
+            with pytest.raises((RuntimeError, TypeError), match=reason):
+                await environment.step(Turn("4", (1,)))
+
+    run(work)
+
+
+def test_an_agent_that_never_calls_is_no_episode():
+    async def work() -> None:
+        with pytest.raises(RuntimeError, match="the agent ended without a call"):
+            async with begun("silent"):
+                pass
+        # As a worker does after environment.step_timeout_s.
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2), begun("hanging"):
+                pass
+
+    run(work)
+
+
+# --- what a session answers and refuses
+
+
+@asynccontextmanager
+async def session(
+    *turns: Turn, key: str = "key", **options: Any
+) -> AsyncIterator[tuple[AsyncOpenAI, Conversation]]:
+    """A server whose policy says ``turns``, and a client with its key."""
+    conversation = Conversation(**options)
+    runner, url = await agents._serve(conversation, key, "127.0.0.1")
+
+    async def policy() -> None:
+        for turn in turns:
+            await conversation.calls.get()
+            conversation.answer(turn)
+
+    speaking = asyncio.create_task(policy())
+    client = AsyncOpenAI(base_url=url, api_key=key, timeout=30)
+    try:
+        yield client, conversation
+    finally:
+        await client.close()
+        speaking.cancel()
+        await runner.cleanup()
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+async def say(client: AsyncOpenAI, *messages: Any, **settings: Any) -> Any:
+    return await client.chat.completions.create(model="m", messages=list(messages), **settings)
+
+
+def run(work: Callable[[], Awaitable[Any]]) -> Any:
+    return asyncio.run(work())  # type: ignore[arg-type]
+
+
+def test_an_answer_is_openais_streamed_or_not():
+    async def work() -> None:
+        told = Turn(ADD, (5, 6, 7), False, 11), Turn("8 an", (8, 9), True, 20)
+        async with session(*told) as (client, _):
+            first = await say(client, user("3+5"), tools=[TOOL])
+            (choice,) = first.choices
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+            (call,) = choice.message.tool_calls
+            assert (call.id, call.function.name) == ("call_0_0", "add")
+            assert json.loads(call.function.arguments) == {"a": 3, "b": 5}
+            assert first.usage.to_dict() == {
+                "prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14,
+            }  # fmt: skip
+            # Another way to write the same message.
+            text = [{"type": "text", "text": "8"}]
+            sent = {**choice.message.to_dict(), "content": "", "refusal": None}
+            sent["tool_calls"][0]["function"]["arguments"] = '{ "b":5, "a":3 }'
+            reply = {"role": "tool", "tool_call_id": call.id, "content": text}
+            stream = await say(
+                client, user("3+5"), sent, reply, tools=[TOOL], stream=True,
+                stream_options={"include_usage": True},
+            )  # fmt: skip
+            pieces = [piece async for piece in stream]
+            assert [p.choices[0].delta.content for p in pieces[:2]] == ["8 an", None]
+            assert [p.choices[0].finish_reason for p in pieces[:2]] == [None, "length"]
+            assert (len(pieces), pieces[2].choices, pieces[2].usage.total_tokens) == (3, [], 22)
+
+    run(work)
+
+
+def test_calls_of_tools_are_streamed_and_only_where_there_are_tools():
+    async def work() -> None:
+        async with session(Turn(f"so {ADD} and", (1,))) as (client, _):
+            stream = await say(client, user("3+5"), tools=[TOOL], stream=True)
+            first, last = [piece.choices[0] async for piece in stream]
+            (call,) = first.delta.tool_calls
+            assert (first.delta.content, call.index, call.function.name) == ("so  and", 0, "add")
+            assert last.finish_reason == "tool_calls"
+        bad = ADD.replace("}}", "}")
+        for text, tools in ((ADD, []), (bad, [TOOL]), (ADD.replace('"name"', '"nam"'), [TOOL])):
+            async with session(Turn(text, (1,))) as (client, _):
+                message = (await say(client, user("3+5"), tools=tools)).choices[0].message
+                assert (message.content, message.tool_calls) == (text, None)
+
+    run(work)
+
+
+def test_a_session_has_one_key_and_one_model():
+    async def work() -> None:
+        async with session() as (client, _), session(key="other") as (other, _):
+            assert [model.id async for model in client.models.list()] == ["policy"]
+            for key in ("wrong", "Key", "ke", other.api_key):
+                stranger = client.with_options(api_key=key)
+                with pytest.raises(openai.AuthenticationError, match="not this session's"):
+                    await say(stranger, user("3+5"))
+                with pytest.raises(openai.AuthenticationError):
+                    await stranger.models.list()
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.5}, "temperature: got 0.5, but the run's settings hold: leave it out"),
+        ({"n": 2}, "n: got 2"),
+        ({"stop": ["x"]}, "stop: got"),
+        ({"tool_choice": "none", "tools": [TOOL]}, 'tool_choice: got "none"'),
+        ({"max_tokens": 0}, r"max_completion_tokens: got \[0\], expected 1 or more"),
+        ({"messages": []}, "messages: got none"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "expected text alone",
+        ),
+        ({"messages": [{"content": "3"}]}, "expected a role and content"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            "expected id, name and arguments as JSON",
+        ),
+    ],
+)
+def test_what_a_session_can_not_do_is_refused(settings, message):
+    async def work() -> None:
+        async with session(Turn("8", (1,))) as (client, conversation):
+            with pytest.raises(openai.BadRequestError, match=message):
+                await client.chat.completions.create(
+                    **{"model": "m", "messages": [user("3+5")], **settings}
+                )
+            assert re.search(message, conversation.refusal)
+            # It goes on, with what asks for nothing.
+            await say(client, user("3+5"), n=1, tool_choice="auto", temperature=None)
+
+    run(work)
+
+
+def test_fields_are_ignored_where_the_options_say_so():
+    async def work() -> None:
+        async with session(Turn("8", (1,)), ignored=frozenset({"temperature"})) as (client, _):
+            assert (await say(client, user("3+5"), temperature=0.5)).choices[
+                0
+            ].message.content == "8"
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([user("3+6"), "said", user("sure?")], "message 0: got .*3\\+6.*, expected .*3\\+5"),
+        ([user("3+5"), {"role": "assistant", "content": "9"}, user("sure?")], "message 1: got"),
+        ([user("3+5")], "message 1: got null, expected .*assistant"),
+        ([user("3+5"), "said"], "expected messages of others after the policy's turn, message 1"),
+        (
+            [user("3+5"), "said", {"role": "assistant", "content": "9"}, user("x")],
+            "messages of others",
+        ),
+    ],
+)
+def test_a_history_that_is_not_the_sessions_is_refused(messages, message):
+    async def work() -> None:
+        async with session(Turn(" 8", (1,)), Turn("9", (2,))) as (client, _):
+            said = (await say(client, user("3+5"))).choices[0].message
+            sent = [said if m == "said" else m for m in messages]
+            with pytest.raises(openai.ConflictError, match=message):
+                await say(client, *sent)
+            with pytest.raises(openai.ConflictError, match="tools: got others"):
+                await say(client, user("3+5"), said, user("sure?"), tools=[TOOL])
+            again = {"role": "assistant", "content": "8"}
+            assert (await say(client, user("3+5"), again, user("sure?"))).choices[
+                0
+            ].message.content == "9"
+
+    run(work)
+
+
+def test_calls_come_one_after_another_and_one_whose_caller_has_gone_may_come_again():
+    async def work() -> None:
+        async with session() as (client, conversation):
+            first = asyncio.create_task(say(client, user("3+5")))
+            call = await conversation.calls.get()
+            assert call.messages == [user("3+5")]
+            with pytest.raises(openai.ConflictError, match="another call of this session waits"):
+                await say(client, user("3+5"))
+            first.cancel()
+            await asyncio.wait([first])
+            while conversation._is_waiting:
+                await asyncio.sleep(0.01)
+            with pytest.raises(openai.ConflictError, match="given up, expected it again"):
+                await say(client, user("3+6"))
+            again = asyncio.create_task(say(client, user("3+5")))
+            while not conversation._is_waiting:
+                await asyncio.sleep(0.01)
+            conversation.answer(Turn("8", (1,)))
+            assert (await again).choices[0].message.content == "8"
+            assert conversation.calls.empty()
+
+    run(work)
+
+
+def test_an_agent_that_is_not_there_is_refused_before_a_run():
+    check_environment("agent", {"agent": f"{PLANTED}:silent", "ignored": ["temperature"]})
+    check_environment("agent", {"agent": "node agent.js"})
+    for agent, message in (
+        (f"{PLANTED}:nobody", "agent .*nobody' can't be imported"),
+        ("", "got no command"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_environment("agent", {"agent": agent})
+    with pytest.raises(ValueError, match="missing a required argument: 'agent', of agent"):
+        check_environment("agent", {})
