@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.environments import Step, Turn
+from megatron_dppo.environments import Observation, Step, Turn
 from megatron_dppo.rewards.over_http import JsonEndpoint
 from megatron_dppo.system.network import url_fault
 
@@ -35,7 +35,7 @@ class OverHttp:
         self._endpoint = JsonEndpoint(url, api_key_variable)
         self._episode: str | None = None
 
-    async def reset(self, problem: Problem) -> str:
+    async def reset(self, problem: Problem) -> Observation:
         fields = asdict(problem)
         del fields["prompt_ids"]
         answer = await self._endpoint.post("/reset", {"problem": fields})

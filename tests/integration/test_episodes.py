@@ -108,6 +108,23 @@ def test_the_record_tells_of_turns_and_of_the_prefix_cache(run):
             assert t.loss_mask[-1]
 
 
+def test_a_session_of_openais_client_has_them_too(config, tmp_path):
+    """Prompts are the agent's own, of which the seals know."""
+    overrides = (
+        f"run.directory={tmp_path / 'run'}", "run.steps=1", "checkpoint.export_hf=false",
+        "environment.name=agent", "environment.options.agent=tests.unit.planted_agents:talking",
+        "environment.max_tokens=300", "environment.max_observation_tokens=48",
+    )  # fmt: skip
+    with TrainingRun(config, *overrides) as run:
+        run.finish()
+    check_step(run.directory, 1)
+    batch = load_batch(run.directory / "rollouts", 1)
+    assert sum(t.turns == 3 for t in batch) > len(batch) / 4
+    assert {t.finish_reason for t in batch} <= {"stop", "length"}
+    (record,) = records_of(run.directory)
+    assert record["environment/faults"] == 0
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_layouts_have_them_too(run, config, tmp_path, layout):
     overrides = (

@@ -61,6 +61,15 @@ async def calling_tools(problem: Any, session: Any) -> str:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
 
 
+async def talking(problem: Any, session: Any) -> float:
+    """Three turns, whatever the policy says."""
+    client, messages = client_of(session), first_messages(problem)
+    for _ in range(3):
+        answer = await client.chat.completions.create(model=session.model, messages=messages)
+        messages += [answer.choices[0].message, {"role": "user", "content": "again"}]
+    return len(messages[-2].content) % 3 / 10
+
+
 async def editing(problem: Any, session: Any) -> None:
     client, messages = client_of(session), first_messages(problem)
     for _ in range(2):
@@ -91,9 +100,27 @@ async def hanging(problem: Any, session: Any) -> None:
     await asyncio.sleep(3600)
 
 
+def by_a_framework(prompt: str) -> str:
+    """An agent of pydantic-ai, with a tool."""
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+
+    agent = Agent(OpenAIChatModel(os.environ["OPENAI_MODEL"]), system_prompt="sums")
+
+    @agent.tool_plain
+    def add(a: int, b: int) -> int:
+        """The sum of two numbers."""
+        return a + b
+
+    return agent.run_sync(prompt).output
+
+
 def main() -> None:
     """A command: the variables of OpenAI's client are all that it knows of where it is."""
     problem, (end,) = json.load(sys.stdin), sys.argv[1:]
+    if end == "framework":
+        print(json.dumps({"answer": by_a_framework(problem["prompt"])}))
+        return
     messages = [{"role": "user", "content": problem["prompt"]}]
     answer = OpenAI().chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
     print("said", answer.choices[0].message.content, flush=True)

@@ -29,6 +29,7 @@ from megatron_dppo.environments import (
 from megatron_dppo.environments.agents import Agent, Conversation, result_of
 from megatron_dppo.environments.episodes import Episodes
 from megatron_dppo.system.processes import child_ids
+from tests.extras import environment_with
 from tests.unit import test_environments as environments
 from tests.unit.planted_agents import TOOL
 from tests.unit.test_environments import IM_END, LIMITS, PROBLEM, Engine
@@ -151,6 +152,26 @@ def test_a_command_has_openais_variables_and_the_problem():
 
     run(work)
     assert child_ids() == before
+
+
+def test_a_framework_needs_no_more_than_openais_variables():
+    """pydantic-ai, with the newest client, in packages of its own: it calls a tool, and goes on with what it gave."""
+
+    async def work() -> None:
+        path = environment_with("agents")["PYTHONPATH"]
+        async with begun(f"env PYTHONPATH={path} {sys.executable} -m {PLANTED} framework") as (
+            agent,
+            call,
+        ):
+            assert call.messages == [{"role": "system", "content": "sums"}, user("3+5")]
+            assert [tool["function"]["name"] for tool in call.tools] == ["add"]
+            said = await agent.step(Turn(ADD, (1,)))
+            result = {"role": "tool", "content": "8", "tool_call_id": "call_0_0"}
+            assert said == Step(ChatCall([result], call.tools))
+            end = await agent.step(Turn("It is 8.", (1,)))
+            assert end == Step(done=True, is_scored=True, scored_text="It is 8.")
+
+    run(work)
 
 
 def test_the_last_line_of_a_command_may_be_its_result():

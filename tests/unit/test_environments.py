@@ -268,7 +268,7 @@ def test_others_go_on_where_an_environment_fails(kind, reason):
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [
-        ("Huge", r"an answer of 100000\d\d bytes, expected at most 1048576"),
+        ("Huge", r"an answer of 10000\d\d\d bytes, expected at most 1048576"),
         ("Long", r"an observation of \d+ tokens, expected at most 64 \(environment.max_obs"),
     ],
 )
