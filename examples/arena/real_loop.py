@@ -79,7 +79,7 @@ def run(setting: str, cell: Cell) -> Record:
 
 def _task_changes(task: Task) -> list[str]:
     if task.name == "moe":
-        return []
+        return ["data.evaluation={}"]
     folder = task.checkpoint.with_name(f"{task.name}-real")
     if not folder.is_dir():
         write_words(task, folder)
