@@ -1,9 +1,12 @@
 """Run a function in several gloo processes and hand back what each returned.
 
-``run_ranks("tests.distributed.test_x:worker", 2, arg, key=...)`` starts two interpreters that import
-the module and call ``worker(arg, key=...)`` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
-Arguments travel as JSON; results as ``torch.save`` files of tensors and plain values, read with
-``weights_only``. When a rank fails, the others are killed and the failing rank's output is the error.
+``run_ranks("tests.distributed.test_x:worker", 2, arg, key=...)`` starts two processes that import the module and call
+``worker(arg, key=...)`` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. Arguments travel as JSON; results as
+``torch.save`` files of tensors and plain values, read with ``weights_only``. When a rank fails, the others are killed
+and the failing rank's output is the error.
+
+Ranks are forked from a server that has imported the libraries and computed nothing: a rank costs their imports' five
+seconds of a core only where a test needs an interpreter of its own.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +35,41 @@ class RankFailedError(AssertionError):
     """A rank raised, was killed, or ran out of time; the message holds the end of its output."""
 
 
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["megatron_dppo.loop.run", "tests.tiny_models"])
+_NEW = multiprocessing.get_context("spawn")
+
+
 def run_ranks(
-    target: str, world_size: int, *args: Any, timeout: float = 300, **kwargs: Any
+    target: str,
+    world_size: int,
+    *args: Any,
+    timeout: float = 300,
+    own_interpreter: bool = False,
+    **kwargs: Any,
 ) -> list[Any]:
-    """Results of ``target`` ("package.module:function") by rank. Raises RankFailedError."""
+    """Results of ``target`` ("package.module:function") by rank. Raises RankFailedError.
+
+    ``own_interpreter``: for what happens while libraries are imported, which the server did long ago.
+    """
     import torch
 
     with tempfile.TemporaryDirectory() as folder, hold_port("127.0.0.1", 0) as held:
         call, port = json.dumps([args, kwargs]), int(held.getsockname()[1])
-        processes = _start(target, world_size, call, port, Path(folder))
+        if not own_interpreter:
+            _start_server()
+        context = _NEW if own_interpreter else _SERVER
+        processes = [
+            context.Process(
+                target=_rank, args=(target, call, _environment(rank, world_size, port), folder)
+            )
+            for rank in range(world_size)
+        ]
         try:
-            codes = _wait(processes, timeout)
+            for process in processes:
+                process.start()
+            _wait(processes, timeout)
+            codes = [process.exitcode for process in processes]
         finally:
             _kill(processes)
         if any(code != 0 for code in codes):
@@ -50,49 +79,56 @@ def run_ranks(
         ]
 
 
-def _start(
-    target: str, world_size: int, call: str, port: int, folder: Path
-) -> list[subprocess.Popen]:
-    processes = []
-    for rank in range(world_size):
-        env = dict(
-            os.environ,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            OMP_NUM_THREADS="1",
-            PYTHONPATH=f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        )
-        with open(folder / f"log{rank}", "wb") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.ranks", target, call, str(folder / f"result{rank}.pt")],
-                    env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                )
-            )  # fmt: skip
-    return processes
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        **_one_thread(),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
-def _wait(processes: list[subprocess.Popen], timeout: float) -> list[int | None]:
+def _one_thread() -> dict[str, str]:
+    # OpenMP reads its variable when torch is imported: the server must have it.
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def _start_server() -> None:
+    before = dict(os.environ)
+    os.environ.update(_one_thread())
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _wait(processes: Sequence[BaseProcess], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        codes = [p.poll() for p in processes]
+        codes = [p.exitcode for p in processes]
         if all(c is not None for c in codes):
-            break
+            return
         if any(c not in (None, 0) for c in codes):
             time.sleep(1.0)  # the others may be about to say why
-            break
+            return
         time.sleep(0.05)
-    return [p.poll() for p in processes]
 
 
-def _kill(processes: list[subprocess.Popen]) -> None:
-    for p in processes:
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    """Each rank and whatever it started."""
+    for process in processes:
+        if process.pid is None:
+            continue
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(p.pid, signal.SIGKILL)
-        p.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.exitcode is None:
+            process.kill()  # it has no group yet
+        process.join()
 
 
 def _report(codes: list[int | None], folder: Path) -> str:
@@ -104,18 +140,21 @@ def _report(codes: list[int | None], folder: Path) -> str:
     return "\n".join(blocks)
 
 
-def _main() -> None:
-    target, call, result = sys.argv[1:]
+def _rank(target: str, call: str, environment: Mapping[str, str], folder: str) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    rank = environment["RANK"]
+    log = os.open(Path(folder) / f"log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     module, function = target.split(":")
     args, kwargs = json.loads(call)
     value = getattr(importlib.import_module(module), function)(*args, **kwargs)
     import torch
 
-    torch.save(value, result)
+    torch.save(value, Path(folder) / f"result{rank}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     end_now(0)
-
-
-if __name__ == "__main__":
-    _main()

@@ -54,7 +54,7 @@ def own(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         patch.delenv("TRITON_INTERPRET", raising=False)
-        (kernels,) = run_ranks(f"{HERE}:launch_own", 1, request.param)
+        (kernels,) = run_ranks(f"{HERE}:launch_own", 1, request.param, own_interpreter=True)
     return kernels
 
 
@@ -134,7 +134,9 @@ PERMUTATION = {
 
 def test_transformer_engines_permutation_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    (kernels,) = run_ranks(f"{HERE}:launch_permutation", 1, 90, str(te_sources()))
+    (kernels,) = run_ranks(
+        f"{HERE}:launch_permutation", 1, 90, str(te_sources()), own_interpreter=True
+    )
     assert {kernel["name"] for kernel in kernels} == PERMUTATION
     for kernel in kernels:
         assert kernel["local_bytes"] == 0, kernel
@@ -162,7 +164,7 @@ def interpreted_hashes() -> list[tuple[str, str]]:
 def test_the_engines_hash_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every shape and type, also of sizes that end in the middle of a word or of a tile."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (hashes,) = run_ranks(f"{HERE}:interpreted_hashes", 1)
+    (hashes,) = run_ranks(f"{HERE}:interpreted_hashes", 1, own_interpreter=True)
     assert len({theirs for theirs, _ in hashes}) == len(SHAPES) * 4
     for theirs, ours in hashes:
         assert theirs == ours

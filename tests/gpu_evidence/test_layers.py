@@ -55,7 +55,7 @@ def compared() -> dict[str, list[Any]]:
 
 
 def test_parameters_are_as_the_rules_say_in_every_recipes_layout() -> None:
-    (found,) = run_ranks(f"{HERE}:compared", 1)
+    (found,) = run_ranks(f"{HERE}:compared", 1, own_interpreter=True)
     for name, (_, parameters, problems) in found.items():
         assert problems == [], name
         assert parameters > 100, name
@@ -144,7 +144,7 @@ def test_a_checkpoint_with_extra_states_comes_back(tmp_path: Path) -> None:
     from tests.tiny_models import save_tiny_model
 
     save_tiny_model(tmp_path / "hf")
-    results = run_ranks(f"{HERE}:saved_and_loaded", 2, str(tmp_path))
+    results = run_ranks(f"{HERE}:saved_and_loaded", 2, str(tmp_path), own_interpreter=True)
     for found in results:
         assert set(found["modules"]) == TE_LINEARS | {"TEDotProductAttention"}
         linears = sum(name in TE_LINEARS for name in found["modules"])

@@ -367,7 +367,7 @@ def interpreted() -> list[bool]:
 
 def test_the_triton_kernel_agrees_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (same,) = run_ranks("tests.unit.test_engine_checksums:interpreted", 1)
+    (same,) = run_ranks("tests.unit.test_engine_checksums:interpreted", 1, own_interpreter=True)
     assert same == [True] * 36
 
 

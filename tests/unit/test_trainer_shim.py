@@ -65,8 +65,8 @@ def worker() -> dict[str, bool]:
 def test_megatron_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where SGLang's packages for GPUs are installed: flash_mla raises no ImportError without a driver."""
     (tmp_path / "flash_mla.py").write_text("raise OSError('libcuda.so.1: cannot open')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (found,) = run_ranks("tests.unit.test_trainer_shim:worker", 1)
+    monkeypatch.syspath_prepend(tmp_path)
+    (found,) = run_ranks("tests.unit.test_trainer_shim:worker", 1, own_interpreter=True)
     assert found == dict.fromkeys(found, True)
 
 

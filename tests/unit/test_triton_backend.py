@@ -85,7 +85,9 @@ def answers(monkeypatch, worker, *arguments):
     if HERE:
         return worker(*arguments)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (found,) = run_ranks(f"tests.unit.test_triton_backend:{worker.__name__}", 1, *arguments)
+    (found,) = run_ranks(
+        f"tests.unit.test_triton_backend:{worker.__name__}", 1, *arguments, own_interpreter=True
+    )
     return found
 
 
