@@ -327,3 +327,7 @@ OTHERS = (
 )  # fmt: skip
 """Rules that no claim is about; they run beside the others in ``EVERY_RULE_IN``."""
 EVERY_RULE_IN = ("drift", "coarse", "prefix")
+
+SHOWN = {"prefix": ("pg-is", CLIP, TV), "late": ("pg-is", CLIP, TV)}
+"""README's figure, of runs that were seen before it was chosen: where a mask is needed, and where a ratio's bound is in
+the way. By setting: the rules."""

@@ -19,6 +19,7 @@ from examples.arena.claims import (
     OTHERS,
     SEEDS,
     SETTINGS,
+    SHOWN,
     Claim,
     Comparison,
     Difference,
@@ -87,6 +88,9 @@ def write_findings(
                 f"![{claim.text}](findings/{claim.name}.png)\n",
                 *tests_table(claim, records, seeds),
             ]
+    shown = [(setting, rule) for setting, rules in SHOWN.items() for rule in rules]
+    if all(SETTINGS[s].cell(rule, seed).key in records for s, rule in shown for seed in seeds):
+        draw_rewards(shown, records, seeds, figures / "shown.png")
     lines += all_rules(records, seeds)
     page = folder / "findings.md"
     write_atomically(page, "\n".join(lines) + "\n")
@@ -193,16 +197,25 @@ def rules_by_setting() -> dict[str, list[str]]:
         rules[side.setting][side.rule] = None
     for setting in EVERY_RULE_IN:
         rules[setting] |= dict.fromkeys(OTHERS)
+    for setting, shown in SHOWN.items():
+        rules[setting] |= dict.fromkeys(shown)
     return {name: list(of) for name, of in rules.items()}
 
 
 def draw_claim(
     claim: Claim, records: Mapping[str, Record], seeds: Sequence[int], path: Path
 ) -> Path:
-    """Reward of every rule that the claim names, a panel for each setting: mean of the seeds, and lowest to highest."""
-    settings = list(dict.fromkeys(side.setting for side in claim.sides))
-    rules = list(dict.fromkeys(side.rule for side in claim.sides))
-    runs_of = dict.fromkeys((side.setting, side.rule) for side in claim.sides)
+    """Reward of every rule that the claim names, in each setting."""
+    return draw_rewards([(side.setting, side.rule) for side in claim.sides], records, seeds, path)
+
+
+def draw_rewards(
+    of: Sequence[tuple[str, str]], records: Mapping[str, Record], seeds: Sequence[int], path: Path
+) -> Path:
+    """Reward of each (setting, rule), a panel for each setting: mean of the seeds, and lowest to highest."""
+    runs_of = dict.fromkeys(of)
+    settings = list(dict.fromkeys(setting for setting, _ in runs_of))
+    rules = list(dict.fromkeys(rule for _, rule in runs_of))
     colours = dict(zip(rules, RUN_COLOURS * 3, strict=False))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.6 * len(settings), 4.2), dpi=110)
