@@ -195,6 +195,55 @@ def test_cppos_budget_is_the_90th_percentile_of_the_response():
     assert trained("cppo-binary-tv", x, **numbers, budget_high=0.01)[:3] == [True, True, False]
 
 
+def test_rules_of_whole_responses_train_exactly_at_their_bounds():
+    # On policy every ratio is 1, every drift, k2 and k3 is 0: the bounds leave no room around these.
+    x = inputs([0.5, 0.25], [0.5, 0.25], [1.0, -1.0], sequence_ids=torch.tensor([0, 1]))
+    for mask in (
+        sequence_rules.geometric_band(x, rollout, sequence_low=1.0, sequence_high=1.0),
+        sequence_rules.drifted_sequence(x, rollout, drift_threshold=0.0),
+        sequence_rules.largest_token(x, rollout, largest_k2=0.0),
+        sequence_rules.mean_token(x, rollout, mean_k3=0.0),
+        sequence_rules.log_ratio_clip(x, rollout, log_clip=0.0),
+    ):
+        assert mask.tolist() == [True, True]
+
+
+def test_without_advantage_nothing_drifts_and_nothing_is_cut():
+    # log r = log .5 and log 2, a response each; with A of either sign one of them is cut to 0.15 in size.
+    x = inputs([0.25, 0.5], [0.5, 0.25], [0.0, 0.0], sequence_ids=torch.tensor([0, 1]))
+    assert sequence_rules.drifted_sequence(x, rollout, drift_threshold=0.1).tolist() == [True, True]
+    weight = sequence_rules.clipped_geometric_mean(x, rollout, log_clip=0.15)
+    assert weight.tolist() == pytest.approx([0.5, 2.0])
+    for sign, expected in ((1.0, [0.5, math.exp(0.15)]), (-1.0, [math.exp(-0.15), 2.0])):
+        signed = replace(x, advantages=torch.full_like(x.advantages, sign))
+        weight = sequence_rules.clipped_geometric_mean(signed, rollout, log_clip=0.15)
+        assert weight.tolist() == pytest.approx(expected)
+
+
+def test_cppo_trains_exactly_at_its_bound_and_what_does_not_lead_outward():
+    x = all_outward([0.1, 0.0])
+    distance = divergence.binary_tv(x.log_probs.detach(), x.rollout_log_probs)
+    numbers = {"weight_min": 1.0, "budget_low": 0.0, "budget_high": 1e-9}
+    assert trained("cppo-binary-tv", x, tv_threshold=float(distance[0]), **numbers)[0] is True
+    # .4 is spent of .05: nothing is left for a step outward, and a ratio of 1 or an A of 0 needs none.
+    for second, advantage, expected in ((0.0, 1.0, True), (0.3, 0.0, True), (0.3, 1.0, False)):
+        y = replace(
+            all_outward([0.4, second]), advantages=torch.tensor([1.0, advantage], dtype=F64)
+        )
+        assert trained("cppo-binary-tv", y, tv_threshold=0.05, **numbers) == [False, expected]
+    # log r = 3.2 is outward, too.
+    rare = inputs([0.5], [0.02], [1.0], sequence_ids=torch.tensor([0]))
+    assert trained("cppo-binary-tv", rare, tv_threshold=0.05, **numbers) == [False]
+
+
+def test_cppos_budget_is_not_the_largest_of_the_response():
+    # Of eleven tokens the tenth in order is .02: the second has .0801 + .02 - .09, less than it takes.
+    x = all_outward([0.09, 0.02] + [0.01] * 9)
+    numbers = {"tv_threshold": 0.0801, "weight_min": 1.0, "budget_low": 0.0, "budget_high": 1.0}
+    assert trained("cppo-binary-tv", x, **numbers)[:2] == [False, False]
+    assert trained("cppo-binary-tv", x, **{**numbers, "budget_low": 0.09})[:2] == [False, True]
+
+
 def cppo_by_loop(distances, outward, d, low, high, weight_min):
     """Which tokens of one response train, in plain Python."""
     count = len(distances)
