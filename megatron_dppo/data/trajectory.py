@@ -236,6 +236,13 @@ class Trajectory:
         ends = [*starts[1:], len(versions)]
         return tuple(map(VersionSpan, versions[starts].tolist(), starts, ends))
 
+    @property
+    def interruptions(self) -> tuple[int, ...]:
+        """Tokens before each change of version in the middle of a turn; between turns nothing is interrupted."""
+        sampled = np.flatnonzero(self.loss_mask)
+        starts = [int(sampled[span.start]) for span in self.version_spans[1:]]
+        return tuple(start for start in starts if self.loss_mask[start - 1])
+
     @cached_property
     def discarded_rows(self) -> int:
         """Rows of a recorded routing that ``usable_rows`` leaves out, whether there is a recording or not."""
@@ -356,6 +363,7 @@ class Outline(NamedTuple):
     turns: int
     prompt_tokens: int
     cached_tokens: int
+    interruptions: tuple[int, ...]
     version_spans: tuple[VersionSpan, ...]
 
     @classmethod
@@ -372,9 +380,10 @@ class Outline(NamedTuple):
 
     @classmethod
     def from_json(cls, row: Sequence[Any]) -> Self:
-        """Of an outline that was JSON on its way: a list, as its version spans are."""
-        *others, spans = row
-        return cls._make([*others, tuple(VersionSpan(*span) for span in spans)])
+        """Of an outline that was JSON on its way: a list, as its interruptions and version spans are."""
+        *others, interruptions, spans = row
+        version_spans = tuple(VersionSpan(*span) for span in spans)
+        return cls._make([*others, tuple(interruptions), version_spans])
 
 
 TrajectoryFacts = Outline | Trajectory

@@ -60,12 +60,12 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
     """
     sections = ServerSections.of(config)
     names: dict[str, Callable[[], object]] = {
-        "reward": partial(_check_reward, config.reward),
+        "reward.name": partial(_check_reward, config.reward),
         **{
-            f"reward.further.{name}": partial(_check_reward, term)
+            f"reward.further.{name}.name": partial(_check_reward, term)
             for name, term in config.reward.further.items()
         },
-        "environment": partial(
+        "environment.name": partial(
             check_environment, config.environment.name, config.environment.options
         ),
         "lora.start_from": partial(_check_adapters, config.lora, config.model.hf_checkpoint),

@@ -194,13 +194,11 @@ def staleness_figures(batch: Sequence[TrajectoryFacts], step: int) -> dict[str, 
 
 def interruption_figures(batch: Sequence[TrajectoryFacts]) -> dict[str, float]:
     """Responses that a weight update interrupted, as a share, and the tokens that were computed again for it: at each
-    change of version the prompt and the tokens before it. Nothing where no response was interrupted."""
-    interrupted = [t for t in batch if len(t.version_spans) > 1]
+    change of version in the middle of a turn, all tokens before it. Nothing where no response was interrupted."""
+    interrupted = [t for t in batch if t.interruptions]
     if not interrupted:
         return {}
-    again = sum(
-        t.length - t.sampled + span.start for t in interrupted for span in t.version_spans[1:]
-    )
+    again = sum(sum(t.interruptions) for t in interrupted)
     return {names.INTERRUPTED: len(interrupted) / len(batch), names.RECOMPUTED_TOKENS: again}
 
 

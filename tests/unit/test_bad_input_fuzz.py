@@ -154,9 +154,9 @@ CONFIGURATIONS: dict[str, tuple[Change, str]] = {
     "an engine split of 3": (setting("sglang.tp_size", 3), "sglang.tp_size"),
     "an engine split of 0": (setting("sglang.tp_size", -1), "sglang.tp_size"),
     "a worded split": (setting("sglang.tp_size", "two"), "sglang.tp_size"),
-    "a reward of no module": (setting("reward.name", "no.such:thing"), "reward: the reward"),
-    "a reward of no function": (setting("reward.name", "json:thing"), "reward: the reward"),
-    "a reward of two colons": (setting("reward.name", "a:b:c"), "reward: the reward"),
+    "a reward of no module": (setting("reward.name", "no.such:thing"), "reward.name: the reward"),
+    "a reward of no function": (setting("reward.name", "json:thing"), "reward.name: the reward"),
+    "a reward of two colons": (setting("reward.name", "a:b:c"), "reward.name: the reward"),
     "a set with a strange name": (setting("data.evaluation", {"a/b": "x"}), "data.evaluation"),
     "ten thousand unknown keys": (
         lambda t: t.update({f"key{i}": i for i in range(10_000)}),

@@ -65,7 +65,7 @@ def test_names_are_refused_before_anything_starts(train, config):
     assert answer.returncode == 2
     assert "2 problems" in answer.stderr
     assert "algorithm: unknown algorithm 'dpo'; known: " in answer.stderr
-    assert "reward: unknown reward 'vibes'" in answer.stderr
+    assert "reward.name: unknown reward 'vibes'" in answer.stderr
     assert not (config.parent / "run").exists()
 
 

@@ -5,6 +5,8 @@ import pytest
 
 from megatron_dppo.data.columns import COLUMNS, LOSS_COLUMNS, Column, ReadBy, Rows, declared
 from megatron_dppo.data.trajectory import Trajectory, VersionSpan, check_complete, forms_of
+from megatron_dppo.loop.rollout_figures import interruption_figures
+from megatron_dppo.metrics import table as names
 from tests.trajectories import same, trajectory
 
 
@@ -24,6 +26,19 @@ def test_versions_become_spans_of_sampled_tokens():
         VersionSpan(6, 3, 5),
     )
     assert trajectory([1], [2, 3]).version_spans == ()
+
+
+def test_an_update_interrupts_a_turn_and_not_what_lies_between_two():
+    assert trajectory([1, 1], [2] * 5, weight_version=[4, 4, 5, 6, 6]).interruptions == (4, 5)
+    mask = [False, True, True, False, True, True]
+    for versions, expected in (([1, 1, 2, 2], ()), ([1, 2, 3, 4], (2, 5)), ([1, 1, 1, 2], (5,))):
+        turns = Trajectory(
+            0, 0, [1] * 6, mask, columns={"weight_version": np.array(versions, np.int32)}
+        )
+        assert turns.interruptions == expected
+        figures = interruption_figures([turns, trajectory([1], [2, 3])])
+        again = {names.INTERRUPTED: 0.5, names.RECOMPUTED_TOKENS: sum(expected)}
+        assert figures == (again if expected else {})
 
 
 def test_truncation_is_a_finish_reason():
