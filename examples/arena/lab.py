@@ -8,7 +8,7 @@ and the weight updates, which it leaves out, are the real loop's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,13 +39,18 @@ CONFIG = Path(__file__).with_name("config.yaml")
 
 
 class Lab:
-    """Everything a step needs. One for each process: Megatron-Core's groups are the process's."""
+    """Everything a step needs. One for each process: Megatron-Core's groups are the process's.
+
+    ``batch``: the last step's, as a run's file holds it with ``rollout.save``. ``version``: of the trainer's weights.
+    """
 
     def __init__(self, config: TrainConfig, task: Task, mismatch: Mismatch) -> None:
         self.config, self.task = config, task
         algorithm = build_algorithm(
             config.algorithm.name, config.algorithm.options, config.algorithm.settings
         )
+        self.batch: list[Trajectory] = []
+        self.version = 0
         self._generator = torch.Generator().manual_seed(config.run.seed)
         self._copy = PolicyCopy(task.checkpoint, mismatch)
         vocabulary = self._copy.vocab_size
@@ -59,18 +64,22 @@ class Lab:
 
     def step(self) -> dict[str, float]:
         """Sample a batch and train on it; its metrics."""
-        age = self._copy.update(dict(self._weights()))
-        trajectories = self._rollout()
+        age = self._copy.update(self.weights())
+        trajectories = self._rollout(self.version - age)
         outlines = [Outline.of(t) for t in trajectories]
         figures = generated_figures(rows_of(outlines, self.config.rollout.group_size))
         figures[names.STALENESS_MAX] = age
         batch = RolloutBatch(outlines, dict(enumerate(trajectories)), figures, {})
-        return {**figures, **self.learner.learn(self.learner.plan(batch))}
+        learned = self.learner.learn(self.learner.plan(batch))
+        columns = self.learner.loss_columns
+        self.batch = [t.with_columns(**columns.get(i, {})) for i, t in enumerate(trajectories)]
+        self.version += 1
+        return {**figures, **learned}
 
     def mismatch(self) -> dict[str, list[float]]:
         """``RATIO_ERROR`` and ``PROB_ERROR`` of a fresh batch, at the weights that the trainer has now."""
-        self._copy.update(dict(self._weights()))
-        batch = dict(enumerate(self._rollout()))
+        age = self._copy.update(self.weights())
+        batch = dict(enumerate(self._rollout(self.version - age)))
         config, layout = self.config, self.learner.layout
         (plan,) = plan_mini_batches(
             [Outline.of(t) for t in batch.values()],
@@ -90,11 +99,12 @@ class Lab:
         )
         return errors_by_mu(pi, mu)
 
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        for gathered in gather(self._buckets, 0, self.trainer.weights()):
-            yield from gathered.tensors
+    def weights(self) -> dict[str, Tensor]:
+        """The trainer's, by their names in a checkpoint."""
+        gathered = gather(self._buckets, 0, self.trainer.weights())
+        return {name: tensor for bucket in gathered for name, tensor in bucket.tensors}
 
-    def _rollout(self) -> list[Trajectory]:
+    def _rollout(self, version: int) -> list[Trajectory]:
         rollout, task = self.config.rollout, self.task
         problems = np.repeat(self._problems.next(rollout.prompts_per_step), rollout.group_size)
         sampled = self._copy.sample(
@@ -104,7 +114,8 @@ class Lab:
         trajectories, scores = [], []
         for row, problem in enumerate(problems.tolist()):
             t = _trajectory(sampled, row, start, task.end, problem, row % rollout.group_size)
-            trajectories.append(t)
+            versions = np.full(t.sampled, version, np.int32)
+            trajectories.append(t.with_columns(weight_version=versions))
             scores.append(Score(task.reward(problem, t.response_ids)))
         return with_rewards(trajectories, scores, rollout.group_size, self.config.algorithm)
 
@@ -117,7 +128,6 @@ def _trajectory(
     count = int(ends[0]) + 1 if len(ends) else len(ids) - start
     columns = {
         "rollout_log_probs": sampled.log_probs[row, :count],
-        "weight_version": np.zeros(count, np.int32),
     }
     if sampled.topk_ids is not None and sampled.topk_log_probs is not None:
         columns |= {

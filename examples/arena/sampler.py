@@ -18,18 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from megatron_dppo.doctor.reference import bfloat16, float8
+
 Rounding = Callable[[Tensor], Tensor]
-
-
-def bfloat16(x: Tensor) -> Tensor:
-    """The nearest bfloat16."""
-    return x.bfloat16().to(x.dtype)
-
-
-def float8(matrix: Tensor) -> Tensor:
-    """The nearest E4M3 number, with one scale for each output row."""
-    scale = matrix.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
-    return (matrix / scale).to(torch.float8_e4m3fn).to(matrix.dtype) * scale
 
 
 def int4(matrix: Tensor, group: int = 16) -> Tensor:
@@ -45,7 +36,8 @@ class Mismatch:
 
     ``rounding``: of its matrices. ``age``: batches by which its weights are older. ``activations``: what goes into and
     comes out of each layer is rounded to bfloat16 too. ``flips``: share of (token, layer) whose last expert is replaced
-    by the next best one. ``replays``: the trainer takes the copy's routing (R3).
+    by the next best one. ``replays``: the trainer takes the copy's routing (R3). ``cache``: of the keys and values that
+    decoding reads again, token by token; the trainer's pass over the whole response stores none.
     """
 
     rounding: Rounding | None = None
@@ -53,6 +45,7 @@ class Mismatch:
     activations: bool = False
     flips: float = 0.0
     replays: bool = False
+    cache: Rounding | None = None
 
 
 MISMATCHES: dict[str, Mismatch] = {
@@ -67,6 +60,7 @@ MISMATCHES: dict[str, Mismatch] = {
     "flips-r3": Mismatch(flips=0.5, replays=True),
     "bf16-stale-1": Mismatch(bfloat16, age=1, activations=True),
     "int4-r3": Mismatch(int4, replays=True),
+    "decode": Mismatch(cache=bfloat16),
 }
 
 
@@ -106,7 +100,7 @@ class PolicyCopy:
         }
         self._versions.append(new)
         for name, values in self._versions[0].items():
-            _place_of(name, self._tensors).copy_(values)
+            place_of(name, self._tensors).copy_(values)
         return len(self._versions) - 1
 
     @torch.no_grad()
@@ -114,7 +108,7 @@ class PolicyCopy:
         self, prompts: Tensor, tokens: int, end: int | None, topk: int, generator: torch.Generator
     ) -> Sampled:
         """``tokens`` for each of ``prompts`` [B, S], at temperature 1; fewer where all rows have drawn ``end``."""
-        ids, cache = prompts, DynamicCache()
+        ids, cache = prompts, _Cache(self._mismatch.cache)
         chosen: list[Tensor] = []
         best: list[tuple[Tensor, Tensor]] = []
         ended = torch.zeros(len(ids), dtype=torch.bool)
@@ -157,6 +151,20 @@ class PolicyCopy:
             yield routing
 
 
+class _Cache(DynamicCache):
+    """Keys and values as ``rounding`` leaves them; None: as they are."""
+
+    def __init__(self, rounding: Rounding | None) -> None:
+        super().__init__()
+        self._rounding = rounding
+
+    def update(self, key_states: Tensor, value_states: Tensor, *place: Any, **more: Any) -> Any:
+        """What has been stored for a layer so far, with these."""
+        if self._rounding is not None:
+            key_states, value_states = self._rounding(key_states), self._rounding(value_states)
+        return super().update(key_states, value_states, *place, **more)
+
+
 @dataclass
 class _Flips:
     """A router's hook: ``share`` of the tokens take the next best expert in place of their last one."""
@@ -189,7 +197,7 @@ def _by_token(routing: list[list[Tensor]], sequences: int) -> np.ndarray:
     return torch.stack(layers, 2).numpy().astype(np.uint8)
 
 
-def _place_of(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+def place_of(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """Where a checkpoint's tensor lies in the model, which keeps all experts of a layer in one."""
     if name in tensors:
         return tensors[name]

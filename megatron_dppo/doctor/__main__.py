@@ -38,6 +38,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,62 +95,63 @@ def report(options: argparse.Namespace) -> None:
     folders = weights_by_version(options, config.model.hf_checkpoint, config.run.steps)
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-doctor-") as converted:
         weights = KnownWeights(folders, Path(config.model.hf_checkpoint), Path(converted))
-        act = report_parts if options.parts else report_causes
-        act(options, config, step, batch, len(whole), weights)
+        case = Case(options, config, step, batch, len(whole), weights)
+        (report_parts if options.parts else report_causes)(case)
 
 
-def report_causes(
-    options: argparse.Namespace,
-    config: TrainConfig,
-    step: int,
-    batch: Sequence[Trajectory],
-    size: int,
-    weights: KnownWeights,
-) -> None:
-    """Which cause makes either side differ. ``batch``: of ``size`` responses."""
+@dataclass(frozen=True)
+class Case:
+    """What is examined: of the ``size`` responses of the batch of ``step`` the first, ``batch``; and for whom."""
+
+    options: argparse.Namespace
+    config: TrainConfig
+    step: int
+    batch: Sequence[Trajectory]
+    size: int
+    weights: KnownWeights
+
+    def write_json(self, text: str) -> None:
+        """Every figure, where ``--json`` says."""
+        if self.options.json:
+            self.options.json.write_text(text, encoding="utf-8")
+            print(f"{self.options.json}: every figure")
+
+
+def report_causes(case: Case) -> None:
+    """Which cause makes either side differ."""
     from megatron_dppo.doctor import report as pages
 
-    doctor_report = pages.Doctor(config, batch, weights).report(step)
-    title = f"Doctor: {options.run}, batch of step {step}"
-    facts = [f"{len(batch)} of {size} responses", *doctor_report.facts]
+    options, batch = case.options, case.batch
+    doctor_report = pages.Doctor(case.config, batch, case.weights).report(case.step)
+    title = f"Doctor: {options.run}, batch of step {case.step}"
+    facts = [f"{len(batch)} of {case.size} responses", *doctor_report.facts]
     pages.show(show_facts(title, facts, width=140), doctor_report)
-    if options.json:
-        text = json.dumps(pages.as_json(doctor_report), indent=2)
-        options.json.write_text(text + "\n", encoding="utf-8")
-        print(f"{options.json}: every figure")
+    case.write_json(json.dumps(pages.as_json(doctor_report), indent=2) + "\n")
     if options.html:
         options.html.write_text(pages.page(title, facts, doctor_report), encoding="utf-8")
         print(f"{options.html}: the page")
 
 
-def report_parts(
-    options: argparse.Namespace,
-    config: TrainConfig,
-    step: int,
-    batch: Sequence[Trajectory],
-    size: int,
-    weights: KnownWeights,
-) -> None:
-    """How much of mean |pi - mu| each cause makes up, as ``report_causes``."""
+def report_parts(case: Case) -> None:
+    """How much of mean |pi - mu| each cause makes up."""
     from megatron_dppo.doctor.diagnosis import engine_side
     from megatron_dppo.doctor.figure import draw
     from megatron_dppo.doctor.ladder import Parts
 
-    batch = [t for t in batch if t.sampled]
-    sampled_by, newest = engine_side(batch).version, max(weights.folders)
-    folders = weights.folder(sampled_by), weights.folder(newest)
+    options, config, known = case.options, case.config, case.weights
+    batch = [t for t in case.batch if t.sampled]
+    sampled_by, newest = engine_side(batch).version, max(known.folders)
+    folders = known.folder(sampled_by), known.folder(newest)
     parts = Parts.of(config, batch, *folders, precision=options.precision)
-    title = f"Parts of |pi - mu|: {options.run}, batch of step {step}"
+    title = f"Parts of |pi - mu|: {options.run}, batch of step {case.step}"
     facts = [
-        f"{len(batch)} of {size} responses, {len(parts.log_mu)} tokens; {config.model.dtype}, "
+        f"{len(batch)} of {case.size} responses, {len(parts.log_mu)} tokens; {config.model.dtype}, "
         f"temperature {config.temperature:g}",
-        f"sampled by version {sampled_by}, {weights.folders[sampled_by]}; "
-        f"now version {newest}, {weights.folders[newest]}",
+        f"sampled by version {sampled_by}, {known.folders[sampled_by]}; "
+        f"now version {newest}, {known.folders[newest]}",
     ]
     parts.show(title, facts)
-    if options.json:
-        options.json.write_text(parts.to_text(step, len(batch)), encoding="utf-8")
-        print(f"{options.json}: every figure")
+    case.write_json(parts.to_text(case.step, len(batch)))
     if options.png:
         draw(options.png, title, parts.split, parts.measured, parts.log_mu.numpy())
         print(f"{options.png}: the parts, and ratio and TV against mu")

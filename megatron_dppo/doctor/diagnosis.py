@@ -8,8 +8,8 @@ first mini-batch. So a mistake that both make is seen as well as one that the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, groupby
@@ -25,6 +25,7 @@ from megatron_dppo.doctor.reference import (
     Sampling,
     at_temperature,
     first_tokens,
+    float8,
     most_probable,
     normaliser_of_first,
     nucleus,
@@ -34,11 +35,15 @@ NOISE = 3e-6
 """Mean |p - reference| up to which two float32 implementations agree; measured ones are below 1e-6."""
 COARSE = 3.0
 """How many times the gap between the reference and itself in bfloat16 is noise of a run in bfloat16."""
+SPREADS, STRETCH = 2.0, 128
+"""Standard errors that the gap may be above the noise, between stretches of so many tokens."""
 EXPLAINED = 0.25
 """Share of the gap that may be left where a cause is named."""
 EVIDENCE = 20.0
 """log of the likelihood ratio from which another sampler is believed. Where tokens are drawn as configured, a given
 other one reaches it with a probability of at most exp(-20) (Markov: the ratio's expectation is 1)."""
+FACTORS = (1, 2, 4, 8, 16)
+"""What a repetition may count, of which the most telling one is taken."""
 MICRO_BATCH = 2048
 """Tokens that are scored at a time."""
 TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
@@ -47,6 +52,7 @@ TOP_K = (10, 20, 50, 100)
 STRETCHES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 THETAS = (1e4, 5e5, 1e6, 1e7)
 ROUNDED = "all in bfloat16"
+EIGHT_BITS = "all in 8 bits (E4M3)"
 PARTS = ("embed_tokens", "self_attn", "norm", "mlp.gate.", ".experts.", "mlp.", "lm_head")
 """Names of tensors that an update may have left out."""
 
@@ -61,6 +67,11 @@ class SampledRun:
     expert: int
 
 
+def unchanged(_: Reference) -> AbstractContextManager[None]:
+    """The reference's own logits."""
+    return nullcontext()
+
+
 @dataclass(frozen=True)
 class Alternative:
     """What would have been computed if ``name`` had been done: logits under ``change``, sampled as ``sampling``."""
@@ -68,7 +79,7 @@ class Alternative:
     axis: str
     name: str
     sampling: Sampling
-    change: Change = field(default=lambda _: nullcontext())
+    change: Change = field(default=unchanged)
 
 
 @dataclass(frozen=True)
@@ -83,21 +94,27 @@ class Side:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """On one side. ``gap``: mean |p - reference|; ``noise``: up to which it is healthy; ``gaps``: what each alternative
-    leaves of it, least first; ``cause``: the one that is named; None: healthy, or unexplained. ``tokens``: the largest
-    gap first."""
+    """On one side. ``gap``: mean |p - reference|; ``noise``: what rounding makes of it; ``spread``: what few stretches
+    of text may add; ``gaps``: what each alternative leaves of it, least first; ``cause``: the one that is named; None:
+    healthy, or unexplained. ``tokens``: the largest gap first."""
 
     side: str
     version: int
     gap: float
     noise: float
+    spread: float
     gaps: Mapping[str, float]
     cause: Alternative | None
     tokens: Sequence[TokenEvidence]
 
     @property
+    def bound(self) -> float:
+        """The largest gap of a healthy side."""
+        return self.noise + self.spread
+
+    @property
     def is_healthy(self) -> bool:
-        return self.gap <= self.noise
+        return self.gap <= self.bound
 
     @property
     def axis(self) -> str:
@@ -150,10 +167,11 @@ def alternatives(
     def changed(axis: str, name: str, change: Change) -> None:
         causes.append(Alternative(axis, name, sampling, change))
 
-    changed("precision", ROUNDED, lambda r: r.rounded())
+    changed("precision", ROUNDED, Reference.in_bfloat16)
     changed("precision", "output layer in bfloat16", lambda r: r.rounded("lm_head"))
     name = "output layer of bfloat16, logits in float32"
     changed("precision", name, lambda r: r.rounded("lm_head", results=False))
+    changed("precision", EIGHT_BITS, lambda r: r.rounded(results=False, to=float8))
     for name, frequencies in _frequencies(reference):
         changed("positions", name, partial(Reference.frequencies, change=frequencies))
     for first, second in (("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm")):
@@ -198,6 +216,11 @@ ROUTINGS = (
 """(name, layers and tokens that rows are moved by)."""
 
 
+def is_decisive(alternative: Alternative) -> bool:
+    """Whether it has a say in a side's being healthy, or costs nothing: the others are of sides that differ."""
+    return alternative.change is unchanged or alternative.name in (ROUNDED, EIGHT_BITS, RECORDED)
+
+
 def samplers(run: SampledRun, size: int) -> Iterator[tuple[str, Sampling]]:
     """Other ways to draw from a vocabulary of ``size``."""
     configured = run.temperature
@@ -221,9 +244,12 @@ def _without_last(run: SampledRun, size: int) -> Iterator[tuple[int, int]]:
 def _frequencies(reference: Reference) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     for stretch in STRETCHES:
         yield f"positions times {stretch:g}", partial(torch.mul, other=stretch)
-    exponents = torch.arange(0, reference.head_dim, 2) / reference.head_dim
+    own = reference.rotary_frequencies
+    exponents = torch.arange(len(own)) / len(own)
     for theta in THETAS:
-        yield f"rotary base {theta:g}, unscaled", (theta**-exponents).to
+        unscaled = theta**-exponents
+        if not torch.allclose(unscaled, own, rtol=1e-4):
+            yield f"rotary base {theta:g}, unscaled", unscaled.to
 
 
 def _recorded_rows(trajectory: Trajectory, layers: int, tokens: int) -> Tensor:
@@ -303,25 +329,48 @@ def judge(
     plain: Sequence[Tensor],
     by_alternative: Mapping[str, Sequence[Tensor]],
     chosen: Sequence[Alternative],
-    dtype: str,
+    rounding: str | None,
 ) -> Diagnosis:
-    """Name what makes ``side`` differ. ``plain``, ``by_alternative``: log p by the reference, of its trajectories."""
+    """Name what makes ``side`` differ. ``plain``, ``by_alternative``: log p by the reference, of its trajectories.
+    ``rounding``: the alternative that is as coarse as the side may be; None: the side is in float32."""
     probabilities, expected = joined(side.log_probs).exp(), joined(plain).exp()
     whole = gap(probabilities, expected)
     gaps = {name: gap(probabilities, joined(v).exp()) for name, v in by_alternative.items()}
     rounded = gap(expected, joined(by_alternative[ROUNDED]).exp())
-    noise = NOISE if dtype == "float32" else COARSE * rounded
-    cause = _cause(whole, gaps, noise, rounded, chosen) if whole > noise else None
+    noises = [torch.full_like(q, NOISE) for q in plain]
+    if rounding is not None:
+        noises = [
+            COARSE * (q.exp() - r.exp()).abs()
+            for q, r in zip(plain, by_alternative[rounding], strict=True)
+        ]
+    differences = zip(side.log_probs, plain, noises, strict=True)
+    spread = _spread([(p.exp() - q.exp()).abs() - noise for p, q, noise in differences])
+    noise = float(joined(noises).mean())
+    cause = _cause(whole, gaps, noise, rounded, chosen) if whole > noise + spread else None
     with_cause = None if cause is None else joined(by_alternative[cause.name]).exp()
     return Diagnosis(
         side=side.name,
         version=side.version,
         gap=whole,
         noise=noise,
+        spread=spread,
         gaps=dict(sorted(gaps.items(), key=lambda item: item[1])),
         cause=cause,
         tokens=_evidence(side, batch, probabilities, expected, with_cause),
     )
+
+
+def _spread(differences: Sequence[Tensor]) -> float:
+    """``SPREADS`` standard errors of the mean over all tokens, from sums over stretches of text.
+
+    A router whose best experts are nearly equal takes another one where it rounds otherwise, and all that follows
+    differs. A side that is wrong is so in many places.
+    """
+    sums = torch.stack([part.sum() for d in differences for part in d.split(STRETCH) if len(part)])
+    if len(sums) < 2:
+        return 0.0
+    error = sums.std() * math.sqrt(len(sums)) / sum(map(len, differences))
+    return SPREADS * float(error)
 
 
 def _cause(
@@ -385,36 +434,51 @@ def _evidence(
 class Draws:
     """``evidence``: log likelihood ratio of ``sampler`` to the configured one; None: none is likelier than chance
     explains. ``copies``: pairs of equal responses of a group, by position in the batch; ``expected_copies``: how many
-    mu lets expect."""
+    mu lets expect; ``copies_evidence``: as ``evidence``, that there are more."""
 
     tokens: int
     sampler: str | None
     evidence: float
     copies: Sequence[tuple[int, int]]
     expected_copies: float
+    copies_evidence: float
 
     @property
     def are_copies(self) -> bool:
-        """Far more equal responses than independent draws have: six standard deviations of a Poisson number."""
-        return len(self.copies) > self.expected_copies + 6 * math.sqrt(self.expected_copies) + 3
+        """More equal responses than chance explains."""
+        return self.copies_evidence > EVIDENCE
+
+
+def repetition_evidence(groups: Iterable[Sequence[tuple[Hashable, float]]]) -> float:
+    """How much speaks for more repetitions than independent draws have, of groups of (response, its log mu).
+
+    A draw repeats an earlier one of its group with the probability p = sum of mu over these, each counted once. With R
+    repetitions in all, exp(a R) / prod (1 + p (e^a - 1)) has the mean 1 for every a: its logarithm, the largest over
+    ``FACTORS``, exceeds E with a probability of at most ``len(FACTORS)`` e^-E (Markov).
+    """
+    repeated, chances = 0, []
+    for group in groups:
+        mu_by_response: dict[Hashable, float] = {}
+        for response, log_mu in group:
+            chances.append(min(1.0, sum(mu_by_response.values())))
+            repeated += response in mu_by_response
+            mu_by_response[response] = math.exp(log_mu)
+    return max(a * repeated - sum(math.log1p(p * math.expm1(a)) for p in chances) for a in FACTORS)
 
 
 def draws(
     batch: Sequence[Trajectory],
     side: Side,
-    plain: Sequence[Tensor],
+    configured: Sequence[Tensor],
     by_sampler: Mapping[str, Sequence[Tensor]],
 ) -> Draws:
-    """How the tokens of ``side`` were drawn; responses that are copies count once."""
+    """How the tokens of ``side`` were drawn. ``configured``: as they should be; of a side that is healthy its own
+    numbers, from which the reference may differ by as much as they are coarse."""
     trajectories = [batch[i] for i in side.positions]
     ids = [t.token_ids.tobytes() for t in trajectories]
-    distinct = {(t.problem_id, ids[k]): k for k, t in enumerate(trajectories)}
-    counted = sorted(distinct.values())
-    base = sum(float(plain[k].sum()) for k in counted)
-    ratios = {
-        name: sum(float(values[k].sum()) for k in counted) - base
-        for name, values in by_sampler.items()
-    }
+    # Equal responses count as often as they came: likely ones come often, and without them all would look hotter.
+    base = float(joined(configured).sum())
+    ratios = {name: float(joined(values).sum()) - base for name, values in by_sampler.items()}
     sampler = max(ratios, key=ratios.__getitem__)
     positions_by_problem: dict[int, list[int]] = {}
     for k, t in enumerate(trajectories):
@@ -422,12 +486,15 @@ def draws(
     pairs = [pair for group in positions_by_problem.values() for pair in combinations(group, 2)]
     whole = [float(log_probs.sum()) for log_probs in side.log_probs]
     return Draws(
-        tokens=sum(len(plain[k]) for k in counted),
+        tokens=len(joined(configured)),
         sampler=sampler if ratios[sampler] > EVIDENCE else None,
         evidence=ratios[sampler],
         copies=[(side.positions[a], side.positions[b]) for a, b in pairs if ids[a] == ids[b]],
         # P(b = a | a) = mu(a); either of the two may be the first.
         expected_copies=sum((math.exp(whole[a]) + math.exp(whole[b])) / 2 for a, b in pairs),
+        copies_evidence=repetition_evidence(
+            [(ids[k], whole[k]) for k in group] for group in positions_by_problem.values()
+        ),
     )
 
 

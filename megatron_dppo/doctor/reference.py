@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ class KnownWeights:
             f"nobody has the weights of version {version}; --weights {version}=FOLDER names them "
             f"(known: {sorted(self.folders)})"
         )
+
+    def reference(self, version: int) -> Reference:
+        """The model at ``version``. Raises as ``folder`` and ``Reference``."""
+        return Reference(self.folder(version))
 
     def folder(self, version: int) -> Path:
         """A Hugging Face folder. Raises ValueError where the version is not known, or what its reading raises."""
@@ -156,17 +160,26 @@ class Reference(Policy):
     # --- arithmetic
 
     @contextmanager
-    def rounded(self, part: str = "", *, results: bool = True) -> Iterator[None]:
-        """Every linear, embedding and norm whose name holds ``part`` works on bfloat16; ``results``: and gives it."""
+    def rounded(
+        self, part: str = "", *, results: bool = True, to: Callable[[Tensor], Tensor] | None = None
+    ) -> Iterator[None]:
+        """Every linear, embedding and norm whose name holds ``part`` works on numbers ``to`` which are rounded (None:
+        bfloat16); ``results``: and gives them."""
+        rounding = partial(_rounded, to=to or bfloat16)
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 if part in name and not list(module.children()):
-                    stack.callback(module.register_forward_pre_hook(_round_inputs).remove)
+                    hook = module.register_forward_pre_hook(lambda _, xs: tuple(map(rounding, xs)))
+                    stack.callback(hook.remove)
                     if results:
-                        hook = module.register_forward_hook(lambda _, __, out: _round(out))
+                        hook = module.register_forward_hook(lambda _, __, out: rounding(out))
                         stack.callback(hook.remove)
-            stack.enter_context(self._changed(part, _round))
+            stack.enter_context(self._changed(part, rounding))
             yield
+
+    def in_bfloat16(self) -> AbstractContextManager[None]:
+        """Weights and all that is computed, sums of layers and what experts hand on too, are bfloat16."""
+        return self._changed("", torch.Tensor.bfloat16)
 
     @contextmanager
     def frequencies(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -180,10 +193,11 @@ class Reference(Policy):
             rotary.inv_freq = was
 
     @property
-    def head_dim(self) -> int:
-        """Of the rotary embedding: twice as many as its frequencies."""
+    def rotary_frequencies(self) -> Tensor:
+        """Inverse ones, of half as many numbers as a head has."""
         rotary: Any = self.module("rotary_emb")
-        return 2 * len(rotary.inv_freq)
+        frequencies: Tensor = rotary.inv_freq
+        return frequencies
 
     # --- routing
 
@@ -244,13 +258,22 @@ def _exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         first.data, second.data = second.data, first.data
 
 
-def _round(values: Any) -> Any:
+def bfloat16(x: Tensor) -> Tensor:
+    """The nearest bfloat16."""
+    return x.bfloat16().to(x.dtype)
+
+
+def float8(x: Tensor) -> Tensor:
+    """The nearest E4M3 number, with one scale for each row; vectors as they are."""
+    if x.dim() < 2:
+        return x
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def _rounded(values: Any, to: Callable[[Tensor], Tensor]) -> Any:
     is_real = isinstance(values, Tensor) and values.is_floating_point()
-    return values.bfloat16().to(values.dtype) if is_real else values
-
-
-def _round_inputs(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(_round(value) for value in inputs)
+    return to(values) if is_real else values
 
 
 def _sent_to(gate: nn.Module, answer: tuple[Tensor, Tensor, Tensor], rows: Tensor) -> Any:

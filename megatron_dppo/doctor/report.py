@@ -23,7 +23,7 @@ from megatron_dppo.doctor.diagnosis import (
     TokenEvidence,
 )
 from megatron_dppo.doctor.ladder import Rung, log_probs_of, trainer_of
-from megatron_dppo.doctor.reference import KnownWeights, Reference, at_temperature
+from megatron_dppo.doctor.reference import KnownWeights, at_temperature
 from megatron_dppo.environments import makes_prompts
 from megatron_dppo.explain.__main__ import show as show_table
 from megatron_dppo.explain.explanation import TokenTexts
@@ -35,6 +35,7 @@ from megatron_dppo.explain.page import (
     token_span,
 )
 from megatron_dppo.loop.inputs import RunData
+from megatron_dppo.loop.rollout_figures import is_coarse
 from megatron_dppo.metrics.progress import progress
 
 SHOWN, TOKENS, RESPONSES = 6, 12, 8
@@ -59,23 +60,29 @@ class DoctorReport:
     @property
     def findings(self) -> list[str]:
         """What is wrong, a line each; empty where nothing is."""
-        lines = [_sentence(v) for v in self.diagnoses if not v.is_healthy]
-        if self.draws is not None and self.draws.are_copies:
-            first, second = self.draws.copies[0]
-            lines.append(
-                f"seeds: {len(self.draws.copies)} pairs of equal responses in groups, "
-                f"{self.draws.expected_copies:.2g} expected; responses {first} and {second} are equal"
-            )
-        elif self.draws is not None and self.draws.sampler is not None:
-            lines.append(
-                f"sampling: the {self.draws.tokens} tokens were drawn as by {self.draws.sampler} "
-                f"(log likelihood ratio {self.draws.evidence:.0f})"
-            )
+        lines = findings_of(self.diagnoses, self.draws)
         if self.prompt_faults:
             lines.append(
                 f"tokenizer: {len(self.prompt_faults)} prompts differ; {self.prompt_faults[0]}"
             )
         return lines
+
+
+def findings_of(diagnoses: Sequence[Diagnosis], draws: Draws | None) -> list[str]:
+    """What is wrong with the sides and with how the tokens were drawn, a line each."""
+    lines = [_sentence(v) for v in diagnoses if not v.is_healthy]
+    if draws is not None and draws.are_copies:
+        first, second = draws.copies[0]
+        lines.append(
+            f"seeds: {len(draws.copies)} pairs of equal responses in groups, "
+            f"{draws.expected_copies:.2g} expected; responses {first} and {second} are equal"
+        )
+    elif draws is not None and draws.sampler is not None:
+        lines.append(
+            f"sampling: the {draws.tokens} tokens were drawn as by {draws.sampler} "
+            f"(log likelihood ratio {draws.evidence:.0f})"
+        )
+    return lines
 
 
 def _sentence(diagnosed: Diagnosis) -> str:
@@ -118,11 +125,31 @@ class Doctor:
         self._config, self._batch = config, batch
         self._run = SampledRun(config.temperature, config.parallel.tensor, config.parallel.expert)
         self._weights = weights
-        self.texts = TokenTexts(load_tokenizer(config.model.hf_checkpoint))
-        self._scores: dict[int, Scores] = {}
+        self._scores: dict[tuple[int, bool], Scores] = {}
 
     def report(self, step: int) -> DoctorReport:
-        """Both sides of the batch of ``step`` against the reference."""
+        """Both sides of the batch of ``step`` against the reference, and its prompts."""
+        diagnoses, draws, facts = self.diagnose(step)
+        try:
+            problems = RunData(self._config).train.problems
+        except (DataError, OSError) as error:
+            problems = ()
+            facts.append(f"prompts not examined: {error}")
+        if makes_prompts(self._config.environment.name):
+            problems = ()
+            facts.append("prompts not examined: the environment makes them")
+        prompts = {problem.problem_id: problem.prompt_ids for problem in problems}
+        return DoctorReport(
+            batch=self._batch,
+            diagnoses=diagnoses,
+            draws=draws,
+            prompt_faults=diagnosis.prompt_faults(self._batch, prompts),
+            texts=TokenTexts(load_tokenizer(self._config.model.hf_checkpoint)),
+            facts=facts,
+        )
+
+    def diagnose(self, step: int) -> tuple[list[Diagnosis], Draws | None, list[str]]:
+        """Of each side, of the draws, and what was not examined."""
         training, rollout = self._config.training, self._config.rollout
         sides = [diagnosis.engine_side(self._batch)]
         mini_batch = training.prompts_per_mini_batch * rollout.group_size
@@ -137,72 +164,86 @@ class Doctor:
             for side in sides
             if side.version not in self._weights.folders
         ]
+        if self._is_selected:
+            facts.append("draws not examined: rewards or lengths chose among the responses")
         examined = [side for side in sides if side.version in self._weights.folders]
         diagnoses = [self.examine(side) for side in examined]
-        try:
-            problems = RunData(self._config).train.problems
-        except (DataError, OSError) as error:
-            problems = ()
-            facts.append(f"prompts not examined: {error}")
-        if makes_prompts(self._config.environment.name):
-            problems = ()
-            facts.append("prompts not examined: the environment makes them")
-        prompts = {problem.problem_id: problem.prompt_ids for problem in problems}
-        return DoctorReport(
-            batch=self._batch,
-            diagnoses=diagnoses,
-            draws=self.draws(diagnoses, examined),
-            prompt_faults=diagnosis.prompt_faults(self._batch, prompts),
-            texts=self.texts,
-            facts=facts,
-        )
+        return diagnoses, self.draws(diagnoses, examined), facts
 
     def examine(self, side: Side) -> Diagnosis:
         """What makes it differ. Raises OSError or ValueError where weights can't be read."""
-        scores = self._scores_of(side.version)
-        plain, by_name = scores.at(side.positions)
-        chosen = scores.alternatives
-        if side.name == "trainer" and self._config.router_replay and diagnosis.RECORDED in by_name:
-            # What it should say: wherever the engine routed, right or wrong.
-            sampling = at_temperature(self._config.temperature)
-            chosen = [*chosen, Alternative("routing", diagnosis.NATURAL, sampling)]
-            by_name[diagnosis.NATURAL], plain = plain, by_name.pop(diagnosis.RECORDED)
-            chosen = [c for c in chosen if c.name in by_name]
-        diagnosed = diagnosis.judge(
-            side, self._batch, plain, by_name, chosen, self._config.model.dtype
-        )
+        for every in (False, True):
+            plain, by_name, chosen = self._scored(side, every=every)
+            rounding = self._rounding(side.name)
+            diagnosed = diagnosis.judge(side, self._batch, plain, by_name, chosen, rounding)
+            if diagnosed.is_healthy:
+                break
         if side.name == "trainer" and diagnosed.axis == "unexplained":
             return self._without_layout(diagnosed, side, plain)
         return diagnosed
 
+    def _scored(
+        self, side: Side, *, every: bool
+    ) -> tuple[list[Tensor], dict[str, list[Tensor]], list[Alternative]]:
+        """log p of a side's tokens as it should say it, by each alternative, and these: those that say whether it is
+        healthy, or ``every`` one."""
+        scores = self._scores_of(side.version, every=every)
+        plain, by_name = scores.at(side.positions)
+        chosen = list(scores.alternatives)
+        if side.name == "trainer" and self._config.router_replay and diagnosis.RECORDED in by_name:
+            # What it should say: wherever the engine routed, right or wrong.
+            sampling = at_temperature(self._config.temperature)
+            chosen.append(Alternative("routing", diagnosis.NATURAL, sampling))
+            by_name[diagnosis.NATURAL], plain = plain, by_name.pop(diagnosis.RECORDED)
+            chosen = [c for c in chosen if c.name in by_name]
+        return plain, by_name, chosen
+
+    def _rounding(self, side: str) -> str | None:
+        """The alternative that is as coarse as a healthy side may be; None: it is in float32."""
+        config = self._config
+        if is_coarse(*((config.sglang, {}) if side == "engine" else ({}, config.megatron))):
+            return diagnosis.EIGHT_BITS
+        return None if config.model.dtype == "float32" else diagnosis.ROUNDED
+
     def draws(self, diagnoses: Sequence[Diagnosis], sides: Sequence[Side]) -> Draws | None:
-        """How the engine drew; None where its weights are not the reference's, whose likelihoods say nothing then."""
+        """How the engine drew; None where its weights are not the reference's, whose likelihoods say nothing then, and
+        where rewards or lengths chose among the responses, whose tokens are not drawn from mu then."""
         axis = next((v.axis for v in diagnoses if v.side == "engine"), None)
-        if axis not in ("healthy", "sampling transform", "precision"):
+        if axis not in ("healthy", "sampling transform", "precision") or self._is_selected:
             return None
         side = next(side for side in sides if side.name == "engine")
-        scores = self._scores_of(side.version)
+        scores = self._scores_of(side.version, every=False)
         plain, by_name = scores.at(side.positions)
         names = [name for name, _ in diagnosis.samplers(self._run, scores.vocab_size)]
         by_sampler = {name: by_name[name] for name in names}
-        return diagnosis.draws(self._batch, side, plain, by_sampler)
+        configured = side.log_probs if axis == "healthy" else plain
+        return diagnosis.draws(self._batch, side, configured, by_sampler)
 
-    def _scores_of(self, version: int) -> Scores:
-        if version not in self._scores:
+    @property
+    def _is_selected(self) -> bool:
+        """Long responses have several versions where updates interrupt them, and are left out."""
+        is_interrupted = any(len(t.version_spans) > 1 for t in self._batch)
+        return self._config.rollout.drop_zero_variance_groups or is_interrupted
+
+    def _scores_of(self, version: int, *, every: bool) -> Scores:
+        key = version, every
+        if key not in self._scores:
             near = [version + d for d in NEAREST if version + d in self._weights.folders]
             # Two models at a time are in memory.
-            others = {v: Reference(self._weights.folder(v)) for v in near[:1]}
-            reference = Reference(self._weights.folder(version))
+            others = {v: self._weights.reference(v) for v in near[:1]} if every else {}
+            reference = self._weights.reference(version)
             is_recorded = bool(reference.gates) and all(
                 "routed_experts" in t.columns and not t.discarded_rows for t in self._batch
             )
             plain = Alternative("", "", at_temperature(self._config.temperature))
             chosen = diagnosis.alternatives(self._run, reference, others, is_recorded=is_recorded)
+            if not every:
+                chosen = [c for c in chosen if diagnosis.is_decisive(c)]
             changes = len({alternative.change for alternative in chosen})
             with progress(f"scoring by version {version}", changes) as bar:
                 by_name = diagnosis.scores(reference, [plain, *chosen], self._batch, bar.advance)
-            self._scores[version] = Scores(reference.vocab_size, chosen, by_name.pop(""), by_name)
-        return self._scores[version]
+            self._scores[key] = Scores(reference.vocab_size, chosen, by_name.pop(""), by_name)
+        return self._scores[key]
 
     def _without_layout(
         self, diagnosed: Diagnosis, side: Side, plain: Sequence[Tensor]
@@ -220,7 +261,7 @@ class Doctor:
         finally:
             trainer.close()
         gap = diagnosis.gap(alone.exp(), diagnosis.joined(plain).exp())
-        if gap > diagnosed.noise:
+        if gap > diagnosed.bound:
             return diagnosed
         cause = Alternative("layout", LAYOUT, at_temperature(config.temperature))
         return replace(diagnosed, cause=cause, gaps={LAYOUT: gap, **diagnosed.gaps})
@@ -241,7 +282,7 @@ def tables(doctor_report: DoctorReport) -> list[SummaryTable]:
     for diagnosed in doctor_report.diagnoses:
         title = (
             f"{diagnosed.side}, weights of version {diagnosed.version}: {diagnosed.axis}; mean |p - reference| "
-            f"{diagnosed.gap:.1e}, noise up to {diagnosed.noise:.1e}"
+            f"{diagnosed.gap:.1e}, noise up to {diagnosed.bound:.1e}"
         )
         rows = [(name, f"{gap:.1e}") for name, gap in list(diagnosed.gaps.items())[:SHOWN]]
         summaries.append(SummaryTable(title, ("done", "left"), rows))
@@ -316,7 +357,7 @@ def as_json(doctor_report: DoctorReport) -> dict[str, Any]:
         "sides": [
             {
                 "side": v.side, "version": v.version, "axis": v.axis,
-                "cause": v.cause.name if v.cause else None, "gap": v.gap, "noise": v.noise,
+                "cause": v.cause.name if v.cause else None, "gap": v.gap, "noise": v.noise, "bound": v.bound,
                 "gaps": dict(v.gaps), "tokens": [asdict(t) for t in v.tokens[:TOKENS]],
             }
             for v in doctor_report.diagnoses

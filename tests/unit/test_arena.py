@@ -31,9 +31,10 @@ from examples.arena.claims import (
 )
 from examples.arena.lab import PROB_ERROR, RATIO_ERROR
 from examples.arena.run import cells_of, others, read_results
-from examples.arena.sampler import MISMATCHES, bfloat16, float8, int4
+from examples.arena.sampler import MISMATCHES, int4
 from megatron_dppo.algorithms.table import PRESETS, algorithm_facts
 from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
+from megatron_dppo.doctor.reference import bfloat16, float8
 from megatron_dppo.metrics import table as names
 
 

@@ -4,6 +4,7 @@ axis that it names."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -24,9 +25,17 @@ from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import ParallelConfig, TrainConfig
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.doctor import diagnosis
 from megatron_dppo.doctor.__main__ import main
-from megatron_dppo.doctor.diagnosis import prompt_faults
-from megatron_dppo.doctor.reference import KnownWeights
+from megatron_dppo.doctor.diagnosis import (
+    SampledRun,
+    Side,
+    alternatives,
+    draws,
+    prompt_faults,
+    repetition_evidence,
+)
+from megatron_dppo.doctor.reference import KnownWeights, Reference
 from megatron_dppo.doctor.report import Doctor
 from tests.ranks import ROOT
 from tests.tiny_models import save_tiny_model
@@ -410,3 +419,98 @@ def test_the_command_writes_figures_and_page(run, tmp_path, capsys):
     assert "engine not examined: nobody has the weights of version 1" in capsys.readouterr().out
     assert main([str(folder), "--weights", "one"]) == 2
     assert "expected VERSION=FOLDER" in capsys.readouterr().err
+
+
+# --- what a healthy run shows by chance
+
+
+def in_half(run: SimpleNamespace, batch: list[Trajectory], log_probs: LogProbs, tmp_path: Path):
+    """Of a run in bfloat16, whose engine computes like this, and whose trainer is healthy."""
+    half = Policy(run.after, torch.bfloat16)
+    model = run.config.model.model_copy(update={"dtype": "bfloat16"})
+    coarse = SimpleNamespace(
+        **{**vars(run), "config": run.config.model_copy(update={"model": model})}
+    )
+    batch = [
+        with_sides(t, log_probs(t), half.log_probs(t), t.column("routed_experts")) for t in batch
+    ]
+    return examine(coarse, batch, tmp_path)
+
+
+def test_rounding_is_no_finding_in_bfloat16_and_old_weights_are(run, tmp_path):
+    healthy = in_half(run, run.batch, Policy(run.after, torch.bfloat16).log_probs, tmp_path)
+    assert healthy.findings == []
+    assert all(1e-5 < v.gap < v.noise for v in healthy.diagnoses)
+    late = in_half(run, run.batch, Policy(run.start, torch.bfloat16).log_probs, tmp_path)
+    assert axes(late) == ["staleness", "healthy"]
+
+
+def test_one_response_alone_is_chance_and_half_of_them_is_not(run, tmp_path):
+    """A router's choice at a near tie changes what follows it; one server of two with old weights, half of a batch."""
+    half, late = (Policy(folder, torch.bfloat16) for folder in (run.after, run.start))
+
+    def mixed(count: int) -> LogProbs:
+        of_late = {id(t) for t in run.batch[:count]}
+        return lambda t: (late if id(t) in of_late else half).log_probs(t)
+
+    assert in_half(run, run.batch, mixed(1), tmp_path).findings == []
+    found = in_half(run, run.batch, mixed(len(run.batch) // 2), tmp_path)
+    assert axes(found) == ["unexplained", "healthy"]
+    # In float32 nothing else is as large: one response of all is chance there, too, and a quarter is not.
+    few = {id(t) for t in run.batch[: len(run.batch) // 4]}
+    old = Policy(run.start)
+    for of_old, expected in (({id(run.batch[0])}, "healthy"), (few, "unexplained")):
+        batch = [
+            t.with_columns(rollout_log_probs=old.log_probs(t)) if id(t) in of_old else t
+            for t in run.batch
+        ]
+        assert axes(examine(run, batch, tmp_path)) == [expected, "healthy"]
+
+
+def test_repetitions_that_the_policy_likes_are_no_evidence():
+    # The second and the third draw have the chance 1/2 to repeat an earlier one; one does: 1 - 2 log(1 + (e - 1) / 2).
+    log = math.log
+    group = [("a", log(0.5)), ("a", log(0.5)), ("b", log(0.25))]
+    assert repetition_evidence([group]) == pytest.approx(1 - 2 * log(0.5 + 0.5 * math.e))
+    # Of two draws of a fair coin, the mean over what may come is 1 with any one factor.
+    outcomes = [[("a", log(0.5)), (second, log(0.5))] for second in ("a", "b")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diagnosis, "FACTORS", (2,))
+        means = [math.exp(repetition_evidence([outcome])) for outcome in outcomes]
+    assert sum(means) / 2 == pytest.approx(1)
+    # Two unlikely ones are nearly 16 each.
+    rare = [("a", log(1e-12)), ("a", log(1e-12)), ("a", log(1e-12))]
+    assert repetition_evidence([rare]) == pytest.approx(32, abs=1e-3)
+
+
+def test_equal_responses_count_as_often_as_they_came():
+    """Without them a policy that is sure of its answers would look hotter than it is."""
+    ids = [5] * 7 + [6]
+    batch = [
+        Trajectory.of_response([1], [x], problem_id=0, sample_index=i) for i, x in enumerate(ids)
+    ]
+
+    def log_probs(likely: float) -> list[torch.Tensor]:
+        values = [math.log(likely if x == 5 else 1 - likely) for x in ids]
+        return list(torch.tensor(values, dtype=torch.float64).split(1))
+
+    side = Side("engine", 0, tuple(range(8)), tuple(log_probs(0.9)))
+    drawn_so = draws(batch, side, side.log_probs, {"hotter": log_probs(0.6)})
+    assert drawn_so.evidence == pytest.approx(7 * math.log(0.6 / 0.9) + math.log(0.4 / 0.1))
+    assert (drawn_so.tokens, drawn_so.sampler, drawn_so.are_copies) == (8, None, False)
+
+
+def test_draws_that_rewards_chose_among_are_not_examined(run, tmp_path):
+    rollout = run.config.rollout.model_copy(update={"drop_zero_variance_groups": True})
+    config = run.config.model_copy(update={"rollout": rollout})
+    found = examine(SimpleNamespace(**{**vars(run), "config": config}), run.batch, tmp_path)
+    assert found.draws is None
+    assert "draws not examined: rewards or lengths chose among the responses" in found.facts
+
+
+def test_the_model_s_own_rotary_base_is_no_alternative(run):
+    reference = Reference(run.after)
+    base = reference._model.config.rope_parameters["rope_theta"]
+    names = {c.name for c in alternatives(SampledRun(1.0, 1, 1), reference, {}, is_recorded=False)}
+    bases = {f"rotary base {theta:g}, unscaled" for theta in diagnosis.THETAS}
+    assert bases - names == {f"rotary base {base:g}, unscaled"}
