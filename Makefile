@@ -5,7 +5,7 @@ RUN_IN_VENV = $(if $(shell grep -sx kind=cpu .venv/.installed),CUDA_VISIBLE_DEVI
 TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo arena slurm-demo gpu-check test lint types unit docs mutants clean
+.PHONY: help setup demo demo-tools arena slurm-demo gpu-check test lint types unit docs mutants clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -15,6 +15,9 @@ setup:  ## the virtual environment .venv (done once); GPU=1: the one for GPUs, w
 
 demo: setup  ## the whole loop on a tiny model: report in runs/demo (also SEED=2, DIRECTORY=..., OVERRIDES="key=value ...")
 	@$(RUN_IN_VENV) -m megatron_dppo demo $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)
+
+demo-tools: setup  ## it learns to use a calculator over three turns: report in runs/demo-tools (also TASK=python, by a sandbox; and as demo)
+	@$(RUN_IN_VENV) -m megatron_dppo demo --task $(or $(TASK),calculator) --directory $(or $(DIRECTORY),runs/demo-tools) $(if $(SEED),--seed $(SEED)) $(OVERRIDES)
 
 slurm-demo: setup  ## a real Slurm of four nodes on this machine: the tiny recipe with R3 is submitted, restarted by its time limit, finished
 	@$(RUN_IN_VENV) -m examples.tiny_moe.slurm_demo $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)

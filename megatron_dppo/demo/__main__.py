@@ -1,6 +1,6 @@
 """``make demo``: prepare model and data, train by DPPO, judge the results.
 
-    megatron-dppo demo [--seed N] [--directory runs/demo] [key.path=value ...]
+    megatron-dppo demo [--task sums|calculator|python] [--seed N] [--directory runs/demo] [key.path=value ...]
 
 An interrupted demo resumes. The folder of a finished one is renamed, and a new one starts.
 """
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,25 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dppo import EXAMPLES
-from megatron_dppo.config import ConfigError, load_config
+from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.demo.material import (
     EXPORT_BOUNDS,
     GAP_BOUNDS,
+    TASKS,
     engine_overrides,
     prepare,
     run_to_the_end,
     trainer_overrides,
 )
+from megatron_dppo.environments import check_environment
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.records import read_records, series
 from megatron_dppo.metrics.row import Dtype
+from megatron_dppo.metrics.samples import TRAINING, console_lines, read_samples
 from megatron_dppo.system.files import unused_path
 
-CONFIG = EXAMPLES / "tiny_moe" / "config.yaml"
+RECIPES = EXAMPLES / "tiny_moe"
 FLAGS = {"run.directory": "--directory", "run.seed": "--seed"}
 CONSOLE = Console(highlight=False)
 
@@ -48,19 +54,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if flag:
             parser.error(f"{override}: give {flag} instead, which the material depends on too")
     started = time.monotonic()
+    task = TASKS[options.task]
+    recipe = RECIPES / task.recipe
     gpus = this_machine().gpus
     overrides = [*trainer_overrides(gpus), *engine_overrides(gpus), *options.overrides]
     try:
         # A wrong key must not be told after the material, which takes minutes.
-        load_config(CONFIG, overrides)
-    except ConfigError as error:
+        config = load_config(recipe, overrides)
+        check_environment(config.environment.name, config.environment.options)
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    material = prepare(seed=options.seed, overrides=trainer_overrides(gpus))
+    material = prepare(options.seed, overrides=trainer_overrides(gpus), task=options.task)
     directory = Path(options.directory)
-    set_aside(directory, options.seed, options.overrides)
+    set_aside(directory, options.seed, options.overrides, recipe)
     command = [
-        *(sys.executable, "-m", "megatron_dppo.train", str(CONFIG)),
+        *(sys.executable, "-m", "megatron_dppo.train", str(recipe)),
         f"run.directory={directory}",
         f"run.seed={options.seed}",
         f"model.hf_checkpoint={material.warm_checkpoint}",
@@ -74,29 +83,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     summary = json.loads((directory / "summary.json").read_text())
     dtype = yaml.safe_load((directory / "config.yaml").read_text())["model"]["dtype"]
-    results = judge(summary, yaml.safe_load(CONFIG.read_text())["run"]["steps"], dtype)
+    results = judge(summary, load_config(recipe, ()).run.steps, dtype, task.gain)
     show(results, summary, directory, time.monotonic() - started)
     return int(any(result.holds is False for result in results))
 
 
-def set_aside(directory: Path, seed: int, overrides: Sequence[str]) -> None:
-    """Rename the folder of a demo that is finished or of another seed or algorithm; delete nothing."""
+def set_aside(
+    directory: Path, seed: int, overrides: Sequence[str], recipe: Path = RECIPES / "config.yaml"
+) -> None:
+    """Rename the folder of a demo that is finished or of another seed, algorithm or task; delete nothing."""
     config = directory / "config.yaml"
     if not config.exists():
         return
     before = yaml.safe_load(config.read_text())
-    chosen = dict(override.split("=", 1) for override in overrides)
-    recipe = yaml.safe_load(CONFIG.read_text())
-    algorithm = chosen.get("algorithm.name", recipe["algorithm"]["name"])
-    same = (before["run"]["seed"], before["algorithm"]["name"]) == (seed, algorithm)
+    now = load_config(recipe, overrides)
+    same = _identity(before) == (seed, now.algorithm.name, now.environment.name)
     finished = (directory / "summary.json").exists()
     if same and not finished:
         return
     stamp = f"{directory.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     renamed = unused_path(directory.with_name(stamp))
     directory.rename(renamed)
-    kind = "finished run" if finished else "run of another seed or algorithm"
+    kind = "finished run" if finished else "run of another seed, algorithm or task"
     CONSOLE.print(f"[demo] the {kind} in {directory} is now {renamed}", markup=False)
+
+
+def _identity(config: Mapping[str, Any]) -> tuple[int, str, str | None]:
+    environment = config.get("environment", {}).get("name")
+    return config["run"]["seed"], config["algorithm"]["name"], environment
 
 
 @dataclass(frozen=True)
@@ -110,7 +124,7 @@ class DemoResult:
 
 
 def judge(
-    summary: Mapping[str, Any], recipe_steps: int, dtype: Dtype = "float32"
+    summary: Mapping[str, Any], recipe_steps: int, dtype: Dtype = "float32", gain: float = 0.25
 ) -> list[DemoResult]:
     """Compare the run with the demo's targets; accuracy is judged only after all recipe steps."""
     gap_bound, export_bound = GAP_BOUNDS[dtype], EXPORT_BOUNDS[dtype]
@@ -122,10 +136,10 @@ def judge(
         summary["steps"],
     )
     measured = start is not None and end is not None
-    gained = end - start >= 0.25 if measured and steps >= recipe_steps else None
+    gained = end - start >= gain if measured and steps >= recipe_steps else None
     return [
         DemoResult(
-            "held-out accuracy", _arrow(summary, "eval_accuracy"), "up by 0.25 or more", gained
+            "held-out accuracy", _arrow(summary, "eval_accuracy"), f"up by {gain} or more", gained
         ),
         DemoResult("training reward", _arrow(summary, "train_reward"), "rises"),
         DemoResult(
@@ -153,8 +167,12 @@ def show(
     results: Sequence[DemoResult], summary: Mapping[str, Any], directory: Path, seconds: float
 ) -> None:
     """Print the results as a table, and where the run's files are."""
+    steps, turns = series(read_records(directory), names.TURNS)
+    has_turns = max(turns, default=1.0) > 1
+    spoken = f"{turns[0]:.2f} -> {turns[-1]:.2f}" if has_turns else "1"
     rows = [
         *results,
+        DemoResult("turns of an episode", spoken, ""),
         DemoResult("layout", summary["layout"], ""),
         DemoResult("seconds, set-up excluded", f"{seconds:.0f}", "600 or less on two quiet cores"),
     ]
@@ -164,8 +182,18 @@ def show(
         verdict = {None: "", True: "yes", False: "NO"}[row.holds]
         table.add_row(row.label, row.measured, row.expected, verdict)
     CONSOLE.print(table)
+    if has_turns:
+        show_conversations(directory, steps[0], steps[-1])
     for label, name in {"figures": "report.png", "model": "hf", "events": "tensorboard"}.items():
         CONSOLE.print(f"{label}: {directory / name}", soft_wrap=True)
+
+
+def show_conversations(directory: Path, *steps: int) -> None:
+    """Print two of each step's training samples, whole."""
+    for step in steps:
+        of_step = (s for s in read_samples(directory) if (s.set, s.step) == (TRAINING, step))
+        for sample in islice(of_step, 2):
+            CONSOLE.print("\n".join(console_lines(sample)), markup=False)
 
 
 def _at_most(value: float | None, bound: float) -> bool:
@@ -190,6 +218,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="megatron-dppo demo",
         description="Train a tiny mixture of experts by DPPO on this machine, on its GPUs if it has any.",
     )
+    parser.add_argument("--task", choices=TASKS, default="sums", help="what it learns (sums)")
     parser.add_argument("--seed", type=int, default=1, help="of model, data order and sampling")
     parser.add_argument("--directory", default="runs/demo", help="where the run goes")
     parser.add_argument(

@@ -1,10 +1,10 @@
 """Material of the demo: data, a random model, and the supervised warm start that RL begins from.
 
-    python -m megatron_dppo.demo.material [--seed 1] [--root runs/tiny_moe/material] [key.path=value ...]
+    python -m megatron_dppo.demo.material [--task sums] [--seed 1] [--root runs/tiny_moe/material] [key.path=value ...]
 
 Makes ``<root>/seed-<seed>/`` with ``random/`` (the initial checkpoint), ``warm/`` (the policy that RL starts from, a
-Hugging Face folder) and, in the JSON Lines form of DAPO-Math and AIME files, sums and differences of four small
-numbers, e.g. ``3+5-2+4`` with answer 10:
+Hugging Face folder) and, in the JSON Lines form of DAPO-Math and AIME files, the problems of a task; of ``sums``,
+sums and differences of four small numbers, e.g. ``3+5-2+4`` with answer 10:
 
 ``train.jsonl``, ``held_out.jsonl``: ``{"prompt", "answer"}``; no expression is in both.
 ``warm_start.jsonl``: ``{"prompt", "response"}`` for supervised learning, on expressions of the training split only.
@@ -12,7 +12,8 @@ numbers, e.g. ``3+5-2+4`` with answer 10:
 The warm start imitates the mixed styles of a base model's training text: 40% of its responses are worked out,
 ``8 6 = 10`` (the running totals, then the answer); the others are estimates, ``= 12``, which are wrong by up to five. A
 model that imitates both is correct less than half of the time; reinforcement learning can find from the reward that
-working out is better.
+working out is better. The tasks ``calculator`` and ``python`` are products with a number added or subtracted, and their
+warm start conversations, few of which use the tool to the end (``tool_pairs``).
 
 Overrides apply to the warm start's configuration, warm_start.yaml. A finished folder is used again unless its sources,
 seed or overrides have changed.
@@ -32,12 +33,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo import EXAMPLES
+from megatron_dppo.environments.calculator import calculate
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.table import BY_METRIC
@@ -45,6 +48,8 @@ from megatron_dppo.metrics.table import BY_METRIC
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+Pair = Mapping[str, Any]
+"""``prompt``, text or chat messages, and ``response``."""
 TERMS = 4
 LARGEST_TERM = 5
 LARGEST_TOTAL = TERMS * LARGEST_TERM
@@ -80,15 +85,59 @@ def worked_out(expression: str) -> str:
 
 def estimate(expression: str, rng: random.Random) -> str:
     """An estimate: ``= 12``."""
-    answer = running_totals(expression)[-1]
+    answer = calculate(expression)
     low, high = max(0, answer - ESTIMATE_RANGE), answer + ESTIMATE_RANGE
     return f"= {rng.randint(low, high)}"
 
 
-def make_data(folder: Path, seed: int) -> dict[str, int]:
+TOOL_SHARES = {"estimate": 0.6, "half way": 0.25, "to the end": 0.15}
+"""Of the warm start's conversations: answered at once, after the first call, and after the second."""
+LARGEST_NUMBER = 99
+
+
+def products() -> Iterator[str]:
+    """Every ``a*b+c`` and ``a*b-c`` of factors from 2 to 9 whose value is a number of the tokenizer."""
+    for a, b, sign, c in itertools.product(range(2, 10), range(2, 10), "+-", range(1, 20)):
+        text = f"{a}*{b}{sign}{c}"
+        if 0 <= calculate(text) <= LARGEST_NUMBER:
+            yield text
+
+
+def tool_pairs(call: str, expression: str, rng: random.Random) -> Iterator[Pair]:
+    """The turns of a conversation about ``7*8-5``, each a pair. ``call``: a turn that asks a tool, ``{}`` for what.
+
+    To the end it asks for ``7*8``, then for ``56-5``, and answers ``= 51``. Half way it answers ``= 56``, which is
+    wrong; an estimate, ``= 47``, is seldom right.
+    """
+    style = rng.choices(list(TOOL_SHARES), list(TOOL_SHARES.values()))[0]
+    messages = [{"role": "user", "content": expression}]
+    if style == "estimate":
+        yield {"prompt": messages, "response": estimate(expression, rng)}
+        return
+    product = expression[:3]
+    value = calculate(product)
+    asked = [product] if style == "half way" else [product, f"{value}{expression[3:]}"]
+    for question in asked:
+        turn, value = call.format(question), calculate(question)
+        yield {"prompt": list(messages), "response": turn}
+        messages += [
+            {"role": "assistant", "content": turn},
+            {"role": "user", "content": f"{value}"},
+        ]
+    yield {"prompt": messages, "response": f"= {value}"}
+
+
+def sum_pairs(expression: str, rng: random.Random) -> Iterator[Pair]:
+    """A response to a sum, worked out or estimated."""
+    worked = rng.random() < WORKED_OUT_SHARE
+    response = worked_out(expression) if worked else estimate(expression, rng)
+    yield {"prompt": expression, "response": response}
+
+
+def make_data(folder: Path, seed: int, task: str = "sums") -> dict[str, int]:
     """Write the three files; returns name -> number of lines."""
     rng = random.Random(seed)
-    everything = list(expressions())
+    everything = list(TASKS[task].expressions())
     rng.shuffle(everything)
     held_out, train = everything[:HELD_OUT], everything[HELD_OUT:]
     return {
@@ -96,24 +145,23 @@ def make_data(folder: Path, seed: int) -> dict[str, int]:
         for name, records in {
             "held_out": map(_exercise, held_out),
             "train": map(_exercise, train),
-            "warm_start": _pairs(train, rng),
+            "warm_start": _pairs(train, rng, TASKS[task].pairs),
         }.items()
     }
 
 
 def _exercise(expression: str) -> dict[str, str]:
-    return {"prompt": expression, "answer": str(running_totals(expression)[-1])}
+    return {"prompt": expression, "answer": str(calculate(expression))}
 
 
-def _pairs(train: list[str], rng: random.Random) -> Iterator[dict[str, str]]:
-    for _ in range(WARM_START_PAIRS):
-        expression = rng.choice(train)
-        worked = rng.random() < WORKED_OUT_SHARE
-        response = worked_out(expression) if worked else estimate(expression, rng)
-        yield {"prompt": expression, "response": response}
+def _pairs(
+    train: list[str], rng: random.Random, pairs: Callable[[str, random.Random], Iterable[Pair]]
+) -> Iterator[Pair]:
+    conversations = (pairs(rng.choice(train), rng) for _ in itertools.count())
+    return itertools.islice(itertools.chain.from_iterable(conversations), WARM_START_PAIRS)
 
 
-def _write(path: Path, records: Iterable[dict[str, str]]) -> int:
+def _write(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(record) + "\n" for record in records]
     path.write_text("".join(lines))
@@ -128,12 +176,12 @@ SPECIAL = ["<pad>", "<user>", "<assistant>", "<end>", "<unknown>"]
 NUMBERS = 28
 """Numbers 0 to 27: totals reach 20, estimates 25; 36 words in all are divisible by TP 4."""
 WORDS = [*SPECIAL, *"+-=", *(str(i) for i in range(NUMBERS))]
+TOOL_WORDS = [*SPECIAL, *"+-*=?(){}", "print", "error", *map(str, range(LARGEST_NUMBER + 1))]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if m['role'] == 'assistant' %}<end>{% endif %}{% "
     "endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SHAPE: dict[str, Any] = {
-    "vocab_size": len(WORDS),
     "hidden_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -152,17 +200,47 @@ SHAPE: dict[str, Any] = {
 """Two layers and the larger initial weights learn the task in fewer steps."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each number and each sign; spaces are ignored."""
+@dataclass(frozen=True)
+class DemoTask:
+    """What a demo learns. ``recipe``: a file of examples/tiny_moe. ``gain``: of held-out accuracy, expected at least.
+
+    ``expressions``: all problems. ``pairs``: of the warm start, on one of them. ``words``: of the tokenizer.
+    """
+
+    recipe: str
+    expressions: Callable[[], Iterator[str]]
+    pairs: Callable[[str, random.Random], Iterable[Pair]]
+    words: Sequence[str]
+    gain: float
+    root: Path
+
+
+TASKS = {
+    "sums": DemoTask(
+        "config.yaml", expressions, sum_pairs, WORDS, 0.25, Path("runs/tiny_moe/material")
+    ),
+    "calculator": DemoTask(
+        *("calculator.yaml", products, partial(tool_pairs, "? {}"), TOOL_WORDS, 0.4),
+        root=Path("runs/tiny_moe/calculator"),
+    ),
+    "python": DemoTask(
+        *("python.yaml", products, partial(tool_pairs, "{{ print({}) }}"), TOOL_WORDS, 0.4),
+        root=Path("runs/tiny_moe/python"),
+    ),
+}
+
+
+def make_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token for each number, sign and word; spaces are ignored."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {word: token_id for token_id, word in enumerate(WORDS)}
+    vocabulary = {word: token_id for token_id, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.WhitespaceSplit(),
-            pre_tokenizers.Split(Regex(r"[0-9]+|[^0-9]"), "isolated"),
+            pre_tokenizers.Split(Regex(r"[0-9]+|[a-z]+|[^0-9a-z]"), "isolated"),
         ]
     )
     tokenizer.add_special_tokens(SPECIAL)
@@ -176,17 +254,19 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(folder: Path, seed: int) -> int:
+def make_model(folder: Path, seed: int, words: Sequence[str] = WORDS) -> int:
     """Write the checkpoint into ``folder``; returns the number of parameters."""
     # Here, for whoever finds the material made needs no torch.
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(words)
     torch.manual_seed(seed)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3MoeConfig(**SHAPE, **ids, bos_token_id=None, dtype=torch.float32)
+    config = Qwen3MoeConfig(
+        vocab_size=len(words), **SHAPE, **ids, bos_token_id=None, dtype=torch.float32
+    )
     model = Qwen3MoeForCausalLM(config)
     disable_progress_bar()
     model.save_pretrained(folder)
@@ -195,7 +275,7 @@ def make_model(folder: Path, seed: int) -> int:
 
 
 HERE = Path(__file__).resolve().parent
-ROOT = Path("runs/tiny_moe/material")
+ROOT = TASKS["sums"].root
 WARM_START = EXAMPLES / "tiny_moe" / "warm_start.yaml"
 SOURCES = (HERE / "material.py", WARM_START)
 SUPERVISED = "megatron_dppo.supervised"
@@ -226,8 +306,11 @@ class Material:
         return self.folder / "warm"
 
 
-def prepare(seed: int, root: Path = ROOT, overrides: Sequence[str] = ()) -> Material:
+def prepare(
+    seed: int, root: Path | None = None, overrides: Sequence[str] = (), task: str = "sums"
+) -> Material:
     """Make the material if needed and return its paths. Raises SystemExit if the warm start fails."""
+    root = TASKS[task].root if root is None else root
     folder = root / f"seed-{seed}"
     made_from = fingerprint(seed, overrides)
     folder.mkdir(parents=True, exist_ok=True)
@@ -238,17 +321,18 @@ def prepare(seed: int, root: Path = ROOT, overrides: Sequence[str] = ()) -> Mate
             print(f"material: {folder} is there", flush=True)
         else:
             shutil.rmtree(folder, ignore_errors=True)
-            _make(folder, seed, overrides)
+            _make(folder, seed, overrides, task)
             (folder / STAMP).write_text(json.dumps(made_from, indent=1) + "\n")
     return Material(folder)
 
 
-def _make(folder: Path, seed: int, overrides: Sequence[str]) -> None:
+def _make(folder: Path, seed: int, overrides: Sequence[str], task: str) -> None:
     began = time.monotonic()
-    counts = make_data(folder, seed)
+    counts = make_data(folder, seed, task)
     lines = ", ".join(f"{name} {count}" for name, count in counts.items())
     print(f"material: lines of data: {lines}", flush=True)
-    _make_random_model(folder / "random", seed)
+    parameters = make_model(folder / "random", seed, TASKS[task].words)
+    print(f"material: a random Qwen3-MoE of {parameters:,} parameters", flush=True)
     _warm_start(folder, seed, overrides)
     print(f"material: {folder} made in {time.monotonic() - began:.0f} s", flush=True)
 
@@ -262,10 +346,6 @@ def fingerprint(seed: int, overrides: Sequence[str]) -> dict[str, object]:
 def _stamp(folder: Path) -> object:
     path = folder / STAMP
     return json.loads(path.read_text()) if path.is_file() else None
-
-
-def _make_random_model(folder: Path, seed: int) -> None:
-    print(f"material: a random Qwen3-MoE of {make_model(folder, seed):,} parameters", flush=True)
 
 
 def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
@@ -314,10 +394,11 @@ def run_to_the_end(command: Sequence[str], env: Mapping[str, str] | None = None)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--root", type=Path, default=ROOT)
+    parser.add_argument("--root", type=Path)
+    parser.add_argument("--task", choices=TASKS, default="sums")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     arguments = parser.parse_intermixed_args()
-    prepare(arguments.seed, arguments.root, arguments.overrides)
+    prepare(arguments.seed, arguments.root, arguments.overrides, arguments.task)
 
 
 # What of the demo's recipe changes on GPUs: Transformer Engine and SGLang's CUDA server work in bfloat16.

@@ -124,6 +124,7 @@ ENVIRONMENTS: dict[str, str] = {
     "calculator": "megatron_dppo.environments.calculator:Calculator",
     "over-http": "megatron_dppo.environments.over_http:OverHttp",
     "agent": "megatron_dppo.environments.agents:Agent",
+    "python": "megatron_dppo.environments.python_sandbox:Python",
 }
 """``package.module:Class`` by name."""
 
@@ -153,7 +154,8 @@ def makes_prompts(name: str | None) -> bool:
 def check_environment(name: str | None, options: Mapping[str, Any]) -> None:
     """Raise ValueError where there is no such environment, or it does not take these options.
 
-    A class may know more of them than their names: ``check_options``, called with them, raises ValueError.
+    A class may know more of them than their names, and what it needs of this machine: ``check_options``, called with
+    them, raises ValueError.
     """
     if name is None:
         return

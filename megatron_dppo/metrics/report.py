@@ -313,17 +313,6 @@ def draw_length(axes: Axes, runs: list[RunRecords]) -> None:
     finish(axes, "Response length and truncation", "tokens", handles)
 
 
-def draw_age(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw how old the batch's tokens are; right axis: responses that a weight update interrupted."""
-    right = ((0, 5), "% interrupted")
-    _draw_from_zero(axes, runs, "age", "Age of the tokens", "weight versions", right)
-
-
-def draw_waiting(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw how long trainers wait for responses, and servers for something to generate."""
-    _draw_from_zero(axes, runs, "waiting", "Waiting", "% of the time")
-
-
 def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the model's FLOP/s of a rank: as a share of the GPU's peak where every run's is known, else in TFLOP/s."""
     is_known = all(is_recorded([run], names.MFU) for run in runs)
@@ -355,6 +344,14 @@ def _draw_from_zero(
     finish(axes, title, unit, handles)
 
 
+draw_age = partial(
+    _draw_from_zero,
+    panel="age",
+    title="Age of the tokens",
+    unit="weight versions",
+    right=((0, 5), "% interrupted"),
+)
+draw_waiting = partial(_draw_from_zero, panel="waiting", title="Waiting", unit="% of the time")
 draw_update_seconds = partial(
     _draw_from_zero, panel="update seconds", title="Weight update: time", unit="seconds"
 )
@@ -464,6 +461,11 @@ USE_PANELS = (draw_arithmetic, draw_memory)
 USE_METRICS = (names.TFLOPS, names.PEAK_MEMORY, names.IDLE_SHARE)
 AHEAD_PANELS = (draw_age, draw_waiting)
 """Of generation ahead of the trainer: drawn where any run has trained on tokens of older weights."""
+TURN_PANELS = (
+    partial(_draw_from_zero, panel="turns", title="Turns of the policy", unit="turns"),
+    partial(_draw_from_zero, panel="prefix", title="Prompt tokens in the prefix cache", unit="%"),
+)
+"""Of episodes: drawn where any run's have several turns."""
 UPDATE_PANELS = (draw_update_seconds, draw_update_bytes)
 """Of weight updates: drawn where any run has recorded their seconds."""
 STYLE: dict[Any, Any] = {
@@ -488,18 +490,9 @@ def write_report(directory: str | Path) -> Path:
 
 
 def write_comparison(directories: Sequence[str | Path], output: str | Path) -> Path:
-    """Draw several runs into one picture.
+    """Draw several runs, at most ``len(RUN_COLOURS)``, into the PNG file ``output``, and return that.
 
-    Args:
-        directories: of the runs, at most ``len(RUN_COLOURS)``.
-        output: PNG file.
-
-    Returns:
-        ``output``.
-
-    Raises:
-        RecordsError: a run has no metrics file or no record.
-        ValueError: more runs than colours.
+    Raises RecordsError where a run has no metrics file or no record, ValueError for more runs than colours.
     """
     if len(directories) > len(RUN_COLOURS):
         raise ValueError(
@@ -542,12 +535,12 @@ def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -
 
 
 def _draw(runs: list[RunRecords], title: str) -> Figure:
-    """The page: six panels, two more each of the machine's use, of generation ahead and of weight updates; of several
-    runs also their names below.
+    """The page: six panels, two more each of the machine's use, of generation ahead, of turns and of weight updates; of
+    several runs also their names below.
     """
     drawn = PANELS + (USE_PANELS if is_recorded(runs, *USE_METRICS) else ())
-    is_ahead = any(any(series(run.records, names.STALENESS_MAX)[1]) for run in runs)
-    drawn += AHEAD_PANELS if is_ahead else ()
+    drawn += AHEAD_PANELS if _largest(runs, names.STALENESS_MAX) > 0 else ()
+    drawn += TURN_PANELS if _largest(runs, names.TURNS) > 1 else ()
     drawn += UPDATE_PANELS if is_recorded(runs, names.UPDATE_SECONDS) else ()
     figure = Figure(figsize=(10.5, 11 * len(drawn) / len(PANELS)), dpi=130)
     figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
@@ -570,6 +563,10 @@ def _draw(runs: list[RunRecords], title: str) -> Figure:
             handles=handles, loc="outside lower center", ncols=min(4, len(runs)), frameon=False
         )
     return figure
+
+
+def _largest(runs: list[RunRecords], metric: str) -> float:
+    return max((max(series(run.records, metric)[1], default=0.0) for run in runs), default=0.0)
 
 
 def _save(figure: Figure, output: Path) -> None:

@@ -315,12 +315,15 @@ REDRAWN = _metric(
     "sampled tokens that were not kept, and drawn again, as an update aborted their responses",
 )
 TURNS = _metric(
-    "rollout/turns", "mean turns of the policy in a response; more than 1 with an environment"
+    "rollout/turns",
+    "mean turns of the policy in a response; more than 1 with an environment",
+    line=Line("turns", "turns of an episode"),
 )
 PREFIX_CACHED = _metric(
     "rollout/prefix_cached",
     "share of the prompt tokens of all calls, later turns' included, that servers had in their prefix cache",
     share=True,
+    line=Line("prefix", "in the prefix cache", scale=100),
 )
 ENVIRONMENT_FAULTS = _metric(
     "environment/faults",

@@ -24,6 +24,7 @@
       DataError                         a data set
         TurnTemplateError               a chat template that can't say what follows a turn
       EnvironmentFaultError             one episode's environment failed; the run goes on without it
+      SandboxError                      this machine can't run snippets protected
       VerifierError                     a reward function, or the processes that run it
       RewardUnavailableError            a service that rewards ask is away, and no other response got one either
       InputError                        files that the run starts from have changed

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,13 +14,15 @@ import sys
 import pytest
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.config import load_config
+from megatron_dppo.config import check_config, load_config
 from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
 from megatron_dppo.demo import material as prepare_module
-from megatron_dppo.demo.__main__ import judge, set_aside
+from megatron_dppo.demo.__main__ import RECIPES, judge, set_aside
 from megatron_dppo.demo.__main__ import main as demo_main
 from megatron_dppo.demo.material import (
     ESTIMATE_RANGE,
+    TASKS,
+    TOOL_SHARES,
     WORKED_OUT_SHARE,
     engine_overrides,
     expressions,
@@ -27,11 +30,14 @@ from megatron_dppo.demo.material import (
     make_model,
     make_tokenizer,
     prepare,
+    products,
     running_totals,
+    tool_pairs,
     trainer_overrides,
     worked_out,
 )
 from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.environments.templates import TurnTemplate
 from megatron_dppo.launch.placement import Allocation, Host, Roles, place
 from megatron_dppo.rewards import find_reward
 
@@ -87,6 +93,66 @@ def test_the_warm_start_mixes_two_writers(data):
     errors = [int(r["response"][1:]) - eval(r["prompt"]) for r in guessed]
     assert {abs(e) for e in errors} == set(range(ESTIMATE_RANGE + 1))
     assert errors.count(0) / len(errors) < 0.15
+
+
+def test_problems_for_tools_are_distinct_and_their_numbers_are_words():
+    everything = list(products())
+    assert len(set(everything)) == len(everything) == 2281
+    assert all(0 <= eval(e) <= 99 for e in everything)
+
+
+def conversations(call, style):
+    """Those about 7*8-5 in which the policy has as many turns as ``style``."""
+    drawn = [list(tool_pairs(call, "7*8-5", random.Random(seed))) for seed in range(400)]
+    return [c for c in drawn if len(c) == 1 + list(TOOL_SHARES).index(style)]
+
+
+def test_a_conversation_by_hand():
+    user, call, value, second, total = (
+        {"role": "user", "content": "7*8-5"},
+        {"role": "assistant", "content": "{ print(7*8) }"},
+        {"role": "user", "content": "56"},
+        {"role": "assistant", "content": "{ print(56-5) }"},
+        {"role": "user", "content": "51"},
+    )
+    to_the_end = conversations("{{ print({}) }}", "to the end")
+    assert to_the_end[0] == [
+        {"prompt": [user], "response": "{ print(7*8) }"},
+        {"prompt": [user, call, value], "response": "{ print(56-5) }"},
+        {"prompt": [user, call, value, second, total], "response": "= 51"},
+    ]
+    half_way = conversations("{{ print({}) }}", "half way")
+    assert half_way[0][1] == {"prompt": [user, call, value], "response": "= 56"}
+    for style, drawn in (("to the end", to_the_end), ("half way", half_way)):
+        assert len(drawn) / 400 == pytest.approx(TOOL_SHARES[style], abs=0.06)
+    estimates = {c[0]["response"] for c in conversations("? {}", "estimate")}
+    assert estimates == {f"= {n}" for n in range(46, 57)}
+
+
+@pytest.mark.parametrize("name", ["calculator", "python"])
+def test_every_word_of_a_conversation_is_one_of_the_tokenizer(name, tmp_path):
+    task = TASKS[name]
+    tokenizer = make_tokenizer(task.words)
+    # Tensor parallelism of 4 divides the vocabulary.
+    assert len(task.words) == len(set(task.words)) == 116
+    assert make_data(tmp_path, 1, name) == {"held_out": 200, "train": 2081, "warm_start": 40_000}
+    for record in read(tmp_path / "warm_start.jsonl")[:300]:
+        text = tokenizer.apply_chat_template(record["prompt"], tokenize=False) + record["response"]
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.unk_token_id not in ids
+    # The environment's answer, too, and what follows a turn does not depend on what came before.
+    spoken = TurnTemplate(tokenizer, "user").delta([tokenizer.eos_token_id], "56\n")
+    assert tokenizer.convert_ids_to_tokens(spoken) == ["<user>", "56", "<assistant>"]
+    recipe, made = load_config(RECIPES / task.recipe), task.root / "seed-1"
+    assert recipe.environment.name == name
+    assert recipe.model.hf_checkpoint == str(made / "warm")
+    make_model(tmp_path / "warm", 1, task.words)
+    paths = [
+        f"model.hf_checkpoint={tmp_path}/warm",
+        f"data.train={tmp_path}/train.jsonl",
+        f"data.evaluation.held_out={tmp_path}/held_out.jsonl",
+    ]
+    check_config(load_config(RECIPES / task.recipe, paths), name)
 
 
 def test_seeds_give_other_splits(tmp_path, data):
@@ -236,6 +302,11 @@ def test_the_demo_judges_its_results(changes, verdicts):
     assert [p.holds for p in judge(SUMMARY | changes, recipe_steps=40)] == verdicts
 
 
+def test_a_task_asks_for_a_gain_of_its_own():
+    assert judge(SUMMARY, 40, gain=0.4)[0].holds is False
+    assert judge(SUMMARY | {"eval_accuracy_end": 0.75}, 40, gain=0.4)[0].holds is True
+
+
 def test_bfloat16_has_bounds_of_its_own():
     rounded = {"mean_abs_prob_gap": 4e-3, "hf_export_max_logprob_diff": 0.2}
     assert [p.holds for p in judge(SUMMARY | rounded, 40, "bfloat16")] == [
@@ -287,4 +358,7 @@ def test_a_demo_goes_on_or_is_set_aside(tmp_path):
     assert directory.exists()
     (directory / "summary.json").write_text("{}")
     set_aside(directory, 2, [])
+    assert not directory.exists()
+    started(1, "dppo-binary-tv")
+    set_aside(directory, 1, [], recipe=RECIPES / "calculator.yaml")
     assert not directory.exists()

@@ -1,0 +1,233 @@
+"""A Python interpreter as an environment: a turn with a snippet between marks is answered with what the snippet prints;
+any other turn is the answer to the problem, and ends the episode.
+
+A snippet runs by bubblewrap (``bwrap``) in an interpreter of its own that has the standard library and nothing else:
+namespaces of its own for users, processes, network, IPC and mounts; a root that holds the interpreter and the system's
+libraries, all of it read-only, without /proc, /dev, /etc, /tmp and any home; no capabilities; one process and one
+thread, no socket, no shared memory, no further namespaces (a filter of system calls); bounds on CPU seconds, memory,
+output and wall time. There is no way to run it without: where bubblewrap can't do all that, a run is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import platform
+import shutil
+import struct
+import sys
+import sysconfig
+from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo.environments import Step, Turn
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.processes import describe_exit
+
+if TYPE_CHECKING:
+    from megatron_dppo.data.trajectory import Problem
+
+_INSTALL = "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap; Fedora, RHEL: dnf install bubblewrap)"
+_ALLOW = (
+    "allow user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone=1, "
+    "kernel.apparmor_restrict_unprivileged_userns=0; in a container --security-opt seccomp=unconfined)"
+)
+_START_S = 30.0
+_STARTED = b"started\n"
+# The snippet comes by standard input, so no argument is too long for it.
+_BOOT = (
+    f"import sys; print({_STARTED.decode().strip()!r}, flush=True)\n"
+    "try: exec(compile(sys.stdin.read(), '<snippet>', 'exec'), {'__name__': '__main__'})\n"
+    "except Exception as error: print(type(error).__name__, error, sep=': ')\n"
+)
+
+
+class SandboxError(RunError, ValueError):
+    """The sandbox can't be had on this machine, or failed; nothing was run without it."""
+
+
+class Python:
+    """``begin``, ``end``: the marks; a snippet without ``end`` goes on to the end of the turn, as after a stop text.
+    ``seconds``: of CPU time; of wall time twice as much. ``longest_output``: bytes that are kept."""
+
+    def __init__(
+        self,
+        begin: str = "```python",
+        end: str = "```",
+        seconds: int = 5,
+        memory_mib: int = 256,
+        longest_output: int = 2000,
+    ) -> None:
+        if not begin or not end or min(seconds, memory_mib, longest_output) < 1:
+            raise ValueError("expected marks that are not empty, and bounds of 1 or more")
+        self._marks = begin, end
+        self._run = functools.partial(
+            run_snippet, seconds=seconds, memory_mib=memory_mib, longest_output=longest_output
+        )
+
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        """Raise ValueError where these are no options, and SandboxError, which says what to install or to allow, where
+        snippets can't be run protected."""
+        cls(**options)
+        answer = asyncio.run(run_snippet("print(6 * 7)"))
+        if answer != "42":
+            raise SandboxError(f"print(6 * 7) was answered {answer[:300]!r}, expected 42")
+
+    async def reset(self, problem: Problem) -> str:
+        return ""
+
+    async def step(self, turn: Turn) -> Step:
+        begin, end = self._marks
+        _, mark, rest = turn.text.partition(begin)
+        if not mark:
+            return Step(done=True, is_scored=True)
+        return Step(await self._run(rest.partition(end)[0].strip()))
+
+    async def close(self) -> None:
+        return
+
+
+async def run_snippet(
+    snippet: str, *, seconds: int = 5, memory_mib: int = 256, longest_output: int = 2000
+) -> str:
+    """What ``snippet`` prints, without white space around it, or what it raises, and in brackets what ended it.
+
+    As many run at once as there are cores. Raises SandboxError where the sandbox doesn't start.
+    """
+    async with _places(asyncio.get_running_loop()):
+        with _command(seconds, memory_mib) as (command, filter_fd):
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, env={}, pass_fds=[filter_fd]
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        printed, ending = b"", ""
+        try:
+            process.stdin.write(snippet.encode(errors="replace"))
+            process.stdin.close()
+            started = await _first_line(process.stdout)
+            if started != _STARTED:
+                said = started.decode(errors="replace").strip()
+                raise SandboxError(f"the sandbox does not start: {said[:500]}; {_ALLOW}")
+            async with asyncio.timeout(2 * seconds):
+                while len(printed) <= longest_output and (more := await process.stdout.read(65536)):
+                    printed += more
+                if len(printed) > longest_output:
+                    ending = f"[cut after {longest_output} bytes]"
+                elif code := await process.wait():
+                    # bwrap says by which signal as a shell does.
+                    ending = f"[{describe_exit(128 - code if code > 128 else code)}]"
+        except TimeoutError:
+            ending = f"[did not end within {2 * seconds} s]"
+        finally:
+            # The kernel then ends what is inside, too: it is of a process namespace, and bwrap its parent.
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            # What nobody reads would keep wait() from returning.
+            await process.stdout.read()
+            await process.wait()
+    return f"{printed[:longest_output].decode(errors='replace').strip()} {ending}".strip()
+
+
+async def _first_line(output: asyncio.StreamReader) -> bytes:
+    """Raises SandboxError where none comes in time: not the snippet's fault."""
+    try:
+        return await asyncio.wait_for(output.readline(), _START_S)
+    except TimeoutError:
+        raise SandboxError(f"the sandbox did not start within {_START_S:g} s") from None
+
+
+@functools.cache
+def _places(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    return asyncio.Semaphore(os.cpu_count() or 1)
+
+
+@contextlib.contextmanager
+def _command(seconds: int, memory_mib: int) -> Iterator[tuple[list[str], int]]:
+    """The words that run ``_BOOT`` in the sandbox, and a descriptor that they name. Raises SandboxError."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise SandboxError(f"the sandbox needs Linux on x86_64, this is {platform.platform()}")
+    programs = {name: shutil.which(name) for name in ("prlimit", "bwrap")}
+    if programs["bwrap"] is None or programs["prlimit"] is None:
+        raise SandboxError(f"no bwrap here to run snippets in a sandbox: {_INSTALL}")
+    filter_fd = os.memfd_create("filter")
+    try:
+        os.write(filter_fd, _filter())
+        os.lseek(filter_fd, 0, os.SEEK_SET)
+        yield [
+            programs["prlimit"],
+            f"--as={memory_mib << 20}", f"--cpu={seconds}", "--fsize=0", "--core=0", "--nofile=32",
+            programs["bwrap"],
+            "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts",
+            "--unshare-cgroup-try", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox",
+            "--cap-drop", "ALL", "--new-session", "--die-with-parent",
+            *_files(), "--remount-ro", "/", "--chdir", "/", "--seccomp", str(filter_fd),
+            "--", str(_interpreter()), "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT,
+        ], filter_fd  # fmt: skip
+    finally:
+        os.close(filter_fd)
+
+
+def _interpreter() -> Path:
+    """That of the virtual environment's base, which needs nothing of ours."""
+    return Path(sys.executable).resolve()
+
+
+def _files() -> Iterator[str]:
+    """The interpreter, its standard library without packages, and the system's libraries, read-only."""
+    standard = Path(sysconfig.get_path("stdlib")).resolve()
+    python = Path(sys.base_prefix).resolve() / "lib"
+    for path in dict.fromkeys([Path("/usr/lib"), Path("/usr/lib64"), python, standard]):
+        if path.is_dir():
+            yield from ("--ro-bind", str(path), str(path))
+    for path in map(Path, ("/lib", "/lib64")):
+        if path.is_symlink():
+            yield from ("--symlink", os.readlink(path), str(path))
+        elif path.is_dir():
+            yield from ("--ro-bind", str(path), str(path))
+    yield from ("--ro-bind", str(_interpreter()), str(_interpreter()))
+    for packages in ("site-packages", "dist-packages"):
+        if (standard / packages).is_dir():
+            yield from ("--tmpfs", str(standard / packages))
+            yield from ("--remount-ro", str(standard / packages))
+
+
+# x86_64's numbers of system calls: processes and threads; other processes; namespaces and mounts; sockets; memory that
+# the bound of a process does not count; keys; what bypasses this filter or has a history of holes.
+_DENIED = (
+    *(56, 57, 58, 435),  # clone, fork, vfork, clone3
+    *(101, 310, 311),  # ptrace, process_vm_readv, process_vm_writev
+    *(272, 308, 155, 161, 165, 166, 428, 429, 430, 442),
+    # unshare, setns, pivot_root, chroot, mount, umount2, open_tree, move_mount, fsopen, mount_setattr
+    *(41, 53),  # socket, socketpair
+    *(29, 64, 68, 240, 319),  # shmget, semget, msgget, mq_open, memfd_create
+    *(248, 249, 250),  # add_key, request_key, keyctl
+    *(425, 321, 298, 323, 304, 135),
+    # io_uring_setup, bpf, perf_event_open, userfaultfd, open_by_handle_at, personality
+)
+_ARCHITECTURE, _X32 = 0xC000003E, 0x40000000
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_KILL, _REFUSE, _PASS = 0x80000000, 0x00050001, 0x7FFF0000
+
+
+@functools.cache
+def _filter() -> bytes:
+    """The filter of system calls as the kernel's classic BPF program (seccomp(2)): EPERM for those denied; the process
+    ends where it makes any by another architecture's numbers."""
+    program = [
+        (_LOAD, 0, 0, 4),  # the architecture
+        (_IF_EQUAL, 1, 0, _ARCHITECTURE),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0),  # the number
+        (_IF_AT_LEAST, 0, 1, _X32),
+        (_RETURN, 0, 0, _KILL),
+    ]
+    for number in _DENIED:
+        program += [(_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE)]
+    program.append((_RETURN, 0, 0, _PASS))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

@@ -1,0 +1,196 @@
+"""The environment ``python``: what its sandbox keeps from a snippet that attacks, and that without a sandbox nothing
+runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.demo.__main__ import main as demo_main
+from megatron_dppo.environments import Step, Turn, check_environment
+from megatron_dppo.environments.python_sandbox import (
+    _BOOT,
+    _DENIED,
+    Python,
+    SandboxError,
+    run_snippet,
+)
+from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
+
+
+def refusal() -> str:
+    """Why this machine has no sandbox; empty where it has one. In continuous integration bubblewrap must be there."""
+    try:
+        Python.check_options()
+    except SandboxError as error:
+        if os.environ.get("CI") and shutil.which("bwrap") is None:
+            raise
+        return str(error)
+    return ""
+
+
+REFUSAL = refusal()
+protected = pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL)
+HERE = Path(__file__).resolve()
+SYSCALLS = f"""
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+def errno(number):
+    return ctypes.get_errno() if libc.syscall(number, 0, 0, 0, 0, 0, 0) == -1 else None
+print({{errno(number) for number in {_DENIED}}})
+"""
+
+
+def run(snippet: str, **bounds: int) -> str:
+    return asyncio.run(run_snippet(snippet, **bounds))
+
+
+@protected
+@pytest.mark.parametrize(
+    ("snippet", "answer"),
+    [
+        ("print(3 * 4)\nprint(sum(range(5)))", "12\n10"),
+        ("import math, json, random, fractions, datetime\nprint(math.comb(5, 2))", "10"),
+        ("x = 2", ""),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("print(1)\nprint(", re.escape("SyntaxError: '(' was never closed (<snippet>, line 2)")),
+        ("import sys; print(7); sys.exit(3)", re.escape("7 [exited with code 3]")),
+        ("input()", "EOFError: .*"),
+        ("print('\\u00e9\\u4e2d')", "\u00e9\u4e2d"),
+    ],
+)
+def test_a_snippet_is_answered_with_what_it_prints(snippet, answer):
+    assert re.fullmatch(answer, run(snippet, seconds=30))
+
+
+@protected
+@pytest.mark.parametrize(
+    ("attack", "answer"),
+    [
+        ("open('/etc/shadow').read()", "FileNotFoundError: .*"),
+        (f"open({str(HERE)!r}).read()", "FileNotFoundError: .*"),
+        ("import os; print(set(os.listdir('/')) - {'usr', 'lib', 'lib64', 'root', 'opt', 'home'})", r"set\(\)"),
+        ("import os; print(os.listdir(os.path.expanduser('~')))", "FileNotFoundError: .*|NotADirectoryError: .*"),
+        ("open('/proc/1/environ').read()", "FileNotFoundError: .*"),
+        ("import os; print('SECRET' in os.environ)", "False"),
+        ("import numpy", "ModuleNotFoundError: .*"),
+        ("open('/file', 'w')", ".*Read-only file system.*"),
+        ("import os; open(os.__file__, 'a')", ".*Read-only file system.*"),
+        ("import os; os.unlink(os.__file__)", ".*Read-only file system.*"),
+        ("import os; open(os.path.dirname(os.__file__) + '/site-packages/x.py', 'w')", ".*Error.*"),
+        ("open('/dev/shm/x', 'w')", "FileNotFoundError: .*"),
+        ("import socket; socket.create_connection(('127.0.0.1', 1))", "PermissionError: .*"),
+        ("import socket; socket.socket(socket.AF_UNIX)", "PermissionError: .*"),
+        ("import os\nwhile True: os.fork()", "PermissionError: .*"),
+        ("import threading\nthreading.Thread(target=print).start()", "RuntimeError: can't start new thread"),
+        ("import subprocess; subprocess.run(['/bin/sh'])", ".*Error.*"),
+        (SYSCALLS, r"\{1\}"),
+        ("import ctypes; ctypes.CDLL(None).syscall(0x40000000 + 39)", r".*SIGSYS.*"),
+        ("import os; os.setuid(0)", "OSError: .*|PermissionError: .*"),
+        ("import os; os.kill(1, 9); print(os.getuid())", "65534"),
+        ("bytearray(10**9)", "MemoryError.*"),
+        ("import mmap; [mmap.mmap(-1, 1 << 26) for _ in range(99)]", "(OSError|MemoryError): .*"),
+        ("import resource as r; r.setrlimit(r.RLIMIT_AS, (1 << 40, 1 << 40))", "ValueError: .*"),
+        ("import ctypes; ctypes.string_at(0)", r".*SIGSEGV.*"),
+    ],
+)  # fmt: skip
+def test_an_attack_meets_nothing(attack, answer, monkeypatch):
+    monkeypatch.setenv("SECRET", "of this process")
+    assert re.fullmatch(answer, run(attack, seconds=30), re.DOTALL)
+
+
+def _inside() -> list[psutil.Process]:
+    """The sandboxes' processes and the interpreters in them; those of other programs end within seconds, too."""
+    running = psutil.process_iter(["name", "cmdline"])
+    return [p for p in running if p.info["name"] == "bwrap" or _BOOT in (p.info["cmdline"] or ())]
+
+
+@protected
+@pytest.mark.parametrize(
+    ("snippet", "answer"),
+    [
+        ("while True: pass", "did not end within 2 s|SIGKILL|SIGXCPU"),
+        ("import time; time.sleep(1000)", r"^\[did not end within 2 s\]$"),
+        ("while True: print('x' * 1000)", r"^x{50} \[cut after 50 bytes\]$"),
+    ],
+)
+def test_what_does_not_end_is_ended_and_leaves_nothing(snippet, answer):
+    before = time.monotonic()
+    assert re.search(answer, run(snippet, seconds=1, longest_output=50))
+    # Far below what the snippet asks for, on a machine of any load.
+    assert time.monotonic() - before < 300
+    _, left = psutil.wait_procs(_inside(), timeout=60)
+    assert not left
+
+
+@protected
+def test_a_turn_with_a_snippet_is_answered_and_another_one_is_the_last():
+    async def steps() -> list[Step]:
+        environment = Python(seconds=2)
+        await environment.reset(None)
+        texts = ["I compute:\n```python\nprint(6 * 7)\n```\n", "```python\nprint(1)", "It is 42."]
+        return [await environment.step(Turn(text, ())) for text in texts]
+
+    assert asyncio.run(steps()) == [Step("42"), Step("1"), Step(done=True, is_scored=True)]
+
+
+@protected
+def test_it_works_in_a_process_of_environments():
+    async def ask() -> Step:
+        pool = EnvironmentPool(EnvironmentSpec("python", {"begin": "{", "end": "}"}, 60.0), 1)
+        try:
+            environment = await pool.open()
+            await environment.reset(Problem(1, "7*8-5", "51", (1,)))
+            return await environment.step(Turn("{ print ( 7 * 8 ) }", (1, 2)))
+        finally:
+            pool.close()
+
+    assert asyncio.run(ask()) == Step("56")
+
+
+@protected
+def test_more_snippets_than_cores_are_all_answered():
+    async def many() -> list[str]:
+        return await asyncio.gather(*(run_snippet(f"print({i} ** 2)") for i in range(12)))
+
+    assert asyncio.run(many()) == [str(i**2) for i in range(12)]
+
+
+def test_without_bubblewrap_a_run_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"no bwrap here.*apt-get install bubblewrap"):
+        check_environment("python", {})
+    with pytest.raises(SandboxError, match="bubblewrap"):
+        run("print(1)")
+    # Before material is made, which takes minutes.
+    assert demo_main(["--task", "python"]) == 2
+    assert "apt-get install bubblewrap" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_bubblewrap_may_not_nothing_is_run(tmp_path, monkeypatch):
+    (tmp_path / "bwrap").write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create new namespace'\nexit 1\n"
+    )
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(
+        ValueError, match=r"does not start: bwrap: No permissions.*user\.max_user_namespaces"
+    ):
+        check_environment("python", {})
+
+
+def test_options_that_bound_nothing_are_refused():
+    with pytest.raises(ValueError, match="bounds of 1 or more"):
+        check_environment("python", {"seconds": 0})
+    with pytest.raises(ValueError, match="marks that are not empty"):
+        Python(end="")
