@@ -61,4 +61,6 @@ def looking_worker() -> list[str]:
 
 
 def test_a_look_imports_nothing_beside_the_main_thread() -> None:
-    assert run_ranks("tests.distributed.test_watchdog:looking_worker", 1, timeout=60) == [[]]
+    assert run_ranks(
+        "tests.distributed.test_watchdog:looking_worker", 1, timeout=60, own_interpreter=True
+    ) == [[]]
