@@ -468,7 +468,8 @@ def test_names_and_options_are_checked_before_a_run():
     check_environment("calculator", {"call": "!"})
     check_environment(None, {})
     with pytest.raises(
-        ValueError, match="unknown environment 'abacus'; there are agent, calculator, over-http, python, single"
+        ValueError,
+        match="unknown environment 'abacus'; there are agent, calculator, over-http, python, single",
     ):
         find_environment("abacus")
     with pytest.raises(ValueError, match="unexpected keyword argument 'cal', of calculator"):
