@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -13,15 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.rewards import RewardInput
 from megatron_dppo.rewards import verifier as verifiers
 from megatron_dppo.rewards.verifier import Verifier, VerifierError
 from megatron_dppo.system.network import free_port
+from tests.integration.runs import TrainingRun, records_of, write_material
 from tests.tiny_models import save_tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -143,6 +147,43 @@ def test_a_reward_models_scores_are_transformers_own(classifier, reward_model):
     # A random head: no range, both signs or not, but different ones.
     assert len(set(values)) == 4
     assert again == values[::-1]
+
+
+def test_a_run_trains_on_a_reward_models_scores(classifier, reward_model, tmp_path):
+    """Every reward of a run, whatever its policy said, is transformers' score of the conversation."""
+    path = write_material(tmp_path)
+    settings = yaml.safe_load(path.read_text())
+    settings["reward"] = {
+        "name": "reward_model",
+        "options": options_of(classifier.url, reward_model),
+        "timeout_s": 120.0,
+        "batch_size": 8,
+    }
+    settings["run"]["steps"] = 2
+    path.write_text(yaml.safe_dump(settings))
+    with TrainingRun(path) as run:
+        run.finish(timeout=600)
+    model = LlamaForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    problems = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    records = {record["step"]: record for record in records_of(run.directory)}
+    for step in (1, 2):
+        batch = load_batch(run.directory / "rollouts", step)
+        assert len({t.reward for t in batch}) > len(batch) / 2
+        assert records[step]["reward/mean"] == pytest.approx(
+            sum(t.reward for t in batch) / len(batch)
+        )
+        for t in batch[::4]:
+            # The token that ended it is no part of a response's text.
+            said = t.response_ids[:-1] if t.finish_reason == "stop" else t.response_ids
+            turns = [
+                {"role": "user", "content": problems[t.problem_id]["prompt"]},
+                {"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True)},
+            ]
+            ids = tokenizer.apply_chat_template(turns, return_dict=True, return_tensors="pt")
+            with torch.no_grad():
+                score = float(model(ids["input_ids"]).logits[0, 0])
+            assert t.reward == pytest.approx(score, abs=1e-4)
 
 
 def test_what_the_server_refuses_ends_the_run(classifier, reward_model, monkeypatch):

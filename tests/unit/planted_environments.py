@@ -71,6 +71,40 @@ class Long(Counting):
         return Step("1 " * 300)
 
 
+class Faulty(Counting):
+    """A fifth of the problems has environments that crash in their second turn, others end their process, hang, or
+    answer 10 MB, as often as ``TIMES`` says of each such problem; a file in ``folder`` for each fault. The rest is
+    slow."""
+
+    TIMES = (12, 1, 2, 2)
+
+    def __init__(self, folder: str, forever: bool = False) -> None:
+        super().__init__()
+        self.folder, self.forever = Path(folder), forever
+
+    async def reset(self, problem: Problem) -> str:
+        await super().reset(problem)
+        return "Begin."
+
+    async def step(self, turn: Turn) -> Step:
+        step = await super().step(turn)
+        kind = self.problem.problem_id % 5
+        if self.turns != 2 or kind == 4 or not self.is_due(kind):
+            await asyncio.sleep(0.2 if kind == 4 else 0)
+            return step
+        await self.misbehave(("crash", "exit", "hang", "")[kind])
+        return replace(step, observation="1" * 10_000_000)
+
+    def is_due(self, kind: int) -> bool:
+        for number in range(self.TIMES[kind]):
+            try:
+                (self.folder / f"{self.problem.problem_id}-{number}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            return True
+        return self.forever
+
+
 class OnceBroken(Counting):
     """Fails in its second turn while there is no file ``flag``, which it makes then."""
 
