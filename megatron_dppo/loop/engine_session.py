@@ -20,9 +20,8 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.engine.occupation import TAGS, MemoryTag, Occupation
 from megatron_dppo.engine.options import ServerSections, check_engine
-from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.engine.weights import TAGS, EngineWeights, MemoryTag, Occupation
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.endpoint import (

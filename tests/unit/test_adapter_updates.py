@@ -18,8 +18,8 @@ from megatron_dppo.config.lora import PEFT_WEIGHTS
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.engine.launch_server import _digests
-from megatron_dppo.engine.occupation import Occupation
 from megatron_dppo.engine.options import ADAPTER_DIGESTS
+from megatron_dppo.engine.weights import Occupation
 from megatron_dppo.model.adapters import Adapters, adapter_tensors
 from megatron_dppo.model.gather_plan import Bucket, TensorSources
 from megatron_dppo.weight_sync.adapters import AdapterUpdater, expected_digests

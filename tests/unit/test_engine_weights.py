@@ -19,8 +19,7 @@ from megatron_dppo.engine.errors import (
     EngineMismatchError,
     EngineRequestError,
 )
-from megatron_dppo.engine.occupation import MemoryOrderError
-from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.engine.weights import EngineWeights, MemoryOrderError
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.test_engine_checksums import model_shape
 

@@ -23,6 +23,7 @@ from megatron_dppo.model.mapping import (
     parameters,
 )
 from megatron_dppo.model.shape import active_parameters
+from megatron_dppo.plan import bars, print_plan
 from megatron_dppo.planner.activations import (
     activation_bytes,
     bubble,
@@ -41,16 +42,6 @@ from megatron_dppo.planner.facts import (
     rank_parameters,
     senders,
 )
-from megatron_dppo.planner.generation import (
-    Touched,
-    attention_flops,
-    decode_seconds,
-    hand_over_seconds,
-    linear_flops,
-    network_seconds,
-    prefill_seconds,
-    touched_parameters,
-)
 from megatron_dppo.planner.memory import (
     PER_COMMUNICATOR,
     _copied,
@@ -64,14 +55,21 @@ from megatron_dppo.planner.memory import (
     trainer_communicator_bytes,
     weight_bytes,
 )
-from megatron_dppo.planner.report import bars, print_plan
 from megatron_dppo.planner.run_plan import device_here, memory_here, plan_run
 from megatron_dppo.planner.search import Question, nearest, search
 from megatron_dppo.planner.step_time import (
     StepSeconds,
+    Touched,
+    attention_flops,
     context_bytes,
+    decode_seconds,
+    hand_over_seconds,
     head_flops,
+    linear_flops,
+    network_seconds,
+    prefill_seconds,
     step_seconds,
+    touched_parameters,
     training_flops,
 )
 from megatron_dppo.planner.traffic import traffic

@@ -11,20 +11,12 @@ from rich.console import Console
 from megatron_dppo import plan as command
 from megatron_dppo.config import load_config
 from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.plan import print_plan, print_proposals
 from megatron_dppo.planner import colocation
 from megatron_dppo.planner.activations import ActivationBytes
 from megatron_dppo.planner.devices import CONTEXT, DEVICES, GIB, Cluster
 from megatron_dppo.planner.facts import COLOCATED, ON_POLICY, STALE, Schedule, facts_of, schedule_of
-from megatron_dppo.planner.generation import (
-    PREFILL_UTILISATION,
-    decode_seconds,
-    generation_seconds,
-    prefill_seconds,
-    resumed_seconds,
-    sequences_at_once,
-)
 from megatron_dppo.planner.memory import LEAST_RESERVED, EngineBytes, RankBytes, StateBytes
-from megatron_dppo.planner.report import print_plan, print_proposals
 from megatron_dppo.planner.run_plan import plan_run
 from megatron_dppo.planner.search import (
     Proposal,
@@ -34,7 +26,15 @@ from megatron_dppo.planner.search import (
     search,
     search_schedules,
 )
-from megatron_dppo.planner.step_time import StepSeconds
+from megatron_dppo.planner.step_time import (
+    PREFILL_UTILISATION,
+    StepSeconds,
+    decode_seconds,
+    generation_seconds,
+    prefill_seconds,
+    resumed_seconds,
+    sequences_at_once,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "examples" / "recipes" / "qwen3_30b_a3b_base.yaml"

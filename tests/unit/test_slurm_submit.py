@@ -12,17 +12,18 @@ import pytest
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.slurm.__main__ import main
-from megatron_dppo.slurm.refusals import (
+from megatron_dppo.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
+from megatron_dppo.slurm.submit import (
     SBATCH,
     SRUN,
+    Submission,
     environment_faults,
     flag_faults,
+    memory_verdict,
     node_faults,
     seconds_of,
     time_faults,
 )
-from megatron_dppo.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
-from megatron_dppo.slurm.submit import Submission, memory_verdict
 from megatron_dppo.slurm.supervise import job_groups
 from tests.unit.config_files import minimal, write_config
 
