@@ -28,7 +28,6 @@ from megatron_dppo.logging import fatal, note_failure
 from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, run_fence
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import Evaluations, Evaluator, last_due
-from megatron_dppo.loop.exporting import Example, examples_of, export, gathered_examples
 from megatron_dppo.loop.inputs import BackgroundHashes, RunData, model_files
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.recorder import Recorder, RecordingError, SampleMaker, StepProfiler
@@ -57,6 +56,7 @@ from megatron_dppo.rewards.scorer import Scorer
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 from megatron_dppo.trainer.collectives import any_rank, on_rank_0
+from megatron_dppo.trainer.hugging_face import Example, examples_of, export, gathered_examples
 from megatron_dppo.trainer.step import StatsSpec
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience
@@ -309,7 +309,6 @@ class Run:
                 difference = export(
                     self.config.run.directory,
                     self.trainer,
-                    self.learner.layout,
                     examples if self.config.checkpoint.verify_export else None,
                 )
         self.recorder.finish(difference)

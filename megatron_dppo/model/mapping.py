@@ -15,16 +15,19 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron_dppo.model.families import Family, Rule, Source, family_of
 from megatron_dppo.model.layout import (
+    Dims,
     EngineLayout,
     Layout,
     RankCoordinates,
+    Shard,
+    Split,
     check_engine_layout,
     holding_faults,
     local_layers,
     raise_faults,
+    replicated,
 )
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.model.splits import Dims, Shard, Split, replicated
 
 
 class Narrowable(Protocol):

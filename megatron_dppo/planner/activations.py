@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron_dppo.model.adapters import AdaptedLinear, adapted_linears
 from megatron_dppo.model.families import family_of
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.splits import padded_vocab_size
+from megatron_dppo.model.layout import Layout, padded_vocab_size
 from megatron_dppo.planner.facts import TrainerFacts
 
 # What the layers' kernels keep for the backward pass, per token: Transformer Engine's on GPUs,

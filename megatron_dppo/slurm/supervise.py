@@ -36,8 +36,16 @@ from megatron_dppo.launch.placement import (
     place,
 )
 from megatron_dppo.launch.run_directory import RunDirectory, is_finished
-from megatron_dppo.launch.servers import Grounds, supervised_fleet
-from megatron_dppo.launch.supervisor import OVERTIME, TIME, Outcome, Stop, StopRequests, Supervisor
+from megatron_dppo.launch.supervisor import (
+    OVERTIME,
+    TIME,
+    Grounds,
+    Outcome,
+    Stop,
+    StopRequests,
+    Supervisor,
+    supervised_fleet,
+)
 from megatron_dppo.logging import REFUSED, configure_logging
 from megatron_dppo.preflight import Verdict, judge, table
 from megatron_dppo.preflight.evidence import EVERYWHERE, Needs, needs_of, read_evidence

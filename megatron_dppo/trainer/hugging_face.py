@@ -1,19 +1,22 @@
 """Hugging Face weights into this rank's parameters, and the trained ones back, as a folder.
 
 A file of an export is written by one rank, so that ranks on several hosts never write to the same. Its tensors
-are gathered there; a thread writes them while the next ones are gathered.
+are gathered there; a thread writes them while the next ones are gathered. Last, a run's export of its policy: adapters
+are merged into it, and written a second time by themselves, as PEFT's folder; transformers may check it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import queue
+import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -22,7 +25,9 @@ from torch import Tensor
 from megatron_dppo.checkpoint_conversion import hf_folder, tensor_store, torch_dist
 from megatron_dppo.checkpoint_conversion.certificate import Certificate
 from megatron_dppo.checkpoint_conversion.gathering import gather
+from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.metrics.records import EXPORT_FOLDER
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.gather_plan import (
     Bucket,
@@ -37,7 +42,11 @@ from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import sync_to_disk
 from megatron_dppo.trainer import collectives
+from megatron_dppo.trainer.collectives import all_gather_json, barrier, broadcast_json
 from megatron_dppo.trainer.topology import Topology
+
+if TYPE_CHECKING:
+    from megatron_dppo.trainer.trainer import Trainer
 
 
 def named_parameters(chunks: list[GPTModel]) -> dict[ParameterKey, torch.nn.Parameter]:
@@ -286,3 +295,119 @@ class _FileWriter:
             except BaseException as error:
                 # Raised by finish: the ranks must go through all buckets together.
                 self._error = error
+
+
+# --- a run's export, and its check: log-probabilities by transformers against the trainer's
+
+
+def max_log_prob_difference(
+    trainer: Trainer,
+    folder: str | Path,
+    trajectories: Sequence[Trajectory],
+    temperature: float,
+) -> float:
+    """max |log pi_trainer - log pi_transformers| over the sampled tokens, nats. Collective.
+
+    transformers loads ``folder`` on rank 0, in the exported dtype, on the CPU.
+
+    Args:
+        trainer: whose weights were exported.
+        folder: the exported Hugging Face folder.
+        trajectories: what to compare on.
+        temperature: divides the logits on both sides.
+    """
+    light = [t.without(*t.columns) for t in trajectories]
+    batches = trainer.packed(light)
+    ours = trainer.log_probs(batches)[0].cpu()[batches[0].loss_mask]
+    difference = None
+    if trainer.topology.rank == 0:
+        theirs = torch.cat(transformers_log_probs(folder, light, temperature))
+        difference = (ours.double() - theirs.double()).abs().max().item()
+    return broadcast_json(difference, src=0)
+
+
+def transformers_log_probs(
+    folder: str | Path, trajectories: Sequence[Trajectory], temperature: float
+) -> list[torch.Tensor]:
+    """log pi of each sampled token by transformers, nats: one fp32 tensor [N] for each trajectory."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    # As somebody else would load it: in the type that its config.json names.
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    answers = []
+    for trajectory in trajectories:
+        ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))
+        sampled = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
+        with torch.no_grad():
+            # The logits of a position are of the token after it.
+            logits = model(ids[None]).logits[0, sampled - 1].float()
+        log_probs = torch.log_softmax(logits / temperature, -1)
+        answers.append(log_probs.gather(1, ids[sampled][:, None])[:, 0])
+    return answers
+
+
+ADAPTERS_FOLDER = "adapters"
+SEQUENCES_TO_CHECK = 16
+"""Number of examples that the check compares."""
+
+
+Example = tuple[int, list[int], list[bool]]
+"""Position in the batch, tokens and loss mask of a trajectory, as plain values."""
+
+
+def examples_of(trajectories: Mapping[int, Trajectory]) -> list[Example]:
+    """The first trajectories of a batch that are on this rank; copies, of a batch that goes."""
+    first = [(p, trajectories[p]) for p in range(SEQUENCES_TO_CHECK) if p in trajectories]
+    return [(p, t.token_ids.tolist(), t.loss_mask.tolist()) for p, t in first]
+
+
+def gathered_examples(examples: Sequence[Example]) -> list[Trajectory]:
+    """Those of all ranks, in order, on every rank. Collective."""
+    by_position = {p: t for share in all_gather_json(list(examples)) for p, *t in share}
+    return [Trajectory(0, 0, *by_position[position]) for position in sorted(by_position)]
+
+
+def export(
+    directory: str,
+    trainer: Trainer,
+    examples: Sequence[Trajectory | Problem] | None,
+) -> float | None:
+    """Write ``<directory>/hf``, its adapters beside it, and check it on ``examples``. Collective.
+
+    Args:
+        directory: of the run.
+        trainer: whose weights are exported.
+        examples: sequences for the check, the first ``SEQUENCES_TO_CHECK`` are used; None: no check.
+
+    Returns:
+        Largest difference of a log-probability between trainer and export, nats; None without check.
+    """
+    folder = Path(directory) / EXPORT_FOLDER
+    _clear(folder, trainer)
+    trainer.export_hf(folder)
+    lora = trainer.config.lora
+    if lora.rank and not lora.train_router:
+        adapters = folder.with_name(ADAPTERS_FOLDER)
+        _clear(adapters, trainer)
+        trainer.export_peft(adapters)
+    if examples is None:
+        return None
+    compared = [_compared(example) for example in examples[:SEQUENCES_TO_CHECK]]
+    return max_log_prob_difference(trainer, folder, compared, trainer.config.temperature)
+
+
+def _clear(folder: Path, trainer: Trainer) -> None:
+    """Remove the export of an earlier, shorter run; its weights are still in the checkpoints."""
+    if trainer.topology.rank == 0 and folder.exists():
+        shutil.rmtree(folder)
+    # No rank continues before the folder is removed.
+    barrier()
+
+
+def _compared(example: Trajectory | Problem) -> Trajectory:
+    """What the check compares on: a trajectory, or all of a problem's prompt but its first token."""
+    if isinstance(example, Trajectory):
+        return example
+    return Trajectory.of_response(example.prompt_ids[:1], example.prompt_ids[1:])

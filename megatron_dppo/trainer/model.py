@@ -37,10 +37,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_dppo.config.schema import OptimizerConfig, PolicyConfig
 from megatron_dppo.model.adapters import CHILD
-from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.layout import Layout, padded_vocab_size
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.model.splits import padded_vocab_size
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.lora_modules import HeadAdapter
 from megatron_dppo.trainer.megatron_config import megatron_sizes, transformer_config

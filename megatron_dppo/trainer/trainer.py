@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,9 +18,10 @@ from torch.nn import Parameter
 
 from megatron_dppo.config.lora import PEFT_WEIGHTS
 from megatron_dppo.config.schema import PolicyConfig
-from megatron_dppo.data.packing import PackedBatch
+from megatron_dppo.data.packing import PackedBatch, pack
 from megatron_dppo.data.seal import text_digest
-from megatron_dppo.engine.tiled_hash import TiledHash, add_parts
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine.checksums import TiledHash, add_parts
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.model.adapters import CHILD
 from megatron_dppo.model.families import load_model_shape
@@ -433,6 +434,16 @@ class Trainer:
     def device(self) -> torch.device:
         """Device of the model. Not collective."""
         return platform.current().device
+
+    def packed(self, trajectories: Sequence[Trajectory]) -> list[PackedBatch]:
+        """All of them as one micro-batch, and empty ones after it, as many as the schedule takes. Not collective."""
+        first = pack(
+            trajectories,
+            pad_multiple=self.pad_multiple,
+            sequence_multiple=self.share.sequence_multiple,
+        )
+        empty = pack([], pad_multiple=self.pad_multiple)
+        return [first, *[empty] * (self.micro_batch_multiple - 1)]
 
     def _placed(self, micro_batches: list[PackedBatch]) -> list[PackedBatch]:
         # Experts exchange tokens in every micro-batch: a rank with fewer would block all others.

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
-from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.model import gather_plan
 from megatron_dppo.trainer import platform
@@ -94,11 +93,7 @@ class TrainerWeights:
         Collective; every replica computes the same. Routing is the trainer's own.
         """
         samples = [Trajectory.of_response(p[:1], p[1:]) for p in prompts]
-        multiple, of_sequence = self._trainer.pad_multiple, self._trainer.share.sequence_multiple
-        batches = [pack(samples, pad_multiple=multiple, sequence_multiple=of_sequence)]
-        batches += [
-            pack([], pad_multiple=multiple) for _ in range(self._trainer.micro_batch_multiple - 1)
-        ]
+        batches = self._trainer.packed(samples)
         flat = self._trainer.log_probs(batches, temperature=1.0)[0].cpu()
         trained = flat[batches[0].loss_mask].tolist()
         rows = iter(trained)

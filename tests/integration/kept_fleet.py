@@ -21,7 +21,7 @@ from megatron_dppo.fleet.membership import Member
 from megatron_dppo.fleet.record import Server
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.servers import Grounds, supervised_fleet
+from megatron_dppo.launch.supervisor import Grounds, supervised_fleet
 from megatron_dppo.system.errors import RunError
 
 _PATIENT_S = 300.0

@@ -21,10 +21,9 @@ from megatron_dppo.model.gather_plan import (
     hf_buckets_plan,
     node_receivers,
 )
-from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.layout import Layout, engine_vocabulary
 from megatron_dppo.model.mapping import Segment, hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.model.splits import engine_vocabulary
 
 DENSE = ModelShape(
     family="qwen2", num_layers=4, hidden_size=4, num_attention_heads=4, num_query_groups=2, head_dim=1,

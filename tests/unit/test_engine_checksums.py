@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.engine import tiled_hash as hashing
-from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums, IncompleteWeightsError
-from megatron_dppo.engine.tiled_hash import (
+from megatron_dppo.engine import checksums as hashing
+from megatron_dppo.engine.checksums import (
+    EngineTensors,
+    ExpectedChecksums,
+    IncompleteWeightsError,
     TiledHash,
     add_parts,
     run_of,

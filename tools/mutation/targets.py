@@ -39,7 +39,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "model/layout.py": ("conversion_tables", "conversion_proof", "model_layout"),
     "model/mapping.py": ("conversion_tables", "conversion_proof"),
     "model/resharding.py": ("conversion_proof", "weight_plan"),
-    "model/splits.py": ("conversion_tables", "conversion_proof"),
     "checkpoint_conversion/adapters.py": ("peft_folder", "adapters"),
     "checkpoint_conversion/certificate.py": CONVERSION,
     "checkpoint_conversion/dist_reading.py": CONVERSION,
@@ -58,7 +57,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "trainer/trainer.py": LONE,
     "trainer/weight_source.py": LONE,
     "engine/checksums.py": CHECKS,
-    "engine/tiled_hash.py": CHECKS,
     "weight_sync/transaction.py": CHECKS,
     "weight_sync/verification.py": CHECKS,
 }

@@ -1,4 +1,4 @@
-// Parts of tensors by SGLang's tiled checksum (tiled_hash.py has the formula), on a CPU.
+// Parts of tensors by SGLang's tiled checksum (engine/checksums.py has the formula), on a CPU.
 //
 // One pass over the words, both lanes in it; the loop over a run of words vectorises.
 

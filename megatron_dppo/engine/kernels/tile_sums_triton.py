@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dppo.engine.tiled_hash import SEED_1, SEED_2, TILE, PartSums, WordRun, collect
+from megatron_dppo.engine.checksums import SEED_1, SEED_2, TILE, PartSums, WordRun, collect
 
 BLOCK = 1024
 

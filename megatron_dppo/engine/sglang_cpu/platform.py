@@ -11,8 +11,8 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from megatron_dppo.engine.checksums import tiled_hash
 from megatron_dppo.engine.sglang_cpu import replacements
-from megatron_dppo.engine.tiled_hash import tiled_hash
 
 ATTENTION = "torch_native"
 SCHEDULER = "sglang.srt.managers.scheduler"
