@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.engine import sglang_cpu
 from megatron_dppo.engine.protocol import SamplingParams
-from megatron_dppo.engine.sglang_cpu import replacements
-from megatron_dppo.engine.sglang_cpu.replacements import (
+from megatron_dppo.engine.sglang_cpu import (
     ROWS,
     FilteredSampling,
     blocked_addmm,
@@ -77,9 +77,9 @@ def test_a_bias_and_both_factors_count():
 
 LAYERS = """
 import torch
-from megatron_dppo.engine.sglang_cpu import replacements
-replacements.enable()
-replacements.enable()
+from megatron_dppo.engine import sglang_cpu
+sglang_cpu.enable()
+sglang_cpu.enable()
 torch.manual_seed(0)
 for bias in (False, True):
     for dtype in (torch.float32, torch.bfloat16):
@@ -96,7 +96,7 @@ for bias in (False, True):
 def test_layers_use_it_once_it_is_enabled():
     """In a process of its own: what is enabled stays."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", LAYERS], check=True)
-    assert not replacements._overrides
+    assert not sglang_cpu._overrides
 
 
 def problem(number: int) -> Problem:

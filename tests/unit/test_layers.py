@@ -113,6 +113,7 @@ def test_the_model_needs_no_torch():
         "engine.client",
         "planner.search",
         "plan",
+        "supervised",
         "metrics.records",
         "algorithms.table",
         "preflight.__main__",

@@ -11,8 +11,8 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from megatron_dppo.engine import sglang_cpu
 from megatron_dppo.engine.checksums import tiled_hash
-from megatron_dppo.engine.sglang_cpu import replacements
 
 ATTENTION = "torch_native"
 SCHEDULER = "sglang.srt.managers.scheduler"
@@ -60,17 +60,15 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
         # A CPU's SHA-256 takes ten times as long, and can't be put together from parts.
         weight_checker._hash_tensor = tiled_hash
-        FlattenedTensorBucket.empty = replacements.ReceivedBuckets(FlattenedTensorBucket.empty)
-        batch_invariant_ops.enable_batch_invariant_mode = replacements.enable
-        sampler.multinomial_with_seed = replacements.multinomial_with_seed
-        sampler.top_k_top_p_min_p_sampling_from_probs_torch = replacements.FilteredSampling(
+        FlattenedTensorBucket.empty = sglang_cpu.ReceivedBuckets(FlattenedTensorBucket.empty)
+        batch_invariant_ops.enable_batch_invariant_mode = sglang_cpu.enable
+        sampler.multinomial_with_seed = sglang_cpu.multinomial_with_seed
+        sampler.top_k_top_p_min_p_sampling_from_probs_torch = sglang_cpu.FilteredSampling(
             sampler.top_k_top_p_min_p_sampling_from_probs_torch
         )
         # A paused scheduler spins, and takes a core from whoever updates its weights.
         HookRegistry.register(PAUSED_STEP, sleep_when_paused, HookType.AFTER)
-        HookRegistry.register(
-            replacements.PREPARED, replacements.use_pageable_memory, HookType.BEFORE
-        )
+        HookRegistry.register(sglang_cpu.PREPARED, sglang_cpu.use_pageable_memory, HookType.BEFORE)
         # In the scheduler's process hooks are applied already.
         if SCHEDULER in sys.modules:
             HookRegistry.apply_hooks()

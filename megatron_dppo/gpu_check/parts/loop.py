@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo import EXAMPLES
-from megatron_dppo.gpu_check import Bench, LackingError, Row, must_run, part, run_command
-from megatron_dppo.gpu_check.models import tiny_model
+from megatron_dppo.gpu_check import (
+    Bench,
+    LackingError,
+    Row,
+    must_run,
+    part,
+    run_command,
+    tiny_model,
+)
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import Record, read_records
 from megatron_dppo.metrics.row import Dtype

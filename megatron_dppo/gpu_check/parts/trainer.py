@@ -16,8 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo import EXAMPLES
-from megatron_dppo.gpu_check import Bench, LackingError, Row, at_most, part
-from megatron_dppo.gpu_check.models import policy_config, random_batch, random_model, tiny_model
+from megatron_dppo.gpu_check import (
+    Bench,
+    LackingError,
+    Row,
+    at_most,
+    part,
+    policy_config,
+    random_batch,
+    random_model,
+    tiny_model,
+)
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.planner.activations import activation_bytes
 from megatron_dppo.planner.devices import CONTEXT, gib
