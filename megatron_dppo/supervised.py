@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dppo.config import SupervisedConfig, check_supervised_config, load_as
+from megatron_dppo.config import SupervisedConfig, check_supervised_config, load_as, resolved_yaml
 from megatron_dppo.config.machine import set_allocator, this_machine
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.launch.library_checks import CHECK, check_everything_supervised, check_in_child
@@ -139,7 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "RANK" not in os.environ:
             command = [options.config, *options.overrides]
             refused = check_in_child(MODULE, command) if config.forwards_to_megatron else 0
-            return refused or run_local(config, None, MODULE, this_machine())
+            return refused or run_local(
+                config.run, config.parallel, resolved_yaml(config), None, MODULE, this_machine()
+            )
     except RunError as error:
         fatal(str(error))
     if this_machine().gpus:

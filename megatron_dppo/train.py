@@ -13,7 +13,6 @@ import faulthandler
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from megatron_dppo.config import ConfigError, TrainConfig, check_config, load_config, resolved_yaml
 from megatron_dppo.config.layout import missing_weights
@@ -64,7 +63,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _check_environment(config.weight_sync.strategy)
     except ConfigError as error:
         fatal(str(error))
-    return _run_rank(config) if "RANK" in os.environ else _supervise(config, options)
+    if "RANK" not in os.environ:
+        return _supervise(config, options)
+    # First, so that what the libraries say while they are imported goes to the log.
+    configure_logging(config.run.directory, int(os.environ["RANK"]))
+    # A rank that is aborted leaves its stacks in its output.
+    faulthandler.enable()
+    from megatron_dppo.loop import run_rank
+
+    try:
+        run_rank(config)
+    except FatalError:
+        end_now(REFUSED)
+    end_now(0)
 
 
 def start_faults(config: TrainConfig, machine: Machine) -> list[str]:
@@ -121,20 +132,6 @@ def _check_environment(strategy: str) -> None:
     set_allocator(strategy, os.environ)
 
 
-def _run_rank(config: TrainConfig) -> NoReturn:
-    # First, so that what the libraries say while they are imported goes to the log.
-    configure_logging(config.run.directory, int(os.environ["RANK"]))
-    # A rank that is aborted leaves its stacks in its output.
-    faulthandler.enable()
-    from megatron_dppo.loop import run_rank
-
-    try:
-        run_rank(config)
-    except FatalError:
-        end_now(REFUSED)
-    end_now(0)
-
-
 def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
     """Have a child check everything, then run until the end."""
     from megatron_dppo.launch.local import run_local
@@ -157,8 +154,9 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
     try:
         with checked_answers_file() as path:
             refused = check_in_child(MODULE, [options.config, *options.overrides, ANSWERS, path])
+            sections = ServerSections.of(config).where_generated
             return refused or run_local(
-                config, ServerSections.of(config).where_generated, MODULE, machine
+                config.run, config.parallel, resolved_yaml(config), sections, MODULE, machine
             )
     except RunError as error:
         fatal(str(error))

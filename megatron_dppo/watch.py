@@ -29,10 +29,11 @@ from megatron_dppo.metrics import records
 from megatron_dppo.metrics.progress import NormalityCheck
 from megatron_dppo.metrics.records import Record, phase_table, read_records, series, step_of
 from megatron_dppo.metrics.samples import KINDS, about, printable, read_samples
-from megatron_dppo.metrics.summary import CONFIG_FILE, RunInfo
+from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.metrics.table import METRICS
 from megatron_dppo.slurm.status import important_lines, require_run, state_text
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.lease import LEASE_FILE
 
 PAGE = Path(__file__).with_name("watch_page.html")
 HOST = "127.0.0.1"
@@ -72,8 +73,9 @@ class RunView:
 
     def version(self) -> str:
         """Another one whenever a file of the run has changed that is shown."""
-        names = ("metrics.jsonl", "samples.jsonl", "masked_tokens.jsonl", CONFIG_FILE, "lease.json",
-                 "engine/fleet.json", "logs/supervisor.log", "logs/rank0.log", "summary.json")  # fmt: skip
+        names = (records.RECORDS_FILE, records.SAMPLES_FILE, records.MASKED_TOKENS_FILE, LEASE_FILE,
+                 records.CONFIG_FILE, records.SUMMARY_FILE, "engine/fleet.json", "logs/supervisor.log",
+                 "logs/rank0.log")  # fmt: skip
         stamps = [_stamp(self.directory / name) for name in names]
         return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
 
@@ -143,7 +145,7 @@ class RunView:
 
     def _steps(self) -> int | None:
         try:
-            text = (self.directory / CONFIG_FILE).read_text(encoding="utf-8")
+            text = (self.directory / records.CONFIG_FILE).read_text(encoding="utf-8")
             return int(yaml.safe_load(text)["run"]["steps"])
         except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
             return None

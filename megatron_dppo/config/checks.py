@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from megatron_dppo.config.lora import (
     lora_faults,
     updates_adapters,
 )
+from megatron_dppo.metrics.records import BATCH_FILES
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.network import url_fault
 
@@ -190,40 +190,43 @@ def length_faults(
         for section, response in responses.items():
             # All tokens of an aborted response but the last may come back as a prompt.
             continued = generates and section == "rollout" and rollout.interrupt == "abort"
-            kept = prompt_spare - 1 if continued else spare
-            if prompt + response > longest - kept:
+            reserve = prompt_spare - 1 if continued else spare
+            if prompt + response > longest - reserve:
                 yield (
                     f"{section}.max_response_tokens: got {response}, with data.max_prompt_tokens {prompt} "
-                    f"that is {prompt + response}, expected at most {longest - kept - prompt}: the {whose} "
-                    f"{longest} positions{why.format(kept)}"
+                    f"that is {prompt + response}, expected at most {longest - reserve - prompt}: the {whose} "
+                    f"{longest} positions{why.format(reserve)}"
                 )
-            elif (whole := prompt + response + episodes[section]) > longest - kept:
+            elif (whole := prompt + response + episodes[section]) > longest - reserve:
                 yield (
                     f"environment.max_tokens: got {environment.max_tokens}, which is {whole} tokens of an episode, "
-                    f"expected at most {longest - kept}: the {whose} {longest} positions{why.format(kept)}"
+                    f"expected at most {longest - reserve}: the {whose} {longest} positions{why.format(reserve)}"
                 )
 
 
-def environment_faults(config: schema.TrainConfig) -> layout.Faults:
-    """Limits of an environment's episodes against those of a turn."""
-    environment = config.environment
+def environment_faults(
+    environment: EnvironmentConfig,
+    algorithm: str,
+    max_prompt_tokens: int,
+    rollout: schema.RolloutConfig,
+) -> layout.Faults:
+    """Limits of an environment's episodes against those of a turn. ``algorithm``: its name."""
     if environment.name is None:
         return
-    name = config.algorithm.name
-    if environment.credit == "turn" and PRESETS[name].sequences:
+    if environment.credit == "turn" and PRESETS[algorithm].sequences:
         yield (
-            f"environment.credit: got turn with algorithm.name {name}, expected trajectory: its rule is of whole "
+            f"environment.credit: got turn with algorithm.name {algorithm}, expected trajectory: its rule is of whole "
             "responses with one advantage"
         )
-    least = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    least = max_prompt_tokens + rollout.max_response_tokens
     if environment.max_tokens is not None and environment.max_tokens < least:
         yield (
             f"environment.max_tokens: got {environment.max_tokens}, expected at least {least}: "
             "data.max_prompt_tokens and rollout.max_response_tokens together"
         )
-    if config.rollout.responses_per_call > 1:
+    if rollout.responses_per_call > 1:
         yield (
-            f"rollout.responses_per_call: got {config.rollout.responses_per_call} with an environment, expected 1: "
+            f"rollout.responses_per_call: got {rollout.responses_per_call} with an environment, expected 1: "
             "each turn is a call of its own"
         )
 
@@ -266,9 +269,6 @@ def _unusable(character: str) -> bool:
 MOST_RESPONSES = 2**24
 """Of a batch: every rank holds a line on each, and nobody has published a tenth of it."""
 
-BATCH_FILES = "step_*.safetensors"
-"""As ``data/batch_file.py`` names saved batches."""
-
 
 def check_config(
     config: schema.TrainConfig, source: str = "configuration", *, weights: bool = True
@@ -301,13 +301,30 @@ def check_config(
         ),
         forwarded.SGLANG.faults(config.sglang),
         engine_adapter_faults(config.lora, config.sglang, config.weight_sync, engine),
-        environment_faults(config),
+        environment_faults(
+            config.environment, algorithm.name, config.data.max_prompt_tokens, rollout
+        ),
     )
     faults = [fault for check in checks for fault in without_os_errors(check)]
-    model = _checked_model(
-        config.model, partial(_model_checks, config), faults, source, weights=weights
-    )
-    return layout.describe(config.parallel.sizes, config.rollout, config.training, model)
+    sizes = config.parallel.sizes
+
+    def model_checks(model: ModelShape) -> tuple[layout.Faults, ...]:
+        return (
+            layout.layout_faults(sizes, config.megatron, model),
+            lora_faults(config.lora, sizes, model, has_engines=True),
+            adapter_update_faults(config.lora, model),
+            _router_replay(rollout, config.megatron, model),
+            forwarded.expert_kernel_faults(config.sglang) if model.is_moe else iter(()),
+            length_faults(
+                config.data, rollout, config.evaluation, config.sglang, model, config.environment
+            ),
+            engine_split_faults(config.sglang, model),
+            _topk(algorithm, rollout.topk_log_probs, model.vocab_size),
+            _stop_tokens(rollout.stop_token_ids, model.vocab_size),
+        )
+
+    model = _checked_model(config.model, model_checks, faults, source, weights=weights)
+    return layout.describe(sizes, rollout, config.training, model)
 
 
 def check_supervised_config(config: schema.SupervisedConfig, source: str = "configuration") -> None:
@@ -550,21 +567,3 @@ def _topk(algorithm: schema.AlgorithmConfig, configured: int, vocab_size: int) -
 def _stop_tokens(ids: Sequence[int], vocab_size: int) -> layout.Faults:
     if unknown := [token for token in ids if not 0 <= token < vocab_size]:
         yield f"rollout.stop_token_ids: got {unknown}, expected ids below the vocabulary's {vocab_size}"
-
-
-def _model_checks(config: schema.TrainConfig, model: ModelShape) -> tuple[layout.Faults, ...]:
-    """The checks of ``model`` against the configuration."""
-    rollout, sizes = config.rollout, config.parallel.sizes
-    return (
-        layout.layout_faults(sizes, config.megatron, model),
-        lora_faults(config.lora, sizes, model, has_engines=True),
-        adapter_update_faults(config.lora, model),
-        _router_replay(rollout, config.megatron, model),
-        forwarded.expert_kernel_faults(config.sglang) if model.is_moe else iter(()),
-        length_faults(
-            config.data, rollout, config.evaluation, config.sglang, model, config.environment
-        ),
-        engine_split_faults(config.sglang, model),
-        _topk(config.algorithm, rollout.topk_log_probs, model.vocab_size),
-        _stop_tokens(rollout.stop_token_ids, model.vocab_size),
-    )

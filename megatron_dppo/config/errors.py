@@ -19,17 +19,17 @@ from megatron_dppo.system.errors import RunError
 # The one error of this package: everything that is wrong with a configuration, at once.
 
 MOST_SHOWN = 14
-"""Problems in a message: as many as a screen holds."""
+"""Faults in a message: as many as a screen holds."""
 
 
 class ConfigError(RunError, ValueError):
-    """A configuration that can't be run. ``problems``: one line for each, key first; ``source``:
+    """A configuration that can't be run. ``faults``: one line for each, key first; ``source``:
     the file."""
 
     def __init__(self, faults: Sequence[str], source: str = "configuration") -> None:
         self.faults = tuple(faults)
         self.source = source
-        count = f" {len(self.faults)} problems" if len(self.faults) > 1 else ""
+        count = f" {len(self.faults)} faults" if len(self.faults) > 1 else ""
         shown = self.faults[:MOST_SHOWN]
         more = [f"and {len(faults) - len(shown)} more"] if len(shown) < len(faults) else []
         super().__init__("\n  ".join([f"{source}:{count}", *shown, *more]))

@@ -320,7 +320,7 @@ def _is_table(schema: type[Section], name: str) -> bool:
 
 
 def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str]:
-    """Set each in ``tree``; the problems of those that can't be."""
+    """Set each in ``tree``; the faults of those that can't be."""
     faults = []
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -359,7 +359,7 @@ def _take_null_sets_away(tree: dict[str, Any]) -> None:
 
 
 def _fill_in_directory(tree: dict[str, Any]) -> list[str]:
-    """Replace each ``{key.path}`` in ``run.directory``; the problems of those that can't be."""
+    """Replace each ``{key.path}`` in ``run.directory``; the faults of those that can't be."""
     run = tree.get("run")
     if not isinstance(run, dict) or not isinstance(run.get("directory"), str):
         return []

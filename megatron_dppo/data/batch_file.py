@@ -29,6 +29,7 @@ from safetensors.numpy import save
 from megatron_dppo.data.columns import Rows, declared, digest
 from megatron_dppo.data.seal import Seal
 from megatron_dppo.data.trajectory import FINISH_REASONS, Trajectory, forms_of
+from megatron_dppo.metrics.records import BATCH_FILES
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 
@@ -45,7 +46,7 @@ def batch_path(folder: str | Path, step: int) -> Path:
 
 def saved_steps(folder: Path) -> list[int]:
     """Steps whose batches are in ``folder``, in order. Raises ValueError where there is none."""
-    saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob("step_*.safetensors"))
+    saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob(BATCH_FILES))
     if not saved:
         raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
     return saved

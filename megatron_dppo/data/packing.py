@@ -21,7 +21,7 @@ from megatron_dppo.data.trajectory import Trajectory, forms_of
 # --- who trains on what: sequences spread over data-parallel ranks and over micro-batches
 #
 # Memory bounds a micro-batch's tokens; time is balanced by cost, which grows faster than the
-# tokens (``model/flops.py``). Every function is a pure function of its arguments, so that ranks
+# tokens (``forward_flops`` in ``model/shape.py``). Every function is a pure function of its arguments, so that ranks
 # which know the same lengths agree without talking.
 
 Groups = list[list[int]]
@@ -373,8 +373,8 @@ def _columns(
         holds = np.zeros(count, np.bool_)
         for trajectory, start, has_gradient in zip(trajectories, starts, trains, strict=False):
             if has_gradient or is_input:
-                places = (input_places if is_input else everywhere)[start:]
-                _lay_out(column, trajectory, places, values, holds)
+                pack_rows = (input_places if is_input else everywhere)[start:]
+                _lay_out(column, trajectory, pack_rows, values, holds)
         columns[name] = torch.from_numpy(values)
         if column.has_gaps:
             valid[name] = torch.from_numpy(holds)
@@ -384,19 +384,19 @@ def _columns(
 def _lay_out(
     column: Column,
     trajectory: Trajectory,
-    places: np.ndarray,
+    pack_rows: np.ndarray,
     values: np.ndarray,
     holds: np.ndarray,
 ) -> None:
-    """Write the trajectory's rows of a column to ``values``. ``places``: by token of the trajectory, the row of
+    """Write the trajectory's rows of a column to ``values``. ``pack_rows``: by token of the trajectory, the row of
     ``values``, -1 for none.
     """
     rows = trajectory.columns.get(column.name)
     if rows is None:
         return
-    places = places[column.positions(trajectory.loss_mask)]
-    wanted = places >= 0
+    pack_rows = pack_rows[column.positions(trajectory.loss_mask)]
+    wanted = pack_rows >= 0
     if column.usable is not None:
         wanted &= column.usable(trajectory.loss_mask, trajectory.columns)
-    values[places[wanted]] = rows[wanted]
-    holds[places[wanted]] = True
+    values[pack_rows[wanted]] = rows[wanted]
+    holds[pack_rows[wanted]] = True

@@ -225,7 +225,7 @@ def prompt_text(value: object) -> str:
     raise RowError(f"its problem is {shorten(value)}, expected text or one message of a user")
 
 
-def bare_fault(text: str) -> str:
+def bare_problem(text: str) -> str:
     """``text`` without the instructions that publishers are known to put around problems."""
     for instruction in _INSTRUCTIONS:
         text = instruction.sub("", text)
@@ -449,7 +449,7 @@ class Preparation:
         self._rows.add((text, given))
         if published.year is not None and year_of(record) not in (None, published.year):
             return OTHER_YEARS
-        problem = bare_fault(text)
+        problem = bare_problem(text)
         if published.english and _EAST_ASIAN.search(problem):
             return NOT_ENGLISH
         answer = final_answer(given, schema, published)

@@ -77,9 +77,9 @@ class Origin:
         if problem is None or self.makes_prompts:
             return problem is not None
         prompt, expected = t.prompt_ids.tolist(), list(problem.prompt_ids)
-        kept = len(expected) - (self.generation_tokens or 0)
+        shared = len(expected) - (self.generation_tokens or 0)
         continues = self.generation_tokens is not None and len(prompt) > len(expected)
-        return prompt[:kept] == expected[:kept] if continues else prompt == expected
+        return prompt[:shared] == expected[:shared] if continues else prompt == expected
 
 
 @dataclass(frozen=True)

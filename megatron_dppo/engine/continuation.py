@@ -32,18 +32,18 @@ class Decode(Protocol):
 class Continuation:
     """The unfinished responses of a generation.
 
-    ``held``: what is kept of them, by the key of the request: ``aborted`` trajectories. ``redrawn``: tokens that
+    ``partials``: what is kept of them, by the key of the request: ``aborted`` trajectories. ``redrawn``: tokens that
     servers sampled and that were not kept.
     """
 
     decode: Decode
-    held: dict[Hashable, Trajectory] = field(default_factory=dict)
+    partials: dict[Hashable, Trajectory] = field(default_factory=dict)
     redrawn: int = 0
 
     def rest(self, request: GenerationRequest) -> GenerationRequest:
         """What is still to be asked of ``request``."""
-        request, held = replace(request, continues=True), self.held.get(request.key)
-        return request if held is None else rest_of(request, held)
+        request, partial = replace(request, continues=True), self.partials.get(request.key)
+        return request if partial is None else rest_of(request, partial)
 
     def take(self, request: GenerationRequest, answer: Trajectory) -> Trajectory | None:
         """The whole response where ``answer``, to the rest of ``request``, ends it; None: there is still a rest."""
@@ -51,45 +51,45 @@ class Continuation:
             # The server aborts a response with one more token, which it doesn't look at: that may be an end-of-sequence
             # token, or complete a stop text. It is drawn again whatever it is, which favours no token.
             answer = self._without(answer, max(answer.sampled - 1, 0))
-        held = self.held.pop(request.key, None)
-        whole = answer if held is None else join(held, answer)
+        partial = self.partials.pop(request.key, None)
+        whole = answer if partial is None else join(partial, answer)
         stop = request.sampling.stop
-        if held is not None:
-            end = seam_end(whole.response_ids, held.sampled, stop, self.decode)
+        if partial is not None:
+            end = seam_end(whole.response_ids, partial.sampled, stop, self.decode)
             if end is not None:
                 whole = replace(self._without(whole, end), finish_reason="stop")
         if whole.finish_reason == "aborted":
             if whole.sampled:
-                self.held[request.key] = whole
+                self.partials[request.key] = whole
             return None
         # An uninterrupted one has the engine's own text.
-        return whole if held is None else replace(whole, text=text_of(whole, stop, self.decode))
+        return whole if partial is None else replace(whole, text=text_of(whole, stop, self.decode))
 
     def drop(self, request: GenerationRequest) -> None:
         """Keep nothing of the response: it is drawn from the beginning."""
-        if (held := self.held.pop(request.key, None)) is not None:
-            self.redrawn += held.sampled
+        if (partial := self.partials.pop(request.key, None)) is not None:
+            self.redrawn += partial.sampled
 
     def _without(self, trajectory: Trajectory, sampled: int) -> Trajectory:
         self.redrawn += trajectory.sampled - sampled
         return first(trajectory, sampled)
 
 
-def rest_of(request: GenerationRequest, held: Trajectory) -> GenerationRequest:
-    """The request for what follows ``held``."""
-    return after(request, held, request.sampling.max_new_tokens - held.sampled)
+def rest_of(request: GenerationRequest, partial: Trajectory) -> GenerationRequest:
+    """The request for what follows ``partial``."""
+    return after(request, partial, request.sampling.max_new_tokens - partial.sampled)
 
 
 def after(
-    request: GenerationRequest, held: Trajectory, max_new_tokens: int, delta: Sequence[int] = ()
+    request: GenerationRequest, partial: Trajectory, max_new_tokens: int, delta: Sequence[int] = ()
 ) -> GenerationRequest:
-    """The request for what follows ``held`` and then ``delta``. The recorded routing begins with the row of the last
-    token that is held, which predicts the next one."""
-    columns, rows = dict(request.columns), held.columns.get(_ROUTING)
+    """The request for what follows ``partial`` and then ``delta``. The recorded routing begins with the row of the last
+    token that is kept, which predicts the next one."""
+    columns, rows = dict(request.columns), partial.columns.get(_ROUTING)
     if rows is not None:
         columns[_ROUTING] = replace(columns[_ROUTING], start=len(rows))
     sampling = replace(request.sampling, max_new_tokens=max_new_tokens)
-    prompt = [*held.token_ids.tolist(), *delta]
+    prompt = [*partial.token_ids.tolist(), *delta]
     return replace(request, prompt_ids=prompt, sampling=sampling, columns=columns)
 
 
@@ -107,48 +107,48 @@ def first(trajectory: Trajectory, sampled: int) -> Trajectory:
     )
 
 
-def join(held: Trajectory, answer: Trajectory) -> Trajectory:
-    """``held``, and after it the tokens of ``answer``, whose prompt begins with it; it ends as ``answer`` does. What
-    that prompt has beyond ``held`` was not sampled."""
-    start = held.length
-    same = answer.prompt_ids[:start].tolist() == held.token_ids.tolist()
+def join(partial: Trajectory, answer: Trajectory) -> Trajectory:
+    """``partial``, and after it the tokens of ``answer``, whose prompt begins with it; it ends as ``answer`` does. What
+    that prompt has beyond ``partial`` was not sampled."""
+    start = partial.length
+    same = answer.prompt_ids[:start].tolist() == partial.token_ids.tolist()
     assert same, "the answer to another request"
     if not answer.sampled:
-        return replace(held, finish_reason=answer.finish_reason)
-    # The rows of the held tokens are kept where the answer has them again.
+        return replace(partial, finish_reason=answer.finish_reason)
+    # The rows of the kept tokens stay where the answer has them again.
     columns = {
-        name: np.concatenate([array, answer.columns[name][_skipped(name, held) :]])
-        for name, array in held.columns.items()
+        name: np.concatenate([array, answer.columns[name][_skipped(name, partial) :]])
+        for name, array in partial.columns.items()
         if name not in (_ROUTING, _RECORDED)
     }
     return replace(
-        held,
+        partial,
         token_ids=answer.token_ids,
-        loss_mask=np.concatenate([held.loss_mask, answer.loss_mask[start:]]),
-        columns=columns | _joined_routing(held, answer),
+        loss_mask=np.concatenate([partial.loss_mask, answer.loss_mask[start:]]),
+        columns=columns | _joined_routing(partial, answer),
         finish_reason=answer.finish_reason,
         text="",
-        prompt_tokens=held.prompt_tokens + answer.prompt_tokens,
-        cached_tokens=held.cached_tokens + answer.cached_tokens,
+        prompt_tokens=partial.prompt_tokens + answer.prompt_tokens,
+        cached_tokens=partial.cached_tokens + answer.cached_tokens,
     )
 
 
-def _skipped(name: str, held: Trajectory) -> int:
-    return 0 if declared(name).rows is Rows.SAMPLED else len(held.columns[name])
+def _skipped(name: str, partial: Trajectory) -> int:
+    return 0 if declared(name).rows is Rows.SAMPLED else len(partial.columns[name])
 
 
-def _joined_routing(held: Trajectory, answer: Trajectory) -> dict[str, np.ndarray]:
+def _joined_routing(partial: Trajectory, answer: Trajectory) -> dict[str, np.ndarray]:
     """The recorded routing of both, and which weights recorded the row of each sampled token."""
-    before, after = held.columns.get(_ROUTING), answer.columns.get(_ROUTING)
+    before, after = partial.columns.get(_ROUTING), answer.columns.get(_ROUTING)
     if before is None:
         if after is None:
             return {}
         # It was recorded as the answer's prompt, by the answer's weights.
-        return {_ROUTING: after, _RECORDED: _recorded(answer, held.sampled + answer.sampled)}
-    recorded = held.columns.get(_RECORDED)
+        return {_ROUTING: after, _RECORDED: _recorded(answer, partial.sampled + answer.sampled)}
+    recorded = partial.columns.get(_RECORDED)
     if recorded is None:
-        recorded = _recorded(held, held.sampled)
-    if after is None and answer.length - held.length > answer.sampled:
+        recorded = _recorded(partial, partial.sampled)
+    if after is None and answer.length - partial.length > answer.sampled:
         # Nothing says of the rows between two turns that they are lost.
         return {}
     if after is None:

@@ -29,6 +29,7 @@ from megatron_dppo.algorithms.table import Settings
 from megatron_dppo.config.loading import load_config, parse_scalar
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.batch_commands import batch_parser, run_batch_command, show_facts
+from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER
 
 if TYPE_CHECKING:
     from megatron_dppo.algorithms.policy_loss import Algorithm
@@ -67,10 +68,10 @@ def explain(options: argparse.Namespace) -> None:
     from megatron_dppo.data.batch_file import load_batch, saved_step
     from megatron_dppo.explain import page
 
-    config = load_config(options.run / "config.yaml")
+    config = load_config(options.run / CONFIG_FILE)
     algorithm = build_algorithm(*chosen_algorithm(options, config.algorithm))
-    step = saved_step(options.run / "rollouts", options.step, default=-1)
-    batch = load_batch(options.run / "rollouts", step)
+    step = saved_step(options.run / ROLLOUTS_FOLDER, options.step, default=-1)
+    batch = load_batch(options.run / ROLLOUTS_FOLDER, step)
     chosen, skipped = chosen_responses(batch, config.algorithm, options.limit)
     mini_batch_size = config.training.prompts_per_mini_batch * config.rollout.group_size
     mini_batches = {i: i // mini_batch_size + 1 for i in chosen}

@@ -127,7 +127,7 @@ class Slots:
         self._count = count
         self._arrivals = itertools.count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._held = False
+        self._is_held = False
         self._left_s: dict[asyncio.Timeout, float] = {}
         # The rank's thread asks how busy slots were; calls take them in the loop's.
         self._noting = threading.Lock()
@@ -140,9 +140,9 @@ class Slots:
         self._note()
         return self._busy_s
 
-    def hold(self, held: bool) -> None:
+    def hold(self, is_held: bool) -> None:
         """Whether servers stand still for a weight update or a trainer: nothing is busy then."""
-        self._held = held
+        self._is_held = is_held
         self._note()
         now = asyncio.get_running_loop().time()
         for limit, left in self._left_s.items():
@@ -152,13 +152,13 @@ class Slots:
             until = limit.when()
             if until is not None:
                 self._left_s[limit] = until - now
-            limit.reschedule(None if held else now + left)
+            limit.reschedule(None if is_held else now + left)
 
     @asynccontextmanager
     async def limited(self, seconds: float) -> AsyncIterator[None]:
         """A block that raises TimeoutError after so many seconds in which servers did not stand still."""
         now = asyncio.get_running_loop().time()
-        async with asyncio.timeout_at(None if self._held else now + seconds) as limit:
+        async with asyncio.timeout_at(None if self._is_held else now + seconds) as limit:
             self._left_s[limit] = seconds
             try:
                 yield
@@ -204,7 +204,7 @@ class Slots:
             now = time.monotonic()
             if self._was_busy:
                 self._busy_s += now - self._noted_s
-            self._was_busy, self._noted_s = self._free < self._count and not self._held, now
+            self._was_busy, self._noted_s = self._free < self._count and not self._is_held, now
 
 
 @dataclass(frozen=True)
@@ -459,9 +459,9 @@ class _Generation:
         self._attempts: Counter[int] = Counter()
         self._rests: set[asyncio.Task[list[int]]] = set()
         # The rests of responses differ in what is asked for, which those of one call must share.
-        held = {} if continuation is None else continuation.held
-        begun = [i for i, request in enumerate(requests) if request.key in held]
-        new = [i for i, request in enumerate(requests) if request.key not in held]
+        partials = {} if continuation is None else continuation.partials
+        begun = [i for i, request in enumerate(requests) if request.key in partials]
+        new = [i for i, request in enumerate(requests) if request.key not in partials]
         size = limits.responses_per_call
         shared = (new[start : start + size] for start in range(0, len(new), size))
         self._pending: deque[list[int]] = deque([*([i] for i in begun), *shared])

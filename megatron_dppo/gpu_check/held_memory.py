@@ -88,7 +88,7 @@ class LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        known = {
+        inputs = {
             x.untyped_storage()._cdata
             for x in tree_leaves((args, kwargs))
             if isinstance(x, torch.Tensor)
@@ -96,7 +96,7 @@ class LiveTensors(TorchDispatchMode):
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
-                if storage._cdata not in known | self._storages:
+                if storage._cdata not in inputs | self._storages:
                     self._add(storage)
         return result
 

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.machine import Machine
-from megatron_dppo.config.schema import PolicyConfig
+from megatron_dppo.config.schema import ParallelConfig, RunConfig
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import Runtime
 from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, Roles, place
@@ -41,27 +40,33 @@ _ENDING_S = 10.0
 
 
 def run_local(
-    config: PolicyConfig, sections: ServerSections | None, module: str, machine: Machine
+    run: RunConfig,
+    parallel: ParallelConfig,
+    resolved: str,
+    sections: ServerSections | None,
+    module: str,
+    machine: Machine,
 ) -> int:
     """Run ``python -m <module> <run.directory>/config.yaml`` as ``parallel.world_size`` ranks here; the exit code.
 
-    Starts its servers and their router too; ``sections``: what they must be, None where nothing is generated. Raises
+    Starts its servers and their router too. ``resolved``: the whole configuration, which that file gets; ``sections``:
+    what servers must be, None where nothing is generated. Raises
     LaunchError where the folder or a port that was asked for is taken, or the machine has too few GPUs.
     """
-    ranks = config.parallel.world_size
+    ranks = parallel.world_size
     placement = local_placement(ranks, sections, machine)
     python = sys.executable
     if sections is not None:
         python = sections.engine.python or python
         if shutil.which(python) is None:
             raise LaunchError(f"engine.python: got {python!r}, expected a Python interpreter")
-    with RunDirectory(config.run.directory) as directory:
+    with RunDirectory(run.directory) as directory:
         configure_logging(directory.path, None)
         servers = 0 if sections is None else sections.engine.started
         log.info(
             "starting %s; their logs are in %s", processes(servers, ranks), directory.path / "logs"
         )
-        host = _master_host(config.parallel.interface)
+        host = _master_host(parallel.interface)
         port = _master_port(host)
         for server in placement.servers:
             if server.port is not None:
@@ -74,10 +79,10 @@ def run_local(
                 directory,
                 placement,
                 Grounds(lambda hosts: runtime, placement.master_address),
-                seed=config.run.seed,
-                interface=config.parallel.interface,
+                seed=run.seed,
+                interface=parallel.interface,
             )
-        directory.write_config(resolved_yaml(config))
+        directory.write_config(resolved)
         lease = directory.lease
         variables = {NONCE_VARIABLE: lease.fence.nonce}
         if fleet is not None:

@@ -37,7 +37,7 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.config = self.path / "config.yaml"
+        self.config = self.path / records.CONFIG_FILE
         self._lease: Lease | None = None
         self._fleet: FleetRecord | None = None
 
@@ -113,7 +113,9 @@ def is_finished(config: TrainConfig) -> bool:
         return False
     try:
         summary = json.loads((directory / records.SUMMARY_FILE).read_text(encoding="utf-8"))
-        same = (directory / "config.yaml").read_text(encoding="utf-8") == resolved_yaml(config)
+        same = (directory / records.CONFIG_FILE).read_text(encoding="utf-8") == resolved_yaml(
+            config
+        )
         last = records.read_records(directory)[-1]
     except (OSError, ValueError, RecursionError, records.RecordsError, IndexError):
         return False

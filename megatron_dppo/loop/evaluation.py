@@ -103,12 +103,12 @@ class Evaluator:
         samples: list[Sample] = []
         versions: set[int] = set()
         for name, generation in evaluation.generations.items():
-            accuracies[names.accuracy(name)], shown, seen = self._score(
+            accuracies[names.accuracy(name)], shown, versions_of_set = self._score(
                 evaluation.step, name, generation
             )
             accuracies |= generation.components.means(name)
             samples += [shown[i] for i in chosen(shown, evaluation.step)]
-            versions |= seen
+            versions |= versions_of_set
         if versions - {evaluation.step}:
             raise MixedVersionsError(
                 f"the evaluation of step {evaluation.step} has tokens of weight versions {sorted(versions)}"

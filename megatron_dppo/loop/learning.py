@@ -489,8 +489,8 @@ class Learner:
 
     def _log_probs(self, batches: list[packing.PackedBatch]) -> list[Tensor]:
         """log pi [T] of each micro-batch under the present weights, 0 outside its loss mask; on its device."""
-        found = self._trainer.log_probs(batches)
-        return [_where_trained(b, p) for b, p in zip(batches, found, strict=True)]
+        log_probs = self._trainer.log_probs(batches)
+        return [_where_trained(b, p) for b, p in zip(batches, log_probs, strict=True)]
 
     def _recomputed(self, batch: PlannedBatch, plan: MiniBatchPlan) -> list[Columns]:
         """By micro-batch, what the algorithm needs of the policy at the rollout's weights and the engine

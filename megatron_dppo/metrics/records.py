@@ -22,6 +22,8 @@ from megatron_dppo.metrics import table as names
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import unused_path, write_atomically
 
+CONFIG_FILE = "config.yaml"
+"""The resolved configuration in a run's folder."""
 RECORDS_FILE = "metrics.jsonl"
 MASKED_TOKENS_FILE = "masked_tokens.jsonl"
 """Tokens that the trust region masked, a line a step."""
@@ -219,6 +221,8 @@ class MetricsWriter:
 
 CHECKPOINTS_FOLDER = "checkpoints"
 ROLLOUTS_FOLDER = "rollouts"
+BATCH_FILES = "step_*.safetensors"
+"""Saved batches, in that folder."""
 EXPORT_FOLDER = "hf"
 _LAST_CHECKPOINT = "last_checkpoint.json"
 _RECORDS = (

@@ -15,6 +15,7 @@ import yaml
 
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import (
+    CONFIG_FILE,
     SUMMARY_FILE,
     Record,
     mean_accuracy,
@@ -25,9 +26,6 @@ from megatron_dppo.metrics.records import (
 )
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.system.files import write_atomically
-
-CONFIG_FILE = "config.yaml"
-"""The resolved configuration in a run's folder."""
 
 
 @dataclass(frozen=True)

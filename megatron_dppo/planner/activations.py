@@ -289,12 +289,12 @@ BUSIEST_RANK = 1.25
 class ActivationBytes:
     """Bytes on one rank at the worst moment of a step.
 
-    ``kept``: layers' tensors of all micro-batches in flight. ``head``: final norm and statistics of one micro-batch,
+    ``layers``: tensors of all micro-batches in flight. ``head``: final norm and statistics of one micro-batch,
     ``logits``: of one chunk of it. ``recomputed``: one layer in whole, beside what full recomputation kept; it never
     meets the head, so the larger of the two counts. ``working``: gradients and temporaries.
     """
 
-    kept: int
+    layers: int
     head: int
     logits: int
     recomputed: int
@@ -303,12 +303,12 @@ class ActivationBytes:
     @property
     def saved(self) -> int:
         """What autograd holds at most; the kept chunk of logits is not its own."""
-        return self.kept + max(self.head, self.recomputed)
+        return self.layers + max(self.head, self.recomputed)
 
     @property
     def total(self) -> int:
         """And what passes work in."""
-        return self.kept + max(self.head + self.logits, self.recomputed) + self.working
+        return self.layers + max(self.head + self.logits, self.recomputed) + self.working
 
 
 def layer_bytes(trainer: TrainerFacts, busiest: float = 1.0) -> LayerBytes:
@@ -341,7 +341,7 @@ def activation_bytes(
     layer_tensors = in_flight * layers * trainer.rank_tokens * layer.kept(trainer.recompute)
     is_last = stage == trainer.layout.pipeline - 1
     return ActivationBytes(
-        kept=round(layer_tensors),
+        layers=round(layer_tensors),
         head=head_bytes(trainer, topk) if is_last else 0,
         logits=logits_bytes(trainer) if is_last else 0,
         recomputed=round(trainer.rank_tokens * layer.whole) if trainer.recompute == "full" else 0,

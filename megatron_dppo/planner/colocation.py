@@ -97,14 +97,14 @@ def switch_seconds(facts: RunFacts, device: Device) -> float:
 def sharing_faults(shared: tuple[SharedBytes, ...], device: Device) -> Iterator[str]:
     """Why trainer and server don't fit on one GPU in turns, a line each."""
     room = f"expected at most the {gib(device.memory)} of a {device.name}"
-    for stage, found in enumerate(shared):
-        if found.generating > device.memory:
+    for stage, sizes in enumerate(shared):
+        if sizes.generating > device.memory:
             yield (
-                f"GPU memory: a server takes {gib(found.generating)} beside a parked rank of stage {stage}, "
+                f"GPU memory: a server takes {gib(sizes.generating)} beside a parked rank of stage {stage}, "
                 f"{room}; lower sglang.mem_fraction_static"
             )
-        if found.training > device.memory:
+        if sizes.training > device.memory:
             yield (
-                f"GPU memory: a rank of stage {stage} takes {gib(found.training)} beside a server that released its "
+                f"GPU memory: a rank of stage {stage} takes {gib(sizes.training)} beside a server that released its "
                 f"memory, {room}"
             )

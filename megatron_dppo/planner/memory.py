@@ -200,7 +200,7 @@ class RankBytes:
             "weights": self.state.weights + self.state.reference,
             "gradients": self.state.gradients,
             "optimizer": self.state.optimizer,
-            "activations": live.kept + (0 if at_logits else live.recomputed),
+            "activations": live.layers + (0 if at_logits else live.recomputed),
             "logits": head if at_logits else 0,
             "working": live.working,
             "communicators": self.communicators,

@@ -110,21 +110,21 @@ def schedules(question: Question) -> tuple[Schedule, ...]:
 
 def search_schedules(question: Question) -> list[Proposal]:
     """Every layout that fits under any of ``schedules``, by expected seconds of a step."""
-    found: list[Proposal] = []
+    proposals: list[Proposal] = []
     for schedule in schedules(question):
-        found += _fitting(replace(question, other=schedule), question)
-    return sorted(found, key=lambda proposal: proposal.seconds)
+        proposals += _fitting(replace(question, other=schedule), question)
+    return sorted(proposals, key=lambda proposal: proposal.seconds)
 
 
 def best_of_each(proposals: list[Proposal], count: int) -> list[Proposal]:
     """The first ``count`` of each schedule, in their order."""
-    seen: Counter[Schedule] = Counter()
-    kept = []
+    counts: Counter[Schedule] = Counter()
+    best = []
     for proposal in proposals:
-        seen[proposal.question.schedule] += 1
-        if seen[proposal.question.schedule] <= count:
-            kept.append(proposal)
-    return kept
+        counts[proposal.question.schedule] += 1
+        if counts[proposal.question.schedule] <= count:
+            best.append(proposal)
+    return best
 
 
 def search(question: Question) -> list[Proposal]:
@@ -142,8 +142,8 @@ def least_nodes(question: Question) -> Cluster | None:
     does."""
     for nodes in range(question.cluster.nodes + 1, MOST_NODES + 1):
         larger = replace(question.cluster, nodes=nodes)
-        asked = replace(question, cluster=larger)
-        if next(_fitting(asked, asked), None) is not None:
+        widened = replace(question, cluster=larger)
+        if next(_fitting(widened, widened), None) is not None:
             return larger
     return None
 

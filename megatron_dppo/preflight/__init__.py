@@ -102,7 +102,7 @@ class Verdict:
     def write(self, folder: Path) -> None:
         """Write ``verdict.json`` beside the evidence, for people and ``status``."""
         findings = [
-            {"host": f.host, "what": f.subject, "got": f.got, "expected": f.expected}
+            {"host": f.host, "what": f.subject, "got": f.actual, "expected": f.expected}
             for f in self.findings
         ]
         content = {"bad_hosts": self.bad_hosts, "findings": findings}

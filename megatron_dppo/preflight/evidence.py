@@ -142,12 +142,12 @@ class Finding:
 
     host: str
     subject: str
-    got: str
+    actual: str
     expected: str
 
     def __str__(self) -> str:
         where = "all nodes" if self.host == EVERYWHERE else self.host
-        return f"{where}: {self.subject}: got {self.got}, expected {self.expected}"
+        return f"{where}: {self.subject}: got {self.actual}, expected {self.expected}"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.launch.run_directory import is_finished
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import (
+    CONFIG_FILE,
     SUMMARY_FILE,
     Record,
     RecordsError,
@@ -198,7 +199,7 @@ def _local_state(run: LocalRun, directory: Path) -> str:
     if not run.returned:
         return f"ended: {VANISHED}; the same command resumes"
     try:
-        is_done = is_finished(load_config(directory / "config.yaml"))
+        is_done = is_finished(load_config(directory / CONFIG_FILE))
     except ConfigError:
         is_done = (directory / SUMMARY_FILE).is_file()
     return "ended: done" if is_done else "ended; the same command resumes"

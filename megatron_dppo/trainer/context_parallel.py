@@ -33,10 +33,10 @@ def own_rows(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -> Tensor:
     """
     bounds = cu_seqlens.long()
     own_bounds = bounds // size
-    place = torch.arange(tokens // size, device=bounds.device)
-    sequence = torch.searchsorted(own_bounds[1:], place, right=True)
+    row = torch.arange(tokens // size, device=bounds.device)
+    sequence = torch.searchsorted(own_bounds[1:], row, right=True)
     chunk = (bounds[sequence + 1] - bounds[sequence]) // (2 * size)
-    offset = place - own_bounds[sequence]
+    offset = row - own_bounds[sequence]
     # The second of the two chunks lies behind the first; it is the one as far from the end as that from the start.
     is_second = offset >= chunk
     number = torch.where(is_second, 2 * size - 1 - rank, rank)
@@ -115,21 +115,21 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
     )
 
 
-def _as_own(whole: Tensor | None, own: Tensor | None) -> Tensor | None:
-    """A gradient flows through it where one flows through the rank's own, as on one rank."""
-    return whole if whole is None or own is None or own.requires_grad else whole.detach()
+def _as_own(whole: Tensor | None, share: Tensor | None) -> Tensor | None:
+    """A gradient flows through it where one flows through the rank's ``share``, as on one rank."""
+    return whole if whole is None or share is None or share.requires_grad else whole.detach()
 
 
 class _Gather(torch.autograd.Function):
     """[t, ...] of every rank -> [T, ...] in the pack's order, which ``order`` [T] tells of the gathered rows."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.own = order.chunk(group.size())[group.rank()]
-        gathered = own.new_empty(len(order), *own.shape[1:])
-        dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
+    def forward(ctx: Any, share: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.rows = order.chunk(group.size())[group.rank()]
+        gathered = share.new_empty(len(order), *share.shape[1:])
+        dist.all_gather_into_tensor(gathered, share.contiguous(), group=group)
         return torch.empty_like(gathered).index_copy_(0, order, gathered)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient.index_select(0, ctx.own), None, None
+        return gradient.index_select(0, ctx.rows), None, None

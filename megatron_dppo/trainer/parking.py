@@ -60,12 +60,12 @@ def held_tensors(
     weights = [p for chunk in chunks for p in chunk.parameters()]
     buffers = [b for c in ddp_chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
     # An fp32 parameter is its own main parameter.
-    own = {_key(p) for p in weights}
+    weight_keys = {_key(p) for p in weights}
     return {
         "weights": weights,
         "reference": list(reference),
         "gradients": [buffer.grad_data for buffer in buffers],
-        "optimizer": [t for t in _optimizer_tensors(optimizer) if _key(t) not in own],
+        "optimizer": [t for t in _optimizer_tensors(optimizer) if _key(t) not in weight_keys],
     }
 
 
@@ -92,11 +92,13 @@ def _optimizer_tensors(optimizer: ChainedOptimizer) -> Iterable[Tensor]:
 class Parker:
     """Moves parts to the host and back; not collective.
 
-    ``held``: the tensors of every part at the time of the call. ``parked``: the parts that are away.
+    ``tensors_by_part``: of the time of the call. ``parked``: the parts that are away.
     """
 
-    def __init__(self, held: Callable[[], Mapping[TrainerPart, Sequence[Tensor]]]) -> None:
-        self._held = held
+    def __init__(
+        self, tensors_by_part: Callable[[], Mapping[TrainerPart, Sequence[Tensor]]]
+    ) -> None:
+        self._tensors_by_part = tensors_by_part
         self._copies = {part: _HostCopy() for part in COPIED_PARTS}
         self._away: dict[TrainerPart, list[_Storage]] = {}
 
@@ -116,8 +118,8 @@ class Parker:
         RuntimeError); nothing is parked then.
         """
         self.check("park", *parts)
-        began, held = time.perf_counter(), self._held()
-        storages = {part: _storages(part, held[part]) for part in TRAINER_PARTS if part in parts}
+        began, tensors = time.perf_counter(), self._tensors_by_part()
+        storages = {part: _storages(part, tensors[part]) for part in TRAINER_PARTS if part in parts}
         copied = sum(self._copies[p].take(storages[p]) for p in storages if p in COPIED_PARTS)
         platform.wait_for_copies()
         for storage in (s for part in storages.values() for s in part):

@@ -40,13 +40,13 @@ from megatron_dppo.vocab_parallel.head import HeadOptions, head_stats
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 
 
-def model_inputs(batch: PackedBatch, own: PackedBatch | None = None) -> dict[str, Any]:
-    """Arguments of ``GPTModel.forward``: one row of T tokens, sequences told apart by cu_seqlens. ``own``: of this
-    rank under context parallelism; cu_seqlens and positions tell of the whole ``batch``.
+def model_inputs(batch: PackedBatch, rank_batch: PackedBatch | None = None) -> dict[str, Any]:
+    """Arguments of ``GPTModel.forward``: one row of T tokens, sequences told apart by cu_seqlens. ``rank_batch``: of
+    this rank under context parallelism; cu_seqlens and positions tell of the whole ``batch``.
 
     No labels: the last stage returns its hidden states, [1, T, H] in the model's dtype (``leave_out_logits``).
     """
-    own = own or batch
+    rank_batch = rank_batch or batch
     longest = _table_length(batch.max_seqlen, batch.num_tokens)
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -60,8 +60,8 @@ def model_inputs(batch: PackedBatch, own: PackedBatch | None = None) -> dict[str
         max_seqlen_kv=longest,
     )
     return {
-        "input_ids": own.token_ids[None],
-        "position_ids": own.position_ids[None],
+        "input_ids": rank_batch.token_ids[None],
+        "position_ids": rank_batch.position_ids[None],
         "attention_mask": None,
         "packed_seq_params": packed,
     }

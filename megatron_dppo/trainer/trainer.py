@@ -354,14 +354,14 @@ class Trainer:
         """Hash of all ranks' parameters, adapters as what they are, and of who holds which: bit for bit the same
         weights under the same layout. Collective."""
         self.check_resident("hash weights", "weights")
-        own = {
+        parameters = {
             f"{chunk}/{name}": p.detach()
             for chunk, model_chunk in enumerate(self.chunks)
             for name, p in model_chunk.named_parameters()
         }
-        hashes = {name: TiledHash(p.numel() * p.element_size()) for name, p in own.items()}
+        hashes = {name: TiledHash(p.numel() * p.element_size()) for name, p in parameters.items()}
         # One kernel for all of a rank's parameters.
-        add_parts([(hashes[name], p, 0) for name, p in own.items()])()
+        add_parts([(hashes[name], p, 0) for name, p in parameters.items()])()
         # Each rank's in one: thousands of tensors on each of hundreds of ranks are not to be gathered in every step.
         digest_by_rank = all_gather_json(
             text_digest([[name, h.hexdigest()] for name, h in hashes.items()])

@@ -63,7 +63,7 @@ def test_a_refusal_has_no_traceback(train):
 def test_names_are_refused_before_anything_starts(train, config):
     answer = train("algorithm.name=dpo", "reward.name=vibes")
     assert answer.returncode == 2
-    assert "2 problems" in answer.stderr
+    assert "2 faults" in answer.stderr
     assert "algorithm: unknown algorithm 'dpo'; known: " in answer.stderr
     assert "reward.name: unknown reward 'vibes'" in answer.stderr
     assert not (config.parent / "run").exists()
@@ -78,7 +78,7 @@ def test_all_problems_are_told_at_once(train):
         "sglang.mem_fraction=0.5",
     )
     assert answer.returncode == 2
-    assert "config.yaml: 4 problems\n" in answer.stderr
+    assert "config.yaml: 4 faults\n" in answer.stderr
     for problem in (
         "rollout.top_p: got 0.9, expected 1",
         "algorithm: unknown algorithm 'dpo'",
@@ -95,7 +95,7 @@ def test_data_checkpoints_and_configuration_are_told_of_at_once(train, config):
     (directory / "last_checkpoint.json").write_text('{"step": 20}')
     data.write_text('{"prompt": "1+1", "answer": "$"}\n{"prompt": "1+1", "answer": "2"}\n')
     answer = train("--check", "rollout.top_p=0.9", "algorithm.name=dpo", f"data.train={data}")
-    assert "config.yaml: 3 problems\n" in answer.stderr
+    assert "config.yaml: 3 faults\n" in answer.stderr
     for problem in (
         "rollout.top_p: got 0.9, expected 1",
         "algorithm: unknown algorithm 'dpo'",
@@ -105,9 +105,9 @@ def test_data_checkpoints_and_configuration_are_told_of_at_once(train, config):
     answer = train(
         "--check", "rollout.top_p=0.9", f"run.directory={directory}", "reward.name=vibes"
     )
-    assert "config.yaml: 2 problems\n" in answer.stderr  # nothing scores the answers
+    assert "config.yaml: 2 faults\n" in answer.stderr  # nothing scores the answers
     answer = train("--check", "rollout.top_p=0.9", f"run.directory={directory}")
-    assert "config.yaml: 2 problems\n" in answer.stderr
+    assert "config.yaml: 2 faults\n" in answer.stderr
     assert "\n  run.resume: " in answer.stderr
 
 

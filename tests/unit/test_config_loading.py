@@ -133,7 +133,7 @@ def test_every_problem_is_told_at_once(tmp_path, tree):
     with pytest.raises(ConfigError) as caught:
         load_config(write_config(tmp_path, tree), ["optimizer.lr=0", "nonsense", "run.seed=true"])
     text = str(caught.value)
-    assert text.startswith(f"{tmp_path}/config.yaml: 8 problems\n")
+    assert text.startswith(f"{tmp_path}/config.yaml: 8 faults\n")
     for line in (
         "override 'nonsense': expected key.path=value",
         "rollout.top_p: got 'x' (str), expected a number > 0 and <= 1",

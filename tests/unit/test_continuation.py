@@ -80,7 +80,7 @@ def drawn(asked: GenerationRequest, *parts: tuple[Any, ...], **options: Any) -> 
     continuation, whole = Continuation(decode), None
     for tokens, *rest in parts:
         whole = continuation.take(asked, answer(continuation.rest(asked), tokens, *rest, **options))
-    assert bool(continuation.held) == (whole is None)
+    assert bool(continuation.partials) == (whole is None)
     return whole
 
 
@@ -128,7 +128,7 @@ def test_the_rest_is_asked_for_with_what_is_held():
 def test_a_response_of_which_nothing_is_kept_is_asked_for_as_before(tokens):
     continuation = Continuation(decode)
     assert continuation.take(request(), answer(request(), tokens, 1)) is None
-    assert continuation.held == {}
+    assert continuation.partials == {}
     assert continuation.redrawn == len(tokens)
     assert continuation.rest(request()).prompt_ids == PROMPT
     whole = continuation.take(request(), answer(request(), [7], 2, "stop"))
@@ -151,7 +151,7 @@ def test_an_end_token_that_the_server_did_not_look_at_ends_nothing():
     """Token 0 ends a response. The server answers it with the abort before it notices."""
     continuation, asked = Continuation(decode), request()
     continuation.take(asked, answer(asked, [7, 8, 0], 1))
-    assert continuation.held["key"].response_ids.tolist() == [7, 8]
+    assert continuation.partials["key"].response_ids.tolist() == [7, 8]
     whole = continuation.take(asked, answer(continuation.rest(asked), [9, 0], 2, "stop"))
     assert whole is not None
     assert whole.response_ids.tolist() == [7, 8, 9, 0]
@@ -399,7 +399,7 @@ def test_after_the_loss_of_the_last_server_the_rest_alone_is_asked_for():
     with pytest.raises(GenerationInterruptedError) as caught:
         generated(AbortingClient(6, 3, dead=1), 1, continuation)
     assert caught.value.completed == {}
-    assert continuation.held[0].sampled == 2
+    assert continuation.partials[0].sampled == 2
     again = AbortingClient(6, 6)
     results = generated(again, 2, continuation, per_call=2)
     assert again.calls == [(3,), (1,)]

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_dppo.data.__main__ import main
-from megatron_dppo.data.published import SETS, Preparation, bare_fault, prepare
+from megatron_dppo.data.published import SETS, Preparation, bare_problem, prepare
 from megatron_dppo.data.records import DataError
 
 DAPO_BEFORE = (
@@ -209,7 +209,7 @@ def test_math_as_it_was_first_published(tmp_path):
     ],
 )
 def test_known_instructions_are_taken_away(text):
-    assert bare_fault(text) == "q"
+    assert bare_problem(text) == "q"
 
 
 def test_unknown_columns_and_what_is_not_there(prepared, tmp_path):

@@ -182,11 +182,11 @@ def test_activations_by_hand():
     """Full recomputation keeps 48 inputs and one whole layer; without it a stage keeps every layer it has in flight."""
     trainer = facts("qwen3_30b_a3b_base", "training.recompute=full").trainer
     found = activation_bytes(trainer, 0, busiest=1.0)
-    assert found.kept == 48 * 17408 * 1024
+    assert found.layers == 48 * 17408 * 1024
     assert found.recomputed == round(17408 * layer_bytes(trainer).whole)
     none = replace(trainer, recompute="none", layout=Layout(tensor=4, pipeline=2, expert=8, data=4))
     first, last = (activation_bytes(none, stage, busiest=1.0) for stage in (0, 1))
-    assert first.kept == 2 * last.kept == 2 * 24 * round(17408 * layer_bytes(none).whole)
+    assert first.layers == 2 * last.layers == 2 * 24 * round(17408 * layer_bytes(none).whole)
     assert first.head == first.recomputed == 0
     assert last.logits == logits_bytes(none) == 4096 * 151936 // 4 * 2
     whole = replace(none, chunk_tokens=20_000)
@@ -203,7 +203,7 @@ def test_context_parallel_ranks_by_hand():
     assert (trainer.layout.describe(), trainer.tokens) == ("TP4 CP2 EP8 DP2", one.tokens)
     assert trainer.rank_tokens * 2 == one.tokens
     shared, whole = (activation_bytes(t, 0, busiest=1.0) for t in (trainer, one))
-    assert shared.kept * 2 == whole.kept
+    assert shared.layers * 2 == whole.layers
     # Gradients as they were, and keys and values of both ranks with one and a half outputs; or all of them twice.
     ring = 8704 * (2 * 128 * 2 + 1024 * 1.5) * 2
     assert shared.working == whole.working / 2 + ring

@@ -52,7 +52,7 @@ def test_a_bound_is_met_at_equality():
 
 def test_bytes_are_told_in_the_unit_that_reads_better():
     [finding] = too_little("disk", {"a": 64 << 20}, 3 * GIB // 2, "GiB")
-    assert (finding.got, finding.expected) == ("64 MiB", "at least 1.5 GiB")
+    assert (finding.actual, finding.expected) == ("64 MiB", "at least 1.5 GiB")
 
 
 def test_the_odd_one_is_named_with_what_the_others_have():
@@ -197,7 +197,7 @@ def test_a_node_that_keeps_old_files_is_named():
 def test_exclusive_creation_has_one_winner(winners, got):
     evidence = {host: canary("ab", won=host in winners) for host in "ab"}
     [finding] = judge_shared_folder(evidence, NEEDS)
-    assert (finding.host, finding.got, finding.expected) == (EVERYWHERE, got, "one node")
+    assert (finding.host, finding.actual, finding.expected) == (EVERYWHERE, got, "one node")
 
 
 def reached(host, others):

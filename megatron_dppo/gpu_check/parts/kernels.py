@@ -290,8 +290,8 @@ def _head_errors(states: Any, weight: Any, ids: Any, dtype: Any) -> dict[str, fl
     twins = [x.detach().double().requires_grad_() for x in (states[:64], weight)]
     stats = head_stats([HeadFactor(*leaves)], options=HeadOptions(16, dtype), **arguments)
     twin = dense_head_stats([HeadFactor(*twins)], **arguments)
-    for found in (stats, twin):
-        found.log_probs.sum().backward()
+    for each in (stats, twin):
+        each.log_probs.sum().backward()
     errors = {"log_prob": float((stats.log_probs - twin.log_probs).detach().abs().max())}
     for name, leaf, exact in zip(("hidden", "weight"), leaves, twins, strict=True):
         assert leaf.grad is not None

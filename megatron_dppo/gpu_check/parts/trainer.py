@@ -234,8 +234,8 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
         _step(trainer, batch)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - steady
-    held = trainer.held_tensors()
-    sizes = {part: held_memory.storage_bytes(tensors) for part, tensors in held.items()}
+    tensors_by_part = trainer.held_tensors()
+    sizes = {part: held_memory.storage_bytes(t) for part, t in tensors_by_part.items()}
     return HeldBytes(sizes["weights"], sizes["gradients"], sizes["optimizer"], saved.peak, peak)
 
 
