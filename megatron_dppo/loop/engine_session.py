@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from megatron_dppo.config.lora import updates_adapters
@@ -42,7 +42,7 @@ from megatron_dppo.fleet.generation import (
 from megatron_dppo.fleet.http_router import HttpRouterLink
 from megatron_dppo.fleet.record import FleetRecord, Keys
 from megatron_dppo.loop.ending import RunStoppedError
-from megatron_dppo.model.shape import TRAINER_PARTS, ModelShape
+from megatron_dppo.model.shape import TRAINER_PARTS, ModelShape, TrainerPart
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer import collectives
@@ -72,9 +72,10 @@ class WeightsLostError(RunError):
 
 
 class _Connections:
-    """This rank's connections to the servers and to ``record``; ``close`` ends all, ``endpoint`` too.
+    """This rank's connections to the servers and to ``record``, and the generations under way on them; ``close`` ends
+    all, ``endpoint`` too.
 
-    ``registers``: this rank tells the router of the servers.
+    ``stop``: whether generations shall end. ``registers``: this rank tells the router of the servers.
     """
 
     def __init__(
@@ -82,11 +83,14 @@ class _Connections:
         sections: ServerSections,
         record: RecordClient,
         endpoint: FleetEndpoint | None,
+        stop: Callable[[], bool],
         *,
         registers: bool,
     ) -> None:
         self.record = record
         self._endpoint = endpoint
+        self._stop = stop
+        self._under_way: list[Generation] = []
         self._limits = GenerationLimits.of(sections.rollout, sections.engine)
         self._aborts = sections.rollout.interrupt == "abort"
         self.slots = Slots(self._limits.calls)
@@ -98,9 +102,32 @@ class _Connections:
         adapters = updates_adapters(sections.lora)
         self.client = FleetClient(record.report_lost, router, self.parser, adapters=adapters)
 
-    def resume(self, generation: Generation, stop: Callable[[], bool]) -> None:
-        """Ask for what is missing of ``generation``."""
-        generation.resume(self.runner, self.client, self._limits, stop, self.slots)
+    def start(self, generation: Generation) -> None:
+        self._under_way.append(generation)
+        self._resume(generation)
+
+    def resume_lost(self) -> None:
+        """Ask anew for what is missing of the generations whose servers were lost."""
+        for generation in self._under_way:
+            if generation.is_lost:
+                generation.end()
+                self._resume(generation)
+
+    def wait(self, generation: Generation) -> tuple[GenerationEnd, str]:
+        return generation.wait(self._stop)
+
+    def drop(self, generation: Generation) -> None:
+        """It is done, or nobody waits for it any more: end what is left of it."""
+        if generation in self._under_way:
+            self._under_way.remove(generation)
+            generation.cancel()
+
+    def _resume(self, generation: Generation) -> None:
+        generation.resume(self.runner, self.client, self._limits, self._stop, self.slots)
+
+    def break_off(self) -> None:
+        """End this rank's calls: what they ask for is asked for again."""
+        self.runner.run(self.client.break_off())
 
     def hold(self) -> None:
         """The servers are about to stand still, until they serve again. Collective."""
@@ -160,12 +187,13 @@ class _ServerAccess:
     sections: ServerSections
     weight_sync: WeightSyncConfig
     shape: ModelShape
+    _occupations: dict[membership.Member, Occupation] = field(default_factory=dict)
 
     async def check(self, member: membership.Member) -> None:
         """Raise EngineMismatchError for a server that the run can't use."""
         async with membership.client_of(member) as client:
             await check_engine(self.sections, client)
-        weights = await self.open_weights(member)
+        weights = await self._connect(member)
         try:
             await weights.check_tensors()
             await check_reach(weights, self.weight_sync)
@@ -173,7 +201,13 @@ class _ServerAccess:
             await weights.close()
 
     async def open_weights(self, member: membership.Member) -> EngineWeights:
-        """The weight control of a server."""
+        """The weight control of a member of the fleet."""
+        weights = await self._connect(member)
+        # A server that is attached again has released what it had.
+        weights.occupation = self._occupations.setdefault(member, weights.occupation)
+        return weights
+
+    async def _connect(self, member: membership.Member) -> EngineWeights:
         server, keys = member.server, member.keys
         return await EngineWeights.connect(
             HttpClient(server.url, keys.api, keys.admin, member.ca_file),
@@ -226,6 +260,47 @@ class CommittedUpdates:
     verified: int = 0
 
 
+@dataclass(frozen=True)
+class _SharedDevices:
+    """Devices that trainer and servers use in turns (``engine.placement: colocated``); nothing is done where they have
+    their own.
+
+    ``parts``: of the trainer, that leave in the servers' turn; ``released``: what servers let go of in the trainer's.
+    ``record``: of rank 0, which says there whether servers may be started.
+    """
+
+    is_shared: bool
+    trainer: Trainer
+    parts: Sequence[TrainerPart]
+    released: Sequence[MemoryTag]
+    record: RecordClient | None
+
+    def leave(self, *stays: TrainerPart) -> None:
+        """The trainer's turn is over, but for what ``stays``. Collective."""
+        if not self.is_shared:
+            return
+        if leaving := [p for p in self.parts if p not in self.trainer.parked.union(stays)]:
+            self.trainer.park(leaving)
+        collectives.barrier()
+        self.allow_starts(not stays)
+
+    def read_weights(self) -> None:
+        """The trainer's weights are there for an update."""
+        if self.is_shared and "weights" in self.trainer.parked:
+            self.trainer.unpark(["weights"])
+
+    def take(self) -> None:
+        """The trainer's turn begins. Collective."""
+        # Nobody generates any more, also not a server that fails to say so.
+        collectives.barrier()
+        if self.trainer.parked:
+            self.trainer.unpark()
+
+    def allow_starts(self, allowed: bool) -> None:
+        if self.record is not None:
+            self.record.allow_starts(allowed)
+
+
 class EngineSession:
     """``connect`` first; a context manager. Its end closes the connections; the servers keep running.
 
@@ -239,16 +314,20 @@ class EngineSession:
         stop: Callable[[], bool],
         fence: Callable[[], None] = lambda: None,
     ) -> None:
-        self._stop = stop
-        self._trainer = trainer
-        self._is_colocated = config.engine.placement == "colocated"
-        self._leaving_parts = config.engine.parked or TRAINER_PARTS
-        self._released: Sequence[MemoryTag] = TAGS
         sections, rank = ServerSections.of(config), trainer.topology.rank
         self._access = _ServerAccess(sections, config.weight_sync, trainer.shape)
         record, endpoint = _open_record(config.run.directory, config.parallel.interface, rank)
         self._connections = connections = _Connections(
-            sections, record, endpoint, registers=rank == 0
+            sections, record, endpoint, stop, registers=rank == 0
+        )
+        # Updates of adapters don't bring the frozen model again, so the servers keep it.
+        kept_tags = {"weights"} if updates_adapters(config.lora) else set()
+        self._devices = _SharedDevices(
+            config.engine.placement == "colocated",
+            trainer,
+            config.engine.parked or TRAINER_PARTS,
+            [tag for tag in TAGS if tag not in kept_tags],
+            record if rank == 0 else None,
         )
         self._membership: membership.FleetMembership | None = None
         if rank == 0:
@@ -265,10 +344,9 @@ class EngineSession:
             fence,
         )
         self._updater: WeightUpdater
-        leave_devices = self._leave_devices if self._is_colocated else None
+        # An update that has read the weights ends the trainer's turn.
+        leave_devices = self._devices.leave if self._devices.is_shared else None
         if updates_adapters(config.lora):
-            # Updates don't bring the frozen model again, so the servers keep it.
-            self._released = [tag for tag in TAGS if tag != "weights"]
             self._updater = AdapterUpdater(
                 AdapterWeights(trainer), *rest, leave_devices=leave_devices
             )
@@ -279,8 +357,6 @@ class EngineSession:
                 source, *rest, interrupts=interrupts, leave_devices=leave_devices
             )
         self._patience = _Patience()
-        self._under_way: list[Generation] = []
-        self._occupations: dict[membership.Member, Occupation] = {}
         self.updates = CommittedUpdates()
 
     def __enter__(self) -> Self:
@@ -306,18 +382,18 @@ class EngineSession:
         while True:
             self._make_room()
             self._admit()
-            self._read_weights()
+            self._devices.read_weights()
             connections = self._connections
             # Before the first server is paused: its silence must not be taken for a hang.
             connections.hold()
             if version == self.updates.version:
                 # A span could not tell a token of before from one that was drawn while the servers were scored.
-                connections.runner.run(connections.client.break_off())
+                connections.break_off()
             try:
                 report = self._updater.update(version)
             except WeightUpdateError as error:
                 if not isinstance(error, WeightUpdateRefusedError):
-                    connections.runner.run(connections.client.break_off())
+                    connections.break_off()
                 self._blame(error)
                 continue
             self._commit(version, report)
@@ -338,10 +414,7 @@ class EngineSession:
         collectives.barrier()
         if self._membership is None:
             self._connections.serve(self._members, version)
-        for generation in self._under_way:
-            if generation.is_lost:
-                generation.end()
-                self._connections.resume(generation, self._stop)
+        self._connections.resume_lost()
 
     # --- devices that trainer and servers share
 
@@ -349,44 +422,23 @@ class EngineSession:
         """The servers stop in the middle of what they generate and let go of their memory, and the trainer takes its
         own again, up to the next update. Collective."""
         self._connections.hold()
-        self._allow_starts(False)
+        self._devices.allow_starts(False)
         if self._attached:
             try:
-                self._updater.release_memory(self._released)
+                self._updater.release_memory(self._devices.released)
             except WeightUpdateError as error:
                 log.warning("%s", error)
                 self._attached = False
                 if self._membership is not None:
                     self._membership.blame(self._members, error.engines, str(error))
-        # Nobody generates any more, also not a server that fails to say so.
-        collectives.barrier()
-        if self._trainer.parked:
-            self._trainer.unpark()
+        self._devices.take()
 
     def _make_room(self) -> None:
         """The trainer leaves the devices, as far as an update lets it: it reads its weights, once there are servers."""
-        if not self._is_colocated:
-            return
-        stays = {"weights"} if self._attached else set()
-        if leaving := [p for p in self._leaving_parts if p not in self._trainer.parked | stays]:
-            self._trainer.park(leaving)
-        collectives.barrier()
-        self._allow_starts(not stays)
-
-    def _read_weights(self) -> None:
-        if self._is_colocated and "weights" in self._trainer.parked:
-            self._trainer.unpark(["weights"])
-
-    def _leave_devices(self) -> None:
-        """The update has read the weights: the trainer's turn is over."""
-        if leaving := [p for p in self._leaving_parts if p not in self._trainer.parked]:
-            self._trainer.park(leaving)
-        collectives.barrier()
-        self._allow_starts(True)
-
-    def _allow_starts(self, allowed: bool) -> None:
-        if self._membership is not None:
-            self._connections.record.allow_starts(allowed)
+        if self._attached:
+            self._devices.leave("weights")
+        else:
+            self._devices.leave()
 
     # --- generation
 
@@ -407,8 +459,7 @@ class EngineSession:
         interrupts them (``rollout.interrupt``). Not collective.
         """
         generation = Generation(job, description, on_response, order, dict(done or {}))
-        self._under_way.append(generation)
-        self._connections.resume(generation, self._stop)
+        self._connections.start(generation)
         return generation
 
     @property
@@ -429,7 +480,7 @@ class EngineSession:
         """
         while True:
             before = len(generation.done)
-            outcome, reason = generation.wait(self._stop)
+            outcome, reason = self._connections.wait(generation)
             answers = collectives.all_gather_json(
                 [int(outcome), reason, len(generation.done) > before]
             )
@@ -442,7 +493,7 @@ class EngineSession:
                 raise RunStoppedError("stopped while generating")
             if worst is GenerationEnd.DONE:
                 self._patience.forget_losses()
-                self._under_way.remove(generation)
+                self._connections.drop(generation)
                 return generation.job.trajectories(generation.done)
             if any(answer[2] for answer in answers):
                 self._patience.forget_losses()
@@ -454,9 +505,7 @@ class EngineSession:
 
     def drop(self, generation: Generation) -> None:
         """Nobody waits for it any more: end what is left of it. Not collective."""
-        if generation in self._under_way:
-            self._under_way.remove(generation)
-            generation.cancel()
+        self._connections.drop(generation)
 
     # --- membership
 
@@ -523,7 +572,4 @@ class EngineSession:
     async def _open_engine(self, url: str) -> EngineWeights:
         """The weight control of a member; called on rank 0 and on every rank that sends weights."""
         member = next(m for m in self._members if m.server.url == url)
-        weights = await self._access.open_weights(member)
-        # A server that is attached again has released what it had.
-        weights.occupation = self._occupations.setdefault(member, weights.occupation)
-        return weights
+        return await self._access.open_weights(member)
