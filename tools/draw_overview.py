@@ -164,8 +164,35 @@ PROCESSES = {
         LOOP,
         width=2.5,
     ),
+    "environment": Box(
+        1.45,
+        1.1,
+        "environment workers",
+        "many episodes at a time",
+        "environments/workers.py",
+        LOOP,
+        width=2.5,
+    ),
+    "agent": Box(
+        1.45,
+        -0.9,
+        "agent, one an episode",
+        "your program or function",
+        "environments/agents.py",
+        LOOP,
+        width=2.5,
+    ),
+    "sandbox": Box(
+        5.0,
+        -0.9,
+        "sandbox, one a snippet",
+        "Python in bubblewrap",
+        "environments/python_sandbox.py",
+        LOOP,
+        width=3.1,
+    ),
     "folder": Box(
-        5.4,
+        7.6,
         0.7,
         "the run's folder",
         "metrics, batches, checkpoints; lease, stop request",
@@ -213,7 +240,18 @@ PROCESS_ARROWS = (
     ),
     Arrow("rank", "parser", (-1, 0.5), (1, -0.3), "pipe,\nshared memory", (0.75, 0.25), both=True),
     Arrow("rank", "reward", *LEFT, "pipe, JSON", (0.0, -0.22), both=True),
-    Arrow("rank", "folder", (0, -1), (0, 1), "files, written whole", (0.85, 0.0), both=True),
+    Arrow("rank", "environment", (-0.85, -1), (1, 0.6), "pipe, JSON", (0.6, -0.05), both=True),
+    Arrow(
+        "environment",
+        "agent",
+        (-0.4, -1),
+        (-0.4, 1),
+        "Popen; chat completions:\nHTTP, a session's key",
+        (1.05, 0.0),
+        both=True,
+    ),
+    Arrow("environment", "sandbox", (1, -0.6), (-0.5, 1), "bwrap, pipes", (0.62, 0.12), both=True),
+    Arrow("rank", "folder", (0.6, -1), (-0.45, 1), "files, written whole", (-0.95, 0.0), both=True),
 )
 
 
@@ -221,7 +259,7 @@ def main() -> None:
     """Write both pictures."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs")
     draw(folder / "overview.png", STEP, STEP_ARROWS, (12.4, 4.1), (0, 11.6, 0.2, 3.8))
-    draw(folder / "processes.png", PROCESSES, PROCESS_ARROWS, (13.4, 7.6), (0, 13.5, 0.05, 7.7))
+    draw(folder / "processes.png", PROCESSES, PROCESS_ARROWS, (13.4, 9.1), (0, 13.5, -1.55, 7.7))
 
 
 def draw(
