@@ -303,16 +303,6 @@ def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
     finish(axes, "Entropy", "nats per token", handles if len(runs) == 1 else [])
 
 
-def draw_length(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw the mean response length; right axis: share of truncated responses."""
-    handles = plot_metrics(axes, runs, in_panel("length"))
-    if handles:
-        axes.set_ylim(0, axes.get_ylim()[1])
-    handles += plot_on_the_right(axes, runs, "length", (0, 5), "% truncated")
-    mark_empty(axes, handles)
-    finish(axes, "Response length and truncation", "tokens", handles)
-
-
 def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the model's FLOP/s of a rank: as a share of the GPU's peak where every run's is known, else in TFLOP/s."""
     is_known = all(is_recorded([run], names.MFU) for run in runs)
@@ -341,9 +331,17 @@ def _draw_from_zero(
         axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     if right is not None:
         handles += plot_on_the_right(axes, runs, panel, *right)
+    mark_empty(axes, handles)
     finish(axes, title, unit, handles)
 
 
+draw_length = partial(
+    _draw_from_zero,
+    panel="length",
+    title="Response length and truncation",
+    unit="tokens",
+    right=((0, 5), "% truncated"),
+)
 draw_age = partial(
     _draw_from_zero,
     panel="age",

@@ -122,7 +122,32 @@ class TensorBoardTracker:
         self._events.close()
 
 
-class WandbTracker:
+class _LogTracker:
+    """By a library whose run takes everything by ``log``, tables and images as its own classes."""
+
+    _library: Any
+    _run: Any
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._log(step, values)
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        for name, group in _by_set(samples).items():
+            columns, rows = _rows(group)
+            table = self._library.Table(columns=columns, data=rows, allow_mixed_types=True)
+            self._log(step, {f"samples/{name}": table})
+
+    def figure(self, name: str, path: Path) -> None:
+        self._run.log({name: self._library.Image(str(path))})
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class WandbTracker(_LogTracker):
     """Weights & Biases. ``WANDB_MODE=offline`` writes into ``<run>/trackers/wandb``, for ``wandb sync``."""
 
     package: ClassVar = "wandb"
@@ -131,7 +156,7 @@ class WandbTracker:
         import wandb
 
         run.folder.mkdir(parents=True, exist_ok=True)
-        self._wandb = wandb
+        self._library = wandb
         self._run = wandb.init(
             project=run.project,
             name=run.name,
@@ -145,23 +170,11 @@ class WandbTracker:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log({"step": step, **values})
 
-    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        for name, group in _by_set(samples).items():
-            columns, rows = _rows(group)
-            table = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
-            self._run.log({"step": step, f"samples/{name}": table})
 
-    def figure(self, name: str, path: Path) -> None:
-        self._run.log({name: self._wandb.Image(str(path))})
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
-class TrackioTracker:
+class TrackioTracker(_LogTracker):
     """Trackio: a local database (``TRACKIO_DIR``), or a Space that its own variables name."""
 
     package: ClassVar = "trackio"
@@ -169,7 +182,7 @@ class TrackioTracker:
     def start(self, run: TrackedRun) -> None:
         import trackio
 
-        self._trackio = trackio
+        self._library = trackio
         self._run = trackio.init(
             project=run.project,
             # It knows runs by their names alone.
@@ -180,21 +193,6 @@ class TrackioTracker:
             auto_log_cpu=False,
             auto_log_gpu=False,
         )
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        for name, group in _by_set(samples).items():
-            columns, rows = _rows(group)
-            table = self._trackio.Table(columns=columns, data=rows, allow_mixed_types=True)
-            self._run.log({f"samples/{name}": table}, step=step)
-
-    def figure(self, name: str, path: Path) -> None:
-        self._run.log({name: self._trackio.Image(str(path))})
-
-    def finish(self) -> None:
-        self._run.finish()
 
 
 class MlflowTracker:
