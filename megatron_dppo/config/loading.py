@@ -90,7 +90,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
-    """Values in ``node`` with every alias written out. ``known``: the counts by node's id, None while
+    """Values in ``node`` with every alias written out. ``counts``: by node's id, None while
     one is being counted. Raises yaml.MarkedYAMLError above MAX_VALUES, or for a node in itself."""
     if id(node) not in counts:
         counts[id(node)] = None

@@ -116,7 +116,7 @@ def recordings_folders() -> Iterator[list[Path]]:
     """Folders of this process that its user alone can enter, named in the environment: in shared memory, and among
     the temporary files for what has no room there.
 
-    What a killed process leaves is found by its name (``system.runtime_directory.remove_left_behind``).
+    What a killed process leaves is found by its name (``system.scratch.remove_left_behind``).
     """
     # A container may have no shared memory that can be written.
     bases = [base for base in (SHARED_MEMORY, tempfile.gettempdir()) if os.access(base, os.W_OK)]

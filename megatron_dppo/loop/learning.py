@@ -117,7 +117,7 @@ class LossRecord:
 
 
 def by_response(batch: packing.PackedBatch, statistics: Mapping[str, Tensor]) -> LossColumns:
-    """The rows of each response's sampled tokens. ``seen``: tensors [T] beside ``batch``."""
+    """The rows of each response's sampled tokens. ``statistics``: tensors [T] beside ``batch``."""
     rows = torch.nonzero(batch.loss_mask).squeeze(1)
     arrays = {name: x[rows].cpu().numpy() for name, x in statistics.items()}
     # Rows before each sequence's end: the rows of one sequence lie next to each other.

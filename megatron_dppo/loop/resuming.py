@@ -50,7 +50,7 @@ class RunState:
         step: rollout batches trained on; also the weight version of the policy.
         sampler: position in the data (``Sampler.state_dict``).
         identity: settings that must not change between starts, see :func:`identity_of`, and ``FILES``.
-        records: what was recorded until then (``metrics.records.RecordsMark``).
+        records: what was recorded until then (``Recorder.mark``).
     """
 
     step: int = 0

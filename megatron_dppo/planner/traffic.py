@@ -101,7 +101,7 @@ class WeightPlan:
         largest_bucket: of all.
         sender_memory: that the fullest sender's buckets take: two gathered ones and what is coming in.
         engine_communicators: NCCL's buffers on an engine GPU for groups with senders.
-        faults: why it would not be a whole update; a line each.
+        problems: why it would not be a whole update; a line each.
     """
 
     ranks: int
