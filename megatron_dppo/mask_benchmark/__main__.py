@@ -13,10 +13,8 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,26 +45,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write everything that was measured here")
     parser.add_argument("--png", type=Path, help="write a chart here")
     parser.add_argument("--markdown", type=Path, help="write the tables here as Markdown")
-    parser.add_argument("--rank-result", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the ranks, read rank 0's measurements, print and write them; returns the exit code."""
-    command_line = list(sys.argv[1:] if arguments is None else arguments)
-    options = parse(command_line)
-    if options.rank_result is not None:
-        from megatron_dppo.mask_benchmark.measure import measure
+    from torch.multiprocessing.spawn import ProcessException
 
-        result = measure(options)
-        if int(os.environ["RANK"]) == 0:
-            options.rank_result.write_text(json.dumps(result))
-        return 0
+    options = parse(arguments)
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.json"
-        codes = wait_for(start_ranks(command_line, options, result_path))
-        if any(codes):
-            print(f"ranks ended with exit codes {codes}", file=sys.stderr)
+        try:
+            run_ranks(options, result_path)
+        except ProcessException as error:
+            print(f"a rank failed: {error}", file=sys.stderr)
             return 1
         result = json.loads(result_path.read_text())
 
@@ -80,38 +72,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def wait_for(ranks: list[subprocess.Popen]) -> list[int]:
-    """Wait for the ranks and return their exit codes; kill them if one fails or on SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
-            time.sleep(0.1)
-    finally:
-        for p in ranks:
-            if p.poll() is None:
-                p.kill()
-    return [p.wait() for p in ranks]
+def run_ranks(options: argparse.Namespace, result: Path) -> None:
+    """A process for each tensor-parallel rank, on this machine; rank 0 writes ``result``. Raises torch's
+    ProcessException where one fails, which ends the others."""
+    from torch import multiprocessing
 
-
-def start_ranks(
-    command_line: Sequence[str], options: argparse.Namespace, result: Path
-) -> list[subprocess.Popen]:
-    """Start one process for each tensor-parallel rank, on this machine."""
-    environment = {
+    # What a rank inherits must be there before it imports torch.
+    os.environ |= {
         "WORLD_SIZE": str(options.tp),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": str(options.threads),
         "TORCHDYNAMO_DISABLE": "0" if options.compile else "1",
     }
-    command = [sys.executable, "-m", "megatron_dppo.mask_benchmark", *command_line]
-    command += ["--rank-result", str(result)]
-    return [
-        subprocess.Popen(
-            command, env={**os.environ, **environment, "RANK": str(r), "LOCAL_RANK": str(r)}
-        )
-        for r in range(options.tp)
-    ]
+    # Daemons end with this process, which by itself would wait for them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    multiprocessing.spawn(_rank, (options, result), options.tp, daemon=True)
+
+
+def _rank(rank: int, options: argparse.Namespace, result: Path) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    from megatron_dppo.mask_benchmark.measure import measure
+
+    measured = measure(options)
+    if rank == 0:
+        result.write_text(json.dumps(measured))
 
 
 # Output of the measurements: console tables, Markdown and a chart.
