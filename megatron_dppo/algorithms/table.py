@@ -318,7 +318,9 @@ def algorithm_facts(
     exclude each other.
     """
     if name not in PRESETS:
-        raise ValueError(f"unknown algorithm {name!r}; known: {', '.join(PRESETS)}")
+        rows = [row for row in PRESETS if name and row.startswith(name)]
+        hint = f"did you mean {', '.join(rows)}? " if rows else ""
+        raise ValueError(f"unknown algorithm {name!r}; {hint}known: {', '.join(PRESETS)}")
     if settings not in get_args(Settings):
         accepted = ", ".join(get_args(Settings))
         raise ValueError(f"unknown settings {settings!r} of an algorithm; known: {accepted}")

@@ -27,6 +27,7 @@ from megatron_dppo.config.schema import AlgorithmConfig
 from tests.unit.golden_presets import GOLDEN
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
+PACKAGE = Path(rules.__file__).parents[1]
 
 
 @pytest.mark.parametrize("settings", get_args(Settings))
@@ -52,6 +53,13 @@ def test_the_table_in_the_docs_is_the_golden_copy():
     }
     assert list(found) == list(PRESETS)
     assert found == expected
+
+
+def test_every_algorithm_that_a_help_or_a_page_has_somebody_ask_for_is_a_row():
+    texts = [p.read_text() for p in (*DOCS.parent.glob("*.md"), *PACKAGE.rglob("*.py"))]
+    asked = {name for t in texts for name in re.findall(r"--algorithm ([a-z]\S*)", t)}
+    assert "cppo-binary-tv" in asked
+    assert asked <= set(PRESETS)
 
 
 def test_every_name_that_the_configuration_takes_is_implemented():
@@ -170,7 +178,9 @@ def test_carried_top_k_is_the_configured_one_where_that_is_enough():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("dppo", {}, "unknown algorithm 'dppo'; known: pg-is"),
+        ("dpo", {}, "unknown algorithm 'dpo'; known: pg-is"),
+        ("", {}, "unknown algorithm ''; known: pg-is"),
+        ("mask", {}, "'mask'; did you mean mask-0.5, mask-0.8, mask-0.5-recompute? known: pg-is"),
         ("grpo", {"tv_threshold": 0.1}, "has no option 'tv_threshold'; it has clip_high"),
         ("dppo-topk-tv", {"topk": True}, "expected a number, got True"),
         ("dppo-topk-tv", {"topk": 0}, "outside its range"),
