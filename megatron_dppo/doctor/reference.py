@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 
 from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
 from megatron_dppo.data.trajectory import Trajectory
@@ -241,6 +242,21 @@ class Reference(Policy):
         finally:
             self._cached_by = None
 
+    @contextmanager
+    def cached_in_bfloat16(self) -> Iterator[None]:
+        """Every key and value is what a cache in bfloat16 gives back: tokens are decoded from it one after another, in
+        place of one pass over the full prefix."""
+
+        def cached(_: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            cache = _RoundedCache(config=self._model.config)
+            return args, {**options, "past_key_values": cache, "use_cache": True}
+
+        hook = self._model.register_forward_pre_hook(cached, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
     def _after_cache(self, ids: Tensor, batch: Sequence[Trajectory]) -> Tensor:
         """Logits [B, S, V]."""
         assert self._cached_by is not None
@@ -251,6 +267,16 @@ class Reference(Policy):
             after = self._model(row[:, cached:], past_key_values=before.past_key_values)
             logits.append(torch.cat([before.logits, after.logits], 1))
         return torch.cat(logits)
+
+
+class _RoundedCache(DynamicCache):
+    """transformers' own, in bfloat16."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        rounded = bfloat16(key_states), bfloat16(value_states)
+        return super().update(*rounded, layer_idx, *args, **kwargs)
 
 
 def _exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
