@@ -161,6 +161,8 @@ ICEPOP = {"mismatch_low": 0.5, "mismatch_high": 5.0, **CLIP}
 GSPO = {"clip_low": 3e-4, "clip_high": 4e-4}
 BPO = {**CLIP_HIGHER, "smoothing": 0.1, "ratio_cap": 3.0}
 CPPO = {**TV, "weight_min": 0.8, "budget_low": 0.02, "budget_high": 0.04}
+CPPO_KL = {**KL, "weight_min": 0.8, "budget_low": 0.0008, "budget_high": 0.0032}
+"""The paper has no numbers of its KL forms: DPPO's threshold, and Pinsker's bound 2 TV^2 at the budgets of TV."""
 PDM = {"kl_threshold": 0.15, "ratio_cap": 5.0}
 
 
@@ -178,8 +180,11 @@ def _bounded(
 
 
 def _cumulative(divergence: Divergence, numbers: Mapping[str, float]) -> Preset:
+    stability, scaling = (
+        (CPPO, {"tv_threshold": 0.2}) if divergence.endswith("tv") else (CPPO_KL, {})
+    )
     return Preset(
-        "prefix_budget", {**CPPO, **numbers}, {"tv_threshold": 0.2},
+        "prefix_budget", {**stability, **numbers}, scaling,
         fixed={"measure": divergence}, divergence=divergence, sequences=True,
     )  # fmt: skip
 
@@ -236,6 +241,8 @@ PRESETS: dict[str, Preset] = {
     "bpo": Preset("complementary_clip", BPO, weight="complementary_ratio"),
     "cppo-binary-tv": _cumulative("binary_tv", {}),
     "cppo-topk-tv": _cumulative("topk_tv", TOPK),
+    "cppo-binary-kl": _cumulative("binary_kl", {}),
+    "cppo-topk-kl": _cumulative("topk_kl", TOPK),
     "pdm-aggregated": _predictive(),
     "pdm-uniform": _predictive(uniform_tail=True),
     "pdm-exact": _predictive(whole_vocabulary=True),

@@ -176,7 +176,9 @@ def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) ->
     name = "output layer of bfloat16, logits in float32"
     changed("precision", name, lambda r: r.rounded("lm_head", results=False))
     changed("precision", EIGHT_BITS, lambda r: r.rounded(results=False, to=float8))
-    changed("cache", "keys and values in bfloat16", Reference.cached_in_bfloat16)
+    for name, prompts in (("", True), (", not while a prompt is read", False)):
+        change = partial(Reference.cached_in_bfloat16, prompts=prompts)
+        changed("cache", f"keys and values in bfloat16{name}", change)
     for name, frequencies in _frequencies(reference):
         changed("positions", name, partial(Reference.frequencies, change=frequencies))
     for first, second in (("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm")):

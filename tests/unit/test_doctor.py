@@ -21,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
 
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import ParallelConfig, TrainConfig
@@ -255,7 +256,8 @@ FAULTS: dict[str, Callable[[SimpleNamespace, Path], LogProbs]] = {
     "positions": scaled_positions,
     "vocabulary": lambda run, _: partial(truncated, run.policy),
     "cache": lambda run, _: partial(after_old_prompt, run.policy, Policy(run.start)),
-    "bfloat16 cache": lambda run, _: partial(decoded, run.policy),
+    "bfloat16 cache": lambda run, _: partial(decoded, run.policy, prefill=False),
+    "bfloat16 cache, prefill": lambda run, _: partial(decoded, run.policy, prefill=True),
 }
 """What makes log p of a trajectory's sampled tokens with the fault."""
 
@@ -277,25 +279,29 @@ def after_old_prompt(policy: Policy, old: Policy, t: Trajectory) -> np.ndarray:
     return (rows / TEMPERATURE).log_softmax(-1).gather(1, response)[:, 0].float().numpy()
 
 
+class CacheInHalf(DynamicCache):
+    def update(self, key_states, value_states, layer_idx, *more, **options):
+        keys, values = (x.bfloat16().float() for x in (key_states, value_states))
+        return super().update(keys, values, layer_idx, *more, **options)
+
+
 @torch.no_grad()
-def decoded(policy: Policy, t: Trajectory) -> np.ndarray:
-    """Token by token; what the cache holds is in bfloat16."""
+def decoded(policy: Policy, t: Trajectory, *, prefill: bool) -> np.ndarray:
+    """Token by token, from a cache in bfloat16; ``prefill``: the prompt in one pass that does not read it."""
     ids = torch.from_numpy(t.token_ids.astype(np.int64))[None]
-    cache, rows = None, []
-    for position in range(t.length - 1):
-        answer = policy.model(
-            ids[:, position : position + 1], past_key_values=cache, use_cache=True
-        )
-        cache = answer.past_key_values
-        for layer in cache.layers:
-            layer.keys, layer.values = (
-                layer.keys.bfloat16().float(),
-                layer.values.bfloat16().float(),
-            )
-        rows.append(answer.logits[0, 0].double() / TEMPERATURE)
-    log_probs = torch.stack(rows[len(t.prompt_ids) - 1 :]).log_softmax(-1)
+    cache, rows, start = CacheInHalf(), [], 0
+    if prefill:
+        start = len(t.prompt_ids)
+        answer = policy.model(ids[:, :start], use_cache=True)
+        rows = list(answer.logits[0])
+        for layer, (keys, values, *_) in enumerate(answer.past_key_values):
+            cache.update(keys, values, layer)
+    for position in range(start, t.length - 1):
+        token = ids[:, position : position + 1]
+        rows.append(policy.model(token, past_key_values=cache, use_cache=True).logits[0, 0])
+    logits = torch.stack(rows[len(t.prompt_ids) - 1 :]).double()
     response = torch.from_numpy(t.response_ids.astype(np.int64))[:, None]
-    return log_probs.gather(1, response)[:, 0].float().numpy()
+    return (logits / TEMPERATURE).log_softmax(-1).gather(1, response)[:, 0].float().numpy()
 
 
 @pytest.mark.parametrize("side", ["engine", "trainer"])
@@ -317,6 +323,10 @@ def decoded(policy: Policy, t: Trajectory) -> np.ndarray:
         ),
         ("cache", "cache", "prompts' keys and values of version 0"),
         ("bfloat16 cache", "cache", "keys and values in bfloat16"),
+        (
+            *("bfloat16 cache, prefill", "cache"),
+            "keys and values in bfloat16, not while a prompt is read",
+        ),
     ],
 )
 def test_the_axis_of_a_fault_is_named(run, tmp_path, side, fault, axis, name):

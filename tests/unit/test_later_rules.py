@@ -166,6 +166,17 @@ def test_cppo_blocks_a_steady_drift_that_dppo_keeps():
     assert trained("cppo-binary-tv", x, **fixed) == [True] + [False] * 99
 
 
+def test_cppo_of_the_binary_kl_by_hand():
+    # KL(.2 || .3) = .2 log(2 / 3) + .8 log(8 / 7) = .02573, below .05; b is cut to .0032. With w near 1 the second has
+    # .05 + .0032 - .0257, and the third .05 + .0064 - .0513.
+    x = all_outward([0.10] * 100)
+    assert trained("dppo-binary-kl", x) == [True] * 100
+    assert trained("cppo-binary-kl", x) == [True, True] + [False] * 98
+    exact = 0.2 * math.log(2 / 3) + 0.8 * math.log(8 / 7)
+    for threshold, first in ((exact * (1 + 1e-9), True), (exact * (1 - 1e-9), False)):
+        assert trained("cppo-binary-kl", x, kl_threshold=threshold)[:2] == [first, False]
+
+
 def test_cppo_keeps_a_late_step_that_dppo_blocks():
     x = all_outward([0.0] * 99 + [0.17])
     assert trained("dppo-binary-tv", x)[-1] is False
@@ -285,6 +296,8 @@ def test_sequence_rules_are_those_of_a_loop_over_responses(seed):
     x, pi, mu, made = responses(seed)
     numbers = {"tv_threshold": 0.08, "budget_low": 0.02, "budget_high": 0.04, "weight_min": 0.8}
     cppo = trained("cppo-binary-tv", x, **numbers)
+    of_kl = {"kl_threshold": 0.01, "budget_low": 0.001, "budget_high": 0.004}
+    cppo_kl = trained("cppo-binary-kl", x, **of_kl)
     gmpo = weights("gmpo", x, log_clip=0.15), trained("gmpo", x, log_clip=0.15)
     minpro = weights("minpro", x)
     largest, mean = trained("trm-max", x, largest_k2=0.1), trained("trm-mean", x, mean_k3=0.03)
@@ -297,6 +310,10 @@ def test_sequence_rules_are_those_of_a_loop_over_responses(seed):
         outward = [a * value > 0 for value in logs]
         loop = cppo_by_loop(gaps, outward, 0.08, 0.02, 0.04, 0.8) if rows else []
         assert [cppo[i] for i in rows] == loop
+        pairs = [(pi[i], mu[i]) for i in rows]
+        gaps = [q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) for p, q in pairs]
+        loop = cppo_by_loop(gaps, outward, 0.01, 0.001, 0.004, 0.8) if rows else []
+        assert [cppo_kl[i] for i in rows] == loop
         if not rows:
             continue
         average = lambda values: sum(values) / len(rows)  # noqa: E731, B023
@@ -319,7 +336,9 @@ def test_sequence_rules_are_those_of_a_loop_over_responses(seed):
 def test_the_random_responses_fall_on_both_sides():
     found = {}
     options = {
-        "cppo-binary-tv": {"tv_threshold": 0.08}, "gmpo": {"log_clip": 0.15},
+        "cppo-binary-tv": {"tv_threshold": 0.08},
+        "cppo-binary-kl": {"kl_threshold": 0.01, "budget_low": 0.001, "budget_high": 0.004},
+        "gmpo": {"log_clip": 0.15},
         "trm-max": {"largest_k2": 0.1}, "trm-mean": {"mean_k3": 0.03},
         "geometric-mask": {"sequence_low": 0.9, "sequence_high": 1.1},
         "off-policy-sequence-mask": {"drift_threshold": 0.02},
@@ -385,6 +404,10 @@ def test_cppo_of_topk_counts_what_the_sampled_token_does_not_show():
     x = inputs([0.15] * 4, [0.1] * 4, [1.0] * 4, sequence_ids=ids, **topk)
     assert trained("cppo-topk-tv", x) == [False] * 4
     assert trained("cppo-topk-tv", x, tv_threshold=0.31) == [True, False, False, False]
+    # KL: .6 log 2 + .1 log(2 / 3) + .3 log(6 / 11) = .1935, and .0109 of the sampled token alone.
+    assert trained("cppo-binary-kl", x)[0] is True
+    assert trained("cppo-topk-kl", x) == [False] * 4
+    assert trained("cppo-topk-kl", x, kl_threshold=0.194) == [True, False, False, False]
 
 
 # --- rules that look at an optimiser step

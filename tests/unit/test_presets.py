@@ -78,6 +78,8 @@ def test_a_row_measures_what_its_mask_compares():
     assert others == {
         "cppo-binary-tv": ("prefix_budget", "binary_tv"),
         "cppo-topk-tv": ("prefix_budget", "topk_tv"),
+        "cppo-binary-kl": ("prefix_budget", "binary_kl"),
+        "cppo-topk-kl": ("prefix_budget", "topk_kl"),
         **dict.fromkeys(["pdm-aggregated", "pdm-uniform", "pdm-exact"], ("pdm", "topk_kl")),
         "dppo-symmetric": ("symmetric_binary_tv", "binary_tv"),
         "kpop": ("kpop", "binary_kl_both_ways"),
@@ -93,7 +95,11 @@ def test_what_each_algorithm_costs_is_declared():
     }  # fmt: skip
     assert {n: a.topk for n, a in built.items() if a.topk} == {
         **dict.fromkeys(
-            ["dppo-topk-tv", "dppo-topk-kl", "cppo-topk-tv", "pdm-aggregated", "pdm-uniform"], 20
+            [
+                *("dppo-topk-tv", "dppo-topk-kl", "cppo-topk-tv", "cppo-topk-kl"),
+                *("pdm-aggregated", "pdm-uniform"),
+            ],
+            20,
         ),
         "score-centering": 32,
     }
@@ -112,8 +118,8 @@ def test_what_each_algorithm_costs_is_declared():
     assert {n for n, a in built.items() if a.step_bound} == {"m2po", "vaco"}
     assert {n for n, row in PRESETS.items() if row.centers} == {"score-centering"}
     assert {n for n, row in PRESETS.items() if row.sequences} == {
-        "gspo", "cppo-binary-tv", "cppo-topk-tv", "gmpo", "minpro", "trm-max", "trm-mean",
-        "geometric-mask", "off-policy-sequence-mask",
+        "gspo", "cppo-binary-tv", "cppo-topk-tv", "cppo-binary-kl", "cppo-topk-kl", "gmpo", "minpro",
+        "trm-max", "trm-mean", "geometric-mask", "off-policy-sequence-mask",
     }  # fmt: skip
 
 
