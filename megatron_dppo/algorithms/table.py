@@ -26,6 +26,9 @@ AggregationName = Literal[
     "sequence-mean-token-sum",
     "sequence-mean-token-mean",
 ]
+Tail = Literal["one", "uniform", "proportional"]
+"""What PDM takes the ids outside of TopK(mu) for: one token; as many equally likely ones; tokens whose mu / pi is that
+of their whole, whatever pi is at each, which takes the sum of pi^2 over the vocabulary."""
 EstimatorName = Literal["k1-on-policy", "k2", "k3", "k3-on-policy", "reverse-k3-on-policy"]
 Role = Literal["mask", "weight", "both", "step", "cap", "topk", "penalty"]
 
@@ -189,9 +192,9 @@ def _cumulative(divergence: Divergence, numbers: Mapping[str, float]) -> Preset:
     )  # fmt: skip
 
 
-def _predictive(*, uniform_tail: bool = False, whole_vocabulary: bool = False) -> Preset:
+def _predictive(tail: Tail, *, whole_vocabulary: bool = False) -> Preset:
     return Preset(
-        "pdm", PDM if whole_vocabulary else {**PDM, **TOPK}, fixed={"uniform_tail": uniform_tail},
+        "pdm", PDM if whole_vocabulary else {**PDM, **TOPK}, fixed={"tail": tail},
         divergence="topk_kl", whole_vocabulary=whole_vocabulary,
     )  # fmt: skip
 
@@ -243,9 +246,10 @@ PRESETS: dict[str, Preset] = {
     "cppo-topk-tv": _cumulative("topk_tv", TOPK),
     "cppo-binary-kl": _cumulative("binary_kl", {}),
     "cppo-topk-kl": _cumulative("topk_kl", TOPK),
-    "pdm-aggregated": _predictive(),
-    "pdm-uniform": _predictive(uniform_tail=True),
-    "pdm-exact": _predictive(whole_vocabulary=True),
+    "pdm-aggregated": _predictive("one"),
+    "pdm-uniform": _predictive("uniform"),
+    "pdm-tail": _predictive("proportional"),
+    "pdm-exact": _predictive("one", whole_vocabulary=True),
     "dppo-symmetric": Preset("symmetric_binary_tv", {"tv_threshold": 0.3}, divergence="binary_tv"),
     "kpop": Preset("kpop", {"kl_threshold": 0.1}, divergence="binary_kl_both_ways"),
     "sapo": Preset(stability={"tau_positive": 1.0, "tau_negative": 1.05}, weight="soft_gate"),
@@ -290,6 +294,11 @@ class AlgorithmFacts:
     def reads_topk(self) -> bool:
         """Whether the algorithm looks at the Top-K tensors, whatever they hold."""
         return self.preset.centers or self.preset.divergence in ("topk_tv", "topk_kl")
+
+    @property
+    def needs_sum_squares(self) -> bool:
+        """The statistics must return the sum over the vocabulary of pi^2."""
+        return self.preset.fixed.get("tail") == "proportional"
 
     @property
     def needs_recomputed(self) -> bool:
@@ -383,7 +392,7 @@ def carried_topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) ->
             )
         return configured or algorithm.topk
     if vocab_size > ENGINE_WHOLE_VOCABULARY:
-        instead = "pdm-aggregated and pdm-uniform estimate it from fewer"
+        instead = "pdm-aggregated, pdm-uniform and pdm-tail estimate it from fewer"
         if algorithm.preset.mask == algorithm.preset.divergence:
             instead = (
                 f"dppo-topk-tv and dppo-topk-kl bound it from below; {algorithm.name.replace('dppo', 'recomputed')} "

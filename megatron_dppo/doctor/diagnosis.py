@@ -206,8 +206,8 @@ def alternatives_of_version(
         ("cache", "prompts' keys and values", prompts),
     ]
     for part in (p for p in PARTS if any(p in name for name in reference.tensors)):
-        change = partial(Reference.tensors_of, other=other, part=part)
-        changes.append(("weights", part.strip("."), change))
+        of_part = partial(Reference.tensors_of, other=other, part=part)
+        changes.append(("weights", part.strip("."), of_part))
     for n in _ranks(run, reference):
         for rank in range(n):
             change = partial(Reference.experts_of, other=other, rank=rank, ranks=n)

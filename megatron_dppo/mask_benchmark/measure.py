@@ -259,10 +259,9 @@ NEVER = {
 MASKS = (
     "dppo-binary-tv", "dppo-binary-kl", "dppo-topk-tv", "dppo-topk-kl", "dppo-symmetric", "kpop", "bpo", "sapo",
     "gspo", "gmpo", "minpro", "trm-max", "trm-mean", "geometric-mask", "off-policy-sequence-mask",
-    "cppo-binary-tv", "cppo-topk-tv", "pdm-aggregated", "pdm-uniform", "score-centering", "m2po", "vaco",
-    "dppo-exact-tv", "dppo-exact-kl", "pdm-exact",
+    "cppo-binary-tv", "cppo-topk-tv", "pdm-aggregated", "pdm-uniform", "pdm-tail", "score-centering",
+    "m2po", "vaco", "dppo-exact-tv", "dppo-exact-kl", "pdm-exact",
 )  # fmt: skip
-"""Those that read mu of the whole vocabulary are measured where the engine may be asked for it."""
 QUADRATIC = "pg-is + (log r)^2"
 RESPONSE_TOKENS = 128
 """Tokens of each response, for rules that look at whole ones."""
@@ -308,6 +307,7 @@ class Update:
             inputs.group if inputs.ranks > 1 else None,
             vocab_size=inputs.vocab_size,
             with_entropy=entropy,
+            with_squares=entropy and self.algorithm.needs_sum_squares,
             topk_ids=self.topk_ids if topk else None,
         )
 
@@ -338,6 +338,7 @@ class Update:
             entropy=stats.entropy.detach(),
             sequence_ids=self.responses,
             tail_ids=self.tail,
+            sum_squares=stats.sum_squares,
             step_bound=step_bound,
         )
 
@@ -365,12 +366,13 @@ def mask_overheads(bench: RankBench) -> list[dict[str, Any]]:
     with its interquartile range. ``loss_overhead``: the difference of the loss alone (where a mask
     runs) / the update without a mask: less noise, but without Top-K's part in the statistics.
     """
+    # Those that read mu of the whole vocabulary, where the engine may be asked for it.
     is_small = bench.options.vocab <= ENGINE_WHOLE_VOCABULARY
     masks = [n for n in MASKS if is_small or not build_algorithm(n).needs_full_distribution]
     names = ["pg-is", *masks, QUADRATIC]
     algorithms = [build_algorithm(n, _never(n, bench.options.topk)) for n in names[:-1]]
-    algorithms.append(build_algorithm("pg-is", {"log_ratio_coefficient": 1e-3}))
-    updates = [Update(bench, algorithm) for algorithm in algorithms]
+    quadratic = build_algorithm("pg-is", {"log_ratio_coefficient": 1e-3})
+    updates = [Update(bench, algorithm) for algorithm in (*algorithms, quadratic)]
     dead = evenly_spread(bench.options.tokens, bench.options.masked_share)
     updates.append(Update(bench, build_algorithm("pg-is"), dead))
     collectives = []
@@ -410,7 +412,6 @@ def _row(
     base_payloads: int,
     base_wire: float,
 ) -> dict[str, Any]:
-
     whole = statistics.median(r["total"] for r in base)
     overhead, spread = median_iqr(
         [(r["total"] - b["total"]) / b["total"] for r, b in zip(runs, base, strict=True)]
@@ -534,7 +535,6 @@ class RankBench:
         """Memory, collectives and accuracy of one implementation, from calls that are not timed."""
         with counted_collectives() as counts:
             self.run(contender)
-
         leaf = self.fresh()
 
         def once() -> None:

@@ -121,6 +121,7 @@ GOLDEN = {
     ),
     "pdm-aggregated": golden({**PDM, "topk": 20}, {**PDM, "topk": 20}, "2607.10848, second hand", OWN),
     "pdm-uniform": golden({**PDM, "topk": 20}, {**PDM, "topk": 20}, "2607.10848, second hand", OWN),
+    "pdm-tail": golden({**PDM, "topk": 20}, {**PDM, "topk": 20}, "chosen (as the other two's)", OWN),
     "pdm-exact": golden(PDM, PDM, "chosen (as Top-K's)", OWN),
     "dppo-symmetric": golden(
         {"tv_threshold": 0.3, "ratio_cap": INF}, {"tv_threshold": 0.3, "ratio_cap": INF},

@@ -256,8 +256,6 @@ FAULTS: dict[str, Callable[[SimpleNamespace, Path], LogProbs]] = {
     "positions": scaled_positions,
     "vocabulary": lambda run, _: partial(truncated, run.policy),
     "cache": lambda run, _: partial(after_old_prompt, run.policy, Policy(run.start)),
-    "bfloat16 cache": lambda run, _: partial(decoded, run.policy, prefill=False),
-    "bfloat16 cache, prefill": lambda run, _: partial(decoded, run.policy, prefill=True),
 }
 """What makes log p of a trajectory's sampled tokens with the fault."""
 
@@ -277,6 +275,44 @@ def after_old_prompt(policy: Policy, old: Policy, t: Trajectory) -> np.ndarray:
     rows = policy.model(ids[:, prompt - 1 :], past_key_values=cache).logits[0, :-1].double()
     response = torch.from_numpy(t.response_ids.astype(np.int64))[:, None]
     return (rows / TEMPERATURE).log_softmax(-1).gather(1, response)[:, 0].float().numpy()
+
+
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+@pytest.mark.parametrize(
+    ("fault", "axis", "name"),
+    [
+        ("version", "staleness", "weights of version 0"),
+        ("norms", "weights", "input_layernorm and post_attention_layernorm exchanged"),
+        ("experts", "weights", "each of 2 ranks has the experts of the next"),
+        ("shard", "weights", "embed_tokens of version 0"),
+        ("temperature", "sampling transform", "temperature 1, not 0.7"),
+        ("bfloat16", "precision", "all in bfloat16"),
+        ("head", "precision", "output layer in bfloat16"),
+        ("head's inputs", "precision", "output layer of bfloat16, logits in float32"),
+        ("positions", "positions", "positions times 0.5"),
+        (
+            *("vocabulary", "sampling transform"),
+            "normaliser without the last of 4 shards of the vocabulary",
+        ),
+        ("cache", "cache", "prompts' keys and values of version 0"),
+    ],
+)
+def test_the_axis_of_a_fault_is_named(run, tmp_path, side, fault, axis, name):
+    column = {"engine": "rollout_log_probs", "trainer": "loss_log_probs"}[side]
+    log_probs = FAULTS[fault](run, tmp_path / "changed")
+    batch = [t.with_columns(**{column: log_probs(t)}) for t in run.batch]
+    found = examine(run, batch, tmp_path / "converted")
+    expected = ["healthy", "healthy"]
+    expected[side == "trainer"] = axis
+    assert axes(found) == expected
+    verdict = found.diagnoses[side == "trainer"]
+    assert verdict.cause.name == name
+    assert verdict.gaps[name] < 0.3 * verdict.gap or fault == "bfloat16"
+    assert len(found.findings) == 1
+    worst = verdict.tokens[0]
+    t = batch[worst.response]
+    assert worst.token_id == t.response_ids[worst.position]
+    assert worst.side == pytest.approx(float(np.exp(t.column(column)[worst.position])))
 
 
 class CacheInHalf(DynamicCache):
@@ -304,47 +340,21 @@ def decoded(policy: Policy, t: Trajectory, *, prefill: bool) -> np.ndarray:
     return (logits / TEMPERATURE).log_softmax(-1).gather(1, response)[:, 0].float().numpy()
 
 
-@pytest.mark.parametrize("side", ["engine", "trainer"])
 @pytest.mark.parametrize(
-    ("fault", "axis", "name"),
+    ("prefill", "name"),
     [
-        ("version", "staleness", "weights of version 0"),
-        ("norms", "weights", "input_layernorm and post_attention_layernorm exchanged"),
-        ("experts", "weights", "each of 2 ranks has the experts of the next"),
-        ("shard", "weights", "embed_tokens of version 0"),
-        ("temperature", "sampling transform", "temperature 1, not 0.7"),
-        ("bfloat16", "precision", "all in bfloat16"),
-        ("head", "precision", "output layer in bfloat16"),
-        ("head's inputs", "precision", "output layer of bfloat16, logits in float32"),
-        ("positions", "positions", "positions times 0.5"),
-        (
-            *("vocabulary", "sampling transform"),
-            "normaliser without the last of 4 shards of the vocabulary",
-        ),
-        ("cache", "cache", "prompts' keys and values of version 0"),
-        ("bfloat16 cache", "cache", "keys and values in bfloat16"),
-        (
-            *("bfloat16 cache, prefill", "cache"),
-            "keys and values in bfloat16, not while a prompt is read",
-        ),
+        (False, "keys and values in bfloat16"),
+        (True, "keys and values in bfloat16, not while a prompt is read"),
     ],
 )
-def test_the_axis_of_a_fault_is_named(run, tmp_path, side, fault, axis, name):
-    column = {"engine": "rollout_log_probs", "trainer": "loss_log_probs"}[side]
-    log_probs = FAULTS[fault](run, tmp_path / "changed")
-    batch = [t.with_columns(**{column: log_probs(t)}) for t in run.batch]
-    found = examine(run, batch, tmp_path / "converted")
-    expected = ["healthy", "healthy"]
-    expected[side == "trainer"] = axis
-    assert axes(found) == expected
-    verdict = found.diagnoses[side == "trainer"]
-    assert verdict.cause.name == name
-    assert verdict.gaps[name] < 0.3 * verdict.gap or fault == "bfloat16"
-    assert len(found.findings) == 1
-    worst = verdict.tokens[0]
-    t = batch[worst.response]
-    assert worst.token_id == t.response_ids[worst.position]
-    assert worst.side == pytest.approx(float(np.exp(t.column(column)[worst.position])))
+def test_an_engine_that_decodes_from_a_rounded_cache_is_named(run, tmp_path, prefill, name):
+    batch = [
+        t.with_columns(rollout_log_probs=decoded(run.policy, t, prefill=prefill))
+        for t in run.batch[: 2 * GROUP]
+    ]
+    found = examine(run, batch, tmp_path)
+    assert axes(found) == ["cache", "healthy"]
+    assert found.diagnoses[0].cause.name == name
 
 
 class CountedWeights(KnownWeights):

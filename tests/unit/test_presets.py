@@ -80,7 +80,9 @@ def test_a_row_measures_what_its_mask_compares():
         "cppo-topk-tv": ("prefix_budget", "topk_tv"),
         "cppo-binary-kl": ("prefix_budget", "binary_kl"),
         "cppo-topk-kl": ("prefix_budget", "topk_kl"),
-        **dict.fromkeys(["pdm-aggregated", "pdm-uniform", "pdm-exact"], ("pdm", "topk_kl")),
+        **dict.fromkeys(
+            ["pdm-aggregated", "pdm-uniform", "pdm-tail", "pdm-exact"], ("pdm", "topk_kl")
+        ),
         "dppo-symmetric": ("symmetric_binary_tv", "binary_tv"),
         "kpop": ("kpop", "binary_kl_both_ways"),
     }
@@ -97,7 +99,7 @@ def test_what_each_algorithm_costs_is_declared():
         **dict.fromkeys(
             [
                 *("dppo-topk-tv", "dppo-topk-kl", "cppo-topk-tv", "cppo-topk-kl"),
-                *("pdm-aggregated", "pdm-uniform"),
+                *("pdm-aggregated", "pdm-uniform", "pdm-tail"),
             ],
             20,
         ),
@@ -116,6 +118,7 @@ def test_what_each_algorithm_costs_is_declared():
         n for n in PRESETS if "topk" in n or "exact" in n or "pdm" in n or "center" in n
     }
     assert {n for n, a in built.items() if a.step_bound} == {"m2po", "vaco"}
+    assert {n for n, a in built.items() if a.needs_sum_squares} == {"pdm-tail"}
     assert {n for n, row in PRESETS.items() if row.centers} == {"score-centering"}
     assert {n for n, row in PRESETS.items() if row.sequences} == {
         "gspo", "cppo-binary-tv", "cppo-topk-tv", "cppo-binary-kl", "cppo-topk-kl", "gmpo", "minpro",
@@ -166,7 +169,7 @@ def test_exact_divergences_take_all_of_mu_from_the_engine_or_are_refused():
     with pytest.raises(ValueError, match="topk_log_probs is 20; expected 0 or 36"):
         carried_topk(exact, 20, 36)
     with pytest.raises(
-        ValueError, match=r"at most 4096\. pdm-aggregated and pdm-uniform estimate it"
+        ValueError, match=r"at most 4096\. pdm-aggregated, pdm-uniform and pdm-tail est"
     ):
         carried_topk(build_algorithm("pdm-exact"), 0, 4097)
     assert carried_topk(build_algorithm("recomputed-exact-tv"), 0, 151936) == 0
