@@ -56,7 +56,10 @@ class Lab:
         vocabulary = self._copy.vocab_size
         self._topk = carried_topk(algorithm, config.rollout.topk_log_probs, vocabulary)
         has_topk = self._topk > 0 or algorithm.needs_recomputed_distribution
-        self.trainer = Trainer(config, StatsSpec(has_topk, True, algorithm.preset.centers))
+        self.trainer = Trainer(
+            config,
+            StatsSpec(has_topk, True, algorithm.preset.centers, algorithm.needs_sum_squares),
+        )
         self.learner = Learner(config, self.trainer, algorithm, self._topk)
         self._problems = ProblemSampler(len(task.prompts), config.run.seed)
         sources = gather_plan(self.trainer.shape, self.trainer.layout)

@@ -102,15 +102,22 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
 
 @torch.no_grad()
 def topk_kl_change(
-    topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tensor, tail_ids: Tensor | None
+    topk_log_probs: Tensor,
+    rollout_topk_log_probs: Tensor,
+    valid: Tensor,
+    *,
+    tail_ids: Tensor | None = None,
+    sum_squares: Tensor | None = None,
 ) -> Tensor:
     """Derivative of KL(mu || pi) along the step e_k - pi of the logits, the gradient of log pi(k); k is the last
     column's token. ``[..., K + 1]`` -> ``[...]``, of either sign.
 
     (pi_k - mu_k) + sum over the vocabulary of pi_i (mu_i - pi_i). Outside A' (``topk_tv``) mu is not known there: the
     rest counts as one token, pi_r (mu_r - pi_r); with ``tail_ids`` [...], their number, as so many equally likely
-    ones, that divided by it. With K = V nothing is left out, and the value is exact. The sampled token's own column
-    may be invalid where TopK(mu) holds it: k is read from it all the same.
+    ones, that divided by it; with ``sum_squares`` [...], of pi over the whole vocabulary, as tokens that all have the
+    mu / pi of their whole, (mu_r / pi_r - 1) times their sum of pi^2, which is known then. With K = V nothing is left
+    out, and the value is exact. The sampled token's own column may be invalid where TopK(mu) holds it: k is read from
+    it all the same.
     """
     _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
     pi, mu = (
@@ -121,6 +128,10 @@ def topk_kl_change(
     rest = rest_pi * (rest_mu - rest_pi)
     if tail_ids is not None:
         rest = rest / tail_ids.clamp(min=1)
+    if sum_squares is not None:
+        squares = (sum_squares.double() - p_pi.square().sum(-1)).clamp(min=0)
+        # Of one token it is rest_pi^2, of more it is less.
+        rest = rest * (squares / rest_pi.square().clamp(min=1e-300)).clamp(max=1)
     return pi[..., -1] - mu[..., -1] + (p_pi * (p_mu - p_pi)).sum(-1) + rest
 
 

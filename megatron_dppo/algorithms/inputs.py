@@ -22,6 +22,7 @@ PER_TOKEN = (
     "entropy",
     "sequence_ids",
     "tail_ids",
+    "sum_squares",
     "step_bound",
 )
 
@@ -54,6 +55,8 @@ class TokenInputs:
     """int64: tokens of one response share a number in ``0 .. T - 1``."""
     tail_ids: Tensor | None = None
     """int64: ids of the vocabulary that TopK(mu) and the sampled token leave out; None where its size is not known."""
+    sum_squares: Tensor | None = None
+    """Sum over the vocabulary of pi^2; None where no algorithm asked for it."""
     step_bound: Tensor | None = None
     """What the algorithm's ``step_bound`` found of all tokens of the optimiser step, the same at each; None where no
     algorithm asked for it."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import divergence
 from megatron_dppo.algorithms.inputs import Anchor, TokenInputs, recomputed
+from megatron_dppo.algorithms.table import Tail
 
 Mask = Callable[[TokenInputs], Tensor]
 """Bool, shaped as ``log_probs``; True where the token trains."""
@@ -184,19 +185,22 @@ def complementary_clip(
 
 
 @torch.no_grad()
-def pdm(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float, uniform_tail: bool) -> Tensor:
+def pdm(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float, tail: Tail) -> Tensor:
     """Predictive divergence mask (arXiv 2607.10848): blocked where the Top-K KL(mu || pi) exceeds ``kl_threshold``
     nats and the update raises it, A times ``divergence.topk_kl_change`` > 0.
 
-    ``uniform_tail``: what TopK(mu) leaves out counts as equally likely tokens, not as one (the paper's two estimators;
-    at K = V they are one, and exact). ValueError where the number of those tokens is not known. From its abstract, a
-    description of it and the formula as its authors' code has it, at second hand; the paper's text was not read.
+    ``tail``: what TopK(mu) leaves out counts as one token, or as equally likely ones (the paper's two estimators), or
+    as proportional to pi (ours); at K = V they are one, and exact. ValueError where the number of those tokens, or the
+    sum of pi^2, is not known. From its abstract, a description of it and the formula as its authors' code has it, at
+    second hand; the paper's text was not read.
     """
-    if uniform_tail and inputs.tail_ids is None:
-        raise ValueError("the mask spreads the tail over its ids, but TokenInputs has no tail_ids")
+    wanted = {"one": None, "uniform": "tail_ids", "proportional": "sum_squares"}[tail]
+    given = {} if wanted is None else {wanted: getattr(inputs, wanted)}
+    if None in given.values():
+        raise ValueError(f"the mask has a {tail} tail, but TokenInputs has no {wanted}")
     topk = topk_of(inputs)
     distance = divergence.topk_kl(*topk)
-    change = divergence.topk_kl_change(*topk, inputs.tail_ids if uniform_tail else None)
+    change = divergence.topk_kl_change(*topk, **given)
     falls = inputs.advantages.sign() * change <= 0
     return ((distance <= kl_threshold) | falls) & distance.isfinite()
 

@@ -154,29 +154,31 @@ def prefix_budget(
     inputs: TokenInputs,
     anchor: Anchor,
     *,
-    tv_threshold: float,
     weight_min: float,
     budget_low: float,
     budget_high: float,
     measure: str,
+    **threshold: float,
 ) -> Tensor:
     """CPPO (arXiv 2606.10968, Eq. 8-11): a token trains where A (r - 1) <= 0 or
 
         Z_t <= min(d, d + b W_(t-1) - S_(t-1)),    Z_t = w_t D_t,
 
-    with d = ``tv_threshold``, S and W the sums of Z and w over the response's tokens before t (blocked ones and those
-    that lead back included), and b the 90th percentile of the response's D, cut to [``budget_low``, ``budget_high``].
-    w_t: ``position_weights``. ``measure``: D, a name in ``divergence.py``.
+    with d = ``threshold``, the only one, ``tv_threshold`` or ``kl_threshold``; S and W the sums of Z and w over the
+    response's tokens before t (blocked ones and those that lead back included), and b the 90th percentile of the
+    response's D, cut to [``budget_low``, ``budget_high``]. w_t: ``position_weights``. ``measure``: D, a name in
+    ``divergence.py``.
 
     Read: its equations, and its authors' code of the Binary form (Tencent-Hunyuan/UniRL, ``_cppo_mask``), whose
-    ratio counts from below as here. Not read: its proofs.
+    ratio counts from below as here. Not read: its proofs. That D may be a KL is second hand, its numbers are ours.
     """
+    (largest,) = threshold.values()
     distance = measured(measure, inputs, anchor)
     weight, weights_before = position_weights(inputs, weight_min=weight_min)
     spent = weight * distance
     budget = sequence_quantile(inputs, distance, 0.9).clamp(budget_low, budget_high)
     spent_before = before(inputs, prefix_totals(inputs, spent), 0.0)
-    allowed = (tv_threshold + budget * weights_before - spent_before).clamp(max=tv_threshold)
+    allowed = (largest + budget * weights_before - spent_before).clamp(max=largest)
     shift = inputs.log_probs.detach() - anchor(inputs)
     inward = inputs.advantages.sign() * shift <= 0
     return (inward | (spent <= allowed)) & distance.isfinite()

@@ -26,6 +26,9 @@ AggregationName = Literal[
     "sequence-mean-token-sum",
     "sequence-mean-token-mean",
 ]
+Tail = Literal["one", "uniform", "proportional"]
+"""What PDM takes the ids outside of TopK(mu) for: one token; as many equally likely ones; tokens whose mu / pi is that
+of their whole, whatever pi is at each, which takes the sum of pi^2 over the vocabulary."""
 EstimatorName = Literal["k1-on-policy", "k2", "k3", "k3-on-policy", "reverse-k3-on-policy"]
 Role = Literal["mask", "weight", "both", "step", "cap", "topk", "penalty"]
 
@@ -161,6 +164,8 @@ ICEPOP = {"mismatch_low": 0.5, "mismatch_high": 5.0, **CLIP}
 GSPO = {"clip_low": 3e-4, "clip_high": 4e-4}
 BPO = {**CLIP_HIGHER, "smoothing": 0.1, "ratio_cap": 3.0}
 CPPO = {**TV, "weight_min": 0.8, "budget_low": 0.02, "budget_high": 0.04}
+CPPO_KL = {**KL, "weight_min": 0.8, "budget_low": 0.0008, "budget_high": 0.0032}
+"""The paper has no numbers of its KL forms: DPPO's threshold, and Pinsker's bound 2 TV^2 at the budgets of TV."""
 PDM = {"kl_threshold": 0.15, "ratio_cap": 5.0}
 
 
@@ -178,15 +183,18 @@ def _bounded(
 
 
 def _cumulative(divergence: Divergence, numbers: Mapping[str, float]) -> Preset:
+    stability, scaling = (
+        (CPPO, {"tv_threshold": 0.2}) if divergence.endswith("tv") else (CPPO_KL, {})
+    )
     return Preset(
-        "prefix_budget", {**CPPO, **numbers}, {"tv_threshold": 0.2},
+        "prefix_budget", {**stability, **numbers}, scaling,
         fixed={"measure": divergence}, divergence=divergence, sequences=True,
     )  # fmt: skip
 
 
-def _predictive(*, uniform_tail: bool = False, whole_vocabulary: bool = False) -> Preset:
+def _predictive(tail: Tail, *, whole_vocabulary: bool = False) -> Preset:
     return Preset(
-        "pdm", PDM if whole_vocabulary else {**PDM, **TOPK}, fixed={"uniform_tail": uniform_tail},
+        "pdm", PDM if whole_vocabulary else {**PDM, **TOPK}, fixed={"tail": tail},
         divergence="topk_kl", whole_vocabulary=whole_vocabulary,
     )  # fmt: skip
 
@@ -236,9 +244,12 @@ PRESETS: dict[str, Preset] = {
     "bpo": Preset("complementary_clip", BPO, weight="complementary_ratio"),
     "cppo-binary-tv": _cumulative("binary_tv", {}),
     "cppo-topk-tv": _cumulative("topk_tv", TOPK),
-    "pdm-aggregated": _predictive(),
-    "pdm-uniform": _predictive(uniform_tail=True),
-    "pdm-exact": _predictive(whole_vocabulary=True),
+    "cppo-binary-kl": _cumulative("binary_kl", {}),
+    "cppo-topk-kl": _cumulative("topk_kl", TOPK),
+    "pdm-aggregated": _predictive("one"),
+    "pdm-uniform": _predictive("uniform"),
+    "pdm-tail": _predictive("proportional"),
+    "pdm-exact": _predictive("one", whole_vocabulary=True),
     "dppo-symmetric": Preset("symmetric_binary_tv", {"tv_threshold": 0.3}, divergence="binary_tv"),
     "kpop": Preset("kpop", {"kl_threshold": 0.1}, divergence="binary_kl_both_ways"),
     "sapo": Preset(stability={"tau_positive": 1.0, "tau_negative": 1.05}, weight="soft_gate"),
@@ -285,6 +296,11 @@ class AlgorithmFacts:
         return self.preset.centers or self.preset.divergence in ("topk_tv", "topk_kl")
 
     @property
+    def needs_sum_squares(self) -> bool:
+        """The statistics must return the sum over the vocabulary of pi^2."""
+        return self.preset.fixed.get("tail") == "proportional"
+
+    @property
     def needs_recomputed(self) -> bool:
         """The trainer must recompute the log-probabilities at the rollout's weights."""
         return self.preset.anchor == "recomputed"
@@ -318,7 +334,9 @@ def algorithm_facts(
     exclude each other.
     """
     if name not in PRESETS:
-        raise ValueError(f"unknown algorithm {name!r}; known: {', '.join(PRESETS)}")
+        rows = [row for row in PRESETS if name and row.startswith(name)]
+        hint = f"did you mean {', '.join(rows)}? " if rows else ""
+        raise ValueError(f"unknown algorithm {name!r}; {hint}known: {', '.join(PRESETS)}")
     if settings not in get_args(Settings):
         accepted = ", ".join(get_args(Settings))
         raise ValueError(f"unknown settings {settings!r} of an algorithm; known: {accepted}")
@@ -374,7 +392,7 @@ def carried_topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) ->
             )
         return configured or algorithm.topk
     if vocab_size > ENGINE_WHOLE_VOCABULARY:
-        instead = "pdm-aggregated and pdm-uniform estimate it from fewer"
+        instead = "pdm-aggregated, pdm-uniform and pdm-tail estimate it from fewer"
         if algorithm.preset.mask == algorithm.preset.divergence:
             instead = (
                 f"dppo-topk-tv and dppo-topk-kl bound it from below; {algorithm.name.replace('dppo', 'recomputed')} "

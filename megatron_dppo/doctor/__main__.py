@@ -7,8 +7,8 @@ The run must have been started with ``rollout.save=true``. The engine's mu, and 
 first mini-batch, are each compared with transformers in float32, which shares no code with either. A side that differs
 is compared with what transformers give where one thing is done in another way: weights of another version or of a part
 of them, temperature or filter, precision, positions, routing, keys and values of a cache. What comes nearest is named,
-and the tokens that show it. Where nothing explains a trainer of several processes, and the same trainer in one does not
-differ, it is the layout.
+and the tokens that show it. Where nothing explains a trainer of several processes but for rounding, and the same
+trainer in one does not differ, it is the layout.
 
 Then: whether the tokens were drawn as configured, by the likelihood of other samplers (mu and pi may agree on numbers
 that nothing was drawn from); whether responses of a group are copies; whether prompts are what tokenizer and template

@@ -55,6 +55,8 @@ ROUNDED = "all in bfloat16"
 EIGHT_BITS = "all in 8 bits (E4M3)"
 PARTS = ("embed_tokens", "self_attn", "norm", "mlp.gate.", ".experts.", "mlp.", "lm_head")
 """Names of tensors that an update may have left out."""
+OF_WEIGHTS = ("staleness", "weights", "cache")
+"""Axes of alternatives with other weights, or another cache."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,14 @@ class Diagnosis:
         return self.gap <= self.bound
 
     @property
+    def is_in_question(self) -> bool:
+        """Whether layout may be the cause: no other one explains all of the gap but rounding, or is of weights, which
+        a trainer that is loaded anew has right."""
+        if self.cause is None or self.is_healthy:
+            return not self.is_healthy
+        return self.cause.axis not in OF_WEIGHTS and self.gaps[self.cause.name] > self.noise
+
+    @property
     def axis(self) -> str:
         if self.is_healthy:
             return "healthy"
@@ -149,14 +159,8 @@ class TokenEvidence:
 # --- causes
 
 
-def alternatives(
-    run: SampledRun,
-    reference: Reference,
-    others: Mapping[int, Reference],
-    *,
-    is_recorded: bool,
-) -> list[Alternative]:
-    """Every cause that is possible here. ``others``: the model at other versions, the likeliest first."""
+def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) -> list[Alternative]:
+    """Every cause that is possible here and needs no other weights."""
     sampling = at_temperature(run.temperature)
     transforms = [*samplers(run, reference.vocab_size)]
     for shards, count in _without_last(run, reference.vocab_size):
@@ -172,37 +176,52 @@ def alternatives(
     name = "output layer of bfloat16, logits in float32"
     changed("precision", name, lambda r: r.rounded("lm_head", results=False))
     changed("precision", EIGHT_BITS, lambda r: r.rounded(results=False, to=float8))
+    for name, prompts in (("", True), (", not while a prompt is read", False)):
+        change = partial(Reference.cached_in_bfloat16, prompts=prompts)
+        changed("cache", f"keys and values in bfloat16{name}", change)
     for name, frequencies in _frequencies(reference):
         changed("positions", name, partial(Reference.frequencies, change=frequencies))
     for first, second in (("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm")):
         if any(first in name for name in reference.tensors):
             name = f"{first} and {second} exchanged"
             changed("weights", name, partial(Reference.exchanged, first=first, second=second))
-    ranks = [n for n in sorted({2, run.expert}) if n > 1] if reference.gates else []
-    for n in ranks:
+    for n in _ranks(run, reference):
         name = f"each of {n} ranks has the experts of the next"
         changed("weights", name, partial(Reference.experts_moved, ranks=n))
-    for version, other in others.items():
-        changed(
-            "staleness",
-            f"weights of version {version}",
-            partial(Reference.tensors_of, other=other, part=""),
-        )
-        name = f"prompts' keys and values of version {version}"
-        changed("cache", name, partial(Reference.prompts_cached_by, other=other))
-        for part in (p for p in PARTS if any(p in name for name in reference.tensors)):
-            name = f"{part.strip('.')} of version {version}"
-            changed("weights", name, partial(Reference.tensors_of, other=other, part=part))
-        for n in ranks:
-            for rank in range(n):
-                name = f"experts of rank {rank} of {n} of version {version}"
-                change = partial(Reference.experts_of, other=other, rank=rank, ranks=n)
-                changed("weights", name, change)
     if is_recorded:
         for name, layers, tokens in ROUTINGS:
             rows = partial(_recorded_rows, layers=layers, tokens=tokens)
             changed("routing", name, partial(Reference.routed, rows_of=rows))
     return causes
+
+
+def alternatives_of_version(
+    run: SampledRun, reference: Reference, version: int, other: Reference
+) -> list[Alternative]:
+    """What weights of ``version``, ``other``, may have to do with it: all of them, or a part."""
+    whole = partial(Reference.tensors_of, other=other, part="")
+    prompts = partial(Reference.prompts_cached_by, other=other)
+    changes: list[tuple[str, str, Change]] = [
+        ("staleness", "weights", whole),
+        ("cache", "prompts' keys and values", prompts),
+    ]
+    for part in (p for p in PARTS if any(p in name for name in reference.tensors)):
+        of_part = partial(Reference.tensors_of, other=other, part=part)
+        changes.append(("weights", part.strip("."), of_part))
+    for n in _ranks(run, reference):
+        for rank in range(n):
+            change = partial(Reference.experts_of, other=other, rank=rank, ranks=n)
+            changes.append(("weights", f"experts of rank {rank} of {n}", change))
+    sampling = at_temperature(run.temperature)
+    return [
+        Alternative(axis, f"{name} of version {version}", sampling, change)
+        for axis, name, change in changes
+    ]
+
+
+def _ranks(run: SampledRun, reference: Reference) -> list[int]:
+    """Over how many the experts may have been cut."""
+    return [n for n in sorted({2, run.expert}) if n > 1] if reference.gates else []
 
 
 RECORDED, NATURAL = "experts as recorded", "experts by its own choice"

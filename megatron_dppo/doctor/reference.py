@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 
 from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
 from megatron_dppo.data.trajectory import Trajectory
@@ -69,6 +70,7 @@ class Reference(Policy):
     _rows: Tensor
     _rows_of: Callable[[Trajectory], Tensor] | None = None
     _cached_by: Reference | None = None
+    _rounds_cache = False
 
     @torch.no_grad()
     def sampled_logits(self, batch: Sequence[Trajectory]) -> list[Tensor]:
@@ -82,7 +84,9 @@ class Reference(Policy):
         if self._rows_of is not None:
             self._rows = self._rows_in(ids.shape, batch)
         logits = (
-            self._model(ids).logits if self._cached_by is None else self._after_cache(ids, batch)
+            self._model(ids, past_key_values=self._cache()).logits
+            if self._cached_by is None
+            else self._after_cache(ids, batch)
         )
         return [
             row[torch.from_numpy(np.flatnonzero(t.loss_mask) - 1)].float()
@@ -241,6 +245,22 @@ class Reference(Policy):
         finally:
             self._cached_by = None
 
+    @contextmanager
+    def cached_in_bfloat16(self, *, prompts: bool) -> Iterator[None]:
+        """What is read of keys and values is what a cache in bfloat16 gives back: tokens are decoded from it one after
+        another, in place of one pass over the full prefix. ``prompts``: those of a prompt while it is read, too."""
+        self._rounds_cache = True
+        if not prompts:
+            self._cached_by = self
+        try:
+            yield
+        finally:
+            self._rounds_cache, self._cached_by = False, None
+
+    def _cache(self) -> Any:
+        """Where the keys and values of a pass go; None: nowhere."""
+        return _RoundedCache(config=self._model.config) if self._rounds_cache else None
+
     def _after_cache(self, ids: Tensor, batch: Sequence[Trajectory]) -> Tensor:
         """Logits [B, S, V]."""
         assert self._cached_by is not None
@@ -248,9 +268,24 @@ class Reference(Policy):
         for row, t in zip(ids[:, None], batch, strict=True):
             cached = max(1, len(t.prompt_ids) - 1)
             before = self._cached_by._model(row[:, :cached], use_cache=True)
-            after = self._model(row[:, cached:], past_key_values=before.past_key_values)
+            cache = before.past_key_values
+            if self._rounds_cache:
+                cache = self._cache()
+                for layer, (keys, values, *_) in enumerate(before.past_key_values):
+                    cache.update(keys, values, layer)
+            after = self._model(row[:, cached:], past_key_values=cache)
             logits.append(torch.cat([before.logits, after.logits], 1))
         return torch.cat(logits)
+
+
+class _RoundedCache(DynamicCache):
+    """transformers' own, in bfloat16."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        rounded = bfloat16(key_states), bfloat16(value_states)
+        return super().update(*rounded, layer_idx, *args, **kwargs)
 
 
 def _exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

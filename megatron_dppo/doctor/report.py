@@ -23,7 +23,7 @@ from megatron_dppo.doctor.diagnosis import (
     TokenEvidence,
 )
 from megatron_dppo.doctor.ladder import Rung, log_probs_of, trainer_of
-from megatron_dppo.doctor.reference import KnownWeights, at_temperature
+from megatron_dppo.doctor.reference import KnownWeights, Reference, at_temperature
 from megatron_dppo.environments import makes_prompts
 from megatron_dppo.explain.__main__ import show as show_table
 from megatron_dppo.explain.explanation import TokenTexts
@@ -41,8 +41,8 @@ from megatron_dppo.metrics.progress import progress
 SHOWN, TOKENS, RESPONSES = 6, 12, 8
 """What is shown of a side: alternatives, the nearest first; tokens, the largest gaps first; on the page, the responses
 that these are in."""
-NEAREST = (-1, 1, -2)
-"""Versions from a side's own that are tried as stale or too new."""
+NEAREST = (-1, 1, -2, -4, -8)
+"""Versions from a side's own that are tried as stale or too new, where the run has them."""
 LAYOUT = "the same trainer in one process does not differ"
 
 
@@ -178,7 +178,7 @@ class Doctor:
             diagnosed = diagnosis.judge(side, self._batch, plain, by_name, chosen, rounding)
             if diagnosed.is_healthy:
                 break
-        if side.name == "trainer" and diagnosed.axis == "unexplained":
+        if side.name == "trainer" and diagnosed.is_in_question:
             return self._without_layout(diagnosed, side, plain)
         return diagnosed
 
@@ -228,22 +228,38 @@ class Doctor:
     def _scores_of(self, version: int, *, every: bool) -> Scores:
         key = version, every
         if key not in self._scores:
-            near = [version + d for d in NEAREST if version + d in self._weights.folders]
-            # Two models at a time are in memory.
-            others = {v: self._weights.reference(v) for v in near[:1]} if every else {}
             reference = self._weights.reference(version)
             is_recorded = bool(reference.gates) and all(
                 "routed_experts" in t.columns and not t.discarded_rows for t in self._batch
             )
             plain = Alternative("", "", at_temperature(self._config.temperature))
-            chosen = diagnosis.alternatives(self._run, reference, others, is_recorded=is_recorded)
+            chosen = diagnosis.alternatives(self._run, reference, is_recorded=is_recorded)
+            near = [version + d for d in NEAREST if version + d in self._weights.folders]
             if not every:
-                chosen = [c for c in chosen if diagnosis.is_decisive(c)]
-            changes = len({alternative.change for alternative in chosen})
-            with progress(f"scoring by version {version}", changes) as bar:
-                by_name = diagnosis.scores(reference, [plain, *chosen], self._batch, bar.advance)
+                chosen, near = [c for c in chosen if diagnosis.is_decisive(c)], []
+            by_name = self._scores_by(reference, f"version {version}", [plain, *chosen])
+            for other in near:
+                more, by_other = self._by_version(reference, other)
+                chosen += more
+                by_name |= by_other
             self._scores[key] = Scores(reference.vocab_size, chosen, by_name.pop(""), by_name)
         return self._scores[key]
+
+    def _by_version(
+        self, reference: Reference, version: int
+    ) -> tuple[list[Alternative], dict[str, list[Tensor]]]:
+        """Alternatives with weights of another ``version``, and log p by each. Two models at a time are in memory:
+        what is handed back holds none."""
+        other = self._weights.reference(version)
+        chosen = diagnosis.alternatives_of_version(self._run, reference, version, other)
+        by_name = self._scores_by(reference, f"weights of version {version}", chosen)
+        return [replace(c, change=diagnosis.unchanged) for c in chosen], by_name
+
+    def _scores_by(
+        self, reference: Reference, name: str, chosen: Sequence[Alternative]
+    ) -> dict[str, list[Tensor]]:
+        with progress(f"scoring by {name}", len({c.change for c in chosen})) as bar:
+            return diagnosis.scores(reference, chosen, self._batch, bar.advance)
 
     def _without_layout(
         self, diagnosed: Diagnosis, side: Side, plain: Sequence[Tensor]
@@ -264,7 +280,9 @@ class Doctor:
         if gap > diagnosed.bound:
             return diagnosed
         cause = Alternative("layout", LAYOUT, at_temperature(config.temperature))
-        return replace(diagnosed, cause=cause, gaps={LAYOUT: gap, **diagnosed.gaps})
+        tokens = [replace(token, with_cause=None) for token in diagnosed.tokens]
+        gaps = {LAYOUT: gap, **diagnosed.gaps}
+        return replace(diagnosed, cause=cause, gaps=gaps, tokens=tokens)
 
 
 def show(console: Console, doctor_report: DoctorReport) -> None:

@@ -1,6 +1,6 @@
 """What another rule would have blocked in a run, and whether each of its steps can be derived again.
 
-    megatron-dppo replay runs/demo --algorithm cppo --json blocked.json --html blocked.html
+    megatron-dppo replay runs/demo --algorithm cppo-binary-tv --json blocked.json --html blocked.html
     megatron-dppo replay runs/demo --derive
 
 Both need the batches that ``rollout.save=true`` keeps. The first holds every token against another row of the table of

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import AGGREGATIONS, Algorithm, LossSums
+from megatron_dppo.algorithms.rules import StepBound
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig, TrainingConfig
 from megatron_dppo.data import packing
 from megatron_dppo.data.batch_file import BatchFormatError
@@ -385,7 +386,8 @@ class Learner:
         self._masked_responses = MaskedResponses()
         total, first, grad_norms, lr = MetricSums(), None, [], 0.0
         for plan, further in zip(batch.plans, recomputed, strict=True):
-            mini = self._bounded(_with_columns(self._packed(batch, plan), further))
+            mini = _with_columns(self._packed(batch, plan), further)
+            mini = with_step_bound(mini, self._trainer, self._algorithm.step_bound)
             result = self._trainer.train_mini_batch(
                 mini.micro_batches,
                 self._loss,
@@ -462,31 +464,6 @@ class Learner:
             trained = {p: t.without(RECORDING) for p, t in trained.items()}
         return pack_mini_batch(trained, plan, self.layout, self._config.algorithm, delivery.forms)
 
-    def _bounded(self, mini: MiniBatch) -> MiniBatch:
-        """With what the algorithm's mask reads of all tokens of this optimiser step; collective."""
-        step_bound = self._algorithm.step_bound
-        if step_bound is None:
-            return mini
-        batches = mini.micro_batches
-        log_probs = self._log_probs(batches)
-        if not self._trainer.topology.is_last_stage:
-            # Only the last one has log mu, and the loss.
-            return mini
-        log_ratios = [
-            p[b.loss_mask] - b.column("rollout_log_probs")[b.loss_mask]
-            for b, p in zip(batches, log_probs, strict=True)
-        ]
-
-        def total(values: Tensor) -> Tensor:
-            dist.all_reduce(values, group=self._trainer.topology.data_group)
-            return values
-
-        bound = step_bound(torch.cat(log_ratios).to(self._trainer.device), total)
-        columns: list[Columns] = [
-            {"step_bound": torch.full_like(b.advantages, bound)} for b in batches
-        ]
-        return _with_columns(mini, columns)
-
     def _log_probs(self, batches: list[packing.PackedBatch]) -> list[Tensor]:
         """log pi [T] of each micro-batch under the present weights, 0 outside its loss mask; on its device."""
         log_probs = self._trainer.log_probs(batches)
@@ -535,6 +512,29 @@ def _with_columns(mini: MiniBatch, further: Sequence[Columns]) -> MiniBatch:
         return mini
     batches = [b.with_columns(**c) for b, c in zip(mini.micro_batches, further, strict=True)]
     return MiniBatch(batches, mini.denominator)
+
+
+def with_step_bound(mini: MiniBatch, trainer: Trainer, step_bound: StepBound | None) -> MiniBatch:
+    """With what ``step_bound`` finds of all tokens of this optimiser step, if there is one; collective."""
+    if step_bound is None:
+        return mini
+    batches = mini.micro_batches
+    log_probs = trainer.log_probs(batches)
+    if not trainer.topology.is_last_stage:
+        # Only the last one has log mu, and the loss.
+        return mini
+    log_ratios = [
+        (_where_trained(b, p) - b.column("rollout_log_probs"))[b.loss_mask]
+        for b, p in zip(batches, log_probs, strict=True)
+    ]
+
+    def total(values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=trainer.topology.data_group)
+        return values
+
+    bound = step_bound(torch.cat(log_ratios).to(trainer.device), total)
+    columns: list[Columns] = [{"step_bound": torch.full_like(b.advantages, bound)} for b in batches]
+    return _with_columns(mini, columns)
 
 
 def arithmetic_speed(

@@ -130,7 +130,8 @@ class Run:
         )
         with self.timer("start"), patience("others start"):
             topk = self.topk > 0 or algorithm.needs_recomputed_distribution
-            self.trainer = Trainer(config, StatsSpec(topk, True, algorithm.preset.centers))
+            spec = StatsSpec(topk, True, algorithm.preset.centers, algorithm.needs_sum_squares)
+            self.trainer = Trainer(config, spec)
             files = model_files(config.model.hf_checkpoint, config.lora.start_from)
             self.hashes = BackgroundHashes(files, self.trainer.topology)
             fence.join()

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import Algorithm, build_algorithm, policy_loss
+from megatron_dppo.algorithms.table import ENGINE_WHOLE_VOCABULARY
 from megatron_dppo.trainer import platform
 from megatron_dppo.vocab_parallel import PolicyStats, policy_stats
 
@@ -252,14 +253,16 @@ def copy_bandwidth(device: str, numel: int, dtype: torch.dtype) -> float:
 NEVER = {
     "tv_threshold": 1.0, "kl_threshold": 1e9, "clip_low": 1.0, "clip_high": 1e9, "log_clip": 1e9,
     "budget_high": 1.0, "budget_low": 1.0, "largest_k2": 1e9, "mean_k3": 1e9, "drift_threshold": 1e9,
-    "sequence_low": 0.0, "sequence_high": 1e9,
+    "sequence_low": 0.0, "sequence_high": 1e9, "second_moment": 1e9, "mean_tv": 1.0,
 }  # fmt: skip
 """Thresholds that no token exceeds: every mask runs and blocks nothing."""
 MASKS = (
     "dppo-binary-tv", "dppo-binary-kl", "dppo-topk-tv", "dppo-topk-kl", "dppo-symmetric", "kpop", "bpo", "sapo",
     "gspo", "gmpo", "minpro", "trm-max", "trm-mean", "geometric-mask", "off-policy-sequence-mask",
-    "cppo-binary-tv", "cppo-topk-tv", "pdm-aggregated", "pdm-uniform", "score-centering",
+    "cppo-binary-tv", "cppo-topk-tv", "pdm-aggregated", "pdm-uniform", "pdm-tail", "score-centering",
+    "m2po", "vaco", "dppo-exact-tv", "dppo-exact-kl", "pdm-exact",
 )  # fmt: skip
+QUADRATIC = "pg-is + (log r)^2"
 RESPONSE_TOKENS = 128
 """Tokens of each response, for rules that look at whole ones."""
 
@@ -272,7 +275,12 @@ class Update:
 
     def __init__(self, bench: RankBench, algorithm: Algorithm, dead: Tensor | None = None) -> None:
         self.bench, self.algorithm = bench, algorithm
-        tokens, k = bench.options.tokens, bench.options.topk
+        tokens, vocab_size = bench.options.tokens, bench.inputs.vocab_size
+        self.topk_ids = bench.inputs.topk_ids
+        if algorithm.needs_full_distribution:
+            whole = torch.arange(vocab_size, device=bench.device)
+            self.topk_ids = whole.expand(tokens, vocab_size)
+        k = self.topk_ids.shape[1]
         generator = torch.Generator().manual_seed(1)
         noise = torch.randn(tokens, generator=generator) * 0.05
         with torch.no_grad():
@@ -281,14 +289,16 @@ class Update:
         self.rollout = start.log_probs + noise.to(bench.device)
         self.rollout_topk = torch.cat([start.topk_log_probs, self.rollout[:, None]], 1)
         self.valid = torch.ones(tokens, k + 1, dtype=torch.bool, device=bench.device)
+        # The sampled token is in the whole vocabulary already.
+        self.valid[:, -1] = not algorithm.needs_full_distribution
         self.advantages = bench.coefficients.clone()
         if dead is not None:
             self.advantages[dead] = 0
         self.trained = torch.ones(tokens, dtype=torch.bool, device=bench.device)
         self.responses = torch.arange(tokens, device=bench.device) // RESPONSE_TOKENS
-        self.tail = torch.full_like(self.responses, bench.inputs.vocab_size - k - 1)
+        self.tail = torch.full_like(self.responses, max(0, vocab_size - k - 1))
 
-    def statistics(self, logits: Tensor, topk: bool) -> PolicyStats:
+    def statistics(self, logits: Tensor, topk: bool, *, entropy: bool = True) -> PolicyStats:
         """Call policy_stats as the trainer does."""
         inputs = self.bench.inputs
         return policy_stats(
@@ -296,11 +306,21 @@ class Update:
             inputs.target_ids,
             inputs.group if inputs.ranks > 1 else None,
             vocab_size=inputs.vocab_size,
-            with_entropy=True,
-            topk_ids=inputs.topk_ids if topk else None,
+            with_entropy=entropy,
+            with_squares=entropy and self.algorithm.needs_sum_squares,
+            topk_ids=self.topk_ids if topk else None,
         )
 
-    def inputs(self, stats: PolicyStats) -> TokenInputs:
+    @torch.no_grad()
+    def step_bound(self, logits: Tensor) -> Tensor | None:
+        """What a rule of whole optimiser steps finds beforehand, by a pass without gradient; None: it is none."""
+        if self.algorithm.step_bound is None:
+            return None
+        stats = self.statistics(logits, topk=False, entropy=False)
+        bound = self.algorithm.step_bound(stats.log_probs - self.rollout, lambda sums: sums)
+        return torch.full_like(self.rollout, bound)
+
+    def inputs(self, stats: PolicyStats, step_bound: Tensor | None) -> TokenInputs:
         """Inputs of the loss; with Top-K if ``stats`` has it."""
         assert stats.entropy is not None
         topk = stats.topk_log_probs
@@ -318,6 +338,8 @@ class Update:
             entropy=stats.entropy.detach(),
             sequence_ids=self.responses,
             tail_ids=self.tail,
+            sum_squares=stats.sum_squares,
+            step_bound=step_bound,
         )
 
     def run(self) -> dict[str, float]:
@@ -325,10 +347,12 @@ class Update:
         leaf = self.bench.fresh()
         unit = 0 if self.bench.device == "cuda" else 1
         clock = Clock(self.bench.device)
-        stats = self.statistics(leaf, topk=self.algorithm.topk > 0)
+        step_bound = self.step_bound(leaf)
+        reads_topk = self.algorithm.topk > 0 or self.algorithm.needs_full_distribution
+        stats = self.statistics(leaf, topk=reads_topk)
         statistics_ms = clock.read()[unit]
         clock = Clock(self.bench.device)
-        loss = policy_loss(self.algorithm, self.inputs(stats)).loss
+        loss = policy_loss(self.algorithm, self.inputs(stats, step_bound)).loss
         loss_ms = clock.read()[unit]
         clock = Clock(self.bench.device)
         loss.backward()
@@ -342,9 +366,13 @@ def mask_overheads(bench: RankBench) -> list[dict[str, Any]]:
     with its interquartile range. ``loss_overhead``: the difference of the loss alone (where a mask
     runs) / the update without a mask: less noise, but without Top-K's part in the statistics.
     """
-    names = ["pg-is", *MASKS]
-    options = {n: _never(n, bench.options.topk) for n in names}
-    updates = [Update(bench, build_algorithm(n, options[n])) for n in names]
+    # Those that read mu of the whole vocabulary, where the engine may be asked for it.
+    is_small = bench.options.vocab <= ENGINE_WHOLE_VOCABULARY
+    masks = [n for n in MASKS if is_small or not build_algorithm(n).needs_full_distribution]
+    names = ["pg-is", *masks, QUADRATIC]
+    algorithms = [build_algorithm(n, _never(n, bench.options.topk)) for n in names[:-1]]
+    quadratic = build_algorithm("pg-is", {"log_ratio_coefficient": 1e-3})
+    updates = [Update(bench, algorithm) for algorithm in (*algorithms, quadratic)]
     dead = evenly_spread(bench.options.tokens, bench.options.masked_share)
     updates.append(Update(bench, build_algorithm("pg-is"), dead))
     collectives = []
@@ -384,7 +412,6 @@ def _row(
     base_payloads: int,
     base_wire: float,
 ) -> dict[str, Any]:
-
     whole = statistics.median(r["total"] for r in base)
     overhead, spread = median_iqr(
         [(r["total"] - b["total"]) / b["total"] for r, b in zip(runs, base, strict=True)]
@@ -508,7 +535,6 @@ class RankBench:
         """Memory, collectives and accuracy of one implementation, from calls that are not timed."""
         with counted_collectives() as counts:
             self.run(contender)
-
         leaf = self.fresh()
 
         def once() -> None:

@@ -87,8 +87,8 @@ def own_batch(batch: PackedBatch, topology: Topology) -> PackedBatch:
 def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> PolicyStats:
     """The statistics of all rows of ``batch`` from those of every rank's ``own_batch``. Collective.
 
-    One all-gather of [t, 1 + K] numbers and one all-reduce of the faults' counts. Its backward pass gives every rank
-    the gradient of its own rows and sums nothing: all ranks compute the same loss.
+    One all-gather of [t, 1 + K] numbers, and those of the sums, and one all-reduce of the faults' counts. Its backward
+    pass gives every rank the gradient of its own rows and sums nothing: all ranks compute the same loss.
     """
     size, group = topology.cp_size, topology.context_group
     if size == 1:
@@ -96,6 +96,7 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
     parts = {
         "log_probs": stats.log_probs[:, None],
         "entropy": None if stats.entropy is None else stats.entropy[:, None],
+        "sum_squares": None if stats.sum_squares is None else stats.sum_squares[:, None],
         "topk_log_probs": stats.topk_log_probs,
     }
     present = {name: part for name, part in parts.items() if part is not None}
@@ -110,6 +111,7 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
         stats,
         log_probs=whole["log_probs"].squeeze(1),
         entropy=whole["entropy"].squeeze(1) if "entropy" in whole else None,
+        sum_squares=whole["sum_squares"].squeeze(1).detach() if "sum_squares" in whole else None,
         topk_log_probs=_as_own(whole.get("topk_log_probs"), stats.topk_log_probs),
         faults=faults,
     )

@@ -159,12 +159,13 @@ class StatsSpec:
     """Which policy statistics a loss needs beside the sampled tokens' log-probabilities.
 
     ``topk``: log-probabilities at the batch's ``topk_ids``, ``topk_gradient``: with gradient. ``entropy``: of each
-    token's distribution.
+    token's distribution. ``squares``: sum of its squared probabilities.
     """
 
     topk: bool = False
     entropy: bool = False
     topk_gradient: bool = False
+    squares: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,9 +196,9 @@ class StatsFunction:
             vocab_size=self.vocab_size,
             topk_ids=batch.column("topk_ids").long() if spec.topk else None,
             with_entropy=spec.entropy,
+            with_squares=spec.squares,
             counted=batch.loss_mask,
             options=self.options,
-            raise_on_faults=False,
         )
         if spec.topk_gradient or stats.topk_log_probs is None:
             return stats

@@ -92,6 +92,7 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
         topk_valid=valid,
         entropy=None if stats.entropy is None else stats.entropy.detach(),
         sequence_ids=sequence_ids(batch),
+        sum_squares=stats.sum_squares,
         step_bound=batch.columns.get("step_bound"),
         tail_ids=None if valid is None else _tail_ids(stats, valid),
     )

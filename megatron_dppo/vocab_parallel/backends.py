@@ -40,10 +40,10 @@ class RowGradient:
     entropy_value: Tensor | None
 
 
-Rows = tuple[Tensor, Tensor | None, Tensor]
+Rows = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
 """float64 [T]: lse = log sum exp(scale z) over this shard's columns but each row's first asked one;
-float64 [T] or None: sum p log p with p normalised over the same columns; float32 (float64 for
-float64 logits) [T, N]: z at the asked columns, 0 at -1.
+float64 [T] or None, each: sum p log p, and sum p^2, with p normalised over the same columns; float32
+(float64 for float64 logits) [T, N]: z at the asked columns, 0 at -1.
 """
 
 
@@ -54,7 +54,13 @@ class Backend(Protocol):
         """Why this backend cannot take ``logits``; None where it can."""
 
     def forward(
-        self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
+        self,
+        logits: Tensor,
+        real: int,
+        scale: float,
+        columns: Tensor,
+        with_entropy: bool,
+        with_squares: bool = False,
     ) -> Rows:
         """``Rows`` of this shard; ``columns`` int64 [T, N], -1 where another rank owns the id.
 
@@ -85,11 +91,18 @@ class EagerBackend:
         return None
 
     def forward(
-        self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
+        self,
+        logits: Tensor,
+        real: int,
+        scale: float,
+        columns: Tensor,
+        with_entropy: bool,
+        with_squares: bool = False,
     ) -> Rows:
         """See ``Backend``."""
         lse = logits.new_empty(len(logits), dtype=torch.float64)
         plogp = torch.empty_like(lse) if with_entropy else None
+        squares = torch.empty_like(lse) if with_squares else None
         left_out = columns[:, :1]
         for rows in _blocks(logits):
             z = logits[rows, :real].to(_compute_dtype(logits), copy=True)
@@ -104,11 +117,14 @@ class EagerBackend:
             weights = z.exp()
             total = weights.sum(-1, dtype=torch.float64)
             lse[rows] = total.log() + top.double() * scale
+            if squares is not None:
+                squared = weights.square().sum(-1, dtype=torch.float64)
+                squares[rows] = torch.where(total > 0, squared / total.square(), 0.0)
             if plogp is not None:
                 # z = -inf meets a weight of 0: their product is 0, not NaN.
                 weighted = weights.mul_(z.clamp_(min=-1e4)).sum(-1, dtype=torch.float64)
                 plogp[rows] = torch.where(total > 0, weighted / total - total.log(), 0.0)
-        return lse, plogp, gather_owned(logits, columns)
+        return lse, plogp, squares, gather_owned(logits, columns)
 
     def backward(
         self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
@@ -198,11 +214,18 @@ class CppBackend:
         return _build_failure()
 
     def forward(
-        self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
+        self,
+        logits: Tensor,
+        real: int,
+        scale: float,
+        columns: Tensor,
+        with_entropy: bool,
+        with_squares: bool = False,
     ) -> Rows:
         """See ``Backend``."""
         lse = torch.empty(len(logits), dtype=torch.float64)
         plogp = torch.empty_like(lse) if with_entropy else None
+        squares = torch.empty_like(lse) if with_squares else None
         columns = columns.contiguous()
         values = torch.empty(columns.shape, dtype=torch.float32)
         load_kernels().row_stats_forward(
@@ -215,9 +238,10 @@ class CppBackend:
             columns.shape[1],
             _pointer(lse),
             _pointer(plogp),
+            _pointer(squares),
             _pointer(values),
         )
-        return lse, plogp, values
+        return lse, plogp, squares, values
 
     def backward(
         self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
@@ -264,7 +288,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.row_stats_forward.argtypes = [
         ctypes.c_int, pointer, integer, integer, integer, ctypes.c_double,
-        pointer, integer, pointer, pointer, pointer,
+        pointer, integer, pointer, pointer, pointer, pointer,
     ]  # fmt: skip
     library.row_stats_backward.argtypes = [
         ctypes.c_int, pointer, pointer, integer, integer, integer, ctypes.c_double,
@@ -297,7 +321,13 @@ class TritonBackend:
         return None
 
     def forward(
-        self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
+        self,
+        logits: Tensor,
+        real: int,
+        scale: float,
+        columns: Tensor,
+        with_entropy: bool,
+        with_squares: bool = False,
     ) -> Rows:
         """See ``Backend``."""
         from megatron_dppo.vocab_parallel.row_stats_triton import forward_kernel
@@ -306,6 +336,7 @@ class TritonBackend:
         top = logits.new_empty(rows, dtype=torch.float32)
         total = logits.new_empty(rows, dtype=torch.float64)
         weighted = torch.empty_like(total) if with_entropy else total
+        squared = torch.empty_like(total) if with_squares else total
         if rows:
             left_out = columns[:, 0] if columns.shape[1] else columns.new_full((rows,), -1)
             forward_kernel[(rows,)](
@@ -314,11 +345,13 @@ class TritonBackend:
                 top,
                 total,
                 weighted,
+                squared,
                 logits.shape[1],
                 real,
                 scale,
                 BLOCK=BLOCK,
                 ENTROPY=with_entropy,
+                SQUARES=with_squares,
                 num_warps=WARPS,
             )
         log_total = total.log()
@@ -326,7 +359,8 @@ class TritonBackend:
         plogp = None
         if with_entropy:
             plogp = torch.where(total > 0, weighted / total - log_total, 0.0)
-        return lse, plogp, gather_owned(logits, columns)
+        squares = torch.where(total > 0, squared / total.square(), 0.0) if with_squares else None
+        return lse, plogp, squares, gather_owned(logits, columns)
 
     def backward(
         self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor

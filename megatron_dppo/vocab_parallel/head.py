@@ -6,7 +6,8 @@ this rank's shard, K = ids of TopK(mu).
 Cost: 2 N C H FLOPs forward, 4 M C H backward for the M tokens whose gradient is not zero, and 2 M C H more for the
 chunks whose logits are computed again. The last chunk's logits are kept from the forward to the backward pass, so
 nothing is computed twice where N <= c. Memory beyond hidden states and weight: one chunk of logits, and what the row
-kernels take; one all-reduce of [N, 2 x ranks + 1 + K], whatever the number of chunks.
+kernels take; one all-reduce of [N, 2 x ranks + 1 + K] (ranks more for the entropy, and for
+the sum of squares), whatever the number of chunks.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ class HeadFactor:
 @dataclass(frozen=True)
 class HeadOptions:
     """``chunk_tokens``: tokens whose logits exist at a time; ``dtype``: of the logits, None: the weight's;
-    ``backend``: a name in ``backends.BACKENDS``, None: the fastest one that is available.
+    ``backend``: a name in ``backends.BACKENDS``, None: the fastest one that is available; ``raise_on_faults``: as for
+    ``policy_stats``.
     """
 
     chunk_tokens: int = 4096
     dtype: torch.dtype | None = None
     backend: str | None = None
+    raise_on_faults: bool | None = None
 
 
 def head_stats(
@@ -65,9 +68,9 @@ def head_stats(
     temperature: float = 1.0,
     topk_ids: Tensor | None = None,
     with_entropy: bool = False,
+    with_squares: bool = False,
     counted: Tensor | None = None,
     options: HeadOptions | None = None,
-    raise_on_faults: bool | None = None,
 ) -> PolicyStats:
     """``policy_stats`` of logits = sum of hidden weight^T over ``factors``.
 
@@ -79,7 +82,7 @@ def head_stats(
     options = options or HeadOptions()
     fault = next(_faults(factors, target_ids, counted, options), None)
     rows = None if counted is None or fault else counted.nonzero().squeeze(1)
-    query = StatsQuery(target_ids, topk_ids, vocab_size, temperature, with_entropy)
+    query = StatsQuery(target_ids, topk_ids, vocab_size, temperature, with_entropy, with_squares)
     hidden, weight = factors[0].hidden, factors[0].weight
     count = len(hidden)
     if rows is not None:
@@ -92,7 +95,7 @@ def head_stats(
         len(weight),
         group,
         backend=options.backend,
-        raise_on_faults=raise_on_faults,
+        raise_on_faults=options.raise_on_faults,
         fault=fault,
     )
     head = _Head(request, rows, len(hidden), options)
@@ -109,6 +112,7 @@ def dense_head_stats(
     temperature: float = 1.0,
     topk_ids: Tensor | None = None,
     with_entropy: bool = False,
+    with_squares: bool = False,
     counted: Tensor | None = None,
 ) -> PolicyStats:
     """What ``head_stats`` computes, written for reading: from unsharded weights, in float64 throughout."""
@@ -121,16 +125,18 @@ def dense_head_stats(
         vocab_size=vocab_size,
         topk_ids=topk_ids,
         with_entropy=with_entropy,
+        with_squares=with_squares,
     )
     if counted is None:
         return stats
-    topk, entropy = stats.topk_log_probs, stats.entropy
+    topk, entropy, squares = stats.topk_log_probs, stats.entropy, stats.sum_squares
     return PolicyStats(
         torch.where(counted, stats.log_probs, 0.0),
         None if topk is None else torch.where(counted[:, None], topk, 0.0),
         None if entropy is None else torch.where(counted, entropy, 0.0),
         stats.faults,
         vocab_size,
+        None if squares is None else torch.where(counted, squares, 0.0),
     )
 
 
@@ -207,24 +213,30 @@ class _HeadStats(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, head: _Head, main_gradients: Sequence[Tensor | None], *tensors: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
         request, weight = head.request, tensors[1]
         columns, size = request.columns, len(request.columns)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         lse = weight.new_empty(size, dtype=torch.float64)
         plogp = torch.empty_like(lse) if request.query.with_entropy else None
+        squares = torch.empty_like(lse) if request.query.with_squares else None
         owned = weight.new_empty(columns.shape, dtype=wide)
         buffer, chunks = head.buffer(size, weight), head.chunks(size)
         for chunk in chunks:
             logits = head.logits(buffer, tensors, chunk)
             rows = request.backend.forward(
-                logits, request.shard.real, request.scale, columns[chunk], plogp is not None
+                logits,
+                request.shard.real,
+                request.scale,
+                columns[chunk],
+                plogp is not None,
+                squares is not None,
             )
-            for out, values in zip((lse, plogp, owned), rows, strict=True):
+            for out, values in zip((lse, plogp, squares, owned), rows, strict=True):
                 if out is not None and values is not None:
                     out[chunk] = values
-        stats = request.reduced(lse, plogp, owned)
-        topk, bad_rows = head.spread(stats.topk_log_probs), stats.bad_rows
+        stats = request.reduced(lse, plogp, squares, owned)
+        topk, squares = head.spread(stats.topk_log_probs), head.spread(stats.sum_squares)
         if any(ctx.needs_input_grad):
             ctx.head, ctx.main_gradients = head, main_gradients
             # The last chunk's logits are still in the buffer: the backward pass computes them once less.
@@ -232,11 +244,12 @@ class _HeadStats(torch.autograd.Function):
             kept = request.kept(stats)
             ctx.keeps_ids = bool(kept)
             ctx.save_for_backward(stats.lse, stats.entropy_value, *kept, *tensors)
-        ctx.mark_non_differentiable(bad_rows)
+        without_gradient = [x for x in (squares, stats.bad_rows) if x is not None]
+        ctx.mark_non_differentiable(*without_gradient)
         ctx.set_materialize_grads(False)
         log_probs = head.spread(stats.log_probs)
         assert log_probs is not None
-        return log_probs, topk, head.spread(stats.entropy), bad_rows
+        return log_probs, topk, head.spread(stats.entropy), squares, stats.bad_rows
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -105,6 +105,8 @@ class PolicyStats:
     """float32 [3]: counts of ``FAULTS``."""
     vocab_size: int | None = None
     """V, where it is known."""
+    sum_squares: Tensor | None = None
+    """[T]: sum over the vocabulary of pi^2, without gradient."""
 
     def raise_on_faults(self) -> None:
         """ValueError that names what ``faults`` counts. Reads from the device: a sync on a GPU."""
@@ -128,22 +130,22 @@ def policy_stats(
     temperature: float = 1.0,
     topk_ids: Tensor | None = None,
     with_entropy: bool = False,
-    overwrite_logits: bool = True,
+    with_squares: bool = False,
     backend: str | None = None,
     raise_on_faults: bool | None = None,
 ) -> PolicyStats:
-    """log softmax(logits / temperature) at ``target_ids`` and ``topk_ids``, and the entropy, over
-    the whole vocabulary.
+    """log softmax(logits / temperature) at ``target_ids`` and ``topk_ids``, the entropy, and the sum of squared
+    probabilities, over the whole vocabulary.
 
     ``logits`` [T, C]: this rank's columns, any float dtype; shards are equal and in rank order of
     ``group``; columns from ``vocab_size`` on are padding. ``target_ids`` int64 [T] and ``topk_ids``
     int64 [T, K] are global ids, the same on every rank; a Top-K id of -1 means "none" and gives
     -inf. ``group``: the tensor-parallel group; None: one rank.
 
-    Cost: one read of the shard, one packed all-reduce (and on CPU groups a header of 56 bytes a
+    Cost: one read of the shard, one packed all-reduce (and on CPU groups a header of 64 bytes a
     rank, which overlaps the read), and in the backward pass one read and one write. The gradient
-    dL/dlogits is written over ``logits`` unless ``overwrite_logits`` is False; their reuse then
-    raises, in autograd or as OverwrittenLogitsError. Rows with a zero gradient are written without
+    dL/dlogits is written over ``logits``; their reuse then raises, in autograd or as
+    OverwrittenLogitsError: who needs them hands over a copy. Rows with a zero gradient are written without
     being read. A gradient through the log-probabilities at ``topk_ids`` costs [T, 1 + K] numbers that are written
     beside it.
 
@@ -159,7 +161,7 @@ def policy_stats(
             "policy_stats was given logits over which its own backward pass has written a gradient"
         )
     request = StatsRequest.checked(
-        StatsQuery(target_ids, topk_ids, vocab_size, temperature, with_entropy),
+        StatsQuery(target_ids, topk_ids, vocab_size, temperature, with_entropy, with_squares),
         logits,
         logits.shape[-1],
         group,
@@ -167,18 +169,20 @@ def policy_stats(
         raise_on_faults=raise_on_faults,
         fault=next(logits_faults(logits), None),
     )
-    return request.result(*_PolicyStats.apply(logits, request, overwrite_logits))
+    return request.result(*_PolicyStats.apply(logits, request))
 
 
 @dataclass(frozen=True)
 class StatTensors:
-    """What the rows of all shards come to: ``log_probs`` [T], ``topk_log_probs`` [T, K], ``entropy`` [T], and the
-    float64 [T] that a gradient needs: ``lse``, ``entropy_value``. ``bad_rows`` counts the third of ``FAULTS``.
+    """What the rows of all shards come to: ``log_probs`` [T], ``topk_log_probs`` [T, K], ``entropy`` and
+    ``sum_squares`` [T], and the float64 [T] that a gradient needs: ``lse``, ``entropy_value``. ``bad_rows`` counts the
+    third of ``FAULTS``.
     """
 
     log_probs: Tensor
     topk_log_probs: Tensor | None
     entropy: Tensor | None
+    sum_squares: Tensor | None
     bad_rows: Tensor
     lse: Tensor
     entropy_value: Tensor | None
@@ -193,12 +197,14 @@ class StatsQuery:
     vocab_size: int
     temperature: float
     with_entropy: bool
+    with_squares: bool = False
 
     def facts(self, rows: int, columns: int) -> list[int]:
         """In the order of ``wire.FACTS``."""
         width = 0 if self.topk_ids is None else self.topk_ids.shape[1]
         ids = wire.checksum(self.target_ids, self.topk_ids)
-        return [rows, columns, width, int(self.with_entropy), self.vocab_size, ids]
+        sums = int(self.with_entropy), int(self.with_squares)
+        return [rows, columns, width, *sums, self.vocab_size, ids]
 
 
 @dataclass(frozen=True)
@@ -280,7 +286,9 @@ class StatsRequest:
             return []
         return [torch.cat([stats.log_probs[:, None], stats.topk_log_probs], 1)]
 
-    def reduced(self, lse: Tensor, plogp: Tensor | None, owned: Tensor) -> StatTensors:
+    def reduced(
+        self, lse: Tensor, plogp: Tensor | None, squares: Tensor | None, owned: Tensor
+    ) -> StatTensors:
         """Of this shard's rows (``backends.Rows``); one all-reduce."""
         unknown = None if self.checks_values else self.shard.unknown(self.ids)
         # An id that no rank owns: no share of the row's sums here, and NaN in the end.
@@ -288,7 +296,7 @@ class StatsRequest:
             owned.masked_fill_(unknown, -torch.inf)
         if self.agreement is not None:
             self.agreement.check()
-        reduced = wire.reduce_rows(self.shard, lse, plogp, owned, self.scale, self.group)
+        reduced = wire.reduce_rows(self.shard, lse, plogp, squares, owned, self.scale, self.group)
         log_p = wire.log_softmax_at(reduced, self.scale).to(owned.dtype)
         if unknown is not None:
             log_p.masked_fill_(unknown, torch.nan)
@@ -299,17 +307,23 @@ class StatsRequest:
             log_p[:, 0].contiguous(),
             topk,
             None if reduced.entropy is None else reduced.entropy.to(owned.dtype),
+            None if reduced.squares is None else reduced.squares.to(owned.dtype),
             (~reduced.lse.isfinite()).sum().float(),
             reduced.lse,
             reduced.entropy,
         )
 
     def result(
-        self, log_probs: Tensor, topk: Tensor | None, entropy: Tensor | None, bad_rows: Tensor
+        self,
+        log_probs: Tensor,
+        topk: Tensor | None,
+        entropy: Tensor | None,
+        squares: Tensor | None,
+        bad_rows: Tensor,
     ) -> PolicyStats:
         """Raises ValueError where rows are no distributions and values are checked."""
         faults = torch.stack([*self.id_faults, bad_rows])
-        stats = PolicyStats(log_probs, topk, entropy, faults, self.query.vocab_size)
+        stats = PolicyStats(log_probs, topk, entropy, faults, self.query.vocab_size, squares)
         if self.checks_values:
             stats.raise_on_faults()
         return stats
@@ -318,40 +332,45 @@ class StatsRequest:
 class _PolicyStats(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, request: StatsRequest, overwrite: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-        shard = request.shard
+        ctx: Any, logits: Tensor, request: StatsRequest
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+        shard, query = request.shard, request.query
         rows = request.backend.forward(
-            logits.detach(), shard.real, request.scale, request.columns, request.query.with_entropy
+            logits.detach(),
+            shard.real,
+            request.scale,
+            request.columns,
+            query.with_entropy,
+            query.with_squares,
         )
         stats = request.reduced(*rows)
         topk, bad_rows = stats.topk_log_probs, stats.bad_rows
-        ctx.request, ctx.overwrite = request, overwrite
+        ctx.request = request
         ctx.save_for_backward(logits, stats.lse, stats.entropy_value, *request.kept(stats))
-        ctx.mark_non_differentiable(bad_rows)
+        without_gradient = [x for x in (stats.sum_squares, bad_rows) if x is not None]
+        ctx.mark_non_differentiable(*without_gradient)
         ctx.set_materialize_grads(False)
-        return stats.log_probs, topk, stats.entropy, bad_rows
+        return stats.log_probs, topk, stats.entropy, stats.sum_squares, bad_rows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         logits, lse, entropy, *log_p = ctx.saved_tensors
-        grad_log_probs, grad_topk, grad_entropy, _ = grads
+        grad_log_probs, grad_topk, grad_entropy, *_ = grads
         if grad_log_probs is None and grad_topk is None and grad_entropy is None:
-            return None, None, None
+            return None, None
         request: StatsRequest = ctx.request
         of_ids = IdGradients.of(request.ids, log_p, grad_log_probs, grad_topk)
-        out = logits.detach() if ctx.overwrite else torch.empty_like(logits)
+        out = logits.detach()
         total = grad_log_probs if of_ids is None else of_ids.total
         gradient = row_gradient(request.columns[:, 0], lse, entropy, total, grad_entropy)
         real = request.shard.real
-        request.backend.backward(logits.detach(), real, request.scale, gradient, out)
+        request.backend.backward(out, real, request.scale, gradient, out)
         if of_ids is not None:
             of_ids.write(out, request.columns, request.scale, gradient)
-        if ctx.overwrite:
-            torch.autograd.graph.increment_version(logits)
-            logits._holds_gradient = True
-        return out, None, None
+        torch.autograd.graph.increment_version(logits)
+        logits._holds_gradient = True
+        return out, None
 
 
 @dataclass(frozen=True)
@@ -436,11 +455,12 @@ def dense_policy_stats(
     vocab_size: int,
     topk_ids: Tensor | None = None,
     with_entropy: bool = False,
+    with_squares: bool = False,
 ) -> PolicyStats:
     """What ``policy_stats`` computes, written for reading: from unsharded ``logits`` [T, >= vocab_size], in float64
     throughout.
 
-    Gradients flow to ``logits`` through all of them.
+    Gradients flow to ``logits`` through all of them but the sum of squares.
     """
     log_p = (logits[:, :vocab_size].double() / temperature).log_softmax(-1)
     topk = None
@@ -451,9 +471,9 @@ def dense_policy_stats(
     if with_entropy:
         p = log_p.exp()
         entropy = -(p * torch.where(p > 0, log_p, 0.0)).sum(-1)
-    return PolicyStats(
-        log_p.gather(1, target_ids[:, None])[:, 0], topk, entropy, log_p.new_zeros(3), vocab_size
-    )
+    squares = log_p.detach().exp().square().sum(-1) if with_squares else None
+    sampled = log_p.gather(1, target_ids[:, None])[:, 0]
+    return PolicyStats(sampled, topk, entropy, log_p.new_zeros(3), vocab_size, squares)
 
 
 BLOCK_ROWS = 16
@@ -512,5 +532,5 @@ def _lse(
 ) -> Tensor:
     """float64 [T]: over the whole vocabulary."""
     nothing = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
-    local, _, values = choose(logits).forward(logits, shard.real, scale, nothing, False)
-    return wire.reduce_rows(shard, local, None, values, scale, group).lse
+    local, _, _, values = choose(logits).forward(logits, shard.real, scale, nothing, False)
+    return wire.reduce_rows(shard, local, None, None, values, scale, group).lse

@@ -74,30 +74,31 @@ __attribute__((noinline)) float load_block(const T* x, float* buffer, int64_t co
 }
 
 struct BlockSums {
-  float sum, weighted;  // of e^d and of d e^d, d = scale (x - top)
+  float sum, weighted, squared;  // of e^d, of d e^d and of e^2d, d = scale (x - top)
 };
 
 // Not inlined, as load_block; and one float32 sum over a block, without lanes, errs by 2e-6.
-template <bool ENTROPY>
+template <bool ENTROPY, bool SQUARES>
 __attribute__((noinline)) BlockSums block_sums(const float* buffer, int64_t count, float top, float scale) {
-  float sum = 0, weighted = 0;
-#pragma omp simd reduction(+ : sum, weighted)
+  float sum = 0, weighted = 0, squared = 0;
+#pragma omp simd reduction(+ : sum, weighted, squared)
   for (int64_t j = 0; j < count; ++j) {
     const float d = (buffer[j] - top) * scale;
     const float e = exp_of_negative(d);
     sum += e;
     if (ENTROPY) weighted += e * (d < SMALLEST ? SMALLEST : d);
+    if (SQUARES) squared += e * e;
   }
-  return {sum, weighted};
+  return {sum, weighted, squared};
 }
 
 // Column left_out (-1: none) counts in the maximum alone.
-template <typename T, bool ENTROPY>
-void forward_row(const T* x, int64_t n, int64_t left_out, double scale, double* lse, double* plogp) {
+template <typename T, bool ENTROPY, bool SQUARES>
+void forward_row(const T* x, int64_t n, int64_t left_out, double scale, double* lse, double* plogp, double* squares) {
   const float factor_of_z = static_cast<float>(scale);
   float buffer[BLOCK];
   float top = -std::numeric_limits<float>::infinity();
-  double sum = 0, weighted = 0;  // of e^d and of d e^d, d = scale (x - top)
+  double sum = 0, weighted = 0, squared = 0;  // of e^d, of d e^d and of e^2d, d = scale (x - top)
   for (int64_t start = 0; start < n; start += BLOCK) {
     const int64_t count = n - start < BLOCK ? n - start : BLOCK;
     const float block_top = load_block(x + start, buffer, count);
@@ -107,6 +108,7 @@ void forward_row(const T* x, int64_t n, int64_t left_out, double scale, double* 
         const double drop = (static_cast<double>(top) - block_top) * scale, factor = std::exp(drop);
         weighted = (weighted + drop * sum) * factor;
         sum *= factor;
+        squared *= factor * factor;
       }
       top = block_top;
     }
@@ -118,17 +120,20 @@ void forward_row(const T* x, int64_t n, int64_t left_out, double scale, double* 
     // bytes an element arrive in time by themselves.
     if (sizeof(T) == 4)
       for (int64_t j = 0; j < BLOCK; j += LINE / 4) __builtin_prefetch(x + start + BLOCK + j);
-    const BlockSums block = block_sums<ENTROPY>(buffer, count, top, factor_of_z);
+    const BlockSums block = block_sums<ENTROPY, SQUARES>(buffer, count, top, factor_of_z);
     sum += block.sum;
     weighted += block.weighted;
+    squared += block.squared;
   }
   if (sum == 0) {
     *lse = -std::numeric_limits<double>::infinity();
     if (ENTROPY) *plogp = 0;
+    if (SQUARES) *squares = 0;
     return;
   }
   *lse = std::log(sum) + static_cast<double>(top) * scale;
   if (ENTROPY) *plogp = weighted / sum - std::log(sum);
+  if (SQUARES) *squares = squared / (sum * sum);
 }
 
 // z may be out: dL/dz_j = p_j (a + b log p_j), plus the sampled token's part, which the caller adds.
@@ -150,14 +155,15 @@ void backward_row(const T* x, T* out, int64_t n, double scale, double lse, float
 
 template <typename T>
 void forward(const T* x, int64_t rows, int64_t columns, int64_t real, double scale, const int64_t* wanted,
-             int64_t wanted_per_row, double* lse, double* plogp, float* values) {
+             int64_t wanted_per_row, double* lse, double* plogp, double* squares, float* values) {
+  const auto row_of = squares == nullptr
+                          ? (plogp == nullptr ? forward_row<T, false, false> : forward_row<T, true, false>)
+                          : (plogp == nullptr ? forward_row<T, false, true> : forward_row<T, true, true>);
   at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t left_out = wanted_per_row > 0 ? wanted[i * wanted_per_row] : -1;
-      if (plogp != nullptr)
-        forward_row<T, true>(x + i * columns, real, left_out, scale, lse + i, plogp + i);
-      else
-        forward_row<T, false>(x + i * columns, real, left_out, scale, lse + i, nullptr);
+      row_of(x + i * columns, real, left_out, scale, lse + i, plogp == nullptr ? nullptr : plogp + i,
+             squares == nullptr ? nullptr : squares + i);
       for (int64_t k = i * wanted_per_row; k < (i + 1) * wanted_per_row; ++k)  // the row is still in the cache
         values[k] = wanted[k] < 0 ? 0.0f : load(x[i * columns + wanted[k]]);
     }
@@ -199,11 +205,13 @@ void backward(const T* x, T* out, int64_t rows, int64_t columns, int64_t real, d
 extern "C" {
 
 void row_stats_forward(int bfloat16, const void* x, int64_t rows, int64_t columns, int64_t real, double scale,
-                       const int64_t* wanted, int64_t wanted_per_row, double* lse, double* plogp, float* values) {
+                       const int64_t* wanted, int64_t wanted_per_row, double* lse, double* plogp, double* squares,
+                       float* values) {
   if (bfloat16)
-    forward(static_cast<const BFloat16*>(x), rows, columns, real, scale, wanted, wanted_per_row, lse, plogp, values);
+    forward(static_cast<const BFloat16*>(x), rows, columns, real, scale, wanted, wanted_per_row, lse, plogp, squares,
+            values);
   else
-    forward(static_cast<const float*>(x), rows, columns, real, scale, wanted, wanted_per_row, lse, plogp, values);
+    forward(static_cast<const float*>(x), rows, columns, real, scale, wanted, wanted_per_row, lse, plogp, squares, values);
 }
 
 void row_stats_backward(int bfloat16, const void* x, void* out, int64_t rows, int64_t columns, int64_t real, double scale,

@@ -7,19 +7,21 @@ import triton.language as tl
 
 
 @triton.jit
-def forward_kernel(
+def forward_kernel(  # noqa: PLR0913, PLR0917
     logits,
     left_out,
     top_out,
     sum_out,
     weighted_out,
+    squared_out,
     columns,
     real,
     scale,
     BLOCK: tl.constexpr,  # noqa: N803
     ENTROPY: tl.constexpr,  # noqa: N803
+    SQUARES: tl.constexpr,  # noqa: N803
 ):
-    """One row but its column ``left_out`` (int64; -1: none): its maximum, sum of e^d and of d e^d,
+    """One row but its column ``left_out`` (int64; -1: none): its maximum, sum of e^d, of d e^d and of e^2d,
     with d = scale (z - maximum).
 
     One maximum for each block, not for each lane: the exponentials of rescaling stay few.
@@ -30,6 +32,7 @@ def forward_kernel(
     top = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float64)
     weighted = tl.full((), 0.0, tl.float64)
+    squared = tl.full((), 0.0, tl.float64)
     for start in range(0, real, BLOCK):
         inside = start + lane < real
         z = tl.load(logits + row * columns + start + lane, mask=inside, other=float("-inf"))
@@ -46,12 +49,16 @@ def forward_kernel(
             # d = -inf meets e = 0: their product is 0, not NaN.
             part = tl.sum(e * tl.where(e == 0.0, 0.0, d), axis=0)
             weighted = (weighted + drop.to(tl.float64) * total) * factor + part.to(tl.float64)
+        if SQUARES:
+            squared = squared * factor * factor + tl.sum(e * e, axis=0).to(tl.float64)
         total = total * factor + tl.sum(e, axis=0).to(tl.float64)
         top = new_top
     tl.store(top_out + row, top)
     tl.store(sum_out + row, total)
     if ENTROPY:
         tl.store(weighted_out + row, weighted)
+    if SQUARES:
+        tl.store(squared_out + row, squared)
 
 
 @triton.jit

@@ -3,8 +3,8 @@ shapes beforehand.
 
 Row of the packed buffer, float32 (float64 for float64 logits), with N ranks:
 
-    [ rank 0: lse high, lse low, (sum p log p) | ... | rank N-1: ... | logit of the sampled token |
-    logits at K ids ]
+    [ rank 0: lse high, lse low, (sum p log p), (sum p^2) | ... | rank N-1: ... | logit of the sampled
+    token | logits at K ids ]
 
 Each rank writes its own slots and the ids that it owns; everything else is zero. So every element
 has one non-zero contributor, and the sum is exact, independent of the order of reduction and
@@ -65,12 +65,13 @@ class VocabShard:
 @dataclass(frozen=True)
 class Reduced:
     """The same on every rank: ``lse`` float64 [T], ``others`` float64 [T]: likewise of all ids but
-    the sampled one, ``entropy`` float64 [T] or None, ``logits`` [T, 1 + K] unscaled.
+    the sampled one, ``entropy`` and ``squares`` (sum p^2) float64 [T] or None, ``logits`` [T, 1 + K] unscaled.
     """
 
     lse: Tensor
     others: Tensor
     entropy: Tensor | None
+    squares: Tensor | None
     logits: Tensor
 
 
@@ -78,58 +79,73 @@ def reduce_rows(
     shard: VocabShard,
     lse: Tensor,
     plogp: Tensor | None,
+    squares: Tensor | None,
     owned_logits: Tensor,
     scale: float,
     group: dist.ProcessGroup | None,
 ) -> Reduced:
     """Combine the shards' rows (``backends.Rows``), and the sampled token's own share with them:
-    ``lse`` and ``plogp`` float64 [T], ``owned_logits`` [T, 1 + K], 0 where not owned; [T, 0]: the
-    shards' sums hold every id.
+    ``lse``, ``plogp`` and ``squares`` float64 [T], ``owned_logits`` [T, 1 + K], 0 where not owned;
+    [T, 0]: the shards' sums hold every id.
     """
     if shard.ranks == 1:
-        return _with_sampled(lse, plogp, owned_logits, scale)
-    slots = 2 if plogp is None else 3
+        return _with_sampled(lse, plogp, squares, owned_logits, scale)
+    sums = [x for x in (plogp, squares) if x is not None]
+    slots = 2 + len(sums)
     buffer = owned_logits.new_zeros(len(lse), shard.ranks * slots + owned_logits.shape[1])
     slot = buffer[:, shard.rank * slots : (shard.rank + 1) * slots]
     # The log-sum-exp travels as two floats: its rounding alone would cost 1e-6 in every log-probability.
     slot[:, 0] = lse
     # Of a shard without any probability, -inf, the difference would be NaN.
     slot[:, 1] = torch.where(lse.isfinite(), lse - slot[:, 0], 0.0)
-    if plogp is not None:
-        slot[:, 2] = plogp
+    for column, values in enumerate(sums, 2):
+        slot[:, column] = values
     buffer[:, shard.ranks * slots :] = owned_logits
     dist.all_reduce(buffer, group=group)
     parts = buffer[:, : shard.ranks * slots].double().view(-1, shard.ranks, slots)
     shard_lse = parts[..., 0] + parts[..., 1]
-    total, weighted = _merged(shard_lse, None if plogp is None else parts[..., 2])
-    return _with_sampled(total, weighted, buffer[:, shard.ranks * slots :], scale)
+    merged = _merged(
+        shard_lse,
+        None if plogp is None else parts[..., 2],
+        None if squares is None else parts[..., -1],
+    )
+    return _with_sampled(*merged, buffer[:, shard.ranks * slots :], scale)
 
 
-def _with_sampled(others: Tensor, plogp: Tensor | None, logits: Tensor, scale: float) -> Reduced:
+def _with_sampled(
+    others: Tensor, plogp: Tensor | None, squares: Tensor | None, logits: Tensor, scale: float
+) -> Reduced:
     if not logits.shape[1]:
-        return Reduced(others, others, None if plogp is None else -plogp, logits)
+        return Reduced(others, others, None if plogp is None else -plogp, squares, logits)
     lse = torch.stack([others, logits[:, 0].double() * scale], -1)
+    # Of the sampled token alone p is 1.
     parts = None if plogp is None else torch.stack([plogp, torch.zeros_like(plogp)], -1)
-    total, weighted = _merged(lse, parts)
-    return Reduced(total, others, None if weighted is None else -weighted, logits)
+    squared = None if squares is None else torch.stack([squares, torch.ones_like(squares)], -1)
+    total, weighted, squared = _merged(lse, parts, squared)
+    return Reduced(total, others, None if weighted is None else -weighted, squared, logits)
 
 
-def _merged(lse: Tensor, plogp: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Of parts [T, N] of a vocabulary, each with its own log-sum-exp and sum p log p: the whole's."""
+def _merged(
+    lse: Tensor, plogp: Tensor | None, squares: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of parts [T, N] of a vocabulary, each with its own log-sum-exp, sum p log p and sum p^2: the whole's."""
     total = lse.logsumexp(-1)
-    if plogp is None:
-        return total, None
     log_share = lse - total[:, None]
     share = log_share.exp()
-    # A share of 0 has the logarithm -inf, and 0 times that is NaN.
-    return total, (share * (plogp + torch.where(share > 0, log_share, 0.0))).sum(-1)
+    if plogp is not None:
+        # A share of 0 has the logarithm -inf, and 0 times that is NaN.
+        plogp = (share * (plogp + torch.where(share > 0, log_share, 0.0))).sum(-1)
+    return total, plogp, None if squares is None else (share.square() * squares).sum(-1)
 
 
-FACTS = ("tokens", "shard columns", "Top-K ids", "entropy", "vocabulary", "checksum of ids")
+FACTS = (
+    *("tokens", "shard columns", "Top-K ids", "entropy", "sum of squares"),
+    *("vocabulary", "checksum of ids"),
+)
 
 
 class Agreement:
-    """Do all ranks call with the same shapes and ids? Six numbers in an all-reduce that overlaps
+    """Do all ranks call with the same shapes and ids? Seven numbers in an all-reduce that overlaps
     the local pass.
 
     Only CPU groups ask.

@@ -36,6 +36,12 @@ def test_two_ranks_write_table_json_and_chart(tmp_path):
     assert masks["dppo-binary-tv"]["extra_all_reduces"] == 0
     assert masks["dppo-topk-kl"]["extra_all_reduces"] == 0
     assert masks["dppo-topk-kl"]["extra_wire_mb"] == pytest.approx(24 * 4 * 4 / 1e6)
+    # 1,001 ids in the place of 4, and of m2po and vaco a pass without entropy: 24 x (2 x 2 + 1).
+    assert masks["pdm-exact"]["extra_wire_mb"] == pytest.approx(24 * 1001 * 4 / 1e6)
+    for name in ("m2po", "vaco"):
+        assert masks[name]["extra_all_reduces"] == 1
+        assert masks[name]["extra_wire_mb"] == pytest.approx(24 * (2 * 2 + 1) * 4 / 1e6)
+    assert masks["pg-is + (log r)^2"]["extra_all_reduces"] == 0
     assert "pg-is, 8.3% of rows skipped" in masks
     assert "policy_stats + entropy" in run.stdout
     assert "| Megatron-Core CE |" in tables.read_text()

@@ -64,7 +64,7 @@ def statistics_of(group, rank, ranks, dtype_name, backend, columns, vocabulary):
     dist.all_reduce = counting
     stats = policy_stats(
         leaf, ids, group, vocab_size=vocabulary, temperature=0.9, topk_ids=topk, with_entropy=True,
-        backend=backend,
+        with_squares=True, backend=backend,
     )  # fmt: skip
     ((stats.log_probs * weights[0]).sum() + (stats.entropy * weights[1]).sum()).backward()
     dist.all_reduce = plain
@@ -77,6 +77,7 @@ def statistics_of(group, rank, ranks, dtype_name, backend, columns, vocabulary):
     loss_at_ids(again, weights, topk).backward()
     return {"log_probs": stats.log_probs.detach(), "topk": stats.topk_log_probs.detach(),
             "through_ids": through_ids.grad,
+            "squares": stats.sum_squares,
             "entropy": stats.entropy.detach(), "grad": leaf.grad, "payloads": payloads}  # fmt: skip
 
 
@@ -121,14 +122,16 @@ def check(results, dtype, backend, columns, vocabulary):
     logits, ids, topk, weights = problem(columns, getattr(torch, dtype), vocabulary)
     leaf = logits.double().requires_grad_()
     twin = dense_policy_stats(
-        leaf, ids, vocab_size=vocabulary, temperature=0.9, topk_ids=topk, with_entropy=True
-    )
+        leaf, ids, vocab_size=vocabulary, temperature=0.9, topk_ids=topk, with_entropy=True,
+        with_squares=True,
+    )  # fmt: skip
     ((twin.log_probs * weights[0]).sum() + (twin.entropy * weights[1]).sum()).backward()
     atol = 1e-12 if dtype == "float64" else 2e-6
     for r in results:
         assert r["payloads"] == 1
         for name, expected in (
             ("log_probs", twin.log_probs), ("topk", twin.topk_log_probs), ("entropy", twin.entropy),
+            ("squares", twin.sum_squares),
         ):  # fmt: skip
             torch.testing.assert_close(r[name].double(), expected.detach(), rtol=0, atol=atol)
             assert torch.equal(r[name], results[0][name])  # bit for bit on every rank
@@ -152,6 +155,7 @@ BAD = {
     "columns": lambda a, rank: {**a, "logits": a["logits"][:, rank:].contiguous()},
     "topk": lambda a, rank: {**a, "topk_ids": torch.zeros(4, 1 + rank, dtype=torch.int64)},
     "entropy": lambda a, rank: {**a, "with_entropy": rank == 1},
+    "squares": lambda a, rank: {**a, "with_squares": rank == 0},
     "ids": lambda a, rank: {**a, "target_ids": a["target_ids"] + rank},
     "outside on one rank": lambda a, rank: {**a, "target_ids": a["target_ids"] + 100 * rank},
     "wrong type on one rank": lambda a, rank: {**a, "target_ids": a["target_ids"].to([torch.int64, torch.int32][rank])},
@@ -164,6 +168,7 @@ MESSAGES = {
     "columns": "disagree on shard columns: [10, 9]",
     "topk": "disagree on Top-K ids: [1, 2]",
     "entropy": "disagree on entropy: [0, 1]",
+    "squares": "disagree on sum of squares: [1, 0]",
     "ids": "disagree on checksum of ids",
     "outside on one rank": ("rank(s) [1] were given bad input", "4 target ids outside"),
     "wrong type on one rank": ("rank(s) [1] were given bad input", "expected torch.int64 (4,)"),

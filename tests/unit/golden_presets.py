@@ -20,6 +20,8 @@ ICEPOP = {"mismatch_low": 0.5, "mismatch_high": 5.0, "clip_low": 0.2, "clip_high
 GSPO = {"clip_low": 0.0003, "clip_high": 0.0004, "ratio_cap": INF}
 BPO = {"smoothing": 0.1, "clip_low": 0.2, "clip_high": 0.28, "ratio_cap": 3.0}
 CPPO = {"weight_min": 0.8, "budget_low": 0.02, "budget_high": 0.04, "ratio_cap": INF}
+CPPO_KL = {"kl_threshold": 0.05, "weight_min": 0.8, "budget_low": 0.0008, "budget_high": 0.0032,
+           "ratio_cap": INF}  # fmt: skip
 PDM = {"kl_threshold": 0.15, "ratio_cap": 5.0}
 DRPO = {"penalty_threshold": 12.5, "ratio_cap": INF}
 OWN = "as in stability"
@@ -113,8 +115,13 @@ GOLDEN = {
         {**CPPO, "tv_threshold": 0.15, "topk": 20}, {**CPPO, "tv_threshold": 0.2, "topk": 20},
         "2606.10968 (dense)", "2606.10968 (MoE)",
     ),
+    "cppo-binary-kl": golden(CPPO_KL, CPPO_KL, "chosen (d as DPPO's, b as 2 TV^2)", OWN),
+    "cppo-topk-kl": golden(
+        {**CPPO_KL, "topk": 20}, {**CPPO_KL, "topk": 20}, "chosen (d as DPPO's, b as 2 TV^2)", OWN
+    ),
     "pdm-aggregated": golden({**PDM, "topk": 20}, {**PDM, "topk": 20}, "2607.10848, second hand", OWN),
     "pdm-uniform": golden({**PDM, "topk": 20}, {**PDM, "topk": 20}, "2607.10848, second hand", OWN),
+    "pdm-tail": golden({**PDM, "topk": 20}, {**PDM, "topk": 20}, "chosen (as the other two's)", OWN),
     "pdm-exact": golden(PDM, PDM, "chosen (as Top-K's)", OWN),
     "dppo-symmetric": golden(
         {"tv_threshold": 0.3, "ratio_cap": INF}, {"tv_threshold": 0.3, "ratio_cap": INF},

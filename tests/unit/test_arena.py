@@ -157,7 +157,8 @@ def test_claims_are_of_rules_settings_and_mismatches_that_there_are():
     # Other names, other estimates of the same, and what is compared elsewhere.
     assert missing == {
         "cispo", "ppo", "grpo", "dppo-topk-kl", "dppo-exact-kl", "recomputed-exact-tv", "recomputed-exact-kl",
-        "mask-0.8", "relax-high", "relax-low", "relax-both", "cppo-topk-tv", "pdm-uniform", "pdm-exact",
+        "mask-0.8", "relax-high", "relax-low", "relax-both", "cppo-topk-tv", "pdm-uniform", "pdm-tail", "pdm-exact",
+        "cppo-binary-kl", "cppo-topk-kl",
     }  # fmt: skip
     assert not in_every.isdisjoint(OTHERS)
     assert "drift" in EVERY_RULE_IN

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,14 +21,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
 
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import ParallelConfig, TrainConfig
-from megatron_dppo.data.batch_file import save_batch
+from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.doctor import diagnosis
 from megatron_dppo.doctor.__main__ import main
 from megatron_dppo.doctor.diagnosis import (
+    COARSE,
     SampledRun,
     Side,
     alternatives,
@@ -36,8 +39,8 @@ from megatron_dppo.doctor.diagnosis import (
     repetition_evidence,
 )
 from megatron_dppo.doctor.reference import KnownWeights, Reference
-from megatron_dppo.doctor.report import Doctor
-from tests.ranks import ROOT
+from megatron_dppo.doctor.report import LAYOUT, Doctor
+from tests.ranks import ROOT, run_ranks
 from tests.tiny_models import save_tiny_model
 
 LogProbs = Callable[[Trajectory], np.ndarray]
@@ -312,6 +315,138 @@ def test_the_axis_of_a_fault_is_named(run, tmp_path, side, fault, axis, name):
     assert worst.side == pytest.approx(float(np.exp(t.column(column)[worst.position])))
 
 
+class CacheInHalf(DynamicCache):
+    def update(self, key_states, value_states, layer_idx, *more, **options):
+        keys, values = (x.bfloat16().float() for x in (key_states, value_states))
+        return super().update(keys, values, layer_idx, *more, **options)
+
+
+@torch.no_grad()
+def decoded(policy: Policy, t: Trajectory, *, prefill: bool) -> np.ndarray:
+    """Token by token, from a cache in bfloat16; ``prefill``: the prompt in one pass that does not read it."""
+    ids = torch.from_numpy(t.token_ids.astype(np.int64))[None]
+    cache, rows, start = CacheInHalf(), [], 0
+    if prefill:
+        start = len(t.prompt_ids)
+        answer = policy.model(ids[:, :start], use_cache=True)
+        rows = list(answer.logits[0])
+        for layer, (keys, values, *_) in enumerate(answer.past_key_values):
+            cache.update(keys, values, layer)
+    for position in range(start, t.length - 1):
+        token = ids[:, position : position + 1]
+        rows.append(policy.model(token, past_key_values=cache, use_cache=True).logits[0, 0])
+    logits = torch.stack(rows[len(t.prompt_ids) - 1 :]).double()
+    response = torch.from_numpy(t.response_ids.astype(np.int64))[:, None]
+    return (logits / TEMPERATURE).log_softmax(-1).gather(1, response)[:, 0].float().numpy()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "name"),
+    [
+        (False, "keys and values in bfloat16"),
+        (True, "keys and values in bfloat16, not while a prompt is read"),
+    ],
+)
+def test_an_engine_that_decodes_from_a_rounded_cache_is_named(run, tmp_path, prefill, name):
+    batch = [
+        t.with_columns(rollout_log_probs=decoded(run.policy, t, prefill=prefill))
+        for t in run.batch[: 2 * GROUP]
+    ]
+    found = examine(run, batch, tmp_path)
+    assert axes(found) == ["cache", "healthy"]
+    assert found.diagnoses[0].cause.name == name
+
+
+class CountedWeights(KnownWeights):
+    """Counts the models that are in memory when another one has been loaded."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.largest, self._models = 0, weakref.WeakSet()
+
+    def reference(self, version: int) -> Reference:
+        reference = super().reference(version)
+        self._models.add(reference)
+        self.largest = max(self.largest, len(self._models))
+        return reference
+
+
+@pytest.mark.parametrize(("engine", "name"), [(1, "version 1"), (4, "version 4")])
+def test_weights_of_two_steps_before_are_named_beside_those_of_one_and_newer_ones_too(
+    run, tmp_path, engine, name
+):
+    """Version 3 should have sampled. A quarter of the way is left from each version to the next."""
+    start, after = (load_file(folder / "model.safetensors") for folder in (run.start, run.after))
+    folders = {
+        version: with_tensors(
+            run.start,
+            tmp_path / f"{version}",
+            lambda tensors, share=version / 4: tensors.update(
+                {n: torch.lerp(start[n], after[n], share) for n in tensors}
+            ),
+        )
+        for version in (1, 2, 3, 4)
+    }
+    own, others = (Policy(folders[version]) for version in (3, engine))
+    batch = [
+        with_sides(t, others.log_probs(t), own.log_probs(t), own.routing(t)).with_columns(
+            weight_version=np.full(t.sampled, 3, np.int32)
+        )
+        for t in run.batch[: 2 * GROUP]
+    ]
+    weights = CountedWeights(folders, run.start, tmp_path / "converted")
+    (diagnosed, trainer), _, _ = Doctor(run.config, batch, weights).diagnose(4)
+    assert (diagnosed.axis, diagnosed.cause.name) == ("staleness", f"weights of {name}")
+    assert diagnosed.gaps[f"weights of {name}"] < diagnosed.noise
+    assert diagnosed.gaps["weights of version 2"] > 0.25 * diagnosed.gap
+    assert trainer.axis == "healthy"
+    assert weights.largest == 2
+
+
+def two_ranks_that_round_sums(folder: str, config: dict) -> list[torch.Tensor]:
+    """log pi of the batch by a trainer of two ranks that add what each has of a layer in bfloat16."""
+    from megatron_dppo.doctor.ladder import Rung, log_probs_of
+    from megatron_dppo.trainer.trainer import Trainer
+
+    loaded = TrainConfig.model_validate(config)
+    trainer = Trainer(loaded)
+    # Megatron-Core may not be imported before our trainer is.
+    from megatron.core.tensor_parallel import mappings
+
+    reduce = mappings._reduce
+    mappings._reduce = lambda values, *rest: reduce(values.bfloat16(), *rest).to(values.dtype)
+    try:
+        batch = load_batch(Path(folder), 2)
+        rung = Rung("", Path(folder), TEMPERATURE, False, "float32")
+        log_probs = log_probs_of(trainer, loaded.training.micro_batch_tokens, rung, batch)
+        return list(log_probs.split([t.sampled for t in batch]))
+    finally:
+        trainer.close()
+
+
+def test_a_sum_over_ranks_that_is_rounded_is_the_layout(run, tmp_path):
+    """By the size of its gap it might be precision."""
+    batch = run.batch[: 2 * GROUP]
+    save_batch(tmp_path, 2, batch)
+    model = run.config.model.model_copy(update={"hf_checkpoint": str(run.after)})
+    layout = {"parallel": ParallelConfig(world_size=2, tensor=2), "model": model}
+    config = run.config.model_copy(update=layout)
+    target = "tests.unit.test_doctor:two_ranks_that_round_sums"
+    by_rank = run_ranks(target, 2, str(tmp_path), config.model_dump(mode="json"))
+    batch = [
+        t.with_columns(loss_log_probs=values.numpy().astype(np.float32))
+        for t, values in zip(batch, by_rank[0], strict=True)
+    ]
+    weights = KnownWeights({1: run.after}, run.start, tmp_path / "converted")
+    (engine, trainer), _, _ = Doctor(config, batch, weights).diagnose(2)
+    assert (engine.axis, trainer.axis) == ("healthy", "layout")
+    assert next(iter(trainer.gaps)) == LAYOUT
+    assert trainer.gaps[LAYOUT] < trainer.noise
+    # What it would have been called.
+    assert trainer.gap / COARSE < trainer.gaps[diagnosis.ROUNDED] < trainer.gap * COARSE
+    assert all(token.with_cause is None for token in trainer.tokens)
+
+
 @pytest.mark.parametrize(
     ("layers", "tokens", "name"),
     [
@@ -511,6 +646,6 @@ def test_draws_that_rewards_chose_among_are_not_examined(run, tmp_path):
 def test_the_model_s_own_rotary_base_is_no_alternative(run):
     reference = Reference(run.after)
     base = reference._model.config.rope_parameters["rope_theta"]
-    names = {c.name for c in alternatives(SampledRun(1.0, 1, 1), reference, {}, is_recorded=False)}
+    names = {c.name for c in alternatives(SampledRun(1.0, 1, 1), reference, is_recorded=False)}
     bases = {f"rotary base {theta:g}, unscaled" for theta in diagnosis.THETAS}
     assert bases - names == {f"rotary base {base:g}, unscaled"}

@@ -57,6 +57,7 @@ def test_agrees_with_the_dense_twin(dtype, widths, chunk_tokens, through_ids):
         "temperature": 0.8,
         "topk_ids": topk,
         "with_entropy": True,
+        "with_squares": True,
         "counted": counted,
     }
     got, twins = leaves(pairs), leaves(pairs, torch.float64)
@@ -71,7 +72,8 @@ def test_agrees_with_the_dense_twin(dtype, widths, chunk_tokens, through_ids):
         (loss_of(of_model, weights) + (at_ids if through_ids else 0)).backward()
     assert stats.vocab_size == twin.vocab_size == V
     limit = LIMITS[dtype]
-    for name in ("log_probs", "topk_log_probs", "entropy"):
+    assert not stats.sum_squares.requires_grad
+    for name in ("log_probs", "topk_log_probs", "entropy", "sum_squares"):
         value = getattr(stats, name).detach()
         assert error(value, getattr(twin, name).detach()) <= limit
         assert (value[~counted] == 0).all()
@@ -305,7 +307,9 @@ def test_a_second_factor_of_another_length_is_named(dims):
 def test_rows_that_are_no_distribution_are_counted():
     pairs, ids, *_ = problem()
     pairs[0][0][3] = torch.nan
-    stats = head_stats([HeadFactor(*pairs[0])], ids, vocab_size=V, raise_on_faults=False)
+    stats = head_stats(
+        [HeadFactor(*pairs[0])], ids, vocab_size=V, options=HeadOptions(raise_on_faults=False)
+    )
     assert stats.faults.tolist() == [0, 0, 1]
     with pytest.raises(ValueError, match="1 rows of logits that hold NaN"):
         head_stats([HeadFactor(*pairs[0])], ids, vocab_size=V)

@@ -91,17 +91,18 @@ def at_all(pi, mu, sampled):
 def predicted(pi, mu, sampled, advantage):
     names = ("topk_log_probs", "rollout_topk_log_probs", "topk_valid")
     topk = dict(zip(names, at_all(pi, mu, sampled), strict=True))
-    more = {"tail_ids": torch.zeros(1, dtype=torch.int64)}
+    squares = torch.tensor([sum(p * p for p in pi)], dtype=F64)
+    more = {"tail_ids": torch.zeros(1, dtype=torch.int64), "sum_squares": squares}
     return inputs([pi[sampled]], [mu[sampled]], [advantage], **topk, **more)
 
 
 PI, MU = [0.21, 0.75, 0.04], [0.20, 0.50, 0.30]
 
 
-@pytest.mark.parametrize("name", ["pdm-aggregated", "pdm-uniform", "pdm-exact"])
+@pytest.mark.parametrize("name", ["pdm-aggregated", "pdm-uniform", "pdm-tail", "pdm-exact"])
 def test_predictive_mask_asks_where_the_kl_goes_not_where_the_ratio_does(name):
     """KL .39 and r = 1.05, but the step on token 0 lowers the KL: G = .01 - .0021 - .1875 + .0104 = -.1692."""
-    change = divergence.topk_kl_change(*at_all(PI, MU, 0), None)
+    change = divergence.topk_kl_change(*at_all(PI, MU, 0))
     assert change.tolist() == pytest.approx([-0.1692])
     assert divergence.topk_kl(*at_all(PI, MU, 0)).item() == pytest.approx(0.391980, abs=1e-6)
     for advantage, blocks in ((1.0, False), (-1.0, True)):
@@ -120,7 +121,7 @@ def test_the_predicted_change_is_the_derivative_of_the_kl_along_the_step():
         kl = lambda t: (mu * (mu.log() - (logits + t * step).log_softmax(-1))).sum()  # noqa: E731, B023
         zero, one = torch.tensor([0.0, 1.0], dtype=F64)
         expected = torch.autograd.functional.jvp(kl, zero, one)[1]
-        found = divergence.topk_kl_change(*at_all(pi.tolist(), mu.tolist(), sampled), None)
+        found = divergence.topk_kl_change(*at_all(pi.tolist(), mu.tolist(), sampled))
         assert found.item() == pytest.approx(expected.item())
 
 
@@ -129,21 +130,51 @@ def test_the_tail_is_one_token_or_many():
     pi, mu = torch.tensor([[0.3, 0.3]], dtype=F64), torch.tensor([[0.5, 0.5]], dtype=F64)
     topk = (pi.log(), mu.log(), torch.tensor([[True, False]]))
     inside = -0.2 + 0.3 * 0.2
-    assert divergence.topk_kl_change(*topk, None).item() == pytest.approx(inside - 0.14)
+    assert divergence.topk_kl_change(*topk).item() == pytest.approx(inside - 0.14)
     tail = torch.tensor([4])
-    assert divergence.topk_kl_change(*topk, tail).item() == pytest.approx(inside - 0.035)
+    assert divergence.topk_kl_change(*topk, tail_ids=tail).item() == pytest.approx(inside - 0.035)
+    # Of .4 and .3 in the rest, whose mu / pi is 5 / 7: (5 / 7 - 1)(.16 + .09), whatever the ids of the rest are.
+    squares = torch.tensor([0.09 + 0.16 + 0.09], dtype=F64)
+    of_squares = divergence.topk_kl_change(*topk, sum_squares=squares)
+    assert of_squares.item() == pytest.approx(inside - 2 / 7 * 0.25)
+    # All of it at one id is the one token; more there can't be, and less than nothing neither.
+    for found, share in ((0.09 + 0.49, 1), (0.7, 1), (0.05, 0)):
+        squares = torch.tensor([found], dtype=F64)
+        change = divergence.topk_kl_change(*topk, sum_squares=squares)
+        assert change.item() == pytest.approx(inside - 0.14 * share)
+
+
+def test_a_proportional_tail_is_exact_where_it_is_one_and_better_than_one_token_or_many():
+    g = torch.Generator().manual_seed(8)
+    pi = torch.randn(50, 40, generator=g, dtype=F64).mul(2).softmax(-1)
+    mu = torch.randn(50, 40, generator=g, dtype=F64).mul(0.3).exp() * pi
+    mu[:, 6:] = pi[:, 6:] * 0.8  # the tail's mu / pi is one
+    mu /= mu.sum(-1, keepdim=True)
+    exact = pi[:, 0] - mu[:, 0] + (pi * (mu - pi)).sum(-1)
+    columns = [0, 1, 2, 3, 4, 5, 0]  # the sampled token is the first of TopK(mu)
+    valid = torch.tensor([[True] * 6 + [False]]).expand(50, 7)
+    topk = pi[:, columns].log(), mu[:, columns].log(), valid
+    found = divergence.topk_kl_change(*topk, sum_squares=pi.square().sum(-1))
+    torch.testing.assert_close(found, exact)
+    ids = torch.full((50,), 34)
+    for other in (divergence.topk_kl_change(*topk), divergence.topk_kl_change(*topk, tail_ids=ids)):
+        assert (other - exact).abs().mean() > 1e-3
 
 
 def test_a_uniform_tail_needs_its_size_which_the_statistics_know():
     x = replace(predicted(PI, MU, 0, 1.0), tail_ids=None)
-    with pytest.raises(ValueError, match="TokenInputs has no tail_ids"):
+    with pytest.raises(ValueError, match="a uniform tail, but TokenInputs has no tail_ids"):
         trained("pdm-uniform", x)
+    with pytest.raises(ValueError, match="proportional tail, but TokenInputs has no sum_squares"):
+        trained("pdm-tail", replace(x, sum_squares=None))
     batch = packed(samples(), range(2))
     ids = batch.columns["topk_ids"].long()
     stats = policy_stats(
-        torch.zeros(batch.num_tokens, V), batch.target_ids, vocab_size=V, topk_ids=ids
-    )
+        torch.zeros(batch.num_tokens, V), batch.target_ids, vocab_size=V, topk_ids=ids,
+        with_squares=True,
+    )  # fmt: skip
     x = inputs_from(stats, batch)
+    assert x.sum_squares.tolist() == pytest.approx([1 / V] * batch.num_tokens)
     assert x.tail_ids.tolist() == [V - int(v) for v in x.topk_valid.sum(1)]
     assert {V - K, V - K - 1} == set(x.tail_ids[x.loss_mask].tolist())
 
@@ -164,6 +195,17 @@ def test_cppo_blocks_a_steady_drift_that_dppo_keeps():
     assert trained("cppo-binary-tv", x) == [True] + [False] * 99
     fixed = {"budget_low": 0.015, "budget_high": 0.015}  # that of post-trained models
     assert trained("cppo-binary-tv", x, **fixed) == [True] + [False] * 99
+
+
+def test_cppo_of_the_binary_kl_by_hand():
+    # KL(.2 || .3) = .2 log(2 / 3) + .8 log(8 / 7) = .02573, below .05; b is cut to .0032. With w near 1 the second has
+    # .05 + .0032 - .0257, and the third .05 + .0064 - .0513.
+    x = all_outward([0.10] * 100)
+    assert trained("dppo-binary-kl", x) == [True] * 100
+    assert trained("cppo-binary-kl", x) == [True, True] + [False] * 98
+    exact = 0.2 * math.log(2 / 3) + 0.8 * math.log(8 / 7)
+    for threshold, first in ((exact * (1 + 1e-9), True), (exact * (1 - 1e-9), False)):
+        assert trained("cppo-binary-kl", x, kl_threshold=threshold)[:2] == [first, False]
 
 
 def test_cppo_keeps_a_late_step_that_dppo_blocks():
@@ -285,6 +327,8 @@ def test_sequence_rules_are_those_of_a_loop_over_responses(seed):
     x, pi, mu, made = responses(seed)
     numbers = {"tv_threshold": 0.08, "budget_low": 0.02, "budget_high": 0.04, "weight_min": 0.8}
     cppo = trained("cppo-binary-tv", x, **numbers)
+    of_kl = {"kl_threshold": 0.01, "budget_low": 0.001, "budget_high": 0.004}
+    cppo_kl = trained("cppo-binary-kl", x, **of_kl)
     gmpo = weights("gmpo", x, log_clip=0.15), trained("gmpo", x, log_clip=0.15)
     minpro = weights("minpro", x)
     largest, mean = trained("trm-max", x, largest_k2=0.1), trained("trm-mean", x, mean_k3=0.03)
@@ -297,6 +341,10 @@ def test_sequence_rules_are_those_of_a_loop_over_responses(seed):
         outward = [a * value > 0 for value in logs]
         loop = cppo_by_loop(gaps, outward, 0.08, 0.02, 0.04, 0.8) if rows else []
         assert [cppo[i] for i in rows] == loop
+        pairs = [(pi[i], mu[i]) for i in rows]
+        gaps = [q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) for p, q in pairs]
+        loop = cppo_by_loop(gaps, outward, 0.01, 0.001, 0.004, 0.8) if rows else []
+        assert [cppo_kl[i] for i in rows] == loop
         if not rows:
             continue
         average = lambda values: sum(values) / len(rows)  # noqa: E731, B023
@@ -319,7 +367,9 @@ def test_sequence_rules_are_those_of_a_loop_over_responses(seed):
 def test_the_random_responses_fall_on_both_sides():
     found = {}
     options = {
-        "cppo-binary-tv": {"tv_threshold": 0.08}, "gmpo": {"log_clip": 0.15},
+        "cppo-binary-tv": {"tv_threshold": 0.08},
+        "cppo-binary-kl": {"kl_threshold": 0.01, "budget_low": 0.001, "budget_high": 0.004},
+        "gmpo": {"log_clip": 0.15},
         "trm-max": {"largest_k2": 0.1}, "trm-mean": {"mean_k3": 0.03},
         "geometric-mask": {"sequence_low": 0.9, "sequence_high": 1.1},
         "off-policy-sequence-mask": {"drift_threshold": 0.02},
@@ -385,6 +435,10 @@ def test_cppo_of_topk_counts_what_the_sampled_token_does_not_show():
     x = inputs([0.15] * 4, [0.1] * 4, [1.0] * 4, sequence_ids=ids, **topk)
     assert trained("cppo-topk-tv", x) == [False] * 4
     assert trained("cppo-topk-tv", x, tv_threshold=0.31) == [True, False, False, False]
+    # KL: .6 log 2 + .1 log(2 / 3) + .3 log(6 / 11) = .1935, and .0109 of the sampled token alone.
+    assert trained("cppo-binary-kl", x)[0] is True
+    assert trained("cppo-topk-kl", x) == [False] * 4
+    assert trained("cppo-topk-kl", x, kl_threshold=0.194) == [True, False, False, False]
 
 
 # --- rules that look at an optimiser step

@@ -47,14 +47,16 @@ def test_the_dense_twin_by_hand():
     logits = 2 * torch.tensor([[0.5, 0.25, 0.25, 0.0, 99.0]]).log()
     given = {"vocab_size": 4, "temperature": 2.0}
     twin = dense_policy_stats(
-        logits, torch.tensor([2]), topk_ids=torch.tensor([[0, 3, -1]]), with_entropy=True, **given
-    )
+        logits, torch.tensor([2]), topk_ids=torch.tensor([[0, 3, -1]]), with_entropy=True,
+        with_squares=True, **given
+    )  # fmt: skip
     assert twin.log_probs.tolist() == pytest.approx([math.log(0.25)])
     assert twin.topk_log_probs.tolist() == [pytest.approx([math.log(0.5), -math.inf, -math.inf])]
     assert twin.entropy.tolist() == pytest.approx([1.5 * math.log(2)])
+    assert twin.sum_squares.tolist() == pytest.approx([1 / 4 + 2 / 16])
     assert twin.faults.tolist() == [0, 0, 0]
     plain = dense_policy_stats(logits, torch.tensor([2]), **given)
-    assert (plain.topk_log_probs, plain.entropy) == (None, None)
+    assert (plain.topk_log_probs, plain.entropy, plain.sum_squares) == (None, None, None)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -62,8 +64,9 @@ def test_the_dense_twin_by_hand():
 @pytest.mark.parametrize(("backend", "dtype"), CASES)
 def test_agrees_with_the_dense_twin(backend, dtype, with_entropy, temperature):
     logits, ids, topk, weights = problem(dtype)
+    with_squares = temperature != 1
     options = {"vocab_size": V, "temperature": temperature, "topk_ids": topk,
-               "with_entropy": with_entropy}  # fmt: skip
+               "with_entropy": with_entropy, "with_squares": with_squares}  # fmt: skip
     leaf = logits.clone().requires_grad_()
     stats = policy_stats(leaf, ids, backend=backend, **options)
     twin_leaf = logits.double().requires_grad_()
@@ -75,6 +78,11 @@ def test_agrees_with_the_dense_twin(backend, dtype, with_entropy, temperature):
     assert stats.topk_log_probs[3, 3] == -math.inf
     if with_entropy:
         torch.testing.assert_close(stats.entropy.double(), twin.entropy, **close)
+    assert (stats.sum_squares is not None) == with_squares
+    if with_squares:
+        assert not stats.sum_squares.requires_grad
+        relative = {"rtol": close["atol"], "atol": 0}
+        torch.testing.assert_close(stats.sum_squares.double(), twin.sum_squares, **relative)
 
     loss_of(stats, weights).backward()
     loss_of(twin, weights).backward()
@@ -148,7 +156,7 @@ def test_gradcheck(with_entropy):
 
     def function(z):
         stats = policy_stats(
-            z, ids, vocab_size=6, temperature=0.8, with_entropy=with_entropy, overwrite_logits=False
+            z.clone(), ids, vocab_size=6, temperature=0.8, with_entropy=with_entropy
         )
         return (stats.log_probs, stats.entropy) if with_entropy else stats.log_probs
 
@@ -219,15 +227,6 @@ def test_gradient_is_written_over_the_logits_and_their_reuse_raises(backend):
         stats.log_probs.sum().backward()
 
 
-def test_logits_are_kept_where_that_is_asked_for():
-    logits, ids, _, _ = problem(torch.float32)
-    leaf = logits.clone().requires_grad_()
-    for _ in range(2):
-        stats = policy_stats(leaf, ids, vocab_size=V, overwrite_logits=False)
-        stats.log_probs.sum().backward()
-    assert torch.equal(leaf.detach(), logits)
-
-
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "cpp"])
 def test_rows_without_a_gradient_are_not_read(backend, with_entropy):
@@ -260,7 +259,7 @@ def test_the_gradient_is_exact_where_the_logits_are_large(backend, temperature):
     twin_leaf = leaf.detach().double().requires_grad_()
     ids = torch.tensor([0, 3, 8, 5])
     policy_stats(
-        leaf, ids, vocab_size=9, temperature=temperature, backend=backend, overwrite_logits=False
+        leaf, ids, vocab_size=9, temperature=temperature, backend=backend
     ).log_probs.sum().backward()
     dense_policy_stats(
         twin_leaf, ids, vocab_size=9, temperature=temperature
@@ -439,7 +438,8 @@ def test_a_shard_of_padding_alone_gives_nothing_and_gets_no_gradient(backend, dt
     g = torch.Generator().manual_seed(0)
     logits, kernel = torch.randn(3, 128, generator=g).to(dtype), BACKENDS[backend]
     nowhere = torch.full((3, 2), -1)
-    lse, plogp, owned = kernel.forward(logits, 0, 1.0, nowhere, with_entropy)
+    lse, plogp, squares, owned = kernel.forward(logits, 0, 1.0, nowhere, with_entropy, True)
+    assert squares.tolist() == [0.0] * 3
     assert lse.tolist() == [-math.inf] * 3
     assert not with_entropy or plogp.tolist() == [0.0] * 3
     assert (owned == 0).all()
@@ -458,7 +458,8 @@ def test_a_shard_without_mass_in_a_row_adds_nothing_to_it(backend, dtype):
     """Another rank's columns hold all of row 0; row 1 has log(e^0 + e^0) here."""
     logits = torch.tensor([[-math.inf, -math.inf], [0.0, 0.0]]).to(dtype)
     nowhere = torch.full((2, 1), -1)
-    lse, plogp, _ = BACKENDS[backend].forward(logits, 2, 1.0, nowhere, True)
+    lse, plogp, squares, _ = BACKENDS[backend].forward(logits, 2, 1.0, nowhere, True, True)
+    assert squares.tolist() == pytest.approx([0.0, 0.5])
     assert lse.tolist() == pytest.approx([-math.inf, math.log(2)])
     assert plogp.tolist() == pytest.approx([0.0, -math.log(2)])
 
@@ -467,7 +468,7 @@ def test_a_token_too_rare_to_change_the_sum_still_has_entropy():
     """z = (0, -50): 1 + e^-50 rounds to 1, and p log p of the second is -50 e^-50."""
     logits = torch.tensor([[0.0, -50.0]], dtype=torch.float64)
     nowhere = torch.full((1, 1), -1)
-    _, plogp, _ = BACKENDS["eager"].forward(logits, 2, 1.0, nowhere, True)
+    _, plogp, *_ = BACKENDS["eager"].forward(logits, 2, 1.0, nowhere, True)
     assert plogp.item() == pytest.approx(-50 * math.exp(-50), rel=1e-12, abs=0)
 
 
@@ -475,7 +476,7 @@ def test_eager_sums_over_a_row_are_taken_in_float64():
     """Of z = (0, -20) in float32 1 + e^-20 is 1 and its logarithm 0; of -e^-1 - 20 e^-20 the half is lost."""
     for z in ([0.0, -20.0], [0.0, -1.0, -20.0]):
         nowhere = torch.full((1, 1), -1)
-        lse, plogp, _ = BACKENDS["eager"].forward(torch.tensor([z]), len(z), 1.0, nowhere, True)
+        lse, plogp, *_ = BACKENDS["eager"].forward(torch.tensor([z]), len(z), 1.0, nowhere, True)
         p = torch.tensor(z).exp()
         total, weighted = p.double().sum(), (p * torch.tensor(z)).double().sum()
         torch.testing.assert_close(lse[0], total.log(), rtol=0, atol=1e-15)
@@ -541,13 +542,15 @@ def test_two_ranks_together_give_what_one_does(monkeypatch):
 
     def both(rank, group):
         a, b = (x[:, 5 * rank : 5 * (rank + 1)].contiguous() for x in (pi, mu))
-        stats = policy_stats(a, ids, group, topk_ids=topk, with_entropy=True, **given)
+        asked = {"topk_ids": topk, "with_entropy": True, "with_squares": True}
+        stats = policy_stats(a, ids, group, **asked, **given)
         return stats, exact_divergence(a, b, group, **given)
 
-    twin = dense_policy_stats(pi, ids, topk_ids=topk, with_entropy=True, **given)
+    asked = {"topk_ids": topk, "with_entropy": True, "with_squares": True}
+    twin = dense_policy_stats(pi, ids, **asked, **given)
     dense = [x[:, :7] / 0.5 for x in (pi, mu)]
     for stats, exact in Ranks(2).answers(both, monkeypatch):
-        for name in ("log_probs", "topk_log_probs", "entropy"):
+        for name in ("log_probs", "topk_log_probs", "entropy", "sum_squares"):
             torch.testing.assert_close(
                 getattr(stats, name).double(), getattr(twin, name), rtol=0, atol=2e-6
             )
@@ -556,10 +559,11 @@ def test_two_ranks_together_give_what_one_does(monkeypatch):
 
 
 def test_without_a_sampled_token_the_shards_sums_hold_every_id():
-    lse, plogp = torch.tensor([0.5]).double(), torch.tensor([-1.25]).double()
+    lse, plogp, squares = torch.tensor([[0.5], [-1.25], [0.375]]).double()
     reduced = wire.reduce_rows(
-        VocabShard.part(0, 1, 4, 4), lse, plogp, torch.empty(1, 0), 1.0, None
+        VocabShard.part(0, 1, 4, 4), lse, plogp, squares, torch.empty(1, 0), 1.0, None
     )
+    assert reduced.squares.item() == 0.375
     assert (reduced.lse.item(), reduced.others.item(), reduced.entropy.item()) == (0.5, 0.5, 1.25)
 
 
@@ -604,8 +608,8 @@ def test_the_log_sum_exp_travels_with_its_low_half(offset, monkeypatch):
     ]
     sent = []
     monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: sent.append(buffer.clone()))
-    for shard, (lse, plogp, owned) in zip(ranks, own, strict=True):
-        wire.reduce_rows(shard, lse, plogp, owned, 1.0, None)
+    for shard, rows in zip(ranks, own, strict=True):
+        wire.reduce_rows(shard, *rows, 1.0, None)
     monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: buffer.copy_(sum(sent)))
     reduced = wire.reduce_rows(ranks[0], *own[0], 1.0, None)
     twin = whole.double()
@@ -618,8 +622,9 @@ def test_the_log_sum_exp_travels_with_its_low_half(offset, monkeypatch):
     assert (sent[0][0, :2] != 0).all()
 
 
+@pytest.mark.parametrize("with_squares", [True, False])
 @pytest.mark.parametrize("with_entropy", [True, False])
-def test_three_ranks_each_write_their_own_slots(with_entropy, monkeypatch):
+def test_three_ranks_each_write_their_own_slots(with_entropy, with_squares, monkeypatch):
     """p = (1 | 2 5 | .) / 8 of four ids, the last rank without mass in row 0; row 1 = (1 | 1 2 | 4) / 8.
     The sampled token is id 1, which the sums leave out, and id 3 is asked for: ranks 1 and 2 own them.
     """
@@ -627,16 +632,20 @@ def test_three_ranks_each_write_their_own_slots(with_entropy, monkeypatch):
     parts = [mass[:, :1], mass[:, 2:3], mass[:, 3:]]
     lse = [part.sum(1).log() for part in parts]
     plogp = [torch.xlogy(q := part / part.sum(1, True), q).nan_to_num().sum(1) for part in parts]
+    squares = [(part / part.sum(1, True)).square().nan_to_num().sum(1) for part in parts]
     owned = [torch.zeros(2, 3, dtype=torch.float64) for _ in parts]  # the last id is nobody's
     owned[1][:, 0] = mass[:, 1].log()
     owned[2][:, 1] = torch.tensor([-9.0, math.log(4)])
-    own = [(a, b if with_entropy else None, c) for a, b, c in zip(lse, plogp, owned, strict=True)]
+    own = [
+        (a, b if with_entropy else None, c if with_squares else None, d)
+        for a, b, c, d in zip(lse, plogp, squares, owned, strict=True)
+    ]
     shards = [VocabShard(start, 2, 2, 4, rank, 3) for rank, start in enumerate((0, 2, 4))]
     sent = []
     monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: sent.append(buffer.clone()))
     for shard, rows in zip(shards, own, strict=True):
         wire.reduce_rows(shard, *rows, 1.0, None)
-    slots = 3 if with_entropy else 2
+    slots = 2 + with_entropy + with_squares
     for rank, buffer in enumerate(sent):
         assert buffer.shape == (2, 3 * slots + 3)
         others = [at for at in range(3 * slots) if at // slots != rank]
@@ -653,6 +662,10 @@ def test_three_ranks_each_write_their_own_slots(with_entropy, monkeypatch):
     torch.testing.assert_close(got[1, 1], mass[1, 3])
     assert reduced.logits.tolist() == sum(owned).tolist()
     p = mass / 8
+    if with_squares:
+        torch.testing.assert_close(reduced.squares, torch.tensor([30, 22]).double() / 64)
+    else:
+        assert reduced.squares is None
     if with_entropy:
         torch.testing.assert_close(reduced.entropy, -torch.xlogy(p, p).sum(1))
     else:
@@ -715,12 +728,12 @@ def test_a_group_of_one_rank_agrees_with_itself(monkeypatch):
         world, ids = torch.distributed.group.WORLD, torch.tensor([0, 1])
         found = policy_stats(torch.zeros(2, 4), ids, world, vocab_size=4)
         assert found.log_probs.tolist() == pytest.approx([-math.log(4)] * 2)
-        # Tokens, columns, no Top-K ids, no entropy, vocabulary, 1 * 0 + 2 * 1, not bad.
-        assert [table.tolist() for table in told] == [[[2, 4, 0, 0, 4, 2, 0]]]
+        # Tokens, columns, no Top-K ids, no entropy, no squares, vocabulary, 1 * 0 + 2 * 1, not bad.
+        assert [table.tolist() for table in told] == [[[2, 4, 0, 0, 0, 4, 2, 0]]]
         assert told[0].dtype == torch.int64  # a checksum passes 2^24
         with pytest.raises(ValueError, match="1 target ids outside the vocabulary"):
             policy_stats(torch.zeros(2, 4), ids, world, vocab_size=1)
-        assert told[1].tolist() == [[0, 0, 0, 0, 0, 0, 1]]
+        assert told[1].tolist() == [[0, 0, 0, 0, 0, 0, 0, 1]]
         assert waited == [1, 2]  # once for each call: the bad one waits before it raises
     finally:
         torch.distributed.destroy_process_group()
@@ -733,10 +746,10 @@ def test_the_exact_divergence_refuses_other_shapes():
 
 
 def test_ranks_that_disagree_are_told_what_on():
-    """Rows of three ranks: tokens, columns, K, entropy, vocabulary, checksum, bad input."""
-    good = wire._facts_row([4, 10, 2, 0, 18, 77])
-    assert good == [4, 10, 2, 0, 18, 77, 0]
-    assert wire._facts_row(None) == [0, 0, 0, 0, 0, 0, 1]
+    """Rows of three ranks: tokens, columns, K, entropy, squares, vocabulary, checksum, bad input."""
+    good = wire._facts_row([4, 10, 2, 0, 1, 18, 77])
+    assert good == [4, 10, 2, 0, 1, 18, 77, 0]
+    assert wire._facts_row(None) == [0, 0, 0, 0, 0, 0, 0, 1]
     assert wire.disagreement([good, good, good]) is None
     assert wire.disagreement([good, good, wire._facts_row(None)]) == (
         "rank(s) [2] were given bad input; their own error says what"
@@ -766,8 +779,8 @@ def test_ids_of_a_shard_and_ids_that_nobody_owns():
 
 
 def test_what_ranks_compare_of_their_calls():
-    """Tokens, shard columns, Top-K ids, entropy, vocabulary, checksum: 1*1 + 2*2 + 3*3, and 4 + ... + 9."""
+    """Tokens, shard columns, Top-K ids, entropy, squares, vocabulary, checksum: 1*1 + 2*2 + 3*3, and 4 + ... + 9."""
     targets = torch.tensor([1, 2, 3])
     topk = torch.tensor([[4, 5], [6, 7], [8, 9]])
-    assert StatsQuery(targets, topk, 20, 1.0, True).facts(3, 7) == [3, 7, 2, 1, 20, 14 + 39]
-    assert StatsQuery(targets, None, 20, 1.0, False).facts(3, 7) == [3, 7, 0, 0, 20, 14]
+    assert StatsQuery(targets, topk, 20, 1.0, True).facts(3, 7) == [3, 7, 2, 1, 0, 20, 14 + 39]
+    assert StatsQuery(targets, None, 20, 1.0, False, True).facts(3, 7) == [3, 7, 0, 0, 1, 20, 14]

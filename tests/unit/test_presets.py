@@ -27,6 +27,7 @@ from megatron_dppo.config.schema import AlgorithmConfig
 from tests.unit.golden_presets import GOLDEN
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
+PACKAGE = Path(rules.__file__).parents[1]
 
 
 @pytest.mark.parametrize("settings", get_args(Settings))
@@ -54,6 +55,13 @@ def test_the_table_in_the_docs_is_the_golden_copy():
     assert found == expected
 
 
+def test_every_algorithm_that_a_help_or_a_page_has_somebody_ask_for_is_a_row():
+    texts = [p.read_text() for p in (*DOCS.parent.glob("*.md"), *PACKAGE.rglob("*.py"))]
+    asked = {name for t in texts for name in re.findall(r"--algorithm ([a-z]\S*)", t)}
+    assert "cppo-binary-tv" in asked
+    assert asked <= set(PRESETS)
+
+
 def test_every_name_that_the_configuration_takes_is_implemented():
     assert set(get_args(AggregationName)) == set(AGGREGATIONS)
     assert set(get_args(EstimatorName)) == set(ESTIMATORS)
@@ -70,7 +78,11 @@ def test_a_row_measures_what_its_mask_compares():
     assert others == {
         "cppo-binary-tv": ("prefix_budget", "binary_tv"),
         "cppo-topk-tv": ("prefix_budget", "topk_tv"),
-        **dict.fromkeys(["pdm-aggregated", "pdm-uniform", "pdm-exact"], ("pdm", "topk_kl")),
+        "cppo-binary-kl": ("prefix_budget", "binary_kl"),
+        "cppo-topk-kl": ("prefix_budget", "topk_kl"),
+        **dict.fromkeys(
+            ["pdm-aggregated", "pdm-uniform", "pdm-tail", "pdm-exact"], ("pdm", "topk_kl")
+        ),
         "dppo-symmetric": ("symmetric_binary_tv", "binary_tv"),
         "kpop": ("kpop", "binary_kl_both_ways"),
     }
@@ -85,7 +97,11 @@ def test_what_each_algorithm_costs_is_declared():
     }  # fmt: skip
     assert {n: a.topk for n, a in built.items() if a.topk} == {
         **dict.fromkeys(
-            ["dppo-topk-tv", "dppo-topk-kl", "cppo-topk-tv", "pdm-aggregated", "pdm-uniform"], 20
+            [
+                *("dppo-topk-tv", "dppo-topk-kl", "cppo-topk-tv", "cppo-topk-kl"),
+                *("pdm-aggregated", "pdm-uniform", "pdm-tail"),
+            ],
+            20,
         ),
         "score-centering": 32,
     }
@@ -102,10 +118,11 @@ def test_what_each_algorithm_costs_is_declared():
         n for n in PRESETS if "topk" in n or "exact" in n or "pdm" in n or "center" in n
     }
     assert {n for n, a in built.items() if a.step_bound} == {"m2po", "vaco"}
+    assert {n for n, a in built.items() if a.needs_sum_squares} == {"pdm-tail"}
     assert {n for n, row in PRESETS.items() if row.centers} == {"score-centering"}
     assert {n for n, row in PRESETS.items() if row.sequences} == {
-        "gspo", "cppo-binary-tv", "cppo-topk-tv", "gmpo", "minpro", "trm-max", "trm-mean",
-        "geometric-mask", "off-policy-sequence-mask",
+        "gspo", "cppo-binary-tv", "cppo-topk-tv", "cppo-binary-kl", "cppo-topk-kl", "gmpo", "minpro",
+        "trm-max", "trm-mean", "geometric-mask", "off-policy-sequence-mask",
     }  # fmt: skip
 
 
@@ -152,7 +169,7 @@ def test_exact_divergences_take_all_of_mu_from_the_engine_or_are_refused():
     with pytest.raises(ValueError, match="topk_log_probs is 20; expected 0 or 36"):
         carried_topk(exact, 20, 36)
     with pytest.raises(
-        ValueError, match=r"at most 4096\. pdm-aggregated and pdm-uniform estimate it"
+        ValueError, match=r"at most 4096\. pdm-aggregated, pdm-uniform and pdm-tail est"
     ):
         carried_topk(build_algorithm("pdm-exact"), 0, 4097)
     assert carried_topk(build_algorithm("recomputed-exact-tv"), 0, 151936) == 0
@@ -170,7 +187,9 @@ def test_carried_top_k_is_the_configured_one_where_that_is_enough():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("dppo", {}, "unknown algorithm 'dppo'; known: pg-is"),
+        ("dpo", {}, "unknown algorithm 'dpo'; known: pg-is"),
+        ("", {}, "unknown algorithm ''; known: pg-is"),
+        ("mask", {}, "'mask'; did you mean mask-0.5, mask-0.8, mask-0.5-recompute? known: pg-is"),
         ("grpo", {"tv_threshold": 0.1}, "has no option 'tv_threshold'; it has clip_high"),
         ("dppo-topk-tv", {"topk": True}, "expected a number, got True"),
         ("dppo-topk-tv", {"topk": 0}, "outside its range"),

@@ -16,7 +16,7 @@ from tests.unit.test_divergence import at_topk
 from tests.unit.test_policy_loss import complete_inputs, part
 
 SEEDS = st.integers(0, 2**31)
-IN_ORDER = {"cppo-binary-tv", "cppo-topk-tv", "minpro"}
+IN_ORDER = {"cppo-binary-tv", "cppo-topk-tv", "cppo-binary-kl", "cppo-topk-kl", "minpro"}
 """Presets to which a token's place in its response matters."""
 few = settings(max_examples=15, deadline=None)
 

@@ -37,7 +37,7 @@ def interpreted(dtype_name, with_entropy):
     leaf = logits.requires_grad_()
     stats = policy_stats(
         leaf, ids, vocab_size=V, temperature=0.8, topk_ids=topk, with_entropy=with_entropy,
-        backend="triton",
+        with_squares=dtype_name == "float32", backend="triton",
     )  # fmt: skip
     loss = (stats.log_probs * weights[0]).sum()
     entropy = None
@@ -52,7 +52,8 @@ def interpreted(dtype_name, with_entropy):
         policy_stats(nan, ids, vocab_size=V, backend="triton")
     except ValueError as error:
         found = str(error)
-    return stats.log_probs.detach(), stats.topk_log_probs, entropy, leaf.grad, found, at_the_edges()
+    sums = entropy, stats.sum_squares
+    return stats.log_probs.detach(), stats.topk_log_probs, sums, leaf.grad, found, at_the_edges()
 
 
 def edges(dtype):
@@ -65,14 +66,17 @@ def at_the_edges():
     """Gradient at ``edges`` and of no rows, by the Triton backend."""
     logits, ids = edges(torch.float32)
     leaf, nothing = logits.requires_grad_(), torch.zeros(0, 5, requires_grad=True)
-    options = {"backend": "triton", "temperature": 0.5, "overwrite_logits": False}
+    options = {"backend": "triton", "temperature": 0.5}
     policy_stats(leaf, ids, vocab_size=4097, **options).log_probs.sum().backward()
     policy_stats(nothing, ids[:0], vocab_size=5, **options).log_probs.sum().backward()
     assert nothing.grad.shape == (0, 5)
     # No mass, p = (1/2, 1/2), and one too rare to change the sum; then columns of padding alone.
     rows = torch.tensor([[-math.inf, -math.inf], [0.0, 0.0], [0.0, -50.0]])
     for real, expected in ((2, [0, -math.log(2), -50 * math.exp(-50)]), (0, [0, 0, 0])):
-        lse, plogp, _ = BACKENDS["triton"].forward(rows, real, 1.0, torch.full((3, 1), -1), True)
+        lse, plogp, squares, _ = BACKENDS["triton"].forward(
+            rows, real, 1.0, torch.full((3, 1), -1), True, True
+        )
+        assert squares.tolist() == pytest.approx([0, 0.5, 1] if real else [0] * 3)
         assert lse[0] == -math.inf
         torch.testing.assert_close(
             plogp, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0
@@ -95,17 +99,21 @@ def answers(monkeypatch, worker, *arguments):
     ("dtype", "with_entropy"), [("float32", True), ("float32", False), ("bfloat16", True)]
 )
 def test_interpreted_kernels_agree_with_the_dense_twin(monkeypatch, dtype, with_entropy):
-    log_probs, topk_log_probs, entropy, grad, found, at_edges = answers(
+    log_probs, topk_log_probs, (entropy, squares), grad, found, at_edges = answers(
         monkeypatch, interpreted, dtype, with_entropy
     )
     logits, ids, topk, weights = problem(getattr(torch, dtype))
     leaf = logits.double().requires_grad_()
     twin = dense_policy_stats(
-        leaf, ids, vocab_size=V, temperature=0.8, topk_ids=topk, with_entropy=with_entropy
-    )
+        leaf, ids, vocab_size=V, temperature=0.8, topk_ids=topk, with_entropy=with_entropy,
+        with_squares=True,
+    )  # fmt: skip
     loss = (twin.log_probs * weights[0]).sum()
     torch.testing.assert_close(log_probs.double(), twin.log_probs.detach(), rtol=0, atol=2e-6)
     torch.testing.assert_close(topk_log_probs.double(), twin.topk_log_probs, rtol=0, atol=2e-6)
+    assert (squares is None) == (dtype == "bfloat16")
+    if squares is not None:
+        torch.testing.assert_close(squares.double(), twin.sum_squares, rtol=2e-6, atol=0)
     if with_entropy:
         torch.testing.assert_close(entropy.double(), twin.entropy.detach(), rtol=0, atol=2e-6)
         loss = loss + (twin.entropy * weights[1]).sum()
