@@ -5,6 +5,7 @@ Adapters are merged into it, and written a second time by themselves, as PEFT's 
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +15,16 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from megatron_dppo.checkpoint_conversion.hf_folder import upload
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.loop.learning import BatchLayout
 from megatron_dppo.metrics.records import EXPORT_FOLDER
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.trainer.collectives import all_gather_json, barrier, broadcast_json
 from megatron_dppo.trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 # Check of an exported checkpoint: log-probabilities by transformers against the trainer's.
 
@@ -126,6 +131,17 @@ def export(
         return None
     compared = [_compared(example) for example in examples[:SEQUENCES_TO_CHECK]]
     return max_log_prob_difference(trainer, layout, folder, compared, trainer.config.temperature)
+
+
+def upload_export(directory: str, repository: str) -> None:
+    """Send ``<directory>/hf`` to huggingface.co. A failure is told with the command that repeats it, and not raised."""
+    folder = Path(directory) / EXPORT_FOLDER
+    log.info("sending %s to %s", folder, repository)
+    try:
+        log.info("%s is sent: %s", folder, upload(folder, repository))
+    except CheckpointError as error:
+        command = f"megatron-dppo convert upload --hf {folder} --repo {repository}"
+        log.warning("%s; the run itself is finished. This repeats it: %s", error, command)
 
 
 def _clear(folder: Path, trainer: Trainer) -> None:

@@ -28,7 +28,13 @@ from megatron_dppo.logging import fatal, note_failure
 from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, run_fence
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import Evaluations, Evaluator, last_due
-from megatron_dppo.loop.exporting import Example, examples_of, export, gathered_examples
+from megatron_dppo.loop.exporting import (
+    Example,
+    examples_of,
+    export,
+    gathered_examples,
+    upload_export,
+)
 from megatron_dppo.loop.inputs import BackgroundHashes, RunData, model_files
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.recorder import Recorder, RecordingError, SampleMaker, StepProfiler
@@ -298,7 +304,7 @@ class Run:
             raise RunStoppedError(f"stopped after step {step}")
 
     def finish(self) -> None:
-        """Export the policy, compare the export with the trainer, and write report and summary."""
+        """Export the policy, compare the export with the trainer, write report and summary, and send the export."""
         difference = None
         self._take_devices()
         self._finish_checkpoint()
@@ -313,6 +319,9 @@ class Run:
                     examples if self.config.checkpoint.verify_export else None,
                 )
         self.recorder.finish(difference)
+        if (repository := self.config.checkpoint.upload) is not None:
+            with patience("rank 0 sends the export"):
+                on_rank_0(partial(upload_export, self.config.run.directory, repository))
 
     def stop(self, reason: str) -> None:
         """Leave a checkpoint of the last completed step."""
