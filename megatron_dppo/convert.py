@@ -12,7 +12,6 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import EngineLayout, Layout
 from megatron_dppo.model.mapping import parameters
@@ -161,27 +160,12 @@ def _adapters_to_peft(arguments: argparse.Namespace) -> int:
 
 
 def _upload(arguments: argparse.Namespace) -> int:
-    """Key and address are huggingface_hub's own: ``hf auth login`` or HF_TOKEN, HF_ENDPOINT."""
-    from httpx import HTTPError
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
+    from megatron_dppo.checkpoint_conversion.hf_folder import upload
 
-    folder: Path = arguments.hf
-    files = [folder / "config.json", *folder.glob("*.safetensors")]
-    if len(files) < 2 or not files[0].is_file():
-        raise CheckpointError(f"{folder}: expected an export: config.json and *.safetensors")
-    hub = HfApi(library_name="megatron_dppo")
-    try:
-        made = hub.create_repo(arguments.repo, private=not arguments.public, exist_ok=True)
-        commit = hub.upload_folder(
-            repo_id=made.repo_id,
-            folder_path=folder,
-            revision=arguments.revision,
-            commit_message=f"Export of {folder.resolve().parent.name}",
-        )
-    except (HTTPError, HFValidationError) as error:
-        raise CheckpointError(f"--repo {arguments.repo}: {error}") from error
-    print(f"{folder}: {commit.commit_url}")
+    address = upload(
+        arguments.hf, arguments.repo, private=not arguments.public, revision=arguments.revision
+    )
+    print(f"{arguments.hf}: {address}")
     return 0
 
 

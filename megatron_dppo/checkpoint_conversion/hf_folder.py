@@ -270,6 +270,36 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: not an index with a weight_map ({error!r})") from error
 
 
+def upload(
+    folder: Path, repository: str, *, private: bool = True, revision: str | None = None
+) -> str:
+    """Send an export's own files to ``repository`` (``OWNER/NAME``) of huggingface.co as one commit; its address.
+
+    A repository that is not there is made. Key and address are huggingface_hub's: ``hf auth login`` or HF_TOKEN,
+    HF_ENDPOINT. Raises CheckpointError, in a line, where ``folder`` is no export or the upload fails.
+    """
+    from httpx import HTTPError
+    from huggingface_hub import HfApi
+
+    files = [folder / "config.json", *folder.glob("*.safetensors")]
+    if len(files) < 2 or not files[0].is_file():
+        raise CheckpointError(f"{folder}: expected an export: config.json and *.safetensors")
+    hub = HfApi(library_name="megatron_dppo")
+    try:
+        made = hub.create_repo(repository, private=private, exist_ok=True)
+        commit = hub.upload_folder(
+            repo_id=made.repo_id,
+            folder_path=folder,
+            revision=revision,
+            commit_message=f"Export of {folder.resolve().parent.name}",
+        )
+    # RuntimeError: of hf_xet, which sends large files.
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{folder} is not sent to {repository}: {text}") from error
+    return str(commit.commit_url)
+
+
 def plan_files(
     tensors: Mapping[str, tensor_store.TensorSpec], max_shard_bytes: int
 ) -> dict[str, dict[str, tensor_store.TensorSpec]]:

@@ -292,6 +292,7 @@ def check_config(
         prompt_form_faults(config.data, rollout.stop),
         _replay_folder(rollout.replay_from),
         _profile(config.profile, config.parallel.world_size, config.run.steps),
+        _upload(config.checkpoint.upload, exports=config.checkpoint.export_hf),
         _overlap(rollout, config.lora),
         _run_directory(config.run.directory),
         _engine(engine, rollout, config.weight_sync.strategy),
@@ -469,6 +470,15 @@ def _profile(profile: schema.ProfileConfig, world: int, steps: int) -> layout.Fa
         yield f"profile.ranks: got {odd}, expected ranks from 0 to {world - 1}"
     if odd := [step for step in profile.steps if not 1 <= step <= steps]:
         yield f"profile.steps: got {odd}, expected steps from 1 to run.steps = {steps}"
+
+
+def _upload(repository: str | None, *, exports: bool) -> layout.Faults:
+    if repository is None:
+        return
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        yield f"checkpoint.upload: got {repository!r}, expected OWNER/NAME"
+    if not exports:
+        yield f"checkpoint.upload: got {repository!r}, but checkpoint.export_hf is false: nothing is there to send"
 
 
 def _overlap(rollout: schema.RolloutConfig, lora: schema.LoraConfig) -> layout.Faults:

@@ -26,12 +26,13 @@ class ProblemFile(Section):
     path: str
     """JSONL or Parquet file."""
     prompt_key: str | None = None
-    """Where a record has its prompt, text or chat messages; ``a.b`` for a field of a structure. Empty:
-    ``prompt``, ``problem`` or ``question``."""
+    """Where a record has its prompt, text or chat messages; ``a.b`` for a field of a structure. Empty: under a usual
+    name, docs/data.md#records."""
     answer_key: str | None = None
-    """Where it has its answer. Empty: ``answer``, ``reward_model.ground_truth`` or ``solution``."""
+    """Where it has its answer. Empty: under a usual name."""
     metadata_key: str | None = None
-    """Where it has an object of whatever else a reward may see. Empty: ``metadata``, where there is one."""
+    """Where it has an object of whatever else a reward may see. Empty: ``metadata``, ``extra_info`` or ``info``, where
+    there is one."""
 
 
 class TrainingFile(ProblemFile):

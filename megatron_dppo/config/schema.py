@@ -387,6 +387,9 @@ class CheckpointConfig(Section):
     """Write the final policy as a Hugging Face folder, ``<directory>/hf``."""
     verify_export: bool = False
     """Load the export with transformers on rank 0 and compare log-probabilities; needs host memory for the model."""
+    upload: str | None = None
+    """``OWNER/NAME`` of a repository of huggingface.co, to which rank 0 sends the export when the run is finished, as
+    ``convert upload`` does: private where it is made. A failure is logged with the command that repeats it."""
 
 
 class ProfileConfig(Section):

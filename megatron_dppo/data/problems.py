@@ -4,7 +4,6 @@ of a prompt, and checked for answers that no response could match.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,19 +13,27 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_dppo.config.checks import PLACEHOLDER
 from megatron_dppo.config.data_schema import RewardConfig
-from megatron_dppo.data.records import DataError, is_columnar, keys, read_records, shorten, value_at
+from megatron_dppo.data.records import (
+    DataError,
+    Prompt,
+    UnansweredError,
+    answer_of,
+    is_columnar,
+    keys,
+    metadata_of,
+    prompt_of,
+    read_records,
+    shorten,
+    text_of,
+)
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards import RewardForm, RewardInput, find_reward
-from megatron_dppo.rewards.answers import BadAnswers, gold_answer, holds_answer
+from megatron_dppo.rewards.answers import BadAnswers, gold_answer
 from megatron_dppo.rewards.verifier import Score, Verifier
 
 # Characters that are given to a tokenizer at one time: it takes 400 bytes and more for each of a call's.
 PIECE = 2**18
-Prompt = str | list[dict[str, str]]
-"""Text, or chat messages."""
-PROMPT_KEYS = ("prompt", "problem", "question")
-"""Keys of the prompt; the first one that a record has is used."""
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt and of its response, which ends with the end-of-sequence token."""
 
@@ -125,15 +132,15 @@ def read_problems(path: str | Path, keys_of: DataKeys = DataKeys()) -> ProblemRe
     """
     records, locations, sha256 = read_records(Path(path))
     located = list(zip(records, locations, strict=True))
-    prompts = [_prompt(record, where, keys_of.prompt) for record, where in located]
+    prompts = [prompt_of(record, where, keys_of.prompt) for record, where in located]
     answers, unanswered = [], {}
     for position, record in enumerate(records):
         try:
-            answers.append(_answer(record, keys_of.answer))
-        except _UnansweredError as error:
+            answers.append(answer_of(record, keys_of.answer))
+        except UnansweredError as error:
             answers.append("")
             unanswered[position] = str(error)
-    metadata = [_metadata(record, where, keys_of.metadata) for record, where in located]
+    metadata = [metadata_of(record, where, keys_of.metadata) for record, where in located]
     return ProblemRecords(prompts, answers, metadata, unanswered, locations, sha256)
 
 
@@ -147,12 +154,9 @@ def load_problems(
 ) -> ProblemSet:
     """Read and tokenise problems: one record for each, with a prompt and an answer.
 
-    The prompt is text or a list of chat messages (``{"role": ..., "content": ...}``) under
-    ``prompt``, ``problem`` or ``question``. The answer is text or a number under ``answer``, or
-    under ``reward_model.ground_truth`` as in DAPO-Math, or a ``solution`` with ``####`` or
-    ``\\boxed``. An object under ``metadata`` is the problem's metadata. ``problem_id`` counts all problems of the file
-    from 0, dropped ones included, so the line is one more. In JSON Lines a byte-order mark and blank lines at the end
-    are ignored.
+    What of a record is its prompt, its answer and its metadata: ``records.PROMPT_KEYS``, ``ANSWER_KEYS`` and
+    ``METADATA_KEYS``. ``problem_id`` counts all problems of the file from 0, dropped ones included, so the line is one
+    more. In JSON Lines a byte-order mark and blank lines at the end are ignored.
 
     Args:
         path: of the file.
@@ -206,7 +210,7 @@ def load_pairs(
     token is appended to its ids. Raises DataError for a record that is not such a pair.
     """
     records, locations, _ = read_records(Path(path))
-    prompts = [_prompt(record, where) for record, where in zip(records, locations, strict=True)]
+    prompts = [prompt_of(record, where) for record, where in zip(records, locations, strict=True)]
     responses = [_response(record, where) for record, where in zip(records, locations, strict=True)]
     if tokenizer.eos_token_id is None:
         raise DataError(f"{path}: the tokenizer has no end-of-sequence token to end responses with")
@@ -218,64 +222,6 @@ def load_pairs(
     ]
 
 
-def _prompt(record: Mapping[str, Any], where: str, key: str | None = None) -> Prompt:
-    if key is not None:
-        prompt = value_at(record, key)
-        if prompt is None:
-            raise DataError(f"{where}: no {key!r}, found {keys(record)}")
-    else:
-        key = next((key for key in PROMPT_KEYS if key in record), None)
-        if key is None:
-            expected = ", ".join(PROMPT_KEYS)
-            raise DataError(f"{where}: no prompt; expected one of {expected}, found {keys(record)}")
-        prompt = record[key]
-    if isinstance(prompt, str) and prompt.strip():
-        return prompt
-    if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
-        return prompt
-    raise DataError(
-        f"{where}: {key!r} is {shorten(prompt)}, expected text or a list of chat messages with a role and a content"
-    )
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(
-        isinstance(message.get(key), str) and message[key] for key in ("role", "content")
-    )
-
-
-class _UnansweredError(ValueError):
-    """A record has no usable answer; the message says why."""
-
-
-def _answer(record: Mapping[str, Any], key: str | None = None) -> str:
-    """Raises _UnansweredError."""
-    if key is None:
-        key = _answer_key(record)
-    answer = value_at(record, key)
-    if answer is None and key.split(".")[0] not in record and key not in record:
-        raise _UnansweredError(f"no {key!r}, found {keys(record)}")
-    if _is_number(answer):
-        answer = str(int(answer) if answer == int(answer) else answer)
-    if not isinstance(answer, str) or not answer.strip():
-        raise _UnansweredError(f"{key!r} is {shorten(answer)}, expected text or a number")
-    return answer
-
-
-def _answer_key(record: Mapping[str, Any]) -> str:
-    if "answer" in record:
-        return "answer"
-    if isinstance(record.get("reward_model"), dict):
-        return "reward_model.ground_truth"
-    solution = record.get("solution")
-    if isinstance(solution, str) and holds_answer(solution):
-        return "solution"
-    raise _UnansweredError(
-        f"no answer; expected 'answer', 'reward_model.ground_truth', or a 'solution' "
-        f"with #### or \\boxed, found {keys(record)}"
-    )
-
-
 def _response(record: Mapping[str, Any], where: str) -> str:
     if "response" not in record:
         raise DataError(f"{where}: no response; expected 'response', found {keys(record)}")
@@ -285,28 +231,13 @@ def _response(record: Mapping[str, Any], where: str) -> str:
     return response
 
 
-def _metadata(record: Mapping[str, Any], where: str, key: str | None) -> Mapping[str, Any]:
-    value = value_at(record, "metadata" if key is None else key)
-    if isinstance(value, Mapping):
-        return value
-    if key is not None:
-        raise DataError(f"{where}: {key!r} is {shorten(value)}, expected an object")
-    return {}
-
-
-def _messages(prompt: Prompt) -> tuple[Mapping[str, str], ...]:
+def _messages(prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
     return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
 
 
-def _messages_unlike(prompt: Prompt, formed: Prompt) -> tuple[Mapping[str, str], ...]:
+def _messages_unlike(prompt: Prompt, formed: Prompt) -> tuple[Mapping[str, Any], ...]:
     """What is put to the model, where it is more than the text of the problem."""
     return () if isinstance(formed, str) and formed == prompt else _messages(formed)
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 # --- from a problem to the tokens of its prompt: system prompt, template, chat template, tokenizer
@@ -321,11 +252,6 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     # Whatever a damaged file makes of the libraries: tokenizers raises bare Exceptions.
     except Exception as error:
         raise DataError(f"{folder}: its tokenizer can't be loaded: {_named(error)}") from error
-
-
-def text_of(prompt: Prompt) -> str:
-    """The text itself, or the last message's."""
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
 def short_enough(

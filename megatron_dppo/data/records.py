@@ -1,4 +1,5 @@
-"""Files of records in every format that is read: JSON Lines, JSON, Parquet, Arrow.
+"""Files of records in every format that is read: JSON Lines, JSON, Parquet, Arrow; and what of a record is a problem's
+prompt, answer and metadata.
 
 The first bytes decide, not the name: published files have many. One error names file and line.
 """
@@ -7,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+from megatron_dppo.rewards.answers import holds_answer
 from megatron_dppo.system.errors import RunError
 
 Record = dict[str, Any]
@@ -167,6 +170,197 @@ def _faults_named(path: Path) -> Iterator[None]:
     # pyarrow's own errors derive from these.
     except (ValueError, KeyError, NotImplementedError) as error:
         raise DataError(f"{path}: no readable Parquet or Arrow file: {error}") from error
+
+
+# --- what of a record is a problem's prompt, its answer and its metadata
+
+Prompt = str | list[dict[str, Any]]
+"""Text, or chat messages with the content as text."""
+Keys = tuple[tuple[str, ...], ...]
+"""Names of the same thing, in any case: the first row of which a record has one with a value is used. Values of two
+names of a row must be the same."""
+PROMPT_KEYS: Keys = (
+    ("prompt",),
+    ("problem", "question", "query", "instruction"),
+    ("messages", "conversations"),
+    ("input",),
+)
+ANSWER_KEYS: Keys = (
+    ("answer",),
+    ("reward_model.ground_truth", "reward_spec.ground_truth"),
+    ("ground_truth", "final_answer", "expected_answer", "correct_answer", "target", "label"),
+    ("solution",),
+)
+METADATA_KEYS = ("metadata", "extra_info", "info")
+"""The first that is an object, or its JSON as text."""
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""ShareGPT's names of roles; other roles stay."""
+
+
+class UnansweredError(ValueError):
+    """A record has no usable answer; the message says why."""
+
+
+def prompt_of(record: Mapping[str, Any], where: str, key: str | None = None) -> Prompt:
+    """The prompt under ``key``, ``a.b`` for a field of a structure; None: under one of ``PROMPT_KEYS``.
+
+    Chat messages have a role and content, or ShareGPT's ``from`` and ``value``; content is text, or parts of text, and
+    may lack where there are ``tool_calls``. What the assistant says at the end is an answer, and left out. Text under
+    ``input`` belongs to an ``instruction``. Raises DataError where there is no prompt, or two.
+    """
+    if key is not None:
+        if (value := value_at(record, key)) is None:
+            raise DataError(f"{where}: no {key!r}, found {keys(record)}")
+        return _prompt(value, key, where)
+    values = _values(record, PROMPT_KEYS)
+    if not values:
+        expected = ", ".join(name for names in PROMPT_KEYS for name in names)
+        raise DataError(f"{where}: no prompt; expected one of {expected}, found {keys(record)}")
+    prompts = {name: _prompt(value, name, where) for name, value in values.items()}
+    if len({text_of(prompt) for prompt in prompts.values()}) > 1:
+        raise DataError(f"{where}: {_ambiguity(values, 'prompt_key')}")
+    key, prompt = next(iter(prompts.items()))
+    if key.lower() == "instruction" and isinstance(prompt, str):
+        further = next(iter(_values(record, (("input",),)).values()), "")
+        return f"{prompt}\n\n{further}" if isinstance(further, str) and further.strip() else prompt
+    return prompt
+
+
+def answer_of(record: Mapping[str, Any], key: str | None = None) -> str:
+    """The answer under ``key``; None: under one of ``ANSWER_KEYS``, a ``solution`` where it has its answer after
+    ``####`` or in a box, or is a single word. Text, a number, or a list with one of them.
+
+    Raises UnansweredError where there is no answer, or two.
+    """
+    if key is not None:
+        if key.split(".")[0] not in record and key not in record:
+            raise UnansweredError(f"no {key!r}, found {keys(record)}")
+        return _answer(value_at(record, key), key)
+    values = _values(record, ANSWER_KEYS)
+    answers = {name: _answer(value, name) for name, value in values.items()}
+    if len(set(answers.values())) > 1:
+        raise UnansweredError(_ambiguity(values, "answer_key"))
+    for name, answer in answers.items():
+        if name.lower() != "solution" or holds_answer(answer) or len(answer.split()) == 1:
+            return answer
+    expected = ", ".join(repr(name) for names in ANSWER_KEYS[:-1] for name in names)
+    raise UnansweredError(
+        f"no answer; expected {expected}, or a 'solution' with #### or \\boxed, found {keys(record)}"
+    )
+
+
+def metadata_of(record: Mapping[str, Any], where: str, key: str | None = None) -> Mapping[str, Any]:
+    """The object under ``key``; None: under one of ``METADATA_KEYS``, and empty where none is an object.
+
+    Raises DataError where there is none under ``key``.
+    """
+    for name in METADATA_KEYS if key is None else (key,):
+        value = value_at(record, name)
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                continue
+        if isinstance(value, Mapping):
+            return value
+    if key is not None:
+        raise DataError(f"{where}: {key!r} is {shorten(value_at(record, key))}, expected an object")
+    return {}
+
+
+def text_of(prompt: Prompt) -> str:
+    """The text itself, or the last message's."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
+def _values(record: Mapping[str, Any], rows: Keys) -> dict[str, Any]:
+    """What a record has under the names of the first row with a value, by key; where no name has one, what is there
+    instead under the first."""
+    blank: dict[str, Any] = {}
+    for names in rows:
+        # A structure's fields are asked for as they are written.
+        spelled = [k for n in names for k in ([n] if "." in n else record) if k.lower() == n]
+        present = {
+            k: value_at(record, k) for k in spelled if k in record or _is_structure(record, k)
+        }
+        if values := {k: value for k, value in present.items() if not _is_blank(value)}:
+            return values
+        blank = blank or dict(list(present.items())[:1])
+    return blank
+
+
+def _is_structure(record: Mapping[str, Any], path: str) -> bool:
+    return isinstance(record.get(path.partition(".")[0]), Mapping)
+
+
+def _is_blank(value: object) -> bool:
+    return value is None or value == [] or (isinstance(value, str) and not value.strip())
+
+
+def _ambiguity(values: Mapping[str, Any], config_key: str) -> str:
+    shown = " and ".join(f"{key!r} is {shorten(value)}" for key, value in values.items())
+    return f"{shown}; which of them is meant? Set the file's {config_key} (docs/data.md)"
+
+
+def _prompt(value: object, key: str, where: str) -> Prompt:
+    if isinstance(value, str) and value.strip():
+        return value
+    messages = [_message(message) for message in value] if isinstance(value, list) else []
+    if None not in messages:
+        plain = [message for message in messages if message is not None]
+        while plain and plain[-1]["role"] == "assistant":
+            plain.pop()
+        if plain:
+            return plain
+    raise DataError(
+        f"{where}: {key!r} is {shorten(value)}, expected text or a list of chat messages with a role and a content, "
+        "not the assistant's alone"
+    )
+
+
+def _message(message: Any) -> dict[str, Any] | None:
+    """A message as chat templates take it; None where it is none."""
+    if not isinstance(message, Mapping):
+        return None
+    # Columnar files have every key in every message.
+    fields = {key: value for key, value in message.items() if value is not None}
+    role = fields.pop("role", None) or fields.pop("from", None)
+    content = fields.pop("content" if "content" in fields else "value", None)
+    if isinstance(content, list):
+        content = _text_of_parts(content)
+    if not content and fields.get("tool_calls"):
+        content = ""
+    elif not isinstance(content, str) or not content:
+        return None
+    if not isinstance(role, str) or not role:
+        return None
+    return {"role": ROLES.get(role, role), "content": content, **fields}
+
+
+def _text_of_parts(parts: list[Any]) -> str | None:
+    """The texts of ``{"type": "text", "text": ...}`` in a row; None where there is anything else."""
+    texts = []
+    for part in parts:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            return None
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _answer(value: object, key: str) -> str:
+    answer = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if _is_number(answer):
+        answer = str(int(answer) if answer == int(answer) else answer)
+    if not isinstance(answer, str) or not answer.strip():
+        raise UnansweredError(f"{key!r} is {shorten(value)}, expected text or a number")
+    return answer
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 # --- values, and how messages show them

@@ -39,7 +39,7 @@ class Problem:
     prompt: str
     answer: str
     prompt_ids: tuple[int, ...]
-    messages: tuple[Mapping[str, str], ...] = field(default=(), hash=False)
+    messages: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def reward_input(self, response: str) -> RewardInput:

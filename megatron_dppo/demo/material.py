@@ -203,6 +203,7 @@ SHAPE: dict[str, Any] = {
 @dataclass(frozen=True)
 class DemoTask:
     """What a demo learns. ``recipe``: a file of examples/tiny_moe. ``gain``: of held-out accuracy, expected at least.
+    ``longest_s``: seconds with the warm start, expected at most on two quiet cores.
 
     ``expressions``: all problems. ``pairs``: of the warm start, on one of them. ``words``: of the tokenizer.
     """
@@ -212,19 +213,20 @@ class DemoTask:
     pairs: Callable[[str, random.Random], Iterable[Pair]]
     words: Sequence[str]
     gain: float
+    longest_s: int
     root: Path
 
 
 TASKS = {
     "sums": DemoTask(
-        "config.yaml", expressions, sum_pairs, WORDS, 0.25, Path("runs/tiny_moe/material")
+        "config.yaml", expressions, sum_pairs, WORDS, 0.25, 600, Path("runs/tiny_moe/material")
     ),
     "calculator": DemoTask(
-        *("calculator.yaml", products, partial(tool_pairs, "? {}"), TOOL_WORDS, 0.4),
+        *("calculator.yaml", products, partial(tool_pairs, "? {}"), TOOL_WORDS, 0.4, 900),
         root=Path("runs/tiny_moe/calculator"),
     ),
     "python": DemoTask(
-        *("python.yaml", products, partial(tool_pairs, "{{ print({}) }}"), TOOL_WORDS, 0.4),
+        *("python.yaml", products, partial(tool_pairs, "{{ print({}) }}"), TOOL_WORDS, 0.4, 900),
         root=Path("runs/tiny_moe/python"),
     ),
 }

@@ -70,6 +70,7 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
         ),
         "lora.start_from": partial(_check_adapters, config.lora, config.model.hf_checkpoint),
         "tracking.trackers": partial(find_trackers, config.tracking.trackers),
+        "checkpoint.upload": partial(_check_upload, config.checkpoint.upload),
     }
     starts_servers = config.engine.started > 0 and config.rollout.replay_from is None
     return _with_libraries(
@@ -194,6 +195,17 @@ def _check_reward(term: RewardTerm) -> None:
     from megatron_dppo.rewards import find_reward
 
     find_reward(term.name).bind(term.options)
+
+
+def _check_upload(repository: str | None) -> None:
+    if repository is None:
+        return
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise ValueError(
+            f"got {repository!r}, but there is no token of huggingface.co here: hf auth login, or HF_TOKEN"
+        )
 
 
 def _check_adapters(lora: LoraConfig, checkpoint: str) -> None:

@@ -56,7 +56,13 @@ from megatron_dppo.rewards.scorer import Scorer
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 from megatron_dppo.trainer.collectives import any_rank, on_rank_0
-from megatron_dppo.trainer.hugging_face import Example, examples_of, export, gathered_examples
+from megatron_dppo.trainer.hugging_face import (
+    Example,
+    examples_of,
+    export,
+    gathered_examples,
+    upload_export,
+)
 from megatron_dppo.trainer.step import StatsSpec
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience
@@ -299,7 +305,7 @@ class Run:
             raise RunStoppedError(f"stopped after step {step}")
 
     def finish(self) -> None:
-        """Export the policy, compare the export with the trainer, and write report and summary."""
+        """Export the policy, compare the export with the trainer, write report and summary, and send the export."""
         difference = None
         self._take_devices()
         self._finish_checkpoint()
@@ -313,6 +319,9 @@ class Run:
                     examples if self.config.checkpoint.verify_export else None,
                 )
         self.recorder.finish(difference)
+        if (repository := self.config.checkpoint.upload) is not None:
+            with patience("rank 0 sends the export"):
+                on_rank_0(partial(upload_export, self.config.run.directory, repository))
 
     def stop(self, reason: str) -> None:
         """Leave a checkpoint of the last completed step."""

@@ -80,6 +80,7 @@ These are outside of it, for none of them ends a run:
     KernelBuildError        a slower path is taken, and logged
     CheckError              becomes a node's evidence
     RowError                a record of a published data set is left out, and counted
+    UnansweredError         a problem without an answer: left out and counted, or a fault of its data set
     LackingError            a part of the GPU check is skipped, and named
     OverwrittenLogitsError  a fault in the code: with its traceback
     ParkedError             likewise

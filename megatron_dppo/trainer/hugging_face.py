@@ -8,6 +8,7 @@ are merged into it, and written a second time by themselves, as PEFT's folder; t
 from __future__ import annotations
 
 import hashlib
+import logging
 import queue
 import shutil
 import threading
@@ -47,6 +48,8 @@ from megatron_dppo.trainer.topology import Topology
 
 if TYPE_CHECKING:
     from megatron_dppo.trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 
 def named_parameters(chunks: list[GPTModel]) -> dict[ParameterKey, torch.nn.Parameter]:
@@ -396,6 +399,17 @@ def export(
         return None
     compared = [_compared(example) for example in examples[:SEQUENCES_TO_CHECK]]
     return max_log_prob_difference(trainer, folder, compared, trainer.config.temperature)
+
+
+def upload_export(directory: str, repository: str) -> None:
+    """Send ``<directory>/hf`` to huggingface.co. A failure is told with the command that repeats it, and not raised."""
+    folder = Path(directory) / EXPORT_FOLDER
+    log.info("sending %s to %s", folder, repository)
+    try:
+        log.info("%s is sent: %s", folder, hf_folder.upload(folder, repository))
+    except CheckpointError as error:
+        command = f"megatron-dppo convert upload --hf {folder} --repo {repository}"
+        log.warning("%s; the run itself is finished. This repeats it: %s", error, command)
 
 
 def _clear(folder: Path, trainer: Trainer) -> None:

@@ -277,6 +277,11 @@ REFUSED = [
         ["rollout.replay_from=."],
         "rollout.replay_from: got '.', expected a folder of rollout batches (step_*.safetensors)",
     ),
+    (["checkpoint.upload=sums"], "checkpoint.upload: got 'sums', expected OWNER/NAME"),
+    (
+        ["checkpoint.upload=me/sums", "checkpoint.export_hf=false"],
+        "checkpoint.upload: got 'me/sums', but checkpoint.export_hf is false: nothing is there to",
+    ),
     (["profile.ranks=[0, 99]"], "profile.ranks: got [99], expected ranks from 0 to 0"),
     (["profile.ranks=[-1]"], "profile.ranks: got [-1], expected ranks from 0 to 0"),
     (

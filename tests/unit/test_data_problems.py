@@ -8,6 +8,8 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_dppo.data.problems import (
     DataKeys,
@@ -18,7 +20,16 @@ from megatron_dppo.data.problems import (
     load_tokenizer,
     refuse_bad_answers,
 )
-from megatron_dppo.data.records import DataError
+from megatron_dppo.data.records import (
+    ANSWER_KEYS,
+    METADATA_KEYS,
+    PROMPT_KEYS,
+    DataError,
+    UnansweredError,
+    answer_of,
+    metadata_of,
+    prompt_of,
+)
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.rewards import RewardInput
 from tests.tiny_models import tiny_tokenizer
@@ -75,6 +86,145 @@ def test_a_plain_line(load, tokenizer):
 def test_forms_of_a_record(load, record, prompt, answer):
     (problem,) = load(json.dumps(record)).problems
     assert (problem.prompt, problem.answer) == (prompt, answer)
+
+
+def spelled(keys: list[str]) -> st.SearchStrategy[str]:
+    """One of the names, as it is in the table or with a capital."""
+    return st.sampled_from(keys + [key.capitalize() for key in keys if "." not in key])
+
+
+def nested(path: str, value: object) -> dict:
+    name, _, rest = path.partition(".")
+    return {name: {rest: value} if rest else value}
+
+
+TEXTS = st.text(min_size=1, max_size=9).filter(lambda text: text.strip())
+FORMS = {
+    "text": lambda text: text,
+    "messages": lambda text: [{"role": "user", "content": text}],
+    "sharegpt": lambda text: [{"from": "human", "value": text}],
+    "parts": lambda text: [
+        {"role": "user", "content": [{"type": "text", "text": t} for t in (text[:1], text[1:])]}
+    ],
+    "answered": lambda text: [
+        {"from": "human", "value": text},
+        {"from": "gpt", "value": "I think"},
+        {"role": "assistant", "content": "2", "name": None},
+    ],
+}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    spelled([name for row in PROMPT_KEYS for name in row]),
+    spelled([name for row in ANSWER_KEYS for name in row]),
+    st.sampled_from(METADATA_KEYS),
+    st.sampled_from(sorted(FORMS)),
+    TEXTS,
+    st.data(),
+)
+def test_records_of_any_shape_that_is_known(prompt_key, answer_key, metadata_key, form, text, data):
+    answer, written = data.draw(
+        st.sampled_from([("7", "7"), (7, "7"), (7.0, "7"), (["x"], "x"), (r"so \boxed{7}",) * 2])
+    )
+    metadata = data.draw(st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=2))
+    as_text = data.draw(st.booleans())
+    others = data.draw(st.dictionaries(st.sampled_from(["id", "source", "system"]), TEXTS))
+    record = {
+        **nested(prompt_key, FORMS[form](text)),
+        **nested(answer_key, answer),
+        metadata_key: json.dumps(metadata) if as_text else metadata,
+        **others,
+    }
+    keys = data.draw(st.permutations(sorted(record)))
+    record = {key: record[key] for key in keys}
+    prompt = prompt_of(record, "line 1")
+    assert prompt == (text if form == "text" else [{"role": "user", "content": text}])
+    assert answer_of(record) == written
+    assert metadata_of(record, "line 1") == metadata
+
+
+ROWS = [row for row in PROMPT_KEYS if len(row) > 1]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+def test_two_prompts_of_a_row_are_one_or_an_error(row):
+    first, second = row[:2]
+    both = [{"role": "user", "content": "1+1"}]
+    assert prompt_of({second: both, first: "1+1"}, "line 1") == "1+1"
+    assert prompt_of({first: " ", second: "1+2"}, "line 1") == "1+2"
+    # A row before goes first, whatever those after it say.
+    assert prompt_of({"prompt": "p", first: "1+1", second: "1+2"}, "line 1") == "p"
+    with pytest.raises(DataError) as caught:
+        prompt_of({second: "1+2", first: "1+1"}, "line 1")
+    assert str(caught.value) == (
+        f"line 1: '{first}' is \"1+1\" and '{second}' is \"1+2\"; which of them is meant? "
+        "Set the file's prompt_key (docs/data.md)"
+    )
+
+
+def test_two_answers_of_a_row_are_one_or_none():
+    assert answer_of({"target": "2", "label": 2}) == "2"
+    assert answer_of({"answer": None, "target": "2", "solution": "3"}) == "2"
+    with pytest.raises(UnansweredError) as caught:
+        answer_of({"label": 3, "target": "2"})
+    assert str(caught.value) == (
+        "'target' is \"2\" and 'label' is 3; which of them is meant? "
+        "Set the file's answer_key (docs/data.md)"
+    )
+    for answer in ([], ["2", "3"], {"value": "2"}):
+        with pytest.raises(UnansweredError, match=r"^'target' is .*, expected text or a number"):
+            answer_of({"target": answer})
+
+
+def test_an_instruction_with_its_input():
+    assert prompt_of({"instruction": "Add.", "input": "1+1"}, "line 1") == "Add.\n\n1+1"
+    assert prompt_of({"instruction": "Add 1 and 1.", "input": ""}, "line 1") == "Add 1 and 1."
+    assert prompt_of({"question": "1+1", "input": "x"}, "line 1") == "1+1"
+
+
+def test_a_conversation_with_calls_of_tools_up_to_the_answer(load, tokenizer):
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    start = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": "2"}]},
+    ]
+    answer = {"role": "assistant", "content": "It is 2."}
+    (problem,) = load(json.dumps({"messages": [*start, answer], "answer": "2"})).problems
+    assert problem.prompt == "2"
+    assert problem.messages == (
+        *start[:2],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    )
+    turns = [("system", "S"), ("user", "1+1"), ("assistant", ""), ("tool", "2")]
+    assert tokenizer.decode(problem.prompt_ids) == chat(*turns)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"role": "user", "content": [{"type": "text", "text": None}]},
+        {"role": "user", "content": ["1+1"]},
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": "1+1"},
+        {"content": "1+1"},
+        {"from": 3, "value": "1+1"},
+        "1+1",
+    ],
+)
+def test_messages_that_are_none(message):
+    with pytest.raises(DataError, match=r"^line 1: 'messages' is .*, expected text or a list of"):
+        prompt_of({"messages": [message]}, "line 1")
+
+
+def test_metadata_that_is_none():
+    assert metadata_of({"metadata": "x", "info": '{"a": 1}'}, "line 1") == {"a": 1}
+    assert metadata_of({"metadata": '{"a": ', "extra_info": [1]}, "line 1") == {}
+    assert metadata_of({"more": '{"a": 1}', "metadata": {"b": 1}}, "line 1", "more") == {"a": 1}
 
 
 def chat(*messages: tuple[str, str]) -> str:
@@ -244,7 +394,7 @@ def test_metadata_and_the_messages_of_a_problem(load, tmp_path, tokenizer):
         (b'{"prompt": "\xff", "answer": "2"}', "not UTF-8"),
         (
             '{"text": "1+1", "answer": "2"}',
-            r"no prompt; expected one of prompt, problem, question, found \['answer', 'text'\]",
+            r"no prompt; expected one of prompt, problem, .*, found \['answer', 'text'\]",
         ),
         ('{"prompt": "1+1"}', r"no answer; expected 'answer', .*, found \['prompt'\]"),
         ('{"prompt": "1+1", "answer": ""}', "'answer' is \"\", expected text or a number"),

@@ -1,6 +1,6 @@
 """The documentation as a site, built by the real mkdocs with links checked; and the notebook, run by a real kernel.
 
-The notebook is given a finished run, which it only draws: the demo itself takes minutes, and is `make demo`'s command.
+The fast test of the notebook gives it a finished run, which it only draws; the slow one has it run the demo, one step.
 """
 
 import json
@@ -9,9 +9,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from megatron_dppo.config.machine import this_machine
+from megatron_dppo.demo.material import ROOT as ROOT_OF_MATERIAL
+from megatron_dppo.demo.material import (
+    STAMP,
+    fingerprint,
+    make_data,
+    make_model,
+    trainer_overrides,
+)
 from megatron_dppo.metrics.report import write_report
 from tests.extras import environment_with
 from tests.ranks import ROOT
+from tests.unit.small_hub import small_hub
 from tests.unit.test_watch import write_run
 
 NOTEBOOK = ROOT / "examples" / "tiny_moe" / "demo.ipynb"
@@ -54,10 +66,29 @@ EXECUTE = """
 import json, sys, nbformat
 from nbclient import NotebookClient
 book = nbformat.read(sys.argv[1], as_version=4)
-NotebookClient(book, timeout=200, kernel_name="python3").execute()
+NotebookClient(book, timeout=float(sys.argv[2]), kernel_name="python3").execute()
 outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
 print(json.dumps([[list(o.get("data", {})), o.get("text", "")] for o in outputs]))
 """
+
+
+def executed(folder: Path, seconds: float, **variables: str) -> list[tuple[list[str], str]]:
+    """Kinds and text of each output of the notebook, which runs in ``folder``."""
+    kernels = folder / "jupyter" / "kernels" / "python3"
+    kernels.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel = {"argv": argv, "display_name": "Python 3", "language": "python"}
+    (kernels / "kernel.json").write_text(json.dumps(kernel))
+    variables = environment_with(
+        "docs", JUPYTER_PATH=str(folder / "jupyter"), IPYTHONDIR=str(folder / "ipython"),
+        MPLBACKEND="module://matplotlib_inline.backend_inline", **variables,
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", EXECUTE, str(NOTEBOOK), str(seconds)], env=variables,
+        capture_output=True, text=True, check=False, timeout=seconds + 60, cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [(kinds, "".join(text)) for kinds, text in json.loads(done.stdout.splitlines()[-1])]
 
 
 def test_the_notebook_draws_a_run(tmp_path):
@@ -65,23 +96,41 @@ def test_the_notebook_draws_a_run(tmp_path):
     write_run(tmp_path / "run", 4)
     write_report(tmp_path / "run")
     (tmp_path / "run" / "summary.json").write_text("{}")
-    kernels = tmp_path / "jupyter" / "kernels" / "python3"
-    kernels.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    kernel = {"argv": argv, "display_name": "Python 3", "language": "python"}
-    (kernels / "kernel.json").write_text(json.dumps(kernel))
-    variables = environment_with(
-        "docs", DEMO_RUN=str(tmp_path / "run"), JUPYTER_PATH=str(tmp_path / "jupyter"),
-        IPYTHONDIR=str(tmp_path / "ipython"), MPLBACKEND="module://matplotlib_inline.backend_inline",
-    )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", EXECUTE, str(NOTEBOOK)], env=variables, capture_output=True,
-        text=True, check=False, timeout=300, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    outputs = json.loads(done.stdout.splitlines()[-1])
+    outputs = executed(tmp_path, 200, DEMO_RUN="run")
     assert sum("image/png" in kinds for kinds, _ in outputs) == 2
-    assert any("sample of training, step 2" in "".join(text) for _, text in outputs)
+    assert any("sample of training, step 2" in text for _, text in outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_notebook_runs_the_demo(tmp_path):
+    """Its cell, one small step of it, from a model that is not warmed up; the export goes to a hub."""
+    material = tmp_path / ROOT_OF_MATERIAL / "seed-1"
+    material.mkdir(parents=True)
+    make_data(material, 1)
+    make_model(material / "warm", 1)
+    stamp = fingerprint(1, trainer_overrides(this_machine().gpus))
+    (material / STAMP).write_text(json.dumps(stamp))
+    overrides = [
+        *("run.steps=1", "rollout.prompts_per_step=16", "training.prompts_per_mini_batch=16"),
+        *("evaluation.samples_per_prompt=1", "checkpoint.upload=me/sums"),
+    ]
+    with small_hub() as hub:
+        outputs = executed(
+            tmp_path, 1500, DEMO_OVERRIDES=" ".join(overrides), HF_ENDPOINT=hub.url,
+            HF_TOKEN="hf_x", HF_HUB_DISABLE_XET="1",
+        )  # fmt: skip
+    run = tmp_path / "runs" / "notebook"
+    assert json.loads((run / "summary.json").read_text())["steps"] == 1
+    said = "".join(text for _, text in outputs)
+    assert "not judged, as its evaluations or steps are not all there: held-out accuracy" in said
+    log = (run / "logs" / "rank0.log").read_text()
+    assert f"runs/notebook/hf is sent: {hub.url}/me/sums/commit/abc" in log
+    assert sum("image/png" in kinds for kinds, _ in outputs) == 2
+    ((path, body),) = [(path, body) for path, body in hub.asked if "/commit/" in path]
+    assert path == "/api/models/me/sums/commit/main"
+    files = [json.loads(line)["value"].get("path") for line in body.splitlines()]
+    assert {"config.json", "model.safetensors"} <= set(files)
 
 
 def test_the_notebook_is_kept_without_outputs():

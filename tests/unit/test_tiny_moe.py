@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.config import check_config, load_config
 from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
 from megatron_dppo.demo import material as prepare_module
-from megatron_dppo.demo.__main__ import RECIPES, judge, set_aside
+from megatron_dppo.demo.__main__ import RECIPES, judge, set_aside, verdict
 from megatron_dppo.demo.__main__ import main as demo_main
 from megatron_dppo.demo.material import (
     ESTIMATE_RANGE,
@@ -305,6 +305,33 @@ def test_the_demo_judges_its_results(changes, verdicts):
 def test_a_task_asks_for_a_gain_of_its_own():
     assert judge(SUMMARY, 40, gain=0.4)[0].holds is False
     assert judge(SUMMARY | {"eval_accuracy_end": 0.75}, 40, gain=0.4)[0].holds is True
+
+
+GAINED = "held-out accuracy 0.350 -> 0.700, expected up by 0.25 or more"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, f"learned: {GAINED}"),
+        (
+            {"eval_accuracy_end": 0.4, "weight_updates_verified": 40},
+            "FAILED: held-out accuracy 0.350 -> 0.400, expected up by 0.25 or more; "
+            "weight updates verified 40 of 41, expected all; 41 or more",
+        ),
+        ({"steps": 39}, f"not judged, as its evaluations or steps are not all there: {GAINED}"),
+    ],
+)
+def test_a_demo_ends_with_a_verdict(changes, line):
+    assert verdict(judge(SUMMARY | changes, 40)) == line
+
+
+def test_each_task_says_how_long_it_takes():
+    assert {name: task.longest_s for name, task in TASKS.items()} == {
+        "sums": 600,
+        "calculator": 900,
+        "python": 900,
+    }
 
 
 def test_bfloat16_has_bounds_of_its_own():

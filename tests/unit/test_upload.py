@@ -1,4 +1,5 @@
-"""``convert upload``: the real huggingface_hub client against a local server with the hub's routes for small files.
+"""``convert upload`` and ``checkpoint.upload``: the real huggingface_hub client against a local server with the hub's
+routes for small files.
 
 huggingface.co itself is never asked, nor how it stores large files.
 """
@@ -8,53 +9,21 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import huggingface_hub.constants
 import pytest
 
+from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.convert import main
-
-
-class Hub(BaseHTTPRequestHandler):
-    """Answers as the hub does where every file goes into the commit itself."""
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.asked.append((self.path, body))
-        if self.path.endswith("/create"):
-            asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}"
-            self.answer({"url": f"{self.server.url}/{name}", "name": name, "id": name})
-        elif "/preupload/" in self.path:
-            plain = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
-            files = json.loads(body)["files"]
-            self.answer({"files": [{"path": file["path"], **plain} for file in files]})
-        else:
-            self.answer({"commitUrl": f"{self.server.url}/me/sums/commit/abc", "commitOid": "abc"})
-
-    def do_GET(self):
-        self.send_error(404)
-
-    def answer(self, value):
-        text = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_): ...
+from megatron_dppo.launch.library_checks import check_everything
+from tests.unit.config_files import minimal, write_config
+from tests.unit.small_hub import small_hub
 
 
 @pytest.fixture
 def hub():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked, server.url = [], f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with small_hub() as hub:
+        yield hub
 
 
 @pytest.fixture
@@ -68,11 +37,15 @@ def export(tmp_path):
 
 
 def upload(folder, endpoint, *words):
+    command = ["-m", "megatron_dppo", "convert", "upload", "--hf", str(folder), *words]
+    return in_child(endpoint, *command)
+
+
+def in_child(endpoint, *words):
     """In a child: the library reads its address while it is imported."""
-    command = [sys.executable, "-m", "megatron_dppo", "convert", "upload", "--hf", str(folder)]
     variables = {"HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1"}
     return subprocess.run(
-        [*command, *words], env={**os.environ, **variables}, capture_output=True, text=True,
+        [sys.executable, *words], env={**os.environ, **variables}, capture_output=True, text=True,
         check=False, timeout=120,
     )  # fmt: skip
 
@@ -97,8 +70,48 @@ def test_an_export_is_one_commit_of_its_own_files(hub, export, words, visibility
 def test_nobody_who_answers_is_an_error_in_a_line(export):
     done = upload(export, "http://127.0.0.1:9", "--repo", "me/sums")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: --repo me/sums: ")
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(f"error: {export} is not sent to me/sums: ")
     assert "Traceback" not in done.stderr
+
+
+FINISHED = """
+import logging, sys
+from megatron_dppo.trainer.hugging_face import upload_export
+logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
+logging.getLogger("httpx").setLevel("ERROR")
+upload_export(sys.argv[1], "me/sums")
+"""
+
+
+def test_a_finished_run_sends_its_export_and_a_failure_is_no_error(hub, export):
+    run = str(export.parent)
+    done = in_child(hub.url, "-c", FINISHED, run)
+    assert done.returncode == 0, done.stderr
+    assert f"INFO {export} is sent: {hub.url}/me/sums/commit/abc" in done.stdout.splitlines()
+    (create,) = [json.loads(body) for path, body in hub.asked if path.endswith("/create")]
+    assert create["visibility"] == "private"
+    done = in_child("http://127.0.0.1:9", "-c", FINISHED, run)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
+    assert line.startswith(f"WARNING {export} is not sent to me/sums: ")
+    repeated = f"megatron-dppo convert upload --hf {export} --repo me/sums"
+    assert line.endswith(f"; the run itself is finished. This repeats it: {repeated}")
+
+
+def test_a_start_without_a_token_is_refused(tmp_path, monkeypatch):
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    overrides = ["checkpoint.upload=me/sums", "engine.urls=['http://127.0.0.1:1']"]
+    config = load_config(write_config(tmp_path, minimal(tmp_path)), overrides)
+    with pytest.raises(ConfigError) as caught:
+        check_everything(config, "config", weights=False)
+    assert list(caught.value.faults) == [
+        "checkpoint.upload: got 'me/sums', but there is no token of huggingface.co here: hf auth login, or HF_TOKEN"
+    ]
+    (tmp_path / "token").write_text("hf_x")
+    assert check_everything(config, "config", weights=False)
 
 
 def test_a_folder_that_is_no_export_is_refused(tmp_path, capsys):

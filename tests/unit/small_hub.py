@@ -1,0 +1,50 @@
+"""A local server with huggingface.co's routes for small files."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers as the hub does where every file goes into the commit itself."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append((self.path, body))
+        if self.path.endswith("/create"):
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            self.answer({"url": f"{self.server.url}/{name}", "name": name, "id": name})
+        elif "/preupload/" in self.path:
+            plain = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+            files = json.loads(body)["files"]
+            self.answer({"files": [{"path": file["path"], **plain} for file in files]})
+        else:
+            self.answer({"commitUrl": f"{self.server.url}/me/sums/commit/abc", "commitOid": "abc"})
+
+    def do_GET(self):
+        self.send_error(404)
+
+    def answer(self, value):
+        text = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_): ...
+
+
+@contextmanager
+def small_hub():
+    """A server; ``asked``: path and body of each request, ``url``: its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked, server.url = [], f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
