@@ -233,6 +233,16 @@ SMALLEST_TEXT = """Math.min(...[...document.querySelectorAll("body *")].filter(e
     ? e.ownerSVGElement.getBoundingClientRect().width / e.ownerSVGElement.viewBox.baseVal.width : 1)))"""
 
 
+LEFTMOST_LABEL = """() => {
+    const card = curve("reward/mean", "", [1, 2], [-0.001234, 0.004494]);
+    document.body.append(card);
+    const left = Math.min(...[...card.querySelectorAll("svg text")].map(t => t.getBBox().x));
+    card.remove();
+    return left;
+}"""
+"""Of a curve of the widest numbers."""
+
+
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
 def test_the_page_in_a_browser(tmp_path, width, height):
     folder = tmp_path / "run"
@@ -265,6 +275,7 @@ def test_the_page_in_a_browser(tmp_path, width, height):
             # It fits, and can be read.
             assert await tab.ask(WIDEST) <= width
             assert await tab.ask(SMALLEST_TEXT) >= 10
+            assert await tab.ask(f"({LEFTMOST_LABEL})()") >= 0
             await tab.picture(tmp_path / "page.png")
             # A kind, a metric, a step that comes while it is open.
             await tab.ask(
