@@ -156,10 +156,13 @@ class EnvironmentConfig(Section):
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time for an answer of the environment; longer is a fault."""
     retries: int = Field(default=2, ge=0)
-    """Faults of an episode that are made good by giving the same turns to a new environment. With one more, all
-    responses to its prompt are replaced by those to another."""
+    """Faults of an episode that are made good by giving the same turns to a new environment. With one more its response
+    is replaced by another one to the same problem, up to ``reward.max_replacements`` times."""
     workers: int = Field(default=1, gt=0, le=1024)
     """Processes for environments in each data-parallel leader; each runs many side by side."""
+    memory_gib: int = Field(default=4, gt=0, le=1 << 20)
+    """Address space of each of these processes, in GiB: an environment that maps more fails. Commands of ``agent`` are
+    not bound by it."""
 
     def longest(self, prompt: int, response: int) -> int:
         """Tokens of the longest sequence, ``max_tokens`` with its default filled in. ``prompt``, ``response``: of the

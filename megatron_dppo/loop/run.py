@@ -382,7 +382,9 @@ class Run:
         config, turns = self.config.environment, self.data.turns
         if config.name is None or turns is None:
             return None
-        spec = EnvironmentSpec(config.name, dict(config.options), config.step_timeout_s)
+        spec = EnvironmentSpec(
+            config.name, dict(config.options), config.step_timeout_s, config.memory_gib
+        )
         prompt, rollout = self.config.data.max_prompt_tokens, self.config.rollout
         evaluated = self.config.evaluation.max_response_tokens or 0
         limits = EpisodeLimits(
