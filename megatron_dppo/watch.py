@@ -29,7 +29,7 @@ from megatron_dppo.metrics import records
 from megatron_dppo.metrics.progress import NormalityCheck
 from megatron_dppo.metrics.records import Record, phase_table, read_records, series, step_of
 from megatron_dppo.metrics.samples import KINDS, about, printable, read_samples
-from megatron_dppo.metrics.summary import CONFIG_FILE, RunInfo
+from megatron_dppo.metrics.summary import CONFIG_FILE, RunInfo, environment_faults
 from megatron_dppo.metrics.table import METRICS
 from megatron_dppo.slurm.status import important_lines, require_run, state_text
 from megatron_dppo.system.errors import RunError
@@ -44,6 +44,7 @@ MOST_SHOWN_STEPS = 40
 """Steps whose phases are shown, and whose masked tokens are counted together."""
 _MOST_TOKENS = 20
 _MOST_LINES = 30
+_MOST_FAULTS = 10
 Json = dict[str, Any]
 _MEANING = {row.recorded_as or name: row.meaning for name, row in METRICS.items()}
 
@@ -73,7 +74,8 @@ class RunView:
     def version(self) -> str:
         """Another one whenever a file of the run has changed that is shown."""
         names = ("metrics.jsonl", "samples.jsonl", "masked_tokens.jsonl", CONFIG_FILE, "lease.json",
-                 "engine/fleet.json", "logs/supervisor.log", "logs/rank0.log", "summary.json")  # fmt: skip
+                 "engine/fleet.json", "logs/supervisor.log", "logs/rank0.log", "summary.json",
+                 records.ENVIRONMENT_FAULTS_FILE)  # fmt: skip
         stamps = [_stamp(self.directory / name) for name in names]
         return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
 
@@ -102,6 +104,10 @@ class RunView:
             "masked": self._masked(),
             "fleet": self._fleet(),
             "unusual": self._unusual(recorded),
+            "faults": [
+                [fault.environment, printable(fault.reason), fault.count]
+                for fault in environment_faults(self.directory)[:_MOST_FAULTS]
+            ],
             "lines": important_lines(self.directory, _MOST_LINES),
         }
 
