@@ -105,7 +105,7 @@ class RunView:
             "fleet": self._fleet(),
             "unusual": self._unusual(recorded),
             "faults": [
-                [fault.environment, printable(fault.reason), fault.count]
+                [fault.environment, fault.count, printable(fault.reason)]
                 for fault in environment_faults(self.directory)[:_MOST_FAULTS]
             ],
             "lines": important_lines(self.directory, _MOST_LINES),

@@ -119,7 +119,7 @@ def test_what_is_told_of_a_run(tmp_path):
         assert state["fleet"]["version"] == 4
         assert state["fleet"]["servers"] == [["engine0", "http://127.0.0.1:30000", "serving"]]
         assert state["lines"] == [WARNED]
-        assert state["faults"] == [["games", HOSTILE, 3]]
+        assert state["faults"] == [["games", 3, HOSTILE]]
         ((step, finding, _),) = state["unusual"]
         assert (step, finding) == (4, "truncated responses 50%: expected at most 10% in bfloat16")
         meanings = dict(state["names"])
