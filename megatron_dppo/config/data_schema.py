@@ -91,6 +91,9 @@ class DataConfig(Section):
         }
 
 
+OnTimeout = Literal["zero", "unavailable"]
+
+
 class RewardTerm(Section):
     """A reward, and how it is asked for."""
 
@@ -101,8 +104,11 @@ class RewardTerm(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Its own settings, by name; docs/rewards.md lists those of the rewards here."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Longest time for one call. A check that takes longer is killed and scores 0, and is counted; of an asynchronous
-    reward, which waits for others, it is a failure of theirs."""
+    """Longest time for one call; what takes longer is killed, and ``on_timeout`` says what follows."""
+    on_timeout: OnTimeout = "zero"
+    """What it means where a call took too long, or its process died. ``zero``: the response made it do so; it scores 0,
+    and is counted. ``unavailable``: a service did, and the response is scored anew, as ``attempts`` says. An
+    asynchronous reward is always ``unavailable``: it waits for others."""
     workers: int = Field(default=2, gt=0, le=1024)
     """Processes that it runs in, in each data-parallel leader."""
     batch_size: int = Field(default=32, gt=0, le=4096)
