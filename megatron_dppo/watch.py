@@ -29,7 +29,7 @@ from megatron_dppo.metrics import records
 from megatron_dppo.metrics.progress import NormalityCheck
 from megatron_dppo.metrics.records import Record, phase_table, read_records, series, step_of
 from megatron_dppo.metrics.samples import KINDS, about, printable, read_samples
-from megatron_dppo.metrics.summary import RunInfo
+from megatron_dppo.metrics.summary import RunInfo, environment_faults
 from megatron_dppo.metrics.table import METRICS
 from megatron_dppo.slurm.status import important_lines, require_run, state_text
 from megatron_dppo.system.errors import RunError
@@ -45,6 +45,7 @@ MOST_SHOWN_STEPS = 40
 """Steps whose phases are shown, and whose masked tokens are counted together."""
 _MOST_TOKENS = 20
 _MOST_LINES = 30
+_MOST_FAULTS = 10
 Json = dict[str, Any]
 _MEANING = {row.recorded_as or name: row.meaning for name, row in METRICS.items()}
 
@@ -75,7 +76,7 @@ class RunView:
         """Another one whenever a file of the run has changed that is shown."""
         names = (records.RECORDS_FILE, records.SAMPLES_FILE, records.MASKED_TOKENS_FILE, LEASE_FILE,
                  records.CONFIG_FILE, records.SUMMARY_FILE, "engine/fleet.json", "logs/supervisor.log",
-                 "logs/rank0.log")  # fmt: skip
+                 "logs/rank0.log", records.ENVIRONMENT_FAULTS_FILE)  # fmt: skip
         stamps = [_stamp(self.directory / name) for name in names]
         return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
 
@@ -104,6 +105,10 @@ class RunView:
             "masked": self._masked(),
             "fleet": self._fleet(),
             "unusual": self._unusual(recorded),
+            "faults": [
+                [fault.environment, fault.count, printable(fault.reason)]
+                for fault in environment_faults(self.directory)[:_MOST_FAULTS]
+            ],
             "lines": important_lines(self.directory, _MOST_LINES),
         }
 

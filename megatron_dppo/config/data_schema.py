@@ -92,6 +92,9 @@ class DataConfig(Section):
         }
 
 
+OnTimeout = Literal["zero", "unavailable"]
+
+
 class RewardTerm(Section):
     """A reward, and how it is asked for."""
 
@@ -102,8 +105,11 @@ class RewardTerm(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Its own settings, by name; docs/rewards.md lists those of the rewards here."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Longest time for one call. A check that takes longer is killed and scores 0, and is counted; of an asynchronous
-    reward, which waits for others, it is a failure of theirs."""
+    """Longest time for one call; what takes longer is killed, and ``on_timeout`` says what follows."""
+    on_timeout: OnTimeout = "zero"
+    """What it means where a call took too long, or its process died. ``zero``: the response made it do so; it scores 0,
+    and is counted. ``unavailable``: a service did, and the response is scored anew, as ``attempts`` says. An
+    asynchronous reward is always ``unavailable``: it waits for others."""
     workers: int = Field(default=2, gt=0, le=1024)
     """Processes that it runs in, in each data-parallel leader."""
     batch_size: int = Field(default=32, gt=0, le=4096)
@@ -157,10 +163,13 @@ class EnvironmentConfig(Section):
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time for an answer of the environment; longer is a fault."""
     retries: int = Field(default=2, ge=0)
-    """Faults of an episode that are made good by giving the same turns to a new environment. With one more, all
-    responses to its prompt are replaced by those to another."""
+    """Faults of an episode that are made good by giving the same turns to a new environment. With one more its response
+    is replaced by another one to the same problem, up to ``reward.max_replacements`` times."""
     workers: int = Field(default=1, gt=0, le=1024)
     """Processes for environments in each data-parallel leader; each runs many side by side."""
+    memory_gib: int = Field(default=4, gt=0, le=1 << 20)
+    """Address space of each of these processes, in GiB: an environment that maps more fails. Commands of ``agent`` are
+    not bound by it."""
 
     def longest(self, prompt: int, response: int) -> int:
         """Tokens of the longest sequence, ``max_tokens`` with its default filled in. ``prompt``, ``response``: of the

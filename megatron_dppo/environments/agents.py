@@ -163,6 +163,8 @@ async def _run_command(
             environment=os.environ | variables,
             stdin=given.fileno(),
             output=output.fileno(),
+            # Of the worker, for what runs in it: node, for one, reserves far more than it uses.
+            lifts_memory_limit=True,
         )
         try:
             code = await _ended(process)

@@ -69,13 +69,13 @@ class Episodes:
     template: TurnTemplate
     limits: EpisodeLimits
     faults: Counter[str] = field(default_factory=Counter)
-    _counted: int = 0
+    _taken: Counter[str] = field(default_factory=Counter)
 
-    def take_count(self) -> int:
-        """Faults since this was asked last."""
-        total = self.faults.total()
-        counted, self._counted = self._counted, total
-        return total - counted
+    def take_faults(self) -> Counter[str]:
+        """``faults`` since this was asked last."""
+        new = self.faults - self._taken
+        self._taken = self.faults.copy()
+        return new
 
     async def play(
         self,

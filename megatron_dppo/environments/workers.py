@@ -37,7 +37,7 @@ from megatron_dppo.environments import (
     find_environment,
     observation_of,
 )
-from megatron_dppo.rewards.verifier import MEMORY_BYTES, START_LIMIT_S
+from megatron_dppo.rewards.verifier import START_LIMIT_S
 from megatron_dppo.system import processes
 
 _MODULE = "megatron_dppo.environments.workers"
@@ -50,11 +50,13 @@ _LONGEST_FAULT = 200
 @dataclass(frozen=True)
 class EnvironmentSpec:
     """What a worker makes environments of. ``name``: as ``find_environment``; ``options``: its arguments.
-    ``step_timeout_s``: of one call; ``largest_bytes``: of one answer as JSON."""
+    ``step_timeout_s``: of one call; ``memory_gib``: a worker's address space; ``largest_bytes``: of one answer as JSON.
+    """
 
     name: str
     options: dict[str, Any]
     step_timeout_s: float
+    memory_gib: int = 4
     largest_bytes: int = 1 << 20
 
 
@@ -344,10 +346,14 @@ def main() -> None:
     os.set_inheritable(connection.fileno(), False)
     # Ctrl-C is the rank's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    spec = EnvironmentSpec(**json.loads(text))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    memory = spec.memory_gib << 30
+    soft = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     processes.adopt_orphans()
-    asyncio.run(_Host(connection, EnvironmentSpec(**json.loads(text))).serve())
+    asyncio.run(_Host(connection, spec).serve())
 
 
 if __name__ == "__main__":

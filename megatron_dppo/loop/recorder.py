@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -187,6 +188,9 @@ class StepProfiler:
             log.info("profile: step %d of rank %d is in %s", step, self._rank, trace)
 
 
+_MOST_REASONS = 20
+"""Of a step; the others are counted together."""
+OTHER_REASONS = "other reasons"
 COUNTS = (names.WEIGHT_UPDATES, names.WEIGHT_UPDATES_VERIFIED)
 
 
@@ -234,6 +238,7 @@ class Recorder(Closing):
         self._writer: records.MetricsWriter | None = None
         self._masked: records.StepLines | None = None
         self._samples: records.StepLines | None = None
+        self._faults: records.StepLines | None = None
         self._trackers: Trackers | None = None
         self._text_of = text_of
         if rank == 0:
@@ -252,6 +257,8 @@ class Recorder(Closing):
             self._writer = records.MetricsWriter(where, resume_step=resume_step)
             self._masked = records.StepLines(Path(where) / records.MASKED_TOKENS_FILE, resume_step)
             self._samples = records.StepLines(Path(where) / records.SAMPLES_FILE, resume_step)
+            faults = Path(where) / records.ENVIRONMENT_FAULTS_FILE
+            self._faults = records.StepLines(faults, resume_step)
             recorded = len(records.read_records(where))
             self._compare(mark)
         except OSError as error:
@@ -382,6 +389,17 @@ class Recorder(Closing):
 
         self._append(self._masked, lines, "masked tokens")
 
+    def write_environment_faults(self, step: int, environment: str, faults: Counter[str]) -> None:
+        """Record what went wrong with environments of this name since the last call. Raises RecordingError."""
+        if not faults:
+            return
+        reasons = Counter[str]()
+        for reason, count in faults.most_common():
+            shown = reason.removeprefix(f"{environment}: ")
+            reasons[shown if len(reasons) < _MOST_REASONS else OTHER_REASONS] += count
+        line = {"step": step, "environment": environment, "faults": reasons}
+        self._append(self._faults, lambda: [line], "faults of environments")
+
     def write_samples(self, samples: Sequence[Sample]) -> None:
         """Record ``samples``, and show one of a training step every few steps. Raises RecordingError."""
         self._append(self._samples, lambda: [sample.to_json() for sample in samples], "samples")
@@ -428,4 +446,14 @@ class Recorder(Closing):
         if self._trackers is not None:
             self._trackers.figure("report", report)
         self._stack.close()
+        if faults := summary.environment_faults:
+            first, total = faults[0], sum(fault.count for fault in faults)
+            log.warning(
+                "the environment %s failed %d times, most often (%d times): %s; the others are in %s",
+                first.environment,
+                total,
+                first.count,
+                first.reason,
+                Path(where) / records.SUMMARY_FILE,
+            )
         log.info("done: %d steps; report in %s", summary.steps, report)

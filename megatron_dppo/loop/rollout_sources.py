@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -50,6 +50,7 @@ class RolloutBatch:
     ``figures``: metrics of the batch and of how it came about.
     ``sampler``: the data's position right after this batch, where a run resumed after this step goes on.
     ``seal``: of a saved batch, if its file has one; a generated batch gets its seal from ``BatchSeals``.
+    ``environment_faults``: what went wrong with environments since the batch before, on all ranks.
     """
 
     outlines: list[Outline]
@@ -57,6 +58,14 @@ class RolloutBatch:
     figures: dict[str, float]
     sampler: dict[str, Any]
     seal: Seal | None = None
+    environment_faults: Counter[str] = field(default_factory=Counter)
+
+
+def gathered_faults(episodes: Episodes | None) -> Counter[str]:
+    """Of all ranks, since this was asked last. Collective where there are ``episodes``."""
+    if episodes is None:
+        return Counter()
+    return sum(map(Counter, all_gather_json(episodes.take_faults())), Counter[str]())
 
 
 class RolloutSource(Protocol):
@@ -258,15 +267,15 @@ class GeneratedRollouts:
         figures |= rollout_figures.interruption_figures(batch)
         if draft.redrawn:
             figures[names.REDRAWN] = draft.redrawn
+        faults = gathered_faults(self.episodes)
         if self.episodes is not None:
-            faults = all_gather_json(self.episodes.take_count())
-            figures[names.ENVIRONMENT_FAULTS] = sum(faults)
+            figures[names.ENVIRONMENT_FAULTS] = faults.total()
         figures |= rollout_figures.speed_figures(figures[names.TOKENS], draft.seconds, draft.waited)
         figures |= self._waiting(draft.waited)
         if self._quota.filtering:
             figures |= rollout_figures.selection_figures(draft.rows, selection, draft.rounds)
             self._warn_of_filling(draft, selection)
-        return RolloutBatch(batch, trajectories, figures, position)
+        return RolloutBatch(batch, trajectories, figures, position, environment_faults=faults)
 
     def _waiting(self, waited: float) -> dict[str, float]:
         """Shares of the time since the batch before: when trainers waited for responses, and when a leader had nothing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -44,6 +45,7 @@ from megatron_dppo.loop.rollout_sources import (
     GeneratedRollouts,
     ReplayedRollouts,
     RolloutSource,
+    gathered_faults,
 )
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import PhaseTimer
@@ -281,6 +283,7 @@ class Run:
         # Before the next batch is received.
         del planned
         self.recorder.write_masked_tokens(step, self.learner.most_masked)
+        self._record_faults(batch.environment_faults)
         measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
         if batch.seal is not None and step in batch.seal.weights:
             measured[names.REDERIVED] = float(batch.seal.weights[step] == weights)
@@ -318,6 +321,8 @@ class Run:
                     self.trainer,
                     examples if self.config.checkpoint.verify_export else None,
                 )
+        # Those of the last evaluation.
+        self._record_faults(gathered_faults(self.episodes))
         self.recorder.finish(difference)
         if (repository := self.config.checkpoint.upload) is not None:
             with patience("rank 0 sends the export"):
@@ -391,7 +396,9 @@ class Run:
         config, turns = self.config.environment, self.data.turns
         if config.name is None or turns is None:
             return None
-        spec = EnvironmentSpec(config.name, dict(config.options), config.step_timeout_s)
+        spec = EnvironmentSpec(
+            config.name, dict(config.options), config.step_timeout_s, config.memory_gib
+        )
         prompt, rollout = self.config.data.max_prompt_tokens, self.config.rollout
         evaluated = self.config.evaluation.max_response_tokens or 0
         limits = EpisodeLimits(
@@ -466,6 +473,11 @@ class Run:
         counted = {name: float(self.scorer.failures[name]) for name in rows}
         self.scorer.failures.clear()
         return counted
+
+    def _record_faults(self, faults: Counter[str]) -> None:
+        name = self.config.environment.name
+        if name is not None:
+            self.recorder.write_environment_faults(self.state.step, name, faults)
 
     def _is_due(self, every: int) -> bool:
         return last_due(self.state.step, every, self.config.run.steps) == self.state.step

@@ -1,6 +1,6 @@
 """The files of a run that grow by the step: records of ``metrics.jsonl`` (one flat JSON object for each step), and the
-lines of ``masked_tokens.jsonl`` and ``samples.jsonl``; reading, writing, series. And what earlier starts left beside
-them, and how a new beginning sets it aside:
+lines of ``masked_tokens.jsonl``, ``samples.jsonl`` and ``environment_faults.jsonl``; reading, writing, series. And what
+earlier starts left beside them, and how a new beginning sets it aside:
 
 last_checkpoint.json        {"step": n}: a checkpoint of that step was written, wherever it is now
 earlier-<UTC time>/         records, rollouts and checkpoints of a run that was begun anew
@@ -29,6 +29,8 @@ MASKED_TOKENS_FILE = "masked_tokens.jsonl"
 """Tokens that the trust region masked, a line a step."""
 SAMPLES_FILE = "samples.jsonl"
 """A few responses of each step as text, a line each."""
+ENVIRONMENT_FAULTS_FILE = "environment_faults.jsonl"
+"""{"step", "environment", "faults": reason -> count}: a line for each step in which environments failed."""
 TENSORBOARD_FOLDER = "tensorboard"
 TRACKERS_FOLDER = "trackers"
 """What experiment trackers keep of a run, and the id under which they know it."""
@@ -226,7 +228,7 @@ BATCH_FILES = "step_*.safetensors"
 EXPORT_FOLDER = "hf"
 _LAST_CHECKPOINT = "last_checkpoint.json"
 _RECORDS = (
-    *(RECORDS_FILE, MASKED_TOKENS_FILE, SAMPLES_FILE),
+    *(RECORDS_FILE, MASKED_TOKENS_FILE, SAMPLES_FILE, ENVIRONMENT_FAULTS_FILE),
     *(TENSORBOARD_FOLDER, TRACKERS_FOLDER, REPORT_FILE, SUMMARY_FILE),
 )
 
@@ -285,7 +287,7 @@ def keep_copy(directory: str | Path) -> Path:
     """Copy the records, of which a start is about to drop the last steps; the copy's folder."""
     directory = Path(directory)
     folder = _new_folder(directory)
-    for name in (RECORDS_FILE, MASKED_TOKENS_FILE):
+    for name in (RECORDS_FILE, MASKED_TOKENS_FILE, ENVIRONMENT_FAULTS_FILE):
         if (directory / name).is_file():
             shutil.copy2(directory / name, folder / name)
     return folder

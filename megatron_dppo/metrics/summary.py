@@ -6,6 +6,7 @@ Computed from ``metrics.jsonl``, so that a resumed run includes the steps of ear
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,11 +17,13 @@ import yaml
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import (
     CONFIG_FILE,
+    ENVIRONMENT_FAULTS_FILE,
     SUMMARY_FILE,
     Record,
     mean_accuracy,
     phase_table,
     read_records,
+    read_step_lines,
     series,
     step_of,
 )
@@ -97,6 +100,25 @@ def describe_layout(parallel: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
+class EnvironmentFault:
+    """What went wrong with an environment, and how often. ``environment``: its name; ``reason``: without it."""
+
+    environment: str
+    reason: str
+    count: int
+
+
+def environment_faults(directory: str | Path) -> tuple[EnvironmentFault, ...]:
+    """Those of the run in ``directory``, the most frequent first. Raises RecordsError."""
+    path = Path(directory) / ENVIRONMENT_FAULTS_FILE
+    counts = Counter[tuple[str, str]]()
+    for line in read_step_lines(path) if path.is_file() else ():
+        for reason, count in line["faults"].items():
+            counts[line["environment"], reason] += count
+    return tuple(EnvironmentFault(*names, count) for names, count in counts.most_common())
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """Results of a run; None: not measured.
 
@@ -113,6 +135,7 @@ class RunSummary:
             exported checkpoint, nats.
         algorithm, layout, model, dtype, seed: as in ``RunInfo``.
         seconds_per_phase: over the whole run, processes before a resume included.
+        environment_faults: the most frequent first.
     """
 
     steps: int
@@ -133,10 +156,15 @@ class RunSummary:
     dtype: str
     seed: int
     seconds_per_phase: dict[str, float]
+    environment_faults: tuple[EnvironmentFault, ...] = ()
 
 
 def summarize(
-    records: list[Record], info: RunInfo, *, hf_export_max_logprob_diff: float | None = None
+    records: list[Record],
+    info: RunInfo,
+    *,
+    hf_export_max_logprob_diff: float | None = None,
+    faults: tuple[EnvironmentFault, ...] = (),
 ) -> RunSummary:
     """Compute the summary of a run from its records.
 
@@ -144,6 +172,7 @@ def summarize(
         records: of the whole run.
         info: identification of the run.
         hf_export_max_logprob_diff: see ``RunSummary``.
+        faults: of its environments.
 
     Raises:
         ValueError: no step was trained.
@@ -176,6 +205,7 @@ def summarize(
         dtype=info.dtype,
         seed=info.seed,
         seconds_per_phase={p: round(sum(s), 3) for p, s in phase_table(records).items()},
+        environment_faults=faults,
     )
 
 
@@ -197,7 +227,10 @@ def write_summary(
     step was trained.
     """
     summary = summarize(
-        read_records(directory), info, hf_export_max_logprob_diff=hf_export_max_logprob_diff
+        read_records(directory),
+        info,
+        hf_export_max_logprob_diff=hf_export_max_logprob_diff,
+        faults=environment_faults(directory),
     )
     text = json.dumps(asdict(summary), indent=2, allow_nan=False) + "\n"
     write_atomically(Path(directory) / SUMMARY_FILE, text)

@@ -2,20 +2,22 @@
 OpenAI's chat completions.
 
 Both are asynchronous: the verifier bounds how many responses are asked for at a time, keeps the time limit and asks
-again. Here: one request, what its answer means, and a cache, as a group's responses are often alike. A connection that
+again. Here: one request, what its answer means, and a cache, as a group's responses are often alike: of equal ones a
+worker asks for one, also while its answer is on the way. A connection that
 breaks, a status of 408, 429 or 5xx and an answer that makes no sense are RewardUnavailableErrors; any other status says
 that the request itself is wrong, which ends the run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 _TEMPORARY = (408, 429)
 _LONGEST_SHOWN = 300
+_LARGEST_BYTES = 1 << 24
+"""Of an answer."""
 _CACHED = 65536
 """Scores and judgements that a worker keeps."""
 _PLACEHOLDER = re.compile(r"\{(prompt|response|answer)\}")
@@ -70,7 +74,13 @@ class JsonEndpoint:
             self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
         try:
             async with self._session.post(where, json=body) as answer:
-                content = await answer.read()
+                content = bytearray()
+                async for piece in answer.content.iter_any():
+                    content += piece
+                    if len(content) > _LARGEST_BYTES:
+                        raise RewardUnavailableError(
+                            f"{where}: more than {_LARGEST_BYTES} bytes, expected an answer of fewer"
+                        )
         except aiohttp.ClientError as error:
             raise RewardUnavailableError(
                 f"{where}: {str(error) or type(error).__name__}"
@@ -99,16 +109,34 @@ class _Cache(OrderedDict[Hashable, Any]):
         super().__init__()
         self._size = size
 
-    def lookup(self, key: Hashable) -> Any:
-        """The value, None where there is none."""
-        if key in self:
+    async def values_of(
+        self, keys: Sequence[Hashable], ask: Callable[[list[Hashable]], Awaitable[Sequence[Any]]]
+    ) -> list[Any]:
+        """The value of each key. ``ask`` gives, in order, those that are neither here nor under way; what it raises
+        reaches all who wait for them, and is not kept."""
+        lacking = [key for key in dict.fromkeys(keys) if key not in self]
+        for key in keys:
+            self[key] = self.get(key) or asyncio.get_running_loop().create_future()
             self.move_to_end(key)
-        return self.get(key)
-
-    def keep(self, key: Hashable, value: Any) -> None:
-        self[key] = value
+        futures = {key: self[key] for key in keys}
         while len(self) > self._size:
             self.popitem(last=False)
+        if lacking:
+            try:
+                values = await ask(lacking)
+            except (ValueError, OSError, RewardUnavailableError, asyncio.CancelledError) as error:
+                is_over = isinstance(error, asyncio.CancelledError)
+                told = RewardUnavailableError("an equal request was given up") if is_over else error
+                for key in lacking:
+                    self.pop(key, None)
+                    futures[key].set_exception(told)
+                    # Perhaps nobody else waits, which asyncio takes for a mistake.
+                    futures[key].exception()
+                raise
+            for key, value in zip(lacking, values, strict=True):
+                futures[key].set_result(value)
+        # Whoever is cancelled leaves it to the others.
+        return [await asyncio.shield(futures[key]) for key in keys]
 
 
 class RewardModel:
@@ -133,16 +161,13 @@ class RewardModel:
         """Raises ValueError, RewardUnavailableError."""
         ids = [self._token_ids(record) for record in records]
         keys = [hashlib.blake2b(repr(tokens).encode()).digest() for tokens in ids]
-        scores = {key: self._cache.lookup(key) for key in keys}
-        lacking = {
-            key: tokens for key, tokens in zip(keys, ids, strict=True) if scores[key] is None
-        }
-        if lacking:
-            answer = await self._endpoint.post("/classify", {"input_ids": list(lacking.values())})
-            for key, score in zip(lacking, _classified(answer, len(lacking)), strict=True):
-                scores[key] = score
-                self._cache.keep(key, score)
-        return [scores[key] for key in keys]
+        tokens = dict(zip(keys, ids, strict=True))
+
+        async def ask(lacking: Sequence[Hashable]) -> list[float]:
+            body = {"input_ids": [tokens[key] for key in lacking]}
+            return _classified(await self._endpoint.post("/classify", body), len(lacking))
+
+        return await self._cache.values_of(keys, ask)
 
     def _token_ids(self, record: RewardInput) -> list[int]:
         if self._tokenizer is None:
@@ -231,17 +256,19 @@ class Judge:
     async def __call__(self, record: RewardInput) -> RewardResult:
         """Raises ValueError, RewardUnavailableError."""
         question = self._question(record)
-        reply = self._cache.lookup(question)
-        if reply is None:
-            reply = await self._ask(question)
+        (result,) = await self._cache.values_of([question], self._judged)
+        return result
+
+    async def _judged(self, questions: Sequence[Hashable]) -> list[RewardResult]:
+        (question,) = questions
+        reply = await self._ask(str(question))
         score = self._score(reply)
         shown = " ".join(reply[-_LONGEST_SHOWN:].split())
         if score is None and self._unparsed is None:
             raise RewardUnavailableError(f"the judge gave no score: {shown!r}")
         if score is None:
-            return RewardResult(float(self._unparsed or 0.0), reason=f"no score: {shown}")
-        self._cache.keep(question, reply)
-        return RewardResult(score, reason=shown)
+            return [RewardResult(float(self._unparsed or 0.0), reason=f"no score: {shown}")]
+        return [RewardResult(score, reason=shown)]
 
     def _question(self, record: RewardInput) -> str:
         # In one pass: what a response says is no placeholder.

@@ -4,11 +4,11 @@ A check that runs away cannot be interrupted from within: math-verify's own limi
 thread, and neither a regular expression nor an integer power looks up while it runs. So a check
 runs in a process, and the process is killed.
 
-That process, ``python -m megatron_dppo.rewards.verifier DESCRIPTOR NAME LIMIT OPTIONS``, says on its connection how its
-reward is called (RewardForm) once it is ready, and answers each list of RewardInputs with a Score for each: a number
-and what goes with it; or why the reward refused it (a ValueError), could not be had (RewardUnavailableError, OSError),
-or returned what is no score. Imports the reward and nothing heavier. Any other exception of the reward ends the
-process with its traceback.
+That process, ``python -m megatron_dppo.rewards.verifier DESCRIPTOR NAME LIMIT OPTIONS``, says on its connection how
+its reward is called (RewardForm) once it is ready, and answers each list of RewardInputs with a Score for each: a
+number and what goes with it; or why the reward refused it (a ValueError), could not be had (RewardUnavailableError,
+OSError, errors of clients that are known here), or returned what is no score. Imports the reward and nothing heavier.
+Any other exception of the reward ends the process with its traceback.
 
 Checks run in a child. What a check starts ends with the check, whatever session or parent it took;
 what the reward's module started while it was imported lives as long as the worker. The guard, its
@@ -32,7 +32,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -51,7 +51,7 @@ from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import kill_families, start_connected
 
 if TYPE_CHECKING:
-    from megatron_dppo.config.data_schema import RewardTerm
+    from megatron_dppo.config.data_schema import OnTimeout, RewardTerm
 
 # Longest time for a worker to import its reward; long, because machines start many at once.
 START_LIMIT_S = 300.0
@@ -102,7 +102,7 @@ class Verifier:
 
     ``timeout_s``: wall-clock seconds for one call, from the moment a worker has it. ``workers``:
     processes, started on entry and restarted after a kill; a reward that runs inline has none. ``options``,
-    ``batch_size``, ``attempts``: as in RewardTerm. Callable from any thread.
+    ``batch_size``, ``attempts``, ``on_timeout``: as in RewardTerm. Callable from any thread.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class Verifier:
         options: Mapping[str, Any] | None = None,
         batch_size: int = 1,
         attempts: int = 1,
+        on_timeout: OnTimeout = "zero",
     ) -> None:
         if timeout_s <= 0 or workers < 1:
             raise ValueError(
@@ -121,7 +122,7 @@ class Verifier:
             )
         self._name, self._timeout_s = name, timeout_s
         self._options = dict(options or {})
-        self._batch_size, self._attempts = batch_size, attempts
+        self._batch_size, self._attempts, self._on_timeout = batch_size, attempts, on_timeout
         self._reward = find_reward(name)
         self._count = 0 if self._reward.runs_inline else workers
         self._workers: list[_Worker] = []
@@ -141,6 +142,7 @@ class Verifier:
             options=term.options,
             batch_size=term.batch_size,
             attempts=term.attempts,
+            on_timeout=term.on_timeout,
         )
 
     def __enter__(self) -> Self:
@@ -275,7 +277,7 @@ class Verifier:
                 self._workers[index] = self._started()
 
     def _started(self) -> _Worker:
-        return _Worker(self._name, self._timeout_s, self._options)
+        return _Worker(self._name, self._timeout_s, self._options, self._on_timeout)
 
 
 def require(scores: Sequence[Score], inputs: Sequence[RewardInput], prefix: str = "") -> None:
@@ -295,8 +297,10 @@ def _shorten(text: str) -> str:
 class _Worker:
     """One process, which has one call at a time; ``is_dead`` once it was killed or has ended."""
 
-    def __init__(self, name: str, timeout_s: float, options: Mapping[str, Any]) -> None:
-        self._name, self._timeout_s = name, timeout_s
+    def __init__(
+        self, name: str, timeout_s: float, options: Mapping[str, Any], on_timeout: OnTimeout
+    ) -> None:
+        self._name, self._timeout_s, self._on_timeout = name, timeout_s, on_timeout
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
         self._process, self._connection = start_connected(
             "megatron_dppo.rewards.verifier",
@@ -339,8 +343,9 @@ class _Worker:
             score = Score(0.0, timed_out=True)
         except (EOFError, OSError):
             score = self._ended()
-        if form.is_async:
-            score = Score.unhad(f"its process ended within {limit:g} s")
+        if form.is_async or self._on_timeout == "unavailable":
+            why = "no answer" if score.timed_out else "its process ended"
+            score = replace(Score.unhad(f"{why} within {limit:g} s"), crashed=score.crashed)
         return [score] * len(inputs)
 
     def kill(self) -> None:
@@ -381,7 +386,8 @@ def scores_of(reward: BoundReward, inputs: Sequence[RewardInput]) -> list[Score]
     """Of one call of a synchronous reward. Raises what it raises and no score stands for."""
     try:
         returned = reward(inputs)
-    except (ValueError, RewardUnavailableError, OSError) as error:
+    # Of whatever library: those that no score stands for are raised again.
+    except Exception as error:
         return [_failure(error)] * len(inputs)
     return _as_scores(reward.form, returned, len(inputs))
 
@@ -397,7 +403,7 @@ async def scores_in_time(
                 returned = await reward(part)
         except TimeoutError as error:
             return [Score.unhad(str(error) or f"no answer within {timeout_s:g} s")] * len(part)
-        except (ValueError, RewardUnavailableError, OSError) as error:
+        except Exception as error:
             return [_failure(error)] * len(part)
         return _as_scores(reward.form, returned, len(part))
 
@@ -417,10 +423,24 @@ def _as_scores(form: RewardForm, returned: Any, count: int) -> list[Score]:
     return [Score.of(value) for value in returned]
 
 
+# Clients' errors that are no OSErrors and say that a service was not reached, is too busy or broke off: package, class.
+_OF_SERVICES = {
+    ("http", "HTTPException"),
+    ("httpx", "TransportError"),
+    *(("aiohttp", name) for name in ("ClientConnectionError", "ClientPayloadError")),
+    *(("openai", name) for name in ("APIConnectionError", "InternalServerError", "RateLimitError")),
+}
+
+
 def _failure(error: Exception) -> Score:
+    """What stands for an error of a reward. Raises it where nothing does: a fault of the program."""
     why = str(error)[:_LONGEST_REFUSAL]
-    if isinstance(error, RewardUnavailableError | OSError):
+    # By name: their packages are not imported here.
+    names = {(c.__module__.partition(".")[0], c.__name__) for c in type(error).__mro__}
+    if isinstance(error, RewardUnavailableError | OSError) or names & _OF_SERVICES:
         return Score.unhad(why or type(error).__name__)
+    if not isinstance(error, ValueError):
+        raise error
     frame = traceback.extract_tb(error.__traceback__)[-1]
     if Path(frame.filename).parent == Path(__file__).parent:
         return Score(0.0, refusal=why)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import functools
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -41,6 +41,7 @@ def start_process(
     stdin: int = subprocess.DEVNULL,
     dies_with_thread: bool = True,
     inherited: Sequence[int] = (),
+    lifts_memory_limit: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in a session and process group of its own, which Ctrl-C does not reach.
 
@@ -53,8 +54,17 @@ def start_process(
         dies_with_thread: the kernel kills it when the *thread* that called this ends, and so also when this process is
             killed. Call it from a thread that lives as long as the child.
         inherited: further descriptors that it gets, under the same numbers.
+        lifts_memory_limit: its address space has the hard limit alone, not this process's soft one.
     """
-    end_with = functools.partial(die_with_parent, os.getpid()) if dies_with_thread else None
+    parent = os.getpid()
+
+    def prepare() -> None:
+        if lifts_memory_limit:
+            _, hard = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        if dies_with_thread:
+            die_with_parent(parent)
+
     return subprocess.Popen(
         list(command),
         bufsize=0,
@@ -64,7 +74,8 @@ def start_process(
         env=dict(environment),
         start_new_session=True,
         pass_fds=tuple(inherited),
-        preexec_fn=end_with,  # noqa: PLW1509  between fork and exec it makes system calls only
+        # Between fork and exec it makes system calls only.
+        preexec_fn=prepare if dies_with_thread or lifts_memory_limit else None,  # noqa: PLW1509
     )
 
 

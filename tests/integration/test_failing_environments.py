@@ -11,7 +11,7 @@ import yaml
 
 from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.data.trajectory import Trajectory
-from tests.integration.runs import TrainingRun, records_of, write_material
+from tests.integration.runs import TrainingRun, records_of, summary_of, write_material
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -71,9 +71,18 @@ def test_faults_are_counted_and_none_is_a_reward(run, config):
         "ZeroDivisionError",
         "exited with code 3",
         "no answer to step",
-        "an answer of 100000",
+        "an answer of 10000",
     ):
         assert words in run.text
+    # The run's end names who did it, in its last lines and in its summary.
+    faults = summary_of(run.directory)["environment_faults"]
+    counted = sum(fault["count"] for fault in faults)
+    assert counted == sum(r["environment/faults"] for r in records)
+    assert {fault["environment"] for fault in faults} == {NAME}
+    assert "ZeroDivisionError" in " ".join(fault["reason"] for fault in faults)
+    assert f"the environment {NAME} failed {counted} times, most often" in " ".join(
+        run.text.split()[-100:]
+    )
     # The first observation stands in every prompt.
     assert all(len(t.prompt_ids) == len(batch[0].prompt_ids) for t in batch)
 

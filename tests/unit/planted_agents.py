@@ -11,6 +11,8 @@ from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
 
+from tests.unit.planted_environments import map_untouched
+
 TOOL = {
     "type": "function",
     "function": {
@@ -121,6 +123,8 @@ def main() -> None:
     if end == "framework":
         print(json.dumps({"answer": by_a_framework(problem["prompt"])}))
         return
+    if end == "map":
+        map_untouched(6)
     messages = [{"role": "user", "content": problem["prompt"]}]
     answer = OpenAI().chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
     print("said", answer.choices[0].message.content, flush=True)

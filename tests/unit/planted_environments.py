@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import time
 from dataclasses import replace
@@ -59,6 +60,23 @@ class Greeting(Counting):
         if self.turns == 2 and self.flag and not Path(self.flag).exists():
             Path(self.flag).touch()
             raise ZeroDivisionError("planted")
+
+
+class Mapping(Counting):
+    """Maps ``gib`` of address space, and touches none of it."""
+
+    def __init__(self, gib: int) -> None:
+        super().__init__()
+        self.gib = gib
+
+    async def reset(self, problem: Problem) -> str:
+        self.map = map_untouched(self.gib)
+        return await super().reset(problem)
+
+
+def map_untouched(gib: int) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return mmap.mmap(-1, gib << 30, flags=flags, prot=0)
 
 
 class Huge(Counting):

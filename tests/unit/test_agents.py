@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import re
+import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -152,6 +153,30 @@ def test_a_command_has_openais_variables_and_the_problem():
 
     run(work)
     assert child_ids() == before
+
+
+def test_a_command_is_not_bound_by_its_workers_address_space():
+    """It maps 6 GiB, and the worker may have 4."""
+    command = f"{sys.executable} -m {PLANTED} map"
+    t, episodes = play(ChatEngine("4"), command)
+    assert (t.finish_reason, t.turn_rewards) == ("stop", (0.5,)), episodes.faults
+
+
+NODE_AGENT = """
+const body = {model: "m", messages: [{role: "user", content: "3+5"}]};
+const headers = {"Authorization": `Bearer ${process.env.OPENAI_API_KEY}`, "Content-Type": "application/json"};
+const url = `${process.env.OPENAI_BASE_URL}/chat/completions`;
+fetch(url, {method: "POST", headers, body: JSON.stringify(body)}).then(answer => answer.json()).then(answer =>
+  console.log(JSON.stringify({reward: answer.choices[0].message.content == "4" ? 0.25 : 0})));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node here")
+def test_a_command_may_be_of_node(tmp_path):
+    """Its fetch reserves 10 GiB of addresses."""
+    (tmp_path / "agent.js").write_text(NODE_AGENT)
+    t, episodes = play(ChatEngine("4"), f"node {tmp_path / 'agent.js'}")
+    assert (t.finish_reason, t.turn_rewards) == ("stop", (0.25,)), episodes.faults
 
 
 def test_a_framework_needs_no_more_than_openais_variables():

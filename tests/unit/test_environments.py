@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -116,11 +117,12 @@ def play(
     role: str = "user",
     problem: Problem = PROBLEM,
     turn_tokens: int = 16,
+    memory_gib: int = 4,
     **options: Any,
 ) -> tuple[list[Trajectory], Episodes]:
     """What became of problems 0, 1, ... with two at a time in one process; environments of the table, or planted."""
     name = environment if environment in ENVIRONMENTS else f"{PLANTED}:{environment}"
-    spec = EnvironmentSpec(name, options, timeout_s)
+    spec = EnvironmentSpec(name, options, timeout_s, memory_gib)
     pool = EnvironmentPool(spec, workers=1)
     episodes = Episodes(pool, TurnTemplate(engine.tokenizer, role), limits)
     job = GenerationJob(
@@ -262,7 +264,7 @@ def test_others_go_on_where_an_environment_fails(kind, reason):
     assert 2 <= episodes.faults.total() <= 3 + 3
     assert found[2].reason.startswith("tests.unit.planted_environments:Counting: ")
     assert re.search(reason, found[2].reason)
-    assert (episodes.take_count(), episodes.take_count()) == (episodes.faults.total(), 0)
+    assert (episodes.take_faults(), episodes.take_faults()) == (episodes.faults, Counter())
 
 
 @pytest.mark.parametrize(
@@ -277,6 +279,15 @@ def test_what_is_too_much_to_read_is_a_fault(environment, reason):
     assert t.finish_reason == "failed"
     (fault,) = episodes.faults
     assert re.search(reason, fault)
+
+
+@pytest.mark.parametrize(
+    ("gib", "memory_gib", "ends"), [(3, 4, "stop"), (6, 4, "failed"), (6, 8, "stop")]
+)
+def test_a_worker_has_the_address_space_that_it_is_given(gib, memory_gib, ends):
+    (t,), episodes = play(Engine({0: ["4", "5", "6"]}), "Mapping", memory_gib=memory_gib, gib=gib)
+    assert t.finish_reason == ends
+    assert all("OSError: [Errno 12]" in fault for fault in episodes.faults), episodes.faults
 
 
 def test_a_fault_costs_no_sampled_token(tmp_path):

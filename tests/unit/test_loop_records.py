@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,33 @@ def test_a_masked_token_stands_beside_its_text(tmp_path):
     line = json.loads((tmp_path / "masked_tokens.jsonl").read_text())
     named = {"id": 7, "raised": 0, "lowered": 4, "text": "<7>"}
     assert line == {"step": 1, "tokens": [named]}
+
+
+def test_a_runs_end_names_the_environment_that_failed(tmp_path, caplog):
+    """Of all starts, and by reason; the steps that a resumed run makes anew count once."""
+    name = "games:Chess"
+    with recorder_of(config(tmp_path), 0, 0) as recorder:
+        recorder.write(1, {names.REWARD: 1.0})
+        recorder.write_environment_faults(1, name, Counter({f"{name}: crashed": 2, "too long": 1}))
+        recorder.write_environment_faults(2, name, Counter({"too long": 100}))
+    with recorder_of(config(tmp_path), 0, 1) as recorder, caplog.at_level("INFO"):
+        recorder.write(2, {names.REWARD: 1.0})
+        many = Counter({f"reason {i}": 1 for i in range(30)})
+        recorder.write_environment_faults(2, name, Counter())
+        recorder.write_environment_faults(2, name, Counter({f"{name}: crashed": 38}) + many)
+        recorder.finish(None)
+    found = json.loads((tmp_path / "summary.json").read_text())["environment_faults"]
+    assert [fault["environment"] for fault in found] == [name] * len(found)
+    counts = {fault["reason"]: fault["count"] for fault in found}
+    shown = {f"reason {i}": 1 for i in range(19)}
+    assert counts == {"crashed": 40, "other reasons": 11, "too long": 1, **shown}
+    assert found[0]["reason"] == "crashed"
+    *_, said, done = [record.getMessage() for record in caplog.records]
+    assert said == (
+        "the environment games:Chess failed 71 times, most often (40 times): crashed; "
+        f"the others are in {tmp_path}/summary.json"
+    )
+    assert done.startswith("done: 2 steps")
 
 
 def test_updates_of_a_resumed_start_are_counted_in_the_next_record(tmp_path):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import socketserver
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from megatron_dppo.rewards import RewardForm, RewardInput, RewardUnavailableErro
 from megatron_dppo.rewards import verifier as verifiers
 from megatron_dppo.rewards.scorer import Scorer, weighted_sum
 from megatron_dppo.rewards.verifier import Score, Verifier
+from megatron_dppo.system.network import free_port
 
 PLANTED = "tests.unit.planted_rewards:"
 
@@ -97,6 +101,75 @@ def test_an_asynchronous_reward_whose_process_ends_is_no_reward_of_0():
         assert math.isnan(dead.value)
         assert "its process ended" in (dead.unavailable or "")
         assert verifier.score([RewardInput("ok")]) == [Score(1.0)]
+
+
+def test_a_synchronous_reward_may_say_that_a_service_is_to_blame(monkeypatch):
+    """For what takes too long or ends the process; which one of a batch it was is found out as ever."""
+    monkeypatch.setattr(verifiers, "BACK_OFF_S", 0.001)
+    settings = {"on_timeout": "unavailable", "timeout_s": 2.0}
+    with verifier_of("loop_on_request", **settings) as verifier:
+        late, good = verifier.check([RewardInput("loop"), RewardInput("ok")])
+        assert (late.unavailable, late.timed_out, good) == (
+            "no answer within 2 s",
+            False,
+            Score(1.0),
+        )
+    with verifier_of("in_batches", batch_size=3, attempts=2, on_timeout="unavailable") as verifier:
+        scores = verifier.check([RewardInput(word) for word in ("", "", "die", "", "")])
+        ended = [score.unavailable for score in scores]
+        assert ended == [None, None, "its process ended within 60 s", None, None]
+    terms = RewardConfig(name="exact_integer", on_timeout="unavailable").terms
+    assert Verifier.of(terms["exact_integer"])._on_timeout == "unavailable"
+
+
+ANSWERS = {
+    # Nothing, a piece of what was announced, and two that OpenAI's client has classes for.
+    "/nothing": b"",
+    "/piece": b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc",
+    "/busy": b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n",
+    "/broken": b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n",
+    "/refused": b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n",
+}
+
+
+class Failing(socketserver.StreamRequestHandler):
+    """A service that ends each connection with one of ``ANSWERS``."""
+
+    def handle(self) -> None:
+        path = self.rfile.readline().split()[1].decode()
+        while self.rfile.readline().strip():
+            pass
+        self.wfile.write(ANSWERS[path.removesuffix("/models")])
+
+
+@pytest.fixture(scope="module")
+def failing_service() -> Iterator[str]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Failing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("form", "clients"),
+    [
+        ("at_once", ("httpx", "openai", "requests", "urllib")),
+        ("meanwhile", ("aiohttp", "httpx", "openai")),
+    ],
+)
+def test_a_clients_error_about_its_service_is_no_end_of_the_run(form, clients, failing_service):
+    nobody = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    urls = (f"{failing_service}/nothing", f"{failing_service}/piece", nobody)
+    asked = [f"{client} {url}" for client in clients for url in urls]
+    asked += [f"openai {failing_service}/{state}" for state in ("busy", "broken")]
+    name = f"tests.unit.planted_services:{form}"
+    with Verifier(name, 60.0, 1, batch_size=4) as verifier:
+        scores = verifier.check([RewardInput(text) for text in asked])
+        lacking = {text for text, s in zip(asked, scores, strict=True) if s.unavailable}
+        assert lacking == set(asked), [s.unavailable for s in scores]
+        # What says that the request is wrong is a fault of the program.
+        with pytest.raises(verifiers.VerifierError, match="BadRequestError"):
+            verifier.check([RewardInput(f"openai {failing_service}/refused")])
 
 
 @pytest.mark.parametrize("error", ["RewardUnavailableError", "OSError"])

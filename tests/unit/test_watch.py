@@ -22,6 +22,7 @@ from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.fleet.record import FleetRecord, Server
 from megatron_dppo.metrics.records import (
+    ENVIRONMENT_FAULTS_FILE,
     MASKED_TOKENS_FILE,
     SAMPLES_FILE,
     MetricsWriter,
@@ -72,6 +73,8 @@ def write_run(folder: Path, steps: int) -> MetricsWriter:
     token = {"id": 7, "raised": 1, "lowered": 2, "text": HOSTILE[:40]}
     masked = [{"step": step, "tokens": [token]} for step in (1, 2)]
     StepLines(folder / MASKED_TOKENS_FILE, 0).write(masked)
+    faults = [{"step": step, "environment": "games", "faults": {HOSTILE: step}} for step in (1, 2)]
+    StepLines(folder / ENVIRONMENT_FAULTS_FILE, 0).write(faults)
     return writer
 
 
@@ -116,6 +119,7 @@ def test_what_is_told_of_a_run(tmp_path):
         assert state["fleet"]["version"] == 4
         assert state["fleet"]["servers"] == [["engine0", "http://127.0.0.1:30000", "serving"]]
         assert state["lines"] == [WARNED]
+        assert state["faults"] == [["games", 3, HOSTILE]]
         ((step, finding, _),) = state["unusual"]
         assert (step, finding) == (4, "truncated responses 50%: expected at most 10% in bfloat16")
         meanings = dict(state["names"])
@@ -266,10 +270,10 @@ def test_the_page_in_a_browser(tmp_path, width, height):
                 "train: ",
             ):
                 assert text in shown
-            # Nothing of a response became part of the page.
-            assert (
-                await tab.ask("document.querySelectorAll('#samples img, #samples b').length") == 0
-            )
+            # Nothing of a response, nor of what an environment said, became part of the page.
+            inserted = "document.querySelectorAll('#samples img, #samples b, #faults img, #faults b').length"
+            assert await tab.ask(inserted) == 0
+            assert HOSTILE in await tab.ask("document.querySelector('#faults').textContent")
             assert HOSTILE in await tab.ask("document.querySelector('#samples').textContent")
             assert "taken" not in await tab.ask("document.title")
             # It fits, and can be read.

@@ -1,0 +1,179 @@
+"""How often a judge's and a reward model's server is asked, and how much of an answer is read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from megatron_dppo.rewards import RewardInput, RewardUnavailableError, over_http
+from megatron_dppo.rewards.over_http import Judge, RewardModel
+from tests.tiny_models import tiny_tokenizer
+
+
+class Service:
+    """Answers as ``answers`` says, each request once ``may_answer`` is set; ``bodies``: of all that reached it."""
+
+    def __init__(self, answers: Callable[[Any], Any]) -> None:
+        self.bodies: list[Any] = []
+        self.status = 200
+        self.may_answer, self.came = asyncio.Event(), asyncio.Event()
+        self._answers = answers
+        self.may_answer.set()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.bodies.append(body)
+        self.came.set()
+        await self.may_answer.wait()
+        return web.json_response(self._answers(body), status=self.status)
+
+
+@asynccontextmanager
+async def serving(service: Service) -> AsyncIterator[str]:
+    app = web.Application()
+    app.add_routes([web.post("/{path:.*}", service.answer)])
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def said(body: Any) -> Any:
+    """A judge's words: as many points as the response has digits."""
+    response = re.findall(r"Response:\n(.*?)\n", body["messages"][-1]["content"])[-1]
+    text = f"Score: {sum(c.isdigit() for c in response)}"
+    return {"choices": [{"message": {"content": text}}]}
+
+
+def judged(work: Callable[[Service, Judge], Awaitable[None]], **options: Any) -> None:
+    async def run() -> None:
+        service = Service(said)
+        async with serving(service) as url:
+            judge = Judge(url=url, model="m", **options)
+            try:
+                await work(service, judge)
+            finally:
+                await judge._endpoint.close()
+
+    asyncio.run(run())
+
+
+def test_equal_responses_of_a_group_are_one_question_to_a_judge():
+    async def work(service: Service, judge: Judge) -> None:
+        service.may_answer.clear()
+        texts = ["12"] * 6 + ["1", "12"]
+        waiting = asyncio.gather(*(judge(RewardInput(text)) for text in texts))
+        while len(service.bodies) < 2:
+            await asyncio.sleep(0.01)
+        service.may_answer.set()
+        assert [result.value for result in await waiting] == [0.2] * 6 + [0.1, 0.2]
+        assert (await judge(RewardInput("12"))).value == 0.2
+        assert len(service.bodies) == 2
+
+    judged(work)
+
+
+def test_a_failure_reaches_all_who_wait_and_the_next_one_asks_again():
+    async def work(service: Service, judge: Judge) -> None:
+        service.status = 503
+        calls = (judge(RewardInput("1")) for _ in range(3))
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(error) for error in errors] == [RewardUnavailableError] * 3
+        assert all("status 503" in str(error) for error in errors)
+        assert len(service.bodies) == 1
+        service.status = 200
+        assert (await judge(RewardInput("1"))).value == 0.1
+        assert len(service.bodies) == 2
+
+    judged(work)
+
+
+@pytest.mark.parametrize("first_is_given_up", [True, False])
+def test_whoever_is_given_up_leaves_no_other_without_a_word(first_is_given_up):
+    """As a verifier does after timeout_s."""
+
+    async def work(service: Service, judge: Judge) -> None:
+        service.may_answer.clear()
+        first, second = (asyncio.create_task(judge(RewardInput("1"))) for _ in range(2))
+        await service.came.wait()
+        (first if first_is_given_up else second).cancel()
+        await asyncio.sleep(0)
+        service.may_answer.set()
+        ended = await asyncio.gather(first, second, return_exceptions=True)
+        if first_is_given_up:
+            assert isinstance(ended[0], asyncio.CancelledError)
+            assert "an equal request was given up" in str(ended[1])
+            assert (await judge(RewardInput("1"))).value == 0.1
+        else:
+            assert ended[0].value == 0.1
+            assert isinstance(ended[1], asyncio.CancelledError)
+
+    judged(work)
+
+
+def test_an_answer_without_a_score_is_asked_for_again_unless_it_is_one():
+    async def work(service: Service, judge: Judge) -> None:
+        with pytest.raises(RewardUnavailableError, match="no score: 'Score: 11'"):
+            await judge(RewardInput("1" * 11))
+        with pytest.raises(RewardUnavailableError, match="no score"):
+            await judge(RewardInput("1" * 11))
+        assert len(service.bodies) == 2
+
+    judged(work)
+
+    async def known(service: Service, judge: Judge) -> None:
+        for _ in range(2):
+            assert (await judge(RewardInput("1" * 11))).value == -1
+        assert len(service.bodies) == 1
+
+    judged(known, unparsed=-1.0)
+
+
+def test_a_reward_model_is_sent_each_conversation_once(tmp_path):
+    """In its batches, of two calls at the same time, and until so many others came that it is forgotten."""
+    tiny_tokenizer().save_pretrained(tmp_path)
+
+    async def run() -> None:
+        service = Service(lambda body: [{"embedding": [len(ids)]} for ids in body["input_ids"]])
+        async with serving(service) as url:
+            model = RewardModel(url=url, tokenizer=str(tmp_path))
+            texts = ["1", "1 1", "1", "1 1 1"]
+            service.may_answer.clear()
+            both = asyncio.gather(*(model([RewardInput(t) for t in texts]) for _ in range(2)))
+            await service.came.wait()
+            service.may_answer.set()
+            values, again = await both
+            assert values == again == await model([RewardInput(text) for text in texts])
+            assert values[0] == values[2] < values[1] < values[3]
+            assert [len(body["input_ids"]) for body in service.bodies] == [3]
+            model._cache._size = 2
+            await model([RewardInput("2")])
+            await model([RewardInput("1 1 1")])
+            assert len(service.bodies) == 2
+            await model([RewardInput("1")])
+            assert len(service.bodies) == 3
+            await model._endpoint.close()
+
+    asyncio.run(run())
+
+
+def test_of_an_answer_no_more_is_read_than_a_bound(monkeypatch):
+    async def work(service: Service, judge: Judge) -> None:
+        size = len(json.dumps(said({"messages": [{"content": "Response:\n1\n"}]})))
+        monkeypatch.setattr(over_http, "_LARGEST_BYTES", size)
+        assert (await judge(RewardInput("1"))).value == 0.1
+        monkeypatch.setattr(over_http, "_LARGEST_BYTES", size - 1)
+        with pytest.raises(RewardUnavailableError, match=f"more than {size - 1} bytes"):
+            await judge(RewardInput("2"))
+
+    judged(work)
