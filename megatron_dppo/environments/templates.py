@@ -128,10 +128,17 @@ class TurnTemplate:
         return str(text)
 
     def _require(self, call: ChatCall) -> None:
-        """Raise TurnTemplateError where the template leaves out a message, or a tool."""
-        marked = [{**m, "content": f"{_PROBE}{i}z"} for i, m in enumerate(call.messages)]
+        """Raise TurnTemplateError where the template leaves out a message, a call of a tool, or a tool."""
+        marked = [_marked(message, i) for i, message in enumerate(call.messages)]
         text = self._render(marked, call.tools)
+        # A call may have no content beside, and a template no place for one.
         lost = [f"a message of {m['role']}" for m in marked if m["content"] not in text]
+        lost += [
+            f"a call of the tool {sent['function']['name']!r}"
+            for message, probed in zip(call.messages, marked, strict=True)
+            for sent, probe in zip(_calls_of(message), _calls_of(probed), strict=True)
+            if probe["function"]["name"] not in text
+        ]
         names = [tool["function"]["name"] for tool in call.tools]
         lost += [f"the tool {name!r}" for name in names if name not in text]
         if lost:
@@ -175,3 +182,17 @@ class TurnTemplate:
                 f"{after!r} is encoded otherwise behind a turn than alone, so nobody can say which tokens follow one"
             )
         self._roles.add(role)
+
+
+def _calls_of(message: Message) -> Sequence[Any]:
+    return message.get("tool_calls", ())
+
+
+def _marked(message: Message, number: int) -> dict[str, Any]:
+    """The message with a text of its own in place of what it says, and of the name of each tool that it calls."""
+    probe, calls = f"{_PROBE}{number}z", _calls_of(message)
+    marked = {**message, "content": probe if message["content"] or not calls else ""}
+    if calls:
+        functions = [{**c["function"], "name": f"{probe}{i}z"} for i, c in enumerate(calls)]
+        marked["tool_calls"] = [{**c, "function": f} for c, f in zip(calls, functions, strict=True)]
+    return marked

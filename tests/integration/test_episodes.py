@@ -1,47 +1,71 @@
-"""Episodes of three turns in real runs: the trainer's log-probabilities are the engine's at every sampled token, its
-routing too, in every kind of layout."""
+"""Episodes of several turns in real runs: the trainer's log-probabilities are the engine's at every sampled token, its
+routing and Top-K too, in every kind of layout, with adapters, and where weight updates come in the middle of a turn."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dppo.algorithms.policy_loss import build_algorithm
 from megatron_dppo.config.loading import load_config
+from megatron_dppo.convert import main as convert
 from megatron_dppo.data.batch_file import load_batch
+from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.environments.calculator import calculate
 from megatron_dppo.explain.explanation import SeenStep, check_agreement
+from tests.adapters import peft_model, save_random_adapters
+from tests.chat_templates import QWEN3
 from tests.integration.runs import TrainingRun, records_of, write_material
+from tests.unit.planted_rewards import of_every_character
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-LAYOUTS = {
-    "PP2": ("parallel.tensor=1", "parallel.pipeline=2"),
-    "EP2": ("parallel.tensor=1", "parallel.expert=2"),
-    "CP2 LoRA": ("parallel.tensor=1", "parallel.context=2", "lora.rank=4"),
-}
+STEPS = (1, 2, 3)
+CALL, CALL_REWARD = " ", 0.25
+SAID = "<|im_end|>\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+TOPK = 4
+ADAPTERS = {"rank": 4}
+
+
+def material(folder: Path, environment: dict[str, Any], **sections: dict[str, Any]) -> Path:
+    """A configuration with one mini-batch a step, at the rollout's weights, and with nothing but steps."""
+    path = write_material(folder)
+    settings = yaml.safe_load(path.read_text())
+    settings["environment"] = environment
+    settings["rollout"]["router_replay"] = True
+    settings["training"]["prompts_per_mini_batch"] = settings["rollout"]["prompts_per_step"]
+    settings["data"].pop("evaluation")
+    settings.pop("evaluation")
+    settings["checkpoint"] = {"every": 100, "export_hf": False}
+    for name, section in sections.items():
+        settings.setdefault(name, {}).update(section)
+    path.write_text(yaml.safe_dump(settings))
+    return path
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
-    path = write_material(tmp_path_factory.mktemp("episodes"))
-    settings = yaml.safe_load(path.read_text())
-    settings["environment"] = {
-        "name": "tests.unit.planted_environments:Counting",
-        "credit": "turn",
-        "max_turns": 4,
-        "max_observation_tokens": 24,
-    }
-    # A random policy ends a turn about every third token; few then are cut off.
-    settings["rollout"] |= {"stop_token_ids": list(range(3, 180)), "router_replay": True}
-    settings["training"]["prompts_per_mini_batch"] = settings["rollout"]["prompts_per_step"]
-    path.write_text(yaml.safe_dump(settings))
-    return path
+    return material(
+        tmp_path_factory.mktemp("episodes"),
+        {
+            "name": "tests.unit.planted_environments:Counting",
+            "credit": "turn",
+            "max_turns": 4,
+            "max_observation_tokens": 24,
+        },
+        # A random policy ends a turn about every third token; some are cut off, and earn less than others.
+        rollout={"stop_token_ids": list(range(3, 180)), "max_response_tokens": 4},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,44 +75,51 @@ def run(config) -> TrainingRun:
     return run
 
 
-def check_step(directory: Path, step: int) -> None:
+# --- what the trainer computed
+
+
+def check_step(directory: Path, step: int, advantages: Callable[..., Sequence[float]]) -> None:
     """One mini-batch at the rollout's weights: pi is mu, and nothing but sampled tokens counts."""
     batch = load_batch(directory / "rollouts", step)
     (record,) = [r for r in records_of(directory) if r["step"] == step]
-    gaps = [
-        np.abs(t.column("loss_log_probs") - t.column("rollout_log_probs")).max()
-        for t in batch
-        if "loss_log_probs" in t.columns
-    ]
-    assert len(gaps) == len(batch)
-    assert max(gaps) < 2e-6
+    assert max(gap_of(t).max() for t in batch) < 2e-6
     assert record["r3/agreement_first"] == 1.0
     assert record["r3/unrecorded_share"] == record["r3/discarded_tokens"] == 0
     assert record["policy/tokens"] == sum(t.sampled for t in batch)
     # The loss saw each turn's own advantage: signs of masked tokens and all means are those of the saved ones.
     settings = load_config(directory / "config.yaml").algorithm
     seen = SeenStep.of(batch, settings)
-    expected = torch.cat([by_hand(t, batch) for t in batch])
-    torch.testing.assert_close(seen.inputs.advantages, expected, atol=1e-6, rtol=0)
-    check_agreement(seen, build_algorithm(settings.name), directory, step)
+    assert seen.inputs.advantages.any()
+    expected = [t.by_token(advantages(t, group_of(t, batch))) for t in batch]
+    torch.testing.assert_close(
+        seen.inputs.advantages, torch.from_numpy(np.concatenate(expected)), atol=1e-6, rtol=0
+    )
+    check_agreement(
+        seen, build_algorithm(settings.name, settings.options, settings.settings), directory, step
+    )
 
 
-def by_hand(t: Trajectory, batch: Sequence[Trajectory]) -> torch.Tensor:
-    """A of each token: turn i of ``Counting`` earns i tenths."""
-    group = [other for other in batch if other.problem_id == t.problem_id]
+def gap_of(t: Trajectory) -> np.ndarray:
+    """|log pi - log mu| of each sampled token, as the loss saw it."""
+    return np.abs(t.column("loss_log_probs") - t.column("rollout_log_probs"))
+
+
+def group_of(t: Trajectory, batch: Sequence[Trajectory]) -> list[Trajectory]:
+    return [other for other in batch if other.problem_id == t.problem_id]
+
+
+def of_counted_turns(t: Trajectory, group: Sequence[Trajectory]) -> list[float]:
+    """A of each turn: turn i of ``Counting`` earns i tenths, and answers for what came from then on."""
     left = [
         [sum(range(k, other.turns + 1)) / 10 for k in range(1, other.turns + 1)] for other in group
     ]
     mine = next(g for g, other in zip(left, group, strict=True) if other is t)
-    by_turn = [
-        g - sum(of[min(k, len(of) - 1)] for of in left) / len(left) for k, g in enumerate(mine)
-    ]
-    return torch.from_numpy(t.by_token(by_turn))
+    return [g - sum(of[min(k, len(of) - 1)] for of in left) / len(left) for k, g in enumerate(mine)]
 
 
 def test_the_trainer_has_the_engines_log_probabilities_and_routing(run):
     for step in (1, 2):
-        check_step(run.directory, step)
+        check_step(run.directory, step, of_counted_turns)
 
 
 def test_the_record_tells_of_turns_and_of_the_prefix_cache(run):
@@ -108,16 +139,18 @@ def test_the_record_tells_of_turns_and_of_the_prefix_cache(run):
             assert t.loss_mask[-1]
 
 
+@pytest.mark.slow
 def test_a_session_of_openais_client_has_them_too(config, tmp_path):
     """Prompts are the agent's own, of which the seals know."""
     overrides = (
-        f"run.directory={tmp_path / 'run'}", "run.steps=1", "checkpoint.export_hf=false",
+        f"run.directory={tmp_path / 'run'}", "run.steps=1",
         "environment.name=agent", "environment.options.agent=tests.unit.planted_agents:talking",
         "environment.max_tokens=300", "environment.max_observation_tokens=48",
     )  # fmt: skip
     with TrainingRun(config, *overrides) as run:
         run.finish()
-    check_step(run.directory, 1)
+    # Its agent gives a reward at the end alone, so turns have the advantage of the whole.
+    check_step(run.directory, 1, of_the_whole)
     batch = load_batch(run.directory / "rollouts", 1)
     assert sum(t.turns == 3 for t in batch) > len(batch) / 4
     assert {t.finish_reason for t in batch} <= {"stop", "length"}
@@ -125,12 +158,236 @@ def test_a_session_of_openais_client_has_them_too(config, tmp_path):
     assert record["environment/faults"] == 0
 
 
+def of_the_whole(t: Trajectory, group: Sequence[Trajectory]) -> list[float]:
+    return [t.reward - sum(other.reward for other in group) / len(group)] * t.turns
+
+
+# --- a tool, Top-K, and batches that are sampled ahead while weights are updated
+
+
+@pytest.fixture(scope="module")
+def tools_config(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tools")
+    path = material(
+        folder,
+        {
+            "name": "calculator",
+            "role": "tool",
+            "options": {"call": CALL, "call_reward": CALL_REWARD},
+            "max_turns": 4,
+            "max_observation_tokens": 120,
+        },
+        run={"steps": len(STEPS)},
+        # Few requests at a time, and turns of a dozen tokens: updates come in the middle of some.
+        rollout={
+            "stop_token_ids": list(range(3, 45)),
+            "max_response_tokens": 32,
+            "max_concurrent_requests": 8,
+            "max_staleness": 1,
+            "interrupt": "retract",
+            "topk_log_probs": TOPK,
+        },
+        reward={"name": "tests.unit.planted_rewards:of_every_character"},
+        algorithm={"name": "dppo-topk-tv", "options": {"topk": TOPK}},
+        checkpoint={"every": 1, "keep": len(STEPS)},
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.chat_template = QWEN3
+    tokenizer.save_pretrained(folder / "model")
+    return path
+
+
+@pytest.fixture(scope="module")
+def ahead(tools_config) -> TrainingRun:
+    with TrainingRun(tools_config) as run:
+        run.finish(timeout=600)
+    return run
+
+
+@pytest.fixture(scope="module")
+def batches(ahead) -> dict[int, list[Trajectory]]:
+    return {step: load_batch(ahead.directory / "rollouts", step) for step in STEPS}
+
+
+@pytest.mark.slow
+def test_what_a_tool_said_is_the_templates_and_what_it_earned_the_trajectorys(ahead, batches):
+    tokenizer = AutoTokenizer.from_pretrained(ahead.directory.parent / "model")
+    spoken = {"error": 0, "number": 0}
+    for t in (t for batch in batches.values() for t in batch):
+        edges = np.flatnonzero(np.diff(t.loss_mask, prepend=False, append=False))
+        turns = edges.reshape(-1, 2).tolist()
+        texts = [
+            tokenizer.decode(t.token_ids[a : b - 1], skip_special_tokens=True) for a, b in turns
+        ]
+        answers = [answer_to(text) for text in texts[:-1]]
+        for (_, end), (begin, _), answer in zip(turns[:-1], turns[1:], answers, strict=True):
+            # The end of a turn is there once, by whoever wrote it.
+            after = end - (t.token_ids[end - 1] == tokenizer.eos_token_id)
+            assert tokenizer.decode(t.token_ids[after:begin]) == SAID.format(answer)
+            spoken["error" if answer == "error" else "number"] += 1
+        if t.finish_reason == "stop":
+            expected = of_every_character(str(texts[-1]), "")
+            assert answer_to(texts[-1]) is None
+            calls = sum(answer != "error" for answer in answers)
+            assert t.reward == pytest.approx(CALL_REWARD * calls + expected)
+    assert min(spoken.values()) > 0
+    assert sum(spoken.values()) > 20
+
+
+def answer_to(turn: Any) -> str | None:
+    """What the calculator says; None: the turn asks it nothing."""
+    _, call, expression = turn.rpartition(CALL)
+    if not call:
+        return None
+    try:
+        return str(calculate(expression))
+    except ValueError:
+        return "error"
+
+
+@pytest.mark.slow
+def test_a_tools_trajectories_have_them_too_and_the_engines_topk(ahead, batches):
+    check_step(ahead.directory, 1, of_the_whole)
+    gaps = [t.column("loss_topk_log_probs") - t.column("topk_log_probs") for t in batches[1]]
+    assert max(np.abs(gap).max() for gap in gaps) < 2e-6
+    assert sum(t.turns > 1 for t in batches[1]) > len(batches[1]) / 4
+
+
+class Judged(NamedTuple):
+    """What transformers computes of a trajectory: log p [S - 1, V] and the routers' logits [S - 1, layers, experts]."""
+
+    log_probs: torch.Tensor
+    routers: torch.Tensor
+
+
+@torch.no_grad()
+def judged(model: nn.Module, t: Trajectory) -> Judged:
+    out = model(torch.from_numpy(t.token_ids.astype(np.int64))[None], output_router_logits=True)
+    return Judged(
+        out.logits[0, :-1].log_softmax(-1), torch.stack([r[:-1] for r in out.router_logits], 1)
+    )
+
+
+def check_own_version(t: Trajectory, judges: Sequence[nn.Module]) -> None:
+    """Each token's log-probability and Top-K are of the whole model at the version that sampled it, and each row of the
+    routing at the one that recorded it."""
+    predicting = np.flatnonzero(t.loss_mask) - 1
+    versions, recorded = t.column("weight_version"), recorded_by(t)
+    by_version = {v: judged(judges[v], t) for v in {*versions.tolist(), *recorded.tolist()}}
+    for version in np.unique(versions):
+        own = versions == version
+        log_probs = by_version[version].log_probs[predicting[own]]
+        mu = log_probs.gather(1, torch.from_numpy(t.response_ids[own].astype(np.int64))[:, None])
+        assert np.abs(mu[:, 0].numpy() - t.column("rollout_log_probs")[own]).max() < 1e-5
+        if "topk_ids" in t.columns:
+            topk = t.column("topk_log_probs")[own]
+            ids = torch.from_numpy(t.column("topk_ids")[own].astype(np.int64))
+            assert np.abs(log_probs.gather(1, ids).numpy() - topk).max() < 1e-5
+            assert np.abs(log_probs.topk(ids.shape[1]).values.numpy() - topk).max() < 1e-5
+    chosen = np.sort(t.column("routed_experts"), -1)
+    for version in np.unique(recorded):
+        rows = recorded == version
+        ordered = by_version[version].routers[rows].sort(-1, descending=True)
+        # Where two experts are within rounding, either is right.
+        k = chosen.shape[-1]
+        clear = (ordered.values[..., k - 1] - ordered.values[..., k] > 1e-5).numpy()
+        expected = np.sort(ordered.indices[..., :k].numpy(), -1)
+        assert clear.mean() > 0.9
+        np.testing.assert_array_equal(chosen[rows][clear], expected[clear])
+
+
+def recorded_by(t: Trajectory) -> np.ndarray:
+    """The weights that recorded each row: those that did for the next sampled token."""
+    versions = t.column("weight_version")
+    by_token = t.columns.get("routing_version", np.full_like(versions, versions[-1]))
+    return by_token[np.cumsum(t.loss_mask)[:-1]]
+
+
+@pytest.mark.slow
+def test_tokens_and_routing_are_of_their_own_version_where_updates_interrupt_turns(
+    ahead, batches, tmp_path
+):
+    judges = [ahead.directory.parent / "model"]
+    for step in STEPS[:-1]:
+        judges.append(tmp_path / f"{step}")
+        source = ahead.directory / "checkpoints" / f"step_{step:06d}"
+        words = ("--megatron", source, "--hf-config", judges[0], "--out", judges[-1])
+        assert convert(["megatron-to-hf", *map(str, words)]) == 0
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    models = [load(folder).eval() for folder in judges]
+    interrupted = between = discarded = 0
+    for step, batch in batches.items():
+        for t in batch:
+            check_own_version(t, models)
+            changes = len(t.version_spans) - 1
+            interrupted += len(t.interruptions)
+            between += changes - len(t.interruptions)
+            lost = ~usable_rows(t.loss_mask, t.columns)
+            # Rows of tokens that were sampled before an update came are recorded by the weights after it.
+            predicted = t.column("weight_version")[np.cumsum(t.loss_mask)[:-1][lost]]
+            assert (recorded_by(t)[lost] > predicted).all()
+            discarded += lost.sum()
+        (record,) = [r for r in records_of(ahead.directory) if r["step"] == step]
+        assert record["rollout/staleness_max"] == (0 if step == 1 else 1)
+        # Those that the trainer's weights drew, all rows of which it recorded too: of them pi is mu here too.
+        newest = [t for t in batch if (t.column("weight_version") == step - 1).all()]
+        assert all(gap_of(t).max() < 2e-6 for t in newest)
+    assert min(interrupted, between, discarded) > 0
+
+
+# --- other layouts, and adapters
+
+LAYOUTS = {
+    "PP2": ("parallel.tensor=1", "parallel.pipeline=2"),
+    "EP2": ("parallel.tensor=1", "parallel.expert=2"),
+    "CP2": ("parallel.tensor=1", "parallel.context=2"),
+}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_layouts_have_them_too(run, config, tmp_path, layout):
+def test_other_layouts_have_them_too(ahead, batches, tools_config, tmp_path, layout):
+    """Also of the batch that was sampled ahead: steps that change nothing show it to the weights that it began with."""
     overrides = (
-        f"run.directory={tmp_path / 'again'}", f"rollout.replay_from={run.directory}/rollouts",
-        "run.steps=1", "checkpoint.export_hf=false", *LAYOUTS[layout],
+        f"run.directory={tmp_path / 'again'}", f"rollout.replay_from={ahead.directory}/rollouts",
+        "run.steps=2", "rollout.max_staleness=0", "optimizer.lr=1e-30", "checkpoint.every=100",
+        *LAYOUTS[layout],
     )  # fmt: skip
-    with TrainingRun(config, *overrides) as again:
+    with TrainingRun(tools_config, *overrides) as again:
         again.finish()
-    check_step(again.directory, 1)
+    check_step(again.directory, 1, of_the_whole)
+    gaps = [gap_of(t)[of_version_0(t)] for t in load_batch(again.directory / "rollouts", 2)]
+    assert len(np.concatenate(gaps)) > 0
+    assert np.concatenate(gaps).max() < 2e-6
+
+
+def of_version_0(t: Trajectory) -> np.ndarray:
+    """Whether each sampled token is, and all of the routing before it."""
+    recorded = np.maximum.accumulate(recorded_by(t))[np.flatnonzero(t.loss_mask) - 1]
+    return (t.column("weight_version") == 0) & (recorded == 0)
+
+
+@pytest.mark.slow
+def test_adapters_that_the_engine_generates_with_have_them_too(config, tmp_path):
+    """The merged model samples and trains; PEFT's own says what it is, and the base is another one."""
+    base = config.parent / "model"
+    adapters = save_random_adapters(tmp_path / "adapters", base, ADAPTERS)
+    overrides = (
+        f"run.directory={tmp_path / 'run'}", "run.steps=1", *LAYOUTS["CP2"],
+        f"lora.rank={ADAPTERS['rank']}", f"lora.start_from={adapters}",
+    )  # fmt: skip
+    with TrainingRun(config, *overrides) as run:
+        run.finish()
+    check_step(run.directory, 1, of_counted_turns)
+    merged, _ = peft_model(str(base), str(adapters))
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    for t in load_batch(run.directory / "rollouts", 1):
+        predicting, ids = np.flatnonzero(t.loss_mask) - 1, t.response_ids.astype(np.int64)
+        with torch.no_grad():
+            logits = [
+                model(torch.from_numpy(t.token_ids.astype(np.int64))[None]).logits[0]
+                for model in (merged, plain)
+            ]
+        own, other = (x.log_softmax(-1).numpy()[predicting, ids] for x in logits)
+        assert np.abs(own - t.column("rollout_log_probs")).max() < 1e-5
+        assert np.abs(other - t.column("rollout_log_probs")).max() > 1e-2

@@ -11,8 +11,17 @@ import orjson
 import pytest
 
 from megatron_dppo.data.columns import COLUMNS, Column, Rows, declare, usable_rows
+from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import FinishReason, Trajectory, VersionSpan
-from megatron_dppo.engine.continuation import Continuation, first, join, rest_of, seam_end, text_of
+from megatron_dppo.engine.continuation import (
+    Continuation,
+    after,
+    first,
+    join,
+    rest_of,
+    seam_end,
+    text_of,
+)
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineLostError,
@@ -224,6 +233,32 @@ def test_the_text_ends_as_the_engine_s_does():
     assert text([1, 2, 0], "stop") == "ab"
     assert text([1, 2, 3], "stop") == "ab"  # 3 is a stop token
     assert text([1, 2, 3], "stop", ("zz", "bc")) == "a"
+
+
+def test_turns_keep_the_topk_of_their_own_calls_and_what_is_between_has_none():
+    """Turns of 7, 8 and of 9, 10, and 20, 21, 22 between them; K = 2, the sampled token first."""
+    asked = request()
+    turn = answer(asked, [7, 8], 1, "stop").with_columns(
+        topk_ids=[[7, 1], [8, 2]], topk_log_probs=[[-0.1, -2.1], [-0.2, -2.2]]
+    )
+    further = after(asked, turn, 5, [20, 21, 22])
+    assert (further.prompt_ids, further.columns["topk"]) == ([4, 5, 6, 7, 8, 20, 21, 22], 1)
+    last = answer(further, [9, 10], 2, "stop").with_columns(
+        topk_ids=[[9, 3], [10, 4]], topk_log_probs=[[-0.3, -2.3], [-0.4, -2.4]]
+    )
+    whole = join(turn, last)
+    assert whole.token_ids.tolist() == [4, 5, 6, 7, 8, 20, 21, 22, 9, 10]
+    assert whole.columns["topk_ids"].tolist() == [[7, 1], [8, 2], [9, 3], [10, 4]]
+    log_probs = [[-0.1, -2.1], [-0.2, -2.2], [-0.3, -2.3], [-0.4, -2.4]]
+    np.testing.assert_array_equal(whole.columns["topk_log_probs"], np.array(log_probs, np.float32))
+    whole.check()
+    # The loss reads row t for token t + 1: those of the sampled tokens alone have any.
+    batch = pack([whole])
+    assert batch.loss_mask.tolist() == [False, False, True, True, *[False] * 3, True, True, False]
+    ids = [[-1, -1]] * 2 + [[7, 1], [8, 2]] + [[-1, -1]] * 3 + [[9, 3], [10, 4]] + [[-1, -1]]
+    assert batch.columns["topk_ids"].tolist() == ids
+    rows = batch.columns["topk_log_probs"][batch.loss_mask].numpy()
+    np.testing.assert_array_equal(rows, np.array(log_probs, np.float32))
 
 
 # --- recorded routing that was lost

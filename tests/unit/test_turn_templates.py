@@ -1,10 +1,9 @@
 """The tokens between two turns, for the chat templates of every family: turns laid end to end are the tokens that the
-template's own rendering of the whole conversation has. The templates here have the published ones' form, without what
-renders tool definitions."""
+template's own rendering of the whole conversation has, and a template that can't say them is refused."""
 
 from __future__ import annotations
 
-import copy
+import json
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,127 +12,201 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.environments import ChatCall
 from megatron_dppo.environments.templates import TurnTemplate, TurnTemplateError
 from megatron_dppo.model.families import FAMILIES
+from tests.chat_templates import PUBLISHED, published_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
-QWEN3 = """\
-{%- set ns = namespace(query=0) %}
-{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.query = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for m in messages %}
-    {%- if m.role in ('user', 'system') %}
-        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}
-    {%- elif m.role == 'assistant' %}
-        {%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
-        {%- set thought = thought if '</think>' in m.content else '' %}
-        {%- set content = m.content.split('</think>')[-1].lstrip('\\n') %}
-        {%- if loop.index0 > ns.query and (loop.last or thought) %}
-            {{- '<|im_start|>assistant\\n<think>\\n' + thought + '\\n</think>\\n\\n' + content }}
-        {%- else %}
-            {{- '<|im_start|>assistant\\n' + content }}
-        {%- endif %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif m.role == 'tool' %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-QWEN2 = """\
-{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{%- endif %}
-{%- for m in messages %}
-    {%- if m.role == 'tool' %}
-        {%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
-    {%- else %}
-        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-R1_DISTILL = """\
-{{- '<|begin|>' }}
-{%- for m in messages %}
-    {%- if m.role == 'system' %}{{- m.content }}{%- endif %}
-    {%- if m.role == 'user' %}{{- '<|User|>' + m.content }}{%- endif %}
-    {%- if m.role == 'assistant' %}
-        {%- set content = m.content.split('</think>')[-1] if '</think>' in m.content else m.content %}
-        {{- '<|Assistant|>' + content + '<|im_end|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|Assistant|>' }}{%- endif %}"""
-LLAMA3 = """\
-{{- '<|begin|>' }}
-{%- for m in messages %}
-    {%- set role = 'ipython' if m.role == 'tool' else m.role %}
-    {%- set content = m.content | tojson if m.role == 'tool' else m.content | trim %}
-    {{- '<|header|>' + role + '<|header_end|>\\n\\n' + content + '<|im_end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|header|>assistant<|header_end|>\\n\\n' }}{%- endif %}"""
-MIXTRAL = """\
-{{- '<|begin|>' }}
-{%- for m in messages %}
-    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}
-    {{- ' [INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content + '<|im_end|>' }}
-{%- endfor %}"""
-
-TEMPLATES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    # template, what a turn begins with beyond the prompt before it, roles
-    "qwen3": (QWEN3, "", ("user", "tool")),
-    "qwen3_moe": (QWEN3, "", ("user", "tool")),
-    "qwen2": (QWEN2, "", ("user", "tool")),
-    "qwen2, distilled from R1": (R1_DISTILL, "", ("user",)),
-    "llama": (LLAMA3, "", ("user", "tool")),
-    "mixtral, of the walk": (MIXTRAL, " ", ("user",)),
-    "these tests'": (CHAT_TEMPLATE, "", ("user", "tool")),
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "The sum of two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
 }
-EVERY = [(name, role) for name, (*_, roles) in TEMPLATES.items() for role in roles]
+SAYS_TOOLS = [name for name, published in PUBLISHED.items() if published.call]
+REFUSED = {
+    ("qwen2, distilled from R1", "tool"): "is not stable: after a turn",
+    ("llama, distilled from R1", "tool"): "is not stable: after a turn",
+    ("mixtral", "tool"): "fails on messages of user, assistant, tool: TemplateError: conversation",
+}
+EVERY = [(name, role) for name in PUBLISHED for role in ("user", "tool")]
 
 
 @cache
-def _tokenizer() -> Any:
+def tokenizer_of(name: str) -> Any:
+    return published_tokenizer(PUBLISHED[name])
+
+
+def tiny_with(template: str | None) -> Any:
     tokenizer = tiny_tokenizer()
-    tokens = ["<|begin|>", "<|User|>", "<|Assistant|>", "<|header|>", "<|header_end|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
-    return tokenizer
-
-
-def tokenizer_of(template: str) -> Any:
-    tokenizer = copy.deepcopy(_tokenizer())
     tokenizer.chat_template = template
     return tokenizer
 
 
-def encoded(tokenizer: Any, messages: list[dict[str, str]], *, prompts: bool) -> list[int]:
+def encoded(tokenizer: Any, messages: list[dict[str, Any]], *, prompts: bool) -> list[int]:
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=prompts, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids_of(tokenizer, text)
 
 
 def test_every_family_has_a_template_here():
-    assert {name.split(",")[0] for name in TEMPLATES} >= FAMILIES.keys()
+    assert {name.split(",")[0] for name in PUBLISHED} >= FAMILIES.keys()
 
 
-@pytest.mark.parametrize(("name", "role"), EVERY)
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def sampled_after(tokenizer: Any, prompt: str, said: str) -> list[int]:
+    """A policy's turn as the tokenizer would write it behind the prompt, with its end."""
+    before, whole = ids_of(tokenizer, prompt), ids_of(tokenizer, prompt + said)
+    assert whole[: len(before)] == before
+    return [*whole[len(before) :], tokenizer.eos_token_id]
+
+
+def conversation(
+    name: str, messages: list[dict[str, Any]], tools: Any = None, *, is_kept: bool = False
+) -> str:
+    """The template's own rendering; unless it ``is_kept``, with what a prompt opens a turn with where a history lacks
+    it."""
+    tokenizer, opened = tokenizer_of(name), PUBLISHED[name].opened
+    options = {"tools": tools, "tokenize": False}
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    if opened and not is_kept:
+        unasked = tokenizer.apply_chat_template(messages, **options)
+        header = text.removeprefix(unasked).removesuffix(opened)
+        assert header
+        text = text.replace(header + opened, header).replace(header, header + opened)
+    return text
+
+
+@pytest.mark.parametrize(("name", "role"), [pair for pair in EVERY if pair not in REFUSED])
 def test_turns_end_to_end_are_the_whole_conversation(name, role):
-    template, begin, _ = TEMPLATES[name]
-    tokenizer = tokenizer_of(template)
+    tokenizer = tokenizer_of(name)
     turns = TurnTemplate(tokenizer, role)
     messages = [{"role": "user", "content": "3+5"}]
-    ids = encoded(tokenizer, messages, prompts=True)
-    end = tokenizer.eos_token_id
-    for said, observation in [("4+1", "5"), ("so 5+3", "8 is\nright"), ("", "8")]:
-        sampled = [*tokenizer(begin + said, add_special_tokens=False)["input_ids"], end]
+    whole = conversation(name, messages)
+    ids = ids_of(tokenizer, whole)
+    for said, observation in [
+        ("4+1", "5"),
+        ("so 5+3", "8 is\nright"),
+        ("5.\n\n", '"8"'),
+        ("", "8"),
+    ]:
+        # Llama's trims what is said in its history, which is no concern of what was sampled.
+        text = said.strip() if name == "llama" else said
+        sampled = sampled_after(tokenizer, whole, PUBLISHED[name].begin + text)
         ids += [*sampled, *turns.delta(sampled, observation)]
         messages += [
             {"role": "assistant", "content": said},
             {"role": role, "content": observation},
         ]
-        assert ids == encoded(tokenizer, messages, prompts=True)
+        whole = conversation(name, messages)
+        assert ids == ids_of(tokenizer, whole)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(("name", "role"), REFUSED)
+def test_a_family_that_can_not_say_what_a_tool_said_is_refused_at_the_start(name, role):
+    with pytest.raises(TurnTemplateError, match=REFUSED[name, role]):
+        TurnTemplate(tokenizer_of(name), role)
+
+
+@pytest.mark.parametrize("name", SAYS_TOOLS)
+def test_calls_of_tools_end_to_end_are_the_whole_conversation(name):
+    """The policy writes a call as text, an agent sends it back as a message with ``tool_calls``: the template's
+    rendering of that is what was sampled. Two calls at once have two answers, which some templates put in one message;
+    Llama's takes one at a time."""
+    tokenizer, published = tokenizer_of(name), PUBLISHED[name]
+    turns = TurnTemplate(tokenizer, "user")
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "sums"},
+        {"role": "user", "content": "3+5-2"},
+    ]
+    ids = turns.opening(Problem(0, "", "", (1,)), ChatCall(messages, [TOOL]))
+    whole = conversation(name, messages, [TOOL], is_kept=True)
+    assert ids == ids_of(tokenizer, whole)
+    both = ["3", "5"] if name != "llama" else ["3"]
+    for operands in (both, ["8"]):
+        calls = [{"name": "add", "arguments": {"a": int(a)}} for a in operands]
+        texts = [
+            published.call.format(name="add", arguments=json.dumps({"a": int(a)})) for a in operands
+        ]
+        thought = "sum\n</think>\n\n" if published.opened else ""
+        sampled = sampled_after(tokenizer, whole, thought + "\n".join(texts))
+        replies = [{"role": "tool", "content": a, "tool_call_id": a} for a in operands]
+        ids += [*sampled, *turns.delta(sampled, ChatCall(replies, [TOOL]))]
+        turn = {
+            "role": "assistant",
+            "content": thought,
+            "tool_calls": [{"type": "function", "function": call} for call in calls],
+        }
+        messages += [turn, *replies]
+        whole = conversation(name, messages, [TOOL], is_kept=True)
+        assert ids == ids_of(tokenizer, whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "calls", "lost"),
+    [
+        ("qwen3", 2, None),
+        ("qwen2", 2, None),
+        ("llama", 1, None),
+        ("llama", 2, "fails on messages of .* This model only supports single tool-calls at once!"),
+        ("qwen2, distilled from R1", 1, "leaves out, or alters, a call of the tool 'add'"),
+        ("these tests'", 2, "leaves out, or alters, a call of the tool 'add'"),
+    ],
+)
+def test_an_example_whose_calls_the_template_leaves_out_is_refused(name, calls, lost):
+    """Messages that an agent begins with may hold turns of others: their calls of tools must be in the prompt."""
+    tokenizer = tokenizer_of(name)
+    function = {"name": "add", "arguments": {"a": 3}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "3+5"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}] * calls},
+        {"role": "tool", "content": "8"},
+        {"role": "assistant", "content": "8"},
+        {"role": "user", "content": "3+6"},
+    ]
+    turns, problem = TurnTemplate(tokenizer, "user"), Problem(0, "", "", (1,))
+    if lost is not None:
+        with pytest.raises(TurnTemplateError, match=lost):
+            turns.opening(problem, ChatCall(messages))
+        return
+    assert turns.opening(problem, ChatCall(messages)) == encoded(tokenizer, messages, prompts=True)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in SAYS_TOOLS])
+def test_tools_that_the_template_leaves_out_are_refused(name):
+    call = ChatCall([{"role": "user", "content": "3+5"}], [TOOL])
+    with pytest.raises(TurnTemplateError, match="leaves out, or alters, the tool 'add'"):
+        TurnTemplate(tokenizer_of(name), "user").opening(Problem(0, "", "", (1,)), call)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe, thinking"])
+def test_thoughts_since_the_last_question_stay_in_the_templates_own_rendering(name):
+    """And where the user says the next thing it drops them, as the model goes on seeing what it sampled."""
+    tokenizer, opened = tokenizer_of(name), PUBLISHED[name].opened
+    said = "<think>\n3+5\n</think>\n\n8"
+    for role, is_exact in (("tool", True), ("user", False)):
+        messages = [{"role": "user", "content": "3+5"}]
+        prompt = conversation(name, messages, is_kept=True)
+        sampled = sampled_after(tokenizer, prompt, said.removeprefix(opened))
+        ids = [
+            *ids_of(tokenizer, prompt),
+            *sampled,
+            *TurnTemplate(tokenizer, role).delta(sampled, "8"),
+        ]
+        messages += [{"role": "assistant", "content": said}, {"role": role, "content": "8"}]
+        whole = conversation(name, messages, is_kept=True)
+        assert ("</think>" in whole) is (ids == ids_of(tokenizer, whole)) is is_exact
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_what_was_sampled_stays_whatever_the_template_would_make_of_it(name):
     """Thoughts, white space and several ways to write a text: a template drops or trims them in its history."""
-    tokenizer = tokenizer_of(TEMPLATES[name][0])
+    tokenizer = tokenizer_of(name)
     turns = TurnTemplate(tokenizer, "user")
     plain = [*tokenizer("5")["input_ids"], tokenizer.eos_token_id]
     for text in ("<think>\n3\n</think>\n\n5", " 5 \n\n", "<|User|>"):
@@ -143,7 +216,7 @@ def test_what_was_sampled_stays_whatever_the_template_would_make_of_it(name):
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "these tests'"])
 def test_the_newline_after_the_end_of_a_turn_is_the_templates(name):
-    tokenizer = tokenizer_of(TEMPLATES[name][0])
+    tokenizer = tokenizer_of(name)
     turns = TurnTemplate(tokenizer, "user")
     (newline,) = tokenizer("\n")["input_ids"]
     end = tokenizer.eos_token_id
@@ -153,17 +226,17 @@ def test_the_newline_after_the_end_of_a_turn_is_the_templates(name):
     assert turns.delta([], "8")[:2] == [end, newline]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_first_observation_is_one_more_message_of_the_user(name):
     """Behind the prompt as it was encoded, and before what asks for an answer."""
-    tokenizer = tokenizer_of(TEMPLATES[name][0])
+    tokenizer = tokenizer_of(name)
     turns = TurnTemplate(tokenizer, "user")
     messages = [{"role": "user", "content": "3+5"}]
     prompt = tuple(encoded(tokenizer, messages, prompts=True))
     asking = len(prompt) - len(encoded(tokenizer, messages, prompts=False))
     assert turns.generation_tokens == asking
     problem = Problem(0, "3+5", "8", prompt)
-    if name == "mixtral, of the walk":
+    if name == "mixtral":
         with pytest.raises(TurnTemplateError, match=r"messages of user, user: .* must alternate"):
             turns.opening(problem, "Begin: 8")
         return
@@ -179,19 +252,19 @@ def test_a_first_observation_is_one_more_message_of_the_user(name):
 def test_a_template_that_swallows_it_or_a_prompt_that_is_not_its_own_is_refused():
     drops = changed(" in messages %}", " in messages[:1] + messages[2:] %}")
     drops = drops.replace("<|im_start|>assistant", "{{ messages|length }}<|im_start|>assistant")
-    tokenizer = tokenizer_of(drops)
+    tokenizer = tiny_with(drops)
     turns = TurnTemplate.__new__(TurnTemplate)
     turns._tokenizer, turns._is_chat, turns.generation_tokens = tokenizer, True, 3
     ids = tuple(encoded(tokenizer, [{"role": "user", "content": "3+5"}], prompts=True))
     with pytest.raises(TurnTemplateError, match="does not put a second message of the user after"):
         turns.opening(Problem(0, "3+5", "8", ids), "Begin")
-    whole = TurnTemplate(_tokenizer(), "user")
+    whole = TurnTemplate(tiny_tokenizer(), "user")
     with pytest.raises(TurnTemplateError, match="does not put a second message of the user after"):
         whole.opening(Problem(0, "3+5", "8", (10, 11, 12, 13, 14, 15)), "Begin")
 
 
 def test_plain_text_follows_as_it_is():
-    tokenizer = _tokenizer()
+    tokenizer = tiny_tokenizer()
     assert (
         TurnTemplate(tokenizer, "user", is_chat=False).delta([7, 2], "\n8 ")
         == (tokenizer("\n8 ")["input_ids"])
@@ -218,17 +291,16 @@ NO_END = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
         (DROPS_TOOLS, "tool", r"drops a message of tool after a turn \(environment.role\)"),
         (COUNTS, "user", r"is not stable: after a turn stands .*user3.*, but .*user5.* where 3 messages"),
         (LAST_ONLY, "tool", r"leaves out, or alters, what the assistant said before a message of tool"),
-        (MIXTRAL, "tool", r"fails on messages of user, assistant, tool: TemplateError: roles must alternate"),
         (None, "user", r"the tokenizer has no chat template; set data.apply_chat_template to false"),
     ],
 )  # fmt: skip
 def test_a_template_that_can_not_say_what_follows_is_refused_at_the_start(template, role, message):
     with pytest.raises(TurnTemplateError, match=f"(?s){message}"):
-        TurnTemplate(tokenizer_of(template), role)
+        TurnTemplate(tiny_with(template), role)
 
 
 def test_a_tokenizer_that_writes_a_space_before_every_text_is_refused():
-    tokenizer = tokenizer_of(NO_END)
+    tokenizer = tiny_with(NO_END)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     with pytest.raises(TurnTemplateError, match="is encoded otherwise behind a turn than alone"):
         TurnTemplate(tokenizer, "user")

@@ -1,0 +1,275 @@
+"""Chat templates and tokenizers of the supported families, close in behaviour to the published ones: what roles they
+take, where they put tools and calls, what of a history they drop or trim, and where a tokenizer joins white space."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from tests.tiny_models import CHAT_TEMPLATE
+
+_QWEN_TOOLS = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {{- messages[0].content + '\\n\\n' if messages[0].role == 'system' else DEFAULT }}
+    {{- '# Tools\\n\\nYou may call one or more functions.\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>\\n\\nReturn <tool_call>\\n{"name": <name>, "arguments": <json>}\\n</tool_call><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- elif DEFAULT %}
+    {{- '<|im_start|>system\\n' + DEFAULT + '<|im_end|>\\n' }}
+{%- endif %}"""
+_QWEN_CALL = """\
+{{- '<tool_call>\\n{"name": "' }}{{- call.function.name }}{{- '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}"""
+# Messages of tools that follow each other are one of the user.
+_QWEN_RESPONSE = """\
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}"""
+_ASKING = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+
+# A turn since the last question keeps its thoughts, an earlier one loses them.
+QWEN3 = (
+    "{%- set DEFAULT = '' %}"
+    + _QWEN_TOOLS
+    + """
+{%- set ns = namespace(query=-1) %}
+{%- for m in messages %}
+    {%- if m.role == 'user' and not m.content.startswith('<tool_response>') %}
+        {%- set ns.query = loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}
+    {%- elif m.role == 'assistant' %}
+        {%- set content = m.content.split('</think>')[-1].lstrip('\\n') %}
+        {%- set thought = '' %}
+        {%- if '</think>' in m.content %}
+            {%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.query and (loop.last or thought) %}
+            {{- '<|im_start|>assistant\\n<think>\\n' + thought + '\\n</think>\\n\\n' + content }}
+        {%- else %}
+            {{- '<|im_start|>assistant\\n' + content }}
+        {%- endif %}
+        {%- for call in m.tool_calls or [] %}
+            {%- if content or not loop.first %}{{- '\\n' }}{%- endif %}
+            """
+    + _QWEN_CALL
+    + """
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif m.role == 'tool' %}
+        """
+    + _QWEN_RESPONSE
+    + """
+    {%- endif %}
+{%- endfor %}
+"""
+    + _ASKING
+)
+# As of 2507: the prompt itself opens a thought, and a history has none of it.
+QWEN3_THINKING = QWEN3.replace(_ASKING, _ASKING.replace("assistant\\n", "assistant\\n<think>\\n"))
+QWEN2 = (
+    "{%- set DEFAULT = 'You are helpful.' %}"
+    + _QWEN_TOOLS
+    + """
+{%- for m in messages %}
+    {%- if m.role == 'user' or (m.role == 'system' and not loop.first)
+        or (m.role == 'assistant' and not m.tool_calls) %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}
+    {%- elif m.role == 'assistant' %}
+        {{- '<|im_start|>assistant' }}{%- if m.content %}{{- '\\n' + m.content }}{%- endif %}
+        {%- for call in m.tool_calls %}
+            {{- '\\n' }}"""
+    + _QWEN_CALL
+    + """
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif m.role == 'tool' %}
+        """
+    + _QWEN_RESPONSE
+    + """
+    {%- endif %}
+{%- endfor %}
+"""
+    + _ASKING
+)
+# Tools stand in the first message of the user, a call is JSON of its own and takes the content's place, and what a tool
+# says is written as JSON, as text is iterable. Two calls at once are refused.
+LLAMA3 = """\
+{{- '<|begin|>' }}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- set system = '' %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content | trim %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- '<|header|>system<|header_end|>\\n\\n' }}
+{%- if tools is not none %}{{- 'Environment: ipython\\n' }}{%- endif %}
+{{- 'Cutting Knowledge Date: December 2023\\nToday Date: 26 Jul 2024\\n\\n' + system + '<|im_end|>' }}
+{%- if tools is not none %}
+    {{- '<|header|>user<|header_end|>\\n\\nGiven the following functions, please respond with JSON.\\n\\n' }}
+    {%- for tool in tools %}{{- tool | tojson(indent=4) }}{{- '\\n\\n' }}{%- endfor %}
+    {{- messages[0].content | trim + '<|im_end|>' }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for m in messages %}
+    {%- if not (m.role in ('ipython', 'tool') or 'tool_calls' in m) %}
+        {{- '<|header|>' + m.role + '<|header_end|>\\n\\n' + m.content | trim + '<|im_end|>' }}
+    {%- elif 'tool_calls' in m %}
+        {%- if m.tool_calls | length != 1 %}
+            {{- raise_exception('This model only supports single tool-calls at once!') }}
+        {%- endif %}
+        {%- set call = m.tool_calls[0].function %}
+        {{- '<|header|>assistant<|header_end|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson }}{{- '}<|im_end|>' }}
+    {%- else %}
+        {{- '<|header|>ipython<|header_end|>\\n\\n' }}
+        {{- m.content | tojson if m.content is mapping or m.content is iterable else m.content }}
+        {{- '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|header|>assistant<|header_end|>\\n\\n' }}{%- endif %}"""
+# It has no tools, and what they say begins with a mark once in a conversation; the prompt itself opens a thought.
+R1_DISTILL = """\
+{%- set ns = namespace(is_tool=false, is_output_first=true, system='') %}
+{%- for m in messages %}{%- if m.role == 'system' %}{%- set ns.system = m.content %}{%- endif %}{%- endfor %}
+{{- '<|begin|>' + ns.system }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{%- set ns.is_tool = false %}{{- '<|User|>' + m.content }}{%- endif %}
+    {%- if m.role == 'assistant' and m.content is not none %}
+        {%- if ns.is_tool %}
+            {{- '<|outputs_end|>' + m.content + '<|im_end|>' }}{%- set ns.is_tool = false %}
+        {%- else %}
+            {{- '<|Assistant|>' + m.content.split('</think>')[-1] + '<|im_end|>' }}
+        {%- endif %}
+    {%- endif %}
+    {%- if m.role == 'tool' %}
+        {%- set ns.is_tool = true %}
+        {{- '<|outputs_begin|><|output|>' if ns.is_output_first else '\\n<|output|>' }}
+        {{- m.content + '<|output_end|>' }}
+        {%- set ns.is_output_first = false %}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.is_tool %}{{- '<|outputs_end|>' }}{%- endif %}
+{%- if add_generation_prompt and not ns.is_tool %}{{- '<|Assistant|><think>\\n' }}{%- endif %}"""
+MIXTRAL = """\
+{%- set ns = namespace(system='') %}
+{%- if messages[0].role == 'system' %}
+    {%- set ns.system = messages[0].content + '\\n\\n' %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- '<|begin|>' }}
+{%- for m in messages %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('conversation roles must alternate') }}
+    {%- endif %}
+    {%- if m.role == 'user' %}{{- ' [INST] ' + (ns.system if loop.first else '') + m.content + ' [/INST]' }}
+    {%- elif m.role == 'assistant' %}{{- ' ' + m.content + '<|im_end|>' }}
+    {%- else %}{{- raise_exception('Only user and assistant roles are supported!') }}
+    {%- endif %}
+{%- endfor %}"""
+
+
+@dataclass(frozen=True)
+class PublishedTemplate:
+    """A family's, or a model's of that family.
+
+    ``begin``: what a turn begins with beyond the prompt before it. ``opened``: what that prompt opens a turn with and a
+    history lacks. ``call``: how the policy writes a call of a tool, of ``name`` and JSON ``arguments``; empty: the
+    template has no tools.
+    """
+
+    template: str
+    pattern: str = "qwen"
+    begin: str = ""
+    opened: str = ""
+    call: str = ""
+
+
+_HERMES = '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+PUBLISHED: dict[str, PublishedTemplate] = {
+    "qwen3": PublishedTemplate(QWEN3, call=_HERMES),
+    "qwen3_moe": PublishedTemplate(QWEN3, call=_HERMES),
+    "qwen3_moe, thinking": PublishedTemplate(QWEN3_THINKING, opened="<think>\n", call=_HERMES),
+    "qwen2": PublishedTemplate(QWEN2, call=_HERMES),
+    "qwen2, distilled from R1": PublishedTemplate(R1_DISTILL, opened="<think>\n"),
+    "llama": PublishedTemplate(
+        LLAMA3, "llama3", call='{{"name": "{name}", "parameters": {arguments}}}'
+    ),
+    "llama, distilled from R1": PublishedTemplate(R1_DISTILL, "llama3", opened="<think>\n"),
+    "mixtral": PublishedTemplate(MIXTRAL, "sentencepiece", begin=" "),
+    "these tests'": PublishedTemplate(CHAT_TEMPLATE),
+}
+
+_WORDS = {
+    kind: rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{number}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for kind, number in (("qwen", r"\p{N}"), ("llama3", r"\p{N}{1,3}"))
+}
+"""How the published tokenizers part a text: line ends go with the signs before them, spaces with the word after."""
+_SPECIAL = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>", "<|User|>", "<|Assistant|>"),
+    *("<|header|>", "<|header_end|>", "<|outputs_begin|>", "<|outputs_end|>"),
+    *("<|output|>", "<|output_end|>"),
+)
+_CORPUS = [
+    f'{a}+{b} is {a + b}.\n\nSo: {a + b}\n\n</tool_call>\n<tool_response>\n</think>\n\n"}}\n'
+    for a in range(40)
+    for b in range(10)
+]
+
+
+@cache
+def _trained(pattern: str) -> Tokenizer:
+    bpe = Tokenizer(models.BPE(byte_fallback=pattern == "sentencepiece"))
+    alphabet: Sequence[str] = pre_tokenizers.ByteLevel.alphabet()
+    special = list(_SPECIAL)
+    if pattern == "sentencepiece":
+        # As Llama 2's and Mixtral's: a space before the text, and what is no piece in bytes.
+        bpe.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+        alphabet = [chr(code) for code in range(32, 127)]
+        special += [f"<0x{byte:02X}>" for byte in range(256)]
+    else:
+        bpe.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_WORDS[pattern]), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=640,
+        special_tokens=special,
+        initial_alphabet=list(alphabet),
+        show_progress=False,
+        max_token_length=12,
+    )
+    # Sentencepiece's have no piece with a line end.
+    has_lines = pattern != "sentencepiece"
+    corpus = _CORPUS if has_lines else [text.replace("\n", " ") for text in _CORPUS]
+    bpe.train_from_iterator(corpus, trainer)
+    return bpe
+
+
+def published_tokenizer(published: PublishedTemplate) -> Any:
+    """A tokenizer that parts texts as its family's does, with this template."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_trained(published.pattern),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+    tokenizer.chat_template = published.template
+    return tokenizer
