@@ -55,7 +55,7 @@ class TurnTemplate:
         Raises TurnTemplateError where the template takes no such message, or the prompt's tokens do not stay.
         """
         if isinstance(observation, ChatCall):
-            return self._prompt(observation)
+            return self.prompt(observation)
         if not self._is_chat:
             return [*problem.prompt_ids, *self._encoded(observation)]
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
@@ -69,7 +69,9 @@ class TurnTemplate:
             )
         return ids
 
-    def _prompt(self, call: ChatCall) -> list[int]:
+    def prompt(self, call: ChatCall) -> list[int]:
+        """The tokens of messages that begin a branch, what the policy said among them. Raises TurnTemplateError where
+        the template leaves out a message, a call of a tool or a tool."""
         if not self._is_chat:
             raise TurnTemplateError(
                 "messages are given where data.apply_chat_template is false, expected plain text"
@@ -128,10 +130,15 @@ class TurnTemplate:
         return str(text)
 
     def _require(self, call: ChatCall) -> None:
-        """Raise TurnTemplateError where the template leaves out a message, or a tool."""
-        marked = [{**m, "content": f"{_PROBE}{i}z"} for i, m in enumerate(call.messages)]
+        """Raise TurnTemplateError where the template leaves out a message, a call of a tool or a tool."""
+        # Of a message without content nothing can be lost but its calls.
+        marked = [
+            {**m, "content": m["content"] and f"{_PROBE}{i}z"} for i, m in enumerate(call.messages)
+        ]
         text = self._render(marked, call.tools)
         lost = [f"a message of {m['role']}" for m in marked if m["content"] not in text]
+        called = [c["function"]["name"] for m in marked for c in m.get("tool_calls", ())]
+        lost += [f"a call of {name!r}" for name in called if name not in text]
         names = [tool["function"]["name"] for tool in call.tools]
         lost += [f"the tool {name!r}" for name in names if name not in text]
         if lost:

@@ -355,7 +355,8 @@ def test_an_empty_observation_of_plain_text_is_a_fault():
     spec = EnvironmentSpec(f"{PLANTED}:Greeting", {"greeting": ""}, 60.0)
     pool, engine = EnvironmentPool(spec, workers=1), Engine({0: ["4"]})
     episodes = Episodes(pool, TurnTemplate(engine.tokenizer, "user", is_chat=False), LIMITS)
-    episode = _Episode(None, whole=turns_of([1], ()))  # type: ignore[arg-type]
+    episode = _Episode(GenerationRequest(0, (1,), SamplingParams(1)))
+    episode.branches = [turns_of([1], ())]
     with pytest.raises(EnvironmentFaultError, match="an observation of no tokens, expected one"):
         episodes._go_on(episode, Turn("4", (4,)), Step(""))
 
