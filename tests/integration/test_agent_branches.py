@@ -110,7 +110,7 @@ def test_a_frameworks_agent_that_drops_what_it_was_told_trains(run, tmp_path):
     agent = f"env PYTHONPATH={path} {sys.executable} -m tests.unit.planted_agents doubtful"
     overrides = (
         f"run.directory={tmp_path / 'run'}", "run.steps=1", "checkpoint.export_hf=false",
-        "evaluation.every=0", "rollout.prompts_per_step=4", "rollout.group_size=2",
+        "data.evaluation={}", "rollout.prompts_per_step=4", "rollout.group_size=2",
         "training.prompts_per_mini_batch=4", f"environment.options.agent={agent}",
         "environment.max_tokens=1900", "environment.max_observation_tokens=900",
         "environment.step_timeout_s=600",
@@ -118,6 +118,6 @@ def test_a_frameworks_agent_that_drops_what_it_was_told_trains(run, tmp_path):
     with TrainingRun(run.directory.parent / "config.yaml", *overrides) as agents:
         agents.finish(timeout=LIMIT_S)
     batch = check_step(agents.directory, 1)
-    (record,) = records_of(agents.directory)
+    *_, record = records_of(agents.directory)
     assert record["environment/faults"] == 0
     assert sum(t.turns > 1 for t in batch) > len(batch) / 4
