@@ -156,8 +156,8 @@ class EnvironmentConfig(Section):
     """Turns of the policy, each of at most ``rollout.max_response_tokens``; an episode that has used them up is
     truncated."""
     max_tokens: int | None = Field(default=None, gt=0)
-    """Tokens of an episode with its prompt; one that gets there is truncated. Empty: as many as prompt, turns and
-    observations may have together."""
+    """Tokens of an episode with its prompt, of all its branches together; one that gets there is truncated. Empty: as
+    many as prompt, turns and observations may have in one."""
     max_observation_tokens: int = Field(default=1024, gt=0)
     """Tokens of what the environment says at once, the chat template's included; more is a fault."""
     step_timeout_s: float = Field(default=60.0, gt=0)

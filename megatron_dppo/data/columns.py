@@ -361,6 +361,10 @@ ROUTED_EXPERTS = declare(
 )
 """The experts that the engine sent each token to, for router replay."""
 
+# It says how to cut the others, and is of no use behind that.
+BRANCH = declare(Column("branch", ("uint16",), Rows.INPUT, complete=False, packed=False))
+"""Which branch of its episode each token belongs to: 0, 1, ... Only where there is more than one."""
+
 LOSS_COLUMNS = tuple(
     declare(
         Column(f"loss_{name}", (dtype,), Rows.SAMPLED, trailing, complete=False, packed=False)

@@ -182,10 +182,10 @@ class PackedBatch:
     ``token_ids``, ``position_ids``, ``target_ids`` int64 [T] (the target is 0 where a sequence
     ends); ``cu_seqlens`` int32 [S + 1]; ``loss_mask`` bool [T]: the target was sampled and trains;
     ``advantages`` float32 [T], 0 outside ``loss_mask``; ``sequence_index`` int64 [S]: the
-    trajectories' positions in their batch, -1 for the padding. ``columns``: tensors [T, ...] by the
-    names of ``data/columns.py``, with the declared fill in rows that have no value; of columns with
-    gaps ``valid`` has a bool [T] by the same name: the rows that hold. Of columns of the input
-    (``Rows.INPUT``) only ``pack``'s ``input_rows`` are there.
+    trajectories' positions in their batch, the same for branches of one, -1 for the padding.
+    ``columns``: tensors [T, ...] by the names of ``data/columns.py``, with the declared fill in rows
+    that have no value; of columns with gaps ``valid`` has a bool [T] by the same name: the rows that
+    hold. Of columns of the input (``Rows.INPUT``) only ``pack``'s ``input_rows`` are there.
     """
 
     token_ids: Tensor
@@ -268,8 +268,8 @@ def pack(
     forms: Mapping[str, Form] | None = None,
     input_rows: InputRows | None = None,
 ) -> PackedBatch:
-    """Lay ``trajectories`` end to end; pad each up to a multiple of ``sequence_multiple`` tokens and T up to one of
-    ``pad_multiple``.
+    """Lay the branches of ``trajectories`` end to end, each a sequence; pad each up to a multiple of
+    ``sequence_multiple`` tokens and T up to one of ``pad_multiple``.
 
     Args:
         trajectories: What to pack; their columns, as far as they are declared ``packed``.
@@ -297,6 +297,9 @@ def pack(
         )
     trains = [True] * len(trajectories) if trains is None else trains
     indices = range(len(trajectories)) if indices is None else indices
+    numbers = [n for n, t in enumerate(trajectories) for _ in t.branch_lengths]
+    trajectories = [branch for t in trajectories for branch in t.branches]
+    trains, indices = [trains[n] for n in numbers], [indices[n] for n in numbers]
     lengths = [padded_length(t.length, sequence_multiple) for t in trajectories]
     filled = sum(lengths)
     padding = pad_multiple if not trajectories else -filled % pad_multiple

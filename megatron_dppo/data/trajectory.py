@@ -2,6 +2,10 @@
 
 Nothing changes a trajectory in place: its arrays are read-only, and every step of the way makes a
 new one of it. S = tokens, N = sampled tokens.
+
+An episode that went on from an edited history has several branches: token sequences of which none sees another. They
+lie end to end in one trajectory, which is one response of its group, and are cut where sequences are packed. What a
+branch repeats of another is its prompt, so every sampled token has the loss mask True exactly once.
 """
 
 from __future__ import annotations
@@ -82,14 +86,15 @@ class Trajectory:
 
     ``token_ids`` int32 [S]; ``loss_mask`` bool [S]: the policy sampled the token (a prompt, a tool's output or an
     environment's turn is not). ``columns``: arrays by the names of ``data/columns.py``. ``sample_index``: the
-    answer's number in its group. ``text``: of the last turn. ``reward`` and ``advantage`` are 0 until it is verified.
-    ``stamp``: None where nothing says what made it. ``components``, ``reason``: of the reward, where it was scored by
-    this process and says so. Of the way to it, and in no file: ``prompt_tokens`` of all calls that it took,
-    ``cached_tokens`` of these that the engine had in its prefix cache; ``turn_rewards`` by an environment, and whether
-    the run's rewards score ``text`` beside.
+    answer's number in its group. ``text``: of the turn that was sampled last. ``reward`` and ``advantage`` are 0 until
+    it is verified. ``stamp``: None where nothing says what made it. ``components``, ``reason``: of the reward, where it
+    was scored by this process and says so. Of the way to it, and in no file: ``prompt_tokens`` of all calls that it
+    took, ``cached_tokens`` of these that the engine had in its prefix cache; ``turn_rewards`` by an environment, of the
+    turns as they lie; ``turn_times``, the place of each in the order in which they were sampled (empty: that they lie
+    in); and whether the run's rewards score ``text`` beside.
 
-    Raises ValueError where shapes or types disagree with each other or with a declaration, where the first token
-    counts as sampled (nothing predicts it), and where the advantage is not finite.
+    Raises ValueError where shapes or types disagree with each other or with a declaration, where the first token of
+    a branch counts as sampled (nothing predicts it), and where the advantage is not finite.
     """
 
     problem_id: int
@@ -107,6 +112,7 @@ class Trajectory:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     turn_rewards: tuple[float, ...] = ()
+    turn_times: tuple[int, ...] = ()
     wants_score: bool = True
 
     def __post_init__(self) -> None:
@@ -124,6 +130,8 @@ class Trajectory:
         object.__setattr__(self, "token_ids", tokens)
         object.__setattr__(self, "loss_mask", mask)
         object.__setattr__(self, "columns", MappingProxyType(columns))
+        if mask[self._branch_starts].any():
+            raise ValueError(f"{self}: a branch begins with a sampled token, expected its prompt")
 
     @classmethod
     def of_response(
@@ -143,6 +151,43 @@ class Trajectory:
         return cls(
             **{"problem_id": 0, "sample_index": 0, **fields}, token_ids=tokens, loss_mask=mask
         )
+
+    @classmethod
+    def of_branches(cls, branches: Sequence[Self]) -> Self:
+        """One trajectory of ``branches`` end to end, with what is no token and no column of the first. A column that
+        one of them lacks is left out."""
+        if len(branches) == 1:
+            return branches[0]
+        parts = [b._with_recorders() for b in branches]
+        shared = set.intersection(*(set(p.columns) for p in parts))
+        # The last token of a branch is fed to nothing, and its row cut off again.
+        columns = {
+            name: np.concatenate(
+                [
+                    np.concatenate([p.columns[name], p.columns[name][-1:]])
+                    if declared(name).rows is Rows.INPUT and p is not parts[-1]
+                    else p.columns[name]
+                    for p in parts
+                ]
+            )
+            for name in shared
+        }
+        numbers = np.repeat(np.arange(len(parts), dtype=np.uint16), [p.length for p in parts])
+        return replace(
+            parts[0],
+            token_ids=np.concatenate([p.token_ids for p in parts]),
+            loss_mask=np.concatenate([p.loss_mask for p in parts]),
+            columns={**columns, "branch": numbers[:-1]},
+            prompt_tokens=sum(p.prompt_tokens for p in parts),
+            cached_tokens=sum(p.cached_tokens for p in parts),
+        )
+
+    def _with_recorders(self) -> Self:
+        """With a ``routing_version`` where there is a recording: without one the last version of all stands for it."""
+        if "routed_experts" not in self.columns or "routing_version" in self.columns:
+            return self
+        versions = self.column("weight_version")
+        return self.with_columns(routing_version=np.repeat(versions[-1:], len(versions)))
 
     def __str__(self) -> str:
         return f"response {self.sample_index} to problem {self.problem_id}"
@@ -165,6 +210,44 @@ class Trajectory:
     def sampled(self) -> int:
         """N."""
         return int(np.count_nonzero(self.loss_mask))
+
+    @cached_property
+    def branch_lengths(self) -> tuple[int, ...]:
+        """S of each branch."""
+        return tuple(np.diff([*self._branch_starts, self.length]).tolist())
+
+    @property
+    def _branch_starts(self) -> list[int]:
+        numbers = self.columns.get("branch")
+        return [0] if numbers is None else [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist()]
+
+    @property
+    def branches(self) -> tuple[Self, ...]:
+        """Its branches, each as a trajectory without stamp and rewards of turns; itself where there is one."""
+        if "branch" not in self.columns:
+            return (self,)
+        branches, before = [], 0
+        for start, length in zip(self._branch_starts, self.branch_lengths, strict=True):
+            tokens = slice(start, start + length)
+            after = before + int(np.count_nonzero(self.loss_mask[tokens]))
+            rows = {
+                Rows.SAMPLED: slice(before, after),
+                Rows.INPUT: slice(start, start + length - 1),
+            }
+            branch = replace(
+                self,
+                token_ids=self.token_ids[tokens],
+                loss_mask=self.loss_mask[tokens],
+                columns={
+                    n: a[rows[declared(n).rows]] for n, a in self.columns.items() if n != "branch"
+                },
+                stamp=None,
+                turn_rewards=(),
+                turn_times=(),
+            )
+            branches.append(branch)
+            before = after
+        return tuple(branches)
 
     @cached_property
     def turns(self) -> int:
@@ -238,10 +321,15 @@ class Trajectory:
 
     @property
     def interruptions(self) -> tuple[int, ...]:
-        """Tokens before each change of version in the middle of a turn; between turns nothing is interrupted."""
+        """Tokens of its branch before each change of version in the middle of a turn; between turns nothing is
+        interrupted."""
         sampled = np.flatnonzero(self.loss_mask)
         starts = [int(sampled[span.start]) for span in self.version_spans[1:]]
-        return tuple(start for start in starts if self.loss_mask[start - 1])
+        return tuple(
+            start - max(begin for begin in self._branch_starts if begin <= start)
+            for start in starts
+            if self.loss_mask[start - 1]
+        )
 
     @cached_property
     def discarded_rows(self) -> int:
@@ -363,6 +451,7 @@ class Outline(NamedTuple):
     turns: int
     prompt_tokens: int
     cached_tokens: int
+    branch_lengths: tuple[int, ...]
     interruptions: tuple[int, ...]
     version_spans: tuple[VersionSpan, ...]
 
@@ -380,10 +469,10 @@ class Outline(NamedTuple):
 
     @classmethod
     def from_json(cls, row: Sequence[Any]) -> Self:
-        """Of an outline that was JSON on its way: a list, as its interruptions and version spans are."""
-        *others, interruptions, spans = row
+        """Of an outline that was JSON on its way: a list, as its last fields are."""
+        *others, lengths, interruptions, spans = row
         version_spans = tuple(VersionSpan(*span) for span in spans)
-        return cls._make([*others, tuple(interruptions), version_spans])
+        return cls._make([*others, tuple(lengths), tuple(interruptions), version_spans])
 
 
 TrajectoryFacts = Outline | Trajectory

@@ -77,21 +77,23 @@ class Reference(Policy):
         """Float32 [N, V] of each: row i is what the i-th sampled token was drawn from."""
         for trajectory in batch:
             self.check_ids(trajectory)
+        branches = [branch for t in batch for branch in t.branches]
         # Behind a sequence's end stands what no position before it can see.
-        ids = torch.zeros(len(batch), max(t.length for t in batch), dtype=torch.int64)
-        for row, t in zip(ids, batch, strict=True):
-            row[: t.length] = torch.from_numpy(t.token_ids.astype(np.int64))
+        ids = torch.zeros(len(branches), max(b.length for b in branches), dtype=torch.int64)
+        for row, b in zip(ids, branches, strict=True):
+            row[: b.length] = torch.from_numpy(b.token_ids.astype(np.int64))
         if self._rows_of is not None:
-            self._rows = self._rows_in(ids.shape, batch)
+            self._rows = self._rows_in(ids.shape, branches)
         logits = (
             self._model(ids, past_key_values=self._cache()).logits
             if self._cached_by is None
-            else self._after_cache(ids, batch)
+            else self._after_cache(ids, branches)
         )
-        return [
-            row[torch.from_numpy(np.flatnonzero(t.loss_mask) - 1)].float()
-            for row, t in zip(logits, batch, strict=True)
-        ]
+        of_branches = iter(
+            row[torch.from_numpy(np.flatnonzero(b.loss_mask) - 1)].float()
+            for row, b in zip(logits, branches, strict=True)
+        )
+        return [torch.cat([next(of_branches) for _ in t.branch_lengths]) for t in batch]
 
     def module(self, name: str) -> nn.Module:
         """The only module whose name ends with ``name``."""

@@ -44,14 +44,17 @@ class Turn:
 
 @dataclass(frozen=True)
 class ChatCall:
-    """Messages as a chat API and the chat template have them: those since the turn before; of the first call all.
+    """Messages as a chat API and the chat template have them: those since the branch's last turn; of a new one all.
 
-    ``tools``: their definitions, in each call the same. ``max_tokens``: of the turn that is asked for; None: the run's.
+    ``tools``: their definitions, in each call of a branch the same. ``max_tokens``: of the turn that is asked for;
+    None: the run's. ``branch``: the number of the branch that goes on; as many as there are: a new one, whose prompt
+    these messages are. The first call begins branch 0.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     max_tokens: int | None = None
+    branch: int = 0
 
 
 Observation = str | ChatCall

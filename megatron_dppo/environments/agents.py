@@ -2,8 +2,9 @@
 and its session becomes an episode.
 
 The session's server listens where the agent runs, under a key of its own. A call waits until the policy's turn is
-sampled, and its messages, as far as they are new, are what the environment says. What the policy sampled is told from
-what it was sent: a call whose messages don't begin with the session's own is refused (409).
+sampled, and its messages, as far as they are new, are what the environment says. A call whose messages don't begin with
+those of a branch, as a shortened history's or another agent's, begins a branch of its own. Calls that come together
+are answered one after another.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import shlex
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,6 +35,7 @@ from megatron_dppo.system import processes
 MODEL = "policy"
 _LARGEST_BYTES = 1 << 20
 _CANCEL_S = 5.0
+_KEEP_ALIVE_S = 15.0
 _SHOWN = 80
 _ANSWERED = {"model", "messages", "tools", "stream", "stream_options", "user", "metadata"}
 _LIMITS = ("max_completion_tokens", "max_tokens")
@@ -42,6 +46,7 @@ _HARMLESS: Mapping[str, Any] = {
 }  # fmt: skip
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _FUNCTION = re.compile(r"[\w.]+:\w+")
+MOST_BRANCHES = 8
 
 
 @dataclass(frozen=True)
@@ -65,21 +70,37 @@ class Agent:
     OPENAI_API_KEY and OPENAI_MODEL as variables and the problem as JSON on standard input; a last line of output
     ``{"reward": 0.5}`` or ``{"answer": "8"}`` is its result, and an exit code other than 0 a fault. ``ignored``: fields
     of a request that are dropped, which are refused otherwise, as the run's own settings hold. ``host``: the address
-    that its server listens on.
+    that its server listens on. ``branches``: at most so many in a session. ``tool_format``: how the policy writes calls
+    of tools, a name in ``TOOL_FORMATS``.
     """
 
     makes_prompts = True
 
-    def __init__(self, agent: str, ignored: Sequence[str] = (), host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        agent: str,
+        ignored: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        branches: int = MOST_BRANCHES,
+        tool_format: str = "hermes",
+    ) -> None:
         self._agent, self._host = agent, host
-        self._conversation = Conversation(frozenset(ignored))
+        self._conversation = Conversation(frozenset(ignored), branches, TOOL_FORMATS[tool_format])
         self._task: asyncio.Task[AgentResult] | None = None
         self._server: web.AppRunner | None = None
 
     @staticmethod
-    def check_options(agent: str, **_: Any) -> None:
-        """Raise ValueError where there is no such function or program."""
+    def check_options(
+        agent: str, branches: int = MOST_BRANCHES, tool_format: str = "hermes", **_: Any
+    ) -> None:
+        """Raise ValueError where there is no such function or program, or no such format."""
         agent_of(agent)
+        if type(branches) is not int or branches < 1:
+            raise ValueError(f"options: branches: got {branches!r}, expected 1 or more")
+        if tool_format not in TOOL_FORMATS:
+            raise ValueError(
+                f"options: tool_format: got {tool_format!r}, expected {' or '.join(TOOL_FORMATS)}"
+            )
 
     async def reset(self, problem: Problem) -> ChatCall:
         run, key = agent_of(self._agent), secrets.token_urlsafe(32)
@@ -202,6 +223,28 @@ def result_of(output: str) -> AgentResult:
     return values.get("reward", values.get("answer")) if isinstance(values, dict) else None
 
 
+# --- its calls of tools
+
+ToolFormat = Callable[[str], tuple[str, list[tuple[Any, Any]]]]
+"""A turn's text -> what of it is no call, and of each call the name and its arguments. Raises KeyError, TypeError or
+ValueError for what can't be read."""
+
+
+def of_hermes(text: str) -> tuple[str, list[tuple[Any, Any]]]:
+    """``<tool_call>{"name", "arguments"}</tool_call>``, any number of them between text."""
+    calls = [json.loads(call) for call in _CALL.findall(text)]
+    return _CALL.sub("", text).strip(), [(call["name"], call["arguments"]) for call in calls]
+
+
+def of_llama3(text: str) -> tuple[str, list[tuple[Any, Any]]]:
+    """``{"name", "parameters"}`` and nothing else: one call."""
+    call = json.loads(text)
+    return "", [(call["name"], call["parameters"])]
+
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {"hermes": of_hermes, "llama3_json": of_llama3}
+"""``environment.options.tool_format`` -> what reads it."""
+
 # --- its messages
 
 
@@ -213,47 +256,73 @@ class RefusedCallError(Exception):
         self.status = status
 
 
+@dataclass(eq=False)
+class _Branch:
+    """``messages``: up to its last turn; ``tools``: of each of its calls. ``is_asked``: its next turn is awaited."""
+
+    tools: list[dict[str, Any]]
+    messages: Sequence[dict[str, Any]] = ()
+    is_asked: bool = True
+
+    def deviation(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
+        """Why a call with all these messages doesn't go on with it; empty where it does."""
+        if self.is_asked:
+            return "another call of it waits"
+        for i, expected in enumerate(self.messages):
+            sent = messages[i] if i < len(messages) else None
+            if sent != expected:
+                return f"message {i}: got {_shortened(sent)}, expected {_shortened(expected)}"
+        if tools != self.tools:
+            return "tools: got others than in its first call"
+        new = messages[len(self.messages) :]
+        if not new or any(message["role"] == "assistant" for message in new):
+            return f"expected messages of others after the policy's turn, message {len(self.messages) - 1}"
+        return ""
+
+
+@dataclass(eq=False)
+class _Call:
+    """``completion``: the answer to it. ``is_waited_for``: else its client gave up, and may ask again."""
+
+    branch: _Branch
+    messages: list[dict[str, Any]]
+    completion: asyncio.Future[dict[str, Any]]
+    is_waited_for: bool = True
+
+
 class Conversation:
-    """The messages of a session, and the call that waits for the policy's turn.
+    """The messages of a session, by branch, and the calls that wait for the policy's turns.
 
     ``calls``: what is asked of the policy, one after another. ``refusal``: why the last call that was refused was.
     """
 
-    def __init__(self, ignored: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        ignored: frozenset[str] = frozenset(),
+        most_branches: int = MOST_BRANCHES,
+        tool_format: ToolFormat = of_hermes,
+    ) -> None:
         self.calls: asyncio.Queue[ChatCall] = asyncio.Queue()
         self.refusal = ""
-        self._ignored = ignored
-        self._history: list[dict[str, Any]] = []
-        self._tools: list[dict[str, Any]] = []
-        self._asked: list[dict[str, Any]] | None = None
-        self._turn: asyncio.Future[Turn] = asyncio.Future()
-        self._turns, self._is_waiting = 0, False
+        self._ignored, self._most_branches, self._tool_format = ignored, most_branches, tool_format
+        self._branches: list[_Branch] = []
+        # Without a turn; and those that no client has the answer to.
+        self._unanswered: deque[_Call] = deque()
+        self._open: list[_Call] = []
+        self._turns = 0
 
     def answer(self, turn: Turn) -> None:
-        """The policy's turn, for the call that waits for it."""
-        self._turn.set_result(turn)
-
-    async def complete(self, body: Any) -> dict[str, Any]:
-        """The answer to the body of a request: a ``chat.completion``. Raises RefusedCallError."""
-        try:
-            self._ask(body)
-        except RefusedCallError as refusal:
-            self.refusal = str(refusal)
-            raise
-        self._is_waiting = True
-        try:
-            # The session waits on where a caller has gone: its client may ask again.
-            turn = await asyncio.shield(self._turn)
-        finally:
-            self._is_waiting = False
-        assert self._asked is not None
-        message, calls = _message_of(turn.text, self._turns if self._tools else None)
-        self._history, self._asked = [*self._asked, _plain(message, "the turn")], None
-        self._turn = asyncio.Future()
+        """The policy's turn, for the call that was asked first."""
+        call = self._unanswered.popleft()
+        branch = call.branch
+        tool_format = self._tool_format if branch.tools else None
+        message, tool_calls = _message_of(turn.text, self._turns, tool_format)
+        branch.messages = [*call.messages, _plain(message, "the turn")]
+        branch.is_asked = False
         self._turns += 1
-        reason = "length" if turn.is_truncated else "tool_calls" if calls else "stop"
+        reason = "length" if turn.is_truncated else "tool_calls" if tool_calls else "stop"
         sampled = len(turn.token_ids)
-        return {
+        completion = {
             "id": f"chatcmpl-{self._turns}",
             "object": "chat.completion",
             "created": int(time.time()),
@@ -267,27 +336,56 @@ class Conversation:
                 "total_tokens": turn.prompt_tokens + sampled,
             },
         }
+        call.completion.set_result(completion)
 
-    def _ask(self, body: Any) -> None:
-        """Put a request to the policy, unless it is one that already waits."""
+    @contextmanager
+    def asked(self, body: Any) -> Iterator[asyncio.Future[dict[str, Any]]]:
+        """Put a request to the policy, or take up one that its client gave up: a ``chat.completion`` to come. The
+        block must await it without cancelling it. Raises RefusedCallError."""
+        call = self._call_of(body)
+        call.is_waited_for = True
+        try:
+            yield call.completion
+            self._open.remove(call)
+        finally:
+            call.is_waited_for = False
+
+    def _call_of(self, body: Any) -> _Call:
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
             raise RefusedCallError(400, "expected a JSON object with a list of messages")
         limit = self._limit_of(body)
         messages = [_plain(m, f"message {i}") for i, m in enumerate(body["messages"])]
         tools = body.get("tools") or []
-        if self._is_waiting:
+        if not messages:
+            raise RefusedCallError(400, "messages: got none, expected one or more")
+        for call in self._open:
+            if not call.is_waited_for and (call.messages, call.branch.tools) == (messages, tools):
+                return call
+        number = self._branch_of(messages, tools)
+        if number == len(self._branches):
+            self._branches.append(_Branch(tools))
+        branch = self._branches[number]
+        branch.is_asked = True
+        call = _Call(branch, messages, asyncio.get_running_loop().create_future())
+        self._open.append(call)
+        self._unanswered.append(call)
+        new = messages[len(branch.messages) :]
+        self.calls.put_nowait(ChatCall(new, tools, limit, number))
+        return call
+
+    def _branch_of(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> int:
+        """The number of the branch that goes on: of those that may the longest, the newest; else the next one."""
+        deviations = [branch.deviation(messages, tools) for branch in self._branches]
+        fitting = [number for number, deviation in enumerate(deviations) if not deviation]
+        if fitting:
+            return max(fitting, key=lambda n: (len(self._branches[n].messages), n))
+        if len(deviations) == self._most_branches:
             raise RefusedCallError(
-                409, "another call of this session waits, expected one at a time"
+                409,
+                f"{deviations[-1]}: it goes on with none of the session's {len(deviations)} branches, and there may be "
+                "no more (environment.options.branches)",
             )
-        if self._asked is not None and (messages, tools) == (self._asked, self._tools):
-            return
-        if self._asked is not None:
-            raise RefusedCallError(
-                409, "another call of this session was given up, expected it again"
-            )
-        new = self._new_of(messages, tools)
-        self._asked, self._tools = messages, tools
-        self.calls.put_nowait(ChatCall(new, tools, limit))
+        return len(deviations)
 
     def _limit_of(self, body: Mapping[str, Any]) -> int | None:
         """The most tokens of the turn. Raises RefusedCallError for settings that are not the caller's to make."""
@@ -303,33 +401,6 @@ class Conversation:
         if any(type(limit) is not int or limit < 1 for limit in limits):
             raise RefusedCallError(400, f"{_LIMITS[0]}: got {limits}, expected 1 or more")
         return min(limits, default=None)
-
-    def _new_of(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """The messages since the turn before. Raises RefusedCallError where those up to it are not the session's."""
-        if not messages:
-            raise RefusedCallError(400, "messages: got none, expected one or more")
-        history = self._history
-        if not history:
-            return messages
-        rule = "a session is one conversation, and what was said in it stays (docs/environments.md)"
-        for i, expected in enumerate(history):
-            sent = messages[i] if i < len(messages) else None
-            if sent != expected:
-                raise RefusedCallError(
-                    409,
-                    f"message {i}: got {_shortened(sent)}, expected {_shortened(expected)}: {rule}",
-                )
-        if tools != self._tools:
-            raise RefusedCallError(409, f"tools: got others than in the first call, but {rule}")
-        new = messages[len(history) :]
-        if not new or any(message["role"] == "assistant" for message in new):
-            raise RefusedCallError(
-                409,
-                f"expected messages of others after the policy's turn, message {len(history) - 1}: {rule}",
-            )
-        return new
 
 
 def _plain(message: Any, where: str) -> dict[str, Any]:
@@ -365,21 +436,23 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
         ) from error
 
 
-def _message_of(text: str, turn: int | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A turn's text as a message, and the calls of tools in it, ``<tool_call>{"name", "arguments"}</tool_call>``. Text
-    with one that can't be read stays text. ``turn``: its number; None: there are no tools."""
-    calls = []
+def _message_of(
+    text: str, turn: int, tool_format: ToolFormat | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A turn's text as a message, and the calls of tools in it. Text with one that can't be read stays text. ``turn``:
+    its number; ``tool_format`` None: there are no tools."""
     try:
-        for i, found in enumerate(_CALL.findall(text) if turn is not None else ()):
-            call = json.loads(found)
-            function = {"name": str(call["name"]), "arguments": json.dumps(dict(call["arguments"]))}
-            calls.append({"id": f"call_{turn}_{i}", "type": "function", "function": function})
+        content, named = (text, []) if tool_format is None else tool_format(text)
+        functions = [{"name": str(n), "arguments": json.dumps(dict(a))} for n, a in named]
     except (KeyError, TypeError, ValueError):
-        calls = []
-    if not calls:
+        functions = []
+    if not functions:
         return {"role": "assistant", "content": text}, []
-    content = _CALL.sub("", text).strip() or None
-    return {"role": "assistant", "content": content, "tool_calls": calls}, calls
+    calls = [
+        {"id": f"call_{turn}_{i}", "type": "function", "function": function}
+        for i, function in enumerate(functions)
+    ]
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}, calls
 
 
 def _shortened(value: Any) -> str:
@@ -395,16 +468,23 @@ async def _serve(conversation: Conversation, key: str, host: str) -> tuple[web.A
 
     @web.middleware
     async def check(request: web.Request, handler: Any) -> web.StreamResponse:
+        refusal: RefusedCallError
         try:
             sent = request.headers.get("Authorization", "").encode()
             if not hmac.compare_digest(sent, f"Bearer {key}".encode()):
                 raise RefusedCallError(401, "the key is not this session's")
             return await handler(request)
-        except RefusedCallError as refusal:
-            error = {"message": str(refusal), "type": "invalid_request_error", "code": None}
-            # OpenAI's clients repeat a call that ended with 409 otherwise.
-            headers = {"x-should-retry": "false"}
-            return web.json_response({"error": error}, status=refusal.status, headers=headers)
+        except web.HTTPRequestEntityTooLarge:
+            refusal = RefusedCallError(
+                413, f"the body has more than the {_LARGEST_BYTES} bytes that a call may have"
+            )
+        except RefusedCallError as error:
+            refusal = error
+        conversation.refusal = str(refusal)
+        answer = {"message": str(refusal), "type": "invalid_request_error", "code": None}
+        # OpenAI's clients repeat a call that ended with 409 otherwise.
+        headers = {"x-should-retry": "false"}
+        return web.json_response({"error": answer}, status=refusal.status, headers=headers)
 
     async def models(_: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_dppo"}
@@ -415,12 +495,11 @@ async def _serve(conversation: Conversation, key: str, host: str) -> tuple[web.A
             body = await request.json()
         except ValueError as error:
             raise RefusedCallError(400, f"the body is no JSON: {error}") from error
-        answer = await conversation.complete(body)
-        return (
-            await _stream(request, body, answer)
-            if body.get("stream")
-            else web.json_response(answer)
-        )
+        with conversation.asked(body) as completion:
+            if body.get("stream"):
+                return await _stream(request, body, completion)
+            # The session waits on where a caller has gone: its client may ask again.
+            return web.json_response(await asyncio.shield(completion))
 
     app = web.Application(middlewares=[check], client_max_size=_LARGEST_BYTES)
     app.add_routes([web.get("/v1/models", models), web.post("/v1/chat/completions", complete)])
@@ -432,9 +511,16 @@ async def _serve(conversation: Conversation, key: str, host: str) -> tuple[web.A
 
 
 async def _stream(
-    request: web.Request, body: Mapping[str, Any], answer: Mapping[str, Any]
+    request: web.Request, body: Mapping[str, Any], completion: asyncio.Future[dict[str, Any]]
 ) -> web.StreamResponse:
-    """The answer as server-sent events: the whole turn in one piece, as its calls are known only then."""
+    """The answer as server-sent events: comments until the turn is there, then all of it in one piece, as its calls
+    are known only then."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    while not completion.done():
+        await response.write(b": the policy's turn is under way\n\n")
+        await asyncio.wait([completion], timeout=_KEEP_ALIVE_S)
+    answer = completion.result()
     (choice,) = answer["choices"]
     message = dict(choice["message"])
     if "tool_calls" in message:
@@ -447,8 +533,6 @@ async def _stream(
     if (body.get("stream_options") or {}).get("include_usage"):
         pieces.append([])
         usage.append(answer["usage"])
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
     for choices, used in zip(pieces, usage, strict=True):
         chunk = {**answer, "object": "chat.completion.chunk", "choices": choices, "usage": used}
         await response.write(f"data: {json.dumps(chunk)}\n\n".encode())

@@ -1,8 +1,11 @@
 """Episodes: the turns of a policy and the answers of an environment as one trajectory, token by token.
 
-The prompt of a turn is every token so far, as it was sampled or given, and after them those of the template
-(``templates.TurnTemplate``), whose loss mask is False. Recorded routing is asked for from the first row that is not
-there yet. So versions, log-probabilities and routing of each token are those of the call that sampled it.
+The prompt of a turn is every token of its branch so far, as it was sampled or given, and after them those of the
+template (``templates.TurnTemplate``), whose loss mask is False. Recorded routing is asked for from the first row that
+is not there yet. So versions, log-probabilities and routing of each token are those of the call that sampled it.
+
+A new branch begins with a prompt that the template makes of messages, what the policy said in others among them: it is
+given there, not sampled. So each sampled token is trained once, in the branch that it was sampled in.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """``turns``: of the policy. ``tokens``: of a trajectory with its prompt. ``observation_tokens``: of what an
-    environment may say at once, the template's included. ``retries``: after so many further faults a sample is given
-    up."""
+    """``turns``: of the policy. ``tokens``: of a trajectory with its prompt, all branches together.
+    ``observation_tokens``: of what an environment may say at once, the template's included. ``retries``: after so many
+    further faults a sample is given up."""
 
     turns: int
     tokens: int
@@ -45,17 +48,36 @@ class EpisodeLimits:
 @dataclass(eq=False)
 class _Episode:
     """``observation``: the first one, which ``request`` has; ``last``: the newest. ``past``: turns with what the
-    environment answered. ``whole``: all tokens so far. ``turn``: sampled, and not yet answered. ``delta``: what stands
-    before the next one."""
+    environment answered; ``branch_numbers``: of the turns that were sampled. ``branches``: all tokens of each so far.
+    ``turn``: sampled, and not yet answered. ``delta``: what stands before the next one; of a new branch all its
+    prompt."""
 
     request: GenerationRequest
     observation: Observation = ""
     last: Observation = ""
     past: list[tuple[Turn, Step]] = field(default_factory=list)
-    whole: Trajectory | None = None
+    branches: list[Trajectory] = field(default_factory=list)
+    branch_numbers: list[int] = field(default_factory=list)
     turn: Turn | None = None
-    delta: list[int] = field(default_factory=list)
+    delta: Sequence[int] = ()
     ended: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Anew, after the first observation."""
+        self.past, self.branches, self.branch_numbers, self.turn = [], [], [], None
+        self.last, self.delta = self.observation, self.request.prompt_ids
+
+    @property
+    def branch(self) -> int:
+        """The number of the one that the next turn belongs to."""
+        return self.last.branch if isinstance(self.last, ChatCall) else 0
+
+    @property
+    def length(self) -> int:
+        return sum(branch.length for branch in self.branches)
 
 
 @dataclass
@@ -130,14 +152,15 @@ class Episodes:
             ids = self._encoded(lambda: self.template.opening(problem, observation))
         if not isinstance(observation, ChatCall):
             self._check_length(len(ids) - len(problem.prompt_ids))
+        elif observation.branch:
+            raise EnvironmentFaultError(f"reset: branch {observation.branch}, expected 0")
         if len(ids) >= self.limits.tokens:
             raise EnvironmentFaultError(
                 f"reset: a prompt of {len(ids)} tokens, expected fewer than {self.limits.tokens} "
                 "(environment.max_tokens)"
             )
-        episode.request = replace(request, prompt_ids=ids)
-        episode.observation = episode.last = observation
-        episode.past, episode.whole, episode.turn = [], None, None
+        episode.request, episode.observation = replace(request, prompt_ids=ids), observation
+        episode.begin()
 
     def _encoded(self, tokens: Callable[[], list[int]]) -> list[int]:
         """Tokens of what an environment said."""
@@ -162,8 +185,7 @@ class Episodes:
                 log.warning(
                     "an environment answered the same turns otherwise: its episode begins anew"
                 )
-                episode.past, episode.whole, episode.turn = [], None, None
-                episode.last = episode.observation
+                episode.begin()
                 raise EnvironmentFaultError("the same turns were answered otherwise")
 
     async def _advance(
@@ -176,7 +198,12 @@ class Episodes:
         turn = episode.turn
         if turn is None:
             answer = await ask(self._request(episode))
-            episode.whole = answer if episode.whole is None else join(episode.whole, answer)
+            branches, number = episode.branches, episode.branch
+            if number < len(branches):
+                branches[number] = join(branches[number], answer)
+            else:
+                branches.append(answer)
+            episode.branch_numbers.append(number)
             ids = tuple(answer.response_ids.tolist())
             before = len(answer.prompt_ids)
             episode.turn = turn = Turn(answer.text, ids, answer.truncated, before)
@@ -192,29 +219,39 @@ class Episodes:
 
     def _go_on(self, episode: _Episode, turn: Turn, step: Step) -> None:
         """The tokens before the next turn, or the end where no turn or no token is left for it."""
-        assert episode.whole is not None
         said, limits = step.observation, self.limits
-        delta = self._encoded(lambda: self.template.delta(turn.token_ids, said))
-        self._check_length(len(delta))
+        episode.last = said
+        if episode.branch > len(episode.branches):
+            raise EnvironmentFaultError(
+                f"branch {episode.branch}, expected one of the {len(episode.branches)} there are, or the next"
+            )
+        if isinstance(said, ChatCall) and said.branch == len(episode.branches):
+            # It repeats what was said in others, so the limit of an observation is none of it.
+            delta = self._encoded(lambda: self.template.prompt(said))
+        else:
+            last = episode.branches[episode.branch].token_ids[-1:].tolist()
+            delta = self._encoded(lambda: self.template.delta(last, said))
+            self._check_length(len(delta))
         if not delta:
             raise EnvironmentFaultError(
                 "an observation of no tokens, expected one: nothing would tell two turns apart"
             )
-        episode.delta, episode.last = delta, said
+        episode.delta = delta
         is_last = len(episode.past) + 1 == limits.turns
-        if is_last or episode.whole.length + len(delta) >= limits.tokens:
+        if is_last or episode.length + len(delta) >= limits.tokens:
             episode.ended = "length"
 
     def _request(self, episode: _Episode) -> GenerationRequest:
         """What is asked of the engine for the next turn."""
-        first, whole, said = episode.request, episode.whole, episode.last
-        before = len(first.prompt_ids) if whole is None else whole.length + len(episode.delta)
+        first, said = episode.request, episode.last
+        before = episode.length + len(episode.delta)
         most = min(first.sampling.max_new_tokens, self.limits.tokens - before)
         if isinstance(said, ChatCall) and said.max_tokens is not None:
             most = min(most, said.max_tokens)
-        if whole is None:
-            return replace(first, sampling=replace(first.sampling, max_new_tokens=most))
-        return after(first, whole, most, episode.delta)
+        if episode.branch < len(episode.branches):
+            return after(first, episode.branches[episode.branch], most, episode.delta)
+        sampling = replace(first.sampling, max_new_tokens=most)
+        return replace(first, prompt_ids=episode.delta, sampling=sampling)
 
     def _note(self, problem: Problem, fault: EnvironmentFaultError, *, is_last: bool) -> None:
         self.faults[str(fault)[:300]] += 1
@@ -223,15 +260,17 @@ class Episodes:
 
 
 def _finished(episode: _Episode) -> Trajectory:
-    assert episode.whole is not None
     assert episode.ended is not None
-    rewards = tuple(float(step.reward) for _, step in episode.past)
+    numbers = episode.branch_numbers
+    # As turns lie, those of a branch together.
+    times = sorted(range(len(numbers)), key=numbers.__getitem__)
     turn, step = episode.past[-1]
     return replace(
-        episode.whole,
+        Trajectory.of_branches(episode.branches),
         finish_reason=episode.ended,
         text=turn.text if step.scored_text is None else step.scored_text,
-        turn_rewards=rewards,
+        turn_rewards=tuple(float(episode.past[time][1].reward) for time in times),
+        turn_times=tuple(times),
         wants_score=step.is_scored,
     )
 

@@ -55,7 +55,7 @@ class TurnTemplate:
         Raises TurnTemplateError where the template takes no such message, or the prompt's tokens do not stay.
         """
         if isinstance(observation, ChatCall):
-            return self._prompt(observation)
+            return self.prompt(observation)
         if not self._is_chat:
             return [*problem.prompt_ids, *self._encoded(observation)]
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
@@ -69,7 +69,9 @@ class TurnTemplate:
             )
         return ids
 
-    def _prompt(self, call: ChatCall) -> list[int]:
+    def prompt(self, call: ChatCall) -> list[int]:
+        """The tokens of messages that begin a branch, what the policy said among them. Raises TurnTemplateError where
+        the template leaves out a message, a call of a tool or a tool."""
         if not self._is_chat:
             raise TurnTemplateError(
                 "messages are given where data.apply_chat_template is false, expected plain text"
@@ -193,6 +195,8 @@ def _marked(message: Message, number: int) -> dict[str, Any]:
     probe, calls = f"{_PROBE}{number}z", _calls_of(message)
     marked = {**message, "content": probe if message["content"] or not calls else ""}
     if calls:
-        functions = [{**c["function"], "name": f"{probe}{i}z"} for i, c in enumerate(calls)]
+        functions = [
+            {**c["function"], "name": f"{_PROBE}{number}c{i}z"} for i, c in enumerate(calls)
+        ]
         marked["tool_calls"] = [{**c, "function": f} for c, f in zip(calls, functions, strict=True)]
     return marked

@@ -235,13 +235,13 @@ class Policy:
 
     @torch.no_grad()
     def logits(self, trajectory: Trajectory) -> Tensor:
-        """Logits, float32 [S, V]; row t predicts token t + 1.
+        """Logits, float32 [S, V]; row t predicts token t + 1 of its branch.
 
         Raises ValueError for an id outside the model's vocabulary.
         """
         self.check_ids(trajectory)
-        ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
-        return self._model(ids).logits[0].float()
+        ids = [torch.from_numpy(b.token_ids.astype(np.int64))[None] for b in trajectory.branches]
+        return torch.cat([self._model(of_branch).logits[0].float() for of_branch in ids])
 
     def check_ids(self, trajectory: Trajectory) -> None:
         """Raise ValueError for an id outside the model's vocabulary."""

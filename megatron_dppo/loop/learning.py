@@ -128,7 +128,12 @@ def by_response(batch: packing.PackedBatch, statistics: Mapping[str, Tensor]) ->
         batch.sequence_index.tolist(), [0, *ends[:-1]], ends, strict=True
     ):
         if end > start:
-            columns[position] = {name: x[start:end] for name, x in arrays.items()}
+            before = columns.get(position, {})
+            # There are some where it has another branch.
+            columns[position] = {
+                name: np.concatenate([before.get(name, x[:0]), x[start:end]])
+                for name, x in arrays.items()
+            }
     return columns
 
 
@@ -220,8 +225,13 @@ def plan_mini_batches(
         denominator = denominator_of(trained, constant)
         if denominator == 0:
             continue
-        lengths = [packing.padded_length(t.length, layout.sequence_multiple) for t in part]
-        costs = [layout.cost(length) for length in lengths]
+        # Branches of a response stay together: rules of whole responses see all of it.
+        of_branches = [
+            [packing.padded_length(n, layout.sequence_multiple) for n in t.branch_lengths]
+            for t in part
+        ]
+        lengths = list(map(sum, of_branches))
+        costs = [sum(map(layout.cost, branches)) for branches in of_branches]
         plan = packing.plan_mini_batch(
             lengths,
             costs,

@@ -117,6 +117,8 @@ class SampleMaker:
         else:
             value = t.components.get(self._component, t.reward)
             reason = t.reason or self._reward.reason(t.text or response, problem.answer, value)
+        if len(t.branch_lengths) > 1:
+            reason += f"; {len(t.branch_lengths)} branches, end to end"
         if len(t.turn_rewards) > 1:
             reason += f"; by turn: {', '.join(f'{r:g}' for r in t.turn_rewards)}"
         if "advantages" in t.columns and advantage is not None:

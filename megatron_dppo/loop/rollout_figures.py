@@ -47,6 +47,7 @@ class GroupRow(NamedTuple):
     distinct: int
     twins: float
     turns: int = 0
+    branches: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
@@ -61,6 +62,7 @@ class GroupRow(NamedTuple):
             distinct=len({t.response_digest for t in group}),
             twins=twins_beyond_chance(group),
             turns=sum(t.turns for t in group),
+            branches=sum(len(t.branch_lengths) for t in group),
             prompt_tokens=sum(t.prompt_tokens for t in group),
             cached_tokens=sum(t.cached_tokens for t in group),
         )
@@ -90,16 +92,26 @@ def rows_of(batch: Sequence[TrajectoryFacts], group_size: int) -> list[GroupRow]
 def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
     """The policy as all generated groups show it: what is dropped later would bias the curves."""
     responses = sum(row.responses for row in rows)
-    return {
-        names.REWARD: sum(row.reward for row in rows) / responses,
-        names.ZERO_VARIANCE_GROUPS: sum(row.flat for row in rows) / len(rows),
-        names.RESPONSE_LENGTH: sum(row.tokens for row in rows) / responses,
-        names.TRUNCATED: sum(row.truncated for row in rows) / responses,
-        names.DISTINCT: sum(row.distinct for row in rows) / responses,
-        names.TWINS: sum(row.twins for row in rows) / responses,
-        names.TOKENS: sum(row.tokens for row in rows),
-        names.TURNS: sum(row.turns for row in rows) / responses,
-    } | _cache_figures(rows)
+    return (
+        {
+            names.REWARD: sum(row.reward for row in rows) / responses,
+            names.ZERO_VARIANCE_GROUPS: sum(row.flat for row in rows) / len(rows),
+            names.RESPONSE_LENGTH: sum(row.tokens for row in rows) / responses,
+            names.TRUNCATED: sum(row.truncated for row in rows) / responses,
+            names.DISTINCT: sum(row.distinct for row in rows) / responses,
+            names.TWINS: sum(row.twins for row in rows) / responses,
+            names.TOKENS: sum(row.tokens for row in rows),
+            names.TURNS: sum(row.turns for row in rows) / responses,
+        }
+        | _cache_figures(rows)
+        | _branch_figures(rows, responses)
+    )
+
+
+def _branch_figures(rows: Sequence[GroupRow], responses: int) -> dict[str, float]:
+    """Nothing where every response has one."""
+    branches = sum(row.branches for row in rows)
+    return {names.BRANCHES: branches / responses} if branches > responses else {}
 
 
 def _cache_figures(rows: Sequence[GroupRow]) -> dict[str, float]:

@@ -67,13 +67,19 @@ def with_rewards(
 
 
 def returns_by_turn(t: Trajectory, score: float, lost: float) -> list[float]:
-    """What ``t`` earned from each turn on; of the first one its reward. The last turn has the ``score`` of the run's
-    rewards, and what a truncated response ``lost``: at most 0."""
+    """What ``t`` earned from each turn on, as they lie; of the first one its reward. The one sampled last has the
+    ``score`` of the run's rewards, and what a truncated response ``lost``: at most 0."""
     rewards = t.turn_rewards
+    times = t.turn_times or range(len(rewards))
     # Sums that are rounded once: equal ones must make no advantage.
     return [
         t.reward,
-        *(math.fsum([*rewards[k:], score, lost]) for k in range(1, len(rewards))),
+        *(
+            math.fsum(
+                [*(r for r, then in zip(rewards, times, strict=True) if then >= now), score, lost]
+            )
+            for now in times[1:]
+        ),
     ]
 
 

@@ -9,6 +9,7 @@ micro-batching and data-parallel layout. A line of ``masked_tokens.jsonl`` is
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -227,12 +228,12 @@ class MaskedResponses:
 
     def counts(self) -> dict[int, int]:
         """Blocked tokens by position in the batch, of the responses that have any. Device sync."""
-        return {
-            position: count
-            for positions, counts in self._parts
-            for position, count in zip(positions.tolist(), counts.tolist(), strict=True)
-            if position >= 0 and count
-        }
+        total = Counter[int]()
+        for positions, counts in self._parts:
+            # A response of several branches has as many sequences.
+            for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
+                total[position] += count if position >= 0 else 0
+        return dict(+total)
 
 
 def most_masked(counts: Tensor, shown: int = SHOWN) -> list[MaskedToken]:

@@ -319,6 +319,10 @@ TURNS = _metric(
     "mean turns of the policy in a response; more than 1 with an environment",
     line=Line("turns", "turns of an episode"),
 )
+BRANCHES = _metric(
+    "rollout/branches",
+    "mean branches of a response (docs/environments.md#branches); only where one has several",
+)
 PREFIX_CACHED = _metric(
     "rollout/prefix_cached",
     "share of the prompt tokens of all calls, later turns' included, that servers had in their prefix cache",

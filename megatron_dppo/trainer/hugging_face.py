@@ -357,12 +357,14 @@ SEQUENCES_TO_CHECK = 16
 
 
 Example = tuple[int, list[int], list[bool]]
-"""Position in the batch, tokens and loss mask of a trajectory, as plain values."""
+"""Position in the batch, tokens and loss mask of a trajectory without branches, as plain values."""
 
 
 def examples_of(trajectories: Mapping[int, Trajectory]) -> list[Example]:
     """The first trajectories of a batch that are on this rank; copies, of a batch that goes."""
-    first = [(p, trajectories[p]) for p in range(SEQUENCES_TO_CHECK) if p in trajectories]
+    first = [
+        (p, trajectories[p].branches[0]) for p in range(SEQUENCES_TO_CHECK) if p in trajectories
+    ]
     return [(p, t.token_ids.tolist(), t.loss_mask.tolist()) for p, t in first]
 
 

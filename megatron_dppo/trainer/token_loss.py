@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_dppo.algorithms.inputs import TokenInputs
@@ -99,9 +100,11 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
 
 
 def sequence_ids(batch: PackedBatch) -> Tensor:
-    """int64 [T]: which sequence of the pack each token belongs to."""
+    """int64 [T]: which response of the pack each token belongs to; all branches of one are one."""
     positions = torch.arange(batch.target_ids.numel(), device=batch.target_ids.device)
-    return torch.searchsorted(batch.cu_seqlens[1:].to(torch.int64), positions, right=True)
+    sequences = torch.searchsorted(batch.cu_seqlens[1:].to(torch.int64), positions, right=True)
+    responses = (batch.sequence_index.diff() != 0).long().cumsum(0)
+    return F.pad(responses, (1, 0))[sequences]
 
 
 def _tail_ids(stats: PolicyStats, valid: Tensor) -> Tensor | None:

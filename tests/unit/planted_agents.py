@@ -72,12 +72,38 @@ async def talking(problem: Any, session: Any) -> float:
     return len(messages[-2].content) % 3 / 10
 
 
-async def editing(problem: Any, session: Any) -> None:
-    client, messages = client_of(session), first_messages(problem)
-    for _ in range(2):
+async def shortening(problem: Any, session: Any) -> float:
+    """Two turns; two more from a history that it made shorter; then goes on with the whole one, whose last turn earns
+    a tenth of its length modulo 3."""
+    client, whole = client_of(session), first_messages(problem)
+
+    async def say(messages: list[Any]) -> None:
         answer = await client.chat.completions.create(model=session.model, messages=messages)
-        messages += [answer.choices[0].message, {"role": "user", "content": "again"}]
-        messages[0] = {"role": "system", "content": "differences"}
+        messages += [answer.choices[0].message, {"role": "user", "content": "sure?"}]
+
+    await say(whole)
+    shortened = [{"role": "system", "content": "so far"}, *whole[2:4]]
+    await say(whole)
+    for messages in (shortened, shortened, whole):
+        await say(messages)
+    return len(whole[-2].content) % 3 / 10
+
+
+async def asking_together(problem: Any, session: Any) -> float:
+    client = client_of(session)
+    answers = await asyncio.gather(
+        *(
+            client.chat.completions.create(model=session.model, messages=first_messages(problem))
+            for _ in range(2)
+        )
+    )
+    return float(len({answer.choices[0].message.content for answer in answers}) == 2)
+
+
+async def asking_for_more(problem: Any, session: Any) -> None:
+    client, messages = client_of(session), first_messages(problem)
+    for settings in ({}, {"temperature": 0.5}):
+        await client.chat.completions.create(model=session.model, messages=messages, **settings)
 
 
 async def crashing(problem: Any, session: Any) -> None:
@@ -102,12 +128,20 @@ async def hanging(problem: Any, session: Any) -> None:
     await asyncio.sleep(3600)
 
 
-def by_a_framework(prompt: str) -> str:
-    """An agent of pydantic-ai, with a tool."""
-    from pydantic_ai import Agent
+def by_a_framework(prompt: str, doubts: int = 0) -> str:
+    """An agent of pydantic-ai, with a tool; so many answers are sent back."""
+    from pydantic_ai import Agent, ModelRetry
     from pydantic_ai.models.openai import OpenAIChatModel
 
-    agent = Agent(OpenAIChatModel(os.environ["OPENAI_MODEL"]), system_prompt="sums")
+    agent = Agent(OpenAIChatModel(os.environ["OPENAI_MODEL"]), system_prompt="sums", retries=20)
+    answers: list[str] = []
+
+    @agent.output_validator
+    def check(answer: str) -> str:
+        answers.append(answer)
+        if len(answers) <= doubts:
+            raise ModelRetry("sure?")
+        return answer
 
     @agent.tool_plain
     def add(a: int, b: int) -> int:
@@ -125,6 +159,9 @@ def main() -> None:
         return
     if end == "map":
         map_untouched(6)
+    if end == "doubtful":
+        print(json.dumps({"reward": len(by_a_framework(problem["prompt"], 1)) % 3 / 10}))
+        return
     messages = [{"role": "user", "content": problem["prompt"]}]
     answer = OpenAI().chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
     print("said", answer.choices[0].message.content, flush=True)

@@ -13,10 +13,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
+import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI
 
+from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.seal import Origin
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.environments import (
@@ -27,7 +30,7 @@ from megatron_dppo.environments import (
     check_environment,
     makes_prompts,
 )
-from megatron_dppo.environments.agents import Agent, Conversation, result_of
+from megatron_dppo.environments.agents import TOOL_FORMATS, Agent, Conversation, result_of
 from megatron_dppo.environments.episodes import Episodes
 from megatron_dppo.system.processes import child_ids
 from tests.extras import environment_with
@@ -109,6 +112,66 @@ def test_tools_are_the_templates_and_their_calls_openais():
     assert t.loss_mask.tolist() == mask
     # The run's rewards score what it returned.
     assert (t.text, t.wants_score, t.turn_rewards) == ("= 8", True, (0.0, 0.0))
+
+
+def test_an_edited_history_is_a_branch_in_which_nothing_is_trained_again():
+    """Turns of branches 0, 0, 1, 1, 0, of which every token is sampled once; what a branch repeats is its prompt."""
+    said = ["4 and", "5", "6 is", "7", "8 and"]
+    t, episodes = play(engine := ChatEngine(*said), "shortening", turn_tokens=40)
+    sure = "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    shorter = "<|im_start|>system\nso far<|im_end|>\n<|im_start|>assistant\n4 and<|im_end|>\n"
+    first = (
+        (BEGIN, False),
+        ("4 and", True),
+        (sure, False),
+        ("5", True),
+        (sure, False),
+        ("8 and", True),
+    )
+    second = (shorter + sure[1:], False), ("6 is", True), (sure, False), ("7", True)
+    assert not episodes.faults
+    for branch, pieces in zip(t.branches, (first, second), strict=True):
+        tokens, mask = spelled(engine, *pieces)
+        assert branch.token_ids.tolist() == tokens
+        assert branch.loss_mask.tolist() == mask
+        # A row of the routing says which call recorded it, a version which call sampled.
+        assert usable_rows(branch.loss_mask, branch.columns).all()
+        calls = branch.columns["routed_experts"][:, 0, 0]
+        predicting = np.flatnonzero(branch.loss_mask) - 1
+        assert calls[predicting].tolist() == branch.columns["weight_version"].tolist()
+    calls, tokens_of = np.unique(t.columns["weight_version"], return_counts=True)
+    assert calls.tolist() == [1, 2, 3, 4, 5]
+    assert tokens_of.tolist() == [len(engine.ids(text)) + 1 for text in said]
+    assert (t.turn_times, t.turn_rewards) == ((0, 1, 4, 2, 3), (0, 0, 0.2, 0, 0))
+    assert (t.turns, t.text, t.finish_reason) == (5, "8 and", "stop")
+    # A branch's first call asks for all rows of its routing.
+    assert [r.columns["routed_experts"].start == 0 for r in engine.asked] == [1, 0, 1, 0, 0]
+    assert t.stamp is not None
+    assert t.stamp.digests == t.digests()
+
+
+def test_calls_that_come_together_are_branches():
+    t, episodes = play(engine := ChatEngine("4 and", "5"), "asking_together")
+    assert not episodes.faults
+    spoken = [spelled(engine, (BEGIN, False), (text, True)) for text in ("4 and", "5")]
+    assert [(b.token_ids.tolist(), b.loss_mask.tolist()) for b in t.branches] == spoken
+    assert t.turn_rewards == (0.0, 1.0)
+
+
+def test_the_tokens_of_all_branches_are_bounded_together():
+    engine = ChatEngine("4 and", "5")
+    t, _ = play(engine, "shortening", turn_tokens=40)
+    lengths = t.branch_lengths
+    turn = len(engine.ids("5")) + 1
+    third = len(engine.asked[2].prompt_ids)
+    before = len(engine.asked[1].prompt_ids) + turn
+    assert lengths[0] > before
+    for tokens, turns in ((before + third, 2), (before + third + 1, 3)):
+        limits, engine = replace(LIMITS, tokens=tokens), ChatEngine("4 and", "5")
+        t, _ = play(engine, "shortening", limits=limits, turn_tokens=40)
+        assert (t.turns, t.finish_reason) == (turns, "length")
+    assert engine.asked[-1].sampling.max_new_tokens == 1
+    assert t.length == tokens
 
 
 def test_what_the_template_can_not_say_is_a_fault():
@@ -217,8 +280,8 @@ def test_the_last_line_of_a_command_may_be_its_result():
     [
         ("crashing", "the agent failed: ZeroDivisionError: planted"),
         (
-            "editing",
-            "a call was refused: message 0: got .*differences.*the agent failed: ConflictError",
+            "asking_for_more",
+            "a call was refused: temperature: got 0.5.*the agent failed: BadRequestError",
         ),
         ("listing", r"the agent's result is \[1\], expected a number, text or None"),
     ],
@@ -401,9 +464,12 @@ def test_fields_are_ignored_where_the_options_say_so():
         ),
     ],
 )
-def test_a_history_that_is_not_the_sessions_is_refused(messages, message):
+def test_a_history_that_no_branch_has_is_refused_where_there_may_be_no_more(messages, message):
+    message += ".*1 branches, and there may be no more"
+
     async def work() -> None:
-        async with session(Turn(" 8", (1,)), Turn("9", (2,))) as (client, _):
+        turns = Turn(" 8", (1,)), Turn("9", (2,))
+        async with session(*turns, most_branches=1) as (client, _):
             said = (await say(client, user("3+5"))).choices[0].message
             sent = [said if m == "said" else m for m in messages]
             with pytest.raises(openai.ConflictError, match=message):
@@ -418,26 +484,126 @@ def test_a_history_that_is_not_the_sessions_is_refused(messages, message):
     run(work)
 
 
-def test_calls_come_one_after_another_and_one_whose_caller_has_gone_may_come_again():
+def test_calls_are_answered_in_their_order_and_one_whose_caller_has_gone_may_come_again():
     async def work() -> None:
         async with session() as (client, conversation):
             first = asyncio.create_task(say(client, user("3+5")))
             call = await conversation.calls.get()
-            assert call.messages == [user("3+5")]
-            with pytest.raises(openai.ConflictError, match="another call of this session waits"):
-                await say(client, user("3+5"))
+            assert call == ChatCall([user("3+5")], [], None, 0)
+            other = asyncio.create_task(say(client, user("3+6")))
+            assert await conversation.calls.get() == ChatCall([user("3+6")], [], None, 1)
             first.cancel()
             await asyncio.wait([first])
-            while conversation._is_waiting:
+            while conversation._open[0].is_waited_for:
                 await asyncio.sleep(0.01)
-            with pytest.raises(openai.ConflictError, match="given up, expected it again"):
-                await say(client, user("3+6"))
             again = asyncio.create_task(say(client, user("3+5")))
-            while not conversation._is_waiting:
+            while not conversation._open[0].is_waited_for:
                 await asyncio.sleep(0.01)
-            conversation.answer(Turn("8", (1,)))
+            for text in ("8", "9"):
+                conversation.answer(Turn(text, (1,)))
             assert (await again).choices[0].message.content == "8"
+            assert (await other).choices[0].message.content == "9"
             assert conversation.calls.empty()
+            # Its turn may come before it does.
+            given_up = asyncio.create_task(say(client, user("3+7")))
+            assert (await conversation.calls.get()).branch == 2
+            given_up.cancel()
+            while conversation._open[0].is_waited_for:
+                await asyncio.sleep(0.01)
+            conversation.answer(Turn("10", (1,)))
+            assert (await say(client, user("3+7"))).choices[0].message.content == "10"
+            assert conversation._open == []
+
+    run(work)
+
+
+def test_a_branch_goes_on_where_it_was():
+    """The longest that fits, of equal ones the newest; with other tools, or a policy's turn that nobody said, none."""
+    said = [Turn(text, (1,)) for text in "abcdefg"]
+    sure = user("sure?")
+
+    def policy(text: str) -> dict[str, str]:
+        return {"role": "assistant", "content": text}
+
+    async def work() -> None:
+        async with session() as (client, conversation):
+
+            async def branch(*messages: Any, **settings: Any) -> tuple[int, list[Any]]:
+                asking = asyncio.create_task(say(client, *messages, **settings))
+                call = await conversation.calls.get()
+                conversation.answer(said.pop(0))
+                await asking
+                return call.branch, list(call.messages)
+
+            assert await branch(user("x")) == (0, [user("x")])
+            assert await branch(user("x")) == (1, [user("x")])
+            assert await branch(user("x"), policy("a"), sure) == (0, [sure])
+            whole = [user("x"), policy("a"), sure, policy("c"), sure]
+            assert await branch(*whole) == (0, [sure])
+            assert await branch(*whole) == (2, whole)
+            assert await branch(*whole, policy("e"), sure, tools=[TOOL]) == (
+                3,
+                [*whole, policy("e"), sure],
+            )
+            assert await branch(*whole, policy("e"), policy("y"), sure) == (
+                4, [*whole, policy("e"), policy("y"), sure],
+            )  # fmt: skip
+
+    run(work)
+
+
+def test_a_stream_begins_before_its_turn_is_there():
+    async def work() -> None:
+        async with session() as (client, conversation), aiohttp.ClientSession() as http:
+            body = {"messages": [user("3+5")], "stream": True}
+            key = {"Authorization": "Bearer key"}
+            async with http.post(f"{client.base_url}chat/completions", json=body, headers=key) as r:
+                assert (r.status, r.content_type) == (200, "text/event-stream")
+                assert (await r.content.readline()).startswith(b": ")
+                await conversation.calls.get()
+                conversation.answer(Turn("8", (1,)))
+                assert b'"content": "8"' in await r.content.read()
+
+    run(work)
+
+
+def test_a_body_that_is_too_large_is_a_refusal():
+    async def work() -> None:
+        async with session() as (client, conversation):
+            with pytest.raises(openai.APIStatusError, match="more than the 1048576 bytes") as error:
+                await say(client, user("x" * (1 << 20)))
+            assert error.value.status_code == 413
+            assert error.value.body["type"] == "invalid_request_error"
+            assert "1048576" in conversation.refusal
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        ('{"name": "add", "parameters": {"a": 3}}', None, {"a": 3}),
+        ('\n{"name": "add", "parameters": {}} ', None, {}),
+        # Neither is a call.
+        ('so {"name": "add", "parameters": {"a": 3}}', ..., None),
+        ('{"name": "add", "arguments": {"a": 3}}', ..., None),
+        ('{"name": "add", "parameters": 3}', ..., None),
+        ('["add"]', ..., None),
+        ("8", ..., None),
+        (ADD, ..., None),
+    ],
+)
+def test_llama_calls_tools_by_a_whole_message(text, content, arguments):
+    async def work() -> None:
+        async with session(Turn(text, (1,)), tool_format=TOOL_FORMATS["llama3_json"]) as (
+            client,
+            _,
+        ):
+            message = (await say(client, user("3+5"), tools=[TOOL])).choices[0].message
+            assert message.content == (text if content is ... else content)
+            calls = [c.function for c in message.tool_calls or ()]
+            expected = [] if arguments is None else [("add", arguments)]
+            assert [(c.name, json.loads(c.arguments)) for c in calls] == expected
 
     run(work)
 
@@ -451,5 +617,11 @@ def test_an_agent_that_is_not_there_is_refused_before_a_run():
     ):
         with pytest.raises(ValueError, match=message):
             check_environment("agent", {"agent": agent})
+    for options, message in (
+        ({"branches": 0}, "branches: got 0, expected 1 or more"),
+        ({"tool_format": "qwen"}, "tool_format: got 'qwen', expected hermes or llama3_json"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_environment("agent", {"agent": "node agent.js", **options})
     with pytest.raises(ValueError, match="missing a required argument: 'agent', of agent"):
         check_environment("agent", {})

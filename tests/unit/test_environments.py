@@ -20,6 +20,7 @@ from megatron_dppo.data.trajectory import FinishReason, Outline, Problem, Trajec
 from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, SamplingParams
 from megatron_dppo.environments import (
     ENVIRONMENTS,
+    ChatCall,
     EnvironmentFaultError,
     SingleTurn,
     Step,
@@ -366,9 +367,28 @@ def test_an_empty_observation_of_plain_text_is_a_fault():
     spec = EnvironmentSpec(f"{PLANTED}:Greeting", {"greeting": ""}, 60.0)
     pool, engine = EnvironmentPool(spec, workers=1), Engine({0: ["4"]})
     episodes = Episodes(pool, TurnTemplate(engine.tokenizer, "user", is_chat=False), LIMITS)
-    episode = _Episode(None, whole=turns_of([1], ()))  # type: ignore[arg-type]
+    episode = _Episode(GenerationRequest(0, (1,), SamplingParams(1)))
+    episode.branches = [turns_of([1], ())]
     with pytest.raises(EnvironmentFaultError, match="an observation of no tokens, expected one"):
         episodes._go_on(episode, Turn("4", (4,)), Step(""))
+
+
+def test_a_branch_that_can_not_be_is_a_fault():
+    pool = EnvironmentPool(EnvironmentSpec(f"{PLANTED}:Greeting", {}, 60.0), workers=1)
+    episodes = Episodes(pool, TurnTemplate(tokenizer(), "user"), LIMITS)
+    request = GenerationRequest(0, (1,), SamplingParams(1))
+    episode = _Episode(request)
+    episode.branches = [turns_of([1], ())]
+    said = [{"role": "user", "content": "8"}]
+    for number, delta in ((0, "<|im_end|>\n<|im_start|>user"), (1, "<|im_start|>user")):
+        episodes._go_on(episode, Turn("4", (4,)), Step(ChatCall(said, branch=number)))
+        assert tokenizer().decode(episode.delta).startswith(delta)
+    with pytest.raises(
+        EnvironmentFaultError, match="branch 2, expected one of the 1 there are, or"
+    ):
+        episodes._go_on(episode, Turn("4", (4,)), Step(ChatCall(said, branch=2)))
+    with pytest.raises(EnvironmentFaultError, match="reset: branch 1, expected 0"):
+        episodes._begin(episode, PROBLEM, request, ChatCall(said, branch=1))
 
 
 # --- what an episode earns

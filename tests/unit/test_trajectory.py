@@ -84,6 +84,7 @@ DTYPES = {
     "weight_version": ("int32",),
     "routing_version": ("int32",),
     "routed_experts": ("uint8", "uint16"),
+    "branch": ("uint16",),
     "loss_log_probs": ("float32",),
     "loss_recomputed_log_probs": ("float32",),
     "loss_entropy": ("float32",),
@@ -104,15 +105,16 @@ def test_what_each_column_is():
     topk = {"topk_ids", "topk_log_probs"}
     versions = {"weight_version", "routing_version"}
     assert set(LOSS_COLUMNS) == loss
-    assert where(lambda c: c.rows is Rows.INPUT) == {"routed_experts"}
-    assert where(lambda c: c.rows is Rows.SAMPLED) == DTYPES.keys() - {"routed_experts"}
+    inputs = {"routed_experts", "branch"}
+    assert where(lambda c: c.rows is Rows.INPUT) == inputs
+    assert where(lambda c: c.rows is Rows.SAMPLED) == DTYPES.keys() - inputs
     log_probs = {f"{of}_log_probs" for of in ("rollout", "recomputed", "reference")}
     assert where(lambda c: c.read_by is ReadBy.LAST) == log_probs | topk
-    assert where(lambda c: c.read_by is ReadBy.ALL) == loss | versions | {"routed_experts"}
+    assert where(lambda c: c.read_by is ReadBy.ALL) == loss | versions | inputs
     assert where(lambda c: c.fill == -1) == {"topk_ids"}
     assert where(lambda c: c.fill == 0) == DTYPES.keys() - {"topk_ids"}
-    assert where(lambda c: not c.complete) == loss | {"routed_experts", "routing_version"}
-    assert where(lambda c: not c.packed) == loss | versions
+    assert where(lambda c: not c.complete) == loss | inputs | {"routing_version"}
+    assert where(lambda c: not c.packed) == loss | versions | {"branch"}
     assert where(lambda c: c.usable is not None) == {"routed_experts"}
     assert where(lambda c: c.trailing == ("topk",)) == topk | {"loss_topk_log_probs"}
     assert columns["routed_experts"].trailing == ("moe_layers", "experts_per_token")

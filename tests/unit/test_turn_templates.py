@@ -263,6 +263,36 @@ def test_a_template_that_swallows_it_or_a_prompt_that_is_not_its_own_is_refused(
         whole.opening(Problem(0, "3+5", "8", (10, 11, 12, 13, 14, 15)), "Begin")
 
 
+def test_a_prompt_has_all_messages_calls_and_tools_or_is_refused():
+    """Of a turn that is nothing but a call only the call can be lost."""
+    call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 3}}}
+    messages = [
+        {"role": "user", "content": "3+5"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "8", "tool_call_id": "1"},
+    ]
+    shows_calls = changed(
+        "{{ m['content'] }}",
+        "{{ m['content'] }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}",
+    )
+    tokenizer = tokenizer_of(shows_calls)
+    text = (
+        "<|im_start|>user\n3+5<|im_end|>\n"
+        '<|im_start|>assistant\n{"name": "add", "arguments": {"a": 3}}<|im_end|>\n'
+        "<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n"
+    )
+    prompt = TurnTemplate(tokenizer, "user").prompt(ChatCall(messages, branch=1))
+    assert prompt == tokenizer(text, add_special_tokens=False)["input_ids"]
+    tool = {"type": "function", "function": {"name": "minus"}}
+    for template, tools, lost in (
+        (CHAT_TEMPLATE, [], "a call of the tool 'add'"),
+        (shows_calls, [tool], "the tool 'minus'"),
+        (DROPS_TOOLS, [], "a message of tool"),
+    ):
+        with pytest.raises(TurnTemplateError, match=f"leaves out, or alters, {lost}"):
+            TurnTemplate(tokenizer_of(template), "user").prompt(ChatCall(messages, tools))
+
+
 def test_plain_text_follows_as_it_is():
     tokenizer = tiny_tokenizer()
     assert (

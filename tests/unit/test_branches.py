@@ -1,0 +1,218 @@
+"""Branches of a response: cut where they are packed, one response everywhere else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.algorithms.inputs import sequence_totals
+from megatron_dppo.config.schema import AlgorithmConfig
+from megatron_dppo.data.batch_file import load_batch, save_batch
+from megatron_dppo.data.columns import usable_rows
+from megatron_dppo.data.packing import pack, unpack_sampled
+from megatron_dppo.data.trajectory import Outline, Trajectory
+from megatron_dppo.doctor.reference import Reference
+from megatron_dppo.loop.exporting import examples_of
+from megatron_dppo.loop.learning import BatchLayout, by_response, plan_mini_batches
+from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
+from megatron_dppo.loop.scoring import returns_by_turn, with_rewards
+from megatron_dppo.metrics.sums import MaskedResponses
+from megatron_dppo.model.shape import SequenceCost
+from megatron_dppo.rewards.verifier import Score
+from megatron_dppo.trainer.token_loss import inputs_from, sequence_ids
+from megatron_dppo.vocab_parallel import policy_stats
+from tests.tiny_models import save_tiny_model
+from tests.trajectories import same
+from tests.unit.test_mini_batches import Config, Part
+
+V = 64
+
+
+def turns(
+    tokens: str, versions: list[int], routing: int | None = None, **fields: Any
+) -> Trajectory:
+    """``tokens``: numbers, those sampled with a point behind them. log mu of token i is -i / 64; row t of the routing
+    is ``routing`` and t."""
+    mask = [token.endswith(".") for token in tokens.split()]
+    ids = [int(token.rstrip(".")) for token in tokens.split()]
+    columns: dict[str, Any] = {
+        "rollout_log_probs": [-i / V for i, sampled in zip(ids, mask, strict=True) if sampled],
+        "weight_version": versions,
+    }
+    if routing is not None:
+        rows = [[[routing, 100 + t]] for t in range(len(ids) - 1)]
+        columns["routed_experts"] = np.array(rows, np.uint8)
+    return Trajectory(0, 0, np.array(ids), np.array(mask), columns, **fields)
+
+
+# Of the second branch token 3 was sampled in the first: here it is given.
+FIRST = turns("1 2 3. 4. 5 6 7.", [1, 1, 2], 1, prompt_tokens=2 + 6)
+SECOND = turns("8 3 9 10.", [3], 2, prompt_tokens=3, cached_tokens=1)
+
+
+def joined(**fields: Any) -> Trajectory:
+    return replace(Trajectory.of_branches([FIRST, SECOND]), **fields)
+
+
+def test_each_sampled_token_has_the_loss_mask_once_and_context_never():
+    t = joined()
+    assert t.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 3, 9, 10]
+    assert t.loss_mask.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 0, 0, 0, 1]
+    assert t.response_ids.tolist() == [3, 4, 7, 10]
+    assert (t.turns, t.sampled, t.branch_lengths) == (3, 4, (7, 4))
+    assert (t.prompt_ids.tolist(), t.prompt_tokens, t.cached_tokens) == ([1, 2], 11, 1)
+    packed = pack([t])
+    # Token t stands where it is predicted: 3 and 4 at 2 and 3, 7 at 6, 10 at 9, in no other branch.
+    predicting = packed.loss_mask.nonzero().squeeze(1)
+    assert packed.token_ids[predicting].tolist() == [2, 3, 6, 9]
+    assert packed.target_ids[predicting].tolist() == [3, 4, 7, 10]
+
+
+def test_branches_are_cut_as_they_were_joined():
+    t = joined()
+    for branch, original in zip(t.branches, (FIRST, SECOND), strict=True):
+        assert same(branch.without("routing_version"), original)
+    assert FIRST.branches == (FIRST,)
+    assert Trajectory.of_branches([FIRST]) is FIRST
+
+
+def test_a_branch_is_a_sequence_and_its_positions_begin_at_0():
+    other = replace(turns("11 12.", [1], 3), sample_index=1)
+    batch = pack([joined(), other], indices=[4, 7], sequence_multiple=2, pad_multiple=4)
+    assert batch.cu_seqlens.tolist() == [0, 8, 12, 14, 16]
+    assert batch.sequence_index.tolist() == [4, 4, 7, -1]
+    assert batch.position_ids.tolist() == [*range(8), *range(4), 0, 1, 0, 1]
+    routing = batch.column("routed_experts")[batch.valid["routed_experts"], 0].tolist()
+    # The row of a branch's last token, which nothing is predicted by, is none; 1 and 2 are another version's.
+    first = [[1, 100 + t] for t in (0, 3, 4, 5)]
+    assert routing == [*first, [2, 100], [2, 101], [2, 102], [3, 100]]
+    log_probs = batch.column("rollout_log_probs")[batch.loss_mask]
+    assert (log_probs * -V).tolist() == [3, 4, 7, 10, 12]
+
+
+def test_rows_hold_by_the_version_of_their_own_branch():
+    """The last version of the first branch is 2, of the second 3: tokens of version 1 lack their rows, 2 and 3 not."""
+    t = joined()
+    assert t.columns["routing_version"].tolist() == [2, 2, 2, 3]
+    assert usable_rows(t.loss_mask, t.columns).tolist() == [i not in (1, 2) for i in range(10)]
+    assert t.discarded_rows == 2
+    lost = Trajectory.of_branches([FIRST, SECOND.without("routed_experts")])
+    assert lost.columns.keys() == {"rollout_log_probs", "weight_version", "branch"}
+
+
+def test_rules_of_whole_responses_see_all_branches_as_one():
+    other = turns("11 12. 13.", [1, 1], 3)
+    batch = pack([joined(), other], pad_multiple=16)
+    assert sequence_ids(batch).tolist() == [0] * 11 + [1] * 3 + [2] * 2
+    stats = policy_stats(torch.zeros(16, V), batch.target_ids, vocab_size=V)
+    inputs = inputs_from(stats, batch)
+    totals = sequence_totals(inputs, torch.ones(16))
+    assert totals[batch.loss_mask].tolist() == [4, 4, 4, 4, 2, 2]
+
+
+def test_what_the_loss_saw_goes_back_to_the_response():
+    batch = pack([joined(), turns("11 12.", [1], 3)], indices=[3, 1])
+    rows = torch.arange(batch.num_tokens, dtype=torch.float32)
+    columns = by_response(batch, {"loss_log_probs": rows})
+    # Rows of the tokens that predict them; the second response's prompt stands at 11.
+    assert {p: c["loss_log_probs"].tolist() for p, c in columns.items()} == {
+        3: [1, 2, 5, 9],
+        1: [11],
+    }
+    masked = MaskedResponses()
+    blocked = torch.isin(rows, torch.tensor([1.0, 9.0]))
+    masked.add(batch.sequence_index, batch.cu_seqlens, torch.ones(13), blocked)
+    assert masked.counts() == {3: 2}
+    (values,) = unpack_sampled([joined()], rows[:11])
+    assert values.tolist() == [1, 2, 5, 9]
+
+
+def test_a_response_is_planned_whole_and_counts_once():
+    """Two groups of two; branches of 7 and 4 tokens are 8 and 4 by twos, their cost that of each, not of 12 tokens."""
+    batch = [joined(), FIRST, FIRST, SECOND]
+    config = Config(
+        AlgorithmConfig(aggregation="sequence-mean-token-sum"),
+        Part(group_size=2),
+        Part(prompts_per_mini_batch=1, micro_batch_tokens=12),
+    )
+    layout = BatchLayout(0, 1, sequence_multiple=2, cost=SequenceCost(0.0, 1.0))
+    plans = plan_mini_batches(batch, config.training, config.rollout, config.algorithm, layout)
+    assert [plan.positions for plan in plans] == [[[[0], [1]]], [[[2, 3]]]]
+    assert [plan.denominator for plan in plans] == [2, 2]
+    assert [plan.cost for plan in plans] == [8**2 + 4**2 + 8**2, 8**2 + 4**2]
+    (row, _) = rows_of(batch, 2)
+    assert (row.responses, row.tokens, row.turns, row.branches) == (2, 4 + 3, 3 + 2, 2 + 1)
+    assert generated_figures(rows_of(batch, 2))["rollout/branches"] == 5 / 4
+    assert "rollout/branches" not in generated_figures(rows_of(batch[2:], 2))
+
+
+def test_every_rank_knows_its_branches():
+    t = joined(advantage=0.5)
+    outline = Outline.from_json(json.loads(json.dumps(Outline.of(t))))
+    assert outline == Outline.of(t)
+    assert outline.branch_lengths == (7, 4)
+    assert FIRST.branch_lengths == (7,)
+
+
+def test_a_file_and_a_seal_keep_branches(tmp_path):
+    t = joined().stamped({}, None)
+    assert t.stamp is not None
+    assert "branch" in t.stamp.digests
+    save_batch(tmp_path, 1, [t, FIRST])
+    loaded, alone = load_batch(tmp_path, 1)
+    assert loaded.digests() == t.stamp.digests
+    assert [b.token_ids.tolist() for b in loaded.branches] == [
+        b.token_ids.tolist() for b in (FIRST, SECOND)
+    ]
+    assert alone.branch_lengths == (7,)
+    # One that was cut elsewhere is another batch.
+    moved = loaded.with_columns(branch=np.array([0] * 8 + [1] * 2, np.uint16))
+    assert moved.digests() != t.stamp.digests
+
+
+def test_other_models_read_each_branch_alone(tmp_path):
+    """What the doctor, explain and the check of an export compare with."""
+    folder = save_tiny_model(tmp_path / "model", vocab_size=V, dtype=torch.float32)
+    t = joined()
+    reference = Reference(folder)
+    alone = [b for branch in (FIRST, SECOND) for b in reference.sampled_logits([branch])]
+    (together,) = reference.sampled_logits([t])
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
+    whole = reference.logits(t)
+    assert whole.shape == (11, V)
+    # The rows that predict 3 and 4, 7 and 10.
+    torch.testing.assert_close(whole[[1, 2, 5, 9]], together, rtol=1e-5, atol=1e-5)
+    assert examples_of({0: t}) == [(0, FIRST.token_ids.tolist(), FIRST.loss_mask.tolist())]
+
+
+def test_an_update_recomputes_the_tokens_of_its_branch():
+    interrupted = turns("8 3 9 10. 11. 12.", [3, 3, 4])
+    assert interrupted.interruptions == (5,)
+    assert Trajectory.of_branches([FIRST, interrupted]).interruptions == (5,)
+
+
+def test_a_branch_that_begins_with_a_sampled_token_is_refused():
+    with pytest.raises(ValueError, match="a branch begins with a sampled token, expected its"):
+        FIRST.with_columns(branch=np.array([0, 0, 0, 1, 1, 1], np.uint16))
+
+
+def test_a_response_has_one_reward_and_one_place_in_its_group():
+    """Rewards 1.5, 0 in a group of two: A = 0.75, -0.75, of each token in every branch."""
+    batch = [joined(turn_rewards=(0.5, 0.0, 0.0)), FIRST]
+    scored = with_rewards(batch, [Score(1.0), Score(0.0)], 2, AlgorithmConfig())
+    assert [(t.reward, t.advantage) for t in scored] == [(1.5, 0.75), (0.0, -0.75)]
+    assert pack(scored).advantages[pack(scored).loss_mask].tolist() == [0.75] * 4 + [-0.75] * 3
+    assert [b.advantage for b in scored[0].branches] == [0.75, 0.75]
+
+
+def test_a_turn_answers_for_what_was_earned_after_it_in_time():
+    """Turns lie as 1st, 3rd | 2nd and earned 0.5, 1 | 0.25, and the last one 2 more, of which truncation took 1."""
+    t = joined(turn_rewards=(0.5, 1.0, 0.25), turn_times=(0, 2, 1), reward=2.75)
+    assert returns_by_turn(t, 2.0, -1.0) == [2.75, 1.0 + 2 - 1, 0.25 + 1 + 2 - 1]
+    in_order = replace(t, turn_times=())
+    assert returns_by_turn(in_order, 2.0, -1.0) == [2.75, 1.0 + 0.25 + 2 - 1, 0.25 + 2 - 1]
