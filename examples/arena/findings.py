@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,11 +16,10 @@ from matplotlib.figure import Figure
 
 from examples.arena.claims import (
     CLAIMS,
-    EVERY_RULE_IN,
-    OTHERS,
     SEEDS,
     SETTINGS,
     SHOWN,
+    SURVEYS,
     Claim,
     Comparison,
     Difference,
@@ -127,6 +127,15 @@ def confirmed(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int])
     return f"{sum(sides)} of {len(sides)}" if sides else ""
 
 
+def first_gaps(record: Record) -> list[float]:
+    """mean |pi - mu| of each step's first mini-batch, at equal weights or not."""
+    stale = record.get(names.GAP_STALE, [math.nan] * len(record[names.GAP_ON_POLICY]))
+    return [
+        x if math.isnan(old) else old
+        for x, old in zip(record[names.GAP_ON_POLICY], stale, strict=True)
+    ]
+
+
 def settings_table(records: Mapping[str, Record]) -> list[str]:
     """The settings, each with the mismatch that its runs measured."""
     lines = [
@@ -135,7 +144,7 @@ def settings_table(records: Mapping[str, Record]) -> list[str]:
     ]
     for name, setting in SETTINGS.items():
         keys = [setting.cell(r, s).key for r in rules_by_setting()[name] for s in SEEDS]
-        gaps = [np.nanmean(records[key][names.GAP_ON_POLICY]) for key in keys if key in records]
+        gaps = [np.mean(first_gaps(records[key])) for key in keys if key in records]
         measured = f"{np.mean(gaps):.1e}" if gaps else "not run"
         changes = ", ".join(f"`{c}`" for c in setting.changes)
         lines.append(
@@ -195,10 +204,9 @@ def rules_by_setting() -> dict[str, list[str]]:
     rules: dict[str, dict[str, None]] = {name: {} for name in SETTINGS}
     for side in (side for claim in CLAIMS for side in claim.sides):
         rules[side.setting][side.rule] = None
-    for setting in EVERY_RULE_IN:
-        rules[setting] |= dict.fromkeys(OTHERS)
-    for setting, shown in SHOWN.items():
-        rules[setting] |= dict.fromkeys(shown)
+    for survey in SURVEYS:
+        for setting in survey.settings:
+            rules[setting] |= dict.fromkeys(survey.rules)
     return {name: list(of) for name, of in rules.items()}
 
 

@@ -39,6 +39,9 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "flips": (ROUNDED, "rollout.save=true"),
     "replayed": (ROUNDED, "rollout.router_replay=true", "rollout.save=true"),
     "rounded": (ROUNDED, "rollout.save=true"),
+    "few-flips": (ROUNDED,),
+    "few-replayed": (ROUNDED, "rollout.router_replay=true"),
+    "slow": (STALE,),
 }
 """By setting: the mismatch. ``rollout.save``: the mismatch at rare and at likely tokens is measured."""
 

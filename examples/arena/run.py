@@ -24,12 +24,10 @@ from typing import TextIO
 from examples.arena import lab, real_loop
 from examples.arena.claims import (
     CLAIMS,
-    EVERY_RULE_IN,
-    OTHERS,
     QUICK_SEEDS,
     SEEDS,
     SETTINGS,
-    SHOWN,
+    SURVEYS,
     Claim,
     Record,
 )
@@ -55,11 +53,16 @@ def cells_of(claims: Sequence[Claim], seeds: Sequence[int]) -> list[Cell]:
 
 
 def others(seeds: Sequence[int]) -> list[Cell]:
-    """The runs that no claim needs: first those of README's figure."""
-    rules = [(s, rule) for s, of in SHOWN.items() for rule in of]
-    rules += [(s, rule) for s in EVERY_RULE_IN for rule in OTHERS]
+    """The runs that no claim needs, in the order of ``SURVEYS``, all rules at one seed before the next."""
     of_claims = {cell.key for cell in cells_of(CLAIMS, seeds)}
-    cells = [SETTINGS[s].cell(rule, seed) for s, rule in rules for seed in seeds]
+    cells = [
+        SETTINGS[setting].cell(rule, seed)
+        for survey in SURVEYS
+        for seed in survey.seeds
+        for setting in survey.settings
+        for rule in survey.rules
+        if seed in seeds
+    ]
     return [cell for cell in cells if cell.key not in of_claims]
 
 

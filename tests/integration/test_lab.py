@@ -30,7 +30,13 @@ def worker(folder: str, runs: list[tuple[str, list[str]]]) -> list[dict[str, lis
             "optimizer.lr=1e-3",
         ),
     )  # fmt: skip
-    kept = (names.REWARD, names.GAP_ON_POLICY, names.STALENESS_MAX, names.ROUTING_AGREEMENT_FIRST)
+    kept = (
+        names.REWARD,
+        names.GAP_ON_POLICY,
+        names.GAP_STALE,
+        names.STALENESS_MAX,
+        names.ROUTING_AGREEMENT_FIRST,
+    )
     results = []
     for mismatch, changes in runs:
         lab = Lab(configured(task, MISMATCHES[mismatch], changes), task, MISMATCHES[mismatch])
@@ -68,8 +74,10 @@ def test_a_copy_of_the_policy_samples_with_a_mismatch_that_is_measured(tmp_path:
 
     # The first batch's weights are the trainer's; from then on they are one update older.
     assert late[names.STALENESS_MAX] == [0, 1, 1]
+    assert len(late[names.GAP_ON_POLICY]) == 1
     assert late[names.GAP_ON_POLICY][0] < 1e-6
-    assert min(late[names.GAP_ON_POLICY][1:]) > 1e-6
+    assert len(late[names.GAP_STALE]) == 2
+    assert min(late[names.GAP_STALE]) > 1e-6
 
     # Half of the tokens have one of two experts that is not the trainer's own, unless it replays them.
     assert min(flipped[names.GAP_ON_POLICY]) > 1e-6
