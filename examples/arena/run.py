@@ -1,6 +1,7 @@
 """``make arena``: rules side by side, under the claims of claims.py; then docs/findings.md and its figures.
 
     python -m examples.arena.run [--quick] [--claim NAME ...] [--real | --only-findings] [--processes 2]
+    python -m examples.arena.run --only-findings --results docs/findings/results.jsonl.gz --out docs
 
 Every run is one line of ``results.jsonl``, which is never made again: an interrupted arena goes on where it was. The
 runs of a claim come before those of the next, seed by seed; then each of the claims' runs is made once in the real
@@ -37,6 +38,7 @@ from examples.arena.tasks import TASKS
 from megatron_dppo.metrics.progress import progress
 
 RESULTS = Path("runs/arena/results.jsonl")
+KEPT = Path("docs/findings/results.jsonl.gz")
 QUICK_CLAIMS = ("mask-needed", "efficiency", "topk")
 
 
@@ -180,17 +182,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="folder of findings.md (default: runs/arena)",
     )
     options = parser.parse_args(arguments)
+    results: Path = options.results
+    if options.only_findings and not results.is_file():
+        parser.error(f"{results}: no such file; those that are kept: --results {KEPT} --out docs")
+    if results.suffix == ".gz" and not options.only_findings:
+        parser.error(f"{results}: runs are added to lines of JSON, not to .gz; gunzip it first")
     seeds = QUICK_SEEDS if options.quick else SEEDS
     chosen = options.claim or (QUICK_CLAIMS if options.quick else None)
     claims = [c for c in CLAIMS if chosen is None or c.name in chosen]
     if not options.only_findings:
         if not options.real:
-            make_runs(cells_of(claims, seeds), options.results, options.processes)
+            make_runs(cells_of(claims, seeds), results, options.processes)
         if not options.quick:
-            make_real_runs(real_cells(claims), options.results)
+            make_real_runs(real_cells(claims), results)
         if not (options.real or chosen):
-            make_runs(others(seeds), options.results, options.processes)
-    print(write_findings(claims, read_results(options.results), seeds, options.out))
+            make_runs(others(seeds), results, options.processes)
+    print(write_findings(claims, read_results(results), seeds, options.out))
     return 0
 
 
