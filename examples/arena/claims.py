@@ -70,6 +70,7 @@ SETTINGS = {
     "few-flips": Setting("moe", "few-flips", (STEPS, "optimizer.lr=3e-4"), "as `flips`, at the paper's rate: 3%"),
     "few-replayed": Setting("moe", "few-flips-r3", (STEPS, "optimizer.lr=3e-4"), "the same, replayed by the trainer"),
     "slow": Setting("moe", "stale-8", (STEPS, "optimizer.lr=1e-4"), "as `drift`, at half of its rate"),
+    "far": Setting("longer", "stale-8", (STEPS, "optimizer.lr=2e-4"), "256 tokens, as `prefix` in all else; no pilot"),
     **{
         mismatch: Setting("moe", mismatch, (STEPS, "optimizer.lr=2e-4"), "beside the others, at the rate of `drift`")
         for mismatch in ("bf16", "fp8", "decode", "stale-1", "stale-64")
@@ -251,6 +252,13 @@ CLAIMS = (
         "registered after mask-needed was seen",
         "along a long prefix, too, DPPO ends above MiniRL-TIS, Clip-Higher and Mask-0.5",
         _above(("prefix",), DPPO, ("minirl-tis", CLIP, "mask-0.5")),
+    ),
+    Claim(
+        "prefix-far",
+        "registered after prefix-order was seen",
+        "along 256 tokens in place of 96, too, training without a trust region loses what it learnt, with DPPO it "
+        "loses less",
+        _above(("far",), ("pg-is",), (TV,), loss_of_best),
     ),
     Claim(
         "anchor", "Figure 4", "a trust region around mu ends above one around the recomputed policy",

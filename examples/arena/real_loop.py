@@ -42,6 +42,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "few-flips": (ROUNDED,),
     "few-replayed": (ROUNDED, "rollout.router_replay=true"),
     "slow": (STALE,),
+    "far": (STALE,),
 }
 """By setting: the mismatch. ``rollout.save``: the mismatch at rare and at likely tokens is measured."""
 
@@ -128,3 +129,6 @@ def reward_rare(prompt: str, response: str) -> float:
 
 def reward_long(prompt: str, response: str) -> float:
     return share_before_error(_ids(prompt), _ids(response))
+
+
+reward_longer = reward_long

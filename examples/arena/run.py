@@ -111,7 +111,7 @@ def make_runs(cells: Sequence[Cell], results: Path, processes: int) -> None:
     with fork.Pool(processes, maxtasksperchild=1) as pool:
         for task in dict.fromkeys(cell.task for cell in missing):
             pool.apply(_material, (task,))
-        with progress("arena", len(missing)) as bar, results.open("a", encoding="utf-8") as out:
+        with progress("arena", len(missing)) as bar, _appended(results) as out:
             for key, seconds, record in pool.imap_unordered(_run, missing):
                 _write(out, key, seconds, record)
                 bar.update(note=f"{key} in {seconds:.0f} s")
@@ -126,7 +126,7 @@ def make_real_runs(cells: Sequence[tuple[str, Cell]], results: Path) -> None:
     if not missing:
         return
     results.parent.mkdir(parents=True, exist_ok=True)
-    with progress("real loop", len(missing)) as bar, results.open("a", encoding="utf-8") as out:
+    with progress("real loop", len(missing)) as bar, _appended(results) as out:
         for setting, cell in missing:
             began = time.monotonic()
             try:
@@ -138,6 +138,14 @@ def make_real_runs(cells: Sequence[tuple[str, Cell]], results: Path) -> None:
             _write(out, real_loop.real_key(cell), seconds, record)
             bar.update(note=f"{cell.key} in {seconds:.0f} s")
             bar.advance()
+
+
+def _appended(results: Path) -> TextIO:
+    """Open to append lines, the first of them not to one that was cut off."""
+    out = results.open("a", encoding="utf-8")
+    if results.stat().st_size and not results.read_bytes().endswith(b"\n"):
+        out.write("\n")
+    return out
 
 
 def _write(out: TextIO, key: str, seconds: float, record: Record) -> None:

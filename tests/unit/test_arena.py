@@ -12,7 +12,7 @@ import torch
 import yaml
 from matplotlib.image import imread
 
-from examples.arena import figures, findings, real_loop, tasks
+from examples.arena import figures, findings, real_loop, speed, tasks
 from examples.arena.claims import (
     CLAIMS,
     OTHERS,
@@ -369,6 +369,37 @@ def test_a_long_response_earns_what_precedes_its_first_error():
     assert masses.sum() == pytest.approx(1)
     assert masses[word(2) : word(3)].sum() == pytest.approx(0.96 + 0.04 / 10)
     assert masses[word(2)] > 1.9 * masses[word(2, 1)]
+
+
+def test_the_longer_task_has_hundreds_of_tokens(monkeypatch):
+    batches = {}
+    monkeypatch.setattr(
+        tasks, "start_policy", lambda name, shape, batch, steps: batches.update({name: batch})
+    )
+    for name, length in (("long", 96), ("longer", 256)):
+        task = tasks.TASKS[name]()
+        ids, target = batches[name](np.random.default_rng(0))
+        assert task.tokens == length
+        assert f"rollout.max_response_tokens={length}" in task.settings
+        assert ids.shape == (32, 3 + length - 1)
+        assert target.shape == (32, length, 64)
+        # A word of the batch is drawn from what its two predecessors' sum asks for.
+        assert np.allclose(target[5, 40], tasks.next_words(ids[5, 41:43].numpy()))
+
+
+# --- speed
+
+
+def test_what_a_step_costs_leaves_start_and_end_out():
+    lines = speed.table(
+        {"lab": {10: (5.0, 4.0), 50: (15.0, 5.0)}, "demo": {10: (100.0, 4.0), 50: (180.0, 4.0)}}
+    )
+    # (15 - 5) / 40; of 128 responses; of 5 tokens each
+    assert lines[2:] == [
+        "| lab | 0.25 | 2.0 | 0.39 |",
+        "| demo | 2.00 | 15.6 | 3.91 |",
+        "\nlab: 8.0 times as fast as demo",
+    ]
 
 
 # --- the real loop's side
