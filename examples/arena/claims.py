@@ -67,6 +67,14 @@ SETTINGS = {
     ),
     "replayed": Setting("moe", "flips-r3", (STEPS, "optimizer.lr=3e-4"), "the same, replayed by the trainer (R3)"),
     "rounded": Setting("moe", "int4", (STEPS, "optimizer.lr=2e-4"), "likely tokens, coarse weights"),
+    "few-flips": Setting("moe", "few-flips", (STEPS, "optimizer.lr=3e-4"), "as `flips`, at the paper's rate: 3%"),
+    "few-replayed": Setting("moe", "few-flips-r3", (STEPS, "optimizer.lr=3e-4"), "the same, replayed by the trainer"),
+    "slow": Setting("moe", "stale-8", (STEPS, "optimizer.lr=1e-4"), "as `drift`, at half of its rate"),
+    "far": Setting("longer", "stale-8", (STEPS, "optimizer.lr=2e-4"), "256 tokens, as `prefix` in all else; no pilot"),
+    **{
+        mismatch: Setting("moe", mismatch, (STEPS, "optimizer.lr=2e-4"), "beside the others, at the rate of `drift`")
+        for mismatch in ("bf16", "fp8", "decode", "stale-1", "stale-64")
+    },
 }  # fmt: skip
 
 
@@ -227,6 +235,8 @@ def _alike(
 ALIKE = 0.05
 TV, KL, CLIP = "dppo-binary-tv", "dppo-binary-kl", "grpo-clip-higher"
 DPPO = (TV, KL)
+BPO_UNMASKED = "bpo clip_low=1 clip_high=10"
+"""Its weight lies between 0 and 11, the bounds: (1 + .1 - mu) / (1 + .1 - pi)."""
 CLAIMS = (
     Claim(
         "mask-needed", "Figure 3", "training without a trust region loses what it learnt, with DPPO it loses less",
@@ -242,6 +252,13 @@ CLAIMS = (
         "registered after mask-needed was seen",
         "along a long prefix, too, DPPO ends above MiniRL-TIS, Clip-Higher and Mask-0.5",
         _above(("prefix",), DPPO, ("minirl-tis", CLIP, "mask-0.5")),
+    ),
+    Claim(
+        "prefix-far",
+        "registered after prefix-order was seen",
+        "along 256 tokens in place of 96, too, training without a trust region loses what it learnt, with DPPO it "
+        "loses less",
+        _above(("far",), ("pg-is",), (TV,), loss_of_best),
     ),
     Claim(
         "anchor", "Figure 4", "a trust region around mu ends above one around the recomputed policy",
@@ -287,6 +304,21 @@ CLAIMS = (
         (Comparison(Side("flips", TV), Side("replayed", CLIP)),),
     ),
     Claim(
+        "without-r3-few",
+        "registered after without-r3 was seen",
+        "with 3% of the routing flipped in place of half, DPPO without router replay ends above Clip-Higher with it",
+        (Comparison(Side("few-flips", TV), Side("few-replayed", CLIP)),),
+    ),
+    Claim(
+        "without-r3-alike",
+        "registered after without-r3 was seen",
+        "with 3% of the routing flipped, both rules do without router replay as well as Clip-Higher with it",
+        tuple(
+            Comparison(Side("few-flips", rule), Side("few-replayed", CLIP), margin=ALIKE)
+            for rule in (TV, CLIP)
+        ),
+    ),
+    Claim(
         "topk", "Figures 10 and 11", "Binary, Top-K and exact divergence do alike",
         _alike(("drift", "coarse"), (TV,), ("dppo-topk-tv", "dppo-exact-tv")),
     ),
@@ -302,6 +334,19 @@ CLAIMS = (
         _above(("drift", "prefix"), ("cppo-binary-tv",), (TV,)),
     ),
     Claim("bellman", "2609.15987", "Bellman PO ends above DPPO", _above(("drift", "coarse"), ("bpo",), (TV,))),
+    Claim(
+        "bellman-mask", "registered after bellman was seen",
+        "without its clip mask Bellman PO ends above itself with it",
+        _above(("drift",), (BPO_UNMASKED,), ("bpo",)),
+    ),
+    Claim(
+        "bellman-smoothing", "registered after bellman was seen", "with e = .3 Bellman PO ends above itself with .1",
+        _above(("drift",), ("bpo smoothing=0.3",), ("bpo",)),
+    ),
+    Claim(
+        "bellman-rate", "registered after bellman was seen", "at half of the rate Bellman PO ends above DPPO",
+        _above(("slow",), ("bpo",), (TV,)),
+    ),
     Claim("pdm", "2607.10848", "PDM ends above DPPO", _above(("drift", "coarse"), ("pdm-aggregated",), (KL,))),
     Claim(
         "pdm-entropy", "2607.10848", "PDM keeps more entropy than DPPO",
@@ -325,9 +370,26 @@ OTHERS = (
     "dppo-symmetric", "kpop", "sapo", "gmpo", "minpro", "trm-max", "trm-mean", "geometric-mask", "m2po", "vaco",
     "off-policy-sequence-mask", "drpo", "gspo", "icepop",
 )  # fmt: skip
-"""Rules that no claim is about; they run beside the others in ``EVERY_RULE_IN``."""
-EVERY_RULE_IN = ("drift", "coarse", "prefix")
+"""Rules that no claim is about."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Runs that no claim needs, shown beside the others: each of ``rules`` in each of ``settings``."""
+
+    settings: tuple[str, ...]
+    rules: tuple[str, ...]
+    seeds: tuple[int, ...]
+
 
 SHOWN = {"prefix": ("pg-is", CLIP, TV), "late": ("pg-is", CLIP, TV)}
 """README's figure, of runs that were seen before it was chosen: where a mask is needed, and where a ratio's bound is in
 the way. By setting: the rules."""
+
+SURVEYS = (
+    *(Survey((setting,), rules, SEEDS) for setting, rules in SHOWN.items()),
+    Survey(("drift",), OTHERS, QUICK_SEEDS),
+    Survey(("bf16", "fp8", "stale-1", "stale-64", "decode"), ("pg-is", CLIP, *DPPO), QUICK_SEEDS),
+    Survey(("drift",), OTHERS, SEEDS[3:]),
+)
+"""In the order in which they are made."""

@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import yaml
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from examples.arena.claims import (
     CLAIMS,
-    EVERY_RULE_IN,
-    OTHERS,
     SEEDS,
     SETTINGS,
     SHOWN,
+    SURVEYS,
+    TV,
     Claim,
     Comparison,
     Difference,
     Finding,
     Record,
+    Side,
     final,
     loss_of_best,
 )
+from examples.arena.figures import claim_figure, curves_figure, save
 from examples.arena.real_loop import SEED as REAL_SEED
 from examples.arena.real_loop import real_key
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.report import RUN_COLOURS, STYLE, centred_mean, finish
-from megatron_dppo.system.files import atomic_file, write_atomically
+from megatron_dppo.system.files import write_atomically
 
 REASONS = Path(__file__).with_name("reasons.yaml")
 """What is believed of each result and why, written after the runs: by the claim's name."""
-SMOOTHING = 2
 DECIDED = ("reproduced", "not reproduced")
+COMPARABLE, ROUNDING = 3.0, 1e-6
 
 
 def verdict(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> str:
@@ -57,6 +55,19 @@ def write_findings(
     """Write the page into ``folder`` and its figures into ``findings`` there; the page's path."""
     figures = folder / "findings"
     figures.mkdir(parents=True, exist_ok=True)
+    for claim in claims:
+        if verdict(claim, records, seeds) in DECIDED:
+            save(claim_figure(claim, records, seeds), figures / f"{claim.name}.png")
+    shown = [(setting, rule) for setting, rules in SHOWN.items() for rule in rules]
+    if all(SETTINGS[s].cell(rule, seed).key in records for s, rule in shown for seed in seeds):
+        save(curves_figure(shown, [names.REWARD], records, seeds), figures / "shown.png")
+    page = folder / "findings.md"
+    write_atomically(page, page_of(claims, records, seeds))
+    return page
+
+
+def page_of(claims: Sequence[Claim], records: Mapping[str, Record], seeds: Sequence[int]) -> str:
+    """``findings.md``."""
     reasons = yaml.safe_load(REASONS.read_text(encoding="utf-8"))
     lines = [
         "# Findings\n",
@@ -65,15 +76,14 @@ def write_findings(
         "interval of the difference between pairs of one seed. A claim is reproduced where all of its tests are as "
         "claimed. Written by `make arena` from what is kept of every step of every run; the lab, its tasks and the "
         "pilots: `examples/arena/README.md`.\n",
-        "Each of the claims' runs was made once in the real loop too (`examples/arena/real_loop.py`): in how many of "
-        "the tests it is on the side on which the lab's mean is, is told beside the verdict. One run is no test.\n",
+        *in_real_loop_text(claims, records),
         "| claim | of | what is claimed | found | tests | real loop | what we make of it |",
         "|---|---|---|---|---|---|---|",
     ]
     for claim in claims:
         word = verdict(claim, records, seeds)
         name = f"[{claim.name}](#{claim.name})" if word in DECIDED else claim.name
-        note = reasons.get(claim.name) or claim.unreachable or ""
+        note = claim.unreachable or (reasons.get(claim.name, "") if word in DECIDED else "")
         lines.append(
             f"| {name} | {claim.source} | {claim.text} | **{word}** | {counted(claim, records, seeds)} "
             f"| {confirmed(claim, records, seeds)} | {note} |"
@@ -81,24 +91,32 @@ def write_findings(
     lines += ["", *settings_table(records)]
     for claim in claims:
         if verdict(claim, records, seeds) in DECIDED:
-            draw_claim(claim, records, seeds, figures / f"{claim.name}.png")
             lines += [
                 f"## {claim.name}\n",
                 f"{claim.source}: {claim.text}.\n",
                 f"![{claim.text}](findings/{claim.name}.png)\n",
                 *tests_table(claim, records, seeds),
             ]
-    shown = [(setting, rule) for setting, rules in SHOWN.items() for rule in rules]
-    if all(SETTINGS[s].cell(rule, seed).key in records for s, rule in shown for seed in seeds):
-        draw_rewards(shown, records, seeds, figures / "shown.png")
-    lines += all_rules(records, seeds)
-    page = folder / "findings.md"
-    write_atomically(page, "\n".join(lines) + "\n")
-    return page
+    return "\n".join([*lines, *all_rules(records)]) + "\n"
+
+
+def in_real_loop_text(claims: Sequence[Claim], records: Mapping[str, Record]) -> list[str]:
+    """How many of the claims' runs were made there too."""
+    sides = {(side.setting, side.rule) for claim in claims for side in claim.sides}
+    keys = [real_key(SETTINGS[s].cell(rule, REAL_SEED)) for s, rule in sides]
+    count = sum(key in records for key in keys)
+    return [
+        f"Of the {len(keys)} runs that the claims compare, each with its seeds, {count} were made once in the real "
+        "loop too (`examples/arena/real_loop.py`): in how many of the tests it is on the side on which the lab's mean "
+        "is, is told beside the verdict. One run is no test.\n"
+    ]
 
 
 def counted(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> str:
-    """``7 as claimed, 1 open``; empty where nothing is decided."""
+    """``7 as claimed, 1 open``; ``14 of 20 runs`` where some are missing."""
+    keys = [side.key(seed) in records for side in claim.sides for seed in seeds]
+    if not all(keys):
+        return f"{sum(keys)} of {len(keys)} runs"
     differences = [(test, test.difference(records, seeds)) for test in claim.tests]
     findings = Counter(test.finding(d) for test, d in differences if d is not None)
     return ", ".join(f"{findings[f]} {f.value}" for f in Finding if findings[f])
@@ -127,21 +145,54 @@ def confirmed(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int])
     return f"{sum(sides)} of {len(sides)}" if sides else ""
 
 
+def first_gap(record: Record) -> float:
+    """mean |pi - mu| of the steps' first mini-batches, at equal weights or not; NaN where some were not kept."""
+    fresh = record[names.GAP_ON_POLICY]
+    stale = record.get(names.GAP_STALE, [math.nan] * len(fresh))
+    return float(np.mean([x if math.isnan(y) else y for x, y in zip(fresh, stale, strict=True)]))
+
+
+def whole_gap(record: Record) -> float:
+    """mean |pi - mu| of all of the steps' mini-batches."""
+    return float(np.mean(record[names.GAP]))
+
+
 def settings_table(records: Mapping[str, Record]) -> list[str]:
-    """The settings, each with the mismatch that its runs measured."""
+    """The settings, each with the mismatch that its runs measured, in the lab and in the real loop."""
     lines = [
-        "| setting | task | mismatch | mean \\|pi - mu\\| of a step's first mini-batch | changes | why |",
-        "|---|---|---|---|---|---|",
+        "Mean \\|pi - mu\\| of a step's first mini-batch, which the step has not yet moved, and of all four: in the "
+        "lab, of all runs; then in the real loop, of its runs. A verdict is of the lab's mismatch: where the real "
+        f"loop's is more than {COMPARABLE:g} times off, its runs tell little of it.\n",
+        "| setting | task | mismatch | lab, first | lab, all | real loop, first | real loop, all | changes | why |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, setting in SETTINGS.items():
-        keys = [setting.cell(r, s).key for r in rules_by_setting()[name] for s in SEEDS]
-        gaps = [np.nanmean(records[key][names.GAP_ON_POLICY]) for key in keys if key in records]
-        measured = f"{np.mean(gaps):.1e}" if gaps else "not run"
+        cells = [setting.cell(r, s) for r in rules_by_setting()[name] for s in SEEDS]
+        lab = [records[c.key] for c in cells if c.key in records]
+        real = [records[real_key(c)] for c in cells if real_key(c) in records]
+        gaps = [_mean(gap, runs) for runs in (lab, real) for gap in (first_gap, whole_gap)]
+        texts = ["not kept" if math.isnan(x) else f"{x:.1e}" for x in gaps]
+        columns = [
+            *(texts[:2] if lab else ["not run", ""]),
+            *(texts[2:] if real else ["not run", ""]),
+        ]
+        if _far(gaps[0], gaps[2]) or _far(gaps[1], gaps[3]):
+            columns[3] += ", not comparable"
         changes = ", ".join(f"`{c}`" for c in setting.changes)
         lines.append(
-            f"| {name} | {setting.task} | {setting.mismatch} | {measured} | {changes} | {setting.reason} |"
+            f"| {name} | {setting.task} | {setting.mismatch} | {' | '.join(columns)} | {changes} | {setting.reason} |"
         )
     return [*lines, ""]
+
+
+def _mean(gap: Callable[[Record], float], runs: Sequence[Record]) -> float:
+    return float(np.mean([gap(run) for run in runs])) if runs else math.nan
+
+
+def _far(lab: float, real: float) -> bool:
+    """Whether they differ by more than ``COMPARABLE`` times; not where both are a float32's rounding."""
+    low, high = sorted((lab, real))
+    return high > ROUNDING and high > COMPARABLE * low
 
 
 def tests_table(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> list[str]:
@@ -161,33 +212,44 @@ def tests_table(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int
     return [*rows, ""]
 
 
-def all_rules(records: Mapping[str, Record], seeds: Sequence[int]) -> list[str]:
-    """Every rule side by side, in each setting in which it has all its runs."""
-    rows = []
-    for setting, rules in rules_by_setting().items():
-        for rule in rules:
-            runs = [
-                records[key]
-                for s in seeds
-                if (key := SETTINGS[setting].cell(rule, s).key) in records
-            ]
-            if len(runs) == len(seeds):
-                ends = [final(r) for r in runs]
-                rows.append(
-                    (setting, -float(np.mean(ends)), rule, ends, [loss_of_best(r) for r in runs])
-                )
-    lines = [
-        f"| {setting} | {rule} | {-mean:.3f} | {min(ends):.3f} to {max(ends):.3f} | {np.mean(lost):.3f} |"
-        for setting, mean, rule, ends, lost in sorted(rows)
-    ]
+def all_rules(records: Mapping[str, Record]) -> list[str]:
+    """Every rule side by side, in each setting, of the seeds that it has."""
+    lines = []
+    for setting, rules in sorted(rules_by_setting().items()):
+        runs_of = {
+            rule: {s: records[key] for s in SEEDS if (key := Side(setting, rule).key(s)) in records}
+            for rule in rules
+        }
+        ends_of = {r: {s: final(run) for s, run in runs.items()} for r, runs in runs_of.items()}
+        ranked = sorted((r for r in rules if ends_of[r]), key=lambda r: -_average(ends_of[r]))
+        for rule in ranked:
+            ends = ends_of[rule]
+            lost = {s: loss_of_best(run) for s, run in runs_of[rule].items()}
+            lines.append(
+                f"| {setting} | {rule} | {len(ends)} | {_average(ends):.3f} | {min(ends.values()):.3f} to "
+                f"{max(ends.values()):.3f} | {_average(lost):.3f} | {_beside(ends, ends_of.get(TV, {}))} |"
+            )
     if not lines:
         return []
     return [
         "## All rules side by side\n",
-        "| setting | rule | final reward, mean of the seeds | lowest to highest | lost of the best |",
-        "|---|---|---|---|---|",
+        f"Less {TV}: of the seeds that both have, with the 95% interval.\n",
+        f"| setting | rule | seeds | final reward, their mean | lowest to highest | lost of the best | less {TV} |",
+        "|---|---|---|---|---|---|---|",
         *lines,
     ]
+
+
+def _average(values: Mapping[int, float]) -> float:
+    return float(np.mean(list(values.values())))
+
+
+def _beside(ends: Mapping[int, float], others: Mapping[int, float]) -> str:
+    differences = [end - others[seed] for seed, end in ends.items() if seed in others]
+    if len(differences) < 2 or ends == others:
+        return ""
+    d = Difference.of(differences)
+    return f"{d.mean:+.3f} ({_interval(d)})"
 
 
 def rules_by_setting() -> dict[str, list[str]]:
@@ -195,61 +257,10 @@ def rules_by_setting() -> dict[str, list[str]]:
     rules: dict[str, dict[str, None]] = {name: {} for name in SETTINGS}
     for side in (side for claim in CLAIMS for side in claim.sides):
         rules[side.setting][side.rule] = None
-    for setting in EVERY_RULE_IN:
-        rules[setting] |= dict.fromkeys(OTHERS)
-    for setting, shown in SHOWN.items():
-        rules[setting] |= dict.fromkeys(shown)
+    for survey in SURVEYS:
+        for setting in survey.settings:
+            rules[setting] |= dict.fromkeys(survey.rules)
     return {name: list(of) for name, of in rules.items()}
-
-
-def draw_claim(
-    claim: Claim, records: Mapping[str, Record], seeds: Sequence[int], path: Path
-) -> Path:
-    """Reward of every rule that the claim names, in each setting."""
-    return draw_rewards([(side.setting, side.rule) for side in claim.sides], records, seeds, path)
-
-
-def draw_rewards(
-    of: Sequence[tuple[str, str]], records: Mapping[str, Record], seeds: Sequence[int], path: Path
-) -> Path:
-    """Reward of each (setting, rule), a panel for each setting: mean of the seeds, and lowest to highest."""
-    runs_of = dict.fromkeys(of)
-    settings = list(dict.fromkeys(setting for setting, _ in runs_of))
-    rules = list(dict.fromkeys(rule for _, rule in runs_of))
-    colours = dict(zip(rules, RUN_COLOURS * 3, strict=False))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.6 * len(settings), 4.2), dpi=110)
-        figure.set_layout_engine("constrained")
-        for axes, setting in zip(
-            figure.subplots(1, len(settings), squeeze=False).flat, settings, strict=True
-        ):
-            for rule in (rule for where, rule in runs_of if where == setting):
-                runs = [records[SETTINGS[setting].cell(rule, seed).key] for seed in seeds]
-                _draw(axes, runs, colours[rule], rule)
-            axes.set_ylim(0, 1)
-            finish(
-                axes,
-                f"{setting}: {SETTINGS[setting].task}, {SETTINGS[setting].mismatch}",
-                "reward",
-                [],
-            )
-        handles, labels = [], []
-        for axes in figure.axes:
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-                if label not in labels:
-                    handles.append(handle)
-                    labels.append(label)
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-        with atomic_file(path) as file:
-            FigureCanvasAgg(figure).print_png(file)
-    return path
-
-
-def _draw(axes: Axes, runs: Sequence[Record], colour: str, label: str) -> None:
-    rewards = np.array([centred_mean(list(r[names.REWARD]), SMOOTHING) for r in runs])
-    steps = np.arange(1, rewards.shape[1] + 1)
-    axes.fill_between(steps, rewards.min(0), rewards.max(0), color=colour, alpha=0.12, linewidth=0)
-    axes.plot(steps, rewards.mean(0), color=colour, linewidth=1.8, label=label)
 
 
 def _interval(d: Difference) -> str:

@@ -26,7 +26,7 @@ from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig, TrainingCo
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.trajectory import Outline, Trajectory, forms_of
 from megatron_dppo.loop.learning import Learner, pack_mini_batch, plan_mini_batches
-from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
+from megatron_dppo.loop.rollout_figures import generated_figures, rows_of, with_gap_named
 from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.loop.scoring import with_rewards
 from megatron_dppo.metrics import table as names
@@ -77,7 +77,7 @@ class Lab:
         columns = self.learner.loss_columns
         self.batch = [t.with_columns(**columns.get(i, {})) for i, t in enumerate(trajectories)]
         self.version += 1
-        return {**figures, **learned}
+        return {**figures, **with_gap_named(learned, figures)}
 
     def mismatch(self) -> dict[str, list[float]]:
         """``RATIO_ERROR`` and ``PROB_ERROR`` of a fresh batch, at the weights that the trainer has now."""
@@ -172,6 +172,8 @@ KEPT = (
     names.ENTROPY,
     names.GAP,
     names.GAP_ON_POLICY,
+    names.GAP_STALE,
+    names.STALENESS_MAX,
     names.RATIO_MAX,
     names.BAD_UPDATE,
     names.MASKED_POSITIVE,
@@ -196,10 +198,16 @@ class Cell:
     @property
     def key(self) -> str:
         """Names it among all."""
-        words = [c.rpartition(".")[2] for c in self.changes]
+        words = [_last_word(c) for c in self.changes]
         return "/".join(
             [self.task, self.mismatch, "-".join([self.algorithm, *words]), str(self.seed)]
         )
+
+
+def _last_word(change: str) -> str:
+    """``tv_threshold=0.1`` of ``algorithm.options.tv_threshold=0.1``: a value may hold points of its own."""
+    path, equals, value = change.partition("=")
+    return path.rpartition(".")[2] + equals + value
 
 
 def run(cell: Cell) -> dict[str, list[float]]:

@@ -39,6 +39,10 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "flips": (ROUNDED, "rollout.save=true"),
     "replayed": (ROUNDED, "rollout.router_replay=true", "rollout.save=true"),
     "rounded": (ROUNDED, "rollout.save=true"),
+    "few-flips": (ROUNDED,),
+    "few-replayed": (ROUNDED, "rollout.router_replay=true"),
+    "slow": (STALE,),
+    "far": (STALE,),
 }
 """By setting: the mismatch. ``rollout.save``: the mismatch at rare and at likely tokens is measured."""
 
@@ -125,3 +129,6 @@ def reward_rare(prompt: str, response: str) -> float:
 
 def reward_long(prompt: str, response: str) -> float:
     return share_before_error(_ids(prompt), _ids(response))
+
+
+reward_longer = reward_long

@@ -1,6 +1,7 @@
 """``make arena``: rules side by side, under the claims of claims.py; then docs/findings.md and its figures.
 
     python -m examples.arena.run [--quick] [--claim NAME ...] [--real | --only-findings] [--processes 2]
+    python -m examples.arena.run --only-findings --results docs/findings/results.jsonl.gz --out docs
 
 Every run is one line of ``results.jsonl``, which is never made again: an interrupted arena goes on where it was. The
 runs of a claim come before those of the next, seed by seed; then each of the claims' runs is made once in the real
@@ -24,12 +25,10 @@ from typing import TextIO
 from examples.arena import lab, real_loop
 from examples.arena.claims import (
     CLAIMS,
-    EVERY_RULE_IN,
-    OTHERS,
     QUICK_SEEDS,
     SEEDS,
     SETTINGS,
-    SHOWN,
+    SURVEYS,
     Claim,
     Record,
 )
@@ -39,6 +38,7 @@ from examples.arena.tasks import TASKS
 from megatron_dppo.metrics.progress import progress
 
 RESULTS = Path("runs/arena/results.jsonl")
+KEPT = Path("docs/findings/results.jsonl.gz")
 QUICK_CLAIMS = ("mask-needed", "efficiency", "topk")
 
 
@@ -55,11 +55,16 @@ def cells_of(claims: Sequence[Claim], seeds: Sequence[int]) -> list[Cell]:
 
 
 def others(seeds: Sequence[int]) -> list[Cell]:
-    """The runs that no claim needs: first those of README's figure."""
-    rules = [(s, rule) for s, of in SHOWN.items() for rule in of]
-    rules += [(s, rule) for s in EVERY_RULE_IN for rule in OTHERS]
+    """The runs that no claim needs, in the order of ``SURVEYS``, all rules at one seed before the next."""
     of_claims = {cell.key for cell in cells_of(CLAIMS, seeds)}
-    cells = [SETTINGS[s].cell(rule, seed) for s, rule in rules for seed in seeds]
+    cells = [
+        SETTINGS[setting].cell(rule, seed)
+        for survey in SURVEYS
+        for seed in survey.seeds
+        for setting in survey.settings
+        for rule in survey.rules
+        if seed in seeds
+    ]
     return [cell for cell in cells if cell.key not in of_claims]
 
 
@@ -106,7 +111,7 @@ def make_runs(cells: Sequence[Cell], results: Path, processes: int) -> None:
     with fork.Pool(processes, maxtasksperchild=1) as pool:
         for task in dict.fromkeys(cell.task for cell in missing):
             pool.apply(_material, (task,))
-        with progress("arena", len(missing)) as bar, results.open("a", encoding="utf-8") as out:
+        with progress("arena", len(missing)) as bar, _appended(results) as out:
             for key, seconds, record in pool.imap_unordered(_run, missing):
                 _write(out, key, seconds, record)
                 bar.update(note=f"{key} in {seconds:.0f} s")
@@ -121,7 +126,7 @@ def make_real_runs(cells: Sequence[tuple[str, Cell]], results: Path) -> None:
     if not missing:
         return
     results.parent.mkdir(parents=True, exist_ok=True)
-    with progress("real loop", len(missing)) as bar, results.open("a", encoding="utf-8") as out:
+    with progress("real loop", len(missing)) as bar, _appended(results) as out:
         for setting, cell in missing:
             began = time.monotonic()
             try:
@@ -133,6 +138,14 @@ def make_real_runs(cells: Sequence[tuple[str, Cell]], results: Path) -> None:
             _write(out, real_loop.real_key(cell), seconds, record)
             bar.update(note=f"{cell.key} in {seconds:.0f} s")
             bar.advance()
+
+
+def _appended(results: Path) -> TextIO:
+    """Open to append lines, the first of them not to one that was cut off."""
+    out = results.open("a", encoding="utf-8")
+    if results.stat().st_size and not results.read_bytes().endswith(b"\n"):
+        out.write("\n")
+    return out
 
 
 def _write(out: TextIO, key: str, seconds: float, record: Record) -> None:
@@ -177,17 +190,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="folder of findings.md (default: runs/arena)",
     )
     options = parser.parse_args(arguments)
+    results: Path = options.results
+    if options.only_findings and not results.is_file():
+        parser.error(f"{results}: no such file; those that are kept: --results {KEPT} --out docs")
+    if results.suffix == ".gz" and not options.only_findings:
+        parser.error(f"{results}: runs are added to lines of JSON, not to .gz; gunzip it first")
     seeds = QUICK_SEEDS if options.quick else SEEDS
     chosen = options.claim or (QUICK_CLAIMS if options.quick else None)
     claims = [c for c in CLAIMS if chosen is None or c.name in chosen]
     if not options.only_findings:
         if not options.real:
-            make_runs(cells_of(claims, seeds), options.results, options.processes)
+            make_runs(cells_of(claims, seeds), results, options.processes)
         if not options.quick:
-            make_real_runs(real_cells(claims), options.results)
+            make_real_runs(real_cells(claims), results)
         if not (options.real or chosen):
-            make_runs(others(seeds), options.results, options.processes)
-    print(write_findings(claims, read_results(options.results), seeds, options.out))
+            make_runs(others(seeds), results, options.processes)
+    print(write_findings(claims, read_results(results), seeds, options.out))
     return 0
 
 

@@ -58,6 +58,8 @@ MISMATCHES: dict[str, Mismatch] = {
     "stale-64": Mismatch(age=64),
     "flips": Mismatch(flips=0.5),
     "flips-r3": Mismatch(flips=0.5, replays=True),
+    "few-flips": Mismatch(flips=0.03),
+    "few-flips-r3": Mismatch(flips=0.03, replays=True),
     "bf16-stale-1": Mismatch(bfloat16, age=1, activations=True),
     "int4-r3": Mismatch(int4, replays=True),
     "decode": Mismatch(cache=bfloat16),

@@ -5,6 +5,7 @@
 - ``long``: 96 tokens, each the sum of the two digits before it, modulo 10, in any of five spellings. The start policy
   is right at 96% of the tokens; the reward is the share of the response before the first error, so what is said early
   decides.
+- ``longer``: the same of 256 tokens.
 - ``moe``: the demo's arithmetic on its mixture of experts.
 """
 
@@ -148,25 +149,33 @@ def share_before_error(prompt: np.ndarray, ids: np.ndarray) -> float:
 
 
 def long() -> Task:
+    return _of_digits("long", LENGTH)
+
+
+def longer() -> Task:
+    return _of_digits("longer", 256)
+
+
+def _of_digits(name: str, length: int) -> Task:
     pairs = np.array([(a, b) for a in range(10) for b in range(10)]) * SPELLINGS + FIRST_DIGIT
     prompts = torch.from_numpy(np.concatenate([np.ones((100, 1), np.int64), pairs], 1))
 
     def batch(rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        ids = np.zeros((32, 3 + LENGTH), np.int64)
+        ids = np.zeros((32, 3 + length), np.int64)
         ids[:, :3] = prompts[rng.integers(100, size=32)]
-        masses = np.zeros((32, LENGTH, 64))
-        for t in range(LENGTH):
+        masses = np.zeros((32, length, 64))
+        for t in range(length):
             masses[:, t] = next_words(ids[:, t + 1 : t + 3])
             ids[:, t + 3] = _drawn(masses[:, t], rng)
         return torch.from_numpy(ids[:, :-1]), torch.from_numpy(masses).float()
 
     shape = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2}
-    checkpoint = start_policy("long", shape, batch, steps=1200)
+    checkpoint = start_policy(name, shape, batch, steps=1200)
     rows = prompts.numpy()
     return Task(
-        "long", checkpoint, prompts, LENGTH, lambda p, ids: share_before_error(rows[p], ids),
+        name, checkpoint, prompts, length, lambda p, ids: share_before_error(rows[p], ids),
         settings=(
-            f"rollout.max_response_tokens={LENGTH}",
+            f"rollout.max_response_tokens={length}",
             "rollout.prompts_per_step=4",
             "training.prompts_per_mini_batch=1",
         ),
@@ -196,7 +205,7 @@ def moe() -> Task:
     )  # fmt: skip
 
 
-TASKS: dict[str, Callable[[], Task]] = {"rare": rare, "long": long, "moe": moe}
+TASKS: dict[str, Callable[[], Task]] = {"rare": rare, "long": long, "longer": longer, "moe": moe}
 
 
 # --- start policies

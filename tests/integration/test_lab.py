@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
+from examples.arena import claims, findings, run
+from examples.arena.claims import Claim, Comparison, Setting, Side
 from examples.arena.lab import PROB_ERROR, RATIO_ERROR, Lab, configured
 from examples.arena.sampler import MISMATCHES
-from examples.arena.tasks import Task
+from examples.arena.tasks import TASKS, Task
 from megatron_dppo.metrics import table as names
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
@@ -30,7 +38,13 @@ def worker(folder: str, runs: list[tuple[str, list[str]]]) -> list[dict[str, lis
             "optimizer.lr=1e-3",
         ),
     )  # fmt: skip
-    kept = (names.REWARD, names.GAP_ON_POLICY, names.STALENESS_MAX, names.ROUTING_AGREEMENT_FIRST)
+    kept = (
+        names.REWARD,
+        names.GAP_ON_POLICY,
+        names.GAP_STALE,
+        names.STALENESS_MAX,
+        names.ROUTING_AGREEMENT_FIRST,
+    )
     results = []
     for mismatch, changes in runs:
         lab = Lab(configured(task, MISMATCHES[mismatch], changes), task, MISMATCHES[mismatch])
@@ -68,8 +82,10 @@ def test_a_copy_of_the_policy_samples_with_a_mismatch_that_is_measured(tmp_path:
 
     # The first batch's weights are the trainer's; from then on they are one update older.
     assert late[names.STALENESS_MAX] == [0, 1, 1]
+    assert len(late[names.GAP_ON_POLICY]) == 1
     assert late[names.GAP_ON_POLICY][0] < 1e-6
-    assert min(late[names.GAP_ON_POLICY][1:]) > 1e-6
+    assert len(late[names.GAP_STALE]) == 2
+    assert min(late[names.GAP_STALE]) > 1e-6
 
     # Half of the tokens have one of two experts that is not the trainer's own, unless it replays them.
     assert min(flipped[names.GAP_ON_POLICY]) > 1e-6
@@ -80,3 +96,76 @@ def test_a_copy_of_the_policy_samples_with_a_mismatch_that_is_measured(tmp_path:
     # bfloat16 does.
     assert min(decoded[names.GAP_ON_POLICY]) > 1e-6
     assert max(decoded[names.GAP_ON_POLICY]) < min(half[names.GAP_ON_POLICY])
+
+
+def small_arena(folder: Path) -> None:
+    """One claim with two seeds: interrupted, gone on with, and drawn from what is kept of it."""
+    results = folder / "results.jsonl"
+    checkpoint = save_tiny_model(folder / "model", "qwen3")
+
+    def reward(_: int, ids: np.ndarray) -> float:
+        if (folder / "interrupt").exists() and results.read_text().count("\n") == 2:
+            raise RuntimeError("interrupted")
+        return float((ids % 2 == 0).mean())
+
+    TASKS["even"] = lambda: Task(
+        "even", checkpoint, PROMPTS, 3, reward,
+        settings=(
+            "rollout.max_response_tokens=3",
+            "rollout.prompts_per_step=2",
+            "training.prompts_per_mini_batch=1",
+        ),
+    )  # fmt: skip
+    claims.SETTINGS["even"] = Setting("even", "stale-1", ("run.steps=2",), "small")
+    sides = Side("even", "dppo-binary-tv tv_threshold=0.1"), Side("even", "pg-is")
+    run.CLAIMS = findings.CLAIMS = (Claim("even", "nobody", "all do well", (Comparison(*sides),)),)
+    run.QUICK_CLAIMS, run.QUICK_SEEDS, findings.SEEDS = ("even",), (1, 2), (1, 2)
+    quick = ["--quick", "--processes", "1", "--results", str(results), "--out", str(folder / "out")]
+
+    (folder / "interrupt").touch()
+    with pytest.raises(RuntimeError, match="interrupted"):
+        run.main(quick)
+    interrupted = results.read_text()
+    (folder / "interrupt").unlink()
+    results.write_text(interrupted + '{"key": "even/st')
+
+    assert run.main(quick) == 0
+    assert results.read_text().startswith(interrupted)
+    lines = results.read_text().splitlines()
+    assert lines.pop(2) == '{"key": "even/st'
+    assert [json.loads(line)["key"] for line in lines] == [
+        side.key(seed) for seed in (1, 2) for side in sides
+    ]
+    page = (folder / "out" / "findings.md").read_text()
+    assert (folder / "out" / "findings" / "even.png").is_file()
+    assert "| [even](#even) | nobody | all do well | **" in page
+
+    # Nothing is made again, and what is kept draws the same page.
+    assert run.main(quick) == 0
+    assert results.read_text().splitlines()[3:] == lines[2:]
+    kept = folder / "kept.jsonl.gz"
+    kept.write_bytes(gzip.compress(results.read_bytes()))
+    drawn = ["--quick", "--only-findings", "--results", str(kept), "--out", str(folder / "again")]
+    assert run.main(drawn) == 0
+    assert (folder / "again" / "findings.md").read_text() == page
+
+
+def test_an_arena_that_was_interrupted_goes_on_and_is_drawn_again(tmp_path: Path) -> None:
+    # In a process without threads: each run is a fork of it.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(small_arena, tmp_path).result()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--only-findings", "--results", "none.jsonl"], "none.jsonl: no such file; those that are kept"),
+        (["--results", "kept.jsonl.gz"], "kept.jsonl.gz: runs are added to lines of JSON, not to .gz"),
+    ],
+)  # fmt: skip
+def test_results_that_cannot_be_read_or_added_to_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+) -> None:
+    with pytest.raises(SystemExit):
+        run.main(arguments)
+    assert error in capsys.readouterr().err

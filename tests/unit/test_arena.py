@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from matplotlib.image import imread
 
-from examples.arena import findings, real_loop, tasks
+from examples.arena import figures, findings, real_loop, speed, tasks
 from examples.arena.claims import (
     CLAIMS,
-    EVERY_RULE_IN,
     OTHERS,
     SEEDS,
     SETTINGS,
+    TV,
     Claim,
     Comparison,
     Difference,
     Finding,
+    Setting,
     Side,
     area,
     entropy,
@@ -29,7 +32,7 @@ from examples.arena.claims import (
     loss_of_best,
     rare_ratio_error,
 )
-from examples.arena.lab import PROB_ERROR, RATIO_ERROR
+from examples.arena.lab import MU_BOUNDS, PROB_ERROR, RATIO_ERROR
 from examples.arena.run import cells_of, others, read_results
 from examples.arena.sampler import MISMATCHES, int4
 from megatron_dppo.algorithms.table import PRESETS, algorithm_facts
@@ -37,12 +40,16 @@ from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenize
 from megatron_dppo.doctor.reference import bfloat16, float8
 from megatron_dppo.metrics import table as names
 
+DOCS = Path(__file__).parents[2] / "docs"
+
 
 def a_record(rewards, entropies=None):
     return {
         names.REWARD: rewards,
         names.ENTROPY: entropies or [1.0] * len(rewards),
-        names.GAP_ON_POLICY: [math.nan, *[0.002] * (len(rewards) - 1)],
+        names.GAP: [0.03] * len(rewards),
+        names.GAP_ON_POLICY: [0.001, *[math.nan] * (len(rewards) - 1)],
+        names.GAP_STALE: [math.nan, *[0.005] * (len(rewards) - 1)],
         RATIO_ERROR: [0.3, 0.1, 0.05, math.nan, 0.01],
         PROB_ERROR: [0.001, 0.01, 0.02, math.nan, 0.04],
     }
@@ -127,12 +134,152 @@ def test_the_page_has_verdicts_figures_and_every_rule(tmp_path):
         "| final, kpop (drift) less final, gspo (drift) | +0.200 | +0.200 to +0.200 | above 0 | as claimed |"
         in page
     )
-    assert page.index("| drift | kpop | 0.520 | 0.510 to 0.530 |") < page.index(
-        "| drift | gspo | 0.320 |"
+    assert page.index("| drift | kpop | 3 | 0.520 | 0.510 to 0.530 | -0.104 |  |") < page.index(
+        "| drift | gspo | 3 | 0.320 |"
     )
-    assert "| drift | moe | stale-8 | 2.0e-03 |" in page
-    assert "| exact | rare | none | not run |" in page
+    # (0.001 + 7 * 0.005) / 8
+    assert "| drift | moe | stale-8 | 4.5e-03 | 3.0e-02 | not run |  |" in page
+    assert "| exact | rare | none | not run |  | not run |  |" in page
     assert imread(tmp_path / "findings" / "c.png").std() > 0.01
+
+
+def test_rules_of_few_seeds_stand_beside_dppo_of_the_same_seeds():
+    records = records_of({"gspo": 0.3}, (2, 3)) | records_of({TV: 0.5}, (1, 2, 3))
+    (row,) = [line for line in findings.all_rules(records) if "gspo" in line]
+    assert row == (
+        "| drift | gspo | 2 | 0.325 | 0.320 to 0.330 | -0.065 | -0.200 (-0.200 to -0.200) |"
+    )
+    (row,) = [line for line in findings.all_rules(records) if line.startswith(f"| drift | {TV}")]
+    assert row.endswith("| -0.104 |  |")
+
+
+def test_a_claim_with_runs_missing_tells_how_many_there_are():
+    claim = Claim("c", "s", "t", (Comparison(Side("drift", "kpop"), Side("drift", "gspo")),))
+    records = records_of({"kpop": 0.5, "gspo": 0.3}, (1, 2))
+    assert findings.counted(claim, records, (1, 2)) == "1 as claimed"
+    assert findings.counted(claim, records, (1, 2, 3)) == "4 of 6 runs"
+
+
+def test_the_real_loops_mismatch_stands_beside_the_labs():
+    cell = SETTINGS["coarse"].cell(TV, 1)
+
+    def row(stale_in_lab, stale_in_real_loop, whole):
+        lab = a_record([0.5] * 8) | {names.GAP_STALE: [math.nan, *[stale_in_lab] * 7]}
+        real = a_record([0.5] * 8) | {names.GAP: [whole] * 8}
+        if stale_in_real_loop is None:
+            del real[names.GAP_STALE]
+        else:
+            real[names.GAP_STALE] = [math.nan, *[stale_in_real_loop] * 7]
+        table = findings.settings_table({cell.key: lab, real_loop.real_key(cell): real})
+        (line,) = [line for line in table if line.startswith("| coarse |")]
+        return [text.strip() for text in line.split("|")][4:8]
+
+    # All mini-batches of the lab have 0.03; the first ones (0.001 + 7 * x) / 8.
+    assert row(0.001, 0.0032, 0.03) == ["1.0e-03", "3.0e-02", "2.9e-03", "3.0e-02"]
+    assert row(0.001, 0.0033, 0.03)[2:] == ["3.0e-03", "3.0e-02, not comparable"]
+    assert row(0.0033, 0.001, 0.03)[3] == "3.0e-02, not comparable"
+    assert row(0.001, None, 0.0101) == ["1.0e-03", "3.0e-02", "not kept", "1.0e-02"]
+    assert row(0.001, None, 0.0099)[2:] == ["not kept", "9.9e-03, not comparable"]
+
+
+@pytest.mark.parametrize("at_equal_weights", [1e-9, 1e-7])
+def test_gaps_that_are_roundings_are_alike(at_equal_weights):
+    assert not findings._far(1e-8, at_equal_weights)
+    assert findings._far(1e-8, 2e-6)
+
+
+def test_the_kept_page_and_its_figures_are_those_of_the_kept_runs():
+    records = read_results(DOCS / "findings" / "results.jsonl.gz")
+    assert (DOCS / "findings.md").read_text() == findings.page_of(CLAIMS, records, SEEDS)
+    decided = {c.name for c in CLAIMS if findings.verdict(c, records, SEEDS) in findings.DECIDED}
+    drawn = {path.stem for path in (DOCS / "findings").glob("*.png")}
+    assert drawn == decided | {"shown"}
+    reasons = yaml.safe_load(findings.REASONS.read_text(encoding="utf-8"))
+    assert decided <= reasons.keys() <= {claim.name for claim in CLAIMS}
+
+
+# --- figures
+
+
+def a_curve(value):
+    return a_record([value] * 8) | {names.GAP: [0.01 * value] * 8, names.ENTROPY: [3 * value] * 8}
+
+
+def panels_of(claim, records):
+    return figures.claim_figure(claim, records, (1, 2)).axes
+
+
+def records_in(setting, value_by_rule, seeds=(1, 2)):
+    return {
+        Side(setting, rule).key(seed): a_curve(value + 0.1 * seed)
+        for rule, value in value_by_rule.items()
+        for seed in seeds
+    }
+
+
+@pytest.mark.parametrize(
+    ("outcome", "units", "ends"),
+    [
+        (final, ["reward", "mean |pi - mu|"], [0.35, 0.0035]),
+        (loss_of_best, ["reward", "mean |pi - mu|"], [0.35, 0.0035]),
+        (area, ["reward"], [0.35]),
+        (entropy, ["entropy, nats"], [1.05]),
+    ],
+)
+def test_a_claims_figure_draws_what_its_tests_compare(outcome, units, ends):
+    sides = Side("drift", "kpop", outcome), Side("drift", "gspo", outcome)
+    records = records_in("drift", {"kpop": 0.2, "gspo": 0.4})
+    claim = Claim("c", "s", "t", (Comparison(*sides),))
+    panels = panels_of(claim, records)
+    assert [axes.get_ylabel() for axes in panels] == units
+    # kpop's seeds are 0.2 + 0.1 and 0.2 + 0.2.
+    assert [axes.lines[0].get_ydata()[-1] for axes in panels] == pytest.approx(ends)
+    assert [line.get_label() for line in panels[0].lines] == ["kpop", "gspo"]
+
+
+def test_a_line_on_another_leaves_it_to_be_seen():
+    records = records_in("drift", {"kpop": 0.2, "gspo": 0.2, TV: 0.2})
+    tests = tuple(Comparison(Side("drift", "kpop"), Side("drift", r)) for r in ("gspo", TV))
+    panels = panels_of(Claim("c", "s", "t", tests), records)
+    widths = [line.get_linewidth() for line in panels[0].lines]
+    assert widths[0] > 2 * max(widths[1:])
+    assert [line.is_dashed() for line in panels[0].lines] == [False, False, True]
+
+
+def test_panels_of_one_task_have_one_scale_of_gaps():
+    records = (
+        records_in("flips", {TV: 0.6})
+        | records_in("replayed", {TV: 0.2})
+        | records_in("coarse", {TV: 0.1})
+    )
+    tests = tuple(Comparison(Side("flips", TV), Side(s, TV)) for s in ("replayed", "coarse"))
+    panels = panels_of(Claim("c", "s", "t", tests), records)
+    tops = [axes.get_ylim()[1] for axes in panels[3:]]
+    assert tops[0] == tops[1] > 0.008  # the highest seed's
+    assert tops[2] < 0.004
+
+
+def test_rules_that_should_do_alike_are_drawn_by_their_ends():
+    records = records_in("drift", {TV: 0.2, "kpop": 0.4})
+    claim = Claim("c", "s", "t", (Comparison(Side("drift", TV), Side("drift", "kpop"), 0.05),))
+    (axes,) = panels_of(claim, records)
+    assert [text.get_text() for text in axes.get_yticklabels()] == [TV, "kpop"]
+    seeds, interval, mean = axes.lines[:3]
+    assert list(seeds.get_xdata()) == pytest.approx([0.3, 0.4])
+    # 12.7062 * 0.05: Student's 97.5% at one degree of freedom, and the standard error
+    assert list(interval.get_xdata()) == pytest.approx([0.35 - 0.63531, 0.35 + 0.63531], abs=1e-5)
+    assert list(mean.get_xdata()) == pytest.approx([0.35])
+
+
+def test_the_mismatch_is_drawn_by_probability():
+    records = records_in("flips", {TV: 0.2})
+    sides = Side("flips", TV, rare_ratio_error), Side("flips", TV, likely_prob_error)
+    claim = Claim("c", "s", "t", (Comparison(*sides),))
+    ratio, probability = panels_of(claim, records)
+    assert list(ratio.lines[0].get_ydata()[:3]) == pytest.approx([0.3, 0.1, 0.05])
+    assert list(probability.lines[0].get_ydata()[:3]) == pytest.approx([0.001, 0.01, 0.02])
+    assert np.ma.is_masked(ratio.lines[0].get_ydata()[3])
+    assert len(figures.BINS) == len(MU_BOUNDS)
 
 
 # --- what is registered
@@ -160,8 +307,12 @@ def test_claims_are_of_rules_settings_and_mismatches_that_there_are():
         "mask-0.8", "relax-high", "relax-low", "relax-both", "cppo-topk-tv", "pdm-uniform", "pdm-tail", "pdm-exact",
         "cppo-binary-kl", "cppo-topk-kl",
     }  # fmt: skip
-    assert not in_every.isdisjoint(OTHERS)
-    assert "drift" in EVERY_RULE_IN
+    assert set(OTHERS) <= in_every
+
+
+def test_a_key_holds_each_change_whole():
+    cell = Setting("moe", "none", ("optimizer.lr=1.5e-3",), "").cell("ppo clip_low=0.1", 4)
+    assert cell.key == "moe/none/ppo-lr=1.5e-3-clip_low=0.1/4"
 
 
 def test_a_line_that_was_cut_off_is_a_run_to_make_again(tmp_path):
@@ -219,6 +370,37 @@ def test_a_long_response_earns_what_precedes_its_first_error():
     assert masses.sum() == pytest.approx(1)
     assert masses[word(2) : word(3)].sum() == pytest.approx(0.96 + 0.04 / 10)
     assert masses[word(2)] > 1.9 * masses[word(2, 1)]
+
+
+def test_the_longer_task_has_hundreds_of_tokens(monkeypatch):
+    batches = {}
+    monkeypatch.setattr(
+        tasks, "start_policy", lambda name, shape, batch, steps: batches.update({name: batch})
+    )
+    for name, length in (("long", 96), ("longer", 256)):
+        task = tasks.TASKS[name]()
+        ids, target = batches[name](np.random.default_rng(0))
+        assert task.tokens == length
+        assert f"rollout.max_response_tokens={length}" in task.settings
+        assert ids.shape == (32, 3 + length - 1)
+        assert target.shape == (32, length, 64)
+        # A word of the batch is drawn from what its two predecessors' sum asks for.
+        assert np.allclose(target[5, 40], tasks.next_words(ids[5, 41:43].numpy()))
+
+
+# --- speed
+
+
+def test_what_a_step_costs_leaves_start_and_end_out():
+    lines = speed.table(
+        {"lab": {10: (5.0, 4.0), 50: (15.0, 5.0)}, "demo": {10: (100.0, 4.0), 50: (180.0, 4.0)}}
+    )
+    # (15 - 5) / 40; of 128 responses; of 5 tokens each
+    assert lines[2:] == [
+        "| lab | 0.25 | 2.0 | 0.39 |",
+        "| demo | 2.00 | 15.6 | 3.91 |",
+        "\nlab: 8.0 times as fast as demo",
+    ]
 
 
 # --- the real loop's side
