@@ -17,13 +17,13 @@ from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.packing import pack, unpack_sampled
 from megatron_dppo.data.trajectory import Outline, Trajectory
 from megatron_dppo.doctor.reference import Reference
-from megatron_dppo.loop.exporting import examples_of
 from megatron_dppo.loop.learning import BatchLayout, by_response, plan_mini_batches
 from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
 from megatron_dppo.loop.scoring import returns_by_turn, with_rewards
 from megatron_dppo.metrics.sums import MaskedResponses
 from megatron_dppo.model.shape import SequenceCost
 from megatron_dppo.rewards.verifier import Score
+from megatron_dppo.trainer.hugging_face import examples_of
 from megatron_dppo.trainer.token_loss import inputs_from, sequence_ids
 from megatron_dppo.vocab_parallel import policy_stats
 from tests.tiny_models import save_tiny_model
