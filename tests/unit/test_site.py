@@ -122,8 +122,6 @@ def test_the_notebook_runs_the_demo(tmp_path):
         )  # fmt: skip
     run = tmp_path / "runs" / "notebook"
     assert json.loads((run / "summary.json").read_text())["steps"] == 1
-    said = "".join(text for _, text in outputs)
-    assert "not judged, as its evaluations or steps are not all there: held-out accuracy" in said
     log = (run / "logs" / "rank0.log").read_text()
     assert f"runs/notebook/hf is sent: {hub.url}/me/sums/commit/abc" in log
     assert sum("image/png" in kinds for kinds, _ in outputs) == 2

@@ -10,8 +10,8 @@ import os
 import subprocess
 import sys
 
-import huggingface_hub.constants
 import pytest
+from huggingface_hub import constants
 
 from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.convert import main
@@ -102,7 +102,7 @@ def test_a_finished_run_sends_its_export_and_a_failure_is_no_error(hub, export):
 def test_a_start_without_a_token_is_refused(tmp_path, monkeypatch):
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     overrides = ["checkpoint.upload=me/sums", "engine.urls=['http://127.0.0.1:1']"]
     config = load_config(write_config(tmp_path, minimal(tmp_path)), overrides)
     with pytest.raises(ConfigError) as caught:
