@@ -162,9 +162,14 @@ def _adapters_to_peft(arguments: argparse.Namespace) -> int:
 
 def _upload(arguments: argparse.Namespace) -> int:
     """Key and address are huggingface_hub's own: ``hf auth login`` or HF_TOKEN, HF_ENDPOINT."""
-    from httpx import HTTPError
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
+    try:
+        from httpx import HTTPError
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError
+    except ImportError as error:
+        raise CheckpointError(
+            f"{error}; an upload needs: pip install 'megatron-dppo[hub]'"
+        ) from error
 
     folder: Path = arguments.hf
     files = [folder / "config.json", *folder.glob("*.safetensors")]
