@@ -1,5 +1,6 @@
 """Packages that the project's environment does not have, for the tests of what works with them: pinned in
-``tools/environment/<name>.txt``, installed once into a folder of the user's cache, put on the path of child processes.
+``tools/environment/<name>.txt``, installed once into a folder of the user's cache. They are put on the path of child
+processes, or are an environment of their own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
+import venv
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.ranks import ROOT
@@ -19,6 +22,22 @@ _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meg
 
 def extra_packages(name: str) -> Path:
     """The folder with the pins of ``tools/environment/<name>.txt``, and nothing that they depend on."""
+    return _installed(name, lambda folder: ["install", "--target", str(folder)])
+
+
+def python_of(name: str) -> Path:
+    """The Python of an environment of its own with the pins of ``tools/environment/<name>.txt`` and nothing else, for
+    packages that clash with the project's."""
+
+    def words(folder: Path) -> list[str]:
+        venv.create(folder, symlinks=True)
+        return ["--python", str(folder / "bin" / "python"), "install"]
+
+    return _installed(name, words) / "bin" / "python"
+
+
+def _installed(name: str, words: Callable[[Path], list[str]]) -> Path:
+    """A folder with the pins of this name. ``words``: what tells pip to install into one."""
     pins = ROOT / "tools" / "environment" / f"{name}.txt"
     made_from = pins.read_bytes() + sys.version.encode()
     folder = _CACHE / f"{name}-{hashlib.sha256(made_from).hexdigest()[:12]}"
@@ -30,9 +49,9 @@ def extra_packages(name: str) -> Path:
         for old in _CACHE.glob(f"{name}-*"):
             shutil.rmtree(old)
         part = _CACHE / f"{name}-part"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-input"]
-        command += ["--disable-pip-version-check", "--target", str(part), "-r", str(pins)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+        command = [sys.executable, "-m", "pip", *words(part), "--quiet", "--no-deps", "--no-input"]
+        command += ["--disable-pip-version-check", "-r", str(pins)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
         assert done.returncode == 0, f"{pins} can't be installed: {done.stderr}"
         part.rename(folder)
     return folder

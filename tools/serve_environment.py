@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import hmac
 import importlib
+import inspect
 import json
 import os
 import threading
@@ -76,7 +77,8 @@ class Gem:
 
 class OpenEnv:
     """An episode of an ``Environment`` of openenv-core, in this process. ``options.action``: its class of actions, of
-    which ``options.field`` is the policy's text; that of an observation is what it is told, or all of it as JSON."""
+    which ``options.field`` is the policy's text; that of an observation is what it is told, or all of it as JSON. An
+    environment whose ``reset`` takes no seed gets none."""
 
     _make: Any
     _action: Any
@@ -91,7 +93,10 @@ class OpenEnv:
         self._environment = self._make()
 
     def reset(self, problem: dict[str, Any]) -> str:
-        return self._text(self._environment.reset(seed=seed_of(problem)))
+        reset = self._environment.reset
+        parameters = inspect.signature(reset).parameters.values()
+        takes_seed = any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in parameters)
+        return self._text(reset(seed=seed_of(problem)) if takes_seed else reset())
 
     def step(self, text: str) -> dict[str, Any]:
         observation = self._environment.step(self._action(**{self._field: text}))
@@ -216,8 +221,13 @@ class Episodes:
             if time.monotonic() - episode.asked_at > FORGOTTEN_S:
                 self.close({"episode": name})
         name, episode = uuid.uuid4().hex, Episode(self._make())
-        observation = episode.environment.reset(body["problem"])
         self._open[name] = episode
+        try:
+            observation = episode.environment.reset(body["problem"])
+        # Nobody has its name to close it by.
+        except BaseException:
+            self.close({"episode": name})
+            raise
         return {"episode": name, "observation": observation}
 
     def step(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -278,8 +278,13 @@ def upload(
     A repository that is not there is made. Key and address are huggingface_hub's: ``hf auth login`` or HF_TOKEN,
     HF_ENDPOINT. Raises CheckpointError, in a line, where ``folder`` is no export or the upload fails.
     """
-    from httpx import HTTPError
-    from huggingface_hub import HfApi
+    try:
+        from httpx import HTTPError
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise CheckpointError(
+            f"{error}; an upload needs: pip install 'megatron-dppo[hub]'"
+        ) from error
 
     files = [folder / "config.json", *folder.glob("*.safetensors")]
     if len(files) < 2 or not files[0].is_file():

@@ -3,14 +3,31 @@
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 
 import pytest
 
 from megatron_dppo import __version__
 from megatron_dppo.__main__ import COMMANDS, main
+from tests.integration.runs import write_material
 from tests.ranks import ROOT
 
 HEAVY = ("torch", "numpy", "yaml", "rich", "pydantic")
+EXTRAS = (
+    *(
+        "datasets",
+        "gem",
+        "mlflow",
+        "openai",
+        "openenv",
+        "reasoning_gym",
+        "sglang",
+        "smg",
+        "trackio",
+    ),
+    *("verifiers", "wandb"),
+)
+"""What only those runs import that ask for it; servers are other processes."""
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -18,14 +35,28 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_help_names_every_command_and_imports_nothing_heavy():
-    code = (
-        "import sys; from megatron_dppo.__main__ import main; assert main(['--help']) == 0; "
-        f"sys.exit(any(name in sys.modules for name in {HEAVY!r}))"
-    )
+def imported_by(statement: str, names: Sequence[str]) -> tuple[list[str], str]:
+    """Those of ``names`` that a fresh interpreter has after ``statement``, which holds, and its output before."""
+    code = f"import sys; {statement}; print(*(n for n in {tuple(names)!r} if n in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert [name for name in COMMANDS if f"\n  {name} " not in done.stdout] == []
+    *output, found = done.stdout.splitlines()
+    return found.split(), "\n".join(output)
+
+
+def test_help_names_every_command_and_imports_nothing_heavy():
+    statement = "from megatron_dppo.__main__ import main; assert main(['--help']) == 0"
+    found, output = imported_by(statement, HEAVY + EXTRAS)
+    assert found == []
+    assert [name for name in COMMANDS if f"\n  {name} " not in output] == []
+
+
+def test_the_package_alone_imports_nothing_heavy_and_a_check_no_extra(tmp_path):
+    """A check of a start reads model, data and checkpoints, for which it needs torch."""
+    assert imported_by("import megatron_dppo", HEAVY + EXTRAS)[0] == []
+    path = write_material(tmp_path)
+    statement = f"from megatron_dppo.__main__ import main; assert main(['train', {str(path)!r}, '--check']) == 0"
+    assert imported_by(statement, ("torch", *EXTRAS))[0] == ["torch"]
 
 
 def test_version(capsys):

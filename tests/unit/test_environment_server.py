@@ -1,13 +1,17 @@
-"""GEM's own environments behind ``tools/serve_environment.py``, a process with other packages, asked through the
-workers of ``environment.name: over-http``."""
+"""Environments of GEM, verifiers and OpenEnv behind ``tools/serve_environment.py``, a process with other packages,
+asked through the workers of ``environment.name: over-http``."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -15,23 +19,31 @@ from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import Environment, EnvironmentFaultError, Step, Turn
 from megatron_dppo.environments.over_http import OverHttp
 from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
-from tests.extras import extra_packages
+from tests.extras import extra_packages, python_of
 from tests.ranks import ROOT
 
 KEY, VARIABLE = "5c0ffee5-games", "MEGATRON_DPPO_TEST_GAMES_KEY"
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    command = [sys.executable, str(ROOT / "tools" / "serve_environment.py"), "gem"]
-    command += ["game:GuessTheNumber-v0-easy", "--port", "0"]
-    variables = {"PYTHONPATH": str(extra_packages("gem")), "SERVE_ENVIRONMENT_KEY": KEY}
+@contextmanager
+def serving(python: str | Path, path: Path, *words: str) -> Iterator[str]:
+    """The address of a server in the environment of ``python``, with the packages in ``path`` besides."""
+    command = [str(python), str(ROOT / "tools" / "serve_environment.py"), *words, "--port", "0"]
+    variables = {"PYTHONPATH": str(path), "SERVE_ENVIRONMENT_KEY": KEY}
     with subprocess.Popen(
         command, env=os.environ | variables, stdout=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout is not None
         yield server.stdout.readline().strip()
         server.kill()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(
+        sys.executable, extra_packages("gem"), "gem", "game:GuessTheNumber-v0-easy"
+    ) as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +69,8 @@ def guess(number: int) -> Turn:
     return Turn(f"I say \\boxed{{{number}}}.", (1,))
 
 
-def problem(seed: int) -> Problem:
-    return Problem(7, "Play.", "", (1, 2), metadata={"seed": seed})
+def problem(seed: int, prompt: str = "Play.") -> Problem:
+    return Problem(7, prompt, "", (1, 2), metadata={"seed": seed})
 
 
 def test_a_game_is_played_to_its_end_and_begins_alike_for_the_same_problem(url):
@@ -136,3 +148,82 @@ def test_what_the_game_raises_and_a_server_that_is_away_are_faults(url):
 def test_an_address_that_is_none_is_named():
     with pytest.raises(ValueError, match=r"url: got 'games:1', expected http://host:port"):
         OverHttp("games:1")
+
+
+# --- verifiers and OpenEnv, each in a Python environment of its own
+
+HERE = Path(__file__).parent
+
+
+def served_openenv(name: str, **options: str) -> AbstractContextManager[str]:
+    """Serves a class of ``planted_openenv``."""
+    words = ("openenv", f"planted_openenv:{name}", "--action", "planted_openenv:GuessAction")
+    return serving(python_of("openenv"), HERE, *words, "--options", json.dumps(options))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_rollout_of_verifiers_is_played_turn_by_turn():
+    async def play(episodes: list[Environment]) -> None:
+        one, other = episodes
+        # The row's prompt, which is the problem's: there is nothing to add.
+        assert await one.reset(problem(3, "3+1")) == ""
+        # Another's is told.
+        assert await other.reset(problem(3)) == "3+1"
+        assert await one.step(Turn("7", (1,))) == Step("No, not 7.")
+        assert await other.step(Turn("5", (1,))) == Step("No, not 5.")
+        # The rubric's score is the last turn's reward, and turns end by verifiers' own rules.
+        assert await one.step(Turn("4", (1,))) == Step(reward=1.0, done=True)
+        assert await other.step(Turn("6", (1,))) == Step(reward=0.0, done=True)
+        for episode in episodes:
+            await episode.close()
+
+    async def given_up(episodes: list[Environment]) -> None:
+        assert await episodes[0].reset(problem(0, "0+1")) == ""
+        await episodes[0].close()
+        with pytest.raises(EnvironmentFaultError, match="IndexError"):
+            await episodes[1].reset(problem(5))
+
+    words = ("verifiers", "planted-verifiers", "--options", '{"max_turns": 2}')
+    with serving(python_of("verifiers"), HERE, *words) as url:
+        played(url, play)
+        played(url, given_up)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_an_environment_of_openenv_is_played_and_closed(tmp_path):
+    closed = tmp_path / "closed"
+    number = random.Random(3).randint(1, 10)
+
+    async def play(episodes: list[Environment]) -> None:
+        one, broken = episodes
+        assert await one.reset(problem(3)) == "Guess, from 1 to 10."
+        assert await one.step(Turn("1", (1,))) == Step("It is higher.", reward=-0.25)
+        with pytest.raises(EnvironmentFaultError, match="ValueError: invalid literal for int"):
+            await one.step(Turn("one", (1,)))
+        assert await one.step(Turn(str(number), (1,))) == Step("Right.", reward=1.0, done=True)
+        assert not closed.exists()
+        # One whose reset fails has no name to be closed by.
+        with pytest.raises(EnvironmentFaultError, match="RuntimeError: planted"):
+            await broken.reset(problem(0))
+        assert closed.read_text() == "closed\n"
+        await one.close()
+        while closed.read_text() != "closed\n" * 2:
+            await asyncio.sleep(0.02)
+
+    with served_openenv("Guess", closed=str(closed)) as url:
+        played(url, play)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_reset_without_a_seed_and_an_observation_without_the_field():
+    async def play(episodes: list[Environment]) -> None:
+        first = json.loads(await episodes[0].reset(problem(3)))
+        assert first == {"text": "Guess, from 1 to 10.", "guesses": 0}
+        step = await episodes[0].step(Turn("1", (1,)))
+        assert json.loads(step.observation) == {"text": "It is higher.", "guesses": 1}
+
+    with served_openenv("Seedless") as url:
+        played(url, play)

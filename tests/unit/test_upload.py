@@ -114,6 +114,14 @@ def test_a_start_without_a_token_is_refused(tmp_path, monkeypatch):
     assert check_everything(config, "config", weights=False)
 
 
+def test_a_package_that_is_not_there_is_a_line_that_says_how_to_get_it(export, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert main(["upload", "--hf", str(export), "--repo", "me/sums"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert line.endswith("; an upload needs: pip install 'megatron-dppo[hub]'")
+
+
 def test_a_folder_that_is_no_export_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     assert main(["upload", "--hf", str(tmp_path), "--repo", "me/sums"]) == 2
