@@ -161,7 +161,7 @@ class RewardModel:
         """Raises ValueError, RewardUnavailableError."""
         ids = [self._token_ids(record) for record in records]
         keys = [hashlib.blake2b(repr(tokens).encode()).digest() for tokens in ids]
-        tokens = dict(zip(keys, ids, strict=True))
+        tokens: dict[Hashable, list[int]] = dict(zip(keys, ids, strict=True))
 
         async def ask(lacking: Sequence[Hashable]) -> list[float]:
             body = {"input_ids": [tokens[key] for key in lacking]}
