@@ -14,18 +14,8 @@ from tests.ranks import ROOT
 
 HEAVY = ("torch", "numpy", "yaml", "rich", "pydantic")
 EXTRAS = (
-    *(
-        "datasets",
-        "gem",
-        "mlflow",
-        "openai",
-        "openenv",
-        "reasoning_gym",
-        "sglang",
-        "smg",
-        "trackio",
-    ),
-    *("verifiers", "wandb"),
+    *("datasets", "gem", "mlflow", "openai", "openenv", "reasoning_gym"),
+    *("sglang", "smg", "trackio", "verifiers", "wandb"),
 )
 """What only those runs import that ask for it; servers are other processes."""
 
@@ -46,17 +36,17 @@ def imported_by(statement: str, names: Sequence[str]) -> tuple[list[str], str]:
 
 def test_help_names_every_command_and_imports_nothing_heavy():
     statement = "from megatron_dppo.__main__ import main; assert main(['--help']) == 0"
-    found, output = imported_by(statement, HEAVY + EXTRAS)
+    found, output = imported_by(statement, [*HEAVY, *EXTRAS])
     assert found == []
     assert [name for name in COMMANDS if f"\n  {name} " not in output] == []
 
 
 def test_the_package_alone_imports_nothing_heavy_and_a_check_no_extra(tmp_path):
     """A check of a start reads model, data and checkpoints, for which it needs torch."""
-    assert imported_by("import megatron_dppo", HEAVY + EXTRAS)[0] == []
+    assert imported_by("import megatron_dppo", [*HEAVY, *EXTRAS])[0] == []
     path = write_material(tmp_path)
     statement = f"from megatron_dppo.__main__ import main; assert main(['train', {str(path)!r}, '--check']) == 0"
-    assert imported_by(statement, ("torch", *EXTRAS))[0] == ["torch"]
+    assert imported_by(statement, ["torch", *EXTRAS])[0] == ["torch"]
 
 
 def test_version(capsys):
