@@ -371,7 +371,8 @@ def test_a_branch_that_can_not_be_is_a_fault():
     seeds = []
     said = [{"role": "user", "content": "8"}]
     for number, delta in ((0, "<|im_end|>\n<|im_start|>user"), (1, "<|im_start|>user")):
-        episodes._go_on(episode, Turn("4", (4,)), Step(ChatCall(said, branch=number)))
+        # The end that was sampled is another branch's.
+        episodes._go_on(episode, Turn("4", (IM_END,)), Step(ChatCall(said, branch=number)))
         assert tokenizer().decode(episode.delta).startswith(delta)
         seeds.append(episodes._request(episode).sampling.seed)
     # Equal prompts of two branches are answered independently.
