@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,12 @@ class SamplingParams:
             "stop": list(self.stop) or None,
             **seed,
         }
+
+
+def seed_of(*named: int | str) -> int:
+    """A seed below 2^63 of what is ``named``: the same for the same."""
+    text = ", ".join(map(str, named))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True)

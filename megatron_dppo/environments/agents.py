@@ -374,11 +374,11 @@ class Conversation:
         return call
 
     def _branch_of(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> int:
-        """The number of the branch that goes on: of those that may the longest, the newest; else the next one."""
+        """The number of the branch that goes on, of those that may the newest; else the next one."""
         deviations = [branch.deviation(messages, tools) for branch in self._branches]
         fitting = [number for number, deviation in enumerate(deviations) if not deviation]
         if fitting:
-            return max(fitting, key=lambda n: (len(self._branches[n].messages), n))
+            return fitting[-1]
         if len(deviations) == self._most_branches:
             raise RefusedCallError(
                 409,

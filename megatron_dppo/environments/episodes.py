@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_dppo.data.trajectory import FinishReason, Problem, Trajectory
 from megatron_dppo.engine.continuation import after, join
-from megatron_dppo.engine.protocol import GenerationRequest
+from megatron_dppo.engine.protocol import GenerationRequest, seed_of
 from megatron_dppo.environments import (
     ChatCall,
     Environment,
@@ -248,10 +248,15 @@ class Episodes:
         most = min(first.sampling.max_new_tokens, self.limits.tokens - before)
         if isinstance(said, ChatCall) and said.max_tokens is not None:
             most = min(most, said.max_tokens)
-        if episode.branch < len(episode.branches):
-            return after(first, episode.branches[episode.branch], most, episode.delta)
-        sampling = replace(first.sampling, max_new_tokens=most)
-        return replace(first, prompt_ids=episode.delta, sampling=sampling)
+        number, seed = episode.branch, first.sampling.seed
+        if number and seed is not None:
+            # A server draws by seed and position: the same prompt twice would have the same answer.
+            seed = seed_of(seed, "branch", number)
+        sampling = replace(first.sampling, max_new_tokens=most, seed=seed)
+        request = replace(first, sampling=sampling)
+        if number < len(episode.branches):
+            return after(request, episode.branches[number], most, episode.delta)
+        return replace(request, prompt_ids=episode.delta)
 
     def _note(self, problem: Problem, fault: EnvironmentFaultError, *, is_last: bool) -> None:
         self.faults[str(fault)[:300]] += 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import heapq
 import itertools
 import threading
@@ -28,7 +27,7 @@ from megatron_dppo.config.schema import EngineConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine import errors
 from megatron_dppo.engine.continuation import Continuation, Decode
-from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
+from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams, seed_of
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.async_runner import AsyncRunner
 
@@ -49,9 +48,7 @@ class SamplingSeeds:
 
     def of(self, problem: int, sample: int) -> int:
         """Of answer ``sample`` to the ``problem``-th of the job's problems: below 2^63."""
-        named = f"{self.run_seed}, {self.purpose}, {self.positions[problem]}, {sample}"
-        digest = hashlib.blake2b(named.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> 1
+        return seed_of(self.run_seed, self.purpose, self.positions[problem], sample)
 
 
 Results = dict[Hashable, Trajectory]

@@ -518,8 +518,8 @@ def test_calls_are_answered_in_their_order_and_one_whose_caller_has_gone_may_com
 
 
 def test_a_branch_goes_on_where_it_was():
-    """The longest that fits, of equal ones the newest; with other tools, or a policy's turn that nobody said, none."""
-    said = [Turn(text, (1,)) for text in "abcdefg"]
+    """The newest that fits; with other tools, or a policy's turn that nobody said, none."""
+    said = [Turn(text, (1,)) for text in "aacdefg"]
     sure = user("sure?")
 
     def policy(text: str) -> dict[str, str]:
@@ -537,9 +537,9 @@ def test_a_branch_goes_on_where_it_was():
 
             assert await branch(user("x")) == (0, [user("x")])
             assert await branch(user("x")) == (1, [user("x")])
-            assert await branch(user("x"), policy("a"), sure) == (0, [sure])
+            assert await branch(user("x"), policy("a"), sure) == (1, [sure])
             whole = [user("x"), policy("a"), sure, policy("c"), sure]
-            assert await branch(*whole) == (0, [sure])
+            assert await branch(*whole) == (1, [sure])
             assert await branch(*whole) == (2, whole)
             assert await branch(*whole, policy("e"), sure, tools=[TOOL]) == (
                 3,

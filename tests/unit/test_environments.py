@@ -376,13 +376,18 @@ def test_an_empty_observation_of_plain_text_is_a_fault():
 def test_a_branch_that_can_not_be_is_a_fault():
     pool = EnvironmentPool(EnvironmentSpec(f"{PLANTED}:Greeting", {}, 60.0), workers=1)
     episodes = Episodes(pool, TurnTemplate(tokenizer(), "user"), LIMITS)
-    request = GenerationRequest(0, (1,), SamplingParams(1))
+    request = GenerationRequest(0, (1,), SamplingParams(1, seed=5))
     episode = _Episode(request)
     episode.branches = [turns_of([1], ())]
+    seeds = []
     said = [{"role": "user", "content": "8"}]
     for number, delta in ((0, "<|im_end|>\n<|im_start|>user"), (1, "<|im_start|>user")):
-        episodes._go_on(episode, Turn("4", (4,)), Step(ChatCall(said, branch=number)))
+        # The end that was sampled is another branch's.
+        episodes._go_on(episode, Turn("4", (IM_END,)), Step(ChatCall(said, branch=number)))
         assert tokenizer().decode(episode.delta).startswith(delta)
+        seeds.append(episodes._request(episode).sampling.seed)
+    # Equal prompts of two branches are answered independently.
+    assert (seeds[0], seeds[1] == 5) == (5, False)
     with pytest.raises(
         EnvironmentFaultError, match="branch 2, expected one of the 1 there are, or"
     ):
