@@ -16,10 +16,13 @@ are the run's own checks: their error would end it.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -135,6 +138,7 @@ def lab_steps(name: str, steps: int) -> Seen:
     """``steps`` of a setting, each examined."""
     from megatron_dppo.trainer.topology import destroy_topology
 
+    torch.set_num_threads(1)
     setting, seen = SETTINGS[name], Seen()
     task = TASKS[setting.task]()
     config = configured(task, setting.mismatch, [*LAB, *setting.changes, f"run.steps={steps}"])
@@ -173,8 +177,11 @@ def run_steps(run: Path) -> Seen:
 def measured(options: argparse.Namespace) -> Iterator[tuple[str, Seen]]:
     for run in options.runs:
         yield run.name, run_steps(run)
-    for name in [n for n in SETTINGS if options.lab and options.only in n]:
-        yield name, lab_steps(name, options.steps)
+    chosen = [n for n in SETTINGS if options.lab and options.only in n]
+    # Threads of a setting's process groups go on, some of them spinning, until their process ends.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
+        yield from zip(chosen, pool.map(lab_steps, chosen, repeat(options.steps)), strict=True)
 
 
 def main() -> int:

@@ -413,8 +413,10 @@ def two_ranks_that_round_sums(folder: str, config: dict) -> list[torch.Tensor]:
     # Megatron-Core may not be imported before our trainer is.
     from megatron.core.tensor_parallel import mappings
 
-    reduce = mappings._reduce
-    mappings._reduce = lambda values, *rest: reduce(values.bfloat16(), *rest).to(values.dtype)
+    add = mappings._reduce_scatter_along_first_dim
+    mappings._reduce_scatter_along_first_dim = lambda values, *more, **options: add(
+        values.bfloat16(), *more, **options
+    ).to(values.dtype)
     try:
         batch = load_batch(Path(folder), 2)
         rung = Rung("", Path(folder), TEMPERATURE, False, "float32")

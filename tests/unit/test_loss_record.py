@@ -74,8 +74,9 @@ def test_every_preset_records_what_its_mask_compared(name):
         batch = bounded(packed(every, rows, indices=rows))
         ids = batch.columns["topk_ids"].long()
         stats = policy_stats(
-            table[batch.token_ids], batch.target_ids, vocab_size=V, topk_ids=ids, with_entropy=True
-        )
+            table[batch.token_ids], batch.target_ids, vocab_size=V, topk_ids=ids, with_entropy=True,
+            with_squares=algorithm.needs_sum_squares,
+        )  # fmt: skip
         loss(stats, batch)
     found = {}
     for batch, seen in record._parts:

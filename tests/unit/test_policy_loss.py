@@ -125,6 +125,7 @@ def complete_inputs(tokens=24, k=5, seed=0):
         entropy=-(pi.exp() * pi).sum(-1),
         sequence_ids=torch.arange(tokens) // (tokens // 4),
         tail_ids=12 - valid.sum(-1),
+        sum_squares=(2 * pi).exp().sum(-1),
         step_bound=torch.full((tokens,), 0.3, dtype=torch.float64),
     )
 

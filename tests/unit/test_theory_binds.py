@@ -118,6 +118,7 @@ def one_state(logit, algorithm_name, mu_rises):
         topk_valid=torch.ones(2, 2, dtype=torch.bool),
         sequence_ids=torch.arange(2),
         tail_ids=torch.zeros(2, dtype=torch.int64),
+        sum_squares=(2 * pi.detach()).exp().sum().expand(2),
         step_bound=torch.full((2,), bound, dtype=F64),
     )
 

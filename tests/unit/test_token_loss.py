@@ -69,6 +69,7 @@ def run(name, packs, **options):
         stats = policy_stats(
             model(table, batch), batch.target_ids, vocab_size=V, with_entropy=True,
             topk_ids=batch.columns["topk_ids"].long() if algorithm.topk else None,
+            with_squares=algorithm.needs_sum_squares,
         )  # fmt: skip
         sums = token_loss(stats, batch)
         total = total + sums.loss
