@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo import EXAMPLES
-from megatron_dppo.environments.calculator import calculate
+from megatron_dppo.environments import calculate
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.table import BY_METRIC

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.data.batch_commands import batch_parser, run_batch_command, show_facts
+from megatron_dppo.explain.__main__ import batch_parser, run_batch_command, show_facts
 from megatron_dppo.metrics.records import CHECKPOINTS_FOLDER, EXPORT_FOLDER, ROLLOUTS_FOLDER
 
 if TYPE_CHECKING:
@@ -135,8 +135,7 @@ def report_causes(case: Case) -> None:
 def report_parts(case: Case) -> None:
     """How much of mean |pi - mu| each cause makes up."""
     from megatron_dppo.doctor.diagnosis import engine_side
-    from megatron_dppo.doctor.figure import draw
-    from megatron_dppo.doctor.ladder import Parts
+    from megatron_dppo.doctor.ladder import Parts, draw
 
     options, config, known = case.options, case.config, case.weights
     batch = [t for t in case.batch if t.sampled]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ from rich.text import Text
 from megatron_dppo.algorithms.table import Settings
 from megatron_dppo.config.loading import load_config, parse_scalar
 from megatron_dppo.config.schema import AlgorithmConfig
-from megatron_dppo.data.batch_commands import batch_parser, run_batch_command, show_facts
 from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER
+from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
     from megatron_dppo.algorithms.policy_loss import Algorithm
@@ -228,6 +228,49 @@ def show(console: Console, summary: SummaryTable) -> None:
     for row in summary.rows:
         table.add_row(*map(Text, row))
     console.print(table)
+
+
+# --- what the commands on one saved batch have in common: arguments, errors, how facts are shown
+
+
+def batch_parser(
+    command: str, description: str, *, step: str, limit: int
+) -> argparse.ArgumentParser:
+    """A parser of RUN, ``--step`` and ``--limit``. ``step``: which saved batch is the default, in words."""
+    parser = argparse.ArgumentParser(
+        prog=f"megatron-dppo {command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
+    parser.add_argument("--step", type=int, help=f"whose batch; default: the {step} saved one")
+    parser.add_argument(
+        "--limit", type=int, default=limit, help=f"responses at most ({limit}); 0: all"
+    )
+    return parser
+
+
+def run_batch_command(
+    act: Callable[[argparse.Namespace], None], options: argparse.Namespace
+) -> int:
+    """Do ``act``; returns 0, or 2 with a message if the input cannot be used."""
+    try:
+        if options.limit < 0:
+            raise ValueError(f"--limit {options.limit}: expected 0 (all) or more")
+        act(options)
+    except (OSError, RunError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def show_facts(title: str, facts: Sequence[str], *, width: int) -> Console:
+    """Print title and facts; ``width`` in columns if the output is not a terminal. For the tables below them."""
+    console = Console(width=None if sys.stdout.isatty() else width, markup=False, highlight=False)
+    console.print(title, style="bold")
+    for fact in facts:
+        console.print(fact)
+    return console
 
 
 if __name__ == "__main__":

@@ -24,8 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.data.batch_commands import run_batch_command, show_facts
-from megatron_dppo.explain.__main__ import algorithm_arguments, chosen_algorithm, show
+from megatron_dppo.explain.__main__ import (
+    algorithm_arguments,
+    chosen_algorithm,
+    run_batch_command,
+    show,
+    show_facts,
+)
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, step_of
 

@@ -18,11 +18,10 @@ from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession, WeightsLostError
 from megatron_dppo.loop.exchange import own_positions
 from megatron_dppo.loop.recorder import Recorder, SampleMaker, chosen
-from megatron_dppo.loop.scoring import ScoredGeneration
+from megatron_dppo.loop.scoring import ScoredGeneration, Scorer
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.metrics.samples import Sample
-from megatron_dppo.rewards.scorer import Scorer
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology

@@ -47,6 +47,7 @@ from megatron_dppo.loop.rollout_sources import (
     RolloutSource,
     gathered_faults,
 )
+from megatron_dppo.loop.scoring import Scorer
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.metrics.records import CHECKPOINTS_FOLDER, ROLLOUTS_FOLDER, remember_checkpoint
@@ -54,7 +55,6 @@ from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.rewards import RewardUnavailableError
-from megatron_dppo.rewards.scorer import Scorer
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 from megatron_dppo.trainer.collectives import any_rank, on_rank_0

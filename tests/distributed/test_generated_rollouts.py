@@ -122,7 +122,7 @@ def steps(
 ) -> dict[str, Any]:
     """What a run of ``STEPS`` steps trains on; with ``resume_after`` a second process takes over there."""
     from megatron_dppo.config.data_schema import RewardConfig
-    from megatron_dppo.rewards.scorer import Scorer
+    from megatron_dppo.loop.scoring import Scorer
 
     engine, sampler, batches = ScriptedEngine(flat), fresh_sampler(), []
     with Scorer(RewardConfig(name="exact_integer")) as scorer:
@@ -153,7 +153,7 @@ def late_weights(folder: str) -> str:
     """The error of a batch whose weights are older than a synchronous run allows."""
     from megatron_dppo.config.data_schema import RewardConfig
     from megatron_dppo.loop.rollout_figures import StalenessError
-    from megatron_dppo.rewards.scorer import Scorer
+    from megatron_dppo.loop.scoring import Scorer
 
     with Scorer(RewardConfig(name="exact_integer")) as scorer:
         source = source_of(folder, ScriptedEngine(5), scorer, fresh_sampler(), {})

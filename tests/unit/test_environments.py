@@ -20,23 +20,22 @@ from megatron_dppo.data.trajectory import FinishReason, Outline, Problem, Trajec
 from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, SamplingParams
 from megatron_dppo.environments import (
     ENVIRONMENTS,
+    Calculator,
     ChatCall,
     EnvironmentFaultError,
     SingleTurn,
     Step,
     Turn,
+    calculate,
     check_environment,
     find_environment,
     workers,
 )
-from megatron_dppo.environments.calculator import Calculator, calculate
-from megatron_dppo.environments.episodes import EpisodeLimits, Episodes, _Episode
-from megatron_dppo.environments.templates import TurnTemplate
+from megatron_dppo.environments.episodes import EpisodeLimits, Episodes, TurnTemplate, _Episode
 from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
 from megatron_dppo.loop.rollout_figures import GroupRow
-from megatron_dppo.loop.scoring import _scoring, with_rewards
-from megatron_dppo.rewards.scorer import Scorer
+from megatron_dppo.loop.scoring import Scorer, _scoring, with_rewards
 from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.tiny_models import tiny_tokenizer

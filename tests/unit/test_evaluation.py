@@ -22,12 +22,11 @@ from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.loop.engine_session import WeightsLostError
 from megatron_dppo.loop.evaluation import Evaluations, Evaluator, MixedVersionsError
 from megatron_dppo.loop.recorder import Recorder, SampleMaker
-from megatron_dppo.loop.scoring import ScoredGeneration, with_rewards
+from megatron_dppo.loop.scoring import PendingScore, ScoredGeneration, Scorer, with_rewards
 from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.metrics.records import read_records, read_step_lines
 from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.rewards import RewardInput, RewardUnavailableError
-from megatron_dppo.rewards.scorer import PendingScore, Scorer
 from megatron_dppo.rewards.verifier import Score, VerifierError
 from tests.unit.config_files import minimal
 

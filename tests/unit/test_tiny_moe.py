@@ -37,7 +37,7 @@ from megatron_dppo.demo.material import (
     worked_out,
 )
 from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.environments.templates import TurnTemplate
+from megatron_dppo.environments.episodes import TurnTemplate
 from megatron_dppo.launch.placement import Allocation, Host, Roles, place
 from megatron_dppo.rewards import find_reward
 

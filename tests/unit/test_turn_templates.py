@@ -13,7 +13,7 @@ from tokenizers import pre_tokenizers
 
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import ChatCall
-from megatron_dppo.environments.templates import TurnTemplate, TurnTemplateError
+from megatron_dppo.environments.episodes import TurnTemplate, TurnTemplateError
 from megatron_dppo.model.families import FAMILIES
 from tests.chat_templates import PUBLISHED, published_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
