@@ -134,8 +134,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class Calculator:
-    """A turn that ends in a call, ``? 3 + 5``, is answered with the number; any other turn is the answer to the problem,
-    and ends the episode.
+    """A turn that ends in a call, ``? 3 + 5``, is answered with the number; any other turn is the answer to the
+    problem, and ends the episode.
 
     ``call``: the text that begins an expression; ``wrong``: what is said of one that can't be worked out.
     ``call_reward``: what a call that can be earns, beside what the run's rewards give the last turn."""

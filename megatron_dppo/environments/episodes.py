@@ -296,9 +296,10 @@ def _failed(request: GenerationRequest, reason: str) -> Trajectory:
 
 # --- how a conversation goes on after a turn: the tokens that the chat template puts between two turns
 #
-# Sampled tokens are never encoded again. After them come those of the template's own text, from the end of the turn to the beginning
-# of the next one: <|im_end|>, newline, <|im_start|>tool, newline, 4<|im_end|>, newline, <|im_start|>assistant, newline. The first of
-# these is left out where the policy sampled it; the newline after it is not, which only the template writes.
+# Sampled tokens are never encoded again. After them come those of the template's own text, from the end of the turn to
+# the beginning of the next one: <|im_end|>, newline, <|im_start|>tool, newline, 4<|im_end|>, newline,
+# <|im_start|>assistant, newline. The first of these is left out where the policy sampled it; the newline after it is
+# not, which only the template writes.
 
 # A text that no template and no message holds.
 _MARK = "Turn7q3v9z"

@@ -275,7 +275,7 @@ def test_a_prompt_has_all_messages_calls_and_tools_or_is_refused():
         "{{ m['content'] }}",
         "{{ m['content'] }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}",
     )
-    tokenizer = tokenizer_of(shows_calls)
+    tokenizer = tiny_with(shows_calls)
     text = (
         "<|im_start|>user\n3+5<|im_end|>\n"
         '<|im_start|>assistant\n{"name": "add", "arguments": {"a": 3}}<|im_end|>\n'
@@ -290,7 +290,7 @@ def test_a_prompt_has_all_messages_calls_and_tools_or_is_refused():
         (DROPS_TOOLS, [], "a message of tool"),
     ):
         with pytest.raises(TurnTemplateError, match=f"leaves out, or alters, {lost}"):
-            TurnTemplate(tokenizer_of(template), "user").prompt(ChatCall(messages, tools))
+            TurnTemplate(tiny_with(template), "user").prompt(ChatCall(messages, tools))
 
 
 def test_plain_text_follows_as_it_is():
