@@ -28,7 +28,7 @@ from megatron_dppo.data.records import (
 )
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.rewards import RewardForm, RewardInput, find_reward
+from megatron_dppo.rewards import RewardForm, RewardInput, RewardUnavailableError, find_reward
 from megatron_dppo.rewards.answers import BadAnswers, gold_answer
 from megatron_dppo.rewards.verifier import Score, Verifier
 
@@ -375,7 +375,7 @@ def bad_answers(
 
     Each answer is scored by each reward that needs it: once, where the reward sees nothing else of a problem. One that
     is asynchronous asks others, and is not asked for this. ``scores``: false: only what is no answer at all counts.
-    Raises VerifierError where a reward fails in another way.
+    Raises RewardUnavailableError where no score could be had, and VerifierError where a reward fails in another way.
     """
     bad: dict[str, dict[int, str]] = {path: {} for path in sets}
     for term in reward.terms.values():
@@ -418,6 +418,11 @@ def _complaints(
             inputs.setdefault(keys[row_key], p.reward_input(p.answer))
     with progress("check answers", len(inputs)) as bar:
         scores = verifier.check(list(inputs.values()), lambda: bar.advance(1))
+    # An outage says nothing of an answer, which must not be dropped for it.
+    if missing := [score.unavailable for score in scores if score.unavailable is not None]:
+        raise RewardUnavailableError(
+            f"the answers can't be checked: {len(missing)} of {len(scores)} rewards could not be had: {missing[0]}"
+        )
     complaints = {
         key: _complaint(score, must_match, timeout_s)
         for key, score in zip(inputs, scores, strict=True)
@@ -454,8 +459,6 @@ def without(problems: ProblemSet, path: str, bad: BadAnswers) -> ProblemSet:
 def _complaint(score: Score, must_match: bool, timeout_s: float) -> str | None:
     if score.refusal is not None:
         return score.refusal
-    if score.unavailable is not None:
-        return f"no reward could be had: {score.unavailable}"
     if score.timed_out:
         return f"its check took longer than reward.timeout_s = {timeout_s:g} s"
     if score.crashed:

@@ -174,3 +174,9 @@ def flaky(response: str) -> float:
     if zlib.crc32(response.encode()) % 5 == 0:
         raise RewardUnavailableError("away for a fifth of the responses")
     return 1.0
+
+
+def away_for_two(response: str, answer: str) -> float:
+    if answer == "2":
+        raise ConnectionRefusedError("nobody listens")
+    return float(response == answer)

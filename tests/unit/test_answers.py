@@ -15,6 +15,7 @@ from megatron_dppo.data.problems import bad_answers
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.loop.inputs import RunData
+from megatron_dppo.rewards import RewardUnavailableError
 from megatron_dppo.rewards.answers import checked_answers_file, gold_answer, hand_over, handed_over
 from tests.tiny_models import tiny_tokenizer
 from tests.unit.config_files import minimal
@@ -152,6 +153,16 @@ def test_a_reward_of_ones_own_gets_answers_as_they_stand(run_data, tmp_path):
     assert data.train.problems[0].answer == "a #### 1"
     ((where, why),) = data.bad_answers()[str(tmp_path / "train.jsonl")]
     assert (where, why.split(" (")[0]) == (1, "no such answer")
+
+
+def test_an_outage_is_nothing_that_an_answer_is_dropped_for(run_data):
+    name = "tests.unit.planted_rewards:away_for_two"
+    data = run_data([row(n) for n in range(4)], reward=name, on_bad_answer="drop")
+    with pytest.raises(RewardUnavailableError) as caught:
+        data.bad_answers()
+    assert str(caught.value) == (
+        "the answers can't be checked: 1 of 4 rewards could not be had: nobody listens"
+    )
 
 
 def test_each_different_answer_is_checked_once(run_data):
