@@ -123,7 +123,8 @@ def ends_figure(of: Sequence[tuple[str, str]], records: Records, seeds: Sequence
         figure = Figure(
             figsize=(5.6 * len(by_setting), 1.2 + 0.5 * rows), dpi=110, layout="constrained"
         )
-        panels = figure.subplots(1, len(by_setting), squeeze=False)[0]
+        is_of_one_task = len({SETTINGS[setting].task for setting in by_setting}) == 1
+        panels = figure.subplots(1, len(by_setting), squeeze=False, sharex=is_of_one_task)[0]
         for axes, (setting, rules) in zip(panels, by_setting.items(), strict=True):
             for row, rule in enumerate(rules):
                 ends = [final(records[Side(setting, rule).key(seed)]) for seed in seeds]
