@@ -80,8 +80,8 @@ def test_figures_are_those_of_all_generated_groups():
     ]
     rows = rows_of(batch, group_size=2)
     assert rows == [
-        GroupRow(2, 2.0, True, 6, 0, 2, 0.0, turns=2),
-        GroupRow(2, 1.0, False, 6, 1, 1, 0.0, turns=2),
+        GroupRow(2, 2.0, True, 6, 0, 2, 0.0, turns=2, branches=2),
+        GroupRow(2, 1.0, False, 6, 1, 1, 0.0, turns=2, branches=2),
     ]
     assert generated_figures(rows) == {
         "reward/mean": 0.75,
