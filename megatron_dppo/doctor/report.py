@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
@@ -276,6 +277,8 @@ class Doctor:
             alone = log_probs_of(trainer, config.training.micro_batch_tokens, rung, batch)
         finally:
             trainer.close()
+            # The rest of this process is no rank: what comes after may begin a group of its own.
+            dist.destroy_process_group()
         gap = diagnosis.gap(alone.exp(), diagnosis.joined(plain).exp())
         if gap > diagnosed.bound:
             return diagnosed
