@@ -291,9 +291,9 @@ def upload(
         raise CheckpointError(f"{folder}: expected an export: config.json and *.safetensors")
     hub = HfApi(library_name="megatron_dppo")
     try:
-        made = hub.create_repo(repository, private=private, exist_ok=True)
+        created = hub.create_repo(repository, private=private, exist_ok=True)
         commit = hub.upload_folder(
-            repo_id=made.repo_id,
+            repo_id=created.repo_id,
             folder_path=folder,
             revision=revision,
             commit_message=f"Export of {folder.resolve().parent.name}",

@@ -345,8 +345,8 @@ class TurnTemplate:
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
         unasked = self._render(messages, asks=False)
         text = self._render([*messages, {"role": "user", "content": observation}])
-        kept = problem.prompt_ids[: len(problem.prompt_ids) - self.generation_tokens]
-        ids = [*kept, *self._encoded(text.removeprefix(unasked))]
+        unasked_ids = problem.prompt_ids[: len(problem.prompt_ids) - self.generation_tokens]
+        ids = [*unasked_ids, *self._encoded(text.removeprefix(unasked))]
         if ids != self._encoded(text) or observation.strip() not in text:
             raise TurnTemplateError(
                 f"the chat template does not put a second message of the user after {unasked!r}, but says {text!r}"

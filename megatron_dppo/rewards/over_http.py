@@ -126,10 +126,12 @@ class _Cache(OrderedDict[Hashable, Any]):
                 values = await ask(lacking)
             except (ValueError, OSError, RewardUnavailableError, asyncio.CancelledError) as error:
                 is_over = isinstance(error, asyncio.CancelledError)
-                told = RewardUnavailableError("an equal request was given up") if is_over else error
+                failure = (
+                    RewardUnavailableError("an equal request was given up") if is_over else error
+                )
                 for key in lacking:
                     self.pop(key, None)
-                    futures[key].set_exception(told)
+                    futures[key].set_exception(failure)
                     # Perhaps nobody else waits, which asyncio takes for a mistake.
                     futures[key].exception()
                 raise
