@@ -180,24 +180,31 @@ class Verifier:
         Where the reward refuses it, or could not be had in all attempts, the ``Score`` says why. The future raises
         VerifierError where the reward raises anything but a ValueError, or a worker can't start.
         """
-        future: Future[Score] = Future()
+        (future,) = self._submit([given])
+        return future
+
+    def _submit(self, inputs: Sequence[RewardInput]) -> list[Future[Score]]:
+        """All before a worker looks, so that they come in as few calls as the reward takes."""
+        futures: list[Future[Score]] = [Future() for _ in inputs]
         if self._reward.runs_inline:
-            try:
-                (score,) = scores_of(self._reward.bind(self._options), [given])
-                future.set_result(score)
-            except Exception as error:
-                future.set_exception(error)
-            return future
+            for given, future in zip(inputs, futures, strict=True):
+                try:
+                    (score,) = scores_of(self._reward.bind(self._options), [given])
+                    future.set_result(score)
+                except Exception as error:
+                    future.set_exception(error)
+            return futures
         with self._lock:
             if self._threads is None:
                 raise ValueError("the verifier is not open; use it in a with statement")
-            self._waiting.append((given, future))
-            self._threads.submit(self._take_turn)
-        return future
+            self._waiting.extend(zip(inputs, futures, strict=True))
+            for _ in inputs:
+                self._threads.submit(self._take_turn)
+        return futures
 
     def check(self, inputs: Sequence[RewardInput], on_score: OnScore = lambda: None) -> list[Score]:
         """As ``submit``, of several in order. ``on_score``: called as each is there."""
-        futures = [self.submit(given) for given in inputs]
+        futures = self._submit(inputs)
         scores = []
         try:
             for future in futures:

@@ -64,9 +64,7 @@ def test_a_batch_form_gets_several_at_once():
     with verifier_of("in_batches", batch_size=4) as verifier:
         verifier.form()
         scores = verifier.score([RewardInput("") for _ in range(9)])
-        # The thread may take its first turn when but one is there.
-        assert max(s.value for s in scores) == 4.0
-        assert sum(1 / s.value for s in scores) <= 4
+        assert [s.value for s in scores] == [4.0] * 8 + [1.0]
         with pytest.raises(verifiers.VerifierError, match="it returned 0 of them for 1 responses"):
             verifier.score([RewardInput("short")])
 
@@ -79,7 +77,7 @@ def test_one_of_a_batch_that_ends_the_process_costs_its_own_score():
 
 
 def test_an_asynchronous_reward_is_asked_for_several_at_the_same_time():
-    with verifier_of("together", batch_size=3, attempts=2) as verifier:
+    with verifier_of("together", batch_size=3) as verifier:
         assert verifier.form().is_async
         # Alone, the first would wait for two others for ever.
         assert [s.value for s in verifier.score([RewardInput("3")] * 3)] == [1.0] * 3

@@ -1,6 +1,7 @@
 """What the watchdog says of a hanging collective, from a recorded dump and from made-up ranks."""
 
 import pickle
+import threading
 import time
 from dataclasses import replace
 
@@ -165,6 +166,6 @@ def test_the_report_names_the_collective_its_caller_and_who_is_missing():
 def test_a_rendezvous_that_does_not_answer_is_said(monkeypatch):
     monkeypatch.setattr("megatron_dppo.trainer.watchdog._STORE_S", 0.05)
     reports = []
-    dog = Watchdog(0, 0.05, lambda: time.sleep(60), reports.append, pending)
+    dog = Watchdog(0, 0.05, threading.Event().wait, reports.append, pending)
     dog.start()
     assert wait_for(reports)[0].endswith("which rank 0 or its launcher hosts, does not answer")
