@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+import torch
+
 from examples.arena import lab, real_loop
 from examples.arena.claims import (
     CLAIMS,
@@ -110,7 +112,7 @@ def make_runs(cells: Sequence[Cell], results: Path, processes: int) -> None:
     fork = multiprocessing.get_context("fork")
     with fork.Pool(processes, maxtasksperchild=1) as pool:
         for task in dict.fromkeys(cell.task for cell in missing):
-            pool.apply(_material, (task,))
+            pool.apply(make_material, (task,))
         with progress("arena", len(missing)) as bar, _appended(results) as out:
             for key, seconds, record in pool.imap_unordered(_run, missing):
                 _write(out, key, seconds, record)
@@ -154,7 +156,10 @@ def _write(out: TextIO, key: str, seconds: float, record: Record) -> None:
     out.flush()
 
 
-def _material(task: str) -> None:
+def make_material(task: str) -> None:
+    """In a process of its own, as a run."""
+    # Threads that wait for each other take ten times as long beside other work.
+    torch.set_num_threads(1)
     TASKS[task]()
 
 

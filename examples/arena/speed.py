@@ -1,10 +1,11 @@
-"""How much faster than the demo the lab is: core seconds of a step, start and end of the runs left out.
+"""How much faster than the demo the lab is: what a step costs this machine, start and end of the runs left out.
 
     python -m examples.arena.speed
 
-Both train the demo's model on its problems by DPPO, 16 prompts of 8 responses and four optimiser steps each; the demo's
-recipe has its server, ranks and supervisor on one core. What a step costs is the difference between a run of many steps
-and one of few, in seconds of user and system time of all processes, which other work on the machine hardly changes.
+Steps of DPPO of 16 prompts with 8 responses each and four optimiser steps: the demo's recipe, whose server, ranks and
+supervisor have all cores, and the lab's tasks, one run on each core. What a step costs is the difference between runs
+of many steps and of few: in seconds of the machine, which must be quiet, and of its cores (user and system time of all
+processes), which other work hardly changes.
 """
 
 from __future__ import annotations
@@ -16,54 +17,62 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from examples.arena import lab, real_loop
 from examples.arena.lab import Cell
-from examples.arena.tasks import TASKS
-from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.records import read_records
+from examples.arena.run import make_material
 
 FEW, MANY = 10, 50
-RESPONSES = 16 * 8
 RUNS = Path("runs/arena/speed")
+DEMO, LAB_TASKS = "demo's recipe", ("rare", "moe", "long")
 
 
-def cell_of(steps: int) -> Cell:
-    changes = (f"run.steps={steps}", "optimizer.lr=2e-4")
-    return Cell("moe", "none", "dppo-binary-tv", real_loop.SEED, changes)
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of the machine and of its cores."""
+
+    wall: float
+    cores: float
 
 
-def of_lab(steps: int) -> tuple[float, float]:
-    """Core seconds of a run, and its tokens a response."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(_lab, (steps,))
+def cell_of(task: str, steps: int) -> Cell:
+    return Cell(
+        task, "none", "dppo-binary-tv", real_loop.SEED, (f"run.steps={steps}", "optimizer.lr=2e-4")
+    )
 
 
-def _lab(steps: int) -> tuple[float, float]:
+def of_lab(task: str, steps: int) -> Cost:
+    """Of a step, of as many runs at a time as there are cores."""
+    count = len(os.sched_getaffinity(0))
+    with multiprocessing.get_context("fork").Pool(count) as pool:
+        began = time.perf_counter()
+        cores = pool.map(_lab, [cell_of(task, steps)] * count, chunksize=1)
+        return Cost((time.perf_counter() - began) / count, sum(cores) / count)
+
+
+def _lab(cell: Cell) -> float:
     began = time.process_time()
-    record = lab.run(cell_of(steps))
-    return time.process_time() - began, _mean(record[names.RESPONSE_LENGTH])
+    lab.run(cell)
+    return time.process_time() - began
 
 
-def of_demo(steps: int) -> tuple[float, float]:
+def of_demo(steps: int) -> Cost:
     """The same of the demo's recipe with the lab's batch."""
     directory = RUNS / f"demo-{steps}"
     shutil.rmtree(directory, ignore_errors=True)
-    cell = cell_of(steps)
+    cell = cell_of("moe", steps)
     overrides = [
         f"run.directory={directory}", f"run.seed={cell.seed}", f"algorithm.name={cell.algorithm}",
         *cell.changes, "data.evaluation={}", f"checkpoint.every={steps}",
     ]  # fmt: skip
     command = [sys.executable, "-m", "megatron_dppo", "train", str(real_loop.CONFIG), *overrides]
-    before = _of_children()
+    before, began = _of_children(), time.perf_counter()
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-    seconds = _of_children() - before
-    lengths = [
-        x for r in read_records(directory) if (x := r.get(names.RESPONSE_LENGTH)) is not None
-    ]
-    return seconds, _mean(lengths)
+    return Cost(time.perf_counter() - began, _of_children() - before)
 
 
 def _of_children() -> float:
@@ -71,37 +80,34 @@ def _of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def of_step(measured: Callable[[int], Cost]) -> Cost:
+    """``measured``: of runs, by their number of steps."""
+    few, many = measured(FEW), measured(MANY)
+    return Cost(
+        *((b - a) / (MANY - FEW) for a, b in ((few.wall, many.wall), (few.cores, many.cores)))
+    )
 
 
-def table(runs: Mapping[str, Mapping[int, tuple[float, float]]]) -> list[str]:
-    """Rows by name, from (core seconds, tokens a response) by number of steps; the first is how often as fast."""
-    lines = [
-        "| | core seconds a step | of 1,000 responses | of 1,000 trained tokens |",
-        "|---|---|---|---|",
-    ]
-    (first, second), steps = runs, []
-    for name, of in runs.items():
-        few, many = min(of), max(of)
-        step = (of[many][0] - of[few][0]) / (many - few)
-        responses = 1000 * step / RESPONSES
-        steps.append(step)
-        lines.append(f"| {name} | {step:.2f} | {responses:.1f} | {responses / of[many][1]:.2f} |")
+def table(steps: Mapping[str, Cost]) -> list[str]:
+    """Rows by name, one of which is ``DEMO``."""
+    demo = steps[DEMO]
     return [
-        *lines,
-        f"\n{first}: {steps[1] / steps[0]:.1f} times as fast as {second}",
+        "| | seconds a step | times the demo | core seconds a step | times the demo |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {step.wall:.3f} | {demo.wall / step.wall:.1f} "
+            f"| {step.cores:.2f} | {demo.cores / step.cores:.1f} |"
+            for name, step in steps.items()
+        ),
     ]
 
 
 def main() -> int:
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    TASKS["moe"]()
-    runs = {
-        name: {steps: measured(steps) for steps in (FEW, MANY)}
-        for name, measured in (("lab", of_lab), ("demo's recipe", of_demo))
-    }
-    print("\n".join(table(runs)))
+    for task in LAB_TASKS:
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            pool.apply(make_material, (task,))
+    lab_tasks = {f"lab, {name}": of_step(partial(of_lab, name)) for name in LAB_TASKS}
+    print("\n".join(table({DEMO: of_step(of_demo), **lab_tasks})))
     return 0
 
 

@@ -114,6 +114,8 @@ class RewardTerm(Section):
     """Processes that it runs in, in each data-parallel leader."""
     batch_size: int = Field(default=32, gt=0, le=4096)
     """Responses in one call of a batch form, and at the same time in each process of an asynchronous one."""
+    memory_gib: int = Field(default=4, gt=0, le=1 << 20)
+    """Address space of each of these processes and of what it starts, in GiB; a call that maps more fails."""
     attempts: int = Field(default=4, gt=0, le=100)
     """How often a response is scored anew whose reward could not be had (a service that is away), with growing pauses
     from 0.5 s. Then another response takes its place."""

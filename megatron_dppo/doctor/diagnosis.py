@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_dppo.data.seal import Origin
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.doctor.reference import (
     Change,
@@ -517,11 +518,12 @@ def draws(
     )
 
 
-def prompt_faults(batch: Sequence[Trajectory], prompts: Mapping[int, Sequence[int]]) -> list[str]:
-    """Responses whose prompt is not what the run's tokenizer and template make of their problem now."""
+def prompt_faults(batch: Sequence[Trajectory], origin: Origin) -> list[str]:
+    """Responses whose prompt is not what the run's data, tokenizer, template and environment make now."""
     return [
-        f"{t}: its prompt of {len(t.prompt_ids)} tokens is not what tokenizer and template make now "
-        f"({len(prompts[t.problem_id])} tokens)"
+        f"{t}: its prompt of {len(t.prompt_ids)} tokens is not what data, tokenizer and template make now "
+        f"({f'{len(problem.prompt_ids)} tokens' if problem else 'no such problem'})"
         for t in batch
-        if t.problem_id in prompts and list(prompts[t.problem_id]) != t.prompt_ids.tolist()
+        for problem in [origin.problems.get(t.problem_id)]
+        if not origin.has_prompt(t)
     ]

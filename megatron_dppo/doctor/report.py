@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,7 +26,6 @@ from megatron_dppo.doctor.diagnosis import (
 )
 from megatron_dppo.doctor.ladder import Rung, log_probs_of, trainer_of
 from megatron_dppo.doctor.reference import KnownWeights, Reference, at_temperature
-from megatron_dppo.environments import makes_prompts
 from megatron_dppo.explain.__main__ import show as show_table
 from megatron_dppo.explain.explanation import TokenTexts
 from megatron_dppo.explain.page import (
@@ -131,20 +131,16 @@ class Doctor:
     def report(self, step: int) -> DoctorReport:
         """Both sides of the batch of ``step`` against the reference, and its prompts."""
         diagnoses, draws, facts = self.diagnose(step)
+        prompt_faults: list[str] = []
         try:
-            problems = RunData(self._config).train.problems
+            prompt_faults = diagnosis.prompt_faults(self._batch, RunData(self._config).origin())
         except (DataError, OSError) as error:
-            problems = ()
             facts.append(f"prompts not examined: {error}")
-        if makes_prompts(self._config.environment.name):
-            problems = ()
-            facts.append("prompts not examined: the environment makes them")
-        prompts = {problem.problem_id: problem.prompt_ids for problem in problems}
         return DoctorReport(
             batch=self._batch,
             diagnoses=diagnoses,
             draws=draws,
-            prompt_faults=diagnosis.prompt_faults(self._batch, prompts),
+            prompt_faults=prompt_faults,
             texts=TokenTexts(load_tokenizer(self._config.model.hf_checkpoint)),
             facts=facts,
         )
@@ -272,13 +268,13 @@ class Doctor:
         folder = self._weights.folder(side.version)
         rung = Rung("layout", folder, config.temperature, config.router_replay, config.model.dtype)
         batch = [self._batch[i] for i in side.positions]
-        trainer = trainer_of(config, batch, rung)
         try:
-            alone = log_probs_of(trainer, config.training.micro_batch_tokens, rung, batch)
+            with closing(trainer_of(config, batch, rung)) as trainer:
+                alone = log_probs_of(trainer, config.training.micro_batch_tokens, rung, batch)
         finally:
-            trainer.close()
             # The rest of this process is no rank: what comes after may begin a group of its own.
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
         gap = diagnosis.gap(alone.exp(), diagnosis.joined(plain).exp())
         if gap > diagnosed.bound:
             return diagnosed

@@ -347,10 +347,7 @@ def main() -> None:
     # Ctrl-C is the rank's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     spec = EnvironmentSpec(**json.loads(text))
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    memory = spec.memory_gib << 30
-    soft = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    processes.bound_memory(spec.memory_gib)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     processes.adopt_orphans()
     asyncio.run(_Host(connection, spec).serve())

@@ -234,7 +234,9 @@ ZERO_VARIANCE_GROUPS = _metric(
 REWARD_TIMEOUTS = _metric(
     "reward/timeouts", "checks that exceeded reward.timeout_s, since the record before"
 )
-REWARD_CRASHES = _metric("reward/crashes", "checks whose process died, since the record before")
+REWARD_CRASHES = _metric(
+    "reward/crashes", "checks whose process died or had no memory left, since the record before"
+)
 REWARD_REPLACED = _metric(
     "reward/replaced",
     "responses whose reward could not be had and that others replaced, since the record before",

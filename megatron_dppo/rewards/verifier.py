@@ -4,8 +4,8 @@ A check that runs away cannot be interrupted from within: math-verify's own limi
 thread, and neither a regular expression nor an integer power looks up while it runs. So a check
 runs in a process, and the process is killed.
 
-That process, ``python -m megatron_dppo.rewards.verifier DESCRIPTOR NAME LIMIT OPTIONS``, says on its connection how
-its reward is called (RewardForm) once it is ready, and answers each list of RewardInputs with a Score for each: a
+That process, ``python -m megatron_dppo.rewards.verifier DESCRIPTOR NAME LIMIT MEMORY OPTIONS``, says on its connection
+how its reward is called (RewardForm) once it is ready, and answers each list of RewardInputs with a Score for each: a
 number and what goes with it; or why the reward refused it (a ValueError), could not be had (RewardUnavailableError,
 OSError, errors of clients that are known here), or returned what is no score. Imports the reward and nothing heavier.
 Any other exception of the reward ends the process with its traceback.
@@ -102,7 +102,7 @@ class Verifier:
 
     ``timeout_s``: wall-clock seconds for one call, from the moment a worker has it. ``workers``:
     processes, started on entry and restarted after a kill; a reward that runs inline has none. ``options``,
-    ``batch_size``, ``attempts``, ``on_timeout``: as in RewardTerm. Callable from any thread.
+    ``batch_size``, ``attempts``, ``on_timeout``, ``memory_gib``: as in RewardTerm. Callable from any thread.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class Verifier:
         batch_size: int = 1,
         attempts: int = 1,
         on_timeout: OnTimeout = "zero",
+        memory_gib: int = 4,
     ) -> None:
         if timeout_s <= 0 or workers < 1:
             raise ValueError(
@@ -123,6 +124,7 @@ class Verifier:
         self._name, self._timeout_s = name, timeout_s
         self._options = dict(options or {})
         self._batch_size, self._attempts, self._on_timeout = batch_size, attempts, on_timeout
+        self._memory_gib = memory_gib
         self._reward = find_reward(name)
         self._count = 0 if self._reward.runs_inline else workers
         self._workers: list[_Worker] = []
@@ -143,6 +145,7 @@ class Verifier:
             batch_size=term.batch_size,
             attempts=term.attempts,
             on_timeout=term.on_timeout,
+            memory_gib=term.memory_gib,
         )
 
     def __enter__(self) -> Self:
@@ -284,7 +287,9 @@ class Verifier:
                 self._workers[index] = self._started()
 
     def _started(self) -> _Worker:
-        return _Worker(self._name, self._timeout_s, self._options, self._on_timeout)
+        return _Worker(
+            self._name, self._timeout_s, self._options, self._on_timeout, self._memory_gib
+        )
 
 
 def require(scores: Sequence[Score], inputs: Sequence[RewardInput], prefix: str = "") -> None:
@@ -305,7 +310,12 @@ class _Worker:
     """One process, which has one call at a time; ``is_dead`` once it was killed or has ended."""
 
     def __init__(
-        self, name: str, timeout_s: float, options: Mapping[str, Any], on_timeout: OnTimeout
+        self,
+        name: str,
+        timeout_s: float,
+        options: Mapping[str, Any],
+        on_timeout: OnTimeout,
+        memory_gib: int,
     ) -> None:
         self._name, self._timeout_s, self._on_timeout = name, timeout_s, on_timeout
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
@@ -313,6 +323,7 @@ class _Worker:
             "megatron_dppo.rewards.verifier",
             name,
             str(timeout_s),
+            str(memory_gib),
             json.dumps(dict(options)),
             environment=os.environ,
             output=self._output.fileno(),
@@ -345,15 +356,21 @@ class _Worker:
         try:
             self._connection.send(list(inputs))
             if self._connection.poll(limit):
-                return [Score(*row) for row in self._connection.recv()]
+                rows = self._connection.recv()
+                return [self._blamed(Score(*row), limit) for row in rows]
             self.kill()
             score = Score(0.0, timed_out=True)
         except (EOFError, OSError):
             score = self._ended()
-        if form.is_async or self._on_timeout == "unavailable":
-            why = "no answer" if score.timed_out else "its process ended"
-            score = replace(Score.unhad(f"{why} within {limit:g} s"), crashed=score.crashed)
-        return [score] * len(inputs)
+        return [self._blamed(score, limit)] * len(inputs)
+
+    def _blamed(self, score: Score, limit: float) -> Score:
+        """As it is, or without a value where a service and not the response took too long or ended the process."""
+        is_fault = score.timed_out or score.crashed
+        if not (is_fault and (self.form().is_async or self._on_timeout == "unavailable")):
+            return score
+        why = "no answer" if score.timed_out else "its process ended"
+        return replace(Score.unhad(f"{why} within {limit:g} s"), crashed=score.crashed)
 
     def kill(self) -> None:
         """End the process at once."""
@@ -441,6 +458,8 @@ _OF_SERVICES = {
 
 def _failure(error: Exception) -> Score:
     """What stands for an error of a reward. Raises it where nothing does: a fault of the program."""
+    if isinstance(error, MemoryError):
+        return Score(0.0, crashed=True)
     why = str(error)[:_LONGEST_REFUSAL]
     # By name: their packages are not imported here.
     names = {(c.__module__.partition(".")[0], c.__name__) for c in type(error).__mro__}
@@ -454,8 +473,6 @@ def _failure(error: Exception) -> Score:
     return Score(0.0, refusal=f"{why} ({Path(frame.filename).name}, line {frame.lineno})")
 
 
-# Address space of a worker: a number with 10^9 digits must not take the node's memory.
-MEMORY_BYTES = 4 << 30
 # How much later than the verifier the worker ends itself, should nobody be left to kill it.
 GRACE_S = 5.0
 
@@ -463,7 +480,6 @@ GRACE_S = 5.0
 def serve(connection: Connection, name: str, timeout_s: float, options: Mapping[str, Any]) -> None:
     """Answer until nobody is left to ask."""
     logging.disable(logging.WARNING)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Ctrl-C is the verifier's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -509,7 +525,7 @@ def guard(child: int, connection: Connection) -> NoReturn:
 
 def main() -> None:
     """Serve in a child, under this process as its guard."""
-    descriptor, name, timeout_s, options = sys.argv[1:]
+    descriptor, name, timeout_s, memory_gib, options = sys.argv[1:]
     connection = Connection(int(descriptor))
     # No process that the reward starts may answer.
     os.set_inheritable(connection.fileno(), False)
@@ -518,6 +534,7 @@ def main() -> None:
     if (child := os.fork()) != 0:
         guard(child, connection)
     processes.die_with_parent(guarding)
+    processes.bound_memory(int(memory_gib))
     serve(connection, name, float(timeout_s), json.loads(options))
 
 

@@ -112,6 +112,15 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def bound_memory(gib: int) -> None:
+    """Give this process, and what it starts, so much address space: a number with 10^9 digits, or an endless list,
+    must not take the node's memory. The hard limit stays."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    memory = gib << 30
+    soft = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def adopt_orphans() -> None:
     """Make this process the parent of descendants whose own parent dies, so that it can end them.
 

@@ -36,6 +36,11 @@ def die_on_request(response: str, answer: str) -> float:
     return 1.0
 
 
+def ask_for_gib(response: str, answer: str) -> float:
+    """Of memory, none of which it touches."""
+    return float(len(bytes(int(response) << 30)) > 0)
+
+
 def raise_on_request(response: str, answer: str) -> float:
     if response == "raise":
         raise RuntimeError("planted fault")

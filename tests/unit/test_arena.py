@@ -392,14 +392,12 @@ def test_the_longer_task_has_hundreds_of_tokens(monkeypatch):
 
 
 def test_what_a_step_costs_leaves_start_and_end_out():
-    lines = speed.table(
-        {"lab": {10: (5.0, 4.0), 50: (15.0, 5.0)}, "demo": {10: (100.0, 4.0), 50: (180.0, 4.0)}}
-    )
-    # (15 - 5) / 40; of 128 responses; of 5 tokens each
-    assert lines[2:] == [
-        "| lab | 0.25 | 2.0 | 0.39 |",
-        "| demo | 2.00 | 15.6 | 3.91 |",
-        "\nlab: 8.0 times as fast as demo",
+    costs = {speed.FEW: speed.Cost(5.0, 8.0), speed.MANY: speed.Cost(15.0, 20.0)}
+    step = speed.of_step(costs.__getitem__)
+    assert step == speed.Cost(10 / 40, 12 / 40)
+    assert speed.table({speed.DEMO: speed.Cost(2.0, 3.0), "lab": step})[2:] == [
+        "| demo's recipe | 2.000 | 1.0 | 3.00 | 1.0 |",
+        "| lab | 0.250 | 8.0 | 0.30 | 10.0 |",
     ]
 
 

@@ -26,6 +26,8 @@ from transformers.cache_utils import DynamicCache
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import ParallelConfig, TrainConfig
 from megatron_dppo.data.batch_file import load_batch, save_batch
+from megatron_dppo.data.problems import Problem
+from megatron_dppo.data.seal import Origin
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.doctor import diagnosis
 from megatron_dppo.doctor.__main__ import main
@@ -503,15 +505,27 @@ def test_equal_seeds_are_seen(run, tmp_path):
     assert found.findings[0].startswith("seeds: 12 pairs of equal responses")
 
 
-def test_a_prompt_that_the_tokenizer_makes_otherwise_now_is_told(run):
-    prompts = {t.problem_id: t.prompt_ids.tolist() for t in run.batch}
-    assert prompt_faults(run.batch, prompts) == []
-    prompts[1] = [*prompts[1][:-1], prompts[1][-1] + 1]
-    faults = prompt_faults(run.batch, prompts)
-    assert len(faults) == GROUP
-    assert faults[0] == (
-        "response 0 to problem 1: its prompt of 9 tokens is not what tokenizer and template make now (9 tokens)"
+def test_a_prompt_that_is_made_otherwise_now_is_told(run):
+    ids_by_problem = {t.problem_id: tuple(t.prompt_ids.tolist()) for t in run.batch}
+
+    def faults(**changes):
+        problems = {i: Problem(i, "", "", ids) for i, ids in ids_by_problem.items()}
+        return prompt_faults(run.batch, Origin({}, "", GROUP, problems, **changes))
+
+    assert faults() == []
+    whole = ids_by_problem[1]
+    ids_by_problem[1] = (*whole[:-1], whole[-1] + 1)
+    assert len(faults()) == GROUP
+    assert faults()[0] == (
+        "response 0 to problem 1: its prompt of 9 tokens is not what data, tokenizer and template make now (9 tokens)"
     )
+    # An environment's own prompt, or its first observation after the problem's.
+    assert faults(makes_prompts=True) == []
+    ids_by_problem[1] = whole[:-2]
+    assert len(faults(generation_tokens=0)) == 0
+    assert len(faults()) == GROUP
+    del ids_by_problem[1]
+    assert faults()[0].endswith("make now (no such problem)")
 
 
 def test_the_command_writes_figures_and_page(run, tmp_path, capsys):

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.rewards import RewardInput as Given
 from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError, require
 
@@ -60,6 +61,19 @@ def test_a_worker_that_the_system_ends_costs_one_score():
     with Verifier(planted("die_on_request"), timeout_s=60.0, workers=1) as verifier:
         scores = verifier.score([Given("ok", ""), Given("die", ""), Given("ok", "")])
         assert scores == [Score(1.0), Score(0.0, crashed=True), Score(1.0)]
+
+
+@pytest.mark.parametrize(("memory_gib", "is_enough"), [(4, False), (8, True)])
+def test_a_worker_has_the_address_space_that_it_is_given(memory_gib, is_enough):
+    with Verifier(planted("ask_for_gib"), 60.0, workers=1, memory_gib=memory_gib) as verifier:
+        large = Score(1.0) if is_enough else Score(0.0, crashed=True)
+        assert verifier.score([Given("1", ""), Given("5", ""), Given("1", "")]) == [
+            Score(1.0),
+            large,
+            Score(1.0),
+        ]
+    terms = RewardConfig(name="exact_integer", memory_gib=memory_gib).terms
+    assert Verifier.of(terms["exact_integer"])._memory_gib == memory_gib
 
 
 def test_a_worker_that_dies_while_idle_is_found_out():
@@ -246,6 +260,8 @@ def test_closing_ends_what_is_being_checked_and_what_waits():
     with Verifier(planted("loop_on_request"), timeout_s=60.0, workers=1) as verifier:
         verifier.score([Given("ok", "")])
         first, second = (verifier.submit(Given("loop", "")) for _ in range(2))
+        while not first.running():
+            time.sleep(0.01)
         began = time.monotonic()
     assert time.monotonic() - began < 30
     assert first.result(timeout=0) == Score(0.0, crashed=True)
