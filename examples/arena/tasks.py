@@ -84,8 +84,8 @@ def next_masses() -> np.ndarray:
 
 
 def share_of_topic(prompt: np.ndarray, ids: np.ndarray) -> float:
-    """Share of the response that is of the prompt's topic."""
-    return float((topics()[ids] == prompt[-1] - 2).mean())
+    """Share of the response that is of the prompt's topic; 0 of an empty one."""
+    return float((topics()[ids] == prompt[-1] - 2).sum()) / max(1, len(ids))
 
 
 def rare() -> Task:
@@ -141,11 +141,11 @@ def next_words(before: np.ndarray) -> np.ndarray:
 
 
 def share_before_error(prompt: np.ndarray, ids: np.ndarray) -> float:
-    """Share of a response that precedes the first word which is not the sum of the two before it."""
+    """Share of a response that precedes the first word which is not the sum of the two before it; 0 of an empty one."""
     digits = _digits(np.concatenate([prompt[-2:], ids]))
     valid = (ids >= FIRST_DIGIT) & (ids < FIRST_DIGIT + DIGIT_WORDS)
     right = valid & (digits[2:] == (digits[1:-1] + digits[:-2]) % 10)
-    return float(np.cumprod(right).mean())
+    return float(np.cumprod(right).sum()) / max(1, len(ids))
 
 
 def long() -> Task:

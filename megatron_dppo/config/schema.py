@@ -345,7 +345,7 @@ class WeightSyncConfig(Section):
     """Compare fixed prompts' log-probabilities in trainer and engines at every n-th update; 0: never."""
     canary_largest: float | None = Field(default=None, gt=0)
     """Largest difference of one token's log-probability, nats, that the canary takes for rounding. Empty:
-    1e-3 for float32 weights, 3 for bfloat16."""
+    1e-3 for float32 weights, 10 for bfloat16."""
     canary_mean: float | None = Field(default=None, gt=0)
     """Largest mean of these differences, nats. Empty: 1e-4 for float32 weights, 0.2 for
     bfloat16; with more than 8 layers times the cube root of layers / 8."""

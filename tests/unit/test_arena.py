@@ -431,6 +431,8 @@ def test_the_real_loops_words_are_the_labs_ids(tmp_path):
     # the topic of the prompt w5 is 3
     words = [int(np.flatnonzero(tasks.topics() == topic)[0]) for topic in (3, 4)]
     assert real_loop.reward_rare("w1 w5", " ".join(f"w{i}" for i in words)) == 0.5
+    # An engine's response that is the end alone.
+    assert real_loop.reward_rare("w1 w5", "") == real_loop.reward_long("w1 w4 w9", "") == 0.0
 
 
 def test_the_real_loop_is_held_against_the_labs_mean():
