@@ -10,9 +10,11 @@ import argparse
 import hashlib
 import hmac
 import json
+import math
 import re
 import secrets
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -65,19 +67,28 @@ def thinned(steps: list[int], values: list[float], most: int = MOST_POINTS) -> l
     return [[step for step, _ in points], [value for _, value in points]]
 
 
+_STATE_S = 5.0
+"""How old may be what is known of the run's processes where no file of it has changed."""
+
+
 class RunView:
     """What there is to be seen of the run in ``directory`` now."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._read: tuple[object, list[Record]] = (None, [])
+        self._seen = (-math.inf, "")
 
     def version(self) -> str:
-        """Another one whenever a file of the run has changed that is shown."""
+        """Another one whenever a file of the run has changed that is shown, or what it does."""
         names = (records.RECORDS_FILE, records.SAMPLES_FILE, records.MASKED_TOKENS_FILE, LEASE_FILE,
                  records.CONFIG_FILE, records.SUMMARY_FILE, "engine/fleet.json", "logs/supervisor.log",
                  "logs/rank0.log", records.ENVIRONMENT_FAULTS_FILE)  # fmt: skip
-        stamps = [_stamp(self.directory / name) for name in names]
+        now = time.monotonic()
+        if now - self._seen[0] > _STATE_S:
+            # Slurm may be asked for it.
+            self._seen = (now, self._state())
+        stamps = [*(_stamp(self.directory / name) for name in names), self._seen[1]]
         return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
 
     def records(self) -> list[Record]:
@@ -265,9 +276,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
 
     def _json(self, route: str, query: Json) -> Json:
-        if route == "state" and query.get("version", [""])[0] == self.server.version():
-            return {"unchanged": True}
         try:
+            if route == "state" and query.get("version", [""])[0] == self.server.version():
+                return {"unchanged": True}
             return self.server.routes[route](query)
         # A file that is damaged, or that a new start is just setting aside.
         except (RunError, OSError, KeyError, ValueError) as error:

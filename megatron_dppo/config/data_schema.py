@@ -169,6 +169,9 @@ class EnvironmentConfig(Section):
     is replaced by another one to the same problem, up to ``reward.max_replacements`` times."""
     workers: int = Field(default=1, gt=0, le=1024)
     """Processes for environments in each data-parallel leader; each runs many side by side."""
+    concurrent: int | None = Field(default=None, gt=0)
+    """Episodes that are open at the same time in each data-parallel leader; others wait. Empty: as many as
+    ``rollout.max_concurrent_requests``."""
     memory_gib: int = Field(default=4, gt=0, le=1 << 20)
     """Address space of each of these processes, in GiB: an environment that maps more fails. Commands of ``agent`` are
     not bound by it."""

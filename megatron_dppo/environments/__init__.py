@@ -231,4 +231,7 @@ def check_environment(name: str | None, options: Mapping[str, Any]) -> None:
     except TypeError as error:
         raise ValueError(f"options: {error}, of {name}") from error
     if (check := getattr(environment, "check_options", None)) is not None:
-        check(**options)
+        try:
+            check(**options)
+        except TypeError as error:
+            raise ValueError(f"options: {error}, of {name}") from error

@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import subprocess
 import tempfile
 import time
@@ -24,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import IO, Any
 
 from aiohttp import web
 
@@ -91,10 +92,16 @@ class Agent:
 
     @staticmethod
     def check_options(
-        agent: str, branches: int = MOST_BRANCHES, tool_format: str = "hermes", **_: Any
+        agent: str,
+        ignored: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        branches: int = MOST_BRANCHES,
+        tool_format: str = "hermes",
     ) -> None:
         """Raise ValueError where there is no such function or program, or no such format."""
         agent_of(agent)
+        if not isinstance(ignored, list | tuple):
+            raise ValueError(f"options: ignored: got {ignored!r}, expected a list of names")
         if type(branches) is not int or branches < 1:
             raise ValueError(f"options: branches: got {branches!r}, expected 1 or more")
         if tool_format not in TOOL_FORMATS:
@@ -160,6 +167,8 @@ def agent_of(agent: str) -> AgentFunction:
             raise ValueError(
                 "options: agent: got no command, expected one or package.module:function"
             )
+        if shutil.which(command[0]) is None:
+            raise ValueError(f"options: agent: there is no program {command[0]!r} here")
         return lambda problem, session: _run_command(command, problem, session)
     module, _, name = agent.partition(":")
     try:
@@ -176,7 +185,11 @@ async def _run_command(
         "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key,
         "OPENAI_MODEL": session.model,
     }  # fmt: skip
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output:
+    with (
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as errors,
+    ):
         given.write(json.dumps(asdict(problem)).encode())
         given.seek(0)
         process = processes.start_process(
@@ -184,6 +197,7 @@ async def _run_command(
             environment=os.environ | variables,
             stdin=given.fileno(),
             output=output.fileno(),
+            errors=errors.fileno(),
             # Of the worker, for what runs in it: node, for one, reserves far more than it uses.
             lifts_memory_limit=True,
         )
@@ -191,11 +205,16 @@ async def _run_command(
             code = await _ended(process)
         finally:
             processes.kill_families([process])
-        output.seek(max(0, output.seek(0, os.SEEK_END) - 65536))
-        text = output.read().decode(errors="replace").strip()
+        printed, complaints = _end_of(output), _end_of(errors)
     if code != 0:
-        raise RuntimeError(f"its command {processes.describe_exit(code)}: {text[-2 * _SHOWN :]}")
-    return result_of(text)
+        text = (complaints or printed)[-2 * _SHOWN :]
+        raise RuntimeError(f"its command {processes.describe_exit(code)}: {text}")
+    return result_of(printed)
+
+
+def _end_of(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+    return file.read().decode(errors="replace").strip()
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> int:
@@ -215,12 +234,23 @@ async def _ended(process: subprocess.Popen[bytes]) -> int:
 
 
 def result_of(output: str) -> AgentResult:
-    """What the last line of a command's output says."""
+    """What the last line of a command's output says. Raises ValueError for a reward that is no number, and an answer
+    that is neither text nor a number."""
     try:
         values = json.loads(output.rpartition("\n")[2])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return values.get("reward", values.get("answer")) if isinstance(values, dict) else None
+    for name, kinds in (("reward", (int, float)), ("answer", (str, int, float))):
+        if not isinstance(values, dict) or name not in values:
+            continue
+        value = values[name]
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            expected = " or ".join(
+                {str: "text", float: "a number"}[k] for k in kinds if k is not int
+            )
+            raise ValueError(f"{name}: got {_shortened(value)}, expected {expected}")
+        return float(value) if name == "reward" else str(value)
+    return None
 
 
 # --- its calls of tools
@@ -355,7 +385,7 @@ class Conversation:
             raise RefusedCallError(400, "expected a JSON object with a list of messages")
         limit = self._limit_of(body)
         messages = [_plain(m, f"message {i}") for i, m in enumerate(body["messages"])]
-        tools = body.get("tools") or []
+        tools = _checked_tools(body.get("tools") or [])
         if not messages:
             raise RefusedCallError(400, "messages: got none, expected one or more")
         for call in self._open:
@@ -422,6 +452,17 @@ def _plain(message: Any, where: str) -> dict[str, Any]:
     return plain | {n: message[n] for n in ("tool_call_id", "name") if not is_turn and n in message}
 
 
+def _checked_tools(tools: Any) -> list[dict[str, Any]]:
+    for tool in tools if isinstance(tools, list) else [tools]:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RefusedCallError(
+                400,
+                f'tools: got {_shortened(tool)}, expected {{"type": "function", "function": {{"name": ...}}}}',
+            )
+    return list(tools)
+
+
 def _plain_call(call: Any, where: str) -> dict[str, Any]:
     try:
         function = {
@@ -444,7 +485,7 @@ def _message_of(
     try:
         content, named = (text, []) if tool_format is None else tool_format(text)
         functions = [{"name": str(n), "arguments": json.dumps(dict(a))} for n, a in named]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         functions = []
     if not functions:
         return {"role": "assistant", "content": text}, []

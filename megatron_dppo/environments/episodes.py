@@ -10,6 +10,7 @@ given there, not sampled. So each sampled token is trained once, in the branch t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -40,12 +41,13 @@ log = logging.getLogger(__name__)
 class EpisodeLimits:
     """``turns``: of the policy. ``tokens``: of a trajectory with its prompt, all branches together.
     ``observation_tokens``: of what an environment may say at once, the template's included. ``retries``: after so many
-    further faults a sample is given up."""
+    further faults a sample is given up. ``concurrent``: episodes that are open at the same time."""
 
     turns: int
     tokens: int
     observation_tokens: int
     retries: int
+    concurrent: int = 256
 
 
 @dataclass(eq=False)
@@ -96,6 +98,9 @@ class Episodes:
     faults: Counter[str] = field(default_factory=Counter)
     _taken: Counter[str] = field(default_factory=Counter)
 
+    def __post_init__(self) -> None:
+        self._places = asyncio.Semaphore(self.limits.concurrent)
+
     def take_faults(self) -> Counter[str]:
         """``faults`` since this was asked last."""
         new = self.faults - self._taken
@@ -114,6 +119,15 @@ class Episodes:
         A fault costs no sampled token: the turns are given again to a new environment, and only where that answers
         them otherwise the policy begins anew.
         """
+        async with self._places:
+            return await self._play(problem, request, ask)
+
+    async def _play(
+        self,
+        problem: Problem,
+        request: GenerationRequest,
+        ask: Callable[[GenerationRequest], Awaitable[Trajectory]],
+    ) -> Trajectory:
         episode, faults, alone = _Episode(request), 0, False
         while True:
             try:
@@ -169,9 +183,11 @@ class Episodes:
         """Tokens of what an environment said."""
         try:
             return tokens()
-        except TurnTemplateError as error:
+        # Whatever a template or a tokenizer makes of what comes from elsewhere.
+        except Exception as error:
+            kind = "" if isinstance(error, TurnTemplateError) else f"{type(error).__name__}: "
             raise EnvironmentFaultError(
-                f"what it said can't be put to the model: {error}"
+                f"what it said can't be put to the model: {kind}{error}"
             ) from error
 
     def _check_length(self, tokens: int) -> None:

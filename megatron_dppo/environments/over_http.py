@@ -18,7 +18,6 @@ from typing import Any
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import Observation, Step, Turn
 from megatron_dppo.rewards.over_http import JsonEndpoint
-from megatron_dppo.system.network import url_fault
 
 _STEP = {"observation", "reward", "done", "scored"}
 
@@ -29,9 +28,11 @@ class OverHttp:
     Raises ValueError for an address that is none, and where the variable is not set.
     """
 
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        cls(**options)
+
     def __init__(self, url: str, api_key_variable: str | None = None) -> None:
-        if fault := url_fault(url):
-            raise ValueError(f"url: {fault}")
         self._endpoint = JsonEndpoint(url, api_key_variable)
         self._episode: str | None = None
 

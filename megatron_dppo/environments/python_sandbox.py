@@ -16,6 +16,7 @@ import functools
 import os
 import platform
 import shutil
+import signal
 import struct
 import sys
 import sysconfig
@@ -52,7 +53,8 @@ class SandboxError(RunError, ValueError):
 
 class Python:
     """``begin``, ``end``: the marks; a snippet without ``end`` goes on to the end of the turn, as after a stop text.
-    ``seconds``: of CPU time; of wall time twice as much. ``longest_output``: bytes that are kept."""
+    ``seconds``: of CPU time; of wall time twice as much. ``longest_output``: bytes that are kept; a byte may
+    take a token, and ``environment.max_observation_tokens`` holds for what is said."""
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class Python:
         end: str = "```",
         seconds: int = 5,
         memory_mib: int = 256,
-        longest_output: int = 2000,
+        longest_output: int = 900,
     ) -> None:
         if not begin or not end or min(seconds, memory_mib, longest_output) < 1:
             raise ValueError("expected marks that are not empty, and bounds of 1 or more")
@@ -93,7 +95,7 @@ class Python:
 
 
 async def run_snippet(
-    snippet: str, *, seconds: int = 5, memory_mib: int = 256, longest_output: int = 2000
+    snippet: str, *, seconds: int = 5, memory_mib: int = 256, longest_output: int = 900
 ) -> str:
     """What ``snippet`` prints, without white space around it, or what it raises, and in brackets what ended it.
 
@@ -120,8 +122,9 @@ async def run_snippet(
                 if len(printed) > longest_output:
                     ending = f"[cut after {longest_output} bytes]"
                 elif code := await process.wait():
-                    # bwrap says by which signal as a shell does.
-                    ending = f"[{describe_exit(128 - code if code > 128 else code)}]"
+                    # bwrap says by which signal as a shell does; a snippet may end itself with such a code.
+                    is_signal = code - 128 in set(signal.Signals)
+                    ending = f"[{describe_exit(128 - code if is_signal else code)}]"
         except TimeoutError:
             ending = f"[did not end within {2 * seconds} s]"
         finally:

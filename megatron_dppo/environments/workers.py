@@ -70,7 +70,7 @@ class EnvironmentPool:
         self._spec = spec
         self._shared: list[_Worker | None] = [None] * workers
         self._alone: set[_Worker] = set()
-        self._lone_places = asyncio.Semaphore(workers)
+        self._lone_places = asyncio.Semaphore(max(workers, os.cpu_count() or 1))
         self._is_closed = False
 
     async def open(self, *, alone: bool = False) -> RemoteEnvironment:
@@ -206,7 +206,7 @@ class _Worker:
     def _read(self) -> None:
         try:
             while True:
-                answer = json.loads(self._connection.recv_bytes(self._spec.largest_bytes + 4096))
+                answer = _read_json(self._connection.recv_bytes(self._spec.largest_bytes + 4096))
                 self._loop.call_soon_threadsafe(self._take, answer)
         except (EOFError, OSError, ValueError):
             try:
@@ -248,13 +248,21 @@ class _Worker:
     def _note_end(self, reason: str) -> None:
         if not self.is_dead:
             self.is_dead, self._ended_for = True, reason
-            # Later it has fewer, and each of them may be the one at fault.
-            self._was_shared = self.episodes > 1
+            # Later it has fewer, and each of them may be the one at fault; of what does not start none is.
+            self._was_shared = self.episodes > 1 and self._ready.done()
 
     def _lost(self) -> EnvironmentFaultError:
         return EnvironmentFaultError(
             f"{self._spec.name}: {self._ended_for}", is_shared=self._was_shared
         )
+
+
+def _read_json(content: bytes) -> Any:
+    """Half of a character that is written as two, which no tokenizer takes and no file, becomes a question mark."""
+    values = json.loads(content)
+    if rb"\ud" not in content:
+        return values
+    return json.loads(json.dumps(values, ensure_ascii=False).encode(errors="replace"))
 
 
 # --- the process
@@ -287,7 +295,6 @@ class _Host:
             while True:
                 loop.call_soon_threadsafe(messages.put_nowait, self._connection.recv_bytes())
         except (EOFError, OSError):
-            processes.kill_descendants()
             os._exit(0)
 
     async def _handle(self, message: dict[str, Any]) -> None:
@@ -340,16 +347,23 @@ class _Host:
 
 
 def main() -> None:
-    """Serve in this process, which takes its own descendants with it."""
+    """Serve in a child; this process, its guard, reaps what the child's commands leave behind, and ends it."""
     descriptor, text = sys.argv[1:]
     connection = Connection(int(descriptor))
     os.set_inheritable(connection.fileno(), False)
     # Ctrl-C is the rank's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # A session of an agent takes about five.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    guarding = os.getpid()
+    processes.adopt_orphans()
+    if (child := os.fork()) != 0:
+        processes.guard(child, connection.fileno())
+    processes.die_with_parent(guarding)
     spec = EnvironmentSpec(**json.loads(text))
     processes.bound_memory(spec.memory_gib)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    processes.adopt_orphans()
     asyncio.run(_Host(connection, spec).serve())
 
 

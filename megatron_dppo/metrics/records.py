@@ -162,7 +162,8 @@ class StepLines:
 
     def append(self, text: str) -> None:
         """Append encoded lines with their ends. Raises OSError."""
-        with open(self.path, "a", encoding="utf-8") as file:
+        # Half of a character, as a judge's answer may end with, must not end the run.
+        with open(self.path, "a", encoding="utf-8", errors="replace") as file:
             file.write(text)
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:

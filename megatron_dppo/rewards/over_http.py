@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from megatron_dppo.rewards import RewardInput, RewardResult, RewardUnavailableError
+from megatron_dppo.system.network import url_fault
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,10 +50,12 @@ Explain in one sentence, then end with a line "Score: N", N being a whole number
 class JsonEndpoint:
     """POSTs of JSON to one server. ``api_key_variable``: of the environment, with the key; None: it needs none.
 
-    Raises ValueError where the variable is not set.
+    Raises ValueError for an address that is none, and where the variable is not set.
     """
 
     def __init__(self, url: str, api_key_variable: str | None) -> None:
+        if fault := url_fault(url):
+            raise ValueError(f"url: {fault}")
         self._url = url.rstrip("/")
         self._headers = {}
         if api_key_variable is not None:

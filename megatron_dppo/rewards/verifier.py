@@ -23,7 +23,6 @@ import logging
 import math
 import os
 import resource
-import select
 import signal
 import sys
 import tempfile
@@ -36,7 +35,7 @@ from dataclasses import astuple, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from megatron_dppo.rewards import (
     BoundReward,
@@ -277,7 +276,13 @@ class Verifier:
 
     def _ask(self, index: int, inputs: Sequence[RewardInput]) -> list[Score]:
         self._renew(index)
-        return self._workers[index].scores(inputs)
+        is_used = self._workers[index].is_used
+        scores = self._workers[index].scores(inputs)
+        if is_used and any(score.crashed for score in scores):
+            # What earlier calls left there may have done it.
+            self._renew(index)
+            scores = self._workers[index].scores(inputs)
+        return scores
 
     def _renew(self, index: int) -> None:
         """Another process for one that is dead; a verifier that was closed meanwhile starts nothing more."""
@@ -307,7 +312,7 @@ def _shorten(text: str) -> str:
 
 
 class _Worker:
-    """One process, which has one call at a time; ``is_dead`` once it was killed or has ended."""
+    """One process, which has one call at a time. ``is_used``: it has had one."""
 
     def __init__(
         self,
@@ -330,7 +335,13 @@ class _Worker:
         )
         self._form: RewardForm | None = None
         self._receiving = threading.Lock()
-        self.is_dead = False
+        self._was_killed = False
+        self.is_used = False
+
+    @property
+    def is_dead(self) -> bool:
+        """It was killed, or has ended."""
+        return self._was_killed or self._process.poll() is not None
 
     def form(self) -> RewardForm:
         """How its reward is called, once it is ready. Raises VerifierError where it can't start."""
@@ -353,11 +364,15 @@ class _Worker:
         form = self.form()
         # An asynchronous reward keeps the limit itself, for each response.
         limit = self._timeout_s + (GRACE_S if form.is_async else 0.0)
+        self.is_used = True
         try:
             self._connection.send(list(inputs))
             if self._connection.poll(limit):
-                rows = self._connection.recv()
-                return [self._blamed(Score(*row), limit) for row in rows]
+                scores = [Score(*row) for row in self._connection.recv()]
+                if any(score.crashed for score in scores):
+                    # Its memory is full, and stays so.
+                    self.kill()
+                return [self._blamed(score, limit) for score in scores]
             self.kill()
             score = Score(0.0, timed_out=True)
         except (EOFError, OSError):
@@ -374,7 +389,7 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process at once."""
-        self.is_dead = True
+        self._was_killed = True
         kill_families([self._process])
 
     def close(self) -> None:
@@ -507,22 +522,6 @@ def serve(connection: Connection, name: str, timeout_s: float, options: Mapping[
             connection.send([astuple(score) for score in scores])
 
 
-def guard(child: int, connection: Connection) -> NoReturn:
-    """Wait until ``child`` ends, or whoever asks has gone; then end what is below, and end as it did."""
-    ends = select.poll()
-    # Without an event this tells only that the other side is closed; what it sends is the child's to read.
-    ends.register(connection.fileno(), 0)
-    ends.register(os.pidfd_open(child), select.POLLIN)
-    ends.poll()
-    ended, status = os.waitpid(child, os.WNOHANG)
-    processes.kill_descendants()
-    code = os.waitstatus_to_exitcode(status) if ended else 0
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.kill(os.getpid(), -code)
-    os._exit(max(code, 0))
-
-
 def main() -> None:
     """Serve in a child, under this process as its guard."""
     descriptor, name, timeout_s, memory_gib, options = sys.argv[1:]
@@ -532,7 +531,7 @@ def main() -> None:
     guarding = os.getpid()
     processes.adopt_orphans()
     if (child := os.fork()) != 0:
-        guard(child, connection)
+        processes.guard(child, connection.fileno())
     processes.die_with_parent(guarding)
     processes.bound_memory(int(memory_gib))
     serve(connection, name, float(timeout_s), json.loads(options))

@@ -8,6 +8,7 @@ import ctypes
 import logging
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -151,6 +152,31 @@ def kill_descendants(timeout_s: float = 10.0) -> list[int]:
         time.sleep(0.02)
 
 
+def guard(child: int, descriptor: int) -> NoReturn:
+    """Wait until ``child`` ends, or nobody is left at the other side of ``descriptor``; then end what is below, and end
+    as the child did. For a process that adopts orphans: those that end meanwhile are reaped."""
+    ends = select.poll()
+    # Without an event this tells only that the other side is closed; what it sends is the child's to read.
+    ends.register(descriptor, 0)
+    ends.register(os.pidfd_open(child), select.POLLIN)
+    while not ends.poll(1000.0):
+        _reap_all_but(child)
+    ended, status = os.waitpid(child, os.WNOHANG)
+    kill_descendants()
+    code = os.waitstatus_to_exitcode(status) if ended else 0
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.kill(os.getpid(), -code)
+    os._exit(max(code, 0))
+
+
+def _reap_all_but(child: int) -> None:
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, flags)) is not None and ended.si_pid != child:
+            os.waitpid(ended.si_pid, 0)
+
+
 def child_ids() -> frozenset[int]:
     return frozenset(child.pid for child in psutil.Process().children())
 
@@ -230,6 +256,8 @@ def process_start(pid: int) -> int | None:
 def describe_exit(code: int) -> str:
     if code >= 0:
         return f"exited with code {code}"
+    if -code not in set(signal.Signals):
+        return f"was killed by signal {-code}"
     name = signal.Signals(-code).name
     hint = "; the kernel does that when memory runs out" if -code == signal.SIGKILL else ""
     return f"was killed by {name} (signal {-code}{hint})"

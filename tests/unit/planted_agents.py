@@ -167,7 +167,9 @@ def main() -> None:
     print("said", answer.choices[0].message.content, flush=True)
     if end == "fail":
         sys.exit("planted")
-    print(json.dumps({"reward": 0.5}))
+    print(json.dumps({"reward": 0.5}), flush=True)
+    if end == "complain":
+        print("deprecated", file=sys.stderr)
 
 
 if __name__ == "__main__":

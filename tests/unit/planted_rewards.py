@@ -41,6 +41,15 @@ def ask_for_gib(response: str, answer: str) -> float:
     return float(len(bytes(int(response) << 30)) > 0)
 
 
+def hoard(response: str, answer: str) -> float:
+    """So many MiB, untouched, for as long as the process lives."""
+    kept.append(bytes(int(response) << 20))
+    return 1.0
+
+
+kept: list[bytes] = []
+
+
 def raise_on_request(response: str, answer: str) -> float:
     if response == "raise":
         raise RuntimeError("planted fault")

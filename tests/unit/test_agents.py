@@ -207,9 +207,7 @@ def test_a_command_has_openais_variables_and_the_problem():
             assert call == ChatCall([user("3+5")], [], None)
             assert await agent.step(Turn("4", (1,))) == Step(done=True, reward=0.5)
         async with begun(f"{command} fail") as (agent, _):
-            with pytest.raises(
-                RuntimeError, match=r"its command exited with code 1: said 4\s+planted"
-            ):
+            with pytest.raises(RuntimeError, match="its command exited with code 1: planted"):
                 await agent.step(Turn("4", (1,)))
         async with begun(f"{command} fail"):
             assert len(child_ids() - before) == 1
@@ -271,8 +269,27 @@ def test_the_last_line_of_a_command_may_be_its_result():
         "{",
         "[8]",
         "{}",
+        '{"answer": 8}',
+        "[" * 100_000,
     )
-    assert [result_of(output) for output in outputs] == [1, 0.5, "8", None, None, None, None]
+    assert [result_of(output) for output in outputs] == [
+        *(1, 0.5, "8", None, None, None, None, "8", None)
+    ]
+    for output, message in (
+        ('{"reward": "0.5"}', 'reward: got "0.5", expected a number'),
+        ('{"reward": true}', "reward: got true, expected a number"),
+        ('{"answer": [8]}', r"answer: got \[8\], expected text or a number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            result_of(output)
+
+
+def test_what_a_command_says_to_standard_error_is_no_result():
+    async def work() -> None:
+        async with begun(f"{sys.executable} -m {PLANTED} complain") as (agent, _):
+            assert await agent.step(Turn("4", (1,))) == Step(done=True, reward=0.5)
+
+    run(work)
 
 
 @pytest.mark.parametrize(
@@ -424,6 +441,11 @@ def test_a_session_has_one_key_and_one_model():
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
             "expected id, name and arguments as JSON",
+        ),
+        # The form of another interface of OpenAI's.
+        (
+            {"tools": [{"type": "function", "name": "add", "parameters": {}}]},
+            'tools: got .*, expected .*"function": .*"name"',
         ),
     ],
 )
@@ -591,6 +613,7 @@ def test_a_body_that_is_too_large_is_a_refusal():
         ('["add"]', ..., None),
         ("8", ..., None),
         (ADD, ..., None),
+        ("[" * 100_000, ..., None),
     ],
 )
 def test_llama_calls_tools_by_a_whole_message(text, content, arguments):
@@ -610,8 +633,9 @@ def test_llama_calls_tools_by_a_whole_message(text, content, arguments):
 
 def test_an_agent_that_is_not_there_is_refused_before_a_run():
     check_environment("agent", {"agent": f"{PLANTED}:silent", "ignored": ["temperature"]})
-    check_environment("agent", {"agent": "node agent.js"})
+    check_environment("agent", {"agent": f"{sys.executable} agent.py"})
     for agent, message in (
+        ("nodee agent.js", "there is no program 'nodee' here"),
         (f"{PLANTED}:nobody", "agent .*nobody' can't be imported"),
         ("", "got no command"),
     ):
@@ -620,8 +644,9 @@ def test_an_agent_that_is_not_there_is_refused_before_a_run():
     for options, message in (
         ({"branches": 0}, "branches: got 0, expected 1 or more"),
         ({"tool_format": "qwen"}, "tool_format: got 'qwen', expected hermes or llama3_json"),
+        ({"ignored": "temperature"}, "ignored: got 'temperature', expected a list"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_environment("agent", {"agent": "node agent.js", **options})
+            check_environment("agent", {"agent": f"{PLANTED}:silent", **options})
     with pytest.raises(ValueError, match="missing a required argument: 'agent', of agent"):
         check_environment("agent", {})

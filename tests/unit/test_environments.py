@@ -290,6 +290,35 @@ def test_a_worker_has_the_address_space_that_it_is_given(gib, memory_gib, ends):
     assert all("OSError: [Errno 12]" in fault for fault in episodes.faults), episodes.faults
 
 
+@pytest.mark.parametrize(("places", "most"), [(1, 1), (3, 3)])
+def test_no_more_episodes_are_open_at_once_than_there_may_be(places, most, tmp_path):
+    limits = replace(LIMITS, concurrent=places)
+    engine = Engine({i: ["4", "5", "6"] for i in range(3)})
+    found, _ = play(engine, "Crowded", limits, problems=3, folder=str(tmp_path))
+    assert [t.finish_reason for t in found] == ["stop"] * 3
+    assert max(int(path.name) for path in tmp_path.iterdir()) == most
+
+
+def test_half_of_a_character_is_put_to_the_model_as_a_question_mark():
+    engine = Engine({0: ["4", "5", "6"]})
+    (t,), episodes = play(engine, "Halving")
+    assert (t.finish_reason, episodes.faults) == ("stop", Counter())
+    assert between(engine, "1?") == engine.asked[1].prompt_ids[-len(between(engine, "1?")) :]
+
+
+def test_what_no_tokenizer_takes_is_a_fault():
+    engine = Engine({0: ["4", "5", "6"]})
+
+    def refuse(*_: Any) -> list[int]:
+        raise TypeError("planted")
+
+    pool = EnvironmentPool(EnvironmentSpec(f"{PLANTED}:Counting", {}, 60.0), workers=1)
+    episodes = Episodes(pool, TurnTemplate(engine.tokenizer, "user"), LIMITS)
+    episodes.template.delta = refuse
+    with pytest.raises(EnvironmentFaultError, match="put to the model: TypeError: planted"):
+        episodes._encoded(lambda: episodes.template.delta([], "1"))
+
+
 def test_a_fault_costs_no_sampled_token(tmp_path):
     """The same turns are given to a new environment."""
     engine = Engine({0: ["4", "5", "6"]})
@@ -509,6 +538,8 @@ def test_names_and_options_are_checked_before_a_run():
         find_environment("abacus")
     with pytest.raises(ValueError, match="unexpected keyword argument 'cal', of calculator"):
         check_environment("calculator", {"cal": "!"})
+    with pytest.raises(ValueError, match="url: got 'localhost:30020', expected http://host:port"):
+        check_environment("over-http", {"url": "localhost:30020"})
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,28 @@ def test_it_works_in_a_process_of_environments():
 
 
 @protected
+def test_snippets_leave_no_process_behind():
+    """Not even as a zombie, which holds a number until its parent asks for it."""
+
+    async def ask() -> None:
+        pool = EnvironmentPool(EnvironmentSpec("python", {"begin": "{", "end": "}"}, 60.0), 1)
+        try:
+            environment = await pool.open()
+            await environment.reset(Problem(1, "7*8-5", "51", (1,)))
+            before = len(psutil.Process().children(recursive=True))
+            for i in range(6):
+                assert await environment.step(Turn(f"{{ print({i}) }}", (1, 2))) == Step(str(i))
+            deadline = time.monotonic() + 60
+            while len(psutil.Process().children(recursive=True)) > before:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.1)
+        finally:
+            pool.close()
+
+    asyncio.run(ask())
+
+
+@protected
 def test_more_snippets_than_cores_are_all_answered():
     async def many() -> list[str]:
         return await asyncio.gather(*(run_snippet(f"print({i} ** 2)") for i in range(12)))
@@ -192,3 +214,5 @@ def test_options_that_bound_nothing_are_refused():
         check_environment("python", {"seconds": 0})
     with pytest.raises(ValueError, match="marks that are not empty"):
         Python(end="")
+    with pytest.raises(ValueError, match=r"options: .*'<' not supported.*, of python"):
+        check_environment("python", {"seconds": "5"})

@@ -81,7 +81,14 @@ def test_a_worker_that_dies_while_idle_is_found_out():
         verifier.score([Given("ok", "")])
         verifier._workers[0]._process.kill()
         verifier._workers[0]._process.wait()
-        assert verifier.score([Given("ok", ""), Given("ok", "")]) == [
+        assert verifier.score([Given("ok", ""), Given("ok", "")]) == [Score(1.0), Score(1.0)]
+
+
+def test_what_earlier_calls_left_in_a_process_costs_no_score():
+    with Verifier(planted("hoard"), 60.0, workers=1, memory_gib=1) as verifier:
+        # Alone each has room; the second not beside the first, which is still there.
+        assert verifier.score([Given("600", "")] * 3) == [Score(1.0)] * 3
+        assert verifier.score([Given("1200", ""), Given("1", "")]) == [
             Score(0.0, crashed=True),
             Score(1.0),
         ]

@@ -157,6 +157,18 @@ def test_nothing_new_is_told_as_such_and_a_new_step_is_seen(tmp_path):
         assert get(f"{url}state?version={version}")["step"] == 2
 
 
+def test_an_end_that_changes_no_file_is_seen(tmp_path, monkeypatch):
+    write_run(tmp_path, 2)
+    monkeypatch.setattr("megatron_dppo.watch._STATE_S", 0.0)
+    said = ["runs as process 1"]
+    monkeypatch.setattr("megatron_dppo.watch.RunView._state", lambda _: said[0])
+    with served(tmp_path) as url:
+        version = get(f"{url}state")["version"]
+        assert get(f"{url}state?version={version}") == {"unchanged": True}
+        said[0] = "ended: vanished"
+        assert get(f"{url}state?version={version}")["state"] == "ended: vanished"
+
+
 def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path):
     with served(tmp_path / "later") as url:
         state = get(f"{url}state")
