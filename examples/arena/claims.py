@@ -184,10 +184,6 @@ class Comparison:
             denies = low > self.margin or high < -self.margin
         return Finding.AS_CLAIMED if agrees else Finding.CONTRARY if denies else Finding.OPEN
 
-    def is_on_side(self, difference: float) -> bool:
-        """Whether it is where the claim has it, however far."""
-        return difference > 0 if self.margin is None else abs(difference) < self.margin
-
     def difference(self, records: Mapping[str, Record], seeds: Sequence[int]) -> Difference | None:
         """None where a run is missing. ``records``: by ``Cell.key``."""
         pairs = [(self.first.key(seed), self.second.key(seed)) for seed in seeds]
@@ -226,15 +222,17 @@ def _above(
 
 
 def _alike(
-    settings: Sequence[str], firsts: Sequence[str], seconds: Sequence[str]
+    settings: Sequence[str], firsts: Sequence[str], seconds: Sequence[str], outcome: Outcome = final
 ) -> tuple[Comparison, ...]:
-    """In each setting they end within ``ALIKE`` of each other."""
-    return tuple(replace(test, margin=ALIKE) for test in _above(settings, firsts, seconds))
+    """In each setting they are within ``ALIKE`` of each other."""
+    tests = _above(settings, firsts, seconds, outcome)
+    return tuple(replace(test, margin=ALIKE) for test in tests)
 
 
 ALIKE = 0.05
 TV, KL, CLIP = "dppo-binary-tv", "dppo-binary-kl", "grpo-clip-higher"
 DPPO = (TV, KL)
+KL_AS_PDM = f"{KL} kl_threshold=0.15 ratio_cap=5"
 BPO_UNMASKED = "bpo clip_low=1 clip_high=10"
 """Its weight lies between 0 and 11, the bounds: (1 + .1 - mu) / (1 + .1 - pi)."""
 CLAIMS = (
@@ -349,12 +347,26 @@ CLAIMS = (
     ),
     Claim("pdm", "2607.10848", "PDM ends above DPPO", _above(("drift", "coarse"), ("pdm-aggregated",), (KL,))),
     Claim(
+        "pdm-alike", "registered after pdm was seen",
+        "with its threshold of .15 and cap of 5 DPPO-KL learns as soon as PDM, and ends where it ends",
+        (
+            *_alike(("drift",), ("pdm-aggregated",), (KL_AS_PDM,)),
+            *_alike(("drift",), ("pdm-aggregated",), (KL_AS_PDM,), area),
+        ),
+    ),
+    Claim(
         "pdm-entropy", "2607.10848", "PDM keeps more entropy than DPPO",
         _above(("drift", "coarse"), ("pdm-aggregated",), (KL,), entropy),
     ),
     Claim(
-        "centering", "2609.20807", "score centering ends above PG-TIS, the same weights without it",
+        "centering", "2609.20807",
+        "score centering ends above PG-TIS, which has the same weights up to a cap of 3 in place of 2",
         _above(("drift", "coarse"), ("score-centering",), ("pg-tis",)),
+    ),
+    Claim(
+        "centering-alike", "registered after centering was seen",
+        "score centering ends above PG-TIS with its cap of 2, the same weights without it",
+        _above(("drift", "coarse"), ("score-centering",), ("pg-tis ratio_cap=2",)),
     ),
     Claim(
         "scale", "Tables and scaling runs", "DPPO's scores on AIME24 and AIME25",

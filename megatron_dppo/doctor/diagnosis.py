@@ -234,6 +234,8 @@ ROUTINGS = (
     ("recorded experts of the token after", 0, -1),
 )
 """(name, layers and tokens that rows are moved by)."""
+OF_RECORDING = (ROUNDED, *(name for name, *moved in ROUTINGS if any(moved)))
+"""Alternatives that may explain why a recording is not what the engine computed."""
 
 
 def is_decisive(alternative: Alternative) -> bool:
@@ -341,6 +343,20 @@ def _micro_batches(batch: Sequence[Trajectory]) -> Iterator[Sequence[Trajectory]
     count = max(1, MICRO_BATCH // longest)
     for start in range(0, len(batch), count):
         yield batch[start : start + count]
+
+
+def by_recording(
+    natural: Sequence[Tensor], by_name: Mapping[str, list[Tensor]]
+) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """log p where experts are taken as recorded, and that by each alternative, ``NATURAL`` among them. What rounding
+    changes is added: it was computed with the router's own choice."""
+    others = dict(by_name)
+    recorded = others.pop(RECORDED)
+    for name in (ROUNDED, EIGHT_BITS):
+        others[name] = [
+            r + changed - n for r, changed, n in zip(recorded, by_name[name], natural, strict=True)
+        ]
+    return recorded, {**others, NATURAL: list(natural)}
 
 
 def judge(

@@ -165,7 +165,10 @@ class Doctor:
             facts.append("draws not examined: rewards or lengths chose among the responses")
         examined = [side for side in sides if side.version in self._weights.folders]
         diagnoses = [self.examine(side) for side in examined]
-        return diagnoses, self.draws(diagnoses, examined), facts
+        draws = self.draws(diagnoses, examined)
+        if any(d.side == "engine" and d.is_healthy for d in diagnoses):
+            diagnoses += self._recording(examined[0])
+        return diagnoses, draws, facts
 
     def examine(self, side: Side) -> Diagnosis:
         """What makes it differ. Raises OSError or ValueError where weights can't be read."""
@@ -191,9 +194,27 @@ class Doctor:
             # What it should say: wherever the engine routed, right or wrong.
             sampling = at_temperature(self._config.temperature)
             chosen.append(Alternative("routing", diagnosis.NATURAL, sampling))
-            by_name[diagnosis.NATURAL], plain = plain, by_name.pop(diagnosis.RECORDED)
+            plain, by_name = diagnosis.by_recording(plain, by_name)
             chosen = [c for c in chosen if c.name in by_name]
         return plain, by_name, chosen
+
+    def _recording(self, engine: Side) -> list[Diagnosis]:
+        """Whether an engine that computes what its weights say recorded the experts that it took: all others follow
+        them. None where nothing is replayed."""
+        diagnosed: list[Diagnosis] = []
+        for every in (False, True):
+            scores = self._scores_of(engine.version, every=every)
+            natural, by_name = scores.at(engine.positions)
+            if not self._config.router_replay or diagnosis.RECORDED not in by_name:
+                break
+            recorded, by_name = diagnosis.by_recording(natural, by_name)
+            chosen = [c for c in scores.alternatives if c.name in diagnosis.OF_RECORDING]
+            side = replace(engine, name="recording", log_probs=tuple(natural))
+            rounding = self._rounding("engine")
+            diagnosed = [diagnosis.judge(side, self._batch, recorded, by_name, chosen, rounding)]
+            if diagnosed[0].is_healthy:
+                break
+        return diagnosed
 
     def _rounding(self, side: str) -> str | None:
         """The alternative that is as coarse as a healthy side may be; None: it is in float32."""

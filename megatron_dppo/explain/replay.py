@@ -197,18 +197,19 @@ def by_sign(steps: Sequence[OtherStep]) -> Iterator[SummaryTable]:
     tokens = [token for step in steps for token in step.tokens]
     for title, by_run in (("Only the run's rule blocks", True), ("Only the other blocks", False)):
         rows = []
-        for sign, is_up in (("A > 0", True), ("A < 0", False)):
+        # Where A = 0 nothing is lost: there is no gradient.
+        for title_of_sign, sign in (("A > 0", 1), ("A < 0", -1), ("A = 0", 0)):
             alone = [
                 t
                 for t in tokens
                 if (t.run_blocks, t.other_blocks) == (by_run, not by_run)
-                and (t.advantage > 0) == is_up
+                and (t.advantage > 0) - (t.advantage < 0) == sign
             ]
             if alone:
                 means = [
                     sum(v) / len(alone) for v in zip(*((t.mu, t.pi) for t in alone), strict=True)
                 ]
-                rows.append((sign, str(len(alone)), *(f"{mean:.4f}" for mean in means)))
+                rows.append((title_of_sign, str(len(alone)), *(f"{mean:.4f}" for mean in means)))
         yield SummaryTable(title, ("", "tokens", "mean mu", "mean pi"), rows)
 
 
@@ -280,6 +281,9 @@ def derivation(evaluation_sets: Iterable[str], run: Path, last: int) -> list[str
         "checkpoint.every": last,
         "checkpoint.keep": 1,
         "checkpoint.export_hf": "false",
+        "checkpoint.upload": "null",
+        "profile.steps": "[]",
+        "tracking.trackers": "[]",
     }
     # A name in the file stays unless it is taken away.
     evaluation = [f"data.evaluation.{name}=null" for name in evaluation_sets]

@@ -341,6 +341,9 @@ class Learner:
             has_dropout=bool(config.lora.dropout),
         )
         self._canary = FrequencyCanary(config.rollout, config.algorithm)
+        self._canary_of_others = FrequencyCanary(
+            config.rollout, config.algorithm, at_equal_weights=False
+        )
         shape = trainer.shape
         sizes = {"moe_layers": len(shape.moe_layers), "experts_per_token": shape.experts_per_token}
         self._exchange = ColumnExchange(
@@ -420,7 +423,7 @@ class Learner:
             **_measured(means(total.values())),
             **batch.figures,
             **_of_the_first(means(first.values())),
-            **self._canary.figures(),
+            **(self._canary.figures() or self._canary_of_others.figures()),
             names.GRAD_NORM: sum(grad_norms) / len(grad_norms),
             names.GRAD_NORM_MAX: max(grad_norms),
             names.LEARNING_RATE: lr,
@@ -434,7 +437,8 @@ class Learner:
         try:
             if is_first:
                 self._check_gap(batch, metrics)
-            self._canary.check(metrics.values())
+            is_equal = is_first and not batch.is_stale
+            (self._canary if is_equal else self._canary_of_others).check(metrics.values())
         except (FrequencyError, GapError):
             if self._seen is not None:
                 self.loss_columns = self._seen.collect(self._trainer.topology)

@@ -302,13 +302,17 @@ class FrequencyCanary:
     most (Ville): no assumption on lengths, on the spread of surprises or on how often one looks.
 
     It looks at no batch that is chosen by its rewards or lengths (``rollout.drop_zero_variance_groups``,
-    ``algorithm.truncated_responses: drop``), whose tokens are not drawn from mu. Of a replayed batch it only warns.
+    ``algorithm.truncated_responses: drop``), whose tokens are not drawn from mu. Of a replayed batch it only warns, and
+    of tokens that other weights sampled (``at_equal_weights`` False): where pi is many times mu at a rare token the cut
+    takes away what keeps the mean at 0, and nothing is proved.
     """
 
-    def __init__(self, rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
+    def __init__(
+        self, rollout: RolloutConfig, algorithm: AlgorithmConfig, *, at_equal_weights: bool = True
+    ) -> None:
         chosen = rollout.drop_zero_variance_groups or algorithm.truncated_responses == "drop"
         self._looks = not chosen
-        self._stops = rollout.replay_from is None
+        self._stops = rollout.replay_from is None and at_equal_weights
         self._sums = dict.fromkeys(FREQUENCY_SUMS, 0.0)
         self._tokens = 0.0
         self._warned = False

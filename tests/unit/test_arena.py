@@ -435,7 +435,7 @@ def test_the_real_loops_words_are_the_labs_ids(tmp_path):
     assert real_loop.reward_rare("w1 w5", "") == real_loop.reward_long("w1 w4 w9", "") == 0.0
 
 
-def test_the_real_loop_is_held_against_the_labs_mean():
+def test_the_real_loop_is_held_against_the_labs_mean(monkeypatch):
     test = Comparison(Side("drift", "a"), Side("drift", "b"))
     alike = Comparison(Side("drift", "a"), Side("drift", "b"), margin=0.05)
     claim = Claim("c", "s", "t", (test, alike))
@@ -449,6 +449,8 @@ def test_the_real_loop_is_held_against_the_labs_mean():
     records |= {
         real_loop.real_key(cells[rule]): a_record([x] * 8) for rule, x in (("a", 0.52), ("b", 0.5))
     }
-    # above 0 in both; within 0.05 of 0 in the real loop alone, as the lab's mean is 0.15
+    # One run says nothing of a margin.
     assert findings.in_real_loop(test, records) == pytest.approx(0.02)
-    assert findings.confirmed(claim, records, (1, 2)) == "1 of 2"
+    assert findings.confirmed(claim, records, (1, 2)) == "1 of 1"
+    monkeypatch.setattr(findings, "is_comparable", lambda setting, _: setting != "drift")
+    assert findings.confirmed(claim, records, (1, 2)) == "1 of 1, of another mismatch"

@@ -451,16 +451,9 @@ def test_a_sum_over_ranks_that_is_rounded_is_the_layout(run, tmp_path):
     assert all(token.with_cause is None for token in trainer.tokens)
 
 
-@pytest.mark.parametrize(
-    ("layers", "tokens", "name"),
-    [
-        (1, 0, "recorded experts of the layer before"),
-        (0, 1, "recorded experts of the token before"),
-    ],
-)
-def test_rows_that_were_replayed_elsewhere_are_named(run, tmp_path, layers, tokens, name):
-    """The trainer routes by rows of another layer or token: they are the engine's, in another place."""
-    policy = Policy(run.after)
+def log_probs_by(folder: Path, batch: list[Trajectory], rows_of) -> list[np.ndarray]:
+    """Of a policy that takes the experts ``rows_of(trajectory)`` for all tokens but the last."""
+    policy = Policy(folder)
     rows: list[torch.Tensor] = []
 
     def sent(gate, hidden, answer, layer):
@@ -473,14 +466,50 @@ def test_rows_that_were_replayed_elsewhere_are_named(run, tmp_path, layers, toke
         block.mlp.gate.register_forward_hook(
             lambda gate, x, answer, layer=layer: sent(gate, x, answer, layer)
         )
-    batch = []
-    for t in run.batch:
-        recorded = torch.from_numpy(t.column("routed_experts").astype(np.int64))
-        rows[:] = [recorded.roll((tokens, layers), (0, 1))]
-        batch.append(t.with_columns(loss_log_probs=policy.log_probs(t)))
+    found = []
+    for t in batch:
+        rows[:] = [torch.from_numpy(rows_of(t).astype(np.int64))]
+        found.append(policy.log_probs(t))
+    return found
+
+
+def moved(t: Trajectory, layers: int, tokens: int) -> np.ndarray:
+    return np.roll(t.column("routed_experts"), (tokens, layers), (0, 1))
+
+
+MOVES = [
+    (1, 0, "recorded experts of the layer before"),
+    (0, 1, "recorded experts of the token before"),
+]
+
+
+@pytest.mark.parametrize(("layers", "tokens", "name"), MOVES)
+def test_rows_that_were_replayed_elsewhere_are_named(run, tmp_path, layers, tokens, name):
+    """The trainer routes by rows of another layer or token: they are the engine's, in another place."""
+    followed = log_probs_by(run.after, run.batch, lambda t: moved(t, layers, tokens))
+    batch = [t.with_columns(loss_log_probs=x) for t, x in zip(run.batch, followed, strict=True)]
     found = examine(run, batch, tmp_path)
     assert axes(found) == ["healthy", "routing"]
     assert found.diagnoses[1].cause.name == name
+
+
+@pytest.mark.parametrize(("layers", "tokens", "name"), MOVES)
+def test_a_recording_of_another_place_is_named(run, tmp_path, layers, tokens, name):
+    """The engine computes what its weights say and returns rows of another layer or token, which the trainer follows:
+    both are healthy by themselves."""
+    recorded = [t.with_columns(routed_experts=moved(t, -layers, -tokens)) for t in run.batch]
+    followed = log_probs_by(run.after, recorded, lambda t: t.column("routed_experts"))
+    batch = [t.with_columns(loss_log_probs=x) for t, x in zip(recorded, followed, strict=True)]
+    replaying = run.config.rollout.model_copy(update={"router_replay": True})
+    config = run.config.model_copy(update={"rollout": replaying})
+    found = examine(SimpleNamespace(**{**vars(run), "config": config}), batch, tmp_path)
+    assert axes(found) == ["healthy", "healthy", "routing"]
+    assert found.diagnoses[2].cause.name == name
+    assert found.findings[0].startswith(f"recording: routing: {name} (mean |p - reference| ")
+    # And a right one is healthy.
+    found = examine(SimpleNamespace(**{**vars(run), "config": config}), run.batch, tmp_path)
+    assert axes(found) == ["healthy"] * 3
+    assert found.findings == []
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.algorithms.policy_loss import build_algorithm
 from megatron_dppo.algorithms.table import PRESETS
-from megatron_dppo.config.loading import resolved_yaml
+from megatron_dppo.config.loading import load_config, resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.explain import __main__ as explain
 from megatron_dppo.explain import page
 from megatron_dppo.explain.explanation import explain_response, threshold_text
+from megatron_dppo.explain.replay import OtherStep, OtherToken, by_sign, derivation
 from tests.tiny_models import save_tiny_model
 
 TEMPERATURE = 0.5
@@ -320,3 +321,37 @@ def test_missing_runs_and_other_models(model, log_pi, tmp_path, capsys):
     save_batch(run / "rollouts", 3, [answer([30], 0.0, np.log([0.5]).tolist())])
     assert explain.main([str(run), "--policy", str(model)]) == 2
     assert "nothing to explain" in capsys.readouterr().err
+
+
+def test_two_rules_are_compared_by_sign_and_tokens_without_advantage_are_neither():
+    def token(advantage: float, *, by_run: bool) -> OtherToken:
+        return OtherToken(0, 0, 5, advantage, 0.25, 0.5, by_run, not by_run)
+
+    tokens = [
+        token(a, by_run=by_run)
+        for a, by_run in ((1.0, True), (-1.0, False), (0.0, False), (0.0, False))
+    ]
+    only_run, only_other = by_sign([OtherStep(1, 9, tokens)])
+    assert only_run.rows == [("A > 0", "1", "0.2500", "0.5000")]
+    assert only_other.rows == [
+        ("A < 0", "1", "0.2500", "0.5000"),
+        ("A = 0", "2", "0.2500", "0.5000"),
+    ]
+
+
+def test_a_derivation_uploads_traces_and_reports_nothing(tmp_path):
+    (tmp_path / "problems.jsonl").write_text("{}\n")
+    settings = [
+        f"run.directory={tmp_path}", "run.steps=9", "checkpoint.upload=me/model", "profile.steps=[7]",
+        "tracking.trackers=[tensorboard]", "model.hf_checkpoint=m", "data.train=problems.jsonl",
+        "rollout.prompts_per_step=4", "rollout.group_size=2", "rollout.max_response_tokens=4", "optimizer.lr=1e-5",
+        "training.prompts_per_mini_batch=4", "training.micro_batch_tokens=64",
+    ]  # fmt: skip
+    (tmp_path / "config.yaml").write_text("{}\n")
+    config = load_config(tmp_path / "config.yaml", [*settings, *derivation([], tmp_path, 3)])
+    assert (config.checkpoint.upload, config.profile.steps, config.tracking.trackers) == (
+        None,
+        [],
+        [],
+    )
+    assert (config.run.steps, config.checkpoint.export_hf) == (3, False)

@@ -62,9 +62,13 @@ def sums_of(
     return policy_loss(build_algorithm("dppo-binary-tv"), inputs).metrics.values()
 
 
-def canary(**rollout: object) -> FrequencyCanary:
+def rollout_of(**settings: object) -> RolloutConfig:
     sizes = {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 1}
-    return FrequencyCanary(RolloutConfig(**{**sizes, **rollout}), AlgorithmConfig())  # type: ignore[arg-type]
+    return RolloutConfig(**{**sizes, **settings})  # type: ignore[arg-type]
+
+
+def canary(**rollout: object) -> FrequencyCanary:
+    return FrequencyCanary(rollout_of(**rollout), AlgorithmConfig())
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.5], ids=["alike", "as bfloat16", "far apart"])
@@ -162,5 +166,24 @@ def test_a_replayed_batch_is_only_warned_of(caplog):
     looked = canary(replay_from="saved")
     for _ in range(2):
         looked.check(by_hand(0.01, 10**4))
+    assert looked.evidence > LARGEST_EVIDENCE
+    assert len(caplog.records) == 1
+
+
+def test_far_apart_nothing_is_proved_and_no_run_is_stopped(caplog):
+    """One token of a thousand has pi = 100 mu, where the cut counts 20 of the 230 nats that explain it; the others are
+    alike."""
+    mu = np.array([0.001, 0.999])
+    pi = np.array([0.1, 0.9])
+    draw = np.random.default_rng(0)
+    looked = FrequencyCanary(rollout_of(), AlgorithmConfig(), at_equal_weights=False)
+    for _ in range(20):
+        ids = draw.choice(2, size=1000, p=mu)
+        entropy = torch.full((1000,), float(-(pi * np.log(pi)).sum()), dtype=torch.float64)
+        inputs = TokenInputs(
+            torch.from_numpy(np.log(pi)[ids]), torch.from_numpy(np.log(mu)[ids]), torch.ones(1000),
+            torch.ones(1000, dtype=torch.bool), entropy=entropy,
+        )  # fmt: skip
+        looked.check(policy_loss(build_algorithm("pg-is"), inputs).metrics.values())
     assert looked.evidence > LARGEST_EVIDENCE
     assert len(caplog.records) == 1

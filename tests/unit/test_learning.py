@@ -166,6 +166,21 @@ def test_the_gap_is_looked_at_before_the_first_step_alone(watch) -> None:
     assert not one.plan(data).is_stale
 
 
+def test_only_tokens_at_equal_weights_may_stop_a_run_by_their_frequency(watch, monkeypatch) -> None:
+    one, looked = watch(), []
+    for name in ("_canary", "_canary_of_others"):
+        canary = getattr(one.learner, name)
+        monkeypatch.setattr(canary, "check", lambda _, name=name: looked.append(name))
+    data = samples()
+    one.learner.learn(one.plan(data))
+    # The first of a batch's mini-batches alone, and none of older weights.
+    assert looked == ["_canary", *["_canary_of_others"] * (len(looked) - 1)]
+    assert len(looked) > 1
+    looked.clear()
+    one.learner.learn(one.plan(data, **{names.STALENESS_MAX: 1}))
+    assert set(looked) == {"_canary_of_others"}
+
+
 @pytest.mark.parametrize(
     ("lora", "passes", "stops"),
     # A frozen weight has no gradient: a pass forward, and one back instead of two.
