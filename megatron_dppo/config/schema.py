@@ -347,7 +347,7 @@ class WeightSyncConfig(Section):
     """Largest difference of one token's log-probability, nats, that the canary takes for rounding. Empty:
     1e-3 for float32 weights, 10 for bfloat16."""
     canary_mean: float | None = Field(default=None, gt=0)
-    """Largest mean of these differences, nats. Empty: 1e-4 for float32 weights, 0.2 for
+    """Largest mean of these differences, nats. Empty: 1e-4 for float32 weights, 0.3 for
     bfloat16; with more than 8 layers times the cube root of layers / 8."""
     directory: str | None = None
     """Where strategy ``disk`` writes; trainer and engines must see it under the same path. Empty:
