@@ -9,8 +9,8 @@ of ``rollout.save=true`` and ``checkpoint.every=1`` left, with its prompts.
 
 Prints for each setting the largest gaps of both sides as a share of what is healthy, the largest log-likelihood ratio
 of another sampler and of more equal responses than chance has (a finding from 20 on), log10 of the frequency canary's
-evidence (a run stops at 6), and the findings; exits 1 where there is one. Gap, frequency canary and, of a RUN, the seal
-are the run's own checks: their error would end it.
+evidence of tokens at equal weights (a run stops at 6), and the findings; exits 1 where there is one. Gap, frequency
+canary and, of a RUN, the seal are the run's own checks: their error would end it.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def lab_steps(name: str, steps: int) -> Seen:
             doctor = Doctor(config, lab.batch[:RESPONSES], weights)
             diagnoses, draws, _ = doctor.diagnose(step)
             seen.add(step, diagnoses, draws, findings_of(diagnoses, draws))
-            seen.canary = max(seen.canary, figures[names.FREQUENCY_EVIDENCE])
+            seen.canary = max(seen.canary, figures.get(names.FREQUENCY_EVIDENCE, seen.canary))
             bar.advance()
     destroy_topology()
     return seen

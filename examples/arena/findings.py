@@ -86,7 +86,7 @@ def page_of(claims: Sequence[Claim], records: Mapping[str, Record], seeds: Seque
         note = claim.unreachable or (reasons.get(claim.name, "") if word in DECIDED else "")
         lines.append(
             f"| {name} | {claim.source} | {claim.text} | **{word}** | {counted(claim, records, seeds)} "
-            f"| {confirmed(claim, records, seeds)} | {note} |"
+            f"| {confirmed(claim, records, seeds)} | {_cell(note)} |"
         )
     lines += ["", *settings_table(records)]
     for claim in claims:
@@ -211,6 +211,11 @@ def _far(lab: float, real: float) -> bool:
     return high > ROUNDING and high > COMPARABLE * low
 
 
+def _cell(text: str) -> str:
+    """In a table of Markdown."""
+    return text.replace("|", r"\|")
+
+
 def tests_table(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> list[str]:
     rows = [
         "| difference | mean | 95% interval | claimed | finding | real loop, one run each |",
@@ -221,7 +226,7 @@ def tests_table(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int
         assert d is not None
         claimed = "above 0" if test.margin is None else f"within {test.margin:g} of 0"
         real = in_real_loop(test, records)
-        difference = f"{test.first} less {test.second}".replace("|", r"\|")
+        difference = _cell(f"{test.first} less {test.second}")
         rows.append(
             f"| {difference} | {d.mean:+.3f} "
             f"| {_interval(d)} | {claimed} | {test.finding(d).value} | {'' if real is None else f'{real:+.3f}'} |"

@@ -170,8 +170,8 @@ class EnvironmentConfig(Section):
     workers: int = Field(default=1, gt=0, le=1024)
     """Processes for environments in each data-parallel leader; each runs many side by side."""
     concurrent: int | None = Field(default=None, gt=0)
-    """Episodes that are open at the same time in each data-parallel leader; others wait. Empty: as many as
-    ``rollout.max_concurrent_requests``."""
+    """Episodes that are open at the same time in each data-parallel leader; others wait. Empty: four times
+    ``rollout.max_concurrent_requests``, as environments work while others' turns are sampled."""
     memory_gib: int = Field(default=4, gt=0, le=1 << 20)
     """Address space of each of these processes, in GiB: an environment that maps more fails. Commands of ``agent`` are
     not bound by it."""

@@ -128,6 +128,11 @@ class Diagnosis:
         return self.cause.axis not in OF_WEIGHTS and self.gaps[self.cause.name] > self.noise
 
     @property
+    def columns(self) -> tuple[str, str]:
+        """What the two probabilities of a token are."""
+        return ("own choice", "as recorded") if self.side == RECORDING else (self.side, "reference")
+
+    @property
     def axis(self) -> str:
         if self.is_healthy:
             return "healthy"
@@ -234,8 +239,9 @@ ROUTINGS = (
     ("recorded experts of the token after", 0, -1),
 )
 """(name, layers and tokens that rows are moved by)."""
-OF_RECORDING = (ROUNDED, *(name for name, *moved in ROUTINGS if any(moved)))
-"""Alternatives that may explain why a recording is not what the engine computed."""
+MOVED_RECORDINGS = tuple(name for name, *moved in ROUTINGS if any(moved))
+RECORDING = "recording"
+"""Name of the side that is p by the router's own choice, against p by the recorded one."""
 
 
 def is_decisive(alternative: Alternative) -> bool:
@@ -354,7 +360,9 @@ def by_recording(
     recorded = others.pop(RECORDED)
     for name in (ROUNDED, EIGHT_BITS):
         others[name] = [
-            r + changed - n for r, changed, n in zip(recorded, by_name[name], natural, strict=True)
+            # A tie in routing may move it far, but not beyond certainty.
+            (r + changed - n).clamp(max=0.0)
+            for r, changed, n in zip(recorded, by_name[name], natural, strict=True)
         ]
     return recorded, {**others, NATURAL: list(natural)}
 

@@ -133,7 +133,10 @@ class Doctor:
         diagnoses, draws, facts = self.diagnose(step)
         prompt_faults: list[str] = []
         try:
-            prompt_faults = diagnosis.prompt_faults(self._batch, RunData(self._config).origin())
+            origin = RunData(self._config).origin()
+            prompt_faults = diagnosis.prompt_faults(self._batch, origin)
+            if origin.makes_prompts:
+                facts.append("prompts not examined: the environment makes them")
         except (DataError, OSError) as error:
             facts.append(f"prompts not examined: {error}")
         return DoctorReport(
@@ -201,20 +204,25 @@ class Doctor:
     def _recording(self, engine: Side) -> list[Diagnosis]:
         """Whether an engine that computes what its weights say recorded the experts that it took: all others follow
         them. None where nothing is replayed."""
-        diagnosed: list[Diagnosis] = []
-        for every in (False, True):
-            scores = self._scores_of(engine.version, every=every)
-            natural, by_name = scores.at(engine.positions)
-            if not self._config.router_replay or diagnosis.RECORDED not in by_name:
-                break
-            recorded, by_name = diagnosis.by_recording(natural, by_name)
-            chosen = [c for c in scores.alternatives if c.name in diagnosis.OF_RECORDING]
-            side = replace(engine, name="recording", log_probs=tuple(natural))
-            rounding = self._rounding("engine")
-            diagnosed = [diagnosis.judge(side, self._batch, recorded, by_name, chosen, rounding)]
-            if diagnosed[0].is_healthy:
-                break
-        return diagnosed
+        scores = self._scores_of(engine.version, every=False)
+        natural, by_name = scores.at(engine.positions)
+        if not self._config.router_replay or diagnosis.RECORDED not in by_name:
+            return []
+        recorded, by_name = diagnosis.by_recording(natural, by_name)
+        known = {name: by_name[name] for name in (diagnosis.ROUNDED, diagnosis.EIGHT_BITS)}
+        chosen = [c for c in scores.alternatives if c.name == diagnosis.ROUNDED]
+        side = replace(engine, name=diagnosis.RECORDING, log_probs=tuple(natural))
+        rounding = self._rounding("engine")
+        diagnosed = diagnosis.judge(side, self._batch, recorded, known, chosen, rounding)
+        if not diagnosed.is_healthy:
+            reference = self._weights.reference(engine.version)
+            every = diagnosis.alternatives(self._run, reference, is_recorded=True)
+            moved = [c for c in every if c.name in diagnosis.MOVED_RECORDINGS]
+            for name, values in self._scores_by(reference, "moved recordings", moved).items():
+                known[name] = [values[i] for i in engine.positions]
+            chosen += moved
+            diagnosed = diagnosis.judge(side, self._batch, recorded, known, chosen, rounding)
+        return [diagnosed]
 
     def _rounding(self, side: str) -> str | None:
         """The alternative that is as coarse as a healthy side may be; None: it is in float32."""
@@ -330,7 +338,7 @@ def tables(doctor_report: DoctorReport) -> list[SummaryTable]:
 
 
 def _tokens(diagnosed: Diagnosis, texts: TokenTexts) -> SummaryTable:
-    columns = ("token", "response", "at", diagnosed.side, "reference", "with the cause")
+    columns = ("token", "response", "at", *diagnosed.columns, "with the cause")
     rows = [
         (
             quoted(texts[t.token_id]), str(t.response), str(t.position), f"{t.side:.4f}",
@@ -380,8 +388,10 @@ def _numbers(diagnosed: Diagnosis, token: TokenEvidence) -> str:
     """A token's tooltip."""
     lines = [
         f"id {token.token_id}, token {token.position}",
-        f"{diagnosed.side} {token.side:.6g}",
-        f"reference {token.reference:.6g}",
+        *(
+            f"{name} {p:.6g}"
+            for name, p in zip(diagnosed.columns, (token.side, token.reference), strict=True)
+        ),
     ]
     if diagnosed.cause is not None and token.with_cause is not None:
         lines.append(f"{diagnosed.cause.name}: {token.with_cause:.6g}")

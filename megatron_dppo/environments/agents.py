@@ -453,14 +453,16 @@ def _plain(message: Any, where: str) -> dict[str, Any]:
 
 
 def _checked_tools(tools: Any) -> list[dict[str, Any]]:
-    for tool in tools if isinstance(tools, list) else [tools]:
+    if not isinstance(tools, list):
+        raise RefusedCallError(400, f"tools: got {_shortened(tools)}, expected a list")
+    for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RefusedCallError(
                 400,
                 f'tools: got {_shortened(tool)}, expected {{"type": "function", "function": {{"name": ...}}}}',
             )
-    return list(tools)
+    return tools
 
 
 def _plain_call(call: Any, where: str) -> dict[str, Any]:

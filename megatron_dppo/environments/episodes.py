@@ -10,7 +10,6 @@ given there, not sampled. So each sampled token is trained once, in the branch t
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -41,13 +40,12 @@ log = logging.getLogger(__name__)
 class EpisodeLimits:
     """``turns``: of the policy. ``tokens``: of a trajectory with its prompt, all branches together.
     ``observation_tokens``: of what an environment may say at once, the template's included. ``retries``: after so many
-    further faults a sample is given up. ``concurrent``: episodes that are open at the same time."""
+    further faults a sample is given up."""
 
     turns: int
     tokens: int
     observation_tokens: int
     retries: int
-    concurrent: int = 256
 
 
 @dataclass(eq=False)
@@ -98,9 +96,6 @@ class Episodes:
     faults: Counter[str] = field(default_factory=Counter)
     _taken: Counter[str] = field(default_factory=Counter)
 
-    def __post_init__(self) -> None:
-        self._places = asyncio.Semaphore(self.limits.concurrent)
-
     def take_faults(self) -> Counter[str]:
         """``faults`` since this was asked last."""
         new = self.faults - self._taken
@@ -119,15 +114,6 @@ class Episodes:
         A fault costs no sampled token: the turns are given again to a new environment, and only where that answers
         them otherwise the policy begins anew.
         """
-        async with self._places:
-            return await self._play(problem, request, ask)
-
-    async def _play(
-        self,
-        problem: Problem,
-        request: GenerationRequest,
-        ask: Callable[[GenerationRequest], Awaitable[Trajectory]],
-    ) -> Trajectory:
         episode, faults, alone = _Episode(request), 0, False
         while True:
             try:

@@ -363,7 +363,7 @@ def main() -> None:
         processes.guard(child, connection.fileno())
     processes.die_with_parent(guarding)
     spec = EnvironmentSpec(**json.loads(text))
-    processes.bound_memory(spec.memory_gib)
+    processes.bound_memory(spec.memory_gib, is_final=False)
     asyncio.run(_Host(connection, spec).serve())
 
 

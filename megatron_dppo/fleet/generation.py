@@ -18,12 +18,12 @@ import uuid
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NoReturn, Protocol
 
-from megatron_dppo.config.schema import EngineConfig, RolloutConfig
+from megatron_dppo.config.schema import EngineConfig, EnvironmentConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine import errors
 from megatron_dppo.engine.continuation import Continuation, Decode
@@ -83,8 +83,8 @@ class GenerationClient(Protocol):
 class GenerationLimits:
     """Bounds of ``generate_many``; times in seconds.
 
-    ``concurrency``: responses in flight. ``request_timeout_s``: one attempt at one response, without the time in which
-    servers stand still.
+    ``concurrency``: responses in flight; ``episodes``: those of several turns that are open. ``request_timeout_s``: one
+    attempt at one response, without the time in which servers stand still.
     ``hang_timeout_s``: a server that generates nothing for so long, not even for a health check,
     counts as lost. ``responses_per_call``: responses that share one HTTP call, which saves the
     server work on very short ones, but they finish, time out and are lost together.
@@ -95,6 +95,7 @@ class GenerationLimits:
     max_attempts: int = 3
     hang_timeout_s: float = 60.0
     responses_per_call: int = 1
+    episodes: int = 1024
 
     @property
     def calls(self) -> int:
@@ -102,12 +103,15 @@ class GenerationLimits:
         return -(-self.concurrency // self.responses_per_call)
 
     @classmethod
-    def of(cls, rollout: RolloutConfig, engine: EngineConfig) -> GenerationLimits:
+    def of(
+        cls, rollout: RolloutConfig, engine: EngineConfig, environment: EnvironmentConfig
+    ) -> GenerationLimits:
         return cls(
             concurrency=rollout.max_concurrent_requests,
             request_timeout_s=rollout.response_timeout_s,
             hang_timeout_s=engine.hang_timeout_s,
             responses_per_call=rollout.responses_per_call,
+            episodes=environment.concurrent or 4 * rollout.max_concurrent_requests,
         )
 
 
@@ -116,10 +120,11 @@ class Slots:
 
     Who waits longest for a slot is not who gets it, but the generation with the lowest ``order``: a batch that is
     trained on next goes before one that is drawn ahead. ``busy_s``: how long at least one slot was taken, and not held.
-    While servers stand still, the calls' time limits do, too.
+    While servers stand still, the calls' time limits do, too. ``episodes``: slots of those, whose turns are calls.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, episodes: int | None = None) -> None:
+        self.episodes = None if episodes is None else Slots(episodes)
         self._free = count
         self._count = count
         self._arrivals = itertools.count()
@@ -420,7 +425,7 @@ async def generate_many(
     keys = [request.key for request in requests]
     if len(set(keys)) != len(keys):
         raise ValueError("two generation requests have the same key")
-    slots = Slots(limits.calls) if slots is None else slots
+    slots = Slots(limits.calls, limits.episodes) if slots is None else slots
     run = _Generation(client, requests, limits, on_response, slots, order, continuation, play)
     try:
         await run.wait(stop)
@@ -501,7 +506,9 @@ class _Generation:
         request = self._requests[index]
         if self._continuation is not None:
             self._continuation.drop(request)
-        self._keep(index, await self._play(request, functools.partial(self._turn, index)))
+        places = self._slots.episodes
+        async with nullcontext() if places is None else places.taken(self._order):
+            self._keep(index, await self._play(request, functools.partial(self._turn, index)))
 
     async def _turn(self, index: int, request: GenerationRequest) -> Trajectory:
         self._turns[index] = request

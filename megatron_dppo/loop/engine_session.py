@@ -91,9 +91,9 @@ class _Connections:
         self._endpoint = endpoint
         self._stop = stop
         self._under_way: list[Generation] = []
-        self._limits = GenerationLimits.of(sections.rollout, sections.engine)
+        self._limits = GenerationLimits.of(sections.rollout, sections.engine, sections.environment)
         self._aborts = sections.rollout.interrupt == "abort"
-        self.slots = Slots(self._limits.calls)
+        self.slots = Slots(self._limits.calls, self._limits.episodes)
         router = None
         if sections.engine.uses_router:
             router = HttpRouterLink(record.reachable_router, registers=registers)

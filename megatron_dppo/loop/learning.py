@@ -423,7 +423,7 @@ class Learner:
             **_measured(means(total.values())),
             **batch.figures,
             **_of_the_first(means(first.values())),
-            **(self._canary.figures() or self._canary_of_others.figures()),
+            **self._canary.figures(),
             names.GRAD_NORM: sum(grad_norms) / len(grad_norms),
             names.GRAD_NORM_MAX: max(grad_norms),
             names.LEARNING_RATE: lr,

@@ -406,7 +406,6 @@ class Run:
             config.longest(prompt, max(rollout.max_response_tokens, evaluated)),
             config.max_observation_tokens,
             config.retries,
-            config.concurrent or rollout.max_concurrent_requests,
         )
         return Episodes(EnvironmentPool(spec, config.workers), turns, limits)
 

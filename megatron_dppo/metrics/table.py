@@ -44,7 +44,8 @@ GAP_STALE = _metric(
 
 FREQUENCY_EVIDENCE = _metric(
     "mismatch/frequency_evidence",
-    "log10 of the evidence since the start that tokens are not drawn from mu: above n in 10^-n of healthy runs at most",
+    "log10 of the evidence since the start that tokens are not drawn from mu, of those at equal weights: above n in "
+    "10^-n of healthy runs at most",
 )
 
 # --- of the tokens that train: sums over micro-batches and ranks

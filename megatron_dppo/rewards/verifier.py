@@ -278,16 +278,20 @@ class Verifier:
         self._renew(index)
         is_used = self._workers[index].is_used
         scores = self._workers[index].scores(inputs)
-        if is_used and any(score.crashed for score in scores):
+        if is_used and (crashed := [i for i, score in enumerate(scores) if score.crashed]):
             # What earlier calls left there may have done it.
             self._renew(index)
-            scores = self._workers[index].scores(inputs)
+            again = self._workers[index].scores([inputs[i] for i in crashed])
+            for i, score in zip(crashed, again, strict=True):
+                scores[i] = score
         return scores
 
     def _renew(self, index: int) -> None:
         """Another process for one that is dead; a verifier that was closed meanwhile starts nothing more."""
         with self._lock:
             if self._workers[index].is_dead and self._threads is not None:
+                # Its guard may have gone without what was below.
+                self._workers[index].kill()
                 self._workers[index].close()
                 self._workers[index] = self._started()
 
@@ -372,20 +376,21 @@ class _Worker:
                 if any(score.crashed for score in scores):
                     # Its memory is full, and stays so.
                     self.kill()
-                return [self._blamed(score, limit) for score in scores]
+                return [
+                    self._blamed(score, "no memory was left in its process") for score in scores
+                ]
             self.kill()
-            score = Score(0.0, timed_out=True)
+            score = self._blamed(Score(0.0, timed_out=True), f"no answer within {limit:g} s")
         except (EOFError, OSError):
-            score = self._ended()
-        return [self._blamed(score, limit)] * len(inputs)
+            score = self._blamed(self._ended(), f"its process ended within {limit:g} s")
+        return [score] * len(inputs)
 
-    def _blamed(self, score: Score, limit: float) -> Score:
+    def _blamed(self, score: Score, why: str) -> Score:
         """As it is, or without a value where a service and not the response took too long or ended the process."""
         is_fault = score.timed_out or score.crashed
         if not (is_fault and (self.form().is_async or self._on_timeout == "unavailable")):
             return score
-        why = "no answer" if score.timed_out else "its process ended"
-        return replace(Score.unhad(f"{why} within {limit:g} s"), crashed=score.crashed)
+        return replace(Score.unhad(why), crashed=score.crashed)
 
     def kill(self) -> None:
         """End the process at once."""
@@ -533,7 +538,7 @@ def main() -> None:
     if (child := os.fork()) != 0:
         processes.guard(child, connection.fileno())
     processes.die_with_parent(guarding)
-    processes.bound_memory(int(memory_gib))
+    processes.bound_memory(int(memory_gib), is_final=True)
     serve(connection, name, float(timeout_s), json.loads(options))
 
 

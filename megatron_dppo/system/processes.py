@@ -113,13 +113,13 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def bound_memory(gib: int) -> None:
+def bound_memory(gib: int, *, is_final: bool) -> None:
     """Give this process, and what it starts, so much address space: a number with 10^9 digits, or an endless list,
-    must not take the node's memory. The hard limit stays."""
+    must not take the node's memory. ``is_final``: nobody can lift it again (``start_process`` can otherwise)."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     memory = gib << 30
     soft = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (soft, soft if is_final else hard))
 
 
 def adopt_orphans() -> None:

@@ -79,26 +79,6 @@ def map_untouched(gib: int) -> mmap.mmap:
     return mmap.mmap(-1, gib << 30, flags=flags, prot=0)
 
 
-class Crowded(Counting):
-    """Leaves a file in ``folder`` named by how many of it are open."""
-
-    open_now = 0
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self.folder = folder
-
-    async def reset(self, problem: Problem) -> str:
-        Crowded.open_now += 1
-        # Others may come meanwhile.
-        await asyncio.sleep(0.5)
-        Path(self.folder, str(Crowded.open_now)).touch()
-        return await super().reset(problem)
-
-    async def close(self) -> None:
-        Crowded.open_now -= 1
-
-
 class Halving(Counting):
     async def step(self, turn: Turn) -> Step:
         step = await super().step(turn)

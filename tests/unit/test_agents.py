@@ -442,6 +442,7 @@ def test_a_session_has_one_key_and_one_model():
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
             "expected id, name and arguments as JSON",
         ),
+        ({"extra_body": {"tools": TOOL}}, "tools: got .*, expected a list"),
         # The form of another interface of OpenAI's.
         (
             {"tools": [{"type": "function", "name": "add", "parameters": {}}]},

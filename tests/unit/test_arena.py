@@ -196,6 +196,10 @@ def test_the_kept_page_and_its_figures_are_those_of_the_kept_runs():
     assert drawn == decided | {"shown"}
     reasons = yaml.safe_load(findings.REASONS.read_text(encoding="utf-8"))
     assert decided <= reasons.keys() <= {claim.name for claim in CLAIMS}
+    # Every row of a table has as many cells as its head.
+    lines = (DOCS / "findings.md").read_text().splitlines()
+    for is_row, table in itertools.groupby(lines, key=lambda line: line.startswith("|")):
+        assert not is_row or len({len(re.findall(r"(?<!\\)\|", row)) for row in table}) == 1
 
 
 # --- figures

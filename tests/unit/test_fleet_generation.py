@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_dppo.config.schema import EngineConfig, RolloutConfig
+from megatron_dppo.config.schema import EngineConfig, EnvironmentConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import (
     AbortedError,
@@ -74,7 +74,7 @@ async def answer_at_once(key: int, attempt: int) -> None:
 def test_the_time_limit_fits_the_longest_response():
     def limit(**values: object) -> float:
         rollout = RolloutConfig(prompts_per_step=1, group_size=2, **values)
-        return GenerationLimits.of(rollout, EngineConfig()).request_timeout_s
+        return GenerationLimits.of(rollout, EngineConfig(), EnvironmentConfig()).request_timeout_s
 
     assert limit(max_response_tokens=6000) == 600.0
     assert limit(max_response_tokens=16_384) == 1638.4  # at 10 tokens/s
