@@ -136,18 +136,25 @@ def in_real_loop(test: Comparison, records: Mapping[str, Record]) -> float | Non
 
 def confirmed(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> str:
     """``5 of 6``: tests of what is above in which the real loop's difference is on the side of the lab's mean; those of
-    settings in which its mismatch is another by themselves. Empty without any."""
+    settings in which its mismatch is another by themselves. Of tests of a margin the largest difference. Empty without
+    any."""
     sides: dict[bool, list[bool]] = {True: [], False: []}
+    apart: list[float] = []
     for test in claim.tests:
         real, lab = in_real_loop(test, records), test.difference(records, seeds)
-        if test.margin is None and real is not None and lab is not None:
+        if real is None or lab is None:
+            continue
+        if test.margin is not None:
+            apart.append(abs(real))
+        else:
             settings = {test.first.setting, test.second.setting}
             is_near = all(is_comparable(setting, records) for setting in settings)
             sides[is_near].append((real > 0) == (lab.mean > 0))
     texts = {is_near: f"{sum(found)} of {len(found)}" for is_near, found in sides.items() if found}
     if False in texts:
         texts[False] += ", of another mismatch"
-    return "; ".join(texts.values())
+    within = [f"up to {max(apart):.2f} apart"] if apart else []
+    return "; ".join([*texts.values(), *within])
 
 
 def first_gap(record: Record) -> float:

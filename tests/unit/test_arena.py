@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -453,8 +455,9 @@ def test_the_real_loop_is_held_against_the_labs_mean(monkeypatch):
     records |= {
         real_loop.real_key(cells[rule]): a_record([x] * 8) for rule, x in (("a", 0.52), ("b", 0.5))
     }
-    # One run says nothing of a margin.
+    # One run does not say whether a margin is kept.
     assert findings.in_real_loop(test, records) == pytest.approx(0.02)
-    assert findings.confirmed(claim, records, (1, 2)) == "1 of 1"
+    assert findings.confirmed(claim, records, (1, 2)) == "1 of 1; up to 0.02 apart"
     monkeypatch.setattr(findings, "is_comparable", lambda setting, _: setting != "drift")
-    assert findings.confirmed(claim, records, (1, 2)) == "1 of 1, of another mismatch"
+    expected = "1 of 1, of another mismatch; up to 0.02 apart"
+    assert findings.confirmed(claim, records, (1, 2)) == expected
