@@ -7,7 +7,7 @@
 ``--lab``: steps of the arena's lab, whose engine is a copy of the policy by transformers. RUN: every batch that a run
 of ``rollout.save=true`` and ``checkpoint.every=1`` left, with its prompts.
 
-Prints for each setting the largest gaps of both sides as a share of what is healthy, the largest log-likelihood ratio
+Prints for each setting the largest gaps of all sides as a share of what is healthy, the largest log-likelihood ratio
 of another sampler and of more equal responses than chance has (a finding from 20 on), log10 of the frequency canary's
 evidence of tokens at equal weights (a run stops at 6), and the findings; exits 1 where there is one. Gap, frequency
 canary and, of a RUN, the seal are the run's own checks: their error would end it.
@@ -195,14 +195,15 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 140, markup=False, highlight=False)
     table = Table(title="The doctor on healthy steps")
     table.add_column("setting")
-    columns = "steps", "tokens", "engine", "trainer", "sampler", "copies", "canary", "findings"
-    for column in columns:
+    sides = "engine", "trainer", "recording"
+    for column in ("steps", "tokens", *sides, "sampler", "copies", "canary", "findings"):
         table.add_column(column, justify="right")
     steps, findings = 0, []
     for name, seen in measured(options):
         table.add_row(
             name, str(seen.steps), str(seen.tokens), f"{seen.gaps.get('engine', 0):.2f}",
-            f"{seen.gaps.get('trainer', 0):.2f}", f"{seen.evidence:.1f}", f"{seen.copies:.1f}",
+            f"{seen.gaps.get('trainer', 0):.2f}", f"{seen.gaps.get('recording', 0):.2f}",
+            f"{seen.evidence:.1f}", f"{seen.copies:.1f}",
             f"{seen.canary:.1f}", str(len(seen.findings)),
         )  # fmt: skip
         steps += seen.steps
