@@ -23,8 +23,11 @@ def clear(root: Path, network: Network | None, nodes: Sequence[str]) -> None:
     """
     for pid_file in (root / "slurmctld.pid", root / "munge" / "munged.pid"):
         end_process(pid_file)
-    deadline = time.monotonic() + _END_S  # again and again: a daemon may be about to fork
-    while (left := processes_of(root / "etc" / "slurm.conf")) and time.monotonic() < deadline:
+    # Until three looks in a row see none: what a daemon forks while /proc is read may be missed.
+    deadline, seen_none = time.monotonic() + _END_S, 0
+    while seen_none < 3 and time.monotonic() < deadline:
+        left = processes_of(root / "etc" / "slurm.conf")
+        seen_none = 0 if left else seen_none + 1
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
