@@ -209,19 +209,21 @@ class Doctor:
         if not self._config.router_replay or diagnosis.RECORDED not in by_name:
             return []
         recorded, by_name = diagnosis.by_recording(natural, by_name)
-        known = {name: by_name[name] for name in (diagnosis.ROUNDED, diagnosis.EIGHT_BITS)}
+        by_alternative = {name: by_name[name] for name in (diagnosis.ROUNDED, diagnosis.EIGHT_BITS)}
         chosen = [c for c in scores.alternatives if c.name == diagnosis.ROUNDED]
         side = replace(engine, name=diagnosis.RECORDING, log_probs=tuple(natural))
         rounding = self._rounding("engine")
-        diagnosed = diagnosis.judge(side, self._batch, recorded, known, chosen, rounding)
+        diagnosed = diagnosis.judge(side, self._batch, recorded, by_alternative, chosen, rounding)
         if not diagnosed.is_healthy:
             reference = self._weights.reference(engine.version)
             every = diagnosis.alternatives(self._run, reference, is_recorded=True)
             moved = [c for c in every if c.name in diagnosis.MOVED_RECORDINGS]
             for name, values in self._scores_by(reference, "moved recordings", moved).items():
-                known[name] = [values[i] for i in engine.positions]
+                by_alternative[name] = [values[i] for i in engine.positions]
             chosen += moved
-            diagnosed = diagnosis.judge(side, self._batch, recorded, known, chosen, rounding)
+            diagnosed = diagnosis.judge(
+                side, self._batch, recorded, by_alternative, chosen, rounding
+            )
         return [diagnosed]
 
     def _rounding(self, side: str) -> str | None:

@@ -240,17 +240,20 @@ def result_of(output: str) -> AgentResult:
         values = json.loads(output.rpartition("\n")[2])
     except (ValueError, RecursionError):
         return None
-    for name, kinds in (("reward", (int, float)), ("answer", (str, int, float))):
-        if not isinstance(values, dict) or name not in values:
+    if not isinstance(values, dict):
+        return None
+    for name, (kinds, expected) in _RESULTS.items():
+        if name not in values:
             continue
         value = values[name]
         if isinstance(value, bool) or not isinstance(value, kinds):
-            expected = " or ".join(
-                {str: "text", float: "a number"}[k] for k in kinds if k is not int
-            )
             raise ValueError(f"{name}: got {_shortened(value)}, expected {expected}")
         return float(value) if name == "reward" else str(value)
     return None
+
+
+_RESULTS = {"reward": ((int, float), "a number"), "answer": ((str, int, float), "text or a number")}
+"""What a command's last line may say, the first of these: its types, and how they are called."""
 
 
 # --- its calls of tools

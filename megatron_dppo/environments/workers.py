@@ -357,11 +357,7 @@ def main() -> None:
     # A session of an agent takes about five.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    guarding = os.getpid()
-    processes.adopt_orphans()
-    if (child := os.fork()) != 0:
-        processes.guard(child, connection.fileno())
-    processes.die_with_parent(guarding)
+    processes.continue_guarded(connection.fileno())
     spec = EnvironmentSpec(**json.loads(text))
     processes.bound_memory(spec.memory_gib, is_final=False)
     asyncio.run(_Host(connection, spec).serve())

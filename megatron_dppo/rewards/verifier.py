@@ -533,11 +533,7 @@ def main() -> None:
     connection = Connection(int(descriptor))
     # No process that the reward starts may answer.
     os.set_inheritable(connection.fileno(), False)
-    guarding = os.getpid()
-    processes.adopt_orphans()
-    if (child := os.fork()) != 0:
-        processes.guard(child, connection.fileno())
-    processes.die_with_parent(guarding)
+    processes.continue_guarded(connection.fileno())
     processes.bound_memory(int(memory_gib), is_final=True)
     serve(connection, name, float(timeout_s), json.loads(options))
 

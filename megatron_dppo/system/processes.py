@@ -152,9 +152,17 @@ def kill_descendants(timeout_s: float = 10.0) -> list[int]:
         time.sleep(0.02)
 
 
-def guard(child: int, descriptor: int) -> NoReturn:
-    """Wait until ``child`` ends, or nobody is left at the other side of ``descriptor``; then end what is below, and end
-    as the child did. For a process that adopts orphans: those that end meanwhile are reaped."""
+def continue_guarded(descriptor: int) -> None:
+    """Return in a child of this process, which itself adopts and reaps what is orphaned below. When the child ends, or
+    nobody is left at the other side of ``descriptor``, it ends everything below, and itself as the child did."""
+    guarding = os.getpid()
+    adopt_orphans()
+    if (child := os.fork()) != 0:
+        _guard(child, descriptor)
+    die_with_parent(guarding)
+
+
+def _guard(child: int, descriptor: int) -> NoReturn:
     ends = select.poll()
     # Without an event this tells only that the other side is closed; what it sends is the child's to read.
     ends.register(descriptor, 0)

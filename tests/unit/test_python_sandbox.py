@@ -7,6 +7,8 @@ import asyncio
 import os
 import re
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
@@ -22,7 +24,11 @@ from megatron_dppo.environments.python_sandbox import (
     SandboxError,
     run_snippet,
 )
-from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
+from megatron_dppo.environments.workers import (
+    EnvironmentPool,
+    EnvironmentSpec,
+    RemoteEnvironment,
+)
 
 
 @pytest.fixture(scope="module")
@@ -140,16 +146,23 @@ def test_a_turn_with_a_snippet_is_answered_and_another_one_is_the_last():
     assert asyncio.run(steps()) == [Step("42"), Step("1"), Step(done=True, is_scored=True)]
 
 
+@asynccontextmanager
+async def opened() -> AsyncIterator[RemoteEnvironment]:
+    """The environment in a process of environments, after its reset."""
+    pool = EnvironmentPool(EnvironmentSpec("python", {"begin": "{", "end": "}"}, 60.0), 1)
+    try:
+        environment = await pool.open()
+        await environment.reset(Problem(1, "7*8-5", "51", (1,)))
+        yield environment
+    finally:
+        pool.close()
+
+
 @protected
 def test_it_works_in_a_process_of_environments():
     async def ask() -> Step:
-        pool = EnvironmentPool(EnvironmentSpec("python", {"begin": "{", "end": "}"}, 60.0), 1)
-        try:
-            environment = await pool.open()
-            await environment.reset(Problem(1, "7*8-5", "51", (1,)))
+        async with opened() as environment:
             return await environment.step(Turn("{ print ( 7 * 8 ) }", (1, 2)))
-        finally:
-            pool.close()
 
     assert asyncio.run(ask()) == Step("56")
 
@@ -159,10 +172,7 @@ def test_snippets_leave_no_process_behind():
     """Not even as a zombie, which holds a number until its parent asks for it."""
 
     async def ask() -> None:
-        pool = EnvironmentPool(EnvironmentSpec("python", {"begin": "{", "end": "}"}, 60.0), 1)
-        try:
-            environment = await pool.open()
-            await environment.reset(Problem(1, "7*8-5", "51", (1,)))
+        async with opened() as environment:
             before = len(psutil.Process().children(recursive=True))
             for i in range(6):
                 assert await environment.step(Turn(f"{{ print({i}) }}", (1, 2))) == Step(str(i))
@@ -170,8 +180,6 @@ def test_snippets_leave_no_process_behind():
             while len(psutil.Process().children(recursive=True)) > before:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.1)
-        finally:
-            pool.close()
 
     asyncio.run(ask())
 
