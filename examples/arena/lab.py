@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from examples.arena.sampler import MISMATCHES, Mismatch, PolicyCopy, Sampled
+from examples.arena.mismatches import MISMATCHES, Mismatch
+from examples.arena.sampler import PolicyCopy, Sampled
 from examples.arena.tasks import TASKS, Task
 from megatron_dppo.algorithms.policy_loss import build_algorithm
 from megatron_dppo.algorithms.table import carried_topk

@@ -1,14 +1,15 @@
 """The arena's runs in the real loop: an SGLang server samples, its weights are updated, rewards have their processes.
 
-Each setting of the lab has its nearest here. Staleness is the loop's own, up to as many batches as the lab's. Where the
-lab rounds weights or changes routing, trainer and engine compute in bfloat16, each in its own way. The words of
-``rare`` and ``long`` are ``w0``, ``w1``, ...
+Each mismatch of the lab's claims is here too. Staleness is the loop's own, up to as many batches as the lab's; rounded
+weights and other routing are the server's, whose models ``engine_models`` changes. The words of ``rare`` and ``long``
+are ``w0``, ``w1``, ...
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.arena.claims import Record
 from examples.arena.lab import KEPT, Cell, errors_by_mu
+from examples.arena.mismatches import MISMATCHES, Mismatch
 from examples.arena.tasks import TASKS, Task, share_before_error, share_of_topic
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.data.batch_file import load_batch
@@ -29,22 +31,7 @@ from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records
 CONFIG = Path(__file__).with_name("real.yaml")
 RUNS = Path("runs/arena/real")
 SEED = 1
-STALE, ROUNDED = "rollout.max_staleness=8", "model.dtype=bfloat16"
-CHANGES: dict[str, tuple[str, ...]] = {
-    "drift": (STALE,),
-    "coarse": (ROUNDED,),
-    "late": (STALE,),
-    "exact": (),
-    "prefix": (STALE,),
-    "flips": (ROUNDED, "rollout.save=true"),
-    "replayed": (ROUNDED, "rollout.router_replay=true", "rollout.save=true"),
-    "rounded": (ROUNDED, "rollout.save=true"),
-    "few-flips": (ROUNDED,),
-    "few-replayed": (ROUNDED, "rollout.router_replay=true"),
-    "slow": (STALE,),
-    "far": (STALE,),
-}
-"""By setting: the mismatch. ``rollout.save``: the mismatch at rare and at likely tokens is measured."""
+ENGINE_MODELS = "examples.arena.engine_models"
 
 
 def real_key(cell: Cell) -> str:
@@ -52,33 +39,65 @@ def real_key(cell: Cell) -> str:
     return f"real/{cell.key}"
 
 
-def run(setting: str, cell: Cell) -> Record:
+def run(cell: Cell) -> Record:
     """Train in the real loop; what is kept, as of a run of the lab.
 
     Raises RuntimeError where the run fails, with the end of what it said.
     """
+    mismatch = MISMATCHES[cell.mismatch]
     directory = RUNS / cell.key.replace("/", "_")
     overrides = [
         f"run.directory={directory}",
         f"run.seed={cell.seed}",
         f"algorithm.name={cell.algorithm}",
         *cell.changes,
-        *CHANGES[setting],
+        *settings_of(mismatch),
         *_task_changes(TASKS[cell.task]()),
     ]
     command = [sys.executable, "-m", "megatron_dppo", "train", str(CONFIG), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    variables = os.environ | engine_variables(cell.mismatch)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{directory}: exit code {done.returncode}\n{done.stdout[-4000:]}")
     steps = [r for r in read_records(directory) if r["step"]]
     values = {name: [math.nan if (x := s.get(name)) is None else x for s in steps] for name in KEPT}
-    if "rollout.save=true" in CHANGES[setting]:
+    if changes_engine(mismatch):
         settings = load_config(directory / "config.yaml").algorithm
         seen = SeenStep.of(load_batch(directory / ROLLOUTS_FOLDER, len(steps)), settings).inputs
         values |= errors_by_mu(seen.log_probs.exp(), seen.rollout_log_probs.exp())
     for folder in (ROLLOUTS_FOLDER, "checkpoints"):
         shutil.rmtree(directory / folder, ignore_errors=True)
     return {name: [float(f"{x:.5g}") for x in of] for name, of in values.items()}
+
+
+def changes_engine(mismatch: Mismatch) -> bool:
+    """Whether the server computes otherwise than the trainer. Raises ValueError for what only the lab's copy can do."""
+    if mismatch.activations or mismatch.cache is not None:
+        raise ValueError(f"{mismatch}: rounded activations and caches are the lab's alone")
+    return mismatch.rounding is not None or mismatch.flips > 0
+
+
+def settings_of(mismatch: Mismatch) -> list[str]:
+    """Of the run, in the form ``key.path=value``."""
+    settings = [
+        f"rollout.max_staleness={mismatch.age}",
+        f"rollout.router_replay={str(mismatch.replays).lower()}",
+    ]
+    if changes_engine(mismatch):
+        # By the last batch the mismatch is measured at rare and at likely tokens; the canary would stop the run for it.
+        settings += ["rollout.save=true", "weight_sync.canary_every=0"]
+    if mismatch.flips:
+        # Each pass over a prompt has flips of its own: a response that takes another's keys and values would have a
+        # first token of its own flips, and a recording of the other's.
+        settings.append("sglang.disable_radix_cache=true")
+    return settings
+
+
+def engine_variables(name: str) -> dict[str, str]:
+    """Of the server's environment under the mismatch ``name``."""
+    if not changes_engine(MISMATCHES[name]):
+        return {}
+    return {"SGLANG_EXTERNAL_MODEL_PACKAGE": ENGINE_MODELS, "ARENA_MISMATCH": name}
 
 
 def _task_changes(task: Task) -> list[str]:

@@ -70,15 +70,15 @@ def others(seeds: Sequence[int]) -> list[Cell]:
     return [cell for cell in cells if cell.key not in of_claims]
 
 
-def real_cells(claims: Sequence[Claim]) -> list[tuple[str, Cell]]:
-    """The claims' runs in the real loop, each with its setting; first those that most tests need."""
+def real_cells(claims: Sequence[Claim]) -> list[Cell]:
+    """The claims' runs in the real loop; first those that most tests need."""
     sides = Counter(
         (side.setting, side.rule)
         for claim in claims
         for test in claim.tests
         for side in (test.first, test.second)
     )
-    return [(s, SETTINGS[s].cell(r, real_loop.SEED)) for (s, r), _ in sides.most_common()]
+    return [SETTINGS[s].cell(r, real_loop.SEED) for (s, r), _ in sides.most_common()]
 
 
 def read_results(path: Path) -> dict[str, Record]:
@@ -120,19 +120,19 @@ def make_runs(cells: Sequence[Cell], results: Path, processes: int) -> None:
                 bar.advance()
 
 
-def make_real_runs(cells: Sequence[tuple[str, Cell]], results: Path) -> None:
+def make_real_runs(cells: Sequence[Cell], results: Path) -> None:
     """Those that ``results`` lacks, one after another: a run has the whole machine. One that fails is told of, and made
     again next time."""
     done = read_results(results)
-    missing = [(s, cell) for s, cell in cells if real_loop.real_key(cell) not in done]
+    missing = [cell for cell in cells if real_loop.real_key(cell) not in done]
     if not missing:
         return
     results.parent.mkdir(parents=True, exist_ok=True)
     with progress("real loop", len(missing)) as bar, _appended(results) as out:
-        for setting, cell in missing:
+        for cell in missing:
             began = time.monotonic()
             try:
-                record = real_loop.run(setting, cell)
+                record = real_loop.run(cell)
             except RuntimeError as error:
                 print(f"arena: {error}", file=sys.stderr)
                 continue

@@ -7,7 +7,7 @@ its arithmetic, its age or its routing. mu is always what was sampled from: the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,52 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from megatron_dppo.doctor.reference import bfloat16, float8
-
-Rounding = Callable[[Tensor], Tensor]
-
-
-def int4(matrix: Tensor, group: int = 16) -> Tensor:
-    """The nearest of the 15 symmetric levels, with one scale for each ``group`` of a row."""
-    groups = matrix.reshape(*matrix.shape[:-1], -1, group)
-    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 7
-    return ((groups / scale).round().clamp(-7, 7) * scale).reshape(matrix.shape)
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """How the copy differs from the trainer.
-
-    ``rounding``: of its matrices. ``age``: batches by which its weights are older. ``activations``: what goes into and
-    comes out of each layer is rounded to bfloat16 too. ``flips``: share of (token, layer) whose last expert is replaced
-    by the next best one. ``replays``: the trainer takes the copy's routing (R3). ``cache``: of the keys and values that
-    decoding reads again, token by token; the trainer's pass over the whole response stores none.
-    """
-
-    rounding: Rounding | None = None
-    age: int = 0
-    activations: bool = False
-    flips: float = 0.0
-    replays: bool = False
-    cache: Rounding | None = None
-
-
-MISMATCHES: dict[str, Mismatch] = {
-    "none": Mismatch(),
-    "bf16": Mismatch(bfloat16, activations=True),
-    "fp8": Mismatch(float8),
-    "int4": Mismatch(int4),
-    "stale-1": Mismatch(age=1),
-    "stale-8": Mismatch(age=8),
-    "stale-64": Mismatch(age=64),
-    "flips": Mismatch(flips=0.5),
-    "flips-r3": Mismatch(flips=0.5, replays=True),
-    "few-flips": Mismatch(flips=0.03),
-    "few-flips-r3": Mismatch(flips=0.03, replays=True),
-    "bf16-stale-1": Mismatch(bfloat16, age=1, activations=True),
-    "int4-r3": Mismatch(int4, replays=True),
-    "decode": Mismatch(cache=bfloat16),
-}
+from examples.arena.mismatches import Mismatch, Rounding
+from megatron_dppo.model.rounding import bfloat16
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from megatron_dppo.doctor.reference import (
     Sampling,
     at_temperature,
     first_tokens,
-    float8,
     most_probable,
     normaliser_of_first,
     nucleus,
 )
+from megatron_dppo.model.rounding import float8
 
 NOISE = 3e-6
 """Mean |p - reference| up to which two float32 implementations agree; measured ones are below 1e-6."""

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.explain.explanation import Policy
+from megatron_dppo.model.rounding import bfloat16
 
 
 class KnownWeights:
@@ -293,19 +294,6 @@ class _RoundedCache(DynamicCache):
 def _exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for first, second in pairs:
         first.data, second.data = second.data, first.data
-
-
-def bfloat16(x: Tensor) -> Tensor:
-    """The nearest bfloat16."""
-    return x.bfloat16().to(x.dtype)
-
-
-def float8(x: Tensor) -> Tensor:
-    """The nearest E4M3 number, with one scale for each row; vectors as they are."""
-    if x.dim() < 2:
-        return x
-    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
-    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
 def _rounded(values: Any, to: Callable[[Tensor], Tensor]) -> Any:

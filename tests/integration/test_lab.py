@@ -16,7 +16,7 @@ import torch
 from examples.arena import claims, findings, run
 from examples.arena.claims import Claim, Comparison, Setting, Side
 from examples.arena.lab import PROB_ERROR, RATIO_ERROR, Lab, configured
-from examples.arena.sampler import MISMATCHES
+from examples.arena.mismatches import MISMATCHES
 from examples.arena.tasks import TASKS, Task
 from megatron_dppo.metrics import table as names
 from tests.ranks import run_ranks
