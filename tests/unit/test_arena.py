@@ -7,6 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ from examples.arena.claims import (
 )
 from examples.arena.lab import MU_BOUNDS, PROB_ERROR, RATIO_ERROR
 from examples.arena.mismatches import MISMATCHES, int4
-from examples.arena.run import cells_of, others, read_results
+from examples.arena.run import cells_of, others, read_results, real_cells
 from megatron_dppo.algorithms.table import PRESETS, algorithm_facts
 from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
 from megatron_dppo.metrics import table as names
@@ -408,6 +409,89 @@ def test_what_a_step_costs_leaves_start_and_end_out():
 
 
 # --- the real loop's side
+
+
+def test_each_mismatch_of_a_claim_is_in_the_real_loop_too():
+    for cell in real_cells(CLAIMS):
+        mismatch = MISMATCHES[cell.mismatch]
+        settings = real_loop.settings_of(mismatch)
+        assert f"rollout.max_staleness={mismatch.age}" in settings
+        assert ("rollout.router_replay=true" in settings) == mismatch.replays
+        is_changed = cell.mismatch in ("int4", "flips", "flips-r3", "few-flips", "few-flips-r3")
+        variables = real_loop.engine_variables(cell.mismatch)
+        assert bool(variables) == is_changed
+        assert not is_changed or variables["ARENA_MISMATCH"] == cell.mismatch
+        assert ("weight_sync.canary_every=0" in settings) == is_changed
+    for name in ("bf16", "decode"):
+        with pytest.raises(ValueError, match="the lab's alone"):
+            real_loop.settings_of(MISMATCHES[name])
+
+
+@pytest.fixture
+def changed(monkeypatch):
+    """SGLang's models of the arena, and a model as SGLang's are: two experts of four a token."""
+    monkeypatch.setenv("ARENA_MISMATCH", "int4")
+    from examples.arena.engine_models import changed
+
+    class Gate(torch.nn.Module):
+        def forward(self, logits):
+            return logits, None
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = Gate()
+
+    class Model(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.matrix = torch.nn.Parameter(torch.zeros(1, 16))
+            self.vector = torch.nn.Parameter(torch.full((2,), 1.4))
+            self.mlp = Block()
+
+        def load_weights(self, row):
+            self.matrix.data.copy_(row)
+
+        def forward(self, logits=None, error=None):
+            if error is not None:
+                raise error
+            if logits is not None:
+                return self.mlp.gate(logits)[0]
+            return self.matrix.data.clone(), self.vector.data.clone()
+
+    return type("ChangedModel", (changed.Changed, Model), {})
+
+
+def test_an_engine_computes_with_rounded_matrices_and_keeps_what_it_was_sent(changed):
+    model = changed(None)
+    sent = torch.tensor([[7.0, 1.4, *[0.0] * 14]])
+    for scale in (1.0, 2.0):  # two updates
+        model.load_weights(sent * scale)
+        matrix, vector = model()
+        assert matrix[0, :2].tolist() == [7.0 * scale, 1.0 * scale]
+        assert vector.tolist() == pytest.approx([1.4, 1.4])
+        assert torch.equal(model.matrix.data, sent * scale)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(error=RuntimeError("out of memory"))
+    assert torch.equal(model.matrix.data, sent * 2)
+
+
+def test_an_engine_routes_a_share_of_tokens_to_the_next_best_expert(changed, monkeypatch):
+    monkeypatch.setenv("ARENA_MISMATCH", "flips")
+    model = changed(SimpleNamespace(num_experts_per_tok=2))
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.0]).repeat(1000, 1)
+    chosen = model(logits).topk(2).indices
+    assert set(chosen[:, 0].tolist()) == {1}
+    # Half of them: 500 with a standard error of 16.
+    flipped = chosen[:, 1] == 2
+    assert 420 < int(flipped.sum()) < 580
+    assert set(chosen[~flipped, 1].tolist()) == {3}
+    # What the chosen ones are weighted with is theirs alone, as the lab's copy has it.
+    other = torch.tensor([3.0, 1.0]).softmax(0)
+    seen = model(logits)
+    rows = seen[seen[:, 3] == -math.inf]
+    weights = rows.softmax(-1)[:, [1, 2]]
+    assert torch.allclose(weights / weights.sum(-1, keepdim=True), other.expand(len(rows), 2))
 
 
 def test_the_real_loops_words_are_the_labs_ids(tmp_path):
