@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from examples.arena import real_loop
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.loading import load_config, resolved_yaml
 from megatron_dppo.data.trajectory import Outline, Trajectory
@@ -95,6 +96,19 @@ def other_place(tmp_path_factory) -> Iterator[Place]:
         patch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
         with served(tmp_path_factory.mktemp("other")) as place:
             yield place
+
+
+def with_models(package: str, **variables: str) -> AbstractContextManager[None]:
+    """The environment of servers that take the models of ``package`` in place of their own."""
+
+    @contextmanager
+    def environment() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {"SGLANG_EXTERNAL_MODEL_PACKAGE": package, **variables}.items():
+                patch.setenv(name, value)
+            yield
+
+    return environment()
 
 
 @dataclass(frozen=True)
@@ -394,6 +408,38 @@ def test_the_doctor_names_a_tokenizer_that_drifted(place, tmp_path):
     findings = examined(end.directory, 1)["findings"]
     assert len(findings) == 1
     assert findings[0].startswith(f"tokenizer: {PROMPTS * GROUP} prompts differ; ")
+
+
+def test_the_doctor_names_a_recording_of_other_experts_than_the_engine_used(tmp_path):
+    with (
+        with_models("tests.integration.wrong_recording"),
+        served(tmp_path / "served", DETERMINISTIC) as place,
+    ):
+        end = looped(place, tmp_path / "run", 1, REPLAY)
+    assert end.error is None
+    figures = examined(end.directory, 1)
+    print(json.dumps(figures, indent=1)[:3000])
+    assert figures["findings"] == []
+
+
+def test_the_trainer_follows_an_engine_with_other_routing(tmp_path):
+    """Half of the routed tokens have lost their last expert to the next best one; the arena's engine."""
+    with (
+        with_models(real_loop.ENGINE_MODELS, ARENA_MISMATCH="flips-r3"),
+        served(tmp_path / "served", DETERMINISTIC) as place,
+    ):
+        ends = {
+            replays: looped(
+                place, tmp_path / f"run-{replays}", 1, f"rollout.router_replay={replays}"
+            )
+            for replays in ("true", "false")
+        }
+    for replays, end in ends.items():
+        assert end.error is None
+        (step,) = steps_of(end.directory)
+        print(replays, step)
+        print(json.dumps(examined(end.directory, 1), indent=1)[:3000])
+    assert 0
 
 
 def test_the_frequency_canary_stops_a_temperature_that_both_forgot(
