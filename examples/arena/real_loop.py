@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -30,7 +31,7 @@ from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records
 
 CONFIG = Path(__file__).with_name("real.yaml")
 RUNS = Path("runs/arena/real")
-SEED = 1
+SEED, SEEN = 1, 8
 ENGINE_MODELS = "examples.arena.engine_models"
 
 
@@ -48,6 +49,8 @@ def run(cell: Cell) -> Record:
     directory = RUNS / cell.key.replace("/", "_")
     overrides = [
         f"run.directory={directory}",
+        # What a run that failed has left is not gone on with: staleness would begin anew.
+        "run.resume=never",
         f"run.seed={cell.seed}",
         f"algorithm.name={cell.algorithm}",
         *cell.changes,
@@ -62,12 +65,24 @@ def run(cell: Cell) -> Record:
     steps = [r for r in read_records(directory) if r["step"]]
     values = {name: [math.nan if (x := s.get(name)) is None else x for s in steps] for name in KEPT}
     if changes_engine(mismatch):
-        settings = load_config(directory / "config.yaml").algorithm
-        seen = SeenStep.of(load_batch(directory / ROLLOUTS_FOLDER, len(steps)), settings).inputs
-        values |= errors_by_mu(seen.log_probs.exp(), seen.rollout_log_probs.exp())
+        values |= _mismatch(directory, len(steps))
+    # A run of the same name starts anew; what it weighs is not kept.
     for folder in (ROLLOUTS_FOLDER, "checkpoints"):
         shutil.rmtree(directory / folder, ignore_errors=True)
     return {name: [float(f"{x:.5g}") for x in of] for name, of in values.items()}
+
+
+def _mismatch(directory: Path, last: int) -> dict[str, list[float]]:
+    """``errors_by_mu`` of the first mini-batches, which their step had not moved yet, of the ``SEEN`` last steps."""
+    config = load_config(directory / "config.yaml")
+    first = config.training.prompts_per_mini_batch * config.rollout.group_size
+    pi, mu = [], []
+    for step in range(max(1, last - SEEN + 1), last + 1):
+        batch = load_batch(directory / ROLLOUTS_FOLDER, step)[:first]
+        seen = SeenStep.of(batch, config.algorithm).inputs
+        pi.append(seen.log_probs.exp())
+        mu.append(seen.rollout_log_probs.exp())
+    return errors_by_mu(torch.cat(pi), torch.cat(mu))
 
 
 def changes_engine(mismatch: Mismatch) -> bool:
@@ -84,7 +99,7 @@ def settings_of(mismatch: Mismatch) -> list[str]:
         f"rollout.router_replay={str(mismatch.replays).lower()}",
     ]
     if changes_engine(mismatch):
-        # By the last batch the mismatch is measured at rare and at likely tokens; the canary would stop the run for it.
+        # Of the batches the mismatch is measured at rare and at likely tokens; the canary would stop the run for it.
         settings += ["rollout.save=true", "weight_sync.canary_every=0"]
     if mismatch.flips:
         # Each pass over a prompt has flips of its own: a response that takes another's keys and values would have a
@@ -103,7 +118,7 @@ def engine_variables(name: str) -> dict[str, str]:
 def _task_changes(task: Task) -> list[str]:
     if task.name == "moe":
         return ["data.evaluation={}"]
-    folder = task.checkpoint.with_name(f"{task.name}-real")
+    folder = task.checkpoint.with_name(f"{task.name}-endless")
     if not folder.is_dir():
         write_words(task, folder)
     return [
@@ -120,19 +135,18 @@ def _task_changes(task: Task) -> list[str]:
 
 
 def write_words(task: Task, folder: Path) -> None:
-    """The task's checkpoint with a tokenizer, and its problems as text."""
+    """The task's checkpoint with a tokenizer, and its problems as text. No word ends a response: in the lab all have
+    the same number of tokens."""
     staged = folder.with_suffix(".part")
     shutil.rmtree(staged, ignore_errors=True)
     shutil.copytree(task.checkpoint, staged)
+    for path in (staged / "config.json", staged / "generation_config.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
     size = json.loads((staged / "config.json").read_text())["vocab_size"]
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="w0",
-        eos_token="w0",
-        pad_token="w0",
-    ).save_pretrained(staged)
+    # Without special ones, which a response's text would leave out.
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(staged)
     rows = [{"prompt": " ".join(f"w{i}" for i in ids)} for ids in task.prompts.tolist()]
     (staged / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     staged.rename(folder)

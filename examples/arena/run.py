@@ -133,7 +133,7 @@ def make_real_runs(cells: Sequence[Cell], results: Path) -> None:
             began = time.monotonic()
             try:
                 record = real_loop.run(cell)
-            except RuntimeError as error:
+            except (RuntimeError, OSError, ValueError) as error:
                 print(f"arena: {error}", file=sys.stderr)
                 continue
             seconds = round(time.monotonic() - began, 1)
