@@ -43,10 +43,10 @@ from megatron_dppo.doctor.__main__ import weights_by_version  # noqa: E402
 from megatron_dppo.doctor.diagnosis import Diagnosis, Draws  # noqa: E402
 from megatron_dppo.doctor.reference import KnownWeights, Reference  # noqa: E402
 from megatron_dppo.doctor.report import Doctor, findings_of  # noqa: E402
+from megatron_dppo.doctor.rounding import bfloat16, float8  # noqa: E402
 from megatron_dppo.metrics import table as names  # noqa: E402
 from megatron_dppo.metrics.progress import progress  # noqa: E402
 from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records  # noqa: E402
-from megatron_dppo.model.rounding import bfloat16, float8  # noqa: E402
 
 RESPONSES = 64
 """Of a batch, as the command examines them by default."""
@@ -150,7 +150,7 @@ def lab_steps(name: str, steps: int) -> Seen:
             weights.remember(step - 1, lab.weights())
             figures = lab.step()
             doctor = Doctor(config, lab.batch[:RESPONSES], weights)
-            diagnoses, draws, _ = doctor.diagnose(step)
+            diagnoses, draws = doctor.diagnose(step)
             seen.add(step, diagnoses, draws, findings_of(diagnoses, draws))
             seen.canary = max(seen.canary, figures.get(names.FREQUENCY_EVIDENCE, seen.canary))
             bar.advance()
@@ -163,7 +163,7 @@ def run_steps(run: Path) -> Seen:
     config, seen = load_config(run / "config.yaml"), Seen()
     folder = run / ROLLOUTS_FOLDER
     options = argparse.Namespace(run=run, weights=[])
-    folders = weights_by_version(options, config.model.hf_checkpoint, config.run.steps)
+    folders = weights_by_version(options, config)
     steps = saved_steps(folder)
     with tempfile.TemporaryDirectory() as converted, progress(run.name, len(steps)) as bar:
         known = KnownWeights(folders, Path(config.model.hf_checkpoint), Path(converted))

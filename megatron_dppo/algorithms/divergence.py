@@ -50,12 +50,21 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     return (inside + outside).clamp(min=0)
 
 
+SMALLEST = 1e-6
+"""Of the probabilities that are compared both ways, and of what they leave."""
+
+
 @torch.no_grad()
 def binary_kl_both_ways(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
-    """The larger of the binary KL(mu || pi) and KL(pi || mu), nats; each is ``binary_kl``'s."""
-    return torch.maximum(
-        binary_kl(log_probs, rollout_log_probs), binary_kl(rollout_log_probs, log_probs)
+    """The larger of the binary KL(mu || pi) and KL(pi || mu), nats; each is ``binary_kl``'s of probabilities that are
+    cut to [1e-6, 1 - 1e-6]. A mu that an engine rounds to 1, or to nearly nothing, stands in a denominator here, where
+    what is left of its digits would decide.
+    """
+    pi, mu = (
+        log_p.detach().double().clamp(math.log(SMALLEST), math.log1p(-SMALLEST))
+        for log_p in (log_probs, rollout_log_probs)
     )
+    return torch.maximum(binary_kl(pi, mu), binary_kl(mu, pi))
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ token last.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ PER_TOKEN = (
     "recomputed_log_probs",
     "entropy",
     "sequence_ids",
+    "branch_ids",
     "tail_ids",
     "sum_squares",
     "step_bound",
@@ -53,6 +54,8 @@ class TokenInputs:
     """Of pi at the token's position, nats; None where it was not computed."""
     sequence_ids: Tensor | None = None
     """int64: tokens of one response share a number in ``0 .. T - 1``."""
+    branch_ids: Tensor | None = None
+    """The same of its branches, each a sequence that was sampled in order; None: each response is one."""
     tail_ids: Tensor | None = None
     """int64: ids of the vocabulary that TopK(mu) and the sampled token leave out; None where its size is not known."""
     sum_squares: Tensor | None = None
@@ -125,7 +128,16 @@ def _sequence_ids(inputs: TokenInputs) -> Tensor:
 
 # Reductions over responses. Only tokens in ``loss_mask`` count; a response must lie whole in the tensors, for prefixes
 # and positions in order and without another's tokens between its own; results are float64, shaped as ``values``.
-# Each is a function of the response alone, in an order of operations that its own tokens fix.
+# Each is a function of the response alone. On a CPU, and of prefixes everywhere, its own tokens fix the order of
+# operations; on a GPU a total has none, and its last bit of float64 may differ from rank to rank.
+
+
+def of_branches(inputs: TokenInputs) -> TokenInputs:
+    """``inputs`` whose sequences are branches: what stands before a token in its response may be of another branch, and
+    sampled later."""
+    if inputs.branch_ids is None:
+        return inputs
+    return replace(inputs, sequence_ids=inputs.branch_ids)
 
 
 def sequence_totals(inputs: TokenInputs, values: Tensor) -> Tensor:

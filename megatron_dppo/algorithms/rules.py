@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import divergence
-from megatron_dppo.algorithms.inputs import Anchor, TokenInputs, recomputed
+from megatron_dppo.algorithms.inputs import Anchor, TokenInputs, recomputed, rollout
 from megatron_dppo.algorithms.table import Tail
 
 Mask = Callable[[TokenInputs], Tensor]
@@ -82,7 +82,7 @@ def topk_tv(
 
     With K = V this is DPPO-Exact-TV.
     """
-    distance = divergence.topk_tv(*topk_of(inputs))
+    distance = divergence.topk_tv(*topk_of(inputs, anchor))
     return near(inputs, anchor, distance, tv_threshold, tv_threshold_negative)
 
 
@@ -98,7 +98,7 @@ def topk_kl(
 
     With K = V this is DPPO-Exact-KL.
     """
-    distance = divergence.topk_kl(*topk_of(inputs))
+    distance = divergence.topk_kl(*topk_of(inputs, anchor))
     return near(inputs, anchor, distance, kl_threshold, kl_threshold_negative)
 
 
@@ -198,7 +198,7 @@ def pdm(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float, tail: Tail)
     given = {} if wanted is None else {wanted: getattr(inputs, wanted)}
     if None in given.values():
         raise ValueError(f"the mask has a {tail} tail, but TokenInputs has no {wanted}")
-    topk = topk_of(inputs)
+    topk = topk_of(inputs, anchor)
     distance = divergence.topk_kl(*topk)
     change = divergence.topk_kl_change(*topk, **given)
     falls = inputs.advantages.sign() * change <= 0
@@ -231,14 +231,18 @@ def near(
     return (close | inward) & distance.isfinite()
 
 
-def topk_of(inputs: TokenInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """log pi, log mu and validity at TopK(mu) and the sampled token. Raises ValueError without them."""
+def topk_of(inputs: TokenInputs, anchor: Anchor) -> tuple[Tensor, Tensor, Tensor]:
+    """log pi, log of ``anchor`` and validity at its TopK and at the sampled token. Raises ValueError without them."""
     if inputs.topk_log_probs is None:
         raise ValueError("the mask needs Top-K log-probabilities, but TokenInputs has none")
     # TokenInputs has all three or none.
     assert inputs.rollout_topk_log_probs is not None
     assert inputs.topk_valid is not None
-    return inputs.topk_log_probs, inputs.rollout_topk_log_probs, inputs.topk_valid
+    others = inputs.rollout_topk_log_probs
+    if anchor is not rollout:
+        # The columns are the anchor's; beside them stands mu of the sampled token, which is no part of its policy.
+        others = torch.cat([others[..., :-1], anchor(inputs)[..., None].to(others.dtype)], -1)
+    return inputs.topk_log_probs, others, inputs.topk_valid
 
 
 # Rules that look at all tokens of an optimiser step, whatever replica, micro-batch or pack they are in. What they need
@@ -331,7 +335,7 @@ def measured(name: str, inputs: TokenInputs, anchor: Anchor) -> Tensor:
     """
     measure: Callable[..., Tensor] = getattr(divergence, name)
     if name.startswith("topk"):
-        return measure(*topk_of(inputs))
+        return measure(*topk_of(inputs, anchor))
     return measure(inputs.log_probs, anchor(inputs))
 
 
@@ -404,7 +408,7 @@ def centering(inputs: TokenInputs, ratio_cap: float) -> Tensor:
     Read: the abstract, and the derivation and the terms of two public implementations (vime, SkyRL's kind), which
     agree; not the paper's experiments.
     """
-    topk, rollout_topk, valid = (x[..., :-1] for x in topk_of(inputs))
+    topk, rollout_topk, valid = (x[..., :-1] for x in topk_of(inputs, rollout))
     pi = torch.where(valid, topk.detach().double().clamp(max=0).exp(), 0.0)
     mu = torch.where(valid, rollout_topk.double().clamp(max=0).exp(), 0.0)
     # The rest of a peaked pi is rounding; its factor is 1 at most, whatever it is.

@@ -1,8 +1,10 @@
 """Masks and weights that look at a response as a whole, in the form of ``rules.py``'s: sums over it, its largest
-number, what came before a token. A token that is no number spoils its response: nothing is known of it as a whole.
+number, what came before a token. Where they average, or look for the largest, a token that is no number spoils its
+response: nothing is known of it as a whole.
 
-A response must lie whole in the tensors and in order. It does: context parallelism gathers what its ranks computed
-before the loss sees it, and packing cuts no response.
+A response must lie whole in the tensors, and each of its branches in order. It does: context parallelism gathers what
+its ranks computed before the loss sees it, and packing cuts no response. Rules of a prefix take a branch for a
+response: its tokens were sampled one after another, those of another branch before or after them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from megatron_dppo.algorithms.inputs import (
     Anchor,
     TokenInputs,
     before,
+    of_branches,
     prefix_minima,
     prefix_totals,
     sequence_maxima,
@@ -133,6 +136,7 @@ def minimum_prefix_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
     From its abstract, "a non-cumulative surrogate based on the minimum token-level ratio observed in the preceding
     prefix"; the paper's formula and what it does about large weights were not read: cap and lack of a mask are chosen.
     """
+    inputs = of_branches(inputs)
     ratio = importance_ratio(inputs, anchor)
     smallest = before(inputs, prefix_minima(inputs, ratio), torch.inf)
     return (ratio * torch.where(smallest == torch.inf, 1.0, smallest)).to(ratio.dtype)
@@ -173,6 +177,7 @@ def prefix_budget(
     ratio counts from below as here. Not read: its proofs. That D may be a KL is second hand, its numbers are ours.
     """
     (largest,) = threshold.values()
+    inputs = of_branches(inputs)
     distance = measured(measure, inputs, anchor)
     weight, weights_before = position_weights(inputs, weight_min=weight_min)
     spent = weight * distance

@@ -385,10 +385,11 @@ def carried_topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) ->
     that is too few, or the algorithm needs all of a vocabulary too large to be carried.
     """
     if not algorithm.needs_full_distribution:
-        if configured and configured < algorithm.topk:
+        if configured and algorithm.topk and configured != algorithm.topk:
             raise ValueError(
-                f"{algorithm.name} needs the engine's top {algorithm.topk} log-probabilities, but "
-                f"rollout.topk_log_probs is {configured}; expected 0, or at least {algorithm.topk}"
+                f"{algorithm.name} looks at the engine's top {algorithm.topk} log-probabilities, but "
+                f"rollout.topk_log_probs is {configured}; expected 0, or {algorithm.topk}: algorithm.options.topk "
+                "sets how many"
             )
         return configured or algorithm.topk
     if vocab_size > ENGINE_WHOLE_VOCABULARY:

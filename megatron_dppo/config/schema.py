@@ -110,7 +110,7 @@ class RolloutConfig(Section):
     """Texts that end a response, in training and evaluation. The tokens up to the one that completes
     such a text are trained on; the verifier sees what stands before it."""
     topk_log_probs: int = Field(default=0, ge=0)
-    """K of the engine's TopK(mu) to carry for Top-K divergences; 0: as the algorithm asks."""
+    """K of the engine's TopK(mu) to carry, of an algorithm that looks at none; 0: as the algorithm asks."""
     max_concurrent_requests: int = Field(default=256, gt=0)
     """Requests in flight from one data-parallel leader."""
     request_timeout_s: float | None = Field(default=None, gt=0)

@@ -147,6 +147,8 @@ def response_faults(t: Trajectory, origin: Origin, versions: Mapping[int, str]) 
     """
     if not origin.has_prompt(t):
         yield f"{t}: its prompt is not that of the problem in data.train, or there is none"
+    if t.sampled and not t.version_spans:
+        yield f"{t}: weights: nothing says which version sampled it"
     for span in t.version_spans:
         if span.weight_version not in versions:
             yield (
@@ -160,7 +162,9 @@ def response_faults(t: Trajectory, origin: Origin, versions: Mapping[int, str]) 
     for name, expected in t.stamp.digests.items():
         if digests.get(name) != expected:
             yield f"{t}: {name}: got {digests.get(name, 'none')}, expected {expected}, as sampled"
-    if t.stamp.reward is not None and t.stamp.reward != t.reward:
+    if t.stamp.reward is None:
+        yield f"{t}: reward: nothing says that it was scored"
+    elif t.stamp.reward != t.reward:
         yield f"{t}: reward: got {t.reward:g}, expected {t.stamp.reward:g}, as scored"
 
 

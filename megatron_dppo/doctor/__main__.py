@@ -17,7 +17,7 @@ make.
 With ``--parts`` it says how much of mean |pi - mu| each cause makes up: pi is recomputed by the run's own trainer, on
 its device, with one more cause fixed in each pass:
 
-    nothing fixed        the newest weights that are known, logits as they are, natural routing
+    nothing fixed        the weights that trained on it (not known: the newest), logits as they are, natural routing
     sampling transform   logits divided by rollout.temperature, as the engine does
     staleness            the weights that sampled the batch
     routing              experts as the engine recorded them (needs rollout.router_replay=true)
@@ -44,7 +44,14 @@ from typing import TYPE_CHECKING
 
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.explain.__main__ import batch_parser, run_batch_command, show_facts
-from megatron_dppo.metrics.records import CHECKPOINTS_FOLDER, EXPORT_FOLDER, ROLLOUTS_FOLDER
+from megatron_dppo.metrics.records import (
+    CHECKPOINTS_FOLDER,
+    EXPORT_FOLDER,
+    RECORDS_FILE,
+    ROLLOUTS_FOLDER,
+    read_records,
+    step_of,
+)
 
 if TYPE_CHECKING:
     from megatron_dppo.config.schema import TrainConfig
@@ -92,7 +99,7 @@ def report(options: argparse.Namespace) -> None:
     batch = whole[: options.limit or None]
     if not any(t.sampled for t in batch):
         raise ValueError(f"{folder}: the batch of step {step} has no response token")
-    folders = weights_by_version(options, config.model.hf_checkpoint, config.run.steps)
+    folders = weights_by_version(options, config)
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-doctor-") as converted:
         weights = KnownWeights(folders, Path(config.model.hf_checkpoint), Path(converted))
         case = Case(options, config, step, batch, len(whole), weights)
@@ -123,8 +130,10 @@ def report_causes(case: Case) -> None:
 
     options, batch = case.options, case.batch
     doctor_report = pages.Doctor(case.config, batch, case.weights).report(case.step)
+    if not (doctor_report.diagnoses or doctor_report.findings):
+        raise ValueError("nothing can be examined: " + "; ".join(doctor_report.all_facts))
     title = f"Doctor: {options.run}, batch of step {case.step}"
-    facts = [f"{len(batch)} of {case.size} responses", *doctor_report.facts]
+    facts = [f"{len(batch)} of {case.size} responses", *doctor_report.all_facts]
     pages.show(show_facts(title, facts, width=140), doctor_report)
     case.write_json(json.dumps(pages.as_json(doctor_report), indent=2) + "\n")
     if options.html:
@@ -134,20 +143,32 @@ def report_causes(case: Case) -> None:
 
 def report_parts(case: Case) -> None:
     """How much of mean |pi - mu| each cause makes up."""
+    import torch
+
     from megatron_dppo.doctor.diagnosis import engine_side
     from megatron_dppo.doctor.ladder import Parts, draw
 
     options, config, known = case.options, case.config, case.weights
-    batch = [t for t in case.batch if t.sampled]
-    sampled_by, newest = engine_side(batch).version, max(known.folders)
-    folders = known.folder(sampled_by), known.folder(newest)
-    parts = Parts.of(config, batch, *folders, precision=options.precision)
+    side = engine_side(case.batch)
+    if side is None:
+        raise ValueError("no response of the batch has one weight version alone")
+    batch = [t for i in side.positions if (t := case.batch[i]).sampled]
+    # What trained on the batch, where it is known.
+    trained_by = case.step - 1 if case.step - 1 in known.folders else max(known.folders)
+    folders = known.folder(side.version), known.folder(trained_by)
+    try:
+        parts = Parts.of(config, batch, *folders, precision=options.precision)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"the run's trainer in one process does not fit this device: {error}; set CUDA_VISIBLE_DEVICES= to "
+            "compute on the CPU"
+        ) from error
     title = f"Parts of |pi - mu|: {options.run}, batch of step {case.step}"
     facts = [
         f"{len(batch)} of {case.size} responses, {len(parts.log_mu)} tokens; {config.model.dtype}, "
         f"temperature {config.temperature:g}",
-        f"sampled by version {sampled_by}, {known.folders[sampled_by]}; "
-        f"now version {newest}, {known.folders[newest]}",
+        f"sampled by version {side.version}, {known.folders[side.version]}; "
+        f"trained as version {trained_by}, {known.folders[trained_by]}",
     ]
     parts.show(title, facts)
     case.write_json(parts.to_text(case.step, len(batch)))
@@ -156,14 +177,21 @@ def report_parts(case: Case) -> None:
         print(f"{options.png}: the parts, and ratio and TV against mu")
 
 
-def weights_by_version(options: argparse.Namespace, start: str, last_step: int) -> dict[int, Path]:
-    """Folders of weights, by the steps after which the policy had them. ``start``: what the run began with."""
-    folders = {0: Path(start)}
-    checkpoints = sorted((options.run / CHECKPOINTS_FOLDER).glob("step_??????"))
-    folders |= {int(folder.name.removeprefix("step_")): folder for folder in checkpoints}
-    exported = options.run / EXPORT_FOLDER
-    if (exported / "config.json").is_file():
-        folders.setdefault(last_step, exported)
+def weights_by_version(options: argparse.Namespace, config: TrainConfig) -> dict[int, Path]:
+    """Folders of weights, by the steps after which the policy had them. Of a run with adapters, whose checkpoints hold
+    nothing else, only the model that it began with, and where it began with adapters not even that."""
+    folders: dict[int, Path] = {}
+    if not (config.lora.rank and config.lora.start_from):
+        folders[0] = Path(config.model.hf_checkpoint)
+    if not config.lora.rank:
+        checkpoints = sorted((options.run / CHECKPOINTS_FOLDER).glob("step_??????"))
+        folders |= {int(folder.name.removeprefix("step_")): folder for folder in checkpoints}
+    exported, last = options.run / EXPORT_FOLDER, config.run.steps
+    is_recorded = (options.run / RECORDS_FILE).is_file()
+    is_finished = is_recorded and any(step_of(r) == last for r in read_records(options.run))
+    # Where this run has not come to its end, it is of an earlier one in this folder, or of fewer steps.
+    if is_finished and (exported / "config.json").is_file():
+        folders.setdefault(last, exported)
     for option in options.weights:
         version, separator, folder = option.partition("=")
         if not separator or not version.isdecimal():

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.seal import Origin
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.doctor.reference import (
@@ -30,7 +31,7 @@ from megatron_dppo.doctor.reference import (
     normaliser_of_first,
     nucleus,
 )
-from megatron_dppo.model.rounding import float8
+from megatron_dppo.doctor.rounding import float8
 
 NOISE = 3e-6
 """Mean |p - reference| up to which two float32 implementations agree; measured ones are below 1e-6."""
@@ -280,23 +281,28 @@ def _frequencies(reference: Reference) -> Iterator[tuple[str, Callable[[Tensor],
             yield f"rotary base {theta:g}, unscaled", unscaled.to
 
 
-def _recorded_rows(trajectory: Trajectory, layers: int, tokens: int) -> Tensor:
+def _recorded_rows(trajectory: Trajectory, layers: int, tokens: int) -> Tensor | None:
+    """None where nothing was recorded, -1 in rows of other weights: there the trainer takes its own choice, too."""
+    if "routed_experts" not in trajectory.columns:
+        return None
     rows = torch.from_numpy(trajectory.column("routed_experts").astype(np.int64))
+    rows[torch.from_numpy(~usable_rows(trajectory.loss_mask, trajectory.columns))] = -1
     return rows.roll((tokens, layers), (0, 1))
 
 
 # --- sides
 
 
-def engine_side(batch: Sequence[Trajectory]) -> Side:
-    """mu as it was returned, of the responses of the most frequent version that have no other."""
+def engine_side(batch: Sequence[Trajectory]) -> Side | None:
+    """mu as it was returned, of the responses of the most frequent version that have no other. None where each has
+    several."""
     version_by_position = {
         i: spans[0].weight_version
         for i, t in enumerate(batch)
         if len(spans := t.version_spans) == 1
     }
     if not version_by_position:
-        raise ValueError("no response of the batch has one weight version alone")
+        return None
     versions = list(version_by_position.values())
     version = max(set(versions), key=versions.count)
     chosen = tuple(i for i, v in version_by_position.items() if v == version)
@@ -410,11 +416,14 @@ def _spread(differences: Sequence[Tensor]) -> float:
     A router whose best experts are nearly equal takes another one where it rounds otherwise, and all that follows
     differs. A side that is wrong is so in many places.
     """
-    sums = torch.stack([part.sum() for d in differences for part in d.split(STRETCH) if len(part)])
-    if len(sums) < 2:
+    stretches = [part for d in differences for part in d.split(STRETCH) if len(part)]
+    if len(stretches) < 2:
         return 0.0
-    error = sums.std() * math.sqrt(len(sums)) / sum(map(len, differences))
-    return SPREADS * float(error)
+    tokens = sum(map(len, stretches))
+    mean = sum(float(part.sum()) for part in stretches) / tokens
+    # Less the mean: what is wrong everywhere alike has no spread, however long the stretches are.
+    sums = torch.stack([part.sum() - mean * len(part) for part in stretches])
+    return SPREADS * float(sums.std()) * math.sqrt(len(sums)) / tokens
 
 
 def _cause(

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
-from megatron_dppo.config.schema import ParallelConfig, TrainConfig
+from megatron_dppo.config.schema import LoraConfig, ParallelConfig, TrainConfig
 from megatron_dppo.data.packing import pack, plan_micro_batches, unpack_sampled
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.explain.__main__ import show_facts
@@ -177,6 +177,8 @@ def trainer_of(config: TrainConfig, batch: Sequence[Trajectory], rung: Rung) -> 
             update={
                 "model": model,
                 "parallel": ParallelConfig(),
+                # The weights are whole: adapters are in them.
+                "lora": LoraConfig(),
                 "rollout": config.rollout.model_copy(update={"router_replay": recorded}),
             }
         )

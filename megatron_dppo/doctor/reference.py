@@ -19,8 +19,8 @@ from transformers.cache_utils import DynamicCache
 
 from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.doctor.rounding import bfloat16
 from megatron_dppo.explain.explanation import Policy
-from megatron_dppo.model.rounding import bfloat16
 
 
 class KnownWeights:
@@ -37,8 +37,8 @@ class KnownWeights:
     def lacking(self, version: int) -> str:
         """What to say where ``version`` is not known."""
         return (
-            f"nobody has the weights of version {version}; --weights {version}=FOLDER names them "
-            f"(known: {sorted(self.folders)})"
+            f"nobody has the weights of version {version}; --weights {version}=FOLDER names them, merged with their "
+            f"adapters if they have some (known: {sorted(self.folders)})"
         )
 
     def reference(self, version: int) -> Reference:
@@ -69,7 +69,7 @@ class Reference(Policy):
     """
 
     _rows: Tensor
-    _rows_of: Callable[[Trajectory], Tensor] | None = None
+    _rows_of: Callable[[Trajectory], Tensor | None] | None = None
     _cached_by: Reference | None = None
     _rounds_cache = False
 
@@ -214,8 +214,9 @@ class Reference(Policy):
         return self._ending("mlp.gate") or self._ending("gate")
 
     @contextmanager
-    def routed(self, rows_of: Callable[[Trajectory], Tensor]) -> Iterator[None]:
-        """Tokens go to the experts of ``rows_of``, int64 [S - 1, L, k]; the last one by itself."""
+    def routed(self, rows_of: Callable[[Trajectory], Tensor | None]) -> Iterator[None]:
+        """Tokens go to the experts of ``rows_of``, int64 [S - 1, L, k]; the last one, those of a row of -1, and of a
+        trajectory without rows, by itself."""
         with ExitStack() as hooks:
             for layer, gate in enumerate(self.gates):
                 hook = gate.register_forward_hook(
@@ -232,9 +233,11 @@ class Reference(Policy):
         """int64 [tokens, L, k] of a batch of that shape; -1 where a token goes where it wants."""
         assert self._rows_of is not None
         parts = [self._rows_of(t) for t in batch]
-        rows = torch.full((*shape, *parts[0].shape[1:]), -1)
+        recorded = next((part.shape[1:] for part in parts if part is not None), None)
+        rows = torch.full((*shape, *(recorded or (len(self.gates), 1))), -1)
         for row, part in zip(rows, parts, strict=True):
-            row[: len(part)] = part
+            if part is not None:
+                row[: len(part)] = part
         return rows.flatten(0, 1)
 
     # --- cache

@@ -49,7 +49,7 @@ LAYOUT = "the same trainer in one process does not differ"
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """``texts``: of token ids. ``facts``: what was not examined, and why."""
+    """``texts``: of token ids. ``facts``: about the batch. ``unexamined``: why not, by side or what else it is."""
 
     batch: Sequence[Trajectory]
     diagnoses: Sequence[Diagnosis]
@@ -57,6 +57,26 @@ class DoctorReport:
     prompt_faults: Sequence[str]
     texts: TokenTexts
     facts: Sequence[str]
+    unexamined: Mapping[str, str]
+
+    @property
+    def conclusions(self) -> list[str]:
+        """``findings``, or what agrees: only what was examined."""
+        examined = [v.side for v in self.diagnoses]
+        if self.findings or not examined:
+            return self.findings or ["neither side was examined: nothing is known of them"]
+        if not {"engine", "trainer"} & self.unexamined.keys():
+            return ["nothing is wrong: both sides agree with the reference"]
+        missing = " and ".join(side for side in self.unexamined if side in ("engine", "trainer"))
+        return [
+            f"{' and '.join(examined)}: nothing is wrong; the {missing} was not examined",
+        ]
+
+    @property
+    def all_facts(self) -> list[str]:
+        """``facts``, and what was not examined."""
+        missing = [f"{name} not examined: {reason}" for name, reason in self.unexamined.items()]
+        return [*self.facts, *missing]
 
     @property
     def findings(self) -> list[str]:
@@ -127,51 +147,62 @@ class Doctor:
         self._run = SampledRun(config.temperature, config.parallel.tensor, config.parallel.expert)
         self._weights = weights
         self._scores: dict[tuple[int, bool], Scores] = {}
+        self._unexamined: dict[str, str] = {}
 
     def report(self, step: int) -> DoctorReport:
         """Both sides of the batch of ``step`` against the reference, and its prompts."""
-        diagnoses, draws, facts = self.diagnose(step)
+        diagnoses, draws = self.diagnose(step)
         prompt_faults: list[str] = []
         try:
             origin = RunData(self._config).origin()
             prompt_faults = diagnosis.prompt_faults(self._batch, origin)
             if origin.makes_prompts:
-                facts.append("prompts not examined: the environment makes them")
+                self._unexamined["prompts"] = "the environment makes them"
         except (DataError, OSError) as error:
-            facts.append(f"prompts not examined: {error}")
+            self._unexamined["prompts"] = str(error)
         return DoctorReport(
             batch=self._batch,
             diagnoses=diagnoses,
             draws=draws,
             prompt_faults=prompt_faults,
             texts=TokenTexts(load_tokenizer(self._config.model.hf_checkpoint)),
-            facts=facts,
+            facts=[f"{self._config.model.dtype}, temperature {self._config.temperature:g}"],
+            unexamined=dict(self._unexamined),
         )
 
-    def diagnose(self, step: int) -> tuple[list[Diagnosis], Draws | None, list[str]]:
-        """Of each side, of the draws, and what was not examined."""
-        training, rollout = self._config.training, self._config.rollout
-        sides = [diagnosis.engine_side(self._batch)]
-        mini_batch = training.prompts_per_mini_batch * rollout.group_size
-        trainer = diagnosis.trainer_side(self._batch, step, mini_batch)
-        facts = [f"{self._config.model.dtype}, temperature {self._config.temperature:g}"]
-        if trainer is None:
-            facts.append("no response of the first mini-batch has the trainer's log-probabilities")
-        else:
-            sides.append(trainer)
-        facts += [
-            f"{side.name} not examined: {self._weights.lacking(side.version)}"
-            for side in sides
-            if side.version not in self._weights.folders
-        ]
+    def diagnose(self, step: int) -> tuple[list[Diagnosis], Draws | None]:
+        """Of each side, and of the draws."""
+        examined = self._sides(step)
         if self._is_selected:
-            facts.append("draws not examined: rewards or lengths chose among the responses")
-        examined = [side for side in sides if side.version in self._weights.folders]
+            self._unexamined["draws"] = "rewards or lengths chose among the responses"
         diagnoses = [self.examine(side) for side in examined]
         draws = self.draws(diagnoses, examined)
         if any(d.side == "engine" and d.is_healthy for d in diagnoses):
             diagnoses += self._recording(examined[0])
-        return diagnoses, draws, facts
+        return diagnoses, draws
+
+    def _sides(self, step: int) -> list[Side]:
+        """Those that can be examined."""
+        config = self._config
+        mini_batch = config.training.prompts_per_mini_batch * config.rollout.group_size
+        engine, trainer = diagnosis.engine_side(self._batch), None
+        if engine is None:
+            self._unexamined["engine"] = "no response of the batch has one weight version alone"
+        if config.lora.dropout:
+            self._unexamined["trainer"] = "its pass has dropout (lora.dropout)"
+        else:
+            trainer = diagnosis.trainer_side(self._batch, step, mini_batch)
+            if trainer is None:
+                reason = "no response of the first mini-batch has its log-probabilities"
+                self._unexamined["trainer"] = reason
+        sides = [side for side in (engine, trainer) if side is not None]
+        unknown = {
+            side.name: self._weights.lacking(side.version)
+            for side in sides
+            if side.version not in self._weights.folders
+        }
+        self._unexamined |= unknown
+        return [side for side in sides if side.name not in unknown]
 
     def examine(self, side: Side) -> Diagnosis:
         """What makes it differ. Raises OSError or ValueError where weights can't be read."""
@@ -257,8 +288,8 @@ class Doctor:
         key = version, every
         if key not in self._scores:
             reference = self._weights.reference(version)
-            is_recorded = bool(reference.gates) and all(
-                "routed_experts" in t.columns and not t.discarded_rows for t in self._batch
+            is_recorded = bool(reference.gates) and any(
+                "routed_experts" in t.columns for t in self._batch
             )
             plain = Alternative("", "", at_temperature(self._config.temperature))
             chosen = diagnosis.alternatives(self._run, reference, is_recorded=is_recorded)
@@ -267,7 +298,12 @@ class Doctor:
                 chosen, near = [c for c in chosen if diagnosis.is_decisive(c)], []
             by_name = self._scores_by(reference, f"version {version}", [plain, *chosen])
             for other in near:
-                more, by_other = self._by_version(reference, other)
+                try:
+                    more, by_other = self._by_version(reference, other)
+                except (OSError, ValueError, RuntimeError) as error:
+                    # It is an alternative: the side is examined without it.
+                    self._unexamined[f"weights of version {other}"] = str(error)
+                    continue
                 chosen += more
                 by_name |= by_other
             self._scores[key] = Scores(reference.vocab_size, chosen, by_name.pop(""), by_name)
@@ -302,6 +338,10 @@ class Doctor:
         try:
             with closing(trainer_of(config, batch, rung)) as trainer:
                 alone = log_probs_of(trainer, config.training.micro_batch_tokens, rung, batch)
+        except (OSError, ValueError, RuntimeError) as error:
+            # A model that takes several processes need not fit into one.
+            self._unexamined["layout"] = str(error)
+            return diagnosed
         finally:
             # The rest of this process is no rank: what comes after may begin a group of its own.
             if dist.is_initialized():
@@ -317,8 +357,7 @@ class Doctor:
 
 def show(console: Console, doctor_report: DoctorReport) -> None:
     """Findings, then a table for each side."""
-    findings = doctor_report.findings
-    for line in findings or ["nothing is wrong: both sides agree with the reference"]:
+    for line in doctor_report.conclusions:
         console.print(line, style="bold")
     for table in tables(doctor_report):
         show_table(console, table)
@@ -353,10 +392,9 @@ def _tokens(diagnosed: Diagnosis, texts: TokenTexts) -> SummaryTable:
 
 def page(title: str, facts: Sequence[str], doctor_report: DoctorReport) -> str:
     """The HTML page."""
-    findings = doctor_report.findings or ["Nothing is wrong: both sides agree with the reference."]
     sides = [v for v in doctor_report.diagnoses if not v.is_healthy]
     below = [block for diagnosed in sides for block in _responses(diagnosed, doctor_report)]
-    return tables_page(title, [*findings, *facts], tables(doctor_report), below)
+    return tables_page(title, [*doctor_report.conclusions, *facts], tables(doctor_report), below)
 
 
 def _responses(diagnosed: Diagnosis, doctor_report: DoctorReport) -> Iterator[str]:
@@ -414,4 +452,5 @@ def as_json(doctor_report: DoctorReport) -> dict[str, Any]:
         ],
         "draws": asdict(doctor_report.draws) if doctor_report.draws else None,
         "prompt_faults": list(doctor_report.prompt_faults),
+        "unexamined": dict(doctor_report.unexamined),
     }  # fmt: skip

@@ -336,9 +336,9 @@ def _with_topk(
     carried = _width(trajectory)
     recomputed = algorithm.needs_recomputed_distribution
     whole = recomputed or algorithm.needs_full_distribution
-    wanted = vocab_size if whole else 1
+    wanted = min(vocab_size if whole else max(1, algorithm.topk), vocab_size)
     if carried >= wanted and not recomputed:
-        return trajectory
+        return _likeliest_of(trajectory, wanted) if algorithm.reads_topk else trajectory
     if log_mu is not None and not algorithm.needs_full_distribution:
         k = vocab_size if recomputed else algorithm.topk or DEFAULT_TOPK
         top = log_mu.topk(min(k, vocab_size))
@@ -358,6 +358,20 @@ def _with_topk(
             + ("" if whole else ", or give the rollout's weights with --rollout-policy")
         )
     return trajectory
+
+
+def likeliest(ids: Tensor, log_mu: Tensor, k: int) -> Tensor:
+    """int64 [T, k]: columns of the ``k`` likeliest of ``ids`` [T, K], -1 where there is none."""
+    return log_mu.masked_fill(ids < 0, -torch.inf).topk(k).indices
+
+
+def _likeliest_of(trajectory: Trajectory, k: int) -> Trajectory:
+    """``trajectory`` with the ``k`` likeliest ids of its TopK(mu): more would make another divergence."""
+    ids, log_mu = (torch.from_numpy(trajectory.column(n)) for n in ("topk_ids", "topk_log_probs"))
+    chosen = likeliest(ids, log_mu, k)
+    return trajectory.with_columns(
+        topk_ids=ids.gather(1, chosen).numpy(), topk_log_probs=log_mu.gather(1, chosen).numpy()
+    )
 
 
 def _width(trajectory: Trajectory) -> int:
@@ -391,13 +405,15 @@ class SeenStep:
     """The trained tokens of a batch end to end, T of them, as the loss saw them.
 
     ``positions``, ``counts``: of the responses with a gradient, in the batch, and their tokens. ``token_ids`` int64
-    [T]; ``trains`` bool [T]; ``divergence`` float64 [T], what the mask compared, None where it measures none.
+    [T]; ``topk_ids`` [T, K], None where none were saved; ``trains`` bool [T]; ``divergence`` float64 [T], what the mask
+    compared, None where it measures none.
     """
 
     positions: list[int]
     counts: list[int]
     token_ids: Tensor
     inputs: TokenInputs
+    topk_ids: Tensor | None
     trains: Tensor
     divergence: Tensor | None
 
@@ -410,9 +426,9 @@ class SeenStep:
             raise ValueError("no response of the batch has a gradient: nothing to explain")
         if any("loss_trains" not in t.columns for t in chosen):
             raise ValueError(
-                "the batch holds no log-probabilities and no mask of the step that trained on it: it was "
-                "saved by an earlier version. --policy FOLDER explains it under the weights in FOLDER, "
-                "which are not the step's own"
+                "the batch holds no log-probabilities and no mask of the step that trained on it: no step "
+                "did, or an earlier version saved it. --policy FOLDER explains it under the weights in "
+                "FOLDER, which are not the step's own"
             )
         counts = [t.sampled for t in chosen]
         log_probs = _joined(chosen, "loss_log_probs")
@@ -440,12 +456,21 @@ class SeenStep:
             rollout_topk_log_probs=topk[1],
             topk_valid=topk[2],
             entropy=_joined(chosen, "loss_entropy"),
-            sequence_ids=torch.arange(len(chosen)).repeat_interleave(torch.tensor(counts)),
+            sequence_ids=_ids_of(counts),
+            branch_ids=_ids_of([branch.sampled for t in chosen for branch in t.branches]),
         )  # fmt: skip
         trained = _joined(chosen, "loss_trains")
         assert trained is not None
         divergence = _joined(chosen, "loss_divergence")
-        return cls(positions, counts, ids, inputs, trained, divergence)
+        return cls(
+            positions,
+            counts,
+            ids,
+            inputs,
+            columns[2] if topk[0] is not None else None,
+            trained,
+            divergence,
+        )
 
     def decisions(self, algorithm: Algorithm) -> Decisions:
         """What the run's own algorithm decided."""
@@ -474,7 +499,29 @@ class SeenStep:
                 f"{algorithm.name} needs log-probabilities recomputed at the rollout's weights, which "
                 "this run did not compute; give weights with --policy and --rollout-policy"
             )
-        return decide(algorithm, self.inputs)
+        return decide(algorithm, self._narrowed(algorithm.topk if algorithm.reads_topk else 0))
+
+    def _narrowed(self, k: int) -> TokenInputs:
+        """``inputs`` with the ``k`` likeliest of more ids that were saved; 0: with all."""
+        inputs, ids = self.inputs, self.topk_ids
+        if ids is None or not 0 < k < ids.shape[1]:
+            return inputs
+        log_pi, log_mu = inputs.topk_log_probs, inputs.rollout_topk_log_probs
+        assert log_pi is not None
+        assert log_mu is not None
+        chosen = likeliest(ids, log_mu[:, :-1], k)
+        topk = with_sampled(
+            log_pi[:, :-1].gather(1, chosen),
+            log_mu[:, :-1].gather(1, chosen),
+            ids.gather(1, chosen),
+            sampled=(inputs.log_probs, inputs.rollout_log_probs, self.token_ids),
+        )
+        return replace(
+            inputs,
+            topk_log_probs=topk[0],
+            rollout_topk_log_probs=topk[1],
+            topk_valid=topk[2],
+        )
 
 
 def explain_seen(
@@ -492,13 +539,20 @@ def explain_seen(
     rows = slice(start, start + step.counts[row])
     inputs, decided = _sliced(step.inputs, rows), _sliced(decisions, rows)
     columns = token_columns(inputs, decided) | {"exact_tv": None, "exact_kl": None}
-    if step.divergence is not None and algorithm.reads_topk:
+    # What was saved is of the run's own rule; another one's is computed like any other column.
+    is_own = decisions.trains is step.trains
+    if step.divergence is not None and algorithm.reads_topk and is_own:
         kind = "tv" if "tv_threshold" in algorithm.numbers else "kl"
         columns[f"topk_{kind}"] = step.divergence[rows]
         if algorithm.needs_full_distribution or algorithm.needs_recomputed_distribution:
             columns[f"exact_{kind}"] = step.divergence[rows]
     metrics = token_metrics(inputs, decided, algorithm.ratio_cap)
     return response_of(index, mini_batch, trajectory, algorithm, columns, metrics, texts)
+
+
+def _ids_of(counts: Sequence[int]) -> Tensor:
+    """int64: the number of each of so many tokens' sequence."""
+    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
 def _joined(chosen: Sequence[Trajectory], name: str) -> Tensor | None:

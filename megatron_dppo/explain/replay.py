@@ -102,9 +102,11 @@ def compare(options: argparse.Namespace) -> None:
 
     trained_with = load_config(options.run / "config.yaml").algorithm
     algorithm = build_algorithm(*chosen_algorithm(options, trained_with))
-    saved = saved_steps(options.run / ROLLOUTS_FOLDER)
+    saved = trained_steps(options.run, saved_steps(options.run / ROLLOUTS_FOLDER))
     if options.step is not None and options.step not in saved:
-        raise ValueError(f"--step {options.step}: saved are {saved[0]} to {saved[-1]}")
+        raise ValueError(
+            f"--step {options.step}: saved and trained on are {saved[0]} to {saved[-1]}"
+        )
     steps = [
         other_step(options.run, step, algorithm)
         for step in ([options.step] if options.step is not None else saved)
@@ -132,6 +134,15 @@ def compare(options: argparse.Namespace) -> None:
     if options.html:
         options.html.write_text(page.tables_page(title, facts, tables), encoding="utf-8")
         print(f"{options.html}: the tables as a page")
+
+
+def trained_steps(run: Path, saved: Sequence[int]) -> list[int]:
+    """Those of ``saved`` that the run has a record of: a batch that ended it was kept and not trained on, and so were
+    those of an earlier attempt. Raises ValueError where there is none."""
+    recorded = {step_of(record) for record in read_records(run)}
+    if not (trained := [step for step in saved if step in recorded]):
+        raise ValueError(f"{run / ROLLOUTS_FOLDER}: no step was trained on a batch that is in it")
+    return trained
 
 
 def other_step(run: Path, step: int, algorithm: Algorithm) -> OtherStep:
@@ -185,6 +196,9 @@ def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
         shares = [f"{count / trained:.3%}" for count in (both + only_run, both + only_other)]
         return name, str(trained), *shares, str(both), str(only_run), str(only_other)
 
+    if run == other:
+        # With other numbers.
+        run, other = f"{run} (run)", f"{other} (replayed)"
     columns = ("step", "tokens", run, other, "both block", f"only {run}", f"only {other}")
     rows = [row(str(step.step), [step]) for step in steps]
     return SummaryTable("Blocked tokens", columns, [*rows, row("all", steps)])
@@ -247,7 +261,7 @@ def sealed_until(run: Path, step: int | None) -> int:
 
     folder = run / ROLLOUTS_FOLDER
     saved = saved_steps(folder)
-    last = saved[-1] if step is None else step
+    last = trained_steps(run, saved)[-1] if step is None else step
     wanted = range(1, last + 1)
     missing = sorted(set(wanted) - set(saved))
     if missing or not wanted:
@@ -260,8 +274,8 @@ def sealed_until(run: Path, step: int | None) -> int:
         seal = SavedBatch(folder, number).seal
         if seal is None or number not in seal.weights:
             raise ValueError(
-                f"{folder}: the batch of step {number} has no seal with the hash of the weights after it: an earlier "
-                "version saved it"
+                f"{folder}: the batch of step {number} has no seal with the hash of the weights after it: it was not "
+                "trained on, or an earlier version saved it"
             )
     return last
 

@@ -148,9 +148,11 @@ class RunData:
     def bad_answers(self) -> BadAnswers:
         """What is wrong with answers: as the check of this start found, where it left its word.
 
-        A run that replays rollouts scores nothing: it has none but those that lack.
+        A run that replays rollouts scores nothing, and has none but those that lack; unless the run that it replays
+        left out what its check found, and drew from what was left.
         """
-        if self._config.rollout.replay_from is not None:
+        drops = self._config.data.on_bad_answer == "drop"
+        if self._config.rollout.replay_from is not None and not drops:
             return bad_answers(self._sets, self._config.reward, scores=False)
         results = handed_over(self.scored)
         return bad_answers(self._sets, self._config.reward) if results is None else results

@@ -93,6 +93,7 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
         topk_valid=valid,
         entropy=None if stats.entropy is None else stats.entropy.detach(),
         sequence_ids=sequence_ids(batch),
+        branch_ids=branch_ids(batch),
         sum_squares=stats.sum_squares,
         step_bound=batch.columns.get("step_bound"),
         tail_ids=None if valid is None else _tail_ids(stats, valid),
@@ -101,10 +102,14 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
 
 def sequence_ids(batch: PackedBatch) -> Tensor:
     """int64 [T]: which response of the pack each token belongs to; all branches of one are one."""
-    positions = torch.arange(batch.target_ids.numel(), device=batch.target_ids.device)
-    sequences = torch.searchsorted(batch.cu_seqlens[1:].to(torch.int64), positions, right=True)
     responses = (batch.sequence_index.diff() != 0).long().cumsum(0)
-    return F.pad(responses, (1, 0))[sequences]
+    return F.pad(responses, (1, 0))[branch_ids(batch)]
+
+
+def branch_ids(batch: PackedBatch) -> Tensor:
+    """int64 [T]: which sequence of the pack each token belongs to: a branch of a response."""
+    positions = torch.arange(batch.target_ids.numel(), device=batch.target_ids.device)
+    return torch.searchsorted(batch.cu_seqlens[1:].to(torch.int64), positions, right=True)
 
 
 def _tail_ids(stats: PolicyStats, valid: Tensor) -> Tensor | None:

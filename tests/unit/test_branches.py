@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.algorithms.inputs import sequence_totals
+from megatron_dppo.algorithms.inputs import of_branches, sequence_totals
+from megatron_dppo.algorithms.policy_loss import build_algorithm, decide
+from megatron_dppo.algorithms.sequence_rules import position_weights
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.columns import usable_rows
@@ -113,6 +115,35 @@ def test_rules_of_whole_responses_see_all_branches_as_one():
     inputs = inputs_from(stats, batch)
     totals = sequence_totals(inputs, torch.ones(16))
     assert totals[batch.loss_mask].tolist() == [4, 4, 4, 4, 2, 2]
+
+
+def test_rules_of_a_prefix_see_the_tokens_before_in_their_own_branch():
+    """An agent's main conversation goes on after its sub-agent's: what stands before the latter was sampled later."""
+    main = turns("1 2. 3 4.", [1, 1], 3)
+    batch = pack([Trajectory.of_branches([main, turns("5 6.", [1], 3)])], pad_multiple=8)
+    stats = policy_stats(torch.zeros(8, V), batch.target_ids, vocab_size=V)
+    x = inputs_from(stats, batch)
+    own = x.branch_ids[batch.loss_mask]
+    assert own.tolist() == [0, 0, 1]
+    assert x.sequence_ids[batch.loss_mask].tolist() == [0, 0, 0]
+    ratios = torch.tensor([1.0, 0.1, 1.0])
+    log_mu = x.log_probs.detach().clone()
+    log_mu[batch.loss_mask] -= ratios.log()
+    x = replace(x, rollout_log_probs=log_mu)
+    # r_t times the smallest ratio before: 1, .1 x 1, and 1, as nothing stands before it in its branch.
+    weights = decide(build_algorithm("minpro"), x).capped[batch.loss_mask]
+    assert weights.tolist() == pytest.approx([1.0, 0.1, 1.0], rel=1e-5)
+    weight, before = position_weights(of_branches(x), weight_min=0.2)
+    assert weight[batch.loss_mask].tolist() == pytest.approx([1.0, 0.2, 1.0])
+    assert before[batch.loss_mask].tolist() == pytest.approx([0.0, 1.0, 0.0])
+    # D = 0, .4, .1 with A > 0 and d = .15: the second is beyond it, and no debt of the third.
+    pi = x.log_probs.detach().clone()
+    mu = pi.clone()
+    pi[batch.loss_mask] = torch.tensor([0.5, 0.9, 0.6]).log()
+    mu[batch.loss_mask] = torch.tensor([0.5, 0.5, 0.5]).log()
+    x = replace(x, log_probs=pi, rollout_log_probs=mu, advantages=torch.ones_like(pi))
+    trained = decide(build_algorithm("cppo-binary-tv"), x).trains[batch.loss_mask]
+    assert trained.tolist() == [True, False, True]
 
 
 def test_what_the_loss_saw_goes_back_to_the_response():

@@ -3,6 +3,7 @@ axis that it names."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -30,7 +31,7 @@ from megatron_dppo.data.problems import Problem
 from megatron_dppo.data.seal import Origin
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.doctor import diagnosis
-from megatron_dppo.doctor.__main__ import main
+from megatron_dppo.doctor.__main__ import main, weights_by_version
 from megatron_dppo.doctor.diagnosis import (
     COARSE,
     SampledRun,
@@ -40,7 +41,7 @@ from megatron_dppo.doctor.diagnosis import (
     prompt_faults,
     repetition_evidence,
 )
-from megatron_dppo.doctor.reference import KnownWeights, Reference
+from megatron_dppo.doctor.reference import KnownWeights, Reference, at_temperature
 from megatron_dppo.doctor.report import LAYOUT, Doctor
 from tests.ranks import ROOT, run_ranks
 from tests.tiny_models import save_tiny_model
@@ -397,7 +398,7 @@ def test_weights_of_two_steps_before_are_named_beside_those_of_one_and_newer_one
         for t in run.batch[: 2 * GROUP]
     ]
     weights = CountedWeights(folders, run.start, tmp_path / "converted")
-    (diagnosed, trainer), _, _ = Doctor(run.config, batch, weights).diagnose(4)
+    (diagnosed, trainer), _ = Doctor(run.config, batch, weights).diagnose(4)
     assert (diagnosed.axis, diagnosed.cause.name) == ("staleness", f"weights of {name}")
     assert diagnosed.gaps[f"weights of {name}"] < diagnosed.noise
     assert diagnosed.gaps["weights of version 2"] > 0.25 * diagnosed.gap
@@ -442,7 +443,7 @@ def test_a_sum_over_ranks_that_is_rounded_is_the_layout(run, tmp_path):
         for t, values in zip(batch, by_rank[0], strict=True)
     ]
     weights = KnownWeights({1: run.after}, run.start, tmp_path / "converted")
-    (engine, trainer), _, _ = Doctor(config, batch, weights).diagnose(2)
+    (engine, trainer), _ = Doctor(config, batch, weights).diagnose(2)
     assert (engine.axis, trainer.axis) == ("healthy", "layout")
     assert next(iter(trainer.gaps)) == LAYOUT
     assert trainer.gaps[LAYOUT] < trainer.noise
@@ -595,10 +596,114 @@ def test_the_command_writes_figures_and_page(run, tmp_path, capsys):
         assert len(spans) == 8 * TOKENS + 2
         assert max(map(float, spans)) == 1
     assert "&#10;weights of version 0: 0." in page
-    assert main([str(folder)]) == 0
-    assert "engine not examined: nobody has the weights of version 1" in capsys.readouterr().out
+    # Where nobody has the weights of either side, nothing is said to be well.
+    assert main([str(folder)]) == 2
+    missing = "not examined: nobody has the weights of version 1"
+    error = capsys.readouterr().err
+    assert "nothing can be examined: " in error
+    assert f"engine {missing}" in error
+    assert f"trainer {missing}" in error
     assert main([str(folder), "--weights", "one"]) == 2
     assert "expected VERSION=FOLDER" in capsys.readouterr().err
+
+
+def test_what_was_not_examined_is_not_said_to_be_well(run, tmp_path):
+    """The trainer's weights are known, the engine's, three versions older, are not."""
+    batch = [t.with_columns(weight_version=np.full(t.sampled, -2, np.int32)) for t in run.batch]
+    found = examine(run, batch, tmp_path)
+    assert found.findings == []
+    assert found.conclusions == ["trainer: nothing is wrong; the engine was not examined"]
+    assert "nobody has the weights of version -2" in found.unexamined["engine"]
+    batch = [t.with_columns(weight_version=np.arange(t.sampled, dtype=np.int32)) for t in run.batch]
+    assert (
+        examine(run, batch, tmp_path).unexamined["engine"]
+        == "no response of the batch has one weight version alone"
+    )
+    lora = run.config.lora.model_copy(update={"rank": 4, "dropout": 0.1})
+    adapted = SimpleNamespace(
+        **{**vars(run), "config": run.config.model_copy(update={"lora": lora})}
+    )
+    assert "dropout" in examine(adapted, run.batch, tmp_path).unexamined["trainer"]
+
+
+def test_of_a_run_with_adapters_or_no_end_no_weights_are_taken_for_the_policys(run, tmp_path):
+    folder = tmp_path / "run"
+    for name in ("checkpoints/step_000001", "hf"):
+        (folder / name).mkdir(parents=True)
+    (folder / "hf" / "config.json").write_text("{}")
+    options = argparse.Namespace(run=folder, weights=["7=merged"])
+    last = run.config.model_copy(update={"run": run.config.run.model_copy(update={"steps": 5})})
+    of_whole = {0: Path(run.start), 1: folder / "checkpoints" / "step_000001", 7: Path("merged")}
+    assert weights_by_version(options, last) == of_whole
+    (folder / "metrics.jsonl").write_text('{"step": 4}\n')
+    assert weights_by_version(options, last) == of_whole
+    (folder / "metrics.jsonl").write_text('{"step": 4}\n{"step": 5}\n')
+    assert weights_by_version(options, last) == {**of_whole, 5: folder / "hf"}
+
+    def of_adapters(**settings):
+        lora = run.config.lora.model_copy(update={"rank": 4, **settings})
+        return weights_by_version(options, run.config.model_copy(update={"lora": lora}))
+
+    assert of_adapters() == {0: Path(run.start), 7: Path("merged")}
+    assert of_adapters(start_from="adapters") == {7: Path("merged")}
+
+
+def test_a_neighbour_that_cant_be_read_is_an_alternative_less(run, tmp_path):
+    stale = Policy(run.start)
+    batch = [t.with_columns(rollout_log_probs=stale.log_probs(t)) for t in run.batch]
+    (tmp_path / "broken").mkdir()
+    weights = KnownWeights(
+        {0: run.start, 1: run.after, 2: tmp_path / "broken"}, run.start, tmp_path / "converted"
+    )
+    found = Doctor(run.config, batch, weights).report(2)
+    assert axes(found) == ["staleness", "healthy"]
+    assert next(iter(found.unexamined)) == "weights of version 2"
+
+
+def test_responses_of_other_lengths_are_no_excuse():
+    """Every token is off by as much: nothing is left to chance, however long the responses are."""
+    for lengths in ([130], [128, 10], [100, 5, 5], [120, 8, 8, 8]):
+        assert diagnosis._spread([torch.full((n,), 0.2) for n in lengths]) < 1e-6
+    # By hand: sums of 4 and 0, a mean of 1 a token: residuals of 2 and -2, a spread of sqrt(8), of 4 tokens.
+    found = diagnosis._spread([torch.tensor([2.0, 2.0]), torch.tensor([0.0, 0.0])])
+    assert found == pytest.approx(diagnosis.SPREADS * 8**0.5 * 2**0.5 / 4)
+
+
+def test_a_trainer_that_replays_is_judged_by_the_rows_that_hold(run, tmp_path):
+    """An update interrupted one response, the engine lost the recording of another: there the trainer takes its own
+    choice, and everywhere else the engine's, which rounded otherwise."""
+    reference = Reference(run.after)
+    batch = list(run.batch)
+    moved = [t.with_columns(routed_experts=(t.column("routed_experts") + 1) % 8) for t in batch]
+    moved[0] = moved[0].with_columns(
+        weight_version=np.repeat(np.array([0, 1], np.int32), [4, moved[0].sampled - 4])
+    )
+    moved[1] = moved[1].without("routed_experts")
+    assert moved[0].discarded_rows == 4
+    rows = partial(diagnosis._recorded_rows, layers=0, tokens=0)
+    with reference.routed(rows):
+        logits = reference.sampled_logits(moved)
+    sampling = at_temperature(TEMPERATURE)
+    moved = [
+        t.with_columns(
+            loss_log_probs=sampling(x)
+            .gather(-1, torch.from_numpy(t.response_ids.astype(np.int64))[:, None])[:, 0]
+            .float()
+            .numpy()
+        )
+        for t, x in zip(moved, logits, strict=True)
+    ]
+    rollout = run.config.rollout.model_copy(update={"router_replay": True})
+    config = run.config.model_copy(update={"rollout": rollout})
+    weights = KnownWeights({0: run.start, 1: run.after}, run.start, tmp_path)
+    trainer = next(
+        d for d in Doctor(config, moved, weights).report(2).diagnoses if d.side == "trainer"
+    )
+    assert trainer.axis == "healthy"
+    assert trainer.gaps[diagnosis.NATURAL] > 1e-4
+    # In the rows that do not hold, and where there is none, the router's own choice.
+    own = sampling(reference.sampled_logits(moved[1:2])[0])
+    assert torch.allclose(sampling(logits[1]), own, atol=1e-6)
 
 
 # --- what a healthy run shows by chance
@@ -685,7 +790,7 @@ def test_draws_that_rewards_chose_among_are_not_examined(run, tmp_path):
     config = run.config.model_copy(update={"rollout": rollout})
     found = examine(SimpleNamespace(**{**vars(run), "config": config}), run.batch, tmp_path)
     assert found.draws is None
-    assert "draws not examined: rewards or lengths chose among the responses" in found.facts
+    assert "draws not examined: rewards or lengths chose among the responses" in found.all_facts
 
 
 def test_the_model_s_own_rotary_base_is_no_alternative(run):

@@ -47,7 +47,8 @@ def run(tmp_path_factory) -> Path:
         }
     )  # fmt: skip
     (folder / "config.yaml").write_text(resolved_yaml(config))
-    save_batch(folder / "rollouts", 1, rollouts(model))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    save_batch(folder / "rollouts", 2, rollouts(model))
     stale = [
         t.with_columns(weight_version=np.full(t.sampled, 3, np.int32)) for t in rollouts(model)
     ]
@@ -97,7 +98,7 @@ def reported(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_rung_equals_transformers(run, tmp_path):
     told = reported(
-        run, "--step=1", "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")
+        run, "--step=2", "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png")
     )
     assert told.returncode == 0, told.stderr
     report = json.loads((tmp_path / "a.json").read_text())
@@ -131,9 +132,9 @@ def test_every_rung_equals_transformers(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--step", "3"], "no batch of step 3; saved are 1 to 4"),
+        (["--step", "3"], "no batch of step 3; saved are 2 to 4"),
         (["--step", "4"], "nobody has the weights of version 3; --weights 3=FOLDER names them"),
-        (["--step", "1", "--weights", "1=nowhere"], "nowhere"),
+        (["--step", "2", "--weights", "1=nowhere"], "nowhere"),
         (["--html", "page.html"], "--html is the page of all causes, --png the figure of --parts"),
         (["--limit", "-1"], "--limit -1: expected 0 (all) or more"),
     ],

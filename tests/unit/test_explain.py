@@ -20,7 +20,14 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.explain import __main__ as explain
 from megatron_dppo.explain import page
 from megatron_dppo.explain.explanation import explain_response, threshold_text
-from megatron_dppo.explain.replay import OtherStep, OtherToken, by_sign, derivation
+from megatron_dppo.explain.replay import (
+    OtherStep,
+    OtherToken,
+    by_sign,
+    by_step,
+    derivation,
+    trained_steps,
+)
 from tests.tiny_models import save_tiny_model
 
 TEMPERATURE = 0.5
@@ -153,7 +160,7 @@ def test_topk_from_the_batch_and_exact_from_the_rollout_policy(model, log_pi, tm
         arrays = {"topk_ids": top.indices.int().numpy(), "topk_log_probs": top.values.numpy()}
         sampled.append(answer(ids, advantage, log_mu[range(4), ids].tolist(), n, **arrays))
         exact += (0.5 * (log_mu.double().exp() - log_pi[n].exp()).abs().sum(-1)).tolist()
-    run = write_run(tmp_path / "run", model, sampled, name="dppo-topk-tv")
+    run = write_run(tmp_path / "run", model, sampled, name="dppo-topk-tv", options={"topk": 4})
     rows = explained(run, model, tmp_path)
     assert all(r["exact_tv"] == "" for r in rows)
     known = explained(run, model, tmp_path, "--rollout-policy", str(other))
@@ -337,6 +344,20 @@ def test_two_rules_are_compared_by_sign_and_tokens_without_advantage_are_neither
         ("A < 0", "1", "0.2500", "0.5000"),
         ("A = 0", "2", "0.2500", "0.5000"),
     ]
+
+
+def test_a_batch_that_no_step_was_trained_on_is_left_out(tmp_path):
+    """The run ended before it, or an attempt before this one saved it."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n')
+    assert trained_steps(tmp_path, [1, 2, 3]) == [1, 2]
+    with pytest.raises(ValueError, match="no step was trained on a batch that is in it"):
+        trained_steps(tmp_path, [3])
+
+
+def test_two_rules_of_one_name_have_columns_of_their_own():
+    steps = [OtherStep(1, 4, [])]
+    assert by_step(steps, "grpo", "dppo-binary-tv").columns[2:4] == ("grpo", "dppo-binary-tv")
+    assert by_step(steps, "grpo", "grpo").columns[2:4] == ("grpo (run)", "grpo (replayed)")
 
 
 def test_a_derivation_uploads_traces_and_reports_nothing(tmp_path):

@@ -33,6 +33,39 @@ def weights(name, x, **options):
 # --- rules that look at one token
 
 
+def test_kpop_does_not_read_digits_that_an_engine_has_not():
+    """log mu = 0 is a mu of 1 - 3e-8 in float32, and a pi of .9985 near it: .0095 nats with the rest cut to 1e-6."""
+    x = inputs([0.9985, 0.008], [0.5, 1e-8], [1.0, -1.0], dtype=torch.float32)
+    x = replace(x, rollout_log_probs=torch.tensor([0.0, math.log(1e-8)]))
+    found = divergence.binary_kl_both_ways(x.log_probs, x.rollout_log_probs)
+    by_hand = [
+        0.9985 * math.log(0.9985) + 0.0015 * math.log(0.0015 / 1e-6),
+        0.008 * math.log(0.008 / 1e-6) + 0.992 * math.log(0.992),
+    ]
+    assert found.tolist() == pytest.approx(by_hand, rel=1e-3)
+    assert trained("kpop", x) == [True, True]
+
+
+def test_a_recomputed_policy_is_compared_with_itself_whatever_mu_says():
+    """pi = pi' = (.9, .05, .05) and mu = .5 at the sampled token: D is 0, and log(.9 / .5) is no part of it."""
+    policy = torch.tensor([[0.9, 0.05, 0.05]]).log()
+    x = inputs([0.9], [0.5], [1.0], recomputed=[0.9], dtype=torch.float32)
+    x = replace(
+        x,
+        topk_log_probs=torch.cat([policy, x.log_probs.detach()[:, None]], 1),
+        rollout_topk_log_probs=torch.cat([policy, x.rollout_log_probs[:, None]], 1),
+        topk_valid=torch.tensor([[True, True, True, False]]),
+    )
+    for name in ("recomputed-exact-kl", "recomputed-exact-tv"):
+        algorithm = build_algorithm(name)
+        decided = rules.measured(algorithm.preset.divergence, x, algorithm.anchor)
+        assert decided.tolist() == pytest.approx([0.0], abs=1e-6)
+        moved = replace(x, log_probs=torch.tensor([0.901]).log())
+        assert trained(name, moved) == [True]
+    # The same columns against the rollout: mu is what it says.
+    assert float(rules.measured("topk_kl", x, rollout)) > 0.5
+
+
 def test_bellman_weight_and_clip_by_hand():
     # (1.1 - mu) / (1.1 - pi) = 0.6 / 0.35, 0.6 / 0.85, 0.2 / 1.0, and 1.0 / 0.15 cut to 3
     x = inputs([0.75, 0.25, 0.1, 0.95], [0.5, 0.5, 0.9, 0.1], [-1.0, 1.0, 1.0, -1.0])

@@ -193,6 +193,14 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "another advantage": (at(0, lambda t: replace(t, advantage=0.25)), "advantage: got 0.25"),
     "a response twice": (lambda batch: [batch[0], *batch[:1], *batch[2:]], "group 0"),
     "an end that wasn't": (at(0, lambda t: replace(t, finish_reason="length")), "finish_reason"),
+    "never scored": (
+        at(0, lambda t: replace(t.stamped(SAMPLING.as_json(), 1), reward=0.0)),
+        "reward: nothing says that it was scored",
+    ),
+    "no version": (
+        at(0, lambda t: t.without("weight_version")),
+        "weights: nothing says which version sampled it",
+    ),
     "no stamp": (at(0, lambda t: replace(t, stamp=None)), "nothing says what made it"),
 }
 
