@@ -71,11 +71,13 @@ def page_of(claims: Sequence[Claim], records: Mapping[str, Record], seeds: Seque
     reasons = yaml.safe_load(REASONS.read_text(encoding="utf-8"))
     lines = [
         "# Findings\n",
-        "Claims of papers, and what becomes of them in a lab that two cores carry. Each claim, its tests and its runs "
-        f"were fixed in `examples/arena/claims.py` before the runs were made; {len(seeds)} seeds a cell, Student's 95% "
-        "interval of the difference between pairs of one seed. A claim is reproduced where all of its tests are as "
-        "claimed. Written by `make arena` from what is kept of every step of every run; the lab, its tasks and the "
-        "pilots: `examples/arena/README.md`.\n",
+        "Claims of papers, and what becomes of them in a lab that two cores carry. Each claim of a paper, its tests "
+        "and its runs were fixed in `examples/arena/claims.py` before the runs were made. What was registered after "
+        "another was seen says so: it shares one side's runs with that, whose numbers made one ask; `prefix-order` "
+        f"came into the repository together with most of its runs. {len(seeds)} seeds a cell, Student's 95% interval "
+        "of the difference between pairs of one seed. A claim is reproduced where all of its tests are as claimed. "
+        "Written by `make arena` from what is kept of every step of every run; the lab, its tasks and the pilots: "
+        "`examples/arena/README.md`.\n",
         *in_real_loop_text(claims, records),
         "| claim | of | what is claimed | found | tests | real loop | what we make of it |",
         "|---|---|---|---|---|---|---|",
@@ -139,22 +141,25 @@ def confirmed(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int])
     settings in which its mismatch is another by themselves. Of tests of a margin the largest difference. Empty without
     any."""
     sides: dict[bool, list[bool]] = {True: [], False: []}
-    apart: list[float] = []
+    apart: dict[bool, list[float]] = {True: [], False: []}
     for test in claim.tests:
         real, lab = in_real_loop(test, records), test.difference(records, seeds)
-        if real is None or lab is None:
+        # A bin of mu without a token has no mean.
+        if real is None or lab is None or math.isnan(real):
             continue
+        settings = {test.first.setting, test.second.setting}
+        is_near = all(is_comparable(setting, records) for setting in settings)
         if test.margin is not None:
-            apart.append(abs(real))
+            apart[is_near].append(abs(real))
         else:
-            settings = {test.first.setting, test.second.setting}
-            is_near = all(is_comparable(setting, records) for setting in settings)
             sides[is_near].append((real > 0) == (lab.mean > 0))
-    texts = {is_near: f"{sum(found)} of {len(found)}" for is_near, found in sides.items() if found}
-    if False in texts:
-        texts[False] += ", of another mismatch"
-    within = [f"up to {max(apart):.2f} apart"] if apart else []
-    return "; ".join([*texts.values(), *within])
+    texts = []
+    for is_near, suffix in ((True, ""), (False, ", of another mismatch")):
+        if found := sides[is_near]:
+            texts.append(f"{sum(found)} of {len(found)}{suffix}")
+        if differences := apart[is_near]:
+            texts.append(f"up to {max(differences):.2f} apart{suffix}")
+    return "; ".join(texts)
 
 
 def first_gap(record: Record) -> float:

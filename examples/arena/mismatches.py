@@ -23,10 +23,11 @@ def int4(matrix: Tensor, group: int = 16) -> Tensor:
 class Mismatch:
     """How the engine, or the copy of the policy in its place, differs from the trainer.
 
-    ``rounding``: of its matrices. ``age``: batches by which its weights are older. ``activations``: what goes into and
-    comes out of each layer is rounded to bfloat16 too. ``flips``: share of (token, layer) whose last expert is replaced
-    by the next best one. ``replays``: the trainer takes the engine's routing (R3). ``cache``: of the keys and values
-    that decoding reads again, token by token; the trainer's pass over the whole response stores none.
+    ``rounding``: of its matrices. ``age``: batches by which its weights are older. ``activations``: what linear layers
+    and the embedding give is rounded to bfloat16 too; norms, router and experts compute in float32. ``flips``: share
+    of (token, layer) whose last expert is replaced by the next best one. ``replays``: the trainer takes the engine's
+    routing (R3). ``cache``: of the keys and values that decoding reads again, token by token; the trainer's pass over
+    the whole response stores none.
     """
 
     rounding: Rounding | None = None

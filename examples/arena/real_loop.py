@@ -140,7 +140,7 @@ def write_words(task: Task, folder: Path) -> None:
     staged = folder.with_suffix(".part")
     shutil.rmtree(staged, ignore_errors=True)
     shutil.copytree(task.checkpoint, staged)
-    for path in (staged / "config.json", staged / "generation_config.json"):
+    for path in staged.glob("*config.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
     size = json.loads((staged / "config.json").read_text())["vocab_size"]
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))

@@ -115,6 +115,9 @@ def make_runs(cells: Sequence[Cell], results: Path, processes: int) -> None:
             pool.apply(make_material, (task,))
         with progress("arena", len(missing)) as bar, _appended(results) as out:
             for key, seconds, record in pool.imap_unordered(_run, missing):
+                if isinstance(record, Exception):
+                    print(f"arena: {key}: {record!r}", file=sys.stderr)
+                    continue
                 _write(out, key, seconds, record)
                 bar.update(note=f"{key} in {seconds:.0f} s")
                 bar.advance()
@@ -163,9 +166,13 @@ def make_material(task: str) -> None:
     TASKS[task]()
 
 
-def _run(cell: Cell) -> tuple[str, float, Record]:
+def _run(cell: Cell) -> tuple[str, float, Record | Exception]:
     began = time.process_time()
-    record = lab.run(cell)
+    record: Record | Exception
+    try:
+        record = lab.run(cell)
+    except Exception as error:
+        record = error
     return cell.key, round(time.process_time() - began, 1), record
 
 

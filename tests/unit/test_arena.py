@@ -543,5 +543,8 @@ def test_the_real_loop_is_held_against_the_labs_mean(monkeypatch):
     assert findings.in_real_loop(test, records) == pytest.approx(0.02)
     assert findings.confirmed(claim, records, (1, 2)) == "1 of 1; up to 0.02 apart"
     monkeypatch.setattr(findings, "is_comparable", lambda setting, _: setting != "drift")
-    expected = "1 of 1, of another mismatch; up to 0.02 apart"
+    expected = "1 of 1, of another mismatch; up to 0.02 apart, of another mismatch"
     assert findings.confirmed(claim, records, (1, 2)) == expected
+    # Where a run has no such tokens, it is on no side.
+    records |= {real_loop.real_key(cells["a"]): a_record([math.nan] * 8)}
+    assert findings.confirmed(claim, records, (1, 2)) == ""
