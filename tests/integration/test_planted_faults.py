@@ -411,6 +411,20 @@ def test_the_doctor_names_a_tokenizer_that_drifted(place, tmp_path):
     assert findings[0].startswith(f"tokenizer: {PROMPTS * GROUP} prompts differ; ")
 
 
+def test_a_gap_that_stops_a_run_leaves_what_the_doctor_needs(place, tmp_path, monkeypatch):
+    """No checkpoint is due: that of the step before is written for the batch that was not trained on."""
+    fault = FAULTS["weights one version old"]
+    fault.plant(monkeypatch)
+    own = ("checkpoint.every=50", "rollout.largest_gap=1e-6")
+    end = looped(place, tmp_path / "run", 3, *own)
+    monkeypatch.undo()
+    assert end.error is not None
+    assert "GapError" in end.error
+    assert steps_of(end.directory)[-1] == 1
+    (finding,) = examined(end.directory, 2)["findings"]
+    assert finding.startswith(fault.findings[0])
+
+
 def test_the_doctor_names_a_recording_of_other_experts_than_the_engine_used(tmp_path):
     with (
         with_models("tests.integration.wrong_recording"),

@@ -498,7 +498,7 @@ def test_the_real_loops_words_are_the_labs_ids(tmp_path):
     prompts = torch.tensor([[1, 4, 9], [1, 14, 24]])
     checkpoint = tmp_path / "long"
     checkpoint.mkdir()
-    (checkpoint / "config.json").write_text(json.dumps({"vocab_size": 64}))
+    (checkpoint / "config.json").write_text(json.dumps({"vocab_size": 64, "eos_token_id": 0}))
     rows = prompts.numpy()
     task = tasks.Task(
         "long", checkpoint, prompts, 3, lambda p, ids: tasks.share_before_error(rows[p], ids)
@@ -521,7 +521,11 @@ def test_the_real_loops_words_are_the_labs_ids(tmp_path):
     # the topic of the prompt w5 is 3
     words = [int(np.flatnonzero(tasks.topics() == topic)[0]) for topic in (3, 4)]
     assert real_loop.reward_rare("w1 w5", " ".join(f"w{i}" for i in words)) == 0.5
-    # An engine's response that is the end alone.
+    # Word 0 is one as any other: it ends no response, and its text has it.
+    assert json.loads((tmp_path / "long-real" / "config.json").read_text())["eos_token_id"] is None
+    assert tokenizer.eos_token_id is None
+    assert tokenizer.decode([9, 0, 15], skip_special_tokens=True) == "w9 w0 w15"
+    # A response without a token.
     assert real_loop.reward_rare("w1 w5", "") == real_loop.reward_long("w1 w4 w9", "") == 0.0
 
 
