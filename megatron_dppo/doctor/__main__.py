@@ -154,7 +154,7 @@ def report_parts(case: Case) -> None:
         raise ValueError("no response of the batch has one weight version alone")
     batch = [t for i in side.positions if (t := case.batch[i]).sampled]
     # What trained on the batch, where it is known.
-    trained_by = case.step - 1 if case.step - 1 in known.folders else max(known.folders)
+    trained_by = case.step - 1 if case.step - 1 in known.folders else max(known.folders, default=0)
     folders = known.folder(side.version), known.folder(trained_by)
     try:
         parts = Parts.of(config, batch, *folders, precision=options.precision)

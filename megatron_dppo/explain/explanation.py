@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -338,7 +339,7 @@ def _with_topk(
     whole = recomputed or algorithm.needs_full_distribution
     wanted = min(vocab_size if whole else max(1, algorithm.topk), vocab_size)
     if carried >= wanted and not recomputed:
-        return _likeliest_of(trajectory, wanted) if algorithm.reads_topk else trajectory
+        return likeliest_of(trajectory, wanted) if algorithm.reads_topk else trajectory
     if log_mu is not None and not algorithm.needs_full_distribution:
         k = vocab_size if recomputed else algorithm.topk or DEFAULT_TOPK
         top = log_mu.topk(min(k, vocab_size))
@@ -360,17 +361,14 @@ def _with_topk(
     return trajectory
 
 
-def likeliest(ids: Tensor, log_mu: Tensor, k: int) -> Tensor:
-    """int64 [T, k]: columns of the ``k`` likeliest of ``ids`` [T, K], -1 where there is none."""
-    return log_mu.masked_fill(ids < 0, -torch.inf).topk(k).indices
-
-
-def _likeliest_of(trajectory: Trajectory, k: int) -> Trajectory:
-    """``trajectory`` with the ``k`` likeliest ids of its TopK(mu): more would make another divergence."""
-    ids, log_mu = (torch.from_numpy(trajectory.column(n)) for n in ("topk_ids", "topk_log_probs"))
-    chosen = likeliest(ids, log_mu, k)
+def likeliest_of(trajectory: Trajectory, k: int) -> Trajectory:
+    """``trajectory`` with the ``k`` likeliest ids of its TopK(mu), and what is known at them."""
+    log_mu = trajectory.column("topk_log_probs")
+    order = np.where(trajectory.column("topk_ids") < 0, np.inf, -log_mu).argsort(1, kind="stable")
+    names_of = ("topk_ids", "topk_log_probs", "loss_topk_log_probs")
+    columns = {n: trajectory.columns[n] for n in names_of if n in trajectory.columns}
     return trajectory.with_columns(
-        topk_ids=ids.gather(1, chosen).numpy(), topk_log_probs=log_mu.gather(1, chosen).numpy()
+        **{n: np.take_along_axis(values, order[:, :k], 1) for n, values in columns.items()}
     )
 
 
@@ -404,16 +402,13 @@ R = TypeVar("R", TokenInputs, Decisions)
 class SeenStep:
     """The trained tokens of a batch end to end, T of them, as the loss saw them.
 
-    ``positions``, ``counts``: of the responses with a gradient, in the batch, and their tokens. ``token_ids`` int64
-    [T]; ``topk_ids`` [T, K], None where none were saved; ``trains`` bool [T]; ``divergence`` float64 [T], what the mask
-    compared, None where it measures none.
+    ``responses``, ``positions``: those with a gradient, and where they are in the batch. ``inputs``: of what the mask
+    saw; ``trains`` bool [T]; ``divergence`` float64 [T], what the mask compared, None where it measures none.
     """
 
+    responses: list[Trajectory]
     positions: list[int]
-    counts: list[int]
-    token_ids: Tensor
     inputs: TokenInputs
-    topk_ids: Tensor | None
     trains: Tensor
     divergence: Tensor | None
 
@@ -430,47 +425,20 @@ class SeenStep:
                 "did, or an earlier version saved it. --policy FOLDER explains it under the weights in "
                 "FOLDER, which are not the step's own"
             )
-        counts = [t.sampled for t in chosen]
-        log_probs = _joined(chosen, "loss_log_probs")
-        assert log_probs is not None
-        rollout_log_probs = _joined(chosen, "rollout_log_probs")
-        assert rollout_log_probs is not None
-        ids = torch.from_numpy(np.concatenate([t.response_ids for t in chosen]).astype(np.int64))
-        columns = [
-            _joined(chosen, n) for n in ("loss_topk_log_probs", "topk_log_probs", "topk_ids")
-        ]
-        topk: Sequence[Tensor | None] = (None, None, None)
-        if columns[0] is not None:
-            # Its run had them from the engine.
-            log_pi, log_mu, topk_ids = (c for c in columns if c is not None)
-            topk = with_sampled(
-                log_pi, log_mu, topk_ids, sampled=(log_probs, rollout_log_probs, ids)
-            )
-        inputs = TokenInputs(
-            log_probs=log_probs,
-            rollout_log_probs=rollout_log_probs,
-            advantages=torch.from_numpy(np.concatenate([t.advantages for t in chosen])),
-            loss_mask=torch.ones(len(log_probs), dtype=torch.bool),
-            recomputed_log_probs=_joined(chosen, "loss_recomputed_log_probs"),
-            topk_log_probs=topk[0],
-            rollout_topk_log_probs=topk[1],
-            topk_valid=topk[2],
-            entropy=_joined(chosen, "loss_entropy"),
-            sequence_ids=_ids_of(counts),
-            branch_ids=_ids_of([branch.sampled for t in chosen for branch in t.branches]),
-        )  # fmt: skip
         trained = _joined(chosen, "loss_trains")
         assert trained is not None
         divergence = _joined(chosen, "loss_divergence")
-        return cls(
-            positions,
-            counts,
-            ids,
-            inputs,
-            columns[2] if topk[0] is not None else None,
-            trained,
-            divergence,
-        )
+        return cls(chosen, positions, _seen_inputs(chosen), trained, divergence)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Tokens, by response."""
+        return [t.sampled for t in self.responses]
+
+    @cached_property
+    def token_ids(self) -> Tensor:
+        """int64 [T]."""
+        return _token_ids(self.responses)
 
     def decisions(self, algorithm: Algorithm) -> Decisions:
         """What the run's own algorithm decided."""
@@ -499,29 +467,44 @@ class SeenStep:
                 f"{algorithm.name} needs log-probabilities recomputed at the rollout's weights, which "
                 "this run did not compute; give weights with --policy and --rollout-policy"
             )
-        return decide(algorithm, self._narrowed(algorithm.topk if algorithm.reads_topk else 0))
+        inputs = self.inputs
+        if not whole and 0 < algorithm.topk < carried:
+            # More ids would make another divergence of the rule.
+            inputs = _seen_inputs([likeliest_of(t, algorithm.topk) for t in self.responses])
+        return decide(algorithm, inputs)
 
-    def _narrowed(self, k: int) -> TokenInputs:
-        """``inputs`` with the ``k`` likeliest of more ids that were saved; 0: with all."""
-        inputs, ids = self.inputs, self.topk_ids
-        if ids is None or not 0 < k < ids.shape[1]:
-            return inputs
-        log_pi, log_mu = inputs.topk_log_probs, inputs.rollout_topk_log_probs
-        assert log_pi is not None
-        assert log_mu is not None
-        chosen = likeliest(ids, log_mu[:, :-1], k)
-        topk = with_sampled(
-            log_pi[:, :-1].gather(1, chosen),
-            log_mu[:, :-1].gather(1, chosen),
-            ids.gather(1, chosen),
-            sampled=(inputs.log_probs, inputs.rollout_log_probs, self.token_ids),
-        )
-        return replace(
-            inputs,
-            topk_log_probs=topk[0],
-            rollout_topk_log_probs=topk[1],
-            topk_valid=topk[2],
-        )
+
+def _seen_inputs(chosen: Sequence[Trajectory]) -> TokenInputs:
+    """Of responses that a loss saw."""
+    log_probs, rollout_log_probs = (
+        _joined(chosen, name) for name in ("loss_log_probs", "rollout_log_probs")
+    )
+    assert log_probs is not None
+    assert rollout_log_probs is not None
+    columns = [_joined(chosen, n) for n in ("loss_topk_log_probs", "topk_log_probs", "topk_ids")]
+    topk: Sequence[Tensor | None] = (None, None, None)
+    if columns[0] is not None:
+        # Its run had them from the engine.
+        log_pi, log_mu, topk_ids = (c for c in columns if c is not None)
+        sampled = (log_probs, rollout_log_probs, _token_ids(chosen))
+        topk = with_sampled(log_pi, log_mu, topk_ids, sampled=sampled)
+    return TokenInputs(
+        log_probs=log_probs,
+        rollout_log_probs=rollout_log_probs,
+        advantages=torch.from_numpy(np.concatenate([t.advantages for t in chosen])),
+        loss_mask=torch.ones(len(log_probs), dtype=torch.bool),
+        recomputed_log_probs=_joined(chosen, "loss_recomputed_log_probs"),
+        topk_log_probs=topk[0],
+        rollout_topk_log_probs=topk[1],
+        topk_valid=topk[2],
+        entropy=_joined(chosen, "loss_entropy"),
+        sequence_ids=_ids_of([t.sampled for t in chosen]),
+        branch_ids=_ids_of([branch.sampled for t in chosen for branch in t.branches]),
+    )
+
+
+def _token_ids(responses: Sequence[Trajectory]) -> Tensor:
+    return torch.from_numpy(np.concatenate([t.response_ids for t in responses]).astype(np.int64))
 
 
 def explain_seen(
