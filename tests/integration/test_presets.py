@@ -60,10 +60,13 @@ def settings(folder: Path) -> dict[str, Any]:
         "rollout": {
             "prompts_per_step": PROMPTS, "group_size": GROUP, "max_response_tokens": 6,
             "responses_per_call": GROUP,
-            "topk_log_probs": VOCABULARY, "save": True,
+            "save": True,
         },
         "reward": {"name": "exact_integer"},
-        "algorithm": {"name": "dppo-topk-tv", "truncated_responses": "as-verified"},
+        "algorithm": {
+            "name": "dppo-topk-tv", "options": {"topk": VOCABULARY},
+            "truncated_responses": "as-verified",
+        },
         "parallel": {"world_size": 2, "tensor": 2},
         "training": {"prompts_per_mini_batch": PROMPTS // MINI_BATCHES, "micro_batch_tokens": 512},
         "optimizer": {"lr": 1e-4},
@@ -164,10 +167,9 @@ def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
         own = {
             **config,
             "run": {"directory": f"{config['run']['directory']}-{name}", "steps": 1},
-            "algorithm": {**config["algorithm"], "name": name},
+            "algorithm": {**config["algorithm"], "name": name, "options": {}},
             "rollout": {
                 **config["rollout"],
-                "topk_log_probs": 0,
                 "save": False,
                 "replay_from": batches[carried],
             },
