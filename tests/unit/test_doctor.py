@@ -403,7 +403,6 @@ def test_weights_of_two_steps_before_are_named_beside_those_of_one_and_newer_one
     assert diagnosed.gaps[f"weights of {name}"] < diagnosed.noise
     assert diagnosed.gaps["weights of version 2"] > 0.25 * diagnosed.gap
     assert trainer.axis == "healthy"
-    assert trainer.gap < 1e-6
     assert weights.largest == 2
 
 
