@@ -195,7 +195,7 @@ def test_an_srun_of_a_start_that_was_succeeded_says_nothing_to_slurm(
     launcher = SrunLauncher([Host("n1", "10.0.0.1", 8)], "server", form)
     step = launcher.start(["python"], environment=os.environ, log=log, stdin=b"keys")
     deadline = time.monotonic() + 60
-    while not log.read_text() and time.monotonic() < deadline:
+    while not log.read_text().endswith("\n") and time.monotonic() < deadline:
         time.sleep(0.01)
     step.stop(20)
     assert step.poll() == code
@@ -217,7 +217,7 @@ def test_a_step_is_ended_through_its_srun_and_a_command_by_force(tmp_path, kind,
     command = [sys.executable, "-c", NOTES_TERM]
     process = kind(start_fed(command, environment=os.environ, log=log, stdin=b"keys"))
     deadline = time.monotonic() + 60
-    while not log.read_text() and time.monotonic() < deadline:
+    while not log.read_text().endswith("\n") and time.monotonic() < deadline:
         time.sleep(0.01)
     process.stop(20) if how == "stop" else process.kill()
     assert process.poll() == code
