@@ -115,8 +115,8 @@ def make_runs(cells: Sequence[Cell], results: Path, processes: int) -> None:
             pool.apply(make_material, (task,))
         with progress("arena", len(missing)) as bar, _appended(results) as out:
             for key, seconds, record in pool.imap_unordered(_run, missing):
-                if isinstance(record, Exception):
-                    print(f"arena: {key}: {record!r}", file=sys.stderr)
+                if isinstance(record, str):
+                    print(f"arena: {key}: {record}", file=sys.stderr)
                     continue
                 _write(out, key, seconds, record)
                 bar.update(note=f"{key} in {seconds:.0f} s")
@@ -166,13 +166,14 @@ def make_material(task: str) -> None:
     TASKS[task]()
 
 
-def _run(cell: Cell) -> tuple[str, float, Record | Exception]:
+def _run(cell: Cell) -> tuple[str, float, Record | str]:
+    """Its key, seconds, and what is kept of it; or what ended it, which is told, and the run made again next time."""
     began = time.process_time()
-    record: Record | Exception
+    record: Record | str
     try:
         record = lab.run(cell)
     except Exception as error:
-        record = error
+        record = repr(error)
     return cell.key, round(time.process_time() - began, 1), record
 
 

@@ -77,7 +77,8 @@ def test_each_step_is_derived_again_bit_for_bit(directories, capfd):
 
 def test_a_batch_that_is_not_what_was_sampled_is_not_trained_on(directories, tmp_path, capfd):
     """One token of the second batch is changed and the file written anew, under its old seal."""
-    shutil.copy(directories[0] / "config.yaml", tmp_path)
+    for name in ("config.yaml", "metrics.jsonl"):
+        shutil.copy(directories[0] / name, tmp_path)
     shutil.copytree(directories[0] / "rollouts", tmp_path / "rollouts")
     saved, batch = SavedBatch(tmp_path / "rollouts", 2), load_batch(tmp_path / "rollouts", 2)
     tokens = batch[3].token_ids.copy()

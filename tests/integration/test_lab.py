@@ -123,9 +123,10 @@ def small_arena(folder: Path) -> None:
     quick = ["--quick", "--processes", "1", "--results", str(results), "--out", str(folder / "out")]
 
     (folder / "interrupt").touch()
-    with pytest.raises(RuntimeError, match="interrupted"):
-        run.main(quick)
+    # A run that fails is told of and ends no other; here all that come after two fail.
+    assert run.main(quick) == 0
     interrupted = results.read_text()
+    assert interrupted.count("\n") == 2
     (folder / "interrupt").unlink()
     results.write_text(interrupted + '{"key": "even/st')
 
