@@ -82,6 +82,7 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
             batch.column("topk_ids"),
             sampled=(stats.log_probs.detach(), batch.column("rollout_log_probs"), batch.target_ids),
         )
+    branches = branch_ids(batch)
     return TokenInputs(
         log_probs=stats.log_probs,
         rollout_log_probs=batch.column("rollout_log_probs"),
@@ -92,18 +93,18 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
         rollout_topk_log_probs=rollout_topk,
         topk_valid=valid,
         entropy=None if stats.entropy is None else stats.entropy.detach(),
-        sequence_ids=sequence_ids(batch),
-        branch_ids=branch_ids(batch),
+        sequence_ids=sequence_ids(batch, branches),
+        branch_ids=branches,
         sum_squares=stats.sum_squares,
         step_bound=batch.columns.get("step_bound"),
         tail_ids=None if valid is None else _tail_ids(stats, valid),
     )
 
 
-def sequence_ids(batch: PackedBatch) -> Tensor:
-    """int64 [T]: which response of the pack each token belongs to; all branches of one are one."""
+def sequence_ids(batch: PackedBatch, branches: Tensor) -> Tensor:
+    """int64 [T]: which response of the pack each token belongs to; all ``branches`` (``branch_ids``) of one are one."""
     responses = (batch.sequence_index.diff() != 0).long().cumsum(0)
-    return F.pad(responses, (1, 0))[branch_ids(batch)]
+    return F.pad(responses, (1, 0))[branches]
 
 
 def branch_ids(batch: PackedBatch) -> Tensor:

@@ -26,7 +26,7 @@ from megatron_dppo.metrics.sums import MaskedResponses
 from megatron_dppo.model.shape import SequenceCost
 from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.trainer.hugging_face import examples_of
-from megatron_dppo.trainer.token_loss import inputs_from, sequence_ids
+from megatron_dppo.trainer.token_loss import branch_ids, inputs_from, sequence_ids
 from megatron_dppo.vocab_parallel import policy_stats
 from tests.tiny_models import save_tiny_model
 from tests.trajectories import same
@@ -110,7 +110,7 @@ def test_rows_hold_by_the_version_of_their_own_branch():
 def test_rules_of_whole_responses_see_all_branches_as_one():
     other = turns("11 12. 13.", [1, 1], 3)
     batch = pack([joined(), other], pad_multiple=16)
-    assert sequence_ids(batch).tolist() == [0] * 11 + [1] * 3 + [2] * 2
+    assert sequence_ids(batch, branch_ids(batch)).tolist() == [0] * 11 + [1] * 3 + [2] * 2
     stats = policy_stats(torch.zeros(16, V), batch.target_ids, vocab_size=V)
     inputs = inputs_from(stats, batch)
     totals = sequence_totals(inputs, torch.ones(16))

@@ -13,7 +13,7 @@ from megatron_dppo.algorithms.policy_loss import build_algorithm
 from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory, forms_of
-from megatron_dppo.trainer.token_loss import inputs_from, make_token_loss, sequence_ids
+from megatron_dppo.trainer.token_loss import branch_ids, inputs_from, make_token_loss, sequence_ids
 from megatron_dppo.vocab_parallel import policy_stats
 from tests.trajectories import trajectory
 
@@ -151,7 +151,7 @@ def test_a_reference_penalty_has_the_aggregation_s_factor_of_each_token():
     plain, _, batch = penalty_gradient("pg-is", "sequence-mean-token-sum")
     scaled, _, _ = penalty_gradient("pg-is", "sequence-mean-token-mean")
     assert (plain[batch.loss_mask] != 0).all()
-    sequence = sequence_ids(batch)
+    sequence = sequence_ids(batch, branch_ids(batch))
     trained = torch.bincount(sequence, batch.loss_mask.float())[sequence].clamp(min=1)
     assert len(set(trained.tolist())) > 2
     torch.testing.assert_close(scaled, plain / trained, rtol=1e-5, atol=1e-7)
@@ -181,13 +181,14 @@ def test_a_reference_penalty_holds_for_tokens_that_the_mask_blocks():
 
 def test_sequence_ids_follow_the_boundaries_of_the_pack():
     batch = pack(samples(3), pad_multiple=32)
-    ids = sequence_ids(batch)
+    ids = sequence_ids(batch, branch_ids(batch))
     lengths = batch.cu_seqlens.diff().tolist()
     assert ids.tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
 
 
 def test_sequence_ids_are_found_where_the_pack_is():
-    assert sequence_ids(pack(samples(3)).to("meta")).device.type == "meta"
+    meta = pack(samples(3)).to("meta")
+    assert sequence_ids(meta, branch_ids(meta)).device.type == "meta"
 
 
 def test_top_k_that_the_statistics_lack_is_left_out_and_a_mask_that_needs_it_says_so():
