@@ -39,7 +39,8 @@ PROMPTS, GROUP, TOKENS = 24, 4, 48
 
 
 def generate(folder: Path, config: TrainConfig) -> None:
-    """The batch of step 1, with the engine's routing."""
+    """The batch of step 1 with the engine's routing, and once more as that of step 2: sampled by version 0, trained as
+    version 1."""
     engine = engine_of(config, free_port())
     try:
         engine.start()
@@ -54,7 +55,8 @@ def generate(folder: Path, config: TrainConfig) -> None:
             client = EngineClient(engine.url, API_KEY, ADMIN_KEY)
             done = runner.run(generate_many(client, job.requests(), GenerationLimits(96)))
             runner.run(client.close())
-        save_batch(folder / "rollouts", 1, job.trajectories(done))
+        for step in (1, 2):
+            save_batch(folder / "rollouts", step, job.trajectories(done))
     finally:
         engine.kill()
 
@@ -71,7 +73,7 @@ def train_on(model: Path, later: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run's folder as a step of a run on sampled prompts leaves it behind."""
+    """A run's folder as steps of a run on sampled prompts leave it behind, and ``later``, weights of version 1."""
     run = tmp_path_factory.mktemp("r3") / "run"
     run.mkdir()
     model = save_tiny_model(
@@ -90,7 +92,7 @@ def run(tmp_path_factory) -> Path:
     )
     assert config.rollout.router_replay
     (run / "config.yaml").write_text(resolved_yaml(config))
-    train_on(model, run / "hf")
+    train_on(model, run / "later")
     generate(run, config)
     return run
 
@@ -99,7 +101,7 @@ def run(tmp_path_factory) -> Path:
 def report(run) -> dict[str, Any]:
     subprocess.run(
         [sys.executable, "-m", "megatron_dppo", "doctor", str(run), "--parts", "--limit=0",
-         "--json", str(run / "gap.json"), "--png", str(run / "gap.png")],
+         "--weights", f"1={run / 'later'}", "--json", str(run / "gap.json"), "--png", str(run / "gap.png")],
         cwd=ROOT, check=True,
     )  # fmt: skip
     assert (run / "gap.png").stat().st_size > 50_000
