@@ -121,29 +121,22 @@ def as_trained(
 
     Raises ValueError where the batch does not say, or says what the run's records do not.
     """
-    from megatron_dppo.algorithms.policy_loss import build_algorithm
     from megatron_dppo.data.problems import load_tokenizer
-    from megatron_dppo.explain.explanation import (
-        SeenStep,
-        TokenTexts,
-        check_agreement,
-        explain_seen,
-    )
+    from megatron_dppo.explain.explanation import TokenTexts
+    from megatron_dppo.explain.seen_step import SeenStep, check_agreement, explain_seen
 
     if options.rollout_policy is not None:
         raise ValueError(
             "--rollout-policy: the step's own numbers are shown; it goes with --policy"
         )
-    runs_algorithm = build_algorithm(trained_with.name, trained_with.options, trained_with.settings)
     saved = SeenStep.of(batch, trained_with)
-    source = check_agreement(saved, runs_algorithm, options.run, step)
-    decisions = saved.decisions(runs_algorithm)
-    if (algorithm.name, algorithm.numbers) != (runs_algorithm.name, runs_algorithm.numbers):
-        decisions = saved.others_decisions(algorithm)
-        source += f" for {runs_algorithm.name}, which the run trained with"
+    source = check_agreement(saved, options.run, step)
+    decisions = saved.decisions(algorithm)
+    if not saved.is_of(algorithm):
+        source += f" for {trained_with.name}, which the run trained with"
     texts = TokenTexts(load_tokenizer(checkpoint))
     responses = [
-        explain_seen(saved, i, number, batch[i], algorithm, decisions, texts)
+        explain_seen(saved, i, number, algorithm, decisions, texts)
         for i, number in mini_batches.items()
     ]
     return responses, source

@@ -150,16 +150,13 @@ def other_step(run: Path, step: int, algorithm: Algorithm) -> OtherStep:
 
     Raises ValueError where the batch lacks what its mask reads, or is not what the run recorded of the step.
     """
-    from megatron_dppo.algorithms.policy_loss import build_algorithm
     from megatron_dppo.data.batch_file import load_batch
-    from megatron_dppo.explain.explanation import SeenStep, check_agreement
+    from megatron_dppo.explain.seen_step import SeenStep, check_agreement
 
     trained_with = load_config(run / "config.yaml").algorithm
-    own = build_algorithm(trained_with.name, trained_with.options, trained_with.settings)
     seen = SeenStep.of(load_batch(run / ROLLOUTS_FOLDER, step), trained_with)
-    check_agreement(seen, own, run, step)
-    same = (algorithm.name, algorithm.numbers) == (own.name, own.numbers)
-    decided = seen.decisions(own) if same else seen.others_decisions(algorithm)
+    check_agreement(seen, run, step)
+    decided = seen.decisions(algorithm)
     by_run, by_other = ~seen.trains, ~decided.trains
     places = [
         (response, position)

@@ -12,11 +12,10 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from megatron_dppo.algorithms.policy_loss import build_algorithm
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.explain.explanation import SeenStep, check_agreement
+from megatron_dppo.explain.seen_step import SeenStep, check_agreement
 from tests.extras import extra_packages
 from tests.integration.runs import ROOT, TrainingRun, records_of, write_material
 from tests.unit.test_agents import TEMPLATE
@@ -70,7 +69,7 @@ def check_step(directory: Path, step: int) -> list[Trajectory]:
     seen = SeenStep.of(batch, settings.algorithm)
     advantages = np.repeat([t.advantage for t in batch], [t.sampled for t in batch])
     assert seen.inputs.advantages.tolist() == advantages.tolist()
-    check_agreement(seen, build_algorithm(settings.algorithm.name), directory, step)
+    check_agreement(seen, directory, step)
     return batch
 
 

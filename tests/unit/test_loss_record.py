@@ -13,7 +13,7 @@ from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.packing import pack
-from megatron_dppo.explain.explanation import SeenStep, explain_seen
+from megatron_dppo.explain.seen_step import SeenStep, explain_seen
 from megatron_dppo.loop.learning import KEPT_TOPK, LossRecord, _decoded, _encoded, by_response
 from megatron_dppo.trainer.token_loss import inputs_from, make_token_loss
 from megatron_dppo.vocab_parallel import policy_stats
@@ -122,13 +122,13 @@ def test_another_rule_of_topk_decides_about_a_saved_step_as_it_would_have_in_the
     step = SeenStep.of([every[i].with_columns(**saved[i]) for i in sorted(saved)], settings)
     trains = np.concatenate([expected[i]["trains"] for i in sorted(expected)])
     assert 0 < trains.sum() < len(trains)
-    assert step.others_decisions(other).trains.tolist() == trains.tolist()
+    assert step.decisions(other).trains.tolist() == trains.tolist()
     for name, options, wanted in (
         ("dppo-exact-tv", {}, "every id"),
         ("dppo-topk-kl", {"topk": K + 1}, r"TopK\(mu\), K = 5"),
     ):
         with pytest.raises(ValueError, match=f"needs log pi at {wanted}, .* has K = 4 "):
-            step.others_decisions(build_algorithm(name, options))
+            step.decisions(build_algorithm(name, options))
     # A rule of fewer ids sees the likeliest of those that were saved.
     fewer = build_algorithm("dppo-topk-kl", {"topk": 2, "kl_threshold": 0.5})
     of_fewer: dict[int, dict] = {}
@@ -146,15 +146,12 @@ def test_another_rule_of_topk_decides_about_a_saved_step_as_it_would_have_in_the
         of_fewer |= by_response(narrow, {"trains": decided.trains})
     expected_of_fewer = np.concatenate([of_fewer[i]["trains"] for i in sorted(of_fewer)])
     wide = decide(fewer, step.inputs).trains.tolist()
-    assert step.others_decisions(fewer).trains.tolist() == expected_of_fewer.tolist() != wide
+    assert step.decisions(fewer).trains.tolist() == expected_of_fewer.tolist() != wide
     # What another rule measures is its own, not what was saved of the run's.
     index = step.positions[0]
     own, others = (
-        explain_seen(step, index, 1, every[index], rule, decisions, Texts())
-        for rule, decisions in (
-            (algorithm, step.decisions(algorithm)),
-            (other, step.others_decisions(other)),
-        )
+        explain_seen(step, index, 1, rule, step.decisions(rule), Texts())
+        for rule in (algorithm, other)
     )
     first = step.counts[0]
     assert [t.topk_tv for t in own.tokens] == step.divergence[:first].tolist()
