@@ -17,10 +17,12 @@ import math
 import multiprocessing
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 import torch
 
@@ -38,6 +40,7 @@ from examples.arena.findings import write_findings
 from examples.arena.lab import Cell
 from examples.arena.tasks import TASKS
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.system.processes import describe_exit
 
 RESULTS = Path("runs/arena/results.jsonl")
 KEPT = Path("docs/findings/results.jsonl.gz")
@@ -108,19 +111,71 @@ def make_runs(cells: Sequence[Cell], results: Path, processes: int) -> None:
     if not missing:
         return
     results.parent.mkdir(parents=True, exist_ok=True)
+    make_material(dict.fromkeys(cell.task for cell in missing))
+    with progress("arena", len(missing)) as bar, _appended(results) as out:
+        for cell, seconds, record in _forked(lab.run, missing, processes):
+            if isinstance(record, str):
+                print(f"arena: {cell.key}: {record}", file=sys.stderr)
+                continue
+            _write(out, cell.key, seconds, record)
+            bar.update(note=f"{cell.key} in {seconds:.0f} s")
+            bar.advance()
+
+
+def make_material(tasks: Iterable[str]) -> None:
+    """Of one task after another: two runs side by side would both make it. Raises RuntimeError where one fails."""
+    for task, _, answer in _forked(_make_material, tasks, 1):
+        if answer is not None:
+            raise RuntimeError(f"arena: the material of {task}: {answer}")
+
+
+def _make_material(task: str) -> None:
+    # Threads that wait for each other take ten times as long beside other work.
+    torch.set_num_threads(1)
+    TASKS[task]()
+
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+def _forked(
+    act: Callable[[A], R], values: Iterable[A], processes: int
+) -> Iterator[tuple[A, float, R | str]]:
+    """``act`` of each value in a process of its own, ``processes`` at a time: the value, seconds of the processor, and
+    the answer as soon as it is there, or in words what ended it."""
     # What a fork shares must not have computed anything: neither threads nor Megatron-Core's groups outlive it.
     fork = multiprocessing.get_context("fork")
-    with fork.Pool(processes, maxtasksperchild=1) as pool:
-        for task in dict.fromkeys(cell.task for cell in missing):
-            pool.apply(make_material, (task,))
-        with progress("arena", len(missing)) as bar, _appended(results) as out:
-            for key, seconds, record in pool.imap_unordered(_run, missing):
-                if isinstance(record, str):
-                    print(f"arena: {key}: {record}", file=sys.stderr)
-                    continue
-                _write(out, key, seconds, record)
-                bar.update(note=f"{key} in {seconds:.0f} s")
-                bar.advance()
+    waiting, running = deque(values), dict[Connection, tuple[BaseProcess, A]]()
+    while waiting or running:
+        while waiting and len(running) < processes:
+            value = waiting.popleft()
+            receiver, sender = fork.Pipe(duplex=False)
+            with sender:
+                process = fork.Process(target=_send, args=(sender, act, value), daemon=True)
+                process.start()
+            running[receiver] = process, value
+        wait(running)
+        for receiver in [r for r in running if r.poll()]:
+            child, value = running.pop(receiver)
+            with receiver:
+                try:
+                    seconds, answer = receiver.recv()
+                except EOFError:
+                    child.join()
+                    seconds, answer = math.nan, describe_exit(child.exitcode or 0)
+            child.join()
+            yield value, seconds, answer
+
+
+def _send(sender: Connection, act: Callable[[A], object], value: A) -> None:
+    """What ends it is told, too: a run is made again next time."""
+    began = time.process_time()
+    try:
+        answer = act(value)
+    except Exception as error:
+        answer = repr(error)
+    sender.send((round(time.process_time() - began, 1), answer))
 
 
 def make_real_runs(cells: Sequence[Cell], results: Path) -> None:
@@ -157,24 +212,6 @@ def _write(out: TextIO, key: str, seconds: float, record: Record) -> None:
     values = {n: [x if math.isfinite(x) else None for x in v] for n, v in record.items()}
     out.write(json.dumps({"key": key, "seconds": seconds, "values": values}) + "\n")
     out.flush()
-
-
-def make_material(task: str) -> None:
-    """In a process of its own, as a run."""
-    # Threads that wait for each other take ten times as long beside other work.
-    torch.set_num_threads(1)
-    TASKS[task]()
-
-
-def _run(cell: Cell) -> tuple[str, float, Record | str]:
-    """Its key, seconds, and what is kept of it; or what ended it, which is told, and the run made again next time."""
-    began = time.process_time()
-    record: Record | str
-    try:
-        record = lab.run(cell)
-    except Exception as error:
-        record = repr(error)
-    return cell.key, round(time.process_time() - began, 1), record
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -103,9 +103,7 @@ def table(steps: Mapping[str, Cost]) -> list[str]:
 
 
 def main() -> int:
-    for task in LAB_TASKS:
-        with multiprocessing.get_context("fork").Pool(1) as pool:
-            pool.apply(make_material, (task,))
+    make_material(LAB_TASKS)
     lab_tasks = {f"lab, {name}": of_step(partial(of_lab, name)) for name in LAB_TASKS}
     print("\n".join(table({DEMO: of_step(of_demo), **lab_tasks})))
     return 0

@@ -220,7 +220,7 @@ class Run:
         except RewardUnavailableError:
             self.stop("no reward could be had")
             raise
-        except GapError:
+        except (FrequencyError, GapError):
             # Before the step's first update, on every rank: the weights are those of the step before.
             self.stop("the batch was not trained on; its weights are kept for megatron-dppo doctor")
             raise

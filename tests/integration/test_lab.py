@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import multiprocessing
+import os
+import signal
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +109,9 @@ def small_arena(folder: Path) -> None:
 
     def reward(_: int, ids: np.ndarray) -> float:
         if (folder / "interrupt").exists() and results.read_text().count("\n") == 2:
+            if (folder / "raised").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            (folder / "raised").touch()
             raise RuntimeError("interrupted")
         return float((ids % 2 == 0).mean())
 
@@ -123,8 +130,11 @@ def small_arena(folder: Path) -> None:
     quick = ["--quick", "--processes", "1", "--results", str(results), "--out", str(folder / "out")]
 
     (folder / "interrupt").touch()
-    # A run that fails is told of and ends no other; here all that come after two fail.
-    assert run.main(quick) == 0
+    # A run that fails, or is killed, is told of and ends no other; here all that come after two.
+    with redirect_stderr(io.StringIO()) as errors:
+        assert run.main(quick) == 0
+    assert "RuntimeError('interrupted')" in errors.getvalue()
+    assert "was killed by SIGKILL" in errors.getvalue()
     interrupted = results.read_text()
     assert interrupted.count("\n") == 2
     (folder / "interrupt").unlink()

@@ -463,9 +463,9 @@ def test_the_trainer_follows_an_engine_with_other_routing(tmp_path):
 def test_the_frequency_canary_stops_a_temperature_that_both_forgot(
     other_place, tmp_path, monkeypatch
 ):
-    """The sampler draws at 0.5; engine and trainer agree that the temperature was 1."""
+    """The sampler draws at 0.5; engine and trainer agree that the temperature was 1. The weights are kept."""
     in_head(temperature=1.0)(monkeypatch)
-    own = ("rollout.temperature=0.5", "rollout.max_response_tokens=64")
+    own = ("rollout.temperature=0.5", "rollout.max_response_tokens=64", "checkpoint.every=50")
     end = looped(other_place, tmp_path / "run", 20, *own)
     monkeypatch.undo()
     assert end.error is not None
