@@ -199,8 +199,10 @@ def length_faults(
                 )
             elif (whole := prompt + response + episodes[section]) > longest - reserve:
                 yield (
-                    f"environment.max_tokens: got {environment.max_tokens}, which is {whole} tokens of an episode, "
-                    f"expected at most {longest - reserve}: the {whose} {longest} positions{why.format(reserve)}"
+                    f"environment.max_tokens: got {given(environment.max_tokens)}, which is {whole} tokens of an "
+                    f"episode, expected at most {longest - reserve}: the {whose} {longest} positions"
+                    f"{why.format(reserve)}. null is what environment.max_turns, rollout.max_response_tokens and "
+                    "environment.max_observation_tokens allow together"
                 )
 
 
@@ -393,7 +395,7 @@ def batch_faults(rollout: schema.RolloutConfig, size: int, data: int) -> layout.
     if data and rollout.prompts_per_step % data:
         yield (
             f"rollout.prompts_per_step: got {rollout.prompts_per_step}, expected a multiple of the "
-            f"{data} data-parallel ranks (world_size / (tensor x pipeline)), which share the prompts"
+            f"{data} data-parallel ranks (world_size / (tensor x pipeline x context)), which share the prompts"
         )
     if size * rollout.group_size < data:
         yield (

@@ -117,7 +117,7 @@ class RewardTerm(Section):
     memory_gib: int = Field(default=4, gt=0, le=1 << 20)
     """Address space of each of these processes and of what it starts, in GiB; a call that maps more fails."""
     attempts: int = Field(default=4, gt=0, le=100)
-    """How often a response is scored anew whose reward could not be had (a service that is away), with growing pauses
+    """How often a response is tried in all whose reward could not be had (a service that is away), with growing pauses
     from 0.5 s. Then another response takes its place."""
 
 

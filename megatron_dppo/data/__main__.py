@@ -14,7 +14,7 @@ from megatron_dppo.data.published import SETS, prepare
 from megatron_dppo.logging import fatal
 from megatron_dppo.rewards import find_reward
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.files import write_atomically
+from megatron_dppo.system.files import unwritable, write_atomically
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +40,9 @@ def _generate(options: argparse.Namespace) -> int:
         from megatron_dppo.rewards import reasoning_gym
     except ImportError as error:
         fatal(str(error))
+    out = Path(options.out)
+    if reason := unwritable(out.parent):
+        fatal(f"{out}: {reason}")
     chosen = reasoning_gym.tasks() if options.tasks == ["all"] else options.tasks
     if options.config and len(chosen) > 1:
         fatal(f"--config: got {len(chosen)} tasks, expected one: each has settings of its own")
@@ -53,8 +56,9 @@ def _generate(options: argparse.Namespace) -> int:
                     bar.advance(1)
     except ValueError as error:
         fatal(str(error))
-    write_atomically(Path(options.out), "".join(lines))
-    print(f"{options.out}: {len(lines):,} problems of {len(chosen)} tasks of reasoning-gym")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, "".join(lines))
+    print(f"{out}: {len(lines):,} problems of {len(chosen)} tasks of reasoning-gym")
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_dppo.data.records import DataError, columns_of, shorten, stream_records, value_at
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards.answers import gold_answer, holds_answer
-from megatron_dppo.system.files import write_atomically
+from megatron_dppo.system.files import unwritable, write_atomically
 
 
 @dataclass(frozen=True)
@@ -472,11 +472,12 @@ def prepare(name: str, source: str, out: Path, split: str | None = None) -> Prep
     Raises DataError where nothing is found, or nothing of it can be used.
     """
     published = SETS[name]
-    if not out.parent.is_dir():
-        raise DataError(f"{out}: {out.parent} is no folder")
+    if reason := unwritable(out.parent):
+        raise DataError(f"{out}: {reason}")
     prepared = collect(published, files_of(published, source, split))
     if not prepared.answers:
         raise DataError(f"{source}: no problem is left of it\n" + "\n".join(prepared.report()))
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, prepared.lines(name))
     return prepared
 

@@ -46,10 +46,14 @@ def write(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+OUT = "data/out.jsonl"
+
+
 @pytest.fixture
 def prepared(tmp_path):
     def run(name: str, rows: list[dict], file: str = "set.parquet", **words) -> Preparation:
-        return prepare(name, str(write(tmp_path / file, rows)), tmp_path / "out.jsonl", **words)
+        # Its folder is made.
+        return prepare(name, str(write(tmp_path / file, rows)), tmp_path / OUT, **words)
 
     return run
 
@@ -58,7 +62,7 @@ def prepared(tmp_path):
 def test_every_format_and_the_file_that_comes_of_it(prepared, tmp_path, file):
     rows = [dapo("What is $1+1$?", "2"), dapo("求 $x$。", "34")]
     assert prepared("dapo-math-17k", rows, file).rows == 2
-    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
+    assert [json.loads(line) for line in (tmp_path / OUT).read_text().splitlines()] == [
         {"problem": "What is $1+1$?", "answer": "2", "source": "dapo-math-17k"},
         {"problem": "求 $x$。", "answer": "34", "source": "dapo-math-17k"},
     ]
@@ -221,8 +225,8 @@ def test_unknown_columns_and_what_is_not_there(prepared, tmp_path):
         prepare("math", str(broken), tmp_path / "out.jsonl")
     with pytest.raises(DataError, match=r"none\.parquet: no such file or folder\. Wanted is test"):
         prepare("math500", "none.parquet", tmp_path / "out.jsonl")
-    with pytest.raises(DataError, match="is no folder"):
-        prepare("math500", str(tmp_path), tmp_path / "none" / "out.jsonl")
+    with pytest.raises(DataError, match=r"out\.jsonl: .*broken\.parquet can't be written"):
+        prepare("math500", str(tmp_path), broken / "out.jsonl")
 
 
 @pytest.mark.parametrize("name", SETS)

@@ -113,9 +113,9 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", CHECKED, ids=" ".join)
 def test_every_check_of_a_task_is_passed(words, folder):
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
+    script = Path(sys.executable).with_name("megatron-dppo")
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_dppo", *words], cwd=folder, env=variables,
+        [script, *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
