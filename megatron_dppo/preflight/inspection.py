@@ -9,9 +9,12 @@ import ctypes
 import ctypes.util
 import importlib.util
 import json
+import os
 import platform
 import re
+import shutil
 import sys
+import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -63,6 +66,14 @@ def fused_weight_gradients() -> str:
     return "not built" if spec is None else "built"
 
 
+def missing_for_triton() -> list[str]:
+    """Of what Triton compiles its kernels' launchers with, in C, what is not there."""
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    compilers = (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
+    missing = [] if any(compilers) else ["gcc, clang or CC"]
+    return missing if header.is_file() else [*missing, str(header)]
+
+
 if __name__ == "__main__":
     answer = {
         "version": platform.python_version(),
@@ -70,5 +81,6 @@ if __name__ == "__main__":
         "nccl": nccl_version(),
         "cuda": torch_cuda(),
         "fused_weight_gradients": fused_weight_gradients(),
+        "missing_for_triton": missing_for_triton(),
     }
     print(json.dumps(answer))

@@ -167,7 +167,8 @@ def inspect_python(python: str, packages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """The pins hold, all nodes have the same versions and kernels, and trainer and engine the same NCCL."""
+    """The pins hold, all nodes have the same versions and kernels, trainer and engine the same NCCL, and on GPUs what
+    Triton compiles with."""
     for role, requirements in needs.requirements.items():
         packages = {host: roles[role]["packages"] for host, roles in evidence.items()}
         for host, versions in packages.items():
@@ -177,6 +178,8 @@ def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
             of_hosts = {host: versions.get(name) for host, versions in packages.items()}
             yield from odd_ones(f"{role}'s {name}", of_hosts)
     yield from _nccl(evidence)
+    if needs.gpus:
+        yield from _without_compiler(evidence)
     kernels = {h: roles["trainer"].get("fused_weight_gradients") for h, roles in evidence.items()}
     yield from odd_ones("apex's kernel for weight gradients", kernels)
 
@@ -190,6 +193,15 @@ def _unmet(
         yield Finding(host, subject, "not installed", expected)
     elif not requirement.specifier.contains(version, prereleases=True):
         yield Finding(host, subject, version, expected)
+
+
+def _without_compiler(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
+    for host, roles in evidence.items():
+        missing = {role: answer["missing_for_triton"] for role, answer in roles.items()}
+        for role, names in missing.items():
+            if names:
+                expected = "there: Triton compiles each kernel's launcher in C"
+                yield Finding(host, f"{role}'s {' and '.join(names)}", "not there", expected)
 
 
 def _nccl(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:

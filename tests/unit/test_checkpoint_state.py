@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,21 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "TP2 EP2 of 4": ({"tensor": 2, "expert": 2}, 4),
     "TP2 ETP2 PP2 VPP2": ({"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, 4),
 }
+
+
+def test_groups_of_which_a_rank_has_nothing_count_no_steps():
+    """Transformer Engine's FusedAdam leaves them out of its steps; a resumed run must save again."""
+    from megatron_dppo.trainer.checkpoint.state import optimizer_steps, set_steps
+
+    full, empty = {"params": [torch.zeros(1)]}, {"params": []}
+    inner = SimpleNamespace(param_groups=[full, empty], state={})
+    optimizer: Any = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)])
+    set_steps(optimizer, 5)
+    full["step"] += 1
+    assert optimizer_steps(optimizer) == {6}
+    # Of a group that another layout left empty, too.
+    empty["step"] = 5
+    assert optimizer_steps(optimizer) == {6}
 
 
 @contextmanager

@@ -1,21 +1,28 @@
 """The check of a GPU machine: parts that are found, run apart from each other, and told of; what runs without a GPU."""
 
 import json
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from megatron_dppo.gpu_check import discover
+from megatron_dppo.gpu_check import Bench, discover, random_batch
 from megatron_dppo.gpu_check.__main__ import chosen, fresh_folder, main, page
 from megatron_dppo.gpu_check.parts.kernels import KernelCase, errors, kernels, mask_rows
 from megatron_dppo.gpu_check.parts.loop import cause_rows, gap_row, routing_rows, updates_row
-from megatron_dppo.gpu_check.parts.trainer import Passed, compared
+from megatron_dppo.gpu_check.parts.trainer import LENGTHS, Passed, compared
+from megatron_dppo.gpu_check.parts.trainer import _layout_row as layout_row
+from megatron_dppo.gpu_check.parts.trainer import _passed as passed
 from megatron_dppo.gpu_check.runner import run_part
 from megatron_dppo.metrics import table as names
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.trainer import platform
 from tests.ranks import ROOT
+from tests.tiny_models import save_tiny_model
 
 PLANTED = "tests.unit.planted_parts"
 
@@ -47,6 +54,34 @@ def test_parts_are_chosen_by_name():
         chosen(parts, "good,nobody")
     with pytest.raises(ValueError, match="got no name"):
         chosen(parts, "")
+
+
+def test_layers_without_ddp_have_no_gradients_that_apexs_kernel_could_add_to(tmp_path, monkeypatch):
+    folder = save_tiny_model(tmp_path / "model", "qwen3_moe")
+    options = {"gradient_accumulation_fusion": True}
+    fused = replace(platform.current(), transformer_options=options)
+    monkeypatch.setattr(platform, "current", lambda: fused)
+    batch = random_batch(load_model_shape(folder).vocab_size, LENGTHS)
+    try:
+        assert passed(folder, "float32", batch, torch_layers=False).gradients
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_transformer_engines_extension_is_there_once_its_package_is_loaded(tmp_path, monkeypatch):
+    """Its file is in a folder of the package's own, whose import alone gives it its name."""
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(
+        "import sys\nfrom types import SimpleNamespace\n"
+        "from megatron_dppo.trainer.context_parallel import own_rows\n"
+        "sys.modules['transformer_engine_torch'] = SimpleNamespace(thd_get_partitioned_indices=own_rows)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine_torch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert layout_row(Bench(tmp_path, gpus=1)).holds
 
 
 def test_a_good_part_leaves_rows_and_files(tmp_path):

@@ -159,6 +159,18 @@ def test_an_interpreter_tells_its_packages_without_this_package_or_torch():
     assert told["packages"]["not-there"] is None
 
 
+def test_what_triton_compiles_with_is_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspection.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    header = tmp_path / "include" / "Python.h"
+    assert inspection.missing_for_triton() == ["gcc, clang or CC", str(header)]
+    header.parent.mkdir()
+    header.touch()
+    monkeypatch.setenv("CC", "icx")
+    assert inspection.missing_for_triton() == []
+
+
 def test_the_number_of_nccl_is_its_version(monkeypatch):
     class Library:
         @staticmethod

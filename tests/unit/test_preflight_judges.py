@@ -116,7 +116,8 @@ def test_lines_of_nvidia_smi_become_gpus():
 
 
 def python(nccl="2.29.7", **packages):
-    return {"nccl": nccl, "packages": {"torch": "2.13.0", **packages}}
+    packages = {"torch": "2.13.0", **packages}
+    return {"nccl": nccl, "packages": packages, "missing_for_triton": []}
 
 
 def roles(trainer, engine):
@@ -165,6 +166,17 @@ def test_nodes_with_and_without_apexs_kernel_are_not_mixed():
     assert texts(judge_pythons(evidence, needs)) == [
         "c: apex's kernel for weight gradients: got not built, expected built, as on 2 of 3 nodes"
     ]
+
+
+def test_triton_needs_a_compiler_and_pythons_headers():
+    bare = python() | {"missing_for_triton": ["gcc, clang or CC", "/usr/include/Python.h"]}
+    evidence = {"a": {"trainer": python()}, "b": {"trainer": bare}}
+    needs = replace(NEEDS, requirements={"trainer": ()})
+    assert texts(judge_pythons(evidence, needs)) == [
+        "b: trainer's gcc, clang or CC and /usr/include/Python.h: got not there, expected there: Triton compiles "
+        "each kernel's launcher in C"
+    ]
+    assert list(judge_pythons(evidence, replace(needs, gpus=0))) == []
 
 
 def test_machines_without_nccl_agree():

@@ -113,7 +113,9 @@ def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool)
     from megatron_dppo.vocab_parallel import policy_stats
 
     shape, layout = load_model_shape(folder), Layout()
-    config = policy_config(folder, dtype, megatron=_NO_FUSION if torch_layers else {})
+    # Without DDP there is no main_grad that apex's kernel could add to.
+    unfused = {"gradient_accumulation_fusion": False} | (_NO_FUSION if torch_layers else {})
+    config = policy_config(folder, dtype, megatron=unfused)
     init_distributed(1)
     init_topology(layout)
     platform.seed_everything(0)
@@ -351,11 +353,14 @@ def _layout_row(bench: Bench) -> Row:
     if not bench.gpus or importlib.util.find_spec("transformer_engine") is None:
         return Row(label, "not here: Transformer Engine's layout needs it and a GPU")
     import torch
+    import transformer_engine.pytorch  # noqa: F401  # loads the extension, which is in no folder of sys.path
     import transformer_engine_torch
 
+    from megatron_dppo.trainer import platform
     from megatron_dppo.trainer.context_parallel import own_rows
 
-    bounds = torch.tensor([0, 8, 24, 24, 88, 152], dtype=torch.int32, device="cuda")
+    device = platform.current().device
+    bounds = torch.tensor([0, 8, 24, 24, 88, 152], dtype=torch.int32, device=device)
     is_same = all(
         torch.equal(
             own_rows(bounds, 152, 4, rank),

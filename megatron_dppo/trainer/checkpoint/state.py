@@ -87,7 +87,7 @@ def set_steps(optimizer: ChainedOptimizer, steps: int) -> None:
             for shard in _shards(part):
                 part.optimizer.state[shard.main]["step"] = torch.tensor(float(steps))
         else:
-            for group in part.optimizer.param_groups:
+            for group in _counted_groups(part):
                 group["step"] = steps
 
 
@@ -96,9 +96,14 @@ def optimizer_steps(optimizer: ChainedOptimizer) -> set[int]:
     counts: list[Any] = []
     for part in _parts(optimizer):
         inner = part.optimizer
-        counts += [g["step"] for g in inner.param_groups if "step" in g]
+        counts += [g["step"] for g in _counted_groups(part) if "step" in g]
         counts += [state["step"] for state in inner.state.values() if "step" in state]
     return {int(count) for count in counts}
+
+
+def _counted_groups(part: MegatronOptimizer) -> list[dict[str, Any]]:
+    """Those whose steps Transformer Engine's Adam counts: it passes over groups of which this rank has nothing."""
+    return [group for group in part.optimizer.param_groups if group["params"]]
 
 
 class _Shard(NamedTuple):
