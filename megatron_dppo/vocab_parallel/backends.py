@@ -106,7 +106,7 @@ class EagerBackend:
         left_out = columns[:, :1]
         for rows in _blocks(logits):
             z = logits[rows, :real].to(_compute_dtype(logits), copy=True)
-            if real and left_out.shape[1]:
+            if real:
                 index = left_out[rows]
                 # -1 writes over column 0 what stands there: a row's scatter takes one index.
                 value = torch.where(index < 0, z[:, :1], -math.inf)
@@ -338,10 +338,9 @@ class TritonBackend:
         weighted = torch.empty_like(total) if with_entropy else total
         squared = torch.empty_like(total) if with_squares else total
         if rows:
-            left_out = columns[:, 0] if columns.shape[1] else columns.new_full((rows,), -1)
             forward_kernel[(rows,)](
                 logits,
-                left_out.contiguous(),
+                columns[:, 0].contiguous(),
                 top,
                 total,
                 weighted,

@@ -85,8 +85,7 @@ def reduce_rows(
     group: dist.ProcessGroup | None,
 ) -> Reduced:
     """Combine the shards' rows (``backends.Rows``), and the sampled token's own share with them:
-    ``lse``, ``plogp`` and ``squares`` float64 [T], ``owned_logits`` [T, 1 + K], 0 where not owned;
-    [T, 0]: the shards' sums hold every id.
+    ``lse``, ``plogp`` and ``squares`` float64 [T], ``owned_logits`` [T, 1 + K], 0 where not owned.
     """
     if shard.ranks == 1:
         return _with_sampled(lse, plogp, squares, owned_logits, scale)
@@ -115,8 +114,6 @@ def reduce_rows(
 def _with_sampled(
     others: Tensor, plogp: Tensor | None, squares: Tensor | None, logits: Tensor, scale: float
 ) -> Reduced:
-    if not logits.shape[1]:
-        return Reduced(others, others, None if plogp is None else -plogp, squares, logits)
     lse = torch.stack([others, logits[:, 0].double() * scale], -1)
     # Of the sampled token alone p is 1.
     parts = None if plogp is None else torch.stack([plogp, torch.zeros_like(plogp)], -1)

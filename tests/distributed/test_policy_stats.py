@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.algorithms.divergence import exact_kl, exact_tv
 from megatron_dppo.vocab_parallel import policy_stats
-from megatron_dppo.vocab_parallel.policy_stats import dense_policy_stats, exact_divergence
+from megatron_dppo.vocab_parallel.policy_stats import dense_policy_stats
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -203,26 +202,3 @@ def test_bad_input_is_a_clear_error_on_every_rank_and_the_group_survives():
             message = expected if isinstance(expected, str) else expected[rank]
             assert message in errors[name], (rank, name, errors[name])
         assert log_probs.tolist() == pytest.approx([-math.log(18)] * 4, rel=1e-6)
-
-
-def divergences(columns):
-    """Worker: exact divergence of two shards."""
-    group, rank, ranks = join()
-    width = columns // ranks
-    shard = slice(rank * width, (rank + 1) * width)
-    pi, mu = problem(columns)[0], problem(columns)[0].roll(1, 0) * 0.9
-    exact = exact_divergence(
-        pi[:, shard].contiguous(), mu[:, shard].contiguous(), group, vocab_size=V, temperature=0.9
-    )
-    return exact.tv, exact.kl
-
-
-def test_exact_divergence_agrees_with_the_dense_twin():
-    columns = 1008
-    pi, mu = problem(columns)[0], problem(columns)[0].roll(1, 0) * 0.9
-    dense = [f(pi[:, :V] / 0.9, mu[:, :V] / 0.9) for f in (exact_tv, exact_kl)]
-    for tv, kl in run_ranks("tests.distributed.test_policy_stats:divergences", 2, columns):
-        torch.testing.assert_close(tv, dense[0], rtol=0, atol=1e-6)
-        torch.testing.assert_close(kl, dense[1], rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="expected one shape"):
-        exact_divergence(pi, mu[:2], vocab_size=V)

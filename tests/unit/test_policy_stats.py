@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_dppo.algorithms.divergence import exact_kl, exact_tv
 from megatron_dppo.system import compute
 from megatron_dppo.vocab_parallel import backends, policy_stats, wire
 from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient, choose
@@ -16,7 +15,6 @@ from megatron_dppo.vocab_parallel.policy_stats import (
     OverwrittenLogitsError,
     StatsQuery,
     dense_policy_stats,
-    exact_divergence,
 )
 from megatron_dppo.vocab_parallel.wire import VocabShard
 
@@ -496,8 +494,6 @@ def test_everything_stays_on_the_device_of_the_logits():
     }
     stats.entropy.sum().backward()
     assert leaf.grad.shape == (T, COLUMNS)
-    exact = exact_divergence(logits.detach(), logits.detach(), vocab_size=V)
-    assert (exact.tv.device.type, exact.kl.shape) == ("meta", (T,))
 
 
 class UnknownSumError(Exception):
@@ -540,35 +536,21 @@ class Ranks:
 def test_two_ranks_together_give_what_one_does(monkeypatch):
     """V = 7 of 2 x 5 columns: the second rank has two ids and three columns of padding."""
     g = torch.Generator().manual_seed(7)
-    pi, mu = torch.randn(2, 6, 10, generator=g)
+    logits = torch.randn(6, 10, generator=g)
     ids, topk = torch.tensor([0, 4, 5, 6, 2, 6]), torch.tensor([[3, 6], [5, -1]] * 3)
-    given = {"vocab_size": 7, "temperature": 0.5}
+    options = {"vocab_size": 7, "temperature": 0.5, "topk_ids": topk, "with_entropy": True,
+               "with_squares": True}  # fmt: skip
 
-    def both(rank, group):
-        a, b = (x[:, 5 * rank : 5 * (rank + 1)].contiguous() for x in (pi, mu))
-        asked = {"topk_ids": topk, "with_entropy": True, "with_squares": True}
-        stats = policy_stats(a, ids, group, **asked, **given)
-        return stats, exact_divergence(a, b, group, **given)
+    def of_shard(rank, group):
+        shard = logits[:, 5 * rank : 5 * (rank + 1)].contiguous()
+        return policy_stats(shard, ids, group, **options)
 
-    asked = {"topk_ids": topk, "with_entropy": True, "with_squares": True}
-    twin = dense_policy_stats(pi, ids, **asked, **given)
-    dense = [x[:, :7] / 0.5 for x in (pi, mu)]
-    for stats, exact in Ranks(2).answers(both, monkeypatch):
+    twin = dense_policy_stats(logits, ids, **options)
+    for stats in Ranks(2).answers(of_shard, monkeypatch):
         for name in ("log_probs", "topk_log_probs", "entropy", "sum_squares"):
             torch.testing.assert_close(
                 getattr(stats, name).double(), getattr(twin, name), rtol=0, atol=2e-6
             )
-        torch.testing.assert_close(exact.tv, exact_tv(*dense), rtol=0, atol=1e-6)
-        torch.testing.assert_close(exact.kl, exact_kl(*dense), rtol=0, atol=1e-6)
-
-
-def test_without_a_sampled_token_the_shards_sums_hold_every_id():
-    lse, plogp, squares = torch.tensor([[0.5], [-1.25], [0.375]]).double()
-    reduced = wire.reduce_rows(
-        VocabShard.part(0, 1, 4, 4), lse, plogp, squares, torch.empty(1, 0), 1.0, None
-    )
-    assert reduced.squares.item() == 0.375
-    assert (reduced.lse.item(), reduced.others.item(), reduced.entropy.item()) == (0.5, 0.5, 1.25)
 
 
 def test_shards_with_and_without_real_columns_add_up_to_the_whole():
@@ -676,36 +658,6 @@ def test_three_ranks_each_write_their_own_slots(with_entropy, with_squares, monk
         assert reduced.entropy is None
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_the_exact_divergence_is_the_dense_ones(temperature):
-    """20 rows, more than are taken at once; columns 7 to 9 are padding."""
-    g = torch.Generator().manual_seed(2)
-    pi, mu = torch.randn(2, 20, 10, generator=g, dtype=torch.float64)
-    mu[3, 2] = -math.inf  # adds nothing
-    kept = pi.clone(), mu.clone()
-    found = exact_divergence(pi, mu, vocab_size=7, temperature=temperature)
-    dense = [x[:, :7] / temperature for x in (pi, mu)]
-    torch.testing.assert_close(found.tv, exact_tv(*dense), rtol=0, atol=1e-12)
-    torch.testing.assert_close(found.kl, exact_kl(*dense), rtol=0, atol=1e-12)
-    assert torch.equal(pi, kept[0])
-    assert torch.equal(mu, kept[1])
-
-
-def test_the_exact_divergence_reads_every_column_of_few_rows():
-    pi, mu = torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log(), torch.tensor([[0.4, 0.4, 0.1, 0.1]]).log()
-    found = exact_divergence(pi, mu, vocab_size=4)
-    assert found.tv.item() == pytest.approx(0.2, abs=1e-6)  # (.1 + .2 + .1) / 2
-    expected = 0.4 * math.log(0.8) + 0.4 * math.log(2) + 0.1 * math.log(0.5)
-    assert found.kl.item() == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_exact_kl_of_nearly_equal_policies_is_never_negative():
-    g = torch.Generator().manual_seed(4)
-    mu = torch.randn(300, 10, generator=g, dtype=torch.float64)
-    pi = mu + 1e-12 * torch.randn(300, 10, generator=g, dtype=torch.float64)
-    assert (exact_divergence(pi, mu, vocab_size=10).kl >= 0).all()
-
-
 def test_a_group_of_one_rank_agrees_with_itself(monkeypatch):
     told, waited, reduce = [], [], torch.distributed.all_reduce
 
@@ -741,12 +693,6 @@ def test_a_group_of_one_rank_agrees_with_itself(monkeypatch):
         assert waited == [1, 2]  # once for each call: the bad one waits before it raises
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_the_exact_divergence_refuses_other_shapes():
-    for pi, mu in ((torch.zeros(2, 3), torch.zeros(3, 3)), (torch.zeros(3), torch.zeros(3))):
-        with pytest.raises(ValueError, match=r"expected one shape \[T, C\]"):
-            exact_divergence(pi, mu, vocab_size=3)
 
 
 def test_ranks_that_disagree_are_told_what_on():
