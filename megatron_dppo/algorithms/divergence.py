@@ -39,7 +39,7 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     A log pi that underflows to 0 leaves 1 - pi at the dtype's smallest normal number, so nothing is
     infinite by it; D is a lower bound there.
     """
-    floor = math.log(torch.finfo(_float_dtype(log_probs)).tiny)
+    floor = math.log(torch.finfo(log_probs.dtype).tiny)
     # Both policies in one tensor: half as many small operations, which is what a mask costs.
     log_p = _clamped(torch.stack([rollout_log_probs.detach(), log_probs.detach()]))
     # Not 1 - exp(log p), whose error is that of numbers near 1 and can make D negative.
@@ -75,7 +75,7 @@ def topk_tv(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     A' = TopK(mu) and the sampled token, wherever ``valid``; "other" is one bucket with the rest of
     each distribution.
     """
-    _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
+    assert topk_log_probs.shape == rollout_topk_log_probs.shape == valid.shape
     pi = torch.where(valid, topk_log_probs.detach().clamp(max=0).exp(), 0.0)
     mu = torch.where(valid, rollout_topk_log_probs.detach().clamp(max=0).exp(), 0.0)
     # The bucket belongs to the sum: without it the value can fall below binary_tv.
@@ -93,8 +93,8 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     value by rounding, but one too small, by up to (mu's mass of "other") log(u / pi's). It is never
     below ``binary_kl`` at the last column, the sampled token's.
     """
-    _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
-    resolution = 4 * torch.finfo(_float_dtype(topk_log_probs)).eps
+    assert topk_log_probs.shape == rollout_topk_log_probs.shape == valid.shape
+    resolution = 4 * torch.finfo(topk_log_probs.dtype).eps
     pi = topk_log_probs.detach().clamp(max=0)
     mu = rollout_topk_log_probs.detach().clamp(max=0)
     p_mu, p_pi = (torch.where(valid, x.exp(), 0.0) for x in (mu, pi))
@@ -128,7 +128,7 @@ def topk_kl_change(
     out, and the value is exact. The sampled token's own column may be invalid where TopK(mu) holds it: k is read from
     it all the same.
     """
-    _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
+    assert topk_log_probs.shape == rollout_topk_log_probs.shape == valid.shape
     pi, mu = (
         x.detach().double().clamp(max=0).exp() for x in (topk_log_probs, rollout_topk_log_probs)
     )
@@ -149,7 +149,7 @@ def exact_tv(logits: Tensor, rollout_logits: Tensor) -> Tensor:
     """Half the sum over the vocabulary of |mu - pi|; ``[..., V]`` unnormalised logits (or
     log-probs) -> ``[...]``.
     """
-    _check_logits(logits, rollout_logits)
+    assert logits.shape == rollout_logits.shape
     pi, mu = (x.double().softmax(-1) for x in (logits, rollout_logits))
     return 0.5 * (mu - pi).abs().sum(-1)
 
@@ -159,7 +159,7 @@ def exact_kl(logits: Tensor, rollout_logits: Tensor) -> Tensor:
     """Sum over the vocabulary of mu log(mu / pi); ``[..., V]`` unnormalised logits (or log-probs)
     -> ``[...]``.
     """
-    _check_logits(logits, rollout_logits)
+    assert logits.shape == rollout_logits.shape
     pi, mu = (x.double().log_softmax(-1) for x in (logits, rollout_logits))
     return _kl_term(mu.exp(), mu, pi).sum(-1).clamp(min=0)
 
@@ -182,27 +182,3 @@ def _probability(log_p: Tensor) -> Tensor:
 
 def _rest(p: Tensor) -> Tensor:
     return (1 - p.sum(-1, dtype=torch.float64)).clamp(min=0)
-
-
-def _float_dtype(x: Tensor) -> torch.dtype:
-    if not x.is_floating_point():
-        raise ValueError(f"log-probabilities are {x.dtype}, expected a floating-point dtype")
-    return x.dtype
-
-
-def _check_topk(topk: Tensor, rollout_topk: Tensor, valid: Tensor) -> None:
-    if not topk.shape == rollout_topk.shape == valid.shape:
-        raise ValueError(
-            f"Top-K tensors have shapes {tuple(topk.shape)}, {tuple(rollout_topk.shape)} and "
-            f"{tuple(valid.shape)} (valid), expected one shape [..., K + 1]"
-        )
-    if valid.dtype != torch.bool:
-        raise ValueError(f"valid is {valid.dtype}, expected torch.bool")
-
-
-def _check_logits(logits: Tensor, rollout_logits: Tensor) -> None:
-    if logits.shape != rollout_logits.shape:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} and rollout_logits {tuple(rollout_logits.shape)} "
-            "differ in shape"
-        )
