@@ -96,11 +96,6 @@ class Reference(Policy):
         )
         return [torch.cat([next(of_branches) for _ in t.branch_lengths]) for t in batch]
 
-    def module(self, name: str) -> nn.Module:
-        """The only module whose name ends with ``name``."""
-        (module,) = self._ending(name)
-        return module
-
     def _ending(self, name: str) -> list[nn.Module]:
         ends = f".{name}"
         return [m for n, m in self._model.named_modules() if f".{n}".endswith(ends)]
@@ -112,19 +107,14 @@ class Reference(Policy):
         """The parameters by name."""
         return dict(self._model.named_parameters())
 
-    @contextmanager
-    def exchanged(self, first: str, second: str) -> Iterator[None]:
+    def exchanged(self, first: str, second: str) -> AbstractContextManager[None]:
         """The tensors whose names hold ``first`` in the place of those with ``second``, and the reverse."""
         pairs = [
             (tensor, self.tensors[name.replace(first, second)])
             for name, tensor in self.tensors.items()
             if first in name and self.tensors[name.replace(first, second)].shape == tensor.shape
         ]
-        _exchange(pairs)
-        try:
-            yield
-        finally:
-            _exchange(pairs)
+        return _with_data([*((a, b.data) for a, b in pairs), *((b, a.data) for a, b in pairs)])
 
     def experts_moved(self, ranks: int) -> AbstractContextManager[None]:
         """Each of ``ranks`` has the experts of the next."""
@@ -141,28 +131,17 @@ class Reference(Policy):
 
         return self._changed(".experts.", mixed)
 
-    @contextmanager
-    def _changed(self, part: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def _changed(
+        self, part: str, change: Callable[[Tensor], Tensor]
+    ) -> AbstractContextManager[None]:
         """``change`` of the tensors whose names hold ``part``."""
-        tensors = [t for name, t in self.tensors.items() if part in name]
-        values_before = [t.data for t in tensors]
-        for tensor in tensors:
-            tensor.data = change(tensor.data)
-        try:
-            yield
-        finally:
-            for tensor, values in zip(tensors, values_before, strict=True):
-                tensor.data = values
+        return _with_data([(t, change(t.data)) for name, t in self.tensors.items() if part in name])
 
-    @contextmanager
-    def tensors_of(self, other: Reference, part: str) -> Iterator[None]:
+    def tensors_of(self, other: Reference, part: str) -> AbstractContextManager[None]:
         """The tensors whose names hold ``part`` are the other's."""
-        pairs = [(t, other.tensors[name]) for name, t in self.tensors.items() if part in name]
-        _exchange(pairs)
-        try:
-            yield
-        finally:
-            _exchange(pairs)
+        return _with_data(
+            [(t, other.tensors[name].data) for name, t in self.tensors.items() if part in name]
+        )
 
     # --- arithmetic
 
@@ -188,23 +167,20 @@ class Reference(Policy):
         """Weights and all that is computed, sums of layers and what experts hand on too, are bfloat16."""
         return self._changed("", torch.Tensor.bfloat16)
 
-    @contextmanager
-    def frequencies(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def frequencies(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
         """``change`` of the inverse frequencies of the rotary embedding."""
-        rotary: Any = self.module("rotary_emb")
-        was = rotary.inv_freq
-        rotary.inv_freq = change(was)
-        try:
-            yield
-        finally:
-            rotary.inv_freq = was
+        return _set(self._rotary, inv_freq=change(self.rotary_frequencies))
 
     @property
     def rotary_frequencies(self) -> Tensor:
         """Inverse ones, of half as many numbers as a head has."""
-        rotary: Any = self.module("rotary_emb")
-        frequencies: Tensor = rotary.inv_freq
+        frequencies: Tensor = self._rotary.inv_freq
         return frequencies
+
+    @property
+    def _rotary(self) -> Any:
+        (module,) = self._ending("rotary_emb")
+        return module
 
     # --- routing
 
@@ -223,11 +199,8 @@ class Reference(Policy):
                     lambda gate, _, out, layer=layer: _sent_to(gate, out, self._rows[:, layer])
                 )
                 hooks.callback(hook.remove)
-            self._rows_of = rows_of
-            try:
-                yield
-            finally:
-                self._rows_of = None
+            hooks.enter_context(_set(self, _rows_of=rows_of))
+            yield
 
     def _rows_in(self, shape: Sequence[int], batch: Sequence[Trajectory]) -> Tensor:
         """int64 [tokens, L, k] of a batch of that shape; -1 where a token goes where it wants."""
@@ -242,26 +215,14 @@ class Reference(Policy):
 
     # --- cache
 
-    @contextmanager
-    def prompts_cached_by(self, other: Reference) -> Iterator[None]:
+    def prompts_cached_by(self, other: Reference) -> AbstractContextManager[None]:
         """Keys and values of every prompt, its last token left out, are the other's."""
-        self._cached_by = other
-        try:
-            yield
-        finally:
-            self._cached_by = None
+        return _set(self, _cached_by=other)
 
-    @contextmanager
-    def cached_in_bfloat16(self, *, prompts: bool) -> Iterator[None]:
+    def cached_in_bfloat16(self, *, prompts: bool) -> AbstractContextManager[None]:
         """What is read of keys and values is what a cache in bfloat16 gives back: tokens are decoded from it one after
         another, in place of one pass over the full prefix. ``prompts``: those of a prompt while it is read, too."""
-        self._rounds_cache = True
-        if not prompts:
-            self._cached_by = self
-        try:
-            yield
-        finally:
-            self._rounds_cache, self._cached_by = False, None
+        return _set(self, _rounds_cache=True, _cached_by=None if prompts else self)
 
     def _cache(self) -> Any:
         """Where the keys and values of a pass go; None: nowhere."""
@@ -294,9 +255,26 @@ class _RoundedCache(DynamicCache):
         return super().update(*rounded, layer_idx, *args, **kwargs)
 
 
-def _exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for first, second in pairs:
-        first.data, second.data = second.data, first.data
+@contextmanager
+def _set(target: Any, **values: Any) -> Iterator[None]:
+    """Inside, the attributes of ``target`` have ``values``; afterwards, what they had before."""
+    values_before = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in values_before.items():
+            setattr(target, name, value)
+
+
+@contextmanager
+def _with_data(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Inside, each first tensor has the data that stands beside it."""
+    with ExitStack() as stack:
+        for tensor, data in pairs:
+            stack.enter_context(_set(tensor, data=data))
+        yield
 
 
 def _rounded(values: Any, to: Callable[[Tensor], Tensor]) -> Any:
