@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.model import gather_plan
+from megatron_dppo.model.errors import ProofError
 from megatron_dppo.model.mapping import parameters
+from megatron_dppo.model.resharding import check_sources
 from megatron_dppo.model.shape import checkpoint_bytes
 from megatron_dppo.planner.devices import GB, Device, gib
 from megatron_dppo.planner.facts import RunFacts
@@ -159,14 +161,17 @@ def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
         buckets=len(plan),
         weights=sum(sent.values()),
         sent=dict(sent),
-        gathered=sum(map(_incoming, plan)) * item,
+        gathered=sum(gather_plan.elements_between_nodes(b, 1) for b in plan) * item,
         gathered_bound=gather_plan.fewest_gathered_elements(trainer.shape, trainer.layout) * item,
         gathered_between_nodes=sum(
             gather_plan.elements_between_nodes(b, ranks_per_node) for b in plan
         )
         * item,
         largest_bucket=max(bucket.elements for bucket in plan) * item,
-        sender_memory=max(_COPIES * b.elements + _incoming(b) for b in plan) * item,
+        sender_memory=max(
+            _COPIES * b.elements + gather_plan.elements_between_nodes(b, 1) for b in plan
+        )
+        * item,
         engine_communicators=len(sent) * PER_COMMUNICATOR,
         problems=tuple(plan_faults(plan)),
     )
@@ -178,27 +183,7 @@ def plan_faults(plan: Sequence[gather_plan.Bucket]) -> Iterator[str]:
     yield from (f"{name} is in {count} buckets" for name, count in names.items() if count > 1)
     for bucket in plan:
         for tensor in bucket.tensors:
-            if not _is_tiled(tensor):
-                yield f"{tensor.name}: its pieces do not tile it"
-
-
-def _is_tiled(tensor: gather_plan.TensorSources) -> bool:
-    """Whether the pieces, blocks along one dimension, follow one another from the first element to the last."""
-    dims = {piece.segment.dim for piece in tensor.pieces}
-    if len(dims) != 1:
-        return False
-    (dim,) = dims
-    pieces = sorted(tensor.pieces, key=_start)
-    ends = [_start(piece) + piece.segment.length for piece in pieces]
-    follows = [_start(piece) for piece in pieces] == [0, *ends[:-1]]
-    whole = sum(piece.elements for piece in pieces) == tensor.elements
-    return follows and whole and ends[-1] == tensor.shape[dim]
-
-
-def _start(piece: gather_plan.Piece) -> int:
-    return piece.segment.hf_start
-
-
-def _incoming(bucket: gather_plan.Bucket) -> int:
-    """Elements that the receiver gets from other ranks."""
-    return bucket.elements - bucket.elements_by_rank.get(bucket.receiver, 0)
+            try:
+                check_sources(tensor)
+            except ProofError as error:
+                yield str(error)

@@ -66,9 +66,13 @@ def test_a_tensor_that_comes_twice_or_not_whole_is_told():
     assert f"{second.name} is in 2 buckets" in plan_faults(
         [bucket, replace(bucket, tensors=(second,))]
     )
-    for pieces in (first.pieces[:1], first.pieces[:1] * 2):
+    rows, half = first.shape[0], first.shape[0] // 2
+    for pieces, fault in (
+        (first.pieces[:1], f"covered up to {half} of {rows} along dim 0"),
+        (first.pieces[:1] * 2, "index 0 is provided twice"),
+    ):
         broken = replace(bucket, tensors=(replace(first, pieces=pieces), second, *rest))
-        assert list(plan_faults([broken])) == [f"{first.name}: its pieces do not tile it"]
+        assert list(plan_faults([broken])) == [f"{first.name}: {fault}"]
 
 
 def test_the_command_prints_it(capsys):
