@@ -6,12 +6,12 @@ Written from the schema alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_dppo.config.errors import expectation, sections_in
+from megatron_dppo.config.errors import expectation
 from megatron_dppo.config.forwarded import DDP, MEGATRON, OPTIMIZER, SGLANG, ForwardedTable
 from megatron_dppo.config.loading import dump_yaml
 from megatron_dppo.config.schema import SupervisedConfig, TrainConfig
@@ -35,6 +35,15 @@ def reference() -> str:
     annotations = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
     parts += _sections(SupervisedConfig, annotations)
     return "\n".join(parts)
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections inside a list, a table of names or a union."""
+    for inner in get_args(annotation):
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield inner
+        else:
+            yield from _sections_in(inner)
 
 
 def _sections(schema: type[BaseModel], annotations: dict[str, Any] | None = None) -> Iterator[str]:
@@ -61,7 +70,7 @@ def _sections(schema: type[BaseModel], annotations: dict[str, Any] | None = None
 def _nested(section: type[BaseModel]) -> Iterator[str]:
     """A table for each kind of table that a key of the section takes as a value or an item."""
     for name, field in section.model_fields.items():
-        for kind in sections_in(field.annotation):
+        for kind in _sections_in(field.annotation):
             yield f"A table in `{name}`:\n"
             yield _table(kind)
 

@@ -101,12 +101,6 @@ LONGEST_WAIT_S = 10**8
 """Three years; ``threading`` takes a hundred times that, ``select`` and timers of C++ less."""
 
 
-def refuse_unusable_values(config: Section, source: str) -> None:
-    """Raise ConfigError naming ``source`` for :func:`unusable_values`. Comes before checks that open paths."""
-    if faults := unusable_values(config):
-        raise ConfigError(faults, source)
-
-
 def unusable_values(config: Section) -> list[str]:
     """Texts that no path, name or URL may hold, and numbers that no library takes."""
     return [
@@ -250,7 +244,7 @@ def _complaint(key: str, value: Any) -> str | None:
     longest = LONGEST_PROSE if prose else LONGEST_TEXT
     if isinstance(value, str):
         text = value.translate(_LINES) if prose else value
-        if any(map(_unusable, text)):
+        if _UNUSABLE.search(text):
             return f"got {given(value)}, expected text without control characters"
         if len(value) > longest:
             return f"got {len(value)} characters, expected at most {longest}"
@@ -264,8 +258,7 @@ def _complaint(key: str, value: Any) -> str | None:
 _LINES = str.maketrans("\n\t", "  ")
 
 
-def _unusable(character: str) -> bool:
-    return ord(character) < 32 or character == "\x7f" or "\ud800" <= character <= "\udfff"
+_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 MOST_RESPONSES = 2**24
@@ -279,7 +272,6 @@ def check_config(
 
     ``weights``: the model's weights must be there; its config.json and tokenizer always must.
     """
-    refuse_unusable_values(config, source)
     rollout, algorithm, engine = config.rollout, config.algorithm, config.engine
     checks = (
         url_faults(engine.urls),
@@ -332,7 +324,6 @@ def check_config(
 
 def check_supervised_config(config: schema.SupervisedConfig, source: str = "configuration") -> None:
     """As :func:`check_config`, of a supervised run."""
-    refuse_unusable_values(config, source)
     parallel, training = config.parallel, config.training
     faults = [
         *layout.world_faults(parallel.sizes),

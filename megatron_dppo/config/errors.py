@@ -150,15 +150,6 @@ def section_at(model: type[BaseModel], location: Sequence[Any]) -> type[BaseMode
     return bare
 
 
-def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections inside a list, a table of names or a union."""
-    for inner in get_args(annotation):
-        if _is_section(inner):
-            yield inner
-        else:
-            yield from sections_in(inner)
-
-
 def _bare(annotation: Any) -> Any:
     """``annotation`` without what ``Annotated`` adds."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation

@@ -300,8 +300,6 @@ def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError([f"not valid YAML: {reason}"], str(path)) from error
-    except RecursionError as error:
-        raise ConfigError(["nested too deeply, or in itself"], str(path)) from error
     if not isinstance(tree, dict):
         fault = f"got {given(tree)} at the top level, expected a table with the sections "
         raise ConfigError([fault + ", ".join(schema.model_fields)], str(path))
@@ -329,7 +327,7 @@ def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str
             continue
         try:
             value = parse_scalar(text)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
+        except (yaml.YAMLError, ValueError) as error:
             reason = " ".join(str(error).split())
             faults.append(f"override {override!r}: the value is not valid YAML: {reason}")
             continue

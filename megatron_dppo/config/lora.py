@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.errors import given
+from megatron_dppo.config.layout import Faults
 from megatron_dppo.config.schema import EngineConfig, LoraConfig, WeightSyncConfig
 from megatron_dppo.model.adapters import (
     EXPERTS,
@@ -20,7 +21,6 @@ from megatron_dppo.model.adapters import (
 from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
 
-Faults = Iterator[str]
 _FUSED_IN_ENGINE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
