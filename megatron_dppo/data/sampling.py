@@ -74,8 +74,7 @@ class ProblemSampler:
     """
 
     def __init__(self, count: int, seed: int, shuffle: bool = True) -> None:
-        if count < 1:
-            raise ValueError(f"a sampler needs at least one problem, got {count}")
+        assert count >= 1
         self._count, self._seed, self._shuffle = count, seed, shuffle
         self._epoch = 0
         self._position = 0
@@ -153,10 +152,7 @@ class WeightedSampler:
     def __init__(
         self, counts: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True
     ) -> None:
-        if len(counts) != len(weights) or not weights or min(weights) <= 0:
-            raise ValueError(
-                f"weights {list(weights)} for {len(counts)} files, expected one each, above 0"
-            )
+        assert len(counts) == len(weights)
         self._weights = [float(weight) for weight in weights]
         self._starts = list(accumulate(counts, initial=0))[:-1]
         # A seed each, or files of one length would all come in one order.

@@ -143,10 +143,6 @@ def hf_buckets_plan(
     receivers take turns, so that one sends on while others gather; else all on rank 0, in model order.
     ``ranks_per_node`` above 1: one receiver in each group of so many ranks, ``node_receivers``.
     """
-    if bucket_bytes < 1 or item_bytes < 1:
-        raise ValueError(
-            f"bucket_bytes {bucket_bytes} and item_bytes {item_bytes} must be at least 1"
-        )
     sources = gather_plan(shape, layout)
     receivers = node_receivers(sources, ranks_per_node) if spread else [0] * len(sources)
     tensors: dict[int, list[TensorSources]] = {}

@@ -103,9 +103,3 @@ def test_a_foreign_state_is_refused(change, message):
         sampler.load_state_dict({**sampler.state_dict(), **change})
     with pytest.raises(ValueError, match="saved with count=5, this run has 4"):
         WeightedSampler([4, 3], [1, 2], seed=1).load_state_dict(sampler.state_dict())
-
-
-def test_impossible_weights():
-    for weights in ([1], [1, 0], []):
-        with pytest.raises(ValueError, match="expected one each"):
-            WeightedSampler([5, 3], weights, seed=1)

@@ -64,8 +64,3 @@ def test_a_foreign_state_is_refused(change, message):
     sampler = ProblemSampler(5, seed=1)
     with pytest.raises(ValueError, match=message):
         sampler.load_state_dict({**sampler.state_dict(), **change})
-
-
-def test_impossible_counts():
-    with pytest.raises(ValueError, match="at least one problem, got 0"):
-        ProblemSampler(0, seed=1)
