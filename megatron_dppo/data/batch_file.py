@@ -52,8 +52,8 @@ def saved_steps(folder: Path) -> list[int]:
     return saved
 
 
-def saved_step(folder: Path, step: int | None, *, default: int) -> int:
-    """The ``step`` of a saved batch, or where that is None the one at index ``default`` of those there are.
+def saved_step(folder: Path, step: int | None) -> int:
+    """The ``step`` of a saved batch, or where that is None the last one.
 
     Raises ValueError where there is none, or not of that step.
     """
@@ -62,7 +62,7 @@ def saved_step(folder: Path, step: int | None, *, default: int) -> int:
         raise ValueError(
             f"{folder}: no batch of step {step}; saved are {saved[0]} to {saved[-1]} ({len(saved)} batches)"
         )
-    return saved[default] if step is None else step
+    return saved[-1] if step is None else step
 
 
 def save_batch(

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = batch_parser("doctor", str(__doc__), step="last", limit=64)
+    parser = batch_parser("doctor", str(__doc__))
     parser.add_argument(
         "--weights", action="append", default=[], metavar="VERSION=FOLDER",
         help="Hugging Face folder, or checkpoint, of the policy after that many steps",
@@ -93,7 +93,7 @@ def report(options: argparse.Namespace) -> None:
         raise ValueError("--html is the page of all causes, --png the figure of --parts")
     config = load_config(options.run / "config.yaml")
     folder = options.run / ROLLOUTS_FOLDER
-    step = saved_step(folder, options.step, default=-1)
+    step = saved_step(folder, options.step)
     whole = load_batch(folder, step)
     # In place, those without a token too: a position says which mini-batch a response was in.
     batch = whole[: options.limit or None]

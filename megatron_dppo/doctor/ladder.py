@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from megatron_dppo.config.schema import LoraConfig, ParallelConfig, TrainConfig
@@ -252,20 +252,15 @@ class Parts:
     def show(self, title: str, facts: Sequence[str]) -> None:
         """Print facts and both tables."""
         console = show_facts(title, [*facts, self.routing], width=120)
-        ladder = Table(title="pi with one more cause fixed in each row", title_justify="left")
-        ladder.add_column("fixed")
-        for name in ("mean |pi-mu|", "99%", "max", "pi/mu 1% .. 99%", "moved pi by"):
-            ladder.add_column(name, justify="right")
+        figures = ("mean |pi-mu|", "99%", "max", "pi/mu 1% .. 99%", "moved pi by")
+        ladder = _table("pi with one more cause fixed in each row", "fixed", *figures)
         for i, m in enumerate(self.measured):
             ladder.add_row(
                 m.rung.fixes, _small(m.gap), _small(m.gap_p99), _small(m.gap_max),
                 f"{m.ratio_low:.4f} .. {m.ratio_high:.4f}", _small(m.moved) if i else "",
             )  # fmt: skip
         console.print(ladder)
-        table = Table(title="What mean |pi-mu| is made of", title_justify="left")
-        table.add_column("cause")
-        table.add_column("part", justify="right")
-        table.add_column("share", justify="right")
+        table = _table("What mean |pi-mu| is made of", "cause", "part", "share")
         total = self.measured[0].gap
         for cause, part in self.split.items():
             table.add_row(cause, _small(part), _share(part, total))
@@ -279,6 +274,11 @@ class Parts:
             "rungs": [m.as_json() for m in self.measured],
         }  # fmt: skip
         return json.dumps(figures, indent=2) + "\n"
+
+
+def _table(title: str, name: str, *figures: str) -> Table:
+    columns = (Column(heading, justify="right") for heading in figures)
+    return Table(name, *columns, title=title, title_justify="left")
 
 
 def _small(value: float) -> str:

@@ -28,16 +28,11 @@ from megatron_dppo.doctor.ladder import Rung, log_probs_of, trainer_of
 from megatron_dppo.doctor.reference import KnownWeights, Reference, at_temperature
 from megatron_dppo.explain.__main__ import show as show_table
 from megatron_dppo.explain.explanation import TokenTexts
-from megatron_dppo.explain.page import (
-    SummaryTable,
-    quoted,
-    response_block,
-    tables_page,
-    token_span,
-)
+from megatron_dppo.explain.page import response_block, tables_page, token_span
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_figures import is_coarse
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.metrics.samples import SummaryTable
 
 SHOWN, TOKENS, RESPONSES = 6, 12, 8
 """What is shown of a side: alternatives, the nearest first; tokens, the largest gaps first; on the page, the responses
@@ -382,7 +377,7 @@ def _tokens(diagnosed: Diagnosis, texts: TokenTexts) -> SummaryTable:
     columns = ("token", "response", "at", *diagnosed.columns, "with the cause")
     rows = [
         (
-            quoted(texts[t.token_id]), str(t.response), str(t.position), f"{t.side:.4f}",
+            repr(texts[t.token_id]), str(t.response), str(t.position), f"{t.side:.4f}",
             f"{t.reference:.4f}", "" if t.with_cause is None else f"{t.with_cause:.4f}",
         )
         for t in diagnosed.tokens[:TOKENS]

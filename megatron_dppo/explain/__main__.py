@@ -22,24 +22,24 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from megatron_dppo.algorithms.table import Settings
 from megatron_dppo.config.loading import load_config, parse_scalar
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER
+from megatron_dppo.metrics.samples import SummaryTable
 from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
     from megatron_dppo.algorithms.policy_loss import Algorithm
     from megatron_dppo.data.trajectory import Trajectory
     from megatron_dppo.explain.explanation import Response
-    from megatron_dppo.explain.page import SummaryTable
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = batch_parser("explain", str(__doc__), step="last", limit=64)
+    parser = batch_parser("explain", str(__doc__))
     parser.add_argument("--policy", type=Path, help="Hugging Face folder; default: as the step was")
     parser.add_argument("--rollout-policy", type=Path, help="Hugging Face folder of mu's weights")
     algorithm_arguments(parser)
@@ -70,7 +70,7 @@ def explain(options: argparse.Namespace) -> None:
 
     config = load_config(options.run / CONFIG_FILE)
     algorithm = build_algorithm(*chosen_algorithm(options, config.algorithm))
-    step = saved_step(options.run / ROLLOUTS_FOLDER, options.step, default=-1)
+    step = saved_step(options.run / ROLLOUTS_FOLDER, options.step)
     batch = load_batch(options.run / ROLLOUTS_FOLDER, step)
     chosen, skipped = chosen_responses(batch, config.algorithm, options.limit)
     mini_batch_size = config.training.prompts_per_mini_batch * config.rollout.group_size
@@ -215,9 +215,11 @@ def show(console: Console, summary: SummaryTable) -> None:
     if not summary.rows:
         console.print(summary.title)
         return
-    table = Table(title=summary.title, title_justify="left")
-    for name in summary.columns:
-        table.add_column(name, justify="left" if name in LEFT_ALIGNED else "right")
+    columns = [
+        Column(name, justify="left" if name in LEFT_ALIGNED else "right")
+        for name in summary.columns
+    ]
+    table = Table(*columns, title=summary.title, title_justify="left")
     for row in summary.rows:
         table.add_row(*map(Text, row))
     console.print(table)
@@ -226,20 +228,16 @@ def show(console: Console, summary: SummaryTable) -> None:
 # --- what the commands on one saved batch have in common: arguments, errors, how facts are shown
 
 
-def batch_parser(
-    command: str, description: str, *, step: str, limit: int
-) -> argparse.ArgumentParser:
-    """A parser of RUN, ``--step`` and ``--limit``. ``step``: which saved batch is the default, in words."""
+def batch_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """A parser of RUN, ``--step`` and ``--limit``."""
     parser = argparse.ArgumentParser(
         prog=f"megatron-dppo {command}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
-    parser.add_argument("--step", type=int, help=f"whose batch; default: the {step} saved one")
-    parser.add_argument(
-        "--limit", type=int, default=limit, help=f"responses at most ({limit}); 0: all"
-    )
+    parser.add_argument("--step", type=int, help="whose batch; default: the last saved one")
+    parser.add_argument("--limit", type=int, default=64, help="responses at most (64); 0: all")
     return parser
 
 

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 from megatron_dppo.explain.explanation import TOKEN_METRICS, Response, Token
-from megatron_dppo.metrics.samples import html_page
+from megatron_dppo.metrics.samples import SummaryTable, html_page, printable
 from megatron_dppo.metrics.sums import MetricSums, means
 from megatron_dppo.metrics.table import METRICS
 
@@ -43,15 +43,6 @@ def verdicts(name: str) -> tuple[MaskVerdict, ...]:
         MaskVerdict(False, True, "own", f"blocked by {name} alone"),
         MaskVerdict(True, False, "ppo", "trains; Clip-Higher would block it"),
     )
-
-
-@dataclass(frozen=True)
-class SummaryTable:
-    """A table of strings; the first column names the row."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
 
 
 def all_tokens(responses: Iterable[Response]) -> list[Token]:
@@ -104,7 +95,7 @@ def frequent(title: str, tokens: Sequence[Token], chosen: Callable[[Token], bool
     ranked = sorted(by_id.items(), key=lambda item: (-len(item[1]), item[0]))
     rows = [
         (
-            quoted(group[0].text),
+            repr(group[0].text),
             str(token_id),
             str(len(group)),
             str(occurrences[token_id]),
@@ -132,7 +123,7 @@ def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
     ranked = sorted(tokens, key=lambda t: (t.trains and t.ppo_trains, -t.binary_tv))
     rows = [
         (
-            quoted(t.text), str(t.response), str(t.position), f"{t.advantage:+.3g}",
+            repr(t.text), str(t.response), str(t.position), f"{t.advantage:+.3g}",
             *map(number, (t.mu, t.pi, t.ratio, t.binary_tv, t.binary_kl, t.topk_tv, t.topk_kl,
                           t.exact_tv, t.exact_kl)),
             t.threshold, verdict_of(name, t).meaning,
@@ -152,11 +143,6 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def quoted(text: str) -> str:
-    """``text`` as a Python literal: spaces are visible, control characters escaped."""
-    return repr(text)
-
-
 def write_csv(path: Path, responses: Sequence[Response]) -> None:
     """Write one line for each token: problem, sample, then the fields of ``Token``.
 
@@ -172,7 +158,7 @@ def write_csv(path: Path, responses: Sequence[Response]) -> None:
                 "sample_index": response.trajectory.sample_index,
             }
             for token in response.tokens:
-                writer.writerow({**of, **asdict(token), "text": quoted(token.text)})
+                writer.writerow({**of, **asdict(token), "text": repr(token.text)})
 
 
 STYLE = """
@@ -284,7 +270,7 @@ def token_span(css: str, text: str, hover: str, shade: float | None = None) -> s
 def numbers(name: str, token: Token) -> str:
     """The text of a token's tooltip."""
     pairs = [
-        f"{quoted(token.text)}, id {token.token_id}, token {token.position}",
+        f"{token.text!r}, id {token.token_id}, token {token.position}",
         verdict_of(name, token).meaning,
         f"A {token.advantage:+.4g}; blocked where {token.threshold or 'never'}",
         f"mu {number(token.mu)}, pi {number(token.pi)}, r {number(token.ratio)}, weight {number(token.weight)}",
@@ -301,6 +287,4 @@ def numbers(name: str, token: Token) -> str:
 
 def visible(text: str) -> str:
     """``text`` with line ends marked and unprintable characters as escapes."""
-    return "".join(
-        "\u23ce\n" if c == "\n" else c if c.isprintable() else repr(c)[1:-1] for c in text
-    )
+    return printable(text).replace("\n", "\u23ce\n")

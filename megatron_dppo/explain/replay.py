@@ -33,11 +33,10 @@ from megatron_dppo.explain.__main__ import (
 )
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, step_of
+from megatron_dppo.metrics.samples import SummaryTable
 
 if TYPE_CHECKING:
     from megatron_dppo.algorithms.policy_loss import Algorithm
-    from megatron_dppo.explain.page import SummaryTable
-
 DERIVED = "derived"
 """Folder under the run's."""
 
@@ -182,7 +181,6 @@ def other_step(run: Path, step: int, algorithm: Algorithm) -> OtherStep:
 
 def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
     """A row a step, and one of all."""
-    from megatron_dppo.explain.page import SummaryTable
 
     def row(name: str, of: Sequence[OtherStep]) -> tuple[str, ...]:
         trained = sum(step.trained for step in of)
@@ -203,8 +201,6 @@ def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
 
 def by_sign(steps: Sequence[OtherStep]) -> Iterator[SummaryTable]:
     """Of the tokens that one rule alone blocks: how many, how likely they were and became, by sign of A."""
-    from megatron_dppo.explain.page import SummaryTable
-
     tokens = [token for step in steps for token in step.tokens]
     for title, by_run in (("Only the run's rule blocks", True), ("Only the other blocks", False)):
         rows = []

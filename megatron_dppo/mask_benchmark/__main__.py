@@ -16,13 +16,13 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
+from megatron_dppo.metrics.samples import SummaryTable
 from megatron_dppo.system.network import free_port
 
 
@@ -108,15 +108,6 @@ LEGEND = (
 )
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """A table of strings; the first column is a name."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-
-
 def setting(result: dict[str, Any]) -> str:
     """One line about the machine and the problem size."""
     s, m = result["settings"], result["machine"]
@@ -127,7 +118,7 @@ def setting(result: dict[str, Any]) -> str:
     )
 
 
-def sheets(result: dict[str, Any]) -> list[Sheet]:
+def sheets(result: dict[str, Any]) -> list[SummaryTable]:
     """The tables of implementations and of masks."""
     on_cpu = result["settings"]["device"] == "cpu"
     return [
@@ -141,7 +132,7 @@ def cost_ms(row: dict[str, Any], on_cpu: bool) -> float:
     return row["cpu_ms"] if on_cpu else row["forward_ms"] + row["backward_ms"]
 
 
-def _implementations(rows: list[dict[str, Any]], on_cpu: bool) -> Sheet:
+def _implementations(rows: list[dict[str, Any]], on_cpu: bool) -> SummaryTable:
     columns = ("implementation", "version", "entropy", "Top-K", "fwd ms", "bwd ms", "CPU ms",
                "x first", "% copy", "peak", "all-reduces", "wire MB", "max abs dlogp",
                "grad error")  # fmt: skip
@@ -158,10 +149,10 @@ def _implementations(rows: list[dict[str, Any]], on_cpu: bool) -> Sheet:
             f"{r['payload_all_reduces']}{header}", f"{r['wire_mb']:.2f}",
             f"{r['max_log_prob_error']:.1e}", f"{r['relative_gradient_error']:.1e}",
         ))  # fmt: skip
-    return Sheet("Forward and backward, median ± interquartile range", columns, lines)
+    return SummaryTable("Forward and backward, median ± interquartile range", columns, lines)
 
 
-def _masks(rows: list[dict[str, Any]], unit: str) -> Sheet:
+def _masks(rows: list[dict[str, Any]], unit: str) -> SummaryTable:
     columns = ("update", "ms", "overhead", "of it in the loss", "all-reduces", "wire MB")
     lines = [
         (
@@ -173,7 +164,7 @@ def _masks(rows: list[dict[str, Any]], unit: str) -> Sheet:
         for r in rows
     ]  # fmt: skip
     title = f"Statistics with entropy, loss and backward: what a mask adds, paired ({unit})"
-    return Sheet(title, columns, lines)
+    return SummaryTable(title, columns, lines)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -181,9 +172,8 @@ def show(result: dict[str, Any]) -> None:
     console = Console(width=200)
     console.print(setting(result))
     for sheet in sheets(result):
-        table = Table(title=sheet.title)
-        for i, name in enumerate(sheet.columns):
-            table.add_column(name, justify="right" if i else "left")
+        name, *figures = sheet.columns
+        table = Table(name, *(Column(f, justify="right") for f in figures), title=sheet.title)
         for row in sheet.rows:
             table.add_row(*row)
         console.print(table)

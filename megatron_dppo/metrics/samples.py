@@ -126,6 +126,15 @@ def read_samples(directory: str | Path) -> Iterator[Sample]:
             ) from error
 
 
+@dataclass(frozen=True)
+class SummaryTable:
+    """A table of strings; the first column names the row."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _PAGE_STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 1em auto; max-width: 72em; padding: 0 1em;

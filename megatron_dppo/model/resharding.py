@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_dppo.model import mapping
 from megatron_dppo.model.errors import ProofError
@@ -110,8 +110,8 @@ class ReshardingReport:
     ``holds``: distinct weights of which a trainer rank is the primary holder; each must leave it once, so their
     sum, the model, is the lower bound of what the trainer sends. ``direct``: what it would send if every engine rank
     were sent just the blocks that it holds. ``engine``: what each engine rank holds, its lower bound of what it
-    receives. ``gathered``: what the gathering rank 0 receives from the others, and ``broadcast``: what every engine
-    rank is sent when rank 0 then broadcasts whole tensors (the model).
+    receives. ``gathered``: what the gathering rank 0 receives from the others. It then broadcasts whole tensors: every
+    engine rank is sent the model.
     """
 
     model_bytes: int
@@ -123,11 +123,6 @@ class ReshardingReport:
     def gathered(self) -> int:
         """Bytes into trainer rank 0."""
         return self.model_bytes - self.holds[0]
-
-    @property
-    def broadcast(self) -> int:
-        """Bytes into each engine rank by broadcast."""
-        return self.model_bytes
 
 
 def prove_resharding(
@@ -218,25 +213,16 @@ def print_plan(
     )
     console.print(
         f"One update moves at least {_gb(sum(report.engine))} into the engine. Gathered on trainer rank 0 and "
-        f"broadcast: {_gb(report.gathered)} to rank 0, then {_gb(report.broadcast)} to each engine rank."
+        f"broadcast: {_gb(report.gathered)} to rank 0, then {_gb(report.model_bytes)} to each engine rank."
     )
 
 
 def _trainer_table(
     shape: ModelShape, layout: Layout, report: ReshardingReport, item_bytes: int
 ) -> Table:
-    table = Table(
-        title=f"Trainer: {layout.describe()}, {layout.world_size} ranks", title_justify="left"
-    )
-    for heading in (
-        "stage",
-        "ranks",
-        "layers",
-        "weights a rank",
-        "provides a rank",
-        "sends direct a rank",
-    ):
-        table.add_column(heading, justify="right")
+    amounts = ("weights a rank", "provides a rank", "sends direct a rank")
+    title = f"Trainer: {layout.describe()}, {layout.world_size} ranks"
+    table = figures_table(title, "stage", "ranks", "layers", *amounts)
     for stage in range(layout.pipeline):
         first = stage * layout.stage_ranks
         ranks = range(first, first + layout.stage_ranks)
@@ -258,12 +244,16 @@ def _trainer_table(
 
 
 def _engine_table(engine: EngineLayout, report: ReshardingReport) -> Table:
-    table = Table(title=f"Engine: {engine.describe()}", title_justify="left")
-    for heading in ("rank", "receives at least", "receives by broadcast"):
-        table.add_column(heading, justify="right")
+    headings = ("rank", "receives at least", "receives by broadcast")
+    table = figures_table(f"Engine: {engine.describe()}", *headings)
     for rank, received in enumerate(report.engine):
-        table.add_row(str(rank), _gb(received), _gb(report.broadcast))
+        table.add_row(str(rank), _gb(received), _gb(report.model_bytes))
     return table
+
+
+def figures_table(title: str, *headings: str) -> Table:
+    columns = (Column(heading, justify="right") for heading in headings)
+    return Table(*columns, title=title, title_justify="left")
 
 
 def _range(values: list[int]) -> str:
