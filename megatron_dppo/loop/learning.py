@@ -409,7 +409,7 @@ class Learner:
                 check=partial(self._check, batch, is_first=first is None),
             )
             first = result.metrics if first is None else first
-            total = total.merge(result.metrics)
+            total = total + result.metrics
             grad_norms.append(result.grad_norm)
             lr = result.lr
         self.most_masked = reduce_masked_tokens(self._masked, self._trainer.topology)

@@ -332,21 +332,12 @@ class StepTable:
     Args:
         dtype: of the policy; selects the normal ranges.
         total_steps: of the whole run.
-        explain: print the explanations; figures are marked either way.
         console: where to print; default: the process's shared console.
     """
 
-    def __init__(
-        self,
-        dtype: Dtype,
-        total_steps: int,
-        *,
-        explain: bool = True,
-        console: Console | None = None,
-    ) -> None:
+    def __init__(self, dtype: Dtype, total_steps: int, *, console: Console | None = None) -> None:
         self._check = NormalityCheck(dtype)
         self._total = total_steps
-        self._explain = explain
         self._console = console or shared_console()
         self._explained: set[str] = set()
         self._lines = 0
@@ -359,12 +350,11 @@ class StepTable:
             self._print(self._header())
         self._lines += 1
         self._print(self._row(step, values, unusual))
-        if self._explain:
-            for metric in [name for name in unusual if name not in self._explained]:
-                self._explained.add(metric)
-                self._print(
-                    Text(f"  ! {unusual[metric]}. {table.BY_METRIC[metric].why}", style="yellow")
-                )
+        for metric in [name for name in unusual if name not in self._explained]:
+            self._explained.add(metric)
+            self._print(
+                Text(f"  ! {unusual[metric]}. {table.BY_METRIC[metric].why}", style="yellow")
+            )
 
     def note(self, lines: Sequence[str]) -> None:
         """Print ``lines`` below the last row."""

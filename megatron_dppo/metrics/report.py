@@ -506,7 +506,9 @@ def write_comparison(directories: Sequence[str | Path], output: str | Path) -> P
         runs.append(RunRecords(label, records, info.dtype if info else "float32"))
     title = _title(directories, infos)
     with matplotlib.rc_context(STYLE):
-        _save(_draw(runs, title), Path(output))
+        figure = FigureCanvasAgg(_draw(runs, title))
+        with atomic_file(Path(output)) as file:
+            figure.print_png(file)
     return Path(output)
 
 
@@ -565,12 +567,6 @@ def _draw(runs: list[RunRecords], title: str) -> Figure:
 
 def _largest(runs: list[RunRecords], metric: str) -> float:
     return max((max(series(run.records, metric)[1], default=0.0) for run in runs), default=0.0)
-
-
-def _save(figure: Figure, output: Path) -> None:
-    """Write the PNG and rename it, so that no reader sees an incomplete file."""
-    with atomic_file(output) as file:
-        FigureCanvasAgg(figure).print_png(file)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

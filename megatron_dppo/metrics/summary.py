@@ -199,11 +199,7 @@ def summarize(
         weight_updates=round(sum(series(records, names.WEIGHT_UPDATES)[1])),
         weight_updates_verified=round(sum(series(records, names.WEIGHT_UPDATES_VERIFIED)[1])),
         hf_export_max_logprob_diff=hf_export_max_logprob_diff,
-        algorithm=info.algorithm,
-        layout=info.layout,
-        model=info.model,
-        dtype=info.dtype,
-        seed=info.seed,
+        **asdict(info),
         seconds_per_phase={p: round(sum(s), 3) for p, s in phase_table(records).items()},
         environment_faults=faults,
     )

@@ -54,7 +54,7 @@ class MetricSums:
             tuple(sorted(self.sums)), tuple(sorted(self.maxima)), tuple(sorted(self.minima))
         )
 
-    def merge(self, other: MetricSums) -> MetricSums:
+    def __add__(self, other: MetricSums) -> MetricSums:
         """Sum, maximum and minimum by name; a name that only one of the two has is kept."""
         return MetricSums(
             _merged(self.sums, other.sums, torch.add),
@@ -62,10 +62,8 @@ class MetricSums:
             _merged(self.minima, other.minima, torch.minimum),
         )
 
-    __add__ = merge
-
     def add(self, name: str, value: Tensor | float) -> MetricSums:
-        return self.merge(MetricSums(sums={name: torch.as_tensor(value, dtype=torch.float64)}))
+        return self + MetricSums(sums={name: torch.as_tensor(value, dtype=torch.float64)})
 
     def to_vector(
         self, rank: int = 0, world_size: int = 1, device: torch.device | str | None = None
@@ -259,8 +257,6 @@ def read_masked_tokens(directory: str | Path, step: int) -> list[MaskedToken] | 
     """
     for line in read_step_lines(Path(directory) / MASKED_TOKENS_FILE):
         if line["step"] == step:
-            return [
-                MaskedToken(id=t["id"], raised=t["raised"], lowered=t["lowered"])
-                for t in line["tokens"]
-            ]
+            tokens: list[MaskedToken] = line["tokens"]
+            return tokens
     return None

@@ -1,7 +1,6 @@
 """The table of steps with its marks and explanations; progress bars and plain lines."""
 
 import io
-import math
 import time
 
 import pytest
@@ -87,14 +86,6 @@ def test_an_unusual_figure_is_marked_each_time_and_explained_once():
     assert text.count("2.0e-03!") == 2
     explanation = "|pi-mu| at equal weights 0.002: expected at most 0.0001 in float32. Trainer and"
     assert text.count(explanation) == 1
-
-
-def test_marks_without_explanations():
-    printed = console()
-    steps = StepTable("float32", 60, explain=False, console=printed)
-    steps.step(1, {**VALUES, names.GRAD_NORM: math.nan})
-    assert "nan!" in lines_of(printed)[-1]
-    assert len(lines_of(printed)) == 3
 
 
 def test_every_marked_column_has_a_normal_range_or_needs_none():
