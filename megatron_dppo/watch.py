@@ -153,11 +153,15 @@ class RunView:
         }
 
     def _title(self) -> str:
-        try:
-            info = RunInfo.of_run(self.directory)
-        except ValueError:
-            info = None
+        info = self._info()
         return " | ".join(info.parts) if info else self.directory.resolve().name
+
+    def _info(self) -> RunInfo | None:
+        """None without a configuration that can be read."""
+        try:
+            return RunInfo.of_run(self.directory)
+        except ValueError:
+            return None
 
     def _steps(self) -> int | None:
         try:
@@ -212,10 +216,7 @@ class RunView:
 
     def _unusual(self, recorded: Sequence[Record]) -> list[list[Any]]:
         """The newest finding about each metric outside its normal range: step, finding, what to check."""
-        try:
-            info = RunInfo.of_run(self.directory)
-        except ValueError:
-            info = None
+        info = self._info()
         check = NormalityCheck(info.dtype if info else "float32")
         newest: dict[str, list[Any]] = {}
         for record in recorded:

@@ -238,10 +238,8 @@ def check_agreement(saved: SeenStep, run: Path, step: int) -> str:
     counts = sums.MaskedTokenCounts(int(saved.token_ids.max()) + 1)
     counts.add(saved.token_ids, saved.inputs.advantages, ~saved.trains)
     assert counts.counts is not None
-    blocked, recorded_as_blocked = (
-        sums.most_masked(counts.counts),
-        sums.read_masked_tokens(run, step),
-    )
+    blocked = sums.most_masked(counts.counts)
+    recorded_as_blocked = sums.read_masked_tokens(run, step)
     if blocked != recorded_as_blocked:
         raise DisagreementError(
             f"step {step}: the saved mask blocks {blocked[:3]}... most often, {MASKED_TOKENS_FILE} says "

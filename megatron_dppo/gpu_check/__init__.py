@@ -175,10 +175,4 @@ def random_batch(
         )
 
     sequences = [sequence(i, length) for i, length in enumerate(lengths)]
-    return pack(
-        sequences,
-        indices=range(len(lengths)),
-        trains=[True] * len(lengths),
-        pad_multiple=pad_multiple,
-        sequence_multiple=sequence_multiple,
-    )
+    return pack(sequences, pad_multiple=pad_multiple, sequence_multiple=sequence_multiple)

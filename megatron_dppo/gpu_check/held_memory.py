@@ -22,26 +22,21 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass
 class SavedPeak:
-    """Bytes that autograd keeps for backward: ``live`` now and ``peak``; storages counted once.
-
-    ``at_peak``: (shape, dtype, bytes) of what lived at the peak, of the first tensor that was saved of each storage.
-    """
+    """Bytes that autograd keeps for backward: ``live`` now and ``peak``; storages counted once."""
 
     live: int = 0
     peak: int = 0
-    at_peak: list[tuple[tuple[int, ...], str, int]] = field(default_factory=list)
     _users: dict[int, int] = field(default_factory=dict)
-    _known: dict[int, tuple[tuple[int, ...], str, int]] = field(default_factory=dict)
+    _bytes: dict[int, int] = field(default_factory=dict)
 
     def add(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._users[key] = self._users.get(key, 0) + 1
         if self._users[key] == 1:
-            self._known[key] = (tuple(tensor.shape), str(tensor.dtype), storage.nbytes())
+            self._bytes[key] = storage.nbytes()
             self.live += storage.nbytes()
-            if self.live > self.peak:
-                self.peak, self.at_peak = self.live, list(self._known.values())
+            self.peak = max(self.peak, self.live)
         return key
 
     def drop(self, key: int) -> None:
@@ -49,7 +44,7 @@ class SavedPeak:
         self._users[key] -= 1
         if not self._users[key]:
             del self._users[key]
-            self.live -= self._known.pop(key)[2]
+            self.live -= self._bytes.pop(key)
 
 
 class _Saved:

@@ -100,10 +100,8 @@ def routing_rows(record: Record) -> Iterator[Row]:
     """Recorded for every token, and as the trainer's own routers mostly choose."""
     lacking = record.get(names.ROUTING_UNRECORDED)
     yield Row("tokens without recorded routing", _percent(lacking), "0%", lacking == 0)
-    agreement, low = (
-        record.get(names.ROUTING_AGREEMENT_FIRST),
-        BY_METRIC[names.ROUTING_AGREEMENT].low,
-    )
+    agreement = record.get(names.ROUTING_AGREEMENT_FIRST)
+    low = BY_METRIC[names.ROUTING_AGREEMENT].low
     holds = agreement is not None and agreement >= low
     yield Row("natural routing as the server's", _percent(agreement), f"at least {low:.0%}", holds)
 

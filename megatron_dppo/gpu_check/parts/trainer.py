@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo import EXAMPLES
+from megatron_dppo.config.layout import EXCHANGES
 from megatron_dppo.gpu_check import (
     Bench,
     LackingError,
@@ -296,7 +297,6 @@ SMALL_DENSE = {
 CONTEXT_LENGTHS = [3, 500, 2041, 4096]
 SMALL_CONTEXT = [1, 3, 50, 202]
 RANKS = 2
-EXCHANGES = ("p2p", "a2a")
 LIMITS = {"bfloat16": (0.1, 1e-2), "float32": (1e-5, 1e-5)}
 """By dtype: nats of any log-probability, relative difference of the unclipped gradient norm."""
 
