@@ -238,7 +238,9 @@ class StatsRequest:
         """For as many rows as ``like`` has, whose device and dtype the logits have or will have; ``columns``: of
         this rank's shard; ``fault``: what the caller found wrong already. Raises ValueError on every rank.
         """
-        ranks = 1 if group is None else dist.get_world_size(group)
+        rank, ranks = 0, 1
+        if group is not None:
+            rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         rows = len(like)
         fault = fault or next(argument_faults(query, rows, columns, ranks), None)
         message = None if fault is None else f"policy_stats: {fault}"
@@ -259,7 +261,7 @@ class StatsRequest:
             raise ValueError(message)
         return cls(
             query,
-            VocabShard.of(columns, query.vocab_size, group),
+            VocabShard.part(rank, ranks, columns, query.vocab_size),
             group,
             1.0 / query.temperature,
             choose(like, backend),

@@ -37,15 +37,6 @@ class VocabShard:
     ranks: int
 
     @staticmethod
-    def of(columns: int, vocab_size: int, group: dist.ProcessGroup | None) -> VocabShard:
-        """This rank's shard in ``group``."""
-        if group is None:
-            return VocabShard.part(0, 1, columns, vocab_size)
-        return VocabShard.part(
-            dist.get_rank(group), dist.get_world_size(group), columns, vocab_size
-        )
-
-    @staticmethod
     def part(rank: int, ranks: int, columns: int, vocab_size: int) -> VocabShard:
         """Rank ``rank``'s shard; shards are equal, in rank order, with padding last."""
         start = rank * columns

@@ -725,7 +725,7 @@ def test_ids_of_a_shard_and_ids_that_nobody_owns():
     assert shard.local(ids).tolist() == [-1, 0, 1, -1, -1]
     assert shard.unknown(ids).tolist() == [False, False, False, True, True]
     assert shard.unknown(torch.tensor([0])).tolist() == [False]
-    assert VocabShard.of(4, 3, None) == VocabShard.part(0, 1, 4, 3) == VocabShard(0, 4, 3, 3, 0, 1)
+    assert VocabShard.part(0, 1, 4, 3) == VocabShard(0, 4, 3, 3, 0, 1)
 
 
 def test_what_ranks_compare_of_their_calls():
