@@ -225,10 +225,13 @@ def near(
     close = distance <= threshold
     if threshold_negative is not None:
         close = torch.where(inputs.advantages < 0, distance <= threshold_negative, close)
+    return (close | inward(inputs, anchor)) & distance.isfinite()
+
+
+def inward(inputs: TokenInputs, anchor: Anchor) -> Tensor:
+    """True where the update leads back to the anchor."""
     # Outward are A > 0 with r > 1 and A < 0 with r < 1: further the way pi has gone.
-    shift = inputs.log_probs.detach() - anchor(inputs)
-    inward = inputs.advantages.sign() * shift <= 0
-    return (close | inward) & distance.isfinite()
+    return inputs.advantages.sign() * (inputs.log_probs.detach() - anchor(inputs)) <= 0
 
 
 def topk_of(inputs: TokenInputs, anchor: Anchor) -> tuple[Tensor, Tensor, Tensor]:
@@ -326,7 +329,7 @@ def step_mean(inputs: TokenInputs, anchor: Anchor) -> Tensor:
     read: the paper's algorithm and threshold. Its realigned advantages need a value model, and are not here.
     """
     shift = inputs.log_probs.detach() - anchor(inputs)
-    return (inputs.advantages.sign() * shift <= 0) | (shift.isfinite() & (of_step(inputs) > 0))
+    return inward(inputs, anchor) | (shift.isfinite() & (of_step(inputs) > 0))
 
 
 def measured(name: str, inputs: TokenInputs, anchor: Anchor) -> Tensor:

@@ -24,7 +24,7 @@ from megatron_dppo.algorithms.inputs import (
     sequence_quantile,
     trained_tokens,
 )
-from megatron_dppo.algorithms.rules import importance_ratio, inside, measured
+from megatron_dppo.algorithms.rules import importance_ratio, inside, inward, measured
 
 
 @torch.no_grad()
@@ -184,6 +184,4 @@ def prefix_budget(
     budget = sequence_quantile(inputs, distance, 0.9).clamp(budget_low, budget_high)
     spent_before = before(inputs, prefix_totals(inputs, spent), 0.0)
     allowed = (largest + budget * weights_before - spent_before).clamp(max=largest)
-    shift = inputs.log_probs.detach() - anchor(inputs)
-    inward = inputs.advantages.sign() * shift <= 0
-    return (inward | (spent <= allowed)) & distance.isfinite()
+    return (inward(inputs, anchor) | (spent <= allowed)) & distance.isfinite()
