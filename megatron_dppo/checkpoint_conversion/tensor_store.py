@@ -61,7 +61,7 @@ class SafetensorsFile:
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be opened ({error.strerror})") from error
         try:
-            self.entries, self.metadata = _read_header(self._fd, self.path)
+            self.entries = _read_header(self._fd, self.path)
         except CheckpointError:
             os.close(self._fd)
             raise
@@ -78,7 +78,7 @@ class SafetensorsFile:
         os.close(self._fd)
 
 
-def _read_header(fd: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def _read_header(fd: int, path: Path) -> dict[str, Entry]:
     size = os.fstat(fd).st_size
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     # Before it is read: a damaged length must not make a process allocate what the file says.
@@ -90,7 +90,7 @@ def _read_header(fd: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]
         header = json.loads(os.pread(fd, length, 8))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: its header is not JSON ({error})") from error
-    metadata = header.pop("__metadata__", {})
+    header.pop("__metadata__", None)
     entries = {name: _entry(path, name, facts, 8 + length) for name, facts in header.items()}
     end = 8 + length
     for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
@@ -101,16 +101,13 @@ def _read_header(fd: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]
         raise CheckpointError(
             f"{path}: has {size} bytes, its header describes {end}; truncated or overwritten"
         )
-    return entries, metadata
+    return entries
 
 
 def _entry(path: Path, name: str, facts: dict[str, Any], base: int) -> Entry:
     try:
-        code, shape, (begin, end) = (
-            facts["dtype"],
-            tuple(facts["shape"]),
-            facts["data_offsets"],
-        )
+        code, shape = facts["dtype"], tuple(facts["shape"])
+        begin, end = facts["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: header entry {name} is malformed ({facts})") from error
     if code not in DTYPES:

@@ -255,7 +255,10 @@ def assemble_rows(
         overlap = rows_of_piece(piece, start, count)
         if overlap is not None:
             local_row, first, length = overlap
-            block_of(out, piece, start, (first, length)).copy_(read(piece, local_row, length))
+            block, segment = out.narrow(0, first - start, length), piece.segment
+            if segment.dim:
+                block = block.narrow(1, segment.hf_start, segment.length)
+            block.copy_(read(piece, local_row, length))
     return out
 
 
@@ -272,16 +275,6 @@ def rows_of_piece(piece: Piece, start: int, count: int) -> tuple[int, int, int] 
         return start, start, count
     first, last = max(start, s.hf_start), min(start + count, s.hf_start + s.length)
     return (s.local_start + first - s.hf_start, first, last - first) if first < last else None
-
-
-def block_of(
-    rows: torch.Tensor, piece: Piece, start: int, overlap: tuple[int, int]
-) -> torch.Tensor:
-    """The view of ``rows`` (which begin at row ``start``) that the piece's ``overlap`` fills."""
-    first, length = overlap
-    block = rows.narrow(0, first - start, length)
-    s = piece.segment
-    return block if s.dim == 0 else block.narrow(1, s.hf_start, s.length)
 
 
 class Store(tensor_store.TensorStore, Protocol):
