@@ -22,6 +22,7 @@ from megatron_dppo import EXAMPLES
 from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.logging import fatal
 from megatron_dppo.model.mapping import parameters
+from megatron_dppo.model.resharding import figures_table
 from megatron_dppo.planner import activations, step_time
 from megatron_dppo.planner.devices import DEVICES, GB, GIB, NETWORK_LATENCY, Cluster, gb, gib
 from megatron_dppo.planner.facts import shape_of
@@ -74,7 +75,7 @@ def print_verdict(console: Console, plan: RunPlan) -> None:
 
 def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
     """The layouts of a search, best first, each with the overrides that turn the recipe into it."""
-    table = _table(
+    table = figures_table(
         "Layouts that fit",
         *("step", "GPU idle", "placement", "staleness", "generate", "train", "rank", "layout"),
         *("servers", "recompute"),
@@ -114,7 +115,7 @@ def _head(plan: RunPlan) -> Iterable[str]:
 def _roles(plan: RunPlan) -> Table | None:
     if not plan.nodes:
         return None
-    table = _table("Who runs where", "node", "GPUs", "train", "serve", "servers", "idle")
+    table = figures_table("Who runs where", "node", "GPUs", "train", "serve", "servers", "idle")
     size = plan.cluster.gpus_per_node
     for node in plan.nodes:
         servers = f"{node.servers[0]}-{node.servers[-1]}" if node.servers else "-"
@@ -127,7 +128,7 @@ def _roles(plan: RunPlan) -> Table | None:
 
 def _ranks(plan: RunPlan) -> Table:
     names = list(plan.ranks[0].parts)
-    table = _table("A trainer rank's GPU, GiB", "stage", *names, "total", "of")
+    table = figures_table("A trainer rank's GPU, GiB", "stage", *names, "total", "of")
     for rank in plan.ranks:
         cells = [f"{size / 2**30:.1f}" for size in rank.parts.values()]
         total, whole = rank.total / 2**30, plan.cluster.device.memory / 2**30
@@ -140,7 +141,7 @@ def _engine(plan: RunPlan) -> Table | None:
     if engine is None:
         return None
     title = f"A server's GPU: {facts.servers} servers x TP {facts.tensor}, mem_fraction_static {engine.fraction}"
-    table = _table(
+    table = figures_table(
         title, "weights", "KV pool", "left free", "KV tokens", "sequences at once", "all longest"
     )
     table.add_row(
@@ -153,7 +154,7 @@ def _engine(plan: RunPlan) -> Table | None:
 def _hosts(plan: RunPlan) -> Table | None:
     if not plan.nodes:
         return None
-    table = _table(
+    table = figures_table(
         f"Host memory, GiB of {plan.cluster.node_memory / 2**30:.0f}",
         *("node", "processes", "batch", "checkpoint", "routing", "parked", "total"),
     )
@@ -165,7 +166,7 @@ def _hosts(plan: RunPlan) -> Table | None:
 
 def _data(plan: RunPlan) -> Table:
     columns, moved = plan.columns, plan.traffic
-    table = _table("What moves", "what", "bytes", "seconds")
+    table = figures_table("What moves", "what", "bytes", "seconds")
     table.add_row(
         "a weight update, to each engine GPU",
         gb(moved.update),
@@ -188,7 +189,7 @@ def _time(plan: RunPlan) -> Table | None:
     seconds = plan.seconds
     if seconds is None:
         return None
-    table = _table(
+    table = figures_table(
         "A step, seconds (a model, not a measurement)",
         *seconds.phases,
         "step",
@@ -240,13 +241,6 @@ def _print_assumptions(console: Console, plan: RunPlan) -> None:
     ignored = sorted(plan.facts.not_counted)
     if ignored:
         console.print(f"Not counted: {', '.join(ignored)}.", highlight=False)
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
 
 
 _COLOURS = {

@@ -148,8 +148,3 @@ class Cluster:
     def node_memory(self) -> int:
         """``host_memory``, by default the device's."""
         return self.host_memory or self.device.host_memory
-
-
-def usable_bytes(device: Device) -> int:
-    """Bytes of a GPU that tensors and communicators may take: all but the process's own."""
-    return device.memory - CONTEXT

@@ -52,13 +52,9 @@ class Schedule:
         return self.placement == "colocated"
 
     @property
-    def is_on_policy(self) -> bool:
-        return self.staleness == 0
-
-    @property
     def overlaps(self) -> bool:
         """Whether the trainer trains while servers generate and evaluate."""
-        return not self.is_colocated and not self.is_on_policy
+        return not self.is_colocated and self.staleness > 0
 
 
 ON_POLICY = Schedule()

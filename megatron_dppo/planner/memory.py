@@ -258,10 +258,8 @@ def weight_bytes(shape: ModelShape, layout: mapping.EngineLayout) -> int:
     """bf16 weights of an engine rank: the family's rows by SGLang's own cuts (``Rule.in_engine``)."""
     mapping.check_engine_layout(shape, layout)
     family, each = family_of(shape), shape.num_layers
-    rules = [(rule, each) for rule in family.layer] + [
-        (family.embedding, 1),
-        (family.final_norm, 1),
-    ]
+    rules = [(rule, each) for rule in family.layer]
+    rules += [(family.embedding, 1), (family.final_norm, 1)]
     if not shape.tied_embeddings or mapping.keeps_untied_output(shape):
         rules.append((family.embedding, 1))
     total = sum(_elements(rule, shape, layout.tensor) * count for rule, count in rules)
@@ -312,7 +310,7 @@ def engine_bytes(
         weight_bytes(shape, mapping.EngineLayout(engine.tensor, engine.expert)) // engine.pipeline
     )
     fraction = engine.memory_fraction or default_fraction(device, engine)
-    free = devices.usable_bytes(device)
+    free = device.memory - devices.CONTEXT
     pool = int(free * fraction) - weights
     tokens = max(0, pool) // kv_bytes_per_token(shape, engine)
     context = rollout.longest_prompt + rollout.longest_response
