@@ -30,8 +30,6 @@ from megatron_dppo.system.network import url_fault
 PLACEHOLDER = "{prompt}"
 """What a prompt template holds where the problem goes."""
 
-ALONE = EnvironmentConfig()
-"""Without an environment."""
 MOST_STOPS = 32
 """Stop texts that SGLang takes."""
 
@@ -150,7 +148,7 @@ def length_faults(
     evaluation: schema.EvaluationConfig,
     sglang: Mapping[str, Any],
     model: ModelShape,
-    environment: EnvironmentConfig = ALONE,
+    environment: EnvironmentConfig,
 ) -> layout.Faults:
     """Prompts and responses, or whole episodes, against the model's positions, and what a server of them serves.
 

@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_dppo.config.schema import EngineConfig, TrainConfig
 from megatron_dppo.system.files import unwritable
@@ -104,7 +103,9 @@ def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
         if ranks > machine.gpus:
             yield f"GPUs: {ranks} ranks need one each, this machine has {machine.gpus}"
         return
-    processes = ranks + servers * _per_server(config.sglang)
+    sglang = config.sglang
+    per_server = int(sglang.get("tp_size") or 1) * int(sglang.get("pp_size") or 1)
+    processes = ranks + servers * per_server
     if processes > 8 * machine.cores:
         yield (
             f"cores: {processes} processes of ranks and servers on {machine.cores} cores, expected at most 8 on each"
@@ -157,11 +158,6 @@ def _python_faults(python: str | None, packages: Sequence[str]) -> Iterator[str]
         return
     if lacking:
         yield f"engine.python: got {python!r}, which lacks {', '.join(lacking)}"
-
-
-def _per_server(sglang: Mapping[str, Any]) -> int:
-    """Ranks of one server."""
-    return int(sglang.get("tp_size") or 1) * int(sglang.get("pp_size") or 1)
 
 
 def _visible_gpus() -> int:

@@ -561,7 +561,7 @@ def test_the_longest_sequences_that_the_checks_take_are_served_and_no_longer_one
 
     def sections_faults(config: TrainConfig, shape: ModelShape) -> Iterator[str]:
         sections = (config.data, config.rollout, config.evaluation, config.sglang)
-        return length_faults(*sections, shape)
+        return length_faults(*sections, shape, config.environment)
 
     shape = load_model_shape(model)
     config = run_config(
