@@ -26,7 +26,6 @@ from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.demo.material import (
     EXPORT_BOUNDS,
-    GAP_BOUNDS,
     TASKS,
     engine_overrides,
     prepare,
@@ -38,6 +37,7 @@ from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import read_records, series
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.samples import TRAINING, console_lines, read_samples
+from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.system.files import unused_path
 
 RECIPES = EXAMPLES / "tiny_moe"
@@ -131,14 +131,11 @@ def judge(
     summary: Mapping[str, Any], recipe_steps: int, dtype: Dtype = "float32", gain: float = 0.25
 ) -> list[DemoResult]:
     """Compare the run with the demo's targets; accuracy is judged only after all recipe steps."""
-    gap_bound, export_bound = GAP_BOUNDS[dtype], EXPORT_BOUNDS[dtype]
+    gap_bound, export_bound = BY_METRIC[names.GAP_ON_POLICY].upper(dtype), EXPORT_BOUNDS[dtype]
     gap, difference = summary["mean_abs_prob_gap"], summary["hf_export_max_logprob_diff"]
     updates, verified = summary["weight_updates"], summary["weight_updates_verified"]
-    start, end, steps = (
-        summary["eval_accuracy_start"],
-        summary["eval_accuracy_end"],
-        summary["steps"],
-    )
+    start, end = summary["eval_accuracy_start"], summary["eval_accuracy_end"]
+    steps = summary["steps"]
     measured = start is not None and end is not None
     gained = end - start >= gain if measured and steps >= recipe_steps else None
     return [

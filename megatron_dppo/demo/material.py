@@ -41,9 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dppo import EXAMPLES
 from megatron_dppo.environments import calculate
-from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.row import Dtype
-from megatron_dppo.metrics.table import BY_METRIC
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -52,7 +50,6 @@ Pair = Mapping[str, Any]
 """``prompt``, text or chat messages, and ``response``."""
 TERMS = 4
 LARGEST_TERM = 5
-LARGEST_TOTAL = TERMS * LARGEST_TERM
 HELD_OUT = 200
 WARM_START_PAIRS = 40_000
 WORKED_OUT_SHARE = 0.4
@@ -405,11 +402,6 @@ def main() -> None:
 
 # What of the demo's recipe changes on GPUs: Transformer Engine and SGLang's CUDA server work in bfloat16.
 
-GAP_BOUNDS: Mapping[Dtype, float] = {
-    "float32": BY_METRIC[names.GAP_ON_POLICY].upper("float32"),
-    "bfloat16": BY_METRIC[names.GAP_ON_POLICY].upper("bfloat16"),
-}
-"""Of mean |pi - mu| at equal weights."""
 EXPORT_BOUNDS: Mapping[Dtype, float] = {"float32": 1e-4, "bfloat16": 1.0}
 """Nats, of the largest difference of one token's log-probability; bfloat16's is a guess until it is measured."""
 _ONE_RANK = ("parallel.world_size=1", "parallel.expert=1")
