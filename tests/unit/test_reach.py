@@ -34,7 +34,8 @@ options = dist.BroadcastOptions()
 options.rootRank = options.rootTensor = 0
 got = torch.ones(4, dtype=torch.uint8)
 group.broadcast([got], options).wait(limit)
-print("received", got.tolist())
+# At once: a process that ends beside its group's threads may be aborted before it says anything.
+print("received", got.tolist(), flush=True)
 """
 
 
