@@ -16,8 +16,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
+
+from pydantic import TypeAdapter
 
 from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine import errors
@@ -78,6 +80,10 @@ class Member:
         # Those that the run starts are published after their first answers.
         first_answer_s = 0.0 if server.replaceable else engine.start_timeout_s
         return cls(server, keys, engine.ca_file, first_answer_s)
+
+
+MEMBERS = TypeAdapter(list[Member])
+"""Members, to send to other ranks."""
 
 
 def client_of(member: Member, parser: AnswerParser | None = None) -> EngineClient:
@@ -448,11 +454,3 @@ class FleetMembership:
                 return await question(client)
 
         return self._runner.run(ask())
-
-
-def member_to_json(member: Member) -> list[Any]:
-    return [asdict(member.server), asdict(member.keys), member.ca_file, member.first_answer_s]
-
-
-def member_from_json(value: list[Any]) -> Member:
-    return Member(Server(**value[0]), Keys(**value[1]), *value[2:])

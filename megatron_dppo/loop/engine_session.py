@@ -544,9 +544,7 @@ class EngineSession:
         if self._membership is not None:
             try:
                 members = self._membership.choose(self._members, suspended)
-                chosen = (
-                    None if members is None else [membership.member_to_json(m) for m in members]
-                )
+                chosen = None if members is None else membership.MEMBERS.dump_python(members)
             except (membership.EngineUnavailableError, EngineError) as error:
                 fault = str(error)
         chosen, fault = collectives.broadcast_json([chosen, fault], src=0)
@@ -554,7 +552,7 @@ class EngineSession:
             raise membership.EngineUnavailableError(fault)
         if chosen is None:
             raise RunStoppedError("stopped while waiting for the engine")
-        return [membership.member_from_json(value) for value in chosen]
+        return membership.MEMBERS.validate_python(chosen)
 
     def _blame(self, error: WeightUpdateError) -> None:
         """An update failed, or a server could not be attached; the next attempt is without those at

@@ -7,7 +7,6 @@ which keep every group's collectives, Megatron-Core's too: gloo and NCCL have on
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pickle
@@ -16,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch._C import _distributed_c10d
 from torch.distributed import ProcessGroup, distributed_c10d
 
@@ -56,18 +56,13 @@ class Pending:
         """Whether both are one collective, seen by two ranks or at two moments."""
         return (self.group, self.name, self.number) == (other.group, other.name, other.number)
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of ``to_json``."""
-        return cls(**{**values, "ranks": tuple(values["ranks"])})
-
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
         return f"{self.name}, number {self.number} of group {self.group} (ranks {ranks})"
+
+
+PENDING = TypeAdapter(list[Pending])
+"""Collectives, to send to other ranks."""
 
 
 def pending(*, callers: bool) -> list[Pending]:
@@ -250,14 +245,13 @@ class Watchdog:
 
         def exchange() -> None:
             store = self._open_store()
-            waits = json.dumps([p.to_json() for p in self._pending(callers=True)])
-            store.set(_key(self._rank), waits)
+            waits = PENDING.dump_json(self._pending(callers=True))
+            store.set(_key(self._rank), waits.decode())
             # Those that wait for the same rank see it one poll later.
             time.sleep(2 * self._poll_s)
             for rank in ranks:
                 if store.check([_key(rank)]):
-                    values = json.loads(store.get(_key(rank)))
-                    heard[rank] = [Pending.from_json(each) for each in values]
+                    heard[rank] = PENDING.validate_json(store.get(_key(rank)))
             answered.set()
 
         # In a thread, which is left behind where the rendezvous does not answer.

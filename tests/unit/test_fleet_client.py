@@ -21,7 +21,7 @@ from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
 from megatron_dppo.fleet.http_router import HttpRouterLink
-from megatron_dppo.fleet.membership import client_of, member_from_json, member_to_json
+from megatron_dppo.fleet.membership import MEMBERS, client_of
 from megatron_dppo.fleet.record import Server
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.small_fleet import KEYS, SmallRouter, SmallServer
@@ -373,7 +373,8 @@ def test_a_server_that_nobody_warmed_up_has_longer_for_its_first_answer(runner):
         server = await SmallServer("x").start()
         server.silent = True
         cold = replace(server.member, first_answer_s=1.0)
-        async with client_of(member_from_json(member_to_json(cold))) as client:
+        (cold,) = MEMBERS.validate_json(MEMBERS.dump_json([cold]))
+        async with client_of(cold) as client:
             first = await lost_after(client)
             client.note_answer()
             second = await lost_after(client)

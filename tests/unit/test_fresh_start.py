@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.loop.resuming import (
@@ -136,4 +137,5 @@ def test_a_damaged_newest_checkpoint_is_passed_over_only_where_it_is_asked_for(t
         "run.resume=never begins anew"
     )
     assert [u.step for u in newer_unusable(survey(10, 20, 40))] == [40]
-    assert CheckpointSurvey.from_json(json.loads(json.dumps(survey(40).to_json()))) == survey(40)
+    sent = TypeAdapter(CheckpointSurvey)
+    assert sent.validate_json(sent.dump_json(survey(40))) == survey(40)

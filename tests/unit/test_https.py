@@ -19,7 +19,7 @@ from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineLostError
 from megatron_dppo.fleet import http_router
 from megatron_dppo.fleet.http_router import HttpRouterProcess, routed_servers, set_servers
-from megatron_dppo.fleet.membership import Member, client_of, member_from_json, member_to_json
+from megatron_dppo.fleet.membership import MEMBERS, Member, client_of
 from megatron_dppo.fleet.record import Keys, Server
 from megatron_dppo.system.network import free_port
 
@@ -91,9 +91,8 @@ def test_a_server_whose_issuer_is_named_is_talked_to(server: tuple[int, Path]) -
     port, authority = server
     place = Server("x", f"https://{ADDRESS}:{port}", origin="config")
     member = Member(place, Keys("secret"), str(authority))
-    assert ask(member_from_json(json.loads(json.dumps(member_to_json(member))))) == {
-        "key": "Bearer secret"
-    }
+    (member,) = MEMBERS.validate_json(MEMBERS.dump_json([member]))
+    assert ask(member) == {"key": "Bearer secret"}
 
 
 @pytest.mark.parametrize("trusted", ["the system's", "another's"])

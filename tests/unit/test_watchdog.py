@@ -11,6 +11,7 @@ from megatron_dppo.trainer import watchdog
 from megatron_dppo.trainer.watchdog import (
     BACKGROUND,
     LONGEST_WAIT_S,
+    PENDING,
     Pending,
     Watchdog,
     describe,
@@ -67,7 +68,7 @@ def test_what_is_not_retired_is_pending_oldest_first():
         5 * SECOND,
     )
     assert (second.name, second.number, second.ranks) == ("nccl:send", 7, ())
-    assert Pending.from_json(first.to_json()) == first
+    assert PENDING.validate_json(PENDING.dump_json([first, second])) == [first, second]
 
 
 def test_libraries_alone_are_named_by_their_outermost_line():

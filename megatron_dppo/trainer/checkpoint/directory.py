@@ -41,16 +41,6 @@ class StoredCheckpoint:
     step: int
     serial: int
 
-    def to_json(self) -> list[Any]:
-        """Plain JSON, to send to another rank."""
-        return [str(self.path), self.step, self.serial]
-
-    @classmethod
-    def from_json(cls, values: list[Any]) -> StoredCheckpoint:
-        """Inverse of :meth:`to_json`."""
-        path, step, serial = values
-        return cls(Path(path), step, serial)
-
 
 class DamagedCheckpointError(CheckpointError):
     """Files of a checkpoint are not those that were written."""
@@ -71,20 +61,6 @@ class CheckpointSurvey:
 
     complete: tuple[StoredCheckpoint, ...]
     unusable: tuple[UnusableCheckpoint, ...]
-
-    def to_json(self) -> list[Any]:
-        """For another rank."""
-        unusable = [[str(u.path), u.step, u.reason] for u in self.unusable]
-        return [[stored.to_json() for stored in self.complete], unusable]
-
-    @classmethod
-    def from_json(cls, values: list[Any]) -> CheckpointSurvey:
-        """Inverse of :meth:`to_json`."""
-        complete, unusable = values
-        return cls(
-            tuple(StoredCheckpoint.from_json(stored) for stored in complete),
-            tuple(UnusableCheckpoint(Path(path), step, why) for path, step, why in unusable),
-        )
 
 
 class CheckpointDirectory:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import random as megatron_random
+from pydantic import TypeAdapter
 
 from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
 from megatron_dppo.metrics import table as names
@@ -65,6 +66,8 @@ log = logging.getLogger(__name__)
 # Estimate for indices, generators and the manifest.
 _SLACK_BYTES = saving.MIB
 _SEED_STRIDE = 1_000_003
+_SURVEY = TypeAdapter(CheckpointSurvey)
+_STORED = TypeAdapter(StoredCheckpoint)
 
 
 class CheckpointStore:
@@ -103,9 +106,10 @@ class CheckpointStore:
 
     def survey(self) -> CheckpointSurvey:
         """What is there as global rank 0 sees it, the same on every rank."""
-        return CheckpointSurvey.from_json(
-            collectives.on_rank_0(lambda: self._folders.survey().to_json(), error=CheckpointError)
+        survey = collectives.on_rank_0(
+            lambda: _SURVEY.dump_python(self._folders.survey(), mode="json"), error=CheckpointError
         )
+        return _SURVEY.validate_python(survey)
 
     def set_aside(self, path: Path) -> None:
         """Give a damaged checkpoint a name under which nothing takes it for one, or deletes it."""
@@ -134,9 +138,10 @@ class CheckpointStore:
         collectives.on_every_rank(lambda: check_step_count(trainer), error=CheckpointError)
         self._fence(None)
         begun = collectives.on_rank_0(
-            lambda: self._folders.begin(step).to_json(), error=CheckpointError
+            lambda: _STORED.dump_python(self._folders.begin(step), mode="json"),
+            error=CheckpointError,
         )
-        partial = StoredCheckpoint.from_json(begun)
+        partial = _STORED.validate_python(begun)
         state_of_rank = rank_state(_model_state(trainer), trainer.optimizer)
         share_bytes = sum(block.bytes for block, _ in state_of_rank.share)
         target = saving.SaveTarget(
