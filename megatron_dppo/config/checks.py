@@ -288,7 +288,7 @@ def check_config(
         _overlap(rollout, config.lora),
         _run_directory(config.run.directory),
         _engine(engine, rollout, config.weight_sync.strategy),
-        forwarded.megatron_faults(config.megatron),
+        forwarded.MEGATRON.faults(config.megatron),
         forwarded.training_faults(
             config.megatron_ddp, config.megatron_optimizer, config.distributed_optimizer
         ),
@@ -325,7 +325,7 @@ def check_supervised_config(config: schema.SupervisedConfig, source: str = "conf
     parallel, training = config.parallel, config.training
     faults = [
         *layout.world_faults(parallel.sizes),
-        *forwarded.megatron_faults(config.megatron),
+        *forwarded.MEGATRON.faults(config.megatron),
         *forwarded.training_faults(
             config.megatron_ddp, config.megatron_optimizer, config.distributed_optimizer
         ),

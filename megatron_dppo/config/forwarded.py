@@ -223,18 +223,18 @@ class ForwardedTable:
                 yield f"{self.name}.{key}: got {given(value)}, {fault}"
 
 
-MEGATRON = ForwardedTable("megatron", MEGATRON_OWNED, MEGATRON_FIXED)
+class _MegatronTable(ForwardedTable):
+    def faults(self, values: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().faults(values)
+        if values.get("moe_token_dispatcher_type") == "allgather":
+            yield (
+                "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall' or 'flex': "
+                "packed micro-batches differ in length between ranks"
+            )
+
+
+MEGATRON = _MegatronTable("megatron", MEGATRON_OWNED, MEGATRON_FIXED)
 SGLANG = ForwardedTable("sglang", SGLANG_OWNED, SGLANG_FIXED)
-
-
-def megatron_faults(table: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the ``megatron:`` table, as far as our own sections tell."""
-    yield from MEGATRON.faults(table)
-    if table.get("moe_token_dispatcher_type") == "allgather":
-        yield (
-            "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall' or 'flex': "
-            "packed micro-batches differ in length between ranks"
-        )
 
 
 def expert_kernel_faults(table: Mapping[str, Any]) -> Iterator[str]:

@@ -160,15 +160,11 @@ def library_faults(
 
     Imports it only where a table has something for it.
     """
-    if MEGATRON.free(megatron):
-        from megatron_dppo.trainer.megatron_config import transformer_fields
+    for rules, values in ((MEGATRON, megatron), (DDP, ddp), (OPTIMIZER, optimizer)):
+        if rules.free(values):
+            from megatron_dppo.trainer.megatron_config import library_fields
 
-        yield from MEGATRON.library_faults(megatron, transformer_fields())
-    if DDP.free(ddp) or OPTIMIZER.free(optimizer):
-        from megatron_dppo.trainer.megatron_config import ddp_fields, optimizer_fields
-
-        yield from DDP.library_faults(ddp, ddp_fields())
-        yield from OPTIMIZER.library_faults(optimizer, optimizer_fields())
+            yield from rules.library_faults(values, library_fields(rules.name))
 
 
 def server_faults(sections: ServerSections, *, starts_servers: bool) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 import torch
@@ -43,18 +43,22 @@ def transformer_config(
     Raises ValueError for keys of that table which are no fields of TransformerConfig, or which
     other sections own.
     """
+    dtype = DTYPES[config.model.dtype]
     options = {
         **_model_options(shape),
         **(_moe_options(shape, replay=config.router_replay) if shape.is_moe else {}),
         **family_of(shape).megatron,
         **_layout_options(layout, sequence_parallel=config.parallel.sizes.sequence_parallel(shape)),
-        **_precision_options(DTYPES[config.model.dtype]),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "attention_softmax_in_fp32": True,
         **_RECOMPUTE[config.training.recompute],
         "recompute_modules": list(platform.current().recomputed(shape.is_moe)),
         **platform.current().transformer_options,
         # A frozen weight has no gradient buffer to add to, and adapters are no Megatron layers.
         **({"gradient_accumulation_fusion": False} if config.lora.rank else {}),
-        **transformer_values(config.megatron),
+        **library_values(forwarded.MEGATRON, config.megatron),
     }
     transformer = TransformerConfig(**options)
     transformer.finalize_model_grads_func = _sum_model_grads
@@ -128,70 +132,31 @@ def _layout_options(layout: Layout, *, sequence_parallel: bool) -> dict[str, Any
     }
 
 
-def _precision_options(dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "attention_softmax_in_fp32": True,
-    }
+_CLASSES: Mapping[str, type] = {
+    "megatron": TransformerConfig,
+    "megatron_ddp": DistributedDataParallelConfig,
+    "megatron_optimizer": OptimizerConfig,
+}
 
 
-def _library_fields(kind: Any) -> forwarded.LibraryFields:
+@functools.cache
+def library_fields(table: str) -> forwarded.LibraryFields:
+    """Every field that the constructor of Megatron-Core's class for ``table`` takes, inherited ones included."""
+    kind = _CLASSES[table]
     hints = get_type_hints(kind)
     types = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
     version = importlib.metadata.version("megatron-core")
     return forwarded.LibraryFields(f"{kind.__name__} (megatron-core {version})", types)
 
 
-@functools.cache
-def transformer_fields() -> forwarded.LibraryFields:
-    """Every field that TransformerConfig's constructor takes, inherited ones included."""
-    return _library_fields(TransformerConfig)
-
-
-@functools.cache
-def ddp_fields() -> forwarded.LibraryFields:
-    """Of DistributedDataParallelConfig."""
-    return _library_fields(DistributedDataParallelConfig)
-
-
-@functools.cache
-def optimizer_fields() -> forwarded.LibraryFields:
-    """Of OptimizerConfig."""
-    return _library_fields(OptimizerConfig)
-
-
-def transformer_values(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``megatron:`` table with every value of its field's type; names of enumerations become members.
+def library_values(rules: forwarded.ForwardedTable, values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` of the table of ``rules``, each of its field's type; names of enumerations become members.
 
     Raises ValueError with a line for each key that is no field, or that another section sets, and
     for each value that does not fit.
     """
-    return _values(
-        forwarded.MEGATRON, forwarded.megatron_faults(table), transformer_fields(), table
-    )
-
-
-def ddp_values(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``megatron_ddp:`` table likewise."""
-    return _values(forwarded.DDP, forwarded.DDP.faults(table), ddp_fields(), table)
-
-
-def optimizer_values(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``megatron_optimizer:`` table likewise."""
-    return _values(
-        forwarded.OPTIMIZER, forwarded.OPTIMIZER.faults(table), optimizer_fields(), table
-    )
-
-
-def _values(
-    rules: forwarded.ForwardedTable,
-    own_faults: Iterable[str],
-    fields: forwarded.LibraryFields,
-    table: Mapping[str, Any],
-) -> dict[str, Any]:
-    faults = [*own_faults, *rules.library_faults(table, fields)]
+    fields = library_fields(rules.name)
+    faults = [*rules.faults(values), *rules.library_faults(values, fields)]
     if faults:
         raise ValueError("\n".join(faults))
-    return {key: forwarded.read_value(fields.types[key], value) for key, value in table.items()}
+    return {key: forwarded.read_value(fields.types[key], value) for key, value in values.items()}

@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_dppo.config.forwarded import DDP, OPTIMIZER
 from megatron_dppo.config.lora import PEFT_WEIGHTS
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.data.packing import PackedBatch, pack
@@ -184,14 +185,14 @@ class Trainer:
         self.ddp_chunks = model.wrap_chunks(
             self.chunks,
             transformer,
-            megatron_config.ddp_values(config.megatron_ddp),
+            megatron_config.library_values(DDP, config.megatron_ddp),
             distributed_optimizer=config.distributed_optimizer,
         )
         self.optimizer, self.scheduler = model.build_optimizer(
             config.optimizer,
             self.ddp_chunks,
             self.dtype,
-            megatron_config.optimizer_values(config.megatron_optimizer),
+            megatron_config.library_values(OPTIMIZER, config.megatron_optimizer),
             distributed=config.distributed_optimizer,
         )
         self._parker = Parker(self.held_tensors)

@@ -11,6 +11,7 @@ import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is import
 from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.config.forwarded import (
     DDP,
+    MEGATRON,
     MEGATRON_FIXED,
     MEGATRON_OWNED,
     OPTIMIZER,
@@ -20,17 +21,8 @@ from megatron_dppo.config.forwarded import (
 )
 from megatron_dppo.engine.options import ServerSections, server_args_fields
 from megatron_dppo.launch.library_checks import library_faults, server_faults
-from megatron_dppo.trainer.megatron_config import (
-    ddp_fields,
-    ddp_values,
-    optimizer_fields,
-    optimizer_values,
-    transformer_fields,
-    transformer_values,
-)
+from megatron_dppo.trainer.megatron_config import library_fields, library_values
 from tests.unit.config_files import minimal, write_config
-
-READERS = (transformer_fields, server_args_fields)
 
 
 @pytest.fixture
@@ -227,18 +219,19 @@ def test_the_servers_own_interpreter_is_asked(problems, tmp_path):
 
 
 def test_every_option_of_ours_is_one_of_megatrons():
-    for table, fields in ((DDP, ddp_fields()), (OPTIMIZER, optimizer_fields())):
-        assert {*table.owned, *table.fixed} <= set(fields.types)
+    for table in (DDP, OPTIMIZER):
+        assert {*table.owned, *table.fixed} <= set(library_fields(table.name).types)
 
 
 def test_ddp_and_optimizer_tables_become_megatrons_values():
-    assert ddp_values({"grad_reduce_in_fp32": False, "bucket_size": 9}) == {
+    assert library_values(DDP, {"grad_reduce_in_fp32": False, "bucket_size": 9}) == {
         "grad_reduce_in_fp32": False,
         "bucket_size": 9,
     }
-    assert optimizer_values({"log_num_zeros_in_grad": True}) == {"log_num_zeros_in_grad": True}
+    counted = {"log_num_zeros_in_grad": True}
+    assert library_values(OPTIMIZER, counted) == counted
     with pytest.raises(ValueError, match="optimizer_cpu_offload: got true"):
-        optimizer_values({"optimizer_cpu_offload": True})
+        library_values(OPTIMIZER, {"optimizer_cpu_offload": True})
 
 
 def test_forwarded_tables_that_fit(problems):
@@ -265,8 +258,9 @@ def test_forwarded_tables_that_fit(problems):
 
 
 def test_megatron_gets_its_own_types():
-    values = transformer_values(
-        {"attention_backend": "flash", "window_size": [128, 0], "moe_input_jitter_eps": 0}
+    values = library_values(
+        MEGATRON,
+        {"attention_backend": "flash", "window_size": [128, 0], "moe_input_jitter_eps": 0},
     )
     assert isinstance(values["attention_backend"], Enum)
     assert values["attention_backend"].name == "flash"
@@ -276,7 +270,7 @@ def test_megatron_gets_its_own_types():
 
 def test_an_enumeration_stands_alone_or_beside_text():
     """So that a name is turned into a member here, or by Megatron itself."""
-    for annotation in transformer_fields().types.values():
+    for annotation in library_fields("megatron").types.values():
         members = get_args(annotation) if get_origin(annotation) is Union else ()
         if any(isinstance(m, type) and issubclass(m, Enum) for m in members):
             assert str in members
@@ -287,9 +281,10 @@ def test_values_survive_the_reading(value):
     assert read_value(type(value), value) == value
 
 
-@pytest.mark.parametrize("read_fields", READERS, ids=lambda f: f.__name__)
-def test_every_field_of_the_libraries_can_be_checked(read_fields):
-    for annotation in read_fields().types.values():
+@pytest.mark.parametrize("table", ["megatron", "sglang"])
+def test_every_field_of_the_libraries_can_be_checked(table):
+    fields = server_args_fields() if table == "sglang" else library_fields(table)
+    for annotation in fields.types.values():
         TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
 
 
@@ -297,7 +292,7 @@ def test_the_library_s_defaults_fit_what_it_declares():
     """But for nulls, which Megatron gives to fields that it declares without them."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    for name, annotation in transformer_fields().types.items():
+    for name, annotation in library_fields("megatron").types.items():
         default = getattr(TransformerConfig, name, None)
         if isinstance(default, bool | int | float | str):
             assert read_value(annotation, default) == default
@@ -305,5 +300,5 @@ def test_the_library_s_defaults_fit_what_it_declares():
 
 def test_every_key_that_a_section_owns_is_a_field_of_the_library():
     sampling = {"temperature", "top_p", "top_k", "max_new_tokens"}  # of requests, not of the server
-    assert {*MEGATRON_OWNED, *MEGATRON_FIXED} <= transformer_fields().types.keys()
+    assert {*MEGATRON_OWNED, *MEGATRON_FIXED} <= library_fields("megatron").types.keys()
     assert {*SGLANG_OWNED, *SGLANG_FIXED} - sampling <= server_args_fields().types.keys()
