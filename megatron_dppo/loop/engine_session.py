@@ -320,8 +320,9 @@ class EngineSession:
         self._connections = connections = _Connections(
             sections, record, endpoint, stop, registers=rank == 0
         )
+        adapts = updates_adapters(config.lora)
         # Updates of adapters don't bring the frozen model again, so the servers keep it.
-        kept_tags = {"weights"} if updates_adapters(config.lora) else set()
+        kept_tags = {"weights"} if adapts else set()
         self._devices = _SharedDevices(
             config.engine.placement == "colocated",
             trainer,
@@ -336,26 +337,23 @@ class EngineSession:
             )
         self._members: list[membership.Member] = []
         self._attached = False
-        rest = (
+        updater: Callable[..., WeightUpdater] = AdapterUpdater if adapts else WeightUpdater
+        source = (
+            AdapterWeights(trainer)
+            if adapts
+            else TrainerWeights(trainer, ranks_per_sender(config.weight_sync.senders))
+        )
+        self._updater = updater(
+            source,
             config.weight_sync,
             collectives.first_failure,
             self._open_engine,
             connections.runner,
             fence,
+            interrupts=config.rollout.interrupt == "retract",
+            # An update that has read the weights ends the trainer's turn.
+            leave_devices=self._devices.leave if self._devices.is_shared else None,
         )
-        self._updater: WeightUpdater
-        # An update that has read the weights ends the trainer's turn.
-        leave_devices = self._devices.leave if self._devices.is_shared else None
-        if updates_adapters(config.lora):
-            self._updater = AdapterUpdater(
-                AdapterWeights(trainer), *rest, leave_devices=leave_devices
-            )
-        else:
-            source = TrainerWeights(trainer, ranks_per_sender(config.weight_sync.senders))
-            interrupts = config.rollout.interrupt == "retract"
-            self._updater = WeightUpdater(
-                source, *rest, interrupts=interrupts, leave_devices=leave_devices
-            )
         self._patience = _Patience()
         self.updates = CommittedUpdates()
 

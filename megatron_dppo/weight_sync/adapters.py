@@ -11,7 +11,8 @@ import hashlib
 import logging
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,17 +21,14 @@ from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder, peft_names
 from megatron_dppo.checkpoint_conversion.tensor_store import byte_view
-from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.protocol import UNVERIFIED_VERSION, adapter_name
 from megatron_dppo.engine.weights import EngineWeights, fused_module
-from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.weight_sync import transaction, verification
 from megatron_dppo.weight_sync.engines import (
     GRACE_S,
     Bucket,
     EngineFaultError,
     Engines,
-    OpenEngine,
     Strategy,
     Transfer,
 )
@@ -120,27 +118,14 @@ class AdapterSource(transaction.WeightSource, Protocol):
     def folder(self) -> AdapterFolder: ...
 
 
+@dataclass(eq=False)
 class AdapterUpdater(transaction.WeightUpdater):
     """See WeightUpdater; every update compares a digest of every tensor that was sent."""
 
-    def __init__(
-        self,
-        source: AdapterSource,
-        config: WeightSyncConfig,
-        agree: transaction.Agree,
-        open_engine: OpenEngine,
-        runner: AsyncRunner,
-        fence: Callable[[], None] = lambda: None,
-        *,
-        leave_devices: Callable[[], None] | None = None,
-    ) -> None:
-        rest = (agree, open_engine, runner, fence)
-        super().__init__(source, config, *rest, leave_devices=leave_devices)
-        self._base = source.base
-        self._folder = source.folder
-        self._former: int | None = None
-        self._name = ""
-        self._is_base_compared = False
+    source: AdapterSource
+    _former: int | None = field(default=None, init=False)
+    _name: str = field(default="", init=False)
+    _is_base_compared: bool = field(default=False, init=False)
 
     def attach(self, urls: Sequence[str]) -> None:
         self._is_base_compared = False
@@ -172,13 +157,13 @@ class AdapterUpdater(transaction.WeightUpdater):
         return sent, received, None if self._is_base_compared else self._hash_base(phases)
 
     def _hash_base(self, phases: transaction.Phases) -> list[Any] | None:
-        plan = self._base.plan(self._config.bucket_mib * transaction.MIB, spread=False)
+        plan = self.source.base.plan(self.config.bucket_mib * transaction.MIB, spread=False)
         expected = (
             verification.ExpectedByLayout(self._engines)
             if self._conducts and self._engines
             else None
         )
-        for gathered in self._base.gather(plan):
+        for gathered in self.source.base.gather(plan):
             if expected is not None and gathered.tensors:
                 phases.run("hash", expected.add, gathered.tensors)
         return None if expected is None else expected.partials()
@@ -213,13 +198,13 @@ class AdapterUpdater(transaction.WeightUpdater):
         return self._name
 
     def _strategy_of(self, transfer: Transfer) -> Strategy:
-        return AdapterStrategy(transfer, self._folder)
+        return AdapterStrategy(transfer, self.source.folder)
 
     def _static(self) -> tuple[int, int]:
         if self._strategy is None or self._plan is None:
             return 0, 0
         elements = sum(tensor.elements for bucket in self._plan for tensor in bucket.tensors)
-        return self._strategy.copies, elements * getattr(torch, self._source.dtype_name).itemsize
+        return self._strategy.copies, elements * getattr(torch, self.source.dtype_name).itemsize
 
     def _is_due(self, check: str, every: int) -> bool:
         # ``verify_every`` does not count: adapters are always compared, and the frozen model, which doesn't change,

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from typing import Any, Protocol, TypeVar
@@ -213,6 +213,7 @@ def count_bytes(facts: Sequence[Sequence[Any]], bound: int, between_nodes: int) 
     }
 
 
+@dataclass(eq=False)
 class WeightUpdater:
     """Pushes the trainer's weights; every method is collective over all trainer ranks.
 
@@ -224,31 +225,19 @@ class WeightUpdater:
     quarantined.
     """
 
-    def __init__(
-        self,
-        source: WeightSource,
-        config: WeightSyncConfig,
-        agree: Agree,
-        open_engine: OpenEngine,
-        runner: AsyncRunner,
-        fence: Callable[[], None] = lambda: None,
-        *,
-        interrupts: bool = False,
-        leave_devices: Callable[[], None] | None = None,
-    ) -> None:
-        self._interrupts = interrupts
-        self._leave_devices = leave_devices
-        self._source = source
-        self._config = config
-        self._agree = agree
-        self._open_engine = open_engine
-        self._runner = runner
-        self._fence = fence
-        self._plan: Plan | None = None
-        self._strategy: Strategy | None = None
-        self._engines: Engines | None = None
-        self._since = {"verify": 0, "canary": 0}
-        self.committed_version: int | None = None
+    source: WeightSource
+    config: WeightSyncConfig
+    agree: Agree
+    open_engine: OpenEngine
+    runner: AsyncRunner
+    fence: Callable[[], None] = lambda: None
+    interrupts: bool = field(default=False, kw_only=True)
+    leave_devices: Callable[[], None] | None = field(default=None, kw_only=True)
+    committed_version: int | None = field(default=None, init=False)
+    _plan: Plan | None = field(default=None, init=False)
+    _strategy: Strategy | None = field(default=None, init=False)
+    _engines: Engines | None = field(default=None, init=False)
+    _since: dict[str, int] = field(default_factory=lambda: {"verify": 0, "canary": 0}, init=False)
 
     def attach(self, urls: Sequence[str]) -> None:
         """Connect to these engines (at least one), whose weights are unknown until ``update``.
@@ -276,19 +265,19 @@ class WeightUpdater:
         Raises on every rank: WeightUpdateRefusedError where requests kept running, WeightUpdateError where the update
         failed. What the source itself raises passes through, after an abort.
         """
-        verify = self._is_due("verify", self._config.verify_every)
-        score = self._is_due("canary", self._config.canary_every)
+        verify = self._is_due("verify", self.config.verify_every)
+        score = self._is_due("canary", self.config.canary_every)
         previous, self.committed_version = self.committed_version, None
         title = f"weight update to version {version}"
         phases, started = Phases(), time.perf_counter()
-        self._fence()
+        self.fence()
         try:
             paused = self._begin(phases, version, title)
             sent, received, partials = self._stream(phases, verify)
             # Failures are told from here on: up to the last bucket every rank is in the gathers, which none may leave.
             self._local(phases, "arrive", lambda s: s.arrive())
             self._share(phases.error, title)
-            facts = self._source.all_gather(
+            facts = self.source.all_gather(
                 [sent, received, partials, self._foreign_hosts(), *self._static()]
             )
             self._conduct(phases, "end", self._end)
@@ -297,7 +286,7 @@ class WeightUpdater:
             ours = self._own_scores(phases) if score else None
             self._hand_back(phases, title)
             canary = self._canary(phases, ours) if ours is not None else None
-            self._fence()
+            self.fence()
             # Fenced once more: the stream took its time, and another start may have the run by now.
             self._conduct(phases, "commit", partial(self._commit, version))
             self._share(phases.error, title)
@@ -310,17 +299,17 @@ class WeightUpdater:
             raise
         self.committed_version = version
         self._count(verify=verify, canary=score)
-        now, between = time.perf_counter(), self._source.bytes_between_nodes(self._plan or ())
+        now, between = time.perf_counter(), self.source.bytes_between_nodes(self._plan or ())
         return UpdateReport(
             version=version,
-            **count_bytes(facts, self._source.gather_bound(), between),
+            **count_bytes(facts, self.source.gather_bound(), between),
             seconds=dict(phases.seconds),
             verified=verify,
             tensors=tensors,
             update_s=now - started,
             stall_s=now - paused,
             canary=canary,
-            network=rate * _GB if (rate := self._config.network_gb_per_s) else None,
+            network=rate * _GB if (rate := self.config.network_gb_per_s) else None,
         )
 
     def release_memory(self, tags: Collection[MemoryTag]) -> None:
@@ -350,24 +339,24 @@ class WeightUpdater:
         """Up to the open session; when the engines paused."""
         busy = self._conduct(phases, "drain", self._pause)
         self._share(phases.error, title)
-        if (refused := self._agree(json.dumps(busy) if busy else None)) is not None:
+        if (refused := self.agree(json.dumps(busy) if busy else None)) is not None:
             raise WeightUpdateRefusedError(f"{title}: {_BUSY}", json.loads(refused))
         paused = time.perf_counter()
-        if self._leave_devices is not None:
+        if self.leave_devices is not None:
             self._conduct(phases, "begin", lambda e: e.restore_released(["weights"]))
         label = f"{UNVERIFIED_VERSION}{version}"
         # Whoever asks an engine from here to the commit learns that its weights are no version's.
         self._conduct(phases, "begin", lambda e: e.each(lambda engine: engine.set_version(label)))
         mine = self._local(phases, "begin", lambda s: s.meeting_point())
         self._share(phases.error, title)
-        points = self._source.all_gather(mine)
+        points = self.source.all_gather(mine)
         self._local(phases, "begin", lambda s: s.begin(points))
         self._share(phases.error, title)
         return paused
 
     def _pause(self, engines: Engines) -> list[str]:
         """Stop generation everywhere; the URLs of engines that are too busy for it."""
-        return engines.interrupt() if self._interrupts else engines.drain(self._config.timeout_s)
+        return engines.interrupt() if self.interrupts else engines.drain(self.config.timeout_s)
 
     def _stream(self, phases: Phases, verify: bool) -> tuple[int, int, list[Any] | None]:
         """Send this rank's buckets: their bytes, the bytes that came for them, parts of checksums."""
@@ -376,7 +365,7 @@ class WeightUpdater:
         if verify and self._engines is not None and self._sends():
             expected = verification.ExpectedByLayout(self._engines)
         sent = received = 0
-        buckets = self._source.gather(self._plan)
+        buckets = self.source.gather(self._plan)
         while True:
             with phases.timed("gather"):
                 bucket = next(buckets, None)
@@ -409,23 +398,21 @@ class WeightUpdater:
     def _own_scores(self, phases: Phases) -> list[list[float]]:
         """The trainer's log-probabilities of the canary's prompts, a collective of their own."""
         with phases.timed("canary"):
-            return self._source.score(verification.canary_prompts(self._source.vocab_size))
+            return self.source.score(verification.canary_prompts(self.source.vocab_size))
 
     def _hand_back(self, phases: Phases, title: str) -> None:
         """Where they share devices, the trainer leaves them, and the engines take their memory again."""
-        if self._leave_devices is not None:
-            self._leave_devices()
+        if self.leave_devices is not None:
+            self.leave_devices()
             # Every rank has left.
             self._share(phases.error, title)
             self._conduct(phases, "end", lambda e: e.restore_released())
 
     def _canary(self, phases: Phases, ours: list[list[float]]) -> verification.CanaryReport | None:
         """Compare the engines' log-probabilities with the trainer's."""
-        source = self._source
+        source = self.source
         prompts = verification.canary_prompts(source.vocab_size)
-        tolerance = verification.canary_tolerance(
-            self._config, source.dtype_name, source.num_layers
-        )
+        tolerance = verification.canary_tolerance(self.config, source.dtype_name, source.num_layers)
         return self._conduct(
             phases,
             "canary",
@@ -446,10 +433,10 @@ class WeightUpdater:
 
     @property
     def _conducts(self) -> bool:
-        return self._source.rank == 0
+        return self.source.rank == 0
 
     def _sends(self) -> bool:
-        return any(bucket.receiver == self._source.rank for bucket in self._plan or ())
+        return any(bucket.receiver == self.source.rank for bucket in self._plan or ())
 
     @property
     def _adapter(self) -> str | None:
@@ -457,20 +444,20 @@ class WeightUpdater:
         return None
 
     def _strategy_of(self, transfer: Transfer) -> Strategy:
-        return STRATEGIES[self._config.strategy](transfer)
+        return STRATEGIES[self.config.strategy](transfer)
 
     def _open(self, urls: Sequence[str]) -> None:
         if self._plan is None:
-            size = self._config.bucket_mib * MIB
-            self._plan = self._source.plan(size, spread=STRATEGIES[self._config.strategy].spread)
+            size = self.config.bucket_mib * MIB
+            self._plan = self.source.plan(size, spread=STRATEGIES[self.config.strategy].spread)
         if not (self._conducts or self._sends()):
             return
-        engines = Engines.connect(urls, self._open_engine, self._runner)
-        dtype = getattr(torch, self._source.dtype_name)
-        limit, folder = self._config.timeout_s, self._config.directory
+        engines = Engines.connect(urls, self.open_engine, self.runner)
+        dtype = getattr(torch, self.source.dtype_name)
+        limit, folder = self.config.timeout_s, self.config.directory
         try:
             self._strategy = self._strategy_of(
-                Transfer(self._source.rank, engines, self._plan, dtype, limit, folder)
+                Transfer(self.source.rank, engines, self._plan, dtype, limit, folder)
             )
         except BaseException:
             engines.close()
@@ -517,8 +504,8 @@ class WeightUpdater:
             name = "" if isinstance(error, EngineFaultError) else f"{type(error).__name__}: "
             engines = list(getattr(error, "engines", ()))
             ours = json.dumps([f"{name}{error}", engines, getattr(error, "attempts", UNBOUNDED)])
-        if (first := self._agree(ours)) is not None:
+        if (first := self.agree(ours)) is not None:
             if ours is not None and ours != first:
-                log.warning("%s: on trainer rank %d: %s", title, self._source.rank, error)
+                log.warning("%s: on trainer rank %d: %s", title, self.source.rank, error)
             reason, engines, attempts = json.loads(first)
             raise WeightUpdateError(f"{title}: {reason}", engines, attempts) from error

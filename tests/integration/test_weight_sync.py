@@ -76,7 +76,7 @@ def test_the_engine_runs_the_new_weights(served: Served, trained: Path) -> None:
     assert served.version() == "1"
     assert_serves(served, trained, 1)
     # The group is kept for the next update.
-    updates._source = Source(read(served.folder), model=served.folder)
+    updates.source = Source(read(served.folder), model=served.folder)
     assert updates.update(2).verified
     assert_serves(served, served.folder, 2)
     updates.close()
@@ -258,7 +258,7 @@ def test_other_strategies_keep_the_same_promises(
     assert report.bytes == report.bytes_moved == sum(t.nbytes for t in new.values())
     assert_serves(served, trained, 80)
     old = Source(read(served.folder), model=served.folder)
-    updates._source = old
+    updates.source = old
     assert updates.update(81).verified
     assert_serves(served, served.folder, 81)
     assert list(tmp_path.iterdir()) == []
@@ -288,7 +288,7 @@ def test_requests_run_wholly_on_the_weights_they_began_with(served: Served, trai
         late.append(Generation(served, tokens=20))
         time.sleep(1)
 
-    updates._source = Source(read(trained), between=ask_meanwhile)
+    updates.source = Source(read(trained), between=ask_meanwhile)
     updates.update(41)
     assert running.versions() == ["40"]
     assert late[0].versions() == ["41"]
@@ -458,7 +458,7 @@ def test_an_engine_killed_in_the_update_of_two(served: Served, trained: Path) ->
         assert_serves(served, trained, 70)
         assert_serves(second, trained, 70)
         new = read(served.folder)
-        updates._source = Source(new, between=lambda: os.killpg(pid, signal.SIGKILL))
+        updates.source = Source(new, between=lambda: os.killpg(pid, signal.SIGKILL))
         start = time.monotonic()
         with pytest.raises(WeightUpdateError) as failure:
             updates.update(71)
@@ -466,7 +466,7 @@ def test_an_engine_killed_in_the_update_of_two(served: Served, trained: Path) ->
         assert failure.value.engines == (second.process.url,)
         assert updates.committed_version is None
         assert served.version() == "unverified-71"
-        updates._source = Source(new, model=served.folder)
+        updates.source = Source(new, model=served.folder)
         updates.attach([served.process.url])
         assert updates.update(71).verified
         assert_serves(served, served.folder, 71)

@@ -176,7 +176,7 @@ def test_an_engine_that_never_had_the_former_is_quarantined(
     old, new = LoraEngine(A), LoraEngine(B)
     updates = updater(source, tmp_path, old)
     updates.update(1)
-    updates._open_engine = opener({A: old, B: new})
+    updates.open_engine = opener({A: old, B: new})
     updates.attach([A, B])
     new.score_value = SCORE + 0.5
     with pytest.raises(WeightUpdateError, match=r"differs by 0\.5"):

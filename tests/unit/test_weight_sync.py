@@ -513,7 +513,7 @@ def test_a_failure_that_is_not_the_first_is_logged(
     """Two ranks fail; the error that all raise is the other's, and this one's own is in its log."""
     first = json.dumps(["EngineLostError: gone", [B], 2])
     updates = updater(agree=lambda error: first if own else error)
-    updates._open_engine = opener({A: EngineRequestError(400, "refused")})
+    updates.open_engine = opener({A: EngineRequestError(400, "refused")})
     with pytest.raises(WeightUpdateError, match="gone" if own else "refused"):
         updates.attach([A])
     assert ("on trainer rank 0: " in caplog.text) == (own is not None)
@@ -550,7 +550,7 @@ def test_an_engine_that_does_not_answer_cannot_be_attached() -> None:
     updates.update(1)
 
     good = Engine(A)
-    updates._open_engine = opener({A: good, B: EngineLostError("connection refused")})
+    updates.open_engine = opener({A: good, B: EngineLostError("connection refused")})
     with pytest.raises(WeightUpdateError, match="connection refused") as failure:
         updates.attach([A, B])
     assert failure.value.engines == (B,)
@@ -569,7 +569,7 @@ def test_an_engine_that_does_not_answer_cannot_be_attached() -> None:
 )
 def test_how_often_a_failure_is_worth_another_attempt(error: EngineError, attempts: int) -> None:
     updates = updater()
-    updates._open_engine = opener({A: error})
+    updates.open_engine = opener({A: error})
     with pytest.raises(WeightUpdateError, match=str(error)) as failure:
         updates.attach([A])
     assert failure.value.engines == (A,)
