@@ -12,14 +12,13 @@ import logging
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
@@ -95,24 +94,6 @@ def shared_digest(folder: str | Path, topology: Topology) -> str:
     """SHA-256 (hex) over all tensors of ``folder``, of which each rank reads its share. Collective."""
     digests = torch_dist.tensor_digests(folder, topology.rank, topology.world_size)
     return torch_dist.combined_digest(collectives.all_gather_json(digests))
-
-
-def write_on_rank_0(write: Callable[[], None], buckets: Iterator[Any], failed: str) -> None:
-    """``write`` consumes ``buckets`` on global rank 0; the other ranks send what it gathers. Collective.
-
-    Raises CheckpointError, which begins with ``failed``, on every rank where rank 0 can't write.
-    """
-    failure: str | None = None
-    if dist.get_rank() == 0:
-        try:
-            write()
-        except (OSError, CheckpointError) as error:
-            failure = str(error)
-    # Where rank 0 failed, the other ranks still send: without this they would wait for ever.
-    for _ in buckets:
-        pass
-    if (first := collectives.first_failure(failure)) is not None:
-        raise CheckpointError(f"{failed}: {first}")
 
 
 BUCKET_BYTES = 256 * 2**20
@@ -392,11 +373,10 @@ def export(
     folder = Path(directory) / EXPORT_FOLDER
     _clear(folder, trainer)
     trainer.export_hf(folder)
-    lora = trainer.config.lora
-    if lora.rank and not lora.train_router:
+    if trainer.adapted is not None and not trainer.config.lora.train_router:
         adapters = folder.with_name(ADAPTERS_FOLDER)
         _clear(adapters, trainer)
-        trainer.export_peft(adapters)
+        trainer.adapted.export(adapters, trainer.config.model.hf_checkpoint)
     if examples is None:
         return None
     compared = [_compared(example) for example in examples[:SEQUENCES_TO_CHECK]]

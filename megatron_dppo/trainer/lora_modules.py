@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -314,18 +314,6 @@ def sum_expert_tensor_grads(chunks: list[Any]) -> None:
         for parameter in chunk.parameters():
             if getattr(parameter, SUM_OVER_EXPERT_TENSOR, False):
                 dist.all_reduce(parameter.main_grad, group=group)
-
-
-@contextmanager
-def without_adapters(adapters: list[LinearAdapter]) -> Iterator[None]:
-    """The frozen model alone: the policy that training started from, where the adapters started at zero."""
-    for adapter in adapters:
-        adapter.enabled = False
-    try:
-        yield
-    finally:
-        for adapter in adapters:
-            adapter.enabled = True
 
 
 def _requiring_grad(module: Any, inputs: tuple, output: Tensor) -> Tensor:

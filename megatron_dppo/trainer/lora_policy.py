@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,14 @@ from megatron_dppo.model.adapters import (
     adapter_parameters,
     adapter_tensors,
 )
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.gather_plan import ParameterKey, adapter_buckets_plan
 from megatron_dppo.model.layout import Layout, local_layers
 from megatron_dppo.model.mapping import LocalParameter
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import lora_modules, platform
-from megatron_dppo.trainer.hugging_face import shared_digest, write_on_rank_0
+from megatron_dppo.trainer.collectives import first_failure
+from megatron_dppo.trainer.hugging_face import shared_digest
 from megatron_dppo.trainer.topology import Topology
 
 # Merged parameters that are kept: a bucket's queries, keys and values are read off one.
@@ -86,7 +88,7 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
 
     def __init__(
         self,
-        parameters: Mapping[ParameterKey, Parameter],
+        parameters: Mapping[ParameterKey, Tensor],
         adapters: list[lora_modules.LinearAdapter],
     ) -> None:
         self._parameters = parameters
@@ -94,11 +96,11 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
         self._kept: OrderedDict[ParameterKey, Tensor] = OrderedDict()
         for adapter in adapters:
             for expert, name in _base_names(adapter, parameters):
-                self._deltas[adapter.linear.chunk, name] = _delta_of(adapter, expert)
+                self._deltas[adapter.linear.chunk, name] = partial(adapter.weight_delta, expert)
 
     @torch.no_grad()
     def __getitem__(self, key: ParameterKey) -> Tensor:
-        base = self._parameters[key].data
+        base = self._parameters[key]
         if key not in self._deltas:
             return base
         if key not in self._kept:
@@ -180,7 +182,7 @@ def _sharded(
 
 
 def _base_names(
-    adapter: lora_modules.LinearAdapter, parameters: Mapping[ParameterKey, Parameter]
+    adapter: lora_modules.LinearAdapter, parameters: Mapping[ParameterKey, Tensor]
 ) -> list[tuple[int | None, str]]:
     """(local expert, name) of the weights that the adapter adds to."""
     linear = adapter.linear
@@ -193,10 +195,6 @@ def _base_names(
         if chunk == linear.chunk and name.startswith(prefix)
     ]
     return [(i, f"{prefix}{i}") for i in sorted(numbers)]
-
-
-def _delta_of(adapter: lora_modules.LinearAdapter, expert: int | None) -> Callable[[], Tensor]:
-    return lambda: adapter.weight_delta(expert)
 
 
 _BUCKET_BYTES = 64 * 2**20
@@ -258,13 +256,17 @@ class AdaptedPolicy:
 
         transformer.finalize_model_grads_func = reduce_all_grads
 
-    def merged(self, parameters: Mapping[ParameterKey, Parameter]) -> Mapping[ParameterKey, Tensor]:
-        """This rank's whole weights at this moment, adapters merged into the frozen ones."""
-        return MergedWeights(parameters, self.modules)
-
-    def frozen(self) -> AbstractContextManager[None]:
-        """Within it the model computes without its adapters."""
-        return lora_modules.without_adapters(self.modules)
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Within it the model computes without its adapters: as the policy that training started from, where they
+        started at zero."""
+        for adapter in self.modules:
+            adapter.enabled = False
+        try:
+            yield
+        finally:
+            for adapter in self.modules:
+                adapter.enabled = True
 
     def tensors(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Buckets of whole A and B by ``adapter_tensors``' names, on global rank 0; elsewhere empty. Collective."""
@@ -278,20 +280,25 @@ class AdaptedPolicy:
         return adapter_values(self.modules)
 
     def export(self, out_dir: str | Path, base: str) -> None:
-        """Write the adapters in PEFT's format; see ``Trainer.export_peft``. Collective."""
-        if self._train_router:
-            raise ValueError(
-                "lora.train_router is true: a folder of adapters can't hold the routers; export the "
-                "merged model"
-            )
+        """Write the present adapters as a folder in PEFT's format, which appears when complete. Collective.
+
+        ``base``: the checkpoint that they are added to. Raises CheckpointError on every rank if rank 0 cannot write.
+        """
+        assert not self._train_router, "a folder of adapters can't hold the routers"
         buckets = self.tensors()
-
-        def write() -> None:
+        failure: str | None = None
+        if self._rank == 0:
             named = (pair for bucket in buckets for pair in bucket)
-            dtype = next(iter(adapter_values(self.modules).values())).dtype
-            write_peft(out_dir, self.adapters, self._shape, named, base=base, dtype=dtype)
-
-        write_on_rank_0(write, buckets, f"{out_dir}: the adapters were not written")
+            dtype = next(iter(self.values().values())).dtype
+            try:
+                write_peft(out_dir, self.adapters, self._shape, named, base=base, dtype=dtype)
+            except (OSError, CheckpointError) as error:
+                failure = str(error)
+        # Where rank 0 failed, the other ranks still send: without this they would wait for ever.
+        for _ in buckets:
+            pass
+        if (first := first_failure(failure)) is not None:
+            raise CheckpointError(f"{out_dir}: the adapters were not written: {first}")
 
     def sharded(self) -> dict[str, Any]:
         """What a checkpoint holds of the model: adapters, and the routers where they are trained."""
@@ -324,12 +331,3 @@ class AdaptedPolicy:
             return
         with PeftReader(Path(lora.start_from), self.adapters, self._shape) as reader:
             fill(self.modules, table, reader.read, dims)
-
-
-def weights_of(
-    policy: AdaptedPolicy | None, parameters: Mapping[ParameterKey, Parameter]
-) -> Mapping[ParameterKey, Tensor]:
-    """The policy's whole weights on this rank, with or without adapters."""
-    if policy is None:
-        return {key: p.data for key, p in parameters.items()}
-    return policy.merged(parameters)

@@ -32,7 +32,7 @@ from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
 from megatron_dppo.trainer import hugging_face, megatron_config, model, platform, step
 from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.context_parallel import TokenShare
-from megatron_dppo.trainer.lora_policy import AdaptedPolicy, weights_of
+from megatron_dppo.trainer.lora_policy import AdaptedPolicy, MergedWeights
 from megatron_dppo.trainer.parking import Moved, Parker, check_no_transfer, held_tensors
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
 from megatron_dppo.trainer.topology import destroy_topology, init_distributed, init_topology
@@ -352,8 +352,8 @@ class Trainer:
 
     def weights(self) -> Mapping[ParameterKey, Tensor]:
         """This rank's present weights by (chunk, name), adapters merged into them. Not collective."""
-        self.check_resident("read weights", "weights")
-        return weights_of(self.adapted, hugging_face.named_parameters(self.chunks))
+        plain = self.base_weights()
+        return plain if self.adapted is None else MergedWeights(plain, self.adapted.modules)
 
     def weights_digest(self) -> str:
         """Hash of all ranks' parameters, adapters as what they are, and of who holds which: bit for bit the same
@@ -376,7 +376,7 @@ class Trainer:
     def base_weights(self) -> Mapping[ParameterKey, Tensor]:
         """This rank's weights without any adapters: with ``lora``, the frozen ones. Not collective."""
         self.check_resident("read weights", "weights")
-        return weights_of(None, hugging_face.named_parameters(self.chunks))
+        return {key: p.data for key, p in hugging_face.named_parameters(self.chunks).items()}
 
     def export_hf(self, out_dir: str | Path) -> None:
         """Write the current weights, tokenizer and configuration as a Hugging Face folder.
@@ -391,17 +391,6 @@ class Trainer:
             out_dir,
             side_files_from=self.config.model.hf_checkpoint,
         )
-
-    def export_peft(self, out_dir: str | Path) -> None:
-        """Write the present adapters as a folder in PEFT's format, which appears when complete. Collective.
-
-        Raises ValueError without adapters or with trained routers, which such a folder can't hold; CheckpointError on
-        every rank if rank 0 cannot write.
-        """
-        if self.adapted is None:
-            raise ValueError("lora.rank is 0: there are no adapters to export")
-        self.check_resident("export adapters", "weights")
-        self.adapted.export(out_dir, self.config.model.hf_checkpoint)
 
     def held_tensors(self) -> dict[TrainerPart, list[Tensor]]:
         """All that lives on this rank's device through the run, by part. Not collective."""

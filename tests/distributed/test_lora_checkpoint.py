@@ -115,7 +115,7 @@ def export_worker(folder: str, world_size: int) -> dict[str, Any]:
     )
     step(trainer)
     trainer.export_hf(Path(folder) / "merged")
-    trainer.export_peft(Path(folder) / "peft")
+    trainer.adapted.export(Path(folder) / "peft", trainer.config.model.hf_checkpoint)
     buckets = hf_buckets(trainer, 50_000)
     moved = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
     batch = pack([Trajectory.of_response(PROMPT[:1], PROMPT[1:])], pad_multiple=2)

@@ -129,7 +129,7 @@ def update_adapters(url: str, base: str, adapters: str, exported: str) -> dict[s
     source.off = 0.0
     step(3)
     updates.close()
-    trainer.export_peft(exported)
+    trainer.adapted.export(exported, trainer.config.model.hf_checkpoint)
     trainer.close()
     return {"steps": steps}
 
