@@ -434,51 +434,44 @@ async def generate_many(
     return run.in_order()
 
 
+@dataclass(eq=False)
 class _Generation:
-    def __init__(
-        self,
-        client: GenerationClient,
-        requests: Sequence[GenerationRequest],
-        limits: GenerationLimits,
-        on_response: OnResponse | None,
-        slots: Slots,
-        order: int,
-        continuation: Continuation | None,
-        play: Callable[[GenerationRequest, Ask], Awaitable[Trajectory]] | None,
-    ) -> None:
-        self._continuation = continuation
-        self._play = play
-        self._turns: dict[int, GenerationRequest] = {}
-        self._turn_answers: dict[int, Trajectory] = {}
-        self._slots, self._order = slots, order
-        self._client = client
-        self._on_response = on_response
-        self._requests = requests
-        self._limits = limits
+    client: GenerationClient
+    requests: Sequence[GenerationRequest]
+    limits: GenerationLimits
+    on_response: OnResponse | None
+    slots: Slots
+    order: int
+    continuation: Continuation | None
+    play: Callable[[GenerationRequest, Ask], Awaitable[Trajectory]] | None
+    _turns: dict[int, GenerationRequest] = field(default_factory=dict, init=False)
+    _turn_answers: dict[int, Trajectory] = field(default_factory=dict, init=False)
+    _in_flight: dict[str, int] = field(default_factory=dict, init=False)
+    _results: Results = field(default_factory=dict, init=False)
+    _attempts: Counter[int] = field(default_factory=Counter, init=False)
+    _rests: set[asyncio.Task[list[int]]] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
         self._prefix = uuid.uuid4().hex[:12]
-        self._in_flight: dict[str, int] = {}
-        self._results: Results = {}
-        self._attempts: Counter[int] = Counter()
-        self._rests: set[asyncio.Task[list[int]]] = set()
         # The rests of responses differ in what is asked for, which those of one call must share.
-        partials = {} if continuation is None else continuation.partials
-        begun = [i for i, request in enumerate(requests) if request.key in partials]
-        new = [i for i, request in enumerate(requests) if request.key not in partials]
-        size = limits.responses_per_call
+        partials = {} if self.continuation is None else self.continuation.partials
+        begun = [i for i, request in enumerate(self.requests) if request.key in partials]
+        new = [i for i, request in enumerate(self.requests) if request.key not in partials]
+        size = self.limits.responses_per_call
         shared = (new[start : start + size] for start in range(0, len(new), size))
         self._pending: deque[list[int]] = deque([*([i] for i in begun), *shared])
 
     def in_order(self) -> Results:
-        return {r.key: self._results[r.key] for r in self._requests if r.key in self._results}
+        return {r.key: self._results[r.key] for r in self.requests if r.key in self._results}
 
     async def wait(self, stop: Callable[[], bool] | None) -> None:
-        if self._play is None:
-            workers = min(self._limits.calls, len(self._pending))
+        if self.play is None:
+            workers = min(self.limits.calls, len(self._pending))
             tasks = [asyncio.create_task(self._work()) for _ in range(workers)]
         else:
-            tasks = [asyncio.create_task(self._episode(i)) for i in range(len(self._requests))]
+            tasks = [asyncio.create_task(self._episode(i)) for i in range(len(self.requests))]
         work = asyncio.gather(*tasks)
-        watch = asyncio.create_task(self._client.watch(self._limits.hang_timeout_s))
+        watch = asyncio.create_task(self.client.watch(self.limits.hang_timeout_s))
         both: set[asyncio.Future] = {work, watch}
         try:
             while not work.done():
@@ -487,7 +480,7 @@ class _Generation:
                     watch.result()
                 if stop is not None and stop():
                     raise errors.StopRequestedError(
-                        f"stopped with {len(self._results)} of {len(self._requests)} responses"
+                        f"stopped with {len(self._results)} of {len(self.requests)} responses"
                     )
             work.result()
         finally:
@@ -495,24 +488,24 @@ class _Generation:
 
     async def _work(self) -> None:
         while self._pending:
-            async with self._slots.taken(self._order):
+            async with self.slots.taken(self.order):
                 # Others may have taken the last ones meanwhile.
                 if self._pending:
                     await self._draw(self._pending.popleft())
 
     async def _episode(self, index: int) -> None:
         """A result of several turns. Those of an attempt whose servers were lost are drawn again."""
-        assert self._play is not None
-        request = self._requests[index]
-        if self._continuation is not None:
-            self._continuation.drop(request)
-        places = self._slots.episodes
-        async with nullcontext() if places is None else places.taken(self._order):
-            self._keep(index, await self._play(request, functools.partial(self._turn, index)))
+        assert self.play is not None
+        request = self.requests[index]
+        if self.continuation is not None:
+            self.continuation.drop(request)
+        places = self.slots.episodes
+        async with nullcontext() if places is None else places.taken(self.order):
+            self._keep(index, await self.play(request, functools.partial(self._turn, index)))
 
     async def _turn(self, index: int, request: GenerationRequest) -> Trajectory:
         self._turns[index] = request
-        async with self._slots.taken(self._order):
+        async with self.slots.taken(self.order):
             await self._draw([index])
         return self._turn_answers.pop(index)
 
@@ -528,18 +521,18 @@ class _Generation:
     async def _call(self, indices: list[int]) -> list[int]:
         """Results of one call, with retries under new request ids; the responses of which there is still a rest."""
         requests, failures, losses, reason = [self._asked(i) for i in indices], 0, 0, ""
-        while failures < self._limits.max_attempts and losses < _MAX_LOSSES:
+        while failures < self.limits.max_attempts and losses < _MAX_LOSSES:
             # Fixed width: SGLang aborts every request whose id begins with the given one.
             rid = f"{self._prefix}-{indices[0]:08d}-{self._attempts[indices[0]]:04d}"
             self._attempts[indices[0]] += 1
             self._in_flight[rid] = len(indices)
             try:
-                async with self._slots.limited(self._limits.request_timeout_s):
-                    results = await self._client.generate(requests, rid)
+                async with self.slots.limited(self.limits.request_timeout_s):
+                    results = await self.client.generate(requests, rid)
             except TimeoutError:
-                reason = f"no response within {self._limits.request_timeout_s} s"
+                reason = f"no response within {self.limits.request_timeout_s} s"
                 failures += 1
-                await self._client.abort(rid, len(indices))
+                await self.client.abort(rid, len(indices))
             except errors.AbortedError as error:
                 reason = str(error)
                 await asyncio.sleep(_BACK_OFF_SECONDS * 2**failures)
@@ -556,29 +549,29 @@ class _Generation:
         )
 
     def _asked(self, index: int) -> GenerationRequest:
-        request = self._turns.get(index, self._requests[index])
-        return request if self._continuation is None else self._continuation.rest(request)
+        request = self._turns.get(index, self.requests[index])
+        return request if self.continuation is None else self.continuation.rest(request)
 
     def _record(self, indices: Sequence[int], results: Sequence[Trajectory]) -> list[int]:
         unfinished = []
         for index, result in zip(indices, results, strict=True):
-            request, going_on = self._turns.get(index, self._requests[index]), self._continuation
+            request, going_on = self._turns.get(index, self.requests[index]), self.continuation
             whole = result if going_on is None else going_on.take(request, result)
             if whole is None:
                 unfinished.append(index)
-            elif self._play is not None:
+            elif self.play is not None:
                 self._turn_answers[index] = whole
             else:
                 self._keep(index, whole)
         return unfinished
 
     def _keep(self, index: int, whole: Trajectory) -> None:
-        request = self._requests[index]
+        request = self.requests[index]
         sampling = replace(request.sampling, seed=None).as_json()
         whole = whole.stamped(sampling, request.sampling.seed)
         self._results[request.key] = whole
-        if self._on_response is not None:
-            self._on_response(request.key, whole)
+        if self.on_response is not None:
+            self.on_response(request.key, whole)
 
     async def _clean_up(self, tasks: Sequence[asyncio.Future]) -> None:
         """Cancel the calls in flight, and abort them on the servers."""
@@ -590,7 +583,7 @@ class _Generation:
         if calls:
             try:
                 async with asyncio.timeout(_CLEAN_UP_SECONDS):
-                    aborts = (self._client.abort(rid, count) for rid, count in calls.items())
+                    aborts = (self.client.abort(rid, count) for rid, count in calls.items())
                     await asyncio.gather(*aborts)
             except (errors.EngineLostError, TimeoutError):
                 # Nobody is there to run them.

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from megatron_dppo.engine.errors import PortHeldError
 from megatron_dppo.engine.process import ChildServer
@@ -103,6 +103,7 @@ class _PortWait:
     starts: int
 
 
+@dataclass(eq=False)
 class SupervisedServer:
     """One server of a run, or its HTTP router, through its incarnations 1, 2, ...; docs/fleet.md draws its states.
 
@@ -116,28 +117,21 @@ class SupervisedServer:
         may_start: whether its devices are free for it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        make_process: Callable[[int], ChildServer],
-        record: FleetRecord,
-        *,
-        budget: RestartBudget,
-        title: str = "the engine",
-        may_start: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._may_start = may_start
-        self.name = name
-        self.title = title
-        self.incarnation = 0
-        self._make_process = make_process
-        self._record = record
-        self._budget = budget
+    name: str
+    make_process: Callable[[int], ChildServer]
+    record: FleetRecord
+    _: KW_ONLY
+    budget: RestartBudget
+    title: str = "the engine"
+    may_start: Callable[[], bool] = lambda: True
+    incarnation: int = field(default=0, init=False)
+    _process: ChildServer | None = field(default=None, init=False)
+    _state: _Starting | _Published | _Waiting | _Failed | None = field(default=None, init=False)
+    _port_wait: _PortWait | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         # It only waits: a process dies with the thread that started it, which must be the main one.
-        self._waiter = ThreadPoolExecutor(1, f"start-{name}")
-        self._process: ChildServer | None = None
-        self._state: _Starting | _Published | _Waiting | _Failed | None = None
-        self._port_wait: _PortWait | None = None
+        self._waiter = ThreadPoolExecutor(1, f"start-{self.name}")
 
     @property
     def is_published(self) -> bool:
@@ -151,11 +145,11 @@ class SupervisedServer:
     def start(self) -> None:
         """Start the next incarnation, as soon as it may, and return at once; :meth:`check` publishes it when it is
         healthy."""
-        if not self._may_start():
-            self._state = _Waiting(self._budget.clock())
+        if not self.may_start():
+            self._state = _Waiting(self.budget.clock())
             return
         self.incarnation += 1
-        self._process = process = self._make_process(self.incarnation)
+        self._process = process = self.make_process(self.incarnation)
         try:
             process.start()
         except RunError as error:
@@ -173,7 +167,7 @@ class SupervisedServer:
         """
         match self._state:
             case _Waiting(due):
-                if self._budget.clock() >= due:
+                if self.budget.clock() >= due:
                     self.start()
             case _Starting(healthy):
                 if healthy.done():
@@ -203,7 +197,7 @@ class SupervisedServer:
         if error is None:
             server = Server(self.name, process.url, self.incarnation, process.pid)
             self._port_wait = None
-            self._record.publish(server)
+            self.record.publish(server)
             self._state = _Published(server)
             log.info("%s ready after %.0f s at %s", self.title, healthy.result(), process.url)
         # A fault in the code, which restarts would only hide.
@@ -220,7 +214,7 @@ class SupervisedServer:
     def _check_published(self) -> None:
         assert self._process is not None
         # A hung process runs on, so only its clients can tell. A report on an earlier incarnation comes too late.
-        is_reported = self._record.take_report(self.name) == self.incarnation
+        is_reported = self.record.take_report(self.name) == self.incarnation
         if is_reported and self._process.poll() is None:
             # Its connections break a moment before it can be waited for, and an exit code tells more than a report.
             time.sleep(_DYING_S)
@@ -237,7 +231,7 @@ class SupervisedServer:
         assert self._process is not None
         self._withdraw()
         self._process.kill()
-        budget = self._budget
+        budget = self.budget
         pause = budget.take()
         if pause is None:
             raise EngineGivenUpError(
@@ -249,7 +243,7 @@ class SupervisedServer:
 
     def _wait_for_port(self, error: PortHeldError) -> None:
         """Try again soon: who has the port may be about to end."""
-        now = self._budget.clock()
+        now = self.budget.clock()
         wait = self._port_wait or _PortWait(now, 0)
         if now > wait.since + _PORT_PATIENCE_S:
             raise EngineGivenUpError(
@@ -258,11 +252,11 @@ class SupervisedServer:
         if not wait.starts:
             log.warning("%s waits for its port: %s", self.title, error)
         self._port_wait = _PortWait(wait.since, wait.starts + 1)
-        self._state = _Waiting(now + self._budget.pause(wait.starts))
+        self._state = _Waiting(now + self.budget.pause(wait.starts))
 
     def _withdraw(self) -> None:
         if isinstance(self._state, _Published):
-            self._record.withdraw(self._state.server)
+            self.record.withdraw(self._state.server)
         self._state = None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig
 from megatron_dppo.data.trajectory import Problem
@@ -154,45 +154,38 @@ def last_due(step: int, every: int, steps: int) -> int:
     return step if step == steps else step - step % every
 
 
+@dataclass(eq=False)
 class Evaluations:
     """The evaluations of a run: each when it is due, its figures in the record of its step. Every method is collective.
 
     One is under way at most. ``background``: trainers go on meanwhile, but after the last of ``steps``.
     """
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        recorder: Recorder,
-        timer: PhaseTimer,
-        *,
-        steps: int,
-        background: bool,
-    ) -> None:
-        self._evaluator = evaluator
-        self._recorder = recorder
-        self._timer = timer
-        self._steps = steps
-        self._background = background
-        self._under_way: Evaluation | None = None
-        self._missed = False
+    evaluator: Evaluator
+    recorder: Recorder
+    timer: PhaseTimer
+    _: KW_ONLY
+    steps: int
+    background: bool
+    _under_way: Evaluation | None = field(default=None, init=False)
+    _missed: bool = field(default=False, init=False)
 
     def last_due(self, step: int) -> int:
         """The last step, up to ``step``, that an evaluation belongs to."""
-        return last_due(step, self._evaluator.settings.every, self._steps)
+        return last_due(step, self.evaluator.settings.every, self.steps)
 
     def measure(self, step: int) -> dict[str, float]:
         """Evaluate the policy after ``step`` steps, and wait for it: metric name -> avg@k."""
-        return self._wait(self._evaluator.begin(step), step)
+        return self._wait(self.evaluator.begin(step), step)
 
     def after_update(self, step: int) -> dict[str, float]:
         """The engine has the weights of ``step``: evaluate them if that is due, or begin to; the figures so far."""
-        if not self._evaluator.sets or not (self._missed or self.last_due(step) == step):
+        if not self.evaluator.sets or not (self._missed or self.last_due(step) == step):
             return {}
         self._missed = False
-        if not self._background or step == self._steps:
+        if not self.background or step == self.steps:
             return self.measure(step)
-        self._under_way = self._evaluator.begin(step)
+        self._under_way = self.evaluator.begin(step)
         return {}
 
     def before_update(self, step: int) -> None:
@@ -212,10 +205,10 @@ class Evaluations:
             self._missed = True
             return
         figures[names.EVALUATION_WAITED] = time.monotonic() - began
-        self._recorder.complete(evaluation.step, figures)
+        self.recorder.complete(evaluation.step, figures)
 
     def _wait(self, evaluation: Evaluation, trainer_version: int) -> dict[str, float]:
-        with self._timer("evaluate"), patience("others generate"):
-            accuracies, samples = self._evaluator.finish(evaluation, trainer_version)
-        self._recorder.write_samples(samples)
+        with self.timer("evaluate"), patience("others generate"):
+            accuracies, samples = self.evaluator.finish(evaluation, trainer_version)
+        self.recorder.write_samples(samples)
         return accuracies

@@ -14,7 +14,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -393,6 +393,7 @@ class ReplayedRollouts:
                 )
 
 
+@dataclass(eq=False)
 class BatchSeals:
     """Makes the seal of each batch and holds the batch against it, before it is trained on. On every rank.
 
@@ -401,26 +402,17 @@ class BatchSeals:
     trained on unchecked.
     """
 
-    def __init__(
-        self,
-        origin: Origin,
-        topology: Topology,
-        max_staleness: int,
-        *,
-        keeps: bool,
-        replays: bool,
-    ) -> None:
-        self._origin = origin
-        self._topology = topology
-        self._max_staleness = max_staleness
-        self._keeps = keeps
-        self._replays = replays
-        self._weights: dict[int, str] = {}
-        self._before: list[str] = []
+    origin: Origin
+    max_staleness: int
+    _: KW_ONLY
+    keeps: bool
+    replays: bool
+    _weights: dict[int, str] = field(default_factory=dict, init=False)
+    _before: list[str] = field(default_factory=list, init=False)
 
     def remember(self, version: int, digest: str) -> None:
         """The trainer's weights ``version`` have this hash."""
-        oldest = version - self._max_staleness - 1
+        oldest = version - self.max_staleness - 1
         self._weights = {v: d for v, d in self._weights.items() if v >= oldest} | {version: digest}
 
     def check(self, step: int, batch: RolloutBatch) -> Seal | None:
@@ -428,30 +420,30 @@ class BatchSeals:
 
         Raises SealError, on every rank, naming what is not as it was made.
         """
-        saved, size = batch.seal, self._origin.group_size
-        if self._replays and saved is None:
+        saved, size = batch.seal, self.origin.group_size
+        if self.replays and saved is None:
             return None
         versions = self._weights if saved is None else saved.weights
         own_responses = sorted(batch.trajectories.items())
         faults = [
-            f for _, t in own_responses for f in seals.response_faults(t, self._origin, versions)
+            f for _, t in own_responses for f in seals.response_faults(t, self.origin, versions)
         ]
-        faults += seals.credit_faults([t for _, t in own_responses], self._origin)
+        faults += seals.credit_faults([t for _, t in own_responses], self.origin)
         stamps = {position: t.stamp for position, t in own_responses if t.stamp is not None}
         if saved is None:
-            faults += seals.sampling_faults(list(stamps.values()), self._origin.sampling)
+            faults += seals.sampling_faults(list(stamps.values()), self.origin.sampling)
         report: list[Any] = [
             faults,
             seals.text_digest([dict(s.digests) for s in stamps.values()]),
             [s.seed for s in stamps.values()],
-            [[p, asdict(s)] for p, s in stamps.items()] if self._keeps else [],
+            [[p, asdict(s)] for p, s in stamps.items()] if self.keeps else [],
         ]
         by_rank = all_gather_json(report)
         faults = [fault for of_rank, *_ in by_rank for fault in of_rank]
         faults += seals.group_faults(batch.outlines, size)
         faults += seals.advantage_faults(batch.outlines, size)
         faults += seals.seed_faults([seed for _, _, of_rank, _ in by_rank for seed in of_rank])
-        faults += [] if saved is None else seals.file_faults(saved, step, self._origin)
+        faults += [] if saved is None else seals.file_faults(saved, step, self.origin)
         before, self._before = self._before, [whole for _, whole, *_ in by_rank]
         if self._before == before:
             faults.append("batch: all responses are those of the batch before")
@@ -461,10 +453,10 @@ class BatchSeals:
             return saved
         stamp_by_position = dict(pair for *_, of_rank in by_rank for pair in of_rank)
         sampled = {s.weight_version for t in batch.outlines for s in t.version_spans}
-        rows = {t.problem_id: self._origin.problems[t.problem_id] for t in batch.outlines}
+        rows = {t.problem_id: self.origin.problems[t.problem_id] for t in batch.outlines}
         return Seal(
             step,
-            self._origin.template,
+            self.origin.template,
             {v: self._weights[v] for v in sorted(sampled | {step - 1})},
             {problem_id: seals.row_digest(problem) for problem_id, problem in rows.items()},
             [Stamp(**stamp_by_position[position]) for position in sorted(stamp_by_position)],

@@ -174,7 +174,6 @@ class Run:
         self.learner = Learner(config, self.trainer, algorithm, self.topk)
         self.seals = BatchSeals(
             data.origin(),
-            self.trainer.topology,
             config.rollout.max_staleness,
             keeps=config.rollout.save,
             replays=config.rollout.replay_from is not None,

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_dppo.config.loading import load_config, resolved_yaml
@@ -291,26 +291,21 @@ def _ports(placement: Placement) -> set[int]:
 # One start of a run inside its job: placed, inspected, checked, supervised, written down.
 
 
+@dataclass(eq=False)
 class Start:
-    def __init__(
-        self,
-        config: TrainConfig,
-        job: Job,
-        site: SiteConfig,
-        directory: RunDirectory,
-        stops: StopRequests,
-    ) -> None:
-        self._config = config
-        self._sections = ServerSections.of(config).where_generated
-        self._job = job
-        self._site = site
-        self._directory = directory
-        self._stops = stops
-        self._book = attempts.AttemptBook(directory.path)
-        self._left_out: dict[str, str] = {}
+    config: TrainConfig
+    job: Job
+    site: SiteConfig
+    directory: RunDirectory
+    stops: StopRequests
+    _left_out: dict[str, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._sections = ServerSections.of(self.config).where_generated
+        self._book = attempts.AttemptBook(self.directory.path)
 
     def run(self) -> attempts.Decision:
-        job, names = self._job, tuple(host.name for host in self._job.hosts)
+        job, names = self.job, tuple(host.name for host in self.job.hosts)
         node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         attempt = self._book.begin(attempts.Attempt(job.id, job.attempt, node, names, time.time()))
         outcome = self._outcome()
@@ -318,10 +313,10 @@ class Start:
         before = [a for a in self._book.all() if (a.job, a.attempt) != (job.id, job.attempt)]
         decision = attempts.decide(
             outcome,
-            finished=is_finished(self._config),
-            cancelled=any(stop.why == "cancelled" for stop in self._stops.came()),
+            finished=is_finished(self.config),
+            cancelled=any(stop.why == "cancelled" for stop in self.stops.came()),
             fruitless=attempts.fruitless([*before, ended]),
-            max_failures=self._site.max_failures,
+            max_failures=self.site.max_failures,
         )
         if decision.why == "cancelled" and (lost := bad_nodes(names)):
             states = ", ".join(f"{name} is {state}" for name, state in lost.items())
@@ -347,27 +342,27 @@ class Start:
 
     def _outcome(self) -> Outcome:
         """Place and check everything, then run; why nothing was started, where that is so."""
-        if is_finished(self._config):
+        if is_finished(self.config):
             return Outcome(0, "ended")
-        base, python = srun.port_base(self._job.id), self._site.container.interpreter
-        steps = Steps(self._directory, self._form(server=False), python, self._stops)
-        self._directory.write_config(resolved_yaml(self._config))
+        base, python = srun.port_base(self.job.id), self.site.container.interpreter
+        steps = Steps(self.directory, self._form(server=False), python, self.stops)
+        self.directory.write_config(resolved_yaml(self.config))
         try:
             self._require_environment()
-            roles = Roles.of(self._config.parallel.world_size, self._sections)
-            placement = place(roles, Allocation(self._job.hosts, base))
-            if self._site.preflight and (bad := self._preflight(steps, placement)):
+            roles = Roles.of(self.config.parallel.world_size, self._sections)
+            placement = place(roles, Allocation(self.job.hosts, base))
+            if self.site.preflight and (bad := self._preflight(steps, placement)):
                 self._left_out = bad
-                sound = tuple(host for host in self._job.hosts if host.name not in bad)
+                sound = tuple(host for host in self.job.hosts if host.name not in bad)
                 placement = _place_again(roles, Allocation(sound, base), bad)
         except PreflightError as error:
             return Outcome(1, "failed", str(error))
         except LaunchError as error:
             log.error("refused: %s", error)
             return Outcome(2, "refused", str(error))
-        if stopped := self._stops.came():
+        if stopped := self.stops.came():
             return Outcome(stopped[0].code, "stopped", stopped[0].why)
-        log.info("attempt %d of job %s\n%s", self._job.attempt, self._job.id, placement.table())
+        log.info("attempt %d of job %s\n%s", self.job.attempt, self.job.id, placement.table())
         return steps.check(placement.ranks[0].host) or self._supervise(placement)
 
     def _supervise(self, placement: Placement) -> Outcome:
@@ -379,22 +374,22 @@ class Start:
 
     def _require_environment(self) -> None:
         # What this process has, every step gets.
-        faults = allocator_faults(self._config.weight_sync.strategy, os.environ)
-        if self._job.gpus and (text := "; ".join(faults)):
+        faults = allocator_faults(self.config.weight_sync.strategy, os.environ)
+        if self.job.gpus and (text := "; ".join(faults)):
             raise LaunchError(text)
 
     def _preflight(self, steps: Steps, placement: Placement) -> dict[str, str]:
-        gpus = 0 if self._config.engine.device == "cpu" else self._job.gpus
-        needs = needs_of(self._config, gpus=gpus, ports=sorted(_ports(placement)))
-        return steps.preflight(needs, self._job, self._site.preflight_skip)
+        gpus = 0 if self.config.engine.device == "cpu" else self.job.gpus
+        needs = needs_of(self.config, gpus=gpus, ports=sorted(_ports(placement)))
+        return steps.preflight(needs, self.job, self.site.preflight_skip)
 
     def _supervisor(self, placement: Placement) -> Supervisor:
-        config, directory = self._config, self._directory
+        config, directory = self.config, self.directory
         fleet = None
         if self._sections is not None:
             spares = Spares(placement.unused)
             # Slurm starts the batch process on the first node.
-            grounds = Grounds(self._runtime_at, self._job.hosts[0].address, spares.host_now)
+            grounds = Grounds(self._runtime_at, self.job.hosts[0].address, spares.host_now)
             fleet = supervised_fleet(
                 self._sections,
                 directory,
@@ -406,26 +401,26 @@ class Start:
         lease = directory.lease
         variables = {} if fleet is None else fleet.rank_variables
         ranks = srun.SrunRanks(
-            rank_command(MODULE, directory, self._site.container.interpreter),
+            rank_command(MODULE, directory, self.site.container.interpreter),
             directory,
             placement,
             self._form(server=False),
             {NONCE_VARIABLE: lease.fence.nonce, **variables},
         )
-        return Supervisor(ranks, fleet, lambda: lease.taken_over, self._stops)
+        return Supervisor(ranks, fleet, lambda: lease.taken_over, self.stops)
 
     def _runtime_at(self, hosts: Sequence[Host]) -> Runtime:
         launcher = srun.SrunLauncher(hosts, "server", self._form(server=True))
         variables = {}
-        if self._site.spares_servers:
-            variables[HEARTBEAT_VARIABLE] = str(self._directory.lease.heartbeat)
-            variables[PATIENCE_VARIABLE] = str(self._site.supervisor_patience_s)
-        python = self._config.engine.python or self._site.container.interpreter
+        if self.site.spares_servers:
+            variables[HEARTBEAT_VARIABLE] = str(self.directory.lease.heartbeat)
+            variables[PATIENCE_VARIABLE] = str(self.site.supervisor_patience_s)
+        python = self.config.engine.python or self.site.container.interpreter
         return Runtime(launcher, python, variables)
 
     def _form(self, *, server: bool) -> srun.StepForm:
-        form = self._site.form(str(Path.cwd()), server=server)
-        return replace(form, fence=self._directory.lease.fence.check)
+        form = self.site.form(str(Path.cwd()), server=server)
+        return replace(form, fence=self.directory.lease.fence.check)
 
 
 def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Placement:

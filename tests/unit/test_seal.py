@@ -76,7 +76,7 @@ def batch_of(answers: list[Trajectory], seal: Seal | None = None) -> RolloutBatc
 
 
 def checks(*, replays: bool = False) -> BatchSeals:
-    seals = BatchSeals(ORIGIN, None, 1, keeps=True, replays=replays)  # type: ignore[arg-type]
+    seals = BatchSeals(ORIGIN, 1, keeps=True, replays=replays)
     for version in range(STEP):
         seals.remember(version, f"weights {version}")
     return seals
@@ -244,7 +244,7 @@ def with_turns() -> list[Trajectory]:
 
 
 def by_turn_checked(batch: list[Trajectory], origin: Origin = BY_TURN) -> Seal | None:
-    seals = BatchSeals(origin, None, 1, keeps=True, replays=False)  # type: ignore[arg-type]
+    seals = BatchSeals(origin, 1, keeps=True, replays=False)
     seals.remember(STEP - 1, "weights 2")
     return seals.check(STEP, batch_of(batch))
 
@@ -308,7 +308,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def replayed(folder: Path, origin: Origin = ORIGIN, step: int = STEP) -> Seal | None:
-    seals = BatchSeals(origin, None, 1, keeps=False, replays=True)  # type: ignore[arg-type]
+    seals = BatchSeals(origin, 1, keeps=False, replays=True)
     saved = SavedBatch(folder, STEP)
     return seals.check(step, batch_of(saved.read(range(len(saved.problems))), saved.seal))
 

@@ -80,6 +80,7 @@ class SaveTarget:
     free: int
 
 
+@dataclass(eq=False)
 class SaveTask:
     """One save of one rank. ``run`` is collective over ``group``.
 
@@ -92,21 +93,12 @@ class SaveTask:
         published: called with the step on rank 0 once the checkpoint has its name.
     """
 
-    def __init__(
-        self,
-        target: SaveTarget,
-        part: RankPart,
-        manifest: dict[str, Any],
-        group: ProcessGroup,
-        fence: Fence,
-        published: Callable[[int], None],
-    ) -> None:
-        self.target = target
-        self.part = part
-        self._manifest = manifest
-        self._group = group
-        self._fence = fence
-        self._published = published
+    target: SaveTarget
+    part: RankPart
+    manifest: dict[str, Any]
+    group: ProcessGroup
+    fence: Fence
+    published: Callable[[int], None]
 
     def run(self) -> Saved:
         """Write, publish, then delete the older ones beyond what is kept.
@@ -118,15 +110,15 @@ class SaveTask:
         try:
             path, size = self._write_and_publish()
         except CheckpointError as error:
-            if self._group.rank() == 0:
+            if self.group.rank() == 0:
                 folders.discard(partial)
             raise CheckpointError(
                 f"can't save step {partial.step} in {folders.directory}: {error}; it needs about "
                 f"{self.target.needed / MIB:.1f} MiB, {self.target.free / MIB:.1f} MiB were free; older "
                 "checkpoints are as they were"
             ) from error
-        self._fence(self._group)
-        collectives.on_rank_0(self._prune, self._group, error=CheckpointError)
+        self.fence(self.group)
+        collectives.on_rank_0(self._prune, self.group, error=CheckpointError)
         return Saved(path, partial.step, size, time.perf_counter() - began)
 
     def _write_and_publish(self) -> tuple[Path, int]:
@@ -134,24 +126,24 @@ class SaveTask:
         if self.target.free < self.target.needed:
             raise CheckpointError(os.strerror(errno.ENOSPC))
         records, items = collectives.on_every_rank(
-            lambda: self._write(folder), self._group, error=CheckpointError
+            lambda: self._write(folder), self.group, error=CheckpointError
         )
-        parts = collectives.all_gather_json(records, self._group)
+        parts = collectives.all_gather_json(records, self.group)
         # To rank 0 alone, which writes the headers: the lists grow with the number of ranks.
-        every = collectives.gather_json(items, self._group)
+        every = collectives.gather_json(items, self.group)
         headers = collectives.on_rank_0(
-            lambda: self._write_headers(folder, every), self._group, error=CheckpointError
+            lambda: self._write_headers(folder, every), self.group, error=CheckpointError
         )
         files = {name: record for part in (*parts, headers) for name, record in part.items()}
-        self._fence(self._group)
+        self.fence(self.group)
         # Fenced just now: writing takes minutes, in which another start may have taken the run.
         path = collectives.on_rank_0(
-            lambda: self._publish(files), self._group, error=CheckpointError
+            lambda: self._publish(files), self.group, error=CheckpointError
         )
         return Path(path), sum(record["bytes"] for record in files.values())
 
     def _write(self, folder: Path) -> tuple[dict[str, Any], list[StoredItem]]:
-        rank = self._group.rank()
+        rank = self.group.rank()
         path = folder / f"__{rank}_0.distcp"
         with HashedFile(path) as hashed:
             file = BlockFile(hashed)
@@ -170,8 +162,8 @@ class SaveTask:
         return write_headers(folder, items, self.target.partial.step)
 
     def _publish(self, files: dict[str, Any]) -> str:
-        path = self.target.folders.publish(self.target.partial, {**self._manifest, "files": files})
-        self._published(self.target.partial.step)
+        path = self.target.folders.publish(self.target.partial, {**self.manifest, "files": files})
+        self.published(self.target.partial.step)
         return str(path)
 
     def _prune(self) -> None:
