@@ -156,11 +156,6 @@ class TorchAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config)
-        if config.attention_dropout:
-            raise ValueError(
-                "attention without Transformer Engine has no dropout; got "
-                f"attention_dropout={config.attention_dropout}"
-            )
         self.scale = softmax_scale
         self.context_group = pg_collection.cp
 
@@ -175,8 +170,7 @@ class TorchAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """query [t, H, D], key and value [t, G, D] -> [t, H * D]."""
-        if packed_seq_params is None:
-            raise ValueError("sequences come packed: packed_seq_params is missing")
+        assert packed_seq_params is not None, "sequences come packed"
         cu_seqlens, group = packed_seq_params.cu_seqlens_q, self.context_group
         plan = attention_plan(cu_seqlens)
         if group.size() > 1:
@@ -294,17 +288,10 @@ class ColumnGroupedLinear(torch.nn.Module):
         *,
         config: TransformerConfig,
         init_method: Any,
-        bias: bool,
-        is_expert: bool,
         pg_collection: Any,
         **_: Any,
     ) -> None:
         super().__init__()
-        if bias or not is_expert:
-            raise ValueError(
-                "grouped linears hold experts without biases; got "
-                f"bias={bias}, is_expert={is_expert}"
-            )
         self.num_gemms = num_gemms
         self.groups = pg_collection
         shape = [output_size, input_size]
