@@ -72,25 +72,16 @@ class Occupation:
         self._expect("resident", action, tags or TAGS)
 
     @contextmanager
-    def releasing(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """Around the call that releases ``tags``. Raises as ``check``, before it."""
-        self._expect("resident", "release", tags)
-        with self._changing("released", tags):
-            yield
-
-    @contextmanager
-    def restoring(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """Around the call that restores ``tags``, all of them released."""
-        self._expect("released", "restore", tags)
-        with self._changing("resident", tags):
-            yield
-
-    @contextmanager
-    def _changing(self, state: _State, tags: Collection[MemoryTag]) -> Iterator[None]:
+    def changing(
+        self, action: str, before: _State, after: _State, tags: Collection[MemoryTag]
+    ) -> Iterator[None]:
+        """Around the call, the ``action``, that takes ``tags`` from one state to another. Raises as ``check``, before
+        it, where one of them is not in the first."""
+        self._expect(before, action, tags)
         # Whether a call that fails has been carried out can't be told.
         self._states |= dict.fromkeys(tags, "unknown")
         yield
-        self._states |= dict.fromkeys(tags, state)
+        self._states |= dict.fromkeys(tags, after)
 
     def _expect(self, state: _State, action: str, tags: Collection[MemoryTag]) -> None:
         if not tags or not set(tags) <= set(TAGS):
@@ -313,14 +304,14 @@ class EngineWeights:
         await self.pause()
         if not await self._flush(0):
             raise EngineAnswerError(f"{self.url}: can't release memory: requests are running")
-        with self.occupation.releasing(tags):
+        with self.occupation.changing("release", "resident", "released", tags):
             await self._bare_order("/release_memory_occupation", {"tags": list(tags)})
 
     async def restore(self, tags: Collection[MemoryTag] | None = None) -> None:
         """Take the memory of ``tags`` (None: of all that is released) again: empty key-value cache, weights that an
         update must bring. It stays paused. Raises MemoryOrderError."""
         chosen = (self.occupation.released or TAGS) if tags is None else tags
-        with self.occupation.restoring(chosen):
+        with self.occupation.changing("restore", "released", "resident", chosen):
             await self._bare_order("/resume_memory_occupation", {"tags": list(chosen)})
 
     # --- the broadcast group
