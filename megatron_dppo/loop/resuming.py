@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.data_schema import RewardConfig, RewardTerm
 from megatron_dppo.config.schema import CheckpointConfig, RunConfig, TrainConfig
-from megatron_dppo.data.records import DataError
 from megatron_dppo.loop import inputs
 from megatron_dppo.metrics import records
-from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.rewards.answers import hand_over
-from megatron_dppo.rewards.verifier import VerifierError
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.checkpoint.directory import (
     CheckpointDirectory,
@@ -303,25 +301,20 @@ def data_and_resume_faults(
     run that follows, which then need not score them again. ``refused``: what other checks have refused; what can't
     be looked at for one of these is left out.
     """
-    data: list[inputs.RunData] = []
-    problems = []
-
-    def checked_data() -> inputs.RunData:
-        checked = inputs.RunData(config)
-        bad = checked.bad_answers()
-        if answers is not None:
-            hand_over(Path(answers), checked.scored, bad)
-        checked.settle(bad)
-        return checked
-
-    if (listed := config.run.sha256_list) is not None:
-        problems += _problem("run.sha256_list", lambda: inputs.check_input_hashes(listed))
-    if not any(problem.startswith(_NEEDED_FOR_DATA) for problem in refused):
-        problems += _problem("data", lambda: data.append(checked_data()))
-    if data:
-        sha256 = data[0].train.sha256
-        problems += _problem("run.resume", lambda: check_resume(config, sha256))
-    return problems
+    faults: list[str] = []
+    if config.run.sha256_list is not None:
+        with _noting(faults, "run.sha256_list"):
+            inputs.check_input_hashes(config.run.sha256_list)
+    if not any(fault.startswith(_NEEDED_FOR_DATA) for fault in refused):
+        with _noting(faults, "data"):
+            data = inputs.RunData(config)
+            bad = data.bad_answers()
+            if answers is not None:
+                hand_over(Path(answers), data.scored, bad)
+            data.settle(bad)
+            with _noting(faults, "run.resume"):
+                check_resume(config, data.train.sha256)
+    return faults
 
 
 def check_resume(config: TrainConfig, data_sha256: str) -> None:
@@ -350,16 +343,10 @@ def check_resume(config: TrainConfig, data_sha256: str) -> None:
         )
 
 
-def _problem(key: str, check: Callable[[], None]) -> list[str]:
+@contextmanager
+def _noting(faults: list[str], key: str) -> Iterator[None]:
+    """What the block raises, of ``key``, is one of ``faults``."""
     try:
-        check()
-    except (
-        CheckpointError,
-        DataError,
-        inputs.InputError,
-        ResumeError,
-        VerifierError,
-        OSError,
-    ) as error:
-        return [f"{key}: {error}"]
-    return []
+        yield
+    except (RunError, OSError) as error:
+        faults.append(f"{key}: {error}")
