@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,28 +84,19 @@ def _errors(name: str, entries: Mapping[str, Evidence]) -> Iterator[Finding]:
             yield Finding(host, name.replace("_", " "), entry["error"], "an answer")
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What a preflight found, and which nodes it leaves out."""
+def bad_hosts(findings: Sequence[Finding]) -> list[str]:
+    """The nodes that are left out."""
+    return sorted({finding.host for finding in findings} - {EVERYWHERE})
 
-    findings: Sequence[Finding]
 
-    @property
-    def bad_hosts(self) -> list[str]:
-        return sorted({f.host for f in self.findings} - {EVERYWHERE})
-
-    @property
-    def is_good(self) -> bool:
-        return not self.findings
-
-    def write(self, folder: Path) -> None:
-        """Write ``verdict.json`` beside the evidence, for people and ``status``."""
-        findings = [
-            {"host": f.host, "what": f.subject, "got": f.actual, "expected": f.expected}
-            for f in self.findings
-        ]
-        content = {"bad_hosts": self.bad_hosts, "findings": findings}
-        write_atomically(folder / "verdict.json", json.dumps(content, indent=1) + "\n")
+def write_verdict(folder: Path, findings: Sequence[Finding]) -> None:
+    """Write ``verdict.json`` beside the evidence, for people and ``status``."""
+    rows = [
+        {"host": f.host, "what": f.subject, "got": f.actual, "expected": f.expected}
+        for f in findings
+    ]
+    content = {"bad_hosts": bad_hosts(findings), "findings": rows}
+    write_atomically(folder / "verdict.json", json.dumps(content, indent=1) + "\n")
 
 
 def table(evidence: Mapping[str, Mapping[str, Evidence]], findings: Sequence[Finding]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.logging import fatal
-from megatron_dppo.preflight import CHECKS, Verdict, collect_evidence, judge, table
+from megatron_dppo.preflight import CHECKS, collect_evidence, judge, table, write_verdict
 from megatron_dppo.preflight.evidence import (
     Evidence,
     Meeting,
@@ -56,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _alone(host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Path) -> int:
-    verdict = Verdict(judge({host: evidence}, needs, [host]))
-    verdict.write(folder)
-    print(table({host: evidence}, verdict.findings))
-    return 0 if verdict.is_good else BAD_NODE
+    findings = judge({host: evidence}, needs, [host])
+    write_verdict(folder, findings)
+    print(table({host: evidence}, findings))
+    return BAD_NODE if findings else 0
 
 
 def _in_step(host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Path) -> int:

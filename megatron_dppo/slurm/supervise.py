@@ -47,7 +47,7 @@ from megatron_dppo.launch.supervisor import (
     supervised_fleet,
 )
 from megatron_dppo.logging import REFUSED, configure_logging
-from megatron_dppo.preflight import Verdict, judge, table
+from megatron_dppo.preflight import judge, table, write_verdict
 from megatron_dppo.preflight.evidence import EVERYWHERE, Needs, needs_of, read_evidence
 from megatron_dppo.slurm import attempts, commands
 from megatron_dppo.slurm.commands import SlurmError
@@ -229,12 +229,12 @@ class Steps:
             return {}
         names = [host.name for host in job.hosts]
         evidence = read_evidence(folder, names)
-        verdict = Verdict(judge(evidence, needs, names))
+        findings = judge(evidence, needs, names)
         folder.mkdir(parents=True, exist_ok=True)
-        verdict.write(folder)
-        log.info("%s", table(evidence, verdict.findings))
+        write_verdict(folder, findings)
+        log.info("%s", table(evidence, findings))
         reasons = defaultdict(list)
-        for finding in verdict.findings:
+        for finding in findings:
             reasons[finding.host].append(str(finding))
         if EVERYWHERE in reasons:
             raise LaunchError(f"preflight: {'; '.join(reasons[EVERYWHERE])}; see {output}")

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from megatron_dppo.config import load_config
-from megatron_dppo.preflight import Verdict, judge
-from megatron_dppo.preflight.evidence import needs_of, read_evidence
+from megatron_dppo.preflight import bad_hosts, judge
+from megatron_dppo.preflight.evidence import Finding, needs_of, read_evidence
 from tests.slurm.conftest import ROOT
 from tests.slurm.recipes import write_config
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slurm
 QUICK = ("--skip", "all_reduce")
 
 
-def preflight(cluster, folder, *words, nodes=3) -> tuple[Verdict, int]:
-    """Run it as one task on each of the first ``nodes`` nodes; the verdict and srun's exit code."""
+def preflight(cluster, folder, *words, nodes=3) -> tuple[list[Finding], int]:
+    """Run it as one task on each of the first ``nodes`` nodes; the findings and srun's exit code."""
     config = write_config(folder)
     (folder / "run").mkdir()
     hosts = cluster.nodes[:nodes]
@@ -31,12 +31,12 @@ def preflight(cluster, folder, *words, nodes=3) -> tuple[Verdict, int]:
     needs = needs_of(load_config(str(config), []), gpus=0)
     evidence = read_evidence(folder / "evidence", hosts)
     print(done.stdout, done.stderr, sep="\n")
-    return Verdict(judge(evidence, needs, hosts)), done.returncode
+    return judge(evidence, needs, hosts), done.returncode
 
 
 def test_good_nodes_are_found_good(cluster, folder):
-    verdict, code = preflight(cluster, folder, *QUICK)
-    assert verdict.findings == []
+    findings, code = preflight(cluster, folder, *QUICK)
+    assert findings == []
     assert code == 0
     evidence = read_evidence(folder / "evidence", cluster.nodes[:3])
     for host, told in evidence.items():
@@ -52,11 +52,11 @@ def test_a_node_with_a_small_shm_is_named(cluster, folder, isolated):
     bad = isolated.nodes[1]
     isolated.run_on(bad, "mount", "-o", "remount,size=64M", "/dev/shm")
     try:
-        verdict, code = preflight(cluster, folder, *QUICK)
+        findings, code = preflight(cluster, folder, *QUICK)
     finally:
         isolated.run_on(bad, "mount", "-o", "remount,size=50%", "/dev/shm")
-    assert verdict.bad_hosts == [bad]
-    assert list(map(str, verdict.findings)) == [
+    assert bad_hosts(findings) == [bad]
+    assert list(map(str, findings)) == [
         f"{bad}: free space in /dev/shm: got 64 MiB, expected at least 256 MiB"
     ]
     assert code == 3
@@ -68,11 +68,11 @@ def test_a_node_that_does_not_share_the_folder_is_named(cluster, folder, isolate
     (folder / "evidence").mkdir()
     isolated.run_on(bad, "mount", "-t", "tmpfs", "own", str(folder / "evidence"))
     try:
-        verdict, _ = preflight(cluster, folder, *QUICK, "--timeout", "2")
+        findings, _ = preflight(cluster, folder, *QUICK, "--timeout", "2")
     finally:
         isolated.run_on(bad, "umount", str(folder / "evidence"))
     assert f"{bad}: evidence: got none, expected a file of the node's preflight task" in list(
-        map(str, verdict.findings)
+        map(str, findings)
     )
 
 
@@ -86,17 +86,17 @@ def test_a_node_whose_firewall_is_closed_is_named(cluster, folder, isolated):
         address = isolated.address(other)
         isolated.run_on(bad, "ip", "route", "add", "blackhole", f"{address}/32")
     try:
-        verdict, _ = preflight(cluster, folder, *QUICK)
+        findings, _ = preflight(cluster, folder, *QUICK)
     finally:
         for other in (first, second):
             isolated.run_on(bad, "ip", "route", "del", "blackhole", f"{isolated.address(other)}/32")
-    assert verdict.bad_hosts == [bad]
+    assert bad_hosts(findings) == [bad]
 
 
 @pytest.mark.slow
 def test_the_all_reduce_crosses_nodes(cluster, folder):
-    verdict, code = preflight(cluster, folder, nodes=2)
-    assert verdict.findings == []
+    findings, code = preflight(cluster, folder, nodes=2)
+    assert findings == []
     assert code == 0
     evidence = read_evidence(folder / "evidence", cluster.nodes[:2])
     found = [told["all_reduce"] for told in evidence.values()]

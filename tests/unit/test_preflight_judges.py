@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.preflight import CHECKS, EVERYWHERE, Finding, Needs, Verdict, judge
+from megatron_dppo.preflight import CHECKS, EVERYWHERE, Finding, Needs, bad_hosts, judge
 from megatron_dppo.preflight.between_nodes import (
     judge_all_reduce,
     judge_network,
@@ -268,13 +268,11 @@ def test_missing_evidence_and_errors_are_findings_of_their_node():
         "a: gpus: got nvidia-smi does not answer within 30 s, expected an answer",
         "b: evidence: got none, expected a file of the node's preflight task",
     ]
-    assert Verdict(findings).bad_hosts == ["a", "b"]
+    assert bad_hosts(findings) == ["a", "b"]
 
 
-def test_a_finding_of_no_node_excludes_none_but_is_not_good():
-    verdict = Verdict([Finding(EVERYWHERE, "x", "1", "2")])
-    assert verdict.bad_hosts == []
-    assert not verdict.is_good
+def test_a_finding_of_no_node_excludes_none():
+    assert bad_hosts([Finding(EVERYWHERE, "x", "1", "2")]) == []
 
 
 def test_evidence_is_read_as_it_was_written_and_a_damaged_file_is_named(tmp_path):
