@@ -6,7 +6,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -171,14 +171,13 @@ class StepProfiler:
             yield
             return
         history = platform.gpu_memory_history(trace.with_suffix("").with_suffix(".memory.pickle"))
-        with torch.profiler.profile(
-            activities=platform.profiled_activities(), profile_memory=self._memory
-        ) as profiler:
-            if self._memory:
-                with history:
-                    yield
-            else:
-                yield
+        with (
+            torch.profiler.profile(
+                activities=platform.profiled_activities(), profile_memory=self._memory
+            ) as profiler,
+            history if self._memory else nullcontext(),
+        ):
+            yield
         self._write(profiler, trace, step)
 
     def _write(self, profiler: torch.profiler.profile, trace: Path, step: int) -> None:
@@ -253,9 +252,8 @@ class Recorder(Closing):
 
     def _open(self, resume_step: int, mark: Mapping[str, Any]) -> None:
         """Open the files; a resumed run whose records are gone says so and goes on."""
-        self._fence()
         where = self._run.directory
-        try:
+        with self._writing("records"):
             self._writer = records.MetricsWriter(where, resume_step=resume_step)
             self._masked = records.StepLines(Path(where) / records.MASKED_TOKENS_FILE, resume_step)
             self._samples = records.StepLines(Path(where) / records.SAMPLES_FILE, resume_step)
@@ -263,8 +261,6 @@ class Recorder(Closing):
             self._faults = records.StepLines(faults, resume_step)
             recorded = len(records.read_records(where))
             self._compare(mark)
-        except OSError as error:
-            raise RecordingError(f"records in {where}: {error.strerror}") from error
         if recorded < resume_step:
             log.warning(
                 "%s/%s holds %d of the %d records before step %d; report and summary will lack them",
@@ -330,18 +326,15 @@ class Recorder(Closing):
         Raises RecordingError; a record that was taken away under the run is a warning.
         """
         if self._writer is not None:
-            self._fence()
-            where = self._run.directory
-            try:
-                added = self._writer.complete(step, values, COUNTS)
-                if self._trackers is not None:
-                    self._trackers.scalars(step, added)
-            except records.RecordsError as error:
-                log.warning(
-                    "report and summary will lack the evaluation of step %d: %s", step, error
-                )
-            except OSError as error:
-                raise RecordingError(f"metrics in {where}: {error.strerror}") from error
+            with self._writing("metrics"):
+                try:
+                    added = self._writer.complete(step, values, COUNTS)
+                    if self._trackers is not None:
+                        self._trackers.scalars(step, added)
+                except records.RecordsError as error:
+                    log.warning(
+                        "report and summary will lack the evaluation of step %d: %s", step, error
+                    )
         accuracies = {n: v for n, v in values.items() if names.accuracy_set(n) is not None}
         self._console.step(step, accuracies)
 
@@ -372,12 +365,8 @@ class Recorder(Closing):
             record[name] = record.get(name, 0) + count
         self._carried = {}
         if self._writer is not None:
-            self._fence()
-            try:
+            with self._writing("metrics"):
                 self._writer.write(step, {**record, "weight_version": step})
-            except OSError as error:
-                where = self._run.directory
-                raise RecordingError(f"metrics in {where}: {error.strerror}") from error
             if self._trackers is not None:
                 self._trackers.scalars(step, {**record, "weight_version": step})
         self._console.step(step, record)
@@ -420,11 +409,16 @@ class Recorder(Closing):
         called: str,
     ) -> None:
         """``lines``: made on the rank that writes, and where no other start has taken over."""
-        if file is None:
-            return
+        if file is not None:
+            with self._writing(called):
+                file.write(lines())
+
+    @contextmanager
+    def _writing(self, called: str) -> Iterator[None]:
+        """Around each change of files. Raises RecordingError, which begins with ``called``, where it fails."""
         self._fence()
         try:
-            file.write(lines())
+            yield
         except OSError as error:
             where = self._run.directory
             raise RecordingError(f"{called} in {where}: {error.strerror}") from error
@@ -433,18 +427,15 @@ class Recorder(Closing):
         """Write ``report.png`` and ``summary.json``, and finish the trackers."""
         if self._writer is None:
             return
-        self._fence()
-        if not any(records.step_of(record) for record in records.read_records(self._run.directory)):
-            log.warning("no report and no summary: no trained step is recorded")
-            return
         where = self._run.directory
-        try:
+        with self._writing("report and summary"):
+            if not any(records.step_of(record) for record in records.read_records(where)):
+                log.warning("no report and no summary: no trained step is recorded")
+                return
             report = write_report(where)
             summary = write_summary(
                 where, self._info, hf_export_max_logprob_diff=hf_export_max_logprob_diff
             )
-        except OSError as error:
-            raise RecordingError(f"report and summary in {where}: {error.strerror}") from error
         if self._trackers is not None:
             self._trackers.figure("report", report)
         self._stack.close()
