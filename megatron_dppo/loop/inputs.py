@@ -16,6 +16,7 @@ import numpy as np
 from megatron_dppo.config.data_schema import ProblemFile
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data import sampling
+from megatron_dppo.data.packing import partition_by_cost
 from megatron_dppo.data.problems import (
     DataKeys,
     ProblemSet,
@@ -302,9 +303,10 @@ class BackgroundHashes:
             lambda: {name: path.stat().st_size for name, path in files.items()}, error=InputError
         )
         self._bytes = sum(sizes.values())
-        shares = _shares(sizes, topology.world_size)
+        names = list(sizes)
+        shares = partition_by_cost(list(sizes.values()), topology.world_size)
+        own_names = [names[i] for i in shares[topology.rank]]
         pool = ThreadPoolExecutor(1, "hash")
-        own_names = shares[topology.rank]
         self._own = pool.submit(lambda: {name: sha256_of(files[name]) for name in own_names})
         # What was submitted still runs; the thread ends after it.
         pool.shutdown(wait=False)
@@ -316,17 +318,6 @@ class BackgroundHashes:
         if (waited := time.monotonic() - began) > _TOLD_FROM_S:
             log.info("start model: %.1f GB hashed, waited %.0f s", self._bytes / 1e9, waited)
         return {name: digest for share in shares for name, digest in share.items()}
-
-
-def _shares(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
-    """Names by rank: the largest file first, each to the rank with the least."""
-    loads, shares = [0] * ranks, [list[str]() for _ in range(ranks)]
-    # By name among equals, so that all ranks share alike.
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        rank = loads.index(min(loads))
-        shares[rank].append(name)
-        loads[rank] += sizes[name]
-    return shares
 
 
 def _problem(file: Path, expected: str) -> str:

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from megatron_dppo.loop.inputs import InputError, _shares, check_input_hashes
+from megatron_dppo.loop.inputs import InputError, check_input_hashes
 
 ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 """SHA-256 of the bytes "abc": FIPS 180-2, appendix B.1."""
@@ -58,11 +58,3 @@ def test_another_file_is_no_list(folder, text, message):
 def test_a_list_that_is_not_there(folder):
     with pytest.raises(InputError, match="No such file"):
         check_input_hashes(folder / "nothing")
-
-
-def test_files_are_shared_by_size_each_once():
-    sizes = {"a": 5, "b": 5, "c": 5, "d": 4, "e": 1, "f": 1}
-    shares = _shares(sizes, 3)
-    assert sorted(name for share in shares for name in share) == sorted(sizes)
-    assert [sum(sizes[n] for n in share) for share in shares] == [9, 6, 6]
-    assert _shares({"a": 1}, 3) == [["a"], [], []]
