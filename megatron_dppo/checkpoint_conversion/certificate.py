@@ -18,7 +18,7 @@ from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import FAMILIES
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import Llama3RopeScaling, ModelShape
-from megatron_dppo.system.files import Closing
+from megatron_dppo.system.files import Closing, sha256_of
 
 
 class TensorHashes(Closing):
@@ -84,7 +84,7 @@ class Certificate:
 
     def save(self, folder: Path) -> None:
         """Write ``folder/conversion.json``, with the hashes of the files that lie beside the weights by now."""
-        files = {path.name: _file_digest(path) for path in side_files(folder)}
+        files = {path.name: sha256_of(path) for path in side_files(folder)}
         body = replace(self, files=files)._body()
         text = json.dumps({**body, "sha256": _digest(body)}, indent=1)
         (folder / FILE).write_text(text + "\n")
@@ -104,7 +104,7 @@ class Certificate:
         """Raise MismatchError, naming each file that is not the recorded one, or not there."""
         for name, digest in self.files.items():
             path = folder / name
-            present = _file_digest(path) if path.is_file() else "none, it is gone"
+            present = sha256_of(path) if path.is_file() else "none, it is gone"
             if present != digest:
                 raise MismatchError(
                     f"{path}: its SHA-256 is {present}, {FILE} recorded {digest}; if it was changed on purpose, "
@@ -194,11 +194,6 @@ def side_files(folder: str | Path) -> list[Path]:
         # A certificate can't hold its own hash.
         and path.name != "conversion.json"
     ]
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(body: dict[str, Any]) -> str:

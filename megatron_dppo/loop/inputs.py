@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 import time
@@ -36,6 +35,7 @@ from megatron_dppo.environments.episodes import TurnTemplate
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards.answers import BadAnswers, handed_over
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.files import sha256_of
 from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank, on_rank_0
 
 if TYPE_CHECKING:
@@ -284,12 +284,6 @@ def model_files(checkpoint: str, adapters: str | None) -> dict[str, Path]:
         for path in sorted(Path(folder).iterdir())
         if path.suffix in _READ and not path.name.startswith(".") and path.is_file()
     }
-
-
-def sha256_of(file: Path) -> str:
-    """SHA-256 (hex) of a file's bytes. Raises OSError."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 class BackgroundHashes:

@@ -15,6 +15,7 @@ from megatron_dppo.loop import inputs
 from megatron_dppo.metrics import records
 from megatron_dppo.rewards.answers import hand_over
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.files import sha256_of
 from megatron_dppo.trainer.checkpoint.directory import (
     CheckpointDirectory,
     CheckpointSurvey,
@@ -332,9 +333,7 @@ def check_resume(config: TrainConfig, data_sha256: str) -> None:
         files = inputs.model_files(config.model.hf_checkpoint, config.lora.start_from)
         state.check_file_names(files.keys(), str(last))
         # Weights are hashed later, by the ranks: what holds none is read in milliseconds.
-        sides = {
-            n: inputs.sha256_of(path) for n, path in files.items() if path.suffix != inputs.WEIGHTS
-        }
+        sides = {n: sha256_of(path) for n, path in files.items() if path.suffix != inputs.WEIGHTS}
         state.check_files(sides, str(last))
     else:
         reasons = [unusable.reason for unusable in survey.unusable]

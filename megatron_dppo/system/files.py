@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 import tempfile
@@ -43,6 +44,12 @@ def atomic_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
     # A rename is on the disk only when the folder's list of names is.
     sync_to_disk(path.parent)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 (hex) of a file's bytes. Raises OSError."""
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def unused_path(path: Path) -> Path:

@@ -29,6 +29,7 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout, check_layout, raise_faults
 from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
+from megatron_dppo.system.files import sha256_of
 from megatron_dppo.trainer import hugging_face, megatron_config, model, platform, step
 from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.context_parallel import TokenShare
@@ -75,8 +76,7 @@ def start_digest(digest: str, start_from: str | None) -> str:
     """SHA-256 (hex) of ``digest``, the model's, and the bytes of ``lora.start_from``."""
     if start_from is None:
         return digest
-    with (Path(start_from) / PEFT_WEIGHTS).open("rb") as content:
-        adapters = hashlib.file_digest(content, "sha256").hexdigest()
+    adapters = sha256_of(Path(start_from) / PEFT_WEIGHTS)
     return hashlib.sha256(f"{digest} {adapters}".encode()).hexdigest()
 
 

@@ -9,12 +9,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.loop.inputs import model_files, sha256_of
+from megatron_dppo.loop.inputs import model_files
 from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.resuming import FILES, ResumeError, RunState, check_resume, identity_of
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.metrics.summary import RunInfo
+from megatron_dppo.system.files import sha256_of
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory
 from tests.tiny_models import save_tiny_model

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.system.files import sync_to_disk, write_synced
+from megatron_dppo.system.files import sha256_of, sync_to_disk, write_synced
 
 log = logging.getLogger(__name__)
 
@@ -202,11 +202,10 @@ def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
 def check_content(folder: Path, files: dict[str, dict[str, Any]]) -> None:
     """Raise DamagedCheckpointError for the first of ``files`` whose SHA-256 is not the recorded one."""
     for name, record in files.items():
-        with open(folder / name, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
-                raise DamagedCheckpointError(
-                    f"{folder / name}: altered: its content does not match the manifest's checksum"
-                )
+        if sha256_of(folder / name) != record["sha256"]:
+            raise DamagedCheckpointError(
+                f"{folder / name}: altered: its content does not match the manifest's checksum"
+            )
 
 
 def _name(step: int) -> str:
