@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.config.machine import LEAST_OPEN_FILES
-from megatron_dppo.config.schema import EngineConfig, LoraConfig, TrainConfig
+from megatron_dppo.config.schema import LoraConfig, TrainConfig
 from megatron_dppo.model.adapters import trained_elements
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape
@@ -68,7 +68,10 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
     weights, update, checkpoint = _model_bytes(
         config.model.hf_checkpoint, config.model.dtype, config.lora
     )
-    pythons = pythons_of(config.engine, generates=config.rollout.replay_from is None)
+    pythons, extras = {"trainer": sys.executable}, {"trainer": "gpu" if gpus else "cpu"}
+    if config.engine.started and config.rollout.replay_from is None:
+        pythons["engine"] = config.engine.python or sys.executable
+        extras["engine"] = "gpu-engine"
     through_shm = sync.strategy == "disk" and sync.directory is None
     return Needs(
         gpus=gpus,
@@ -80,7 +83,7 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
         open_files=LEAST_OPEN_FILES + config.rollout.max_concurrent_requests,
         ports=tuple(ports),
         pythons=pythons,
-        requirements={role: _pins(_extra(role, gpu=gpus > 0)) for role in pythons},
+        requirements={role: _pins(extra) for role, extra in extras.items()},
     )
 
 
@@ -94,19 +97,6 @@ def _model_bytes(folder: str, dtype: str, lora: LoraConfig) -> tuple[int, int, i
     weights = parameters(shape) * ITEM_BYTES[dtype]
     update = trained * ITEM_BYTES[dtype] if updates_adapters(lora) else weights
     return weights, update, checkpoint_bytes(trained, dtype)
-
-
-def pythons_of(engine: EngineConfig, *, generates: bool) -> dict[str, str]:
-    pythons = {"trainer": sys.executable}
-    if engine.started and generates:
-        pythons["engine"] = engine.python or sys.executable
-    return pythons
-
-
-def _extra(role: str, *, gpu: bool) -> str:
-    if role == "engine":
-        return "gpu-engine"
-    return "gpu" if gpu else "cpu"
 
 
 def _pins(extra: str) -> tuple[str, ...]:

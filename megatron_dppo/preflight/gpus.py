@@ -37,11 +37,6 @@ extern "C" int launch(float* x) { rounded<<<1, 1>>>(x); return cudaGetLastError(
 """
 
 
-def collect_gpus(site: Site) -> dict[str, Any]:
-    """As :func:`gpus_here`."""
-    return gpus_here()
-
-
 def gpus_here() -> dict[str, Any]:
     """``gpus``: an entry a GPU from ``nvidia-smi``; without it, names and driver from ``/proc``. ``source``: which.
 
