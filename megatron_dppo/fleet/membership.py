@@ -320,7 +320,8 @@ class FleetMembership:
         for member in suspects:
             server = member.server
             silent = server.url in urls and attempts == errors.UNBOUNDED
-            if not self._schedules(member) or (silent and not self._still_generates(member)):
+            schedules = self._with_client(member, lambda client: client.schedules(_ANSWER_S))
+            if not schedules or (silent and not self._still_generates(member)):
                 self._lose(server, f"does not answer after a failed update: {reason}")
             elif server.url in urls:
                 if attempts == 1:
@@ -434,14 +435,10 @@ class FleetMembership:
             return self._with_client(member, lambda client: client.health(_ANSWER_S))
         return self._with_client(member, lambda client: client.answers(_ANSWER_S))
 
-    def _schedules(self, member: Member) -> bool:
-        return self._with_client(member, lambda client: client.schedules(_ANSWER_S))
-
     def _still_generates(self, member: Member) -> bool:
         # A colocated one may have let go of the memory that it would generate in, and would not survive being asked.
-        return self._engine.placement == "separate" and self._generates_again(member)
-
-    def _generates_again(self, member: Member) -> bool:
+        if self._engine.placement != "separate":
+            return False
         # It is paused, as a failed update leaves it.
         return self._with_client(member, lambda client: client.generates_again(_GENERATE_S))
 
