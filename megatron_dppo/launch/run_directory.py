@@ -38,7 +38,7 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.config = self.path / records.CONFIG_FILE
-        self._lease: Lease | None = None
+        self.lease = Lease(self.path, say)
         self._fleet: FleetRecord | None = None
 
     def rank_output(self, rank: int) -> Path:
@@ -62,27 +62,20 @@ class RunDirectory:
         assert self._fleet is not None
         return self._fleet
 
-    @property
-    def lease(self) -> Lease:
-        assert self._lease is not None
-        return self._lease
-
     def __enter__(self) -> RunDirectory:
         try:
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
             make_private_folder(self.path / "engine")
-            lease = Lease(self.path, say)
-            lease.take()
+            self.lease.take()
         except LeaseError as error:
             raise LaunchError(
                 f"run.directory: {self.path}: {error}, or give this one another run.directory"
             ) from error
         except OSError as error:
             raise LaunchError(f"run.directory: can't write in {self.path}: {error}") from error
-        self._lease = lease
         remove_left_behind()
         # Read after the lease was taken: until then its last holder may have written it.
-        self._fleet = FleetRecord(self.path, lease.fence.check)
+        self._fleet = FleetRecord(self.path, self.lease.fence.check)
         self._fleet.withdraw_started()
         return self
 
@@ -90,7 +83,6 @@ class RunDirectory:
         self.fleet.withdraw_started()
         remove_left_behind()
         self.lease.release()
-        self._lease = None
 
     def count_start(self) -> int:
         path = self.path / "starts"
