@@ -43,17 +43,13 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import sync_to_disk
 from megatron_dppo.trainer import collectives
 from megatron_dppo.trainer.collectives import all_gather_json, barrier, broadcast_json
+from megatron_dppo.trainer.model import named_parameters
 from megatron_dppo.trainer.topology import Topology
 
 if TYPE_CHECKING:
     from megatron_dppo.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-
-def named_parameters(chunks: list[GPTModel]) -> dict[ParameterKey, torch.nn.Parameter]:
-    """Parameters of this rank by (chunk, name)."""
-    return {(i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
 
 
 @torch.no_grad()

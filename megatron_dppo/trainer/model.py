@@ -37,6 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_dppo.config.schema import OptimizerConfig, PolicyConfig
 from megatron_dppo.model.adapters import CHILD
+from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout, padded_vocab_size
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.shape import ModelShape
@@ -211,6 +212,11 @@ def compare(config: PolicyConfig, shape: ModelShape) -> MetaComparison:
     return MetaComparison(layout.describe(), ranks, count, elements, tuple(faults))
 
 
+def named_parameters(chunks: list[GPTModel]) -> dict[ParameterKey, Parameter]:
+    """Parameters of this rank by (chunk, name)."""
+    return {(i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+
+
 def meta_parameters(
     transformer: TransformerConfig, shape: ModelShape, layout: Layout, rank: int
 ) -> dict[tuple[int, str], tuple[int, ...]]:
@@ -218,12 +224,8 @@ def meta_parameters(
     # Tensors on the meta device have no values to draw.
     transformer = replace(transformer, perform_initialization=False)
     with _fake_world(layout, rank), torch.device("meta"):
-        chunks = make_chunks(transformer, shape)
-        return {
-            (number, name): tuple(parameter.shape)
-            for number, chunk in enumerate(chunks)
-            for name, parameter in chunk.named_parameters()
-        }
+        parameters = named_parameters(make_chunks(transformer, shape))
+    return {key: tuple(parameter.shape) for key, parameter in parameters.items()}
 
 
 def differences(

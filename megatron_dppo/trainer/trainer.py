@@ -361,8 +361,7 @@ class Trainer:
         self.check_resident("hash weights", "weights")
         parameters = {
             f"{chunk}/{name}": p.detach()
-            for chunk, model_chunk in enumerate(self.chunks)
-            for name, p in model_chunk.named_parameters()
+            for (chunk, name), p in model.named_parameters(self.chunks).items()
         }
         hashes = {name: TiledHash(p.numel() * p.element_size()) for name, p in parameters.items()}
         # One kernel for all of a rank's parameters.
@@ -376,7 +375,7 @@ class Trainer:
     def base_weights(self) -> Mapping[ParameterKey, Tensor]:
         """This rank's weights without any adapters: with ``lora``, the frozen ones. Not collective."""
         self.check_resident("read weights", "weights")
-        return {key: p.data for key, p in hugging_face.named_parameters(self.chunks).items()}
+        return {key: p.data for key, p in model.named_parameters(self.chunks).items()}
 
     def export_hf(self, out_dir: str | Path) -> None:
         """Write the current weights, tokenizer and configuration as a Hugging Face folder.

@@ -100,7 +100,7 @@ def hf_weights(trainer: Any) -> dict[str, torch.Tensor]:
 def plain_state(trainer: Any) -> dict[str, torch.Tensor]:
     """Moments and masters as full tensors on global rank 0; of a plain optimizer."""
     from megatron_dppo.model.gather_plan import hf_buckets_plan
-    from megatron_dppo.trainer.hugging_face import named_parameters
+    from megatron_dppo.trainer.model import named_parameters
 
     out = {}
     of_model = {

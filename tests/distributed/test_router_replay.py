@@ -135,7 +135,7 @@ def train(
 ) -> tuple[dict[str, Any], list[str]]:
     """Two steps under replay; on rank 0 also gradients and parameters; and what routers did wrong."""
     from megatron_dppo.model.gather_plan import hf_buckets_plan
-    from megatron_dppo.trainer.hugging_face import named_parameters
+    from megatron_dppo.trainer.model import named_parameters
 
     trainer = make_trainer(hf_dir, parallel, changes, replay=True)
     try:

@@ -248,7 +248,7 @@ def policy_token_loss(stats, batch):
 def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Three steps; on global rank 0 also gradients and parameters as Hugging Face tensors."""
     from megatron_dppo.model.gather_plan import hf_buckets_plan
-    from megatron_dppo.trainer.hugging_face import named_parameters
+    from megatron_dppo.trainer.model import named_parameters
     from megatron_dppo.trainer.trainer import Trainer
 
     trainer = Trainer(run_config(hf_dir, parallel, changes))

@@ -123,7 +123,7 @@ def gradient_worker(folder: str, tied: bool) -> dict[str, Any]:
 
     from megatron_dppo.metrics.sums import MetricSums
     from megatron_dppo.model.gather_plan import hf_buckets_plan
-    from megatron_dppo.trainer.hugging_face import named_parameters
+    from megatron_dppo.trainer.model import named_parameters
     from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
     from tests.tiny_models import save_tiny_model
 
