@@ -224,13 +224,7 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
     hosts = allocation.hosts
     if not hosts:
         raise PlacementError("got no hosts, expected at least one")
-    sizes = {host.devices for host in hosts}
-    if len(sizes) != 1:
-        devices_by_host = ", ".join(f"{host.name} {host.devices}" for host in hosts)
-        raise PlacementError(
-            f"hosts with different numbers of devices can't be shared out: {devices_by_host}"
-        )
-    room = sizes.pop()
+    room = hosts[0].devices
     devices = _room_for_all(roles) if room is None else room
     roles = _in_groups(roles, allocation, devices)
     needed = roles.hosts_needed(devices)

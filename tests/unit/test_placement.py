@@ -134,12 +134,6 @@ def test_what_does_not_divide_is_refused_by_name(roles, count, message):
         place(roles, hosts(count))
 
 
-def test_hosts_of_different_sizes_are_refused():
-    uneven = Allocation((Host("a", "a", 8), Host("b", "b", 4)))
-    with pytest.raises(PlacementError, match="can't be shared out: a 8, b 4"):
-        place(Roles(4), uneven)
-
-
 def test_the_table_names_everybody():
     assert place(Roles(2, 1, router=True), hosts(4, 1)).table() == (
         "host  role     devices  address\n"
