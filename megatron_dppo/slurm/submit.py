@@ -91,17 +91,13 @@ SBATCH = FlagForm(
     "sbatch_flags",
     "aAbBcCdDeFGiJLmMnNopqStwx",
     "hVW",
-    _ALONE
-    | frozenset(["export", "hold", "ignore-pbs", "nice", "no-requeue", "parsable", "requeue"]),
+    _ALONE | {"export", "hold", "ignore-pbs", "nice", "no-requeue", "parsable", "requeue"},
 )
 SRUN = FlagForm(
     "srun_flags",
     "AbBcCdDeFGiJLmMnNopqrStTwWx",
     "hV",
-    _ALONE
-    | frozenset(
-        ["disable-status", "exact", "label", "overlap", "preserve-env", "unbuffered", "whole"]
-    ),
+    _ALONE | {"disable-status", "exact", "label", "overlap", "preserve-env", "unbuffered", "whole"},
 )
 
 
