@@ -117,7 +117,7 @@ class FleetRecord:
         self._fence = fence
         self._lock = threading.RLock()
         self._reports: dict[str, int] = {}
-        self._starts_allowed = True
+        self.starts_allowed = True
         self._servers, self._status = self._read()
 
     def servers(self) -> list[Server]:
@@ -198,11 +198,7 @@ class FleetRecord:
 
     def allow_starts(self, allowed: bool) -> None:
         """Whether the supervisor may start servers now: colocated ones need devices that the trainer is not on."""
-        self._starts_allowed = allowed
-
-    @property
-    def starts_allowed(self) -> bool:
-        return self._starts_allowed
+        self.starts_allowed = allowed
 
     def publish_status(self, version: int | None, states: Mapping[str, str]) -> None:
         """``states``: a word or a sentence on every server, by name."""

@@ -134,8 +134,6 @@ class NonFiniteLossError(RunError, ValueError):
     """
 
     def __init__(self, grad_norm: float, culprits: list[dict[str, Any]]) -> None:
-        self.grad_norm = grad_norm
-        self.culprits = culprits
         culprit_texts = [
             f"data-parallel rank {c['dp_rank']}, micro-batch {c['micro_batch']}, "
             f"sequences {c['sequences']}"

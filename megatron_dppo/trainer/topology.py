@@ -65,11 +65,6 @@ class Topology:
         return self.pp_rank == self.pp_size - 1
 
     @property
-    def leader(self) -> int:
-        """Global rank of this replica's leader."""
-        return self.leaders[self.dp_rank]
-
-    @property
     def last_stage_rank(self) -> int:
         """Global rank of the last pipeline stage in this rank's pipeline."""
         return dist.get_global_rank(self.pipeline_group, self.pp_size - 1)

@@ -272,10 +272,6 @@ class Engines:
         """Every engine lets go of the memory of ``tags``; see ``EngineWeights.release``."""
         self.each(lambda engine: engine.release(tags))
 
-    def restore(self, tags: Collection[MemoryTag] | None = None) -> None:
-        """Every engine takes the memory of ``tags`` (None: of all that it released) again."""
-        self.each(lambda engine: engine.restore(tags))
-
     def close(self) -> None:
         self.each(lambda engine: engine.close())
 

@@ -321,7 +321,7 @@ def test_a_request_in_flight_keeps_every_token_while_the_memory_is_away(
         time.sleep(0.01)
     # What the server would not survive is not sent.
     with pytest.raises(MemoryOrderError):
-        engines.restore(["weights"])
+        engines.each(lambda engine: engine.restore(["weights"]))
     with pytest.raises(EngineFaultError, match="can't release memory: requests are running"):
         engines.release()
 
@@ -331,9 +331,9 @@ def test_a_request_in_flight_keeps_every_token_while_the_memory_is_away(
         engines.release(["kv_cache"])
     with pytest.raises(MemoryOrderError):
         engines.each(lambda engine: engine.resume())
-    engines.restore(["weights"])
+    engines.each(lambda engine: engine.restore(["weights"]))
     engines.each(lambda engine: load(engine, trained, version=46))
-    engines.restore()
+    engines.each(lambda engine: engine.restore())
     engines.each(lambda engine: engine.resume())
 
     assert running.versions() == ["45", "46"]
