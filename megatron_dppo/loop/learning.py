@@ -436,17 +436,14 @@ class Learner:
         """Raise GapError or FrequencyError, on every rank; ``loss_columns`` then tell what the loss saw until there."""
         try:
             if is_first:
-                self._check_gap(batch, metrics)
+                gap = means(metrics.values()).get(names.GAP, math.nan)
+                self._guard.check(gap, is_stale=batch.is_stale)
             is_equal = is_first and not batch.is_stale
             (self._canary if is_equal else self._canary_of_others).check(metrics.values())
         except (FrequencyError, GapError):
             if self._seen is not None:
                 self.loss_columns = self._seen.collect(self._trainer.topology)
             raise
-
-    def _check_gap(self, batch: PlannedBatch, metrics: MetricSums) -> None:
-        gap = means(metrics.values()).get(names.GAP, math.nan)
-        self._guard.check(gap, is_stale=batch.is_stale)
 
     def _speed(self, batch: PlannedBatch, seconds: float) -> dict[str, float]:
         """Arithmetic of the optimiser steps (recomputation and passes without gradient don't count), and memory."""
@@ -478,11 +475,6 @@ class Learner:
             trained = {p: t.without(RECORDING) for p, t in trained.items()}
         return pack_mini_batch(trained, plan, self.layout, self._config.algorithm, delivery.forms)
 
-    def _log_probs(self, batches: list[packing.PackedBatch]) -> list[Tensor]:
-        """log pi [T] of each micro-batch under the present weights, 0 outside its loss mask; on its device."""
-        log_probs = self._trainer.log_probs(batches)
-        return [_where_trained(b, p) for b, p in zip(batches, log_probs, strict=True)]
-
     def _recomputed(self, batch: PlannedBatch, plan: MiniBatchPlan) -> list[Columns]:
         """By micro-batch, what the algorithm needs of the policy at the rollout's weights and the engine
         doesn't say; empty where it needs nothing."""
@@ -493,8 +485,9 @@ class Learner:
         batches = self._packed(batch, plan).micro_batches
         columns_by_batch: list[Columns] = [{} for _ in batches]
         if self._algorithm.needs_recomputed:
-            for p, columns in zip(self._log_probs(batches), columns_by_batch, strict=True):
-                columns["recomputed_log_probs"] = p
+            values = self._trainer.log_probs(batches)
+            for b, p, columns in zip(batches, values, columns_by_batch, strict=True):
+                columns["recomputed_log_probs"] = _where_trained(b, p)
         if self._algorithm.needs_recomputed_distribution:
             size = self._trainer.shape.vocab_size
             asking = [_with_whole_vocabulary(b, size) for b in batches]
