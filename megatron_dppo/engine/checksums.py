@@ -287,7 +287,8 @@ class TiledHash:
         closed, edges = sums
         self._sum = (self._sum + closed) & MASK64
         for tile, high, low in edges:
-            self._add_open(tile, high, low)
+            before = self._open.get(tile, (0, 0))
+            self._open[tile] = ((before[0] + high) & MASK32, (before[1] + low) & MASK32)
 
     def state(self) -> list[Any]:
         """What was taken, as plain JSON values for ``merge``."""
@@ -302,10 +303,6 @@ class TiledHash:
         if self._open:
             total += closed_sum(torch.tensor(list(self._open.values())).T, self._words)
         return f"{_splitmix(total & MASK64):016x}"
-
-    def _add_open(self, tile: int, high: int, low: int) -> None:
-        before = self._open.get(tile, (0, 0))
-        self._open[tile] = ((before[0] + high) & MASK32, (before[1] + low) & MASK32)
 
 
 def _splitmix(x: int) -> int:

@@ -88,12 +88,10 @@ def bind_stores() -> None:
     """Have torch.distributed's stores listen on the address that they are given, not on all."""
     from torch.distributed import TCPStore
 
-    from megatron_dppo.system.network import listening_store
-
     def bound(host_name: str, port: int, world_size: int, is_master: bool, **options: Any) -> Any:
         if not is_master:
             return TCPStore(host_name, port, world_size, False, **options)
-        return listening_store(host_name, port, world_size, **options)
+        return network.listening_store(host_name, port, world_size, **options)
 
     # The package exports a function of the module's name, so an import statement can't reach it.
     vars(importlib.import_module("torch.distributed.rendezvous"))["TCPStore"] = bound

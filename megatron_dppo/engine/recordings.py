@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import functools
 import json
 import math
 import os
@@ -78,7 +77,7 @@ class Notice:
         if not content.startswith(_MAGIC):
             raise ValueError(f"routed_experts holds no notice of a recording but {content[:200]!r}")
         try:
-            return _notices().validate_json(content[len(_MAGIC) :], strict=True)
+            return _NOTICE.validate_json(content[len(_MAGIC) :], strict=True)
         except ValidationError as error:
             raise ValueError(f"a broken notice of a recording: {error.errors()[0]}") from error
 
@@ -98,9 +97,7 @@ class Notice:
         return flat.view(self.dtype).reshape(self.shape)
 
 
-@functools.cache
-def _notices() -> TypeAdapter[Notice]:
-    return TypeAdapter(Notice)
+_NOTICE = TypeAdapter(Notice)
 
 
 def content_hash(flat: np.ndarray) -> str:

@@ -228,15 +228,14 @@ class FleetClient:
         if answer.status >= 400:
             raise await self._refused(router, answer)
         served_by = answer.headers.get(SERVED_BY, "")
-        active = self._server_at(served_by)
+        url = served_by.rstrip("/")
+        active = next((p for p in self._servers if p.member.server.url == url), None)
         if active is None:
             raise errors.AbortedError(f"an answer from {served_by or 'a server'} that is no member")
         try:
             results = await active.client.parse(answer.body, requests, await self._versions(began))
-        except errors.StaleWeightsError as error:
-            raise self._suspend(active, str(error)) from error
-        except errors.EngineLostError as error:
-            # It has answered, but not handed out its recording.
+        except (errors.StaleWeightsError, errors.EngineLostError) as error:
+            # Lost: it has answered, but not handed out its recording.
             raise self._suspend(active, str(error)) from error
         active.client.note_answer()
         return results
@@ -293,9 +292,6 @@ class FleetClient:
 
     def _live(self) -> list[ActiveServer]:
         return [active for active in self._servers if not active.suspended]
-
-    def _server_at(self, url: str) -> ActiveServer | None:
-        return next((p for p in self._servers if p.member.server.url == url.rstrip("/")), None)
 
     def _watch_all(self) -> None:
         """Watch whoever serves, while somebody waits for responses."""

@@ -348,7 +348,7 @@ class SupervisedFleet:
         self._proven = self._proven or server.is_published
 
     def _decide_first_failures(self) -> None:
-        failed = [(s, s.first_failure) for s in self._servers if s.first_failure is not None]
+        failed = [(s, error) for s in self._servers if (error := s.first_failure) is not None]
         if not self._proven and len(failed) < len(self._servers):
             return
         for server, error in failed:
@@ -357,8 +357,7 @@ class SupervisedFleet:
             else:
                 self._give_up(server, error)
 
-    def _give_up(self, server: SupervisedServer, error: EngineGivenUpError | None) -> None:
-        assert error is not None
+    def _give_up(self, server: SupervisedServer, error: EngineGivenUpError) -> None:
         self._servers.remove(server)
         attached = [s for s in self.record.servers() if not s.replaceable]
         if not self._servers and not attached:

@@ -88,9 +88,6 @@ class AttemptBook:
         self._write(ended)
         return ended
 
-    def saved(self) -> int | None:
-        return read_history(self._run).saved
-
     def reached(self, attempt: Attempt) -> Attempt:
         history = read_history(self._run)
         return replace(attempt, saved=history.saved or 0, recorded=history.recorded or 0)

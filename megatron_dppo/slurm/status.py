@@ -23,6 +23,7 @@ from megatron_dppo.metrics.records import (
     Record,
     RecordsError,
     mean_accuracy,
+    read_history,
     read_records,
     step_of,
 )
@@ -237,7 +238,7 @@ def _progress(directory: Path) -> Iterator[str]:
     parts += _held_out(records)
     parts += _figure("tokens/s", last.get(names.TOKENS_PER_SECOND), "{:,.0f}")
     yield ", ".join(parts)
-    saved = AttemptBook(directory).saved()
+    saved = read_history(directory).saved
     yield f"last checkpoint: {'none' if saved is None else f'step {saved}'}"
 
 

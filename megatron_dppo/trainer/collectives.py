@@ -158,7 +158,7 @@ def _device(group: ProcessGroup | None) -> torch.device:
 def _padded(value: Any, group: ProcessGroup | None) -> tuple[torch.Tensor, list[int]]:
     """``value`` as bytes, as many as the longest of the group's has; the length of every rank's."""
     device = _device(group)
-    data = _encode(value).to(device)
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [
         torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))
     ]
@@ -168,10 +168,6 @@ def _padded(value: Any, group: ProcessGroup | None) -> tuple[torch.Tensor, list[
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     return padded, lengths
-
-
-def _encode(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def _decode(data: torch.Tensor) -> Any:

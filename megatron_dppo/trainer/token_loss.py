@@ -82,7 +82,7 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
             batch.column("topk_ids"),
             sampled=(stats.log_probs.detach(), batch.column("rollout_log_probs"), batch.target_ids),
         )
-    branches = branch_ids(batch)
+    branches, size = branch_ids(batch), stats.vocab_size
     return TokenInputs(
         log_probs=stats.log_probs,
         rollout_log_probs=batch.column("rollout_log_probs"),
@@ -97,7 +97,7 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
         branch_ids=branches,
         sum_squares=stats.sum_squares,
         step_bound=batch.columns.get("step_bound"),
-        tail_ids=None if valid is None else _tail_ids(stats, valid),
+        tail_ids=None if valid is None or size is None else size - valid.sum(-1),
     )
 
 
@@ -111,10 +111,6 @@ def branch_ids(batch: PackedBatch) -> Tensor:
     """int64 [T]: which sequence of the pack each token belongs to: a branch of a response."""
     positions = torch.arange(batch.target_ids.numel(), device=batch.target_ids.device)
     return torch.searchsorted(batch.cu_seqlens[1:].to(torch.int64), positions, right=True)
-
-
-def _tail_ids(stats: PolicyStats, valid: Tensor) -> Tensor | None:
-    return None if stats.vocab_size is None else stats.vocab_size - valid.sum(-1)
 
 
 def with_sampled(
