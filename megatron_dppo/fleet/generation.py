@@ -422,9 +422,7 @@ async def generate_many(
     case nothing of this call is left running on a server. ``stop`` is called a few times a second, ``on_response`` with
     each response as it comes; neither may block.
     """
-    keys = [request.key for request in requests]
-    if len(set(keys)) != len(keys):
-        raise ValueError("two generation requests have the same key")
+    assert len({request.key for request in requests}) == len(requests)
     slots = Slots(limits.calls, limits.episodes) if slots is None else slots
     run = _Generation(client, requests, limits, on_response, slots, order, continuation, play)
     try:

@@ -240,15 +240,11 @@ class WeightUpdater:
     _since: dict[str, int] = field(default_factory=lambda: {"verify": 0, "canary": 0}, init=False)
 
     def attach(self, urls: Sequence[str]) -> None:
-        """Connect to these engines (at least one), whose weights are unknown until ``update``.
+        """Connect to these engines (at least one, each once), whose weights are unknown until ``update``.
 
         Raises WeightUpdateError on every rank where one doesn't answer, is not what the run expects,
         or can't be reached by the strategy.
         """
-        if not urls or len(set(urls)) != len(urls):
-            raise ValueError(
-                f"weight update: engines {list(urls)}, expected one or more, each once"
-            )
         self.close()
         self.committed_version = None
         error: Exception | None = None

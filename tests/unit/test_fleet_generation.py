@@ -218,12 +218,6 @@ def test_a_refused_request_is_not_retried():
     assert client.attempts == {0: 0}
 
 
-def test_equal_keys_are_refused():
-    twice, client = requests(1) * 2, ScriptedClient(answer_at_once)
-    with AsyncRunner() as runner, pytest.raises(ValueError, match="same key"):
-        runner.run(generate_many(client, twice, GenerationLimits(concurrency=1)))
-
-
 def test_nothing_to_ask_is_no_error():
     assert run(ScriptedClient(answer_at_once), 0, GenerationLimits(concurrency=4)) == {}
 

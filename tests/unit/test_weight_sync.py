@@ -540,9 +540,6 @@ def test_an_update_needs_an_engine() -> None:
     updates = updater()
     with pytest.raises(ValueError, match="no engine is attached"):
         updates.update(1)
-    for urls in ([], [A, A]):
-        with pytest.raises(ValueError, match="expected one or more, each once"):
-            updates.attach(urls)
 
 
 def test_an_engine_that_does_not_answer_cannot_be_attached() -> None:
