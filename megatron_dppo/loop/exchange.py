@@ -433,10 +433,10 @@ class ColumnExchange:
             # What comes from one rank lies together, so that it travels in one piece.
             return directory.share(sorted(parts, key=lambda p: directory.source(p, group.head)))
 
-        rows = [topology.dp_rank, topology.pp_rank, memory_name(), free_bytes()]
-        groups = host_groups(all_gather_json(rows))
+        rows = all_gather_json([topology.dp_rank, topology.pp_rank, memory_name(), free_bytes()])
+        groups = host_groups(rows)
         sizes = {group.head: share_of(group).size for group in groups}
-        groups = with_room(groups, sizes, all_gather_json(topology.pp_rank))
+        groups = with_room(groups, sizes, [stage for _, stage, *_ in rows])
         received = self._received(
             next(group for group in groups if topology.rank in group.ranks),
             {group.head: share_of(group) for group in groups},
