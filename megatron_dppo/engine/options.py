@@ -33,6 +33,7 @@ from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
 from megatron_dppo.model.families import family_of, load_model_shape
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.system.compute import has_visible_gpu
+from megatron_dppo.system.network import url_host
 
 if TYPE_CHECKING:
     from megatron_dppo.engine.client import EngineClient
@@ -76,8 +77,8 @@ class ServerHosts:
     def options(self) -> dict[str, Any]:
         """SGLang's, which are alike on all hosts."""
         first = next(iter(self.addresses.values()))
-        host = f"[{first}]" if ":" in first else first
-        return {"nnodes": len(self.addresses), "dist_init_addr": f"{host}:{self.port}"}
+        address = f"{url_host(first)}:{self.port}"
+        return {"nnodes": len(self.addresses), "dist_init_addr": address}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from megatron_dppo.engine import options
 from megatron_dppo.engine.errors import EngineLostError, EngineStartError, PortHeldError
 from megatron_dppo.engine.options import ServerHosts, ServerSections
 from megatron_dppo.system import processes
-from megatron_dppo.system.network import PortTakenError
+from megatron_dppo.system.network import PortTakenError, url_host
 from megatron_dppo.system.scratch import remove_left_behind
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class ChildServer:
     @property
     def url(self) -> str:
         # One can listen on any address, but has to call one.
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
-        return f"http://{host}:{self.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{url_host(host)}:{self.port}"
 
     @property
     def pid(self) -> int:

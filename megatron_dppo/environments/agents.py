@@ -32,6 +32,7 @@ from aiohttp import web
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import ChatCall, Step, Turn
 from megatron_dppo.system import processes
+from megatron_dppo.system.network import url_host
 
 MODEL = "policy"
 _LARGEST_BYTES = 1 << 20
@@ -552,8 +553,7 @@ async def _serve(conversation: Conversation, key: str, host: str) -> tuple[web.A
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, host, 0).start()
-    address = f"[{host}]" if ":" in host else host
-    return runner, f"http://{address}:{runner.addresses[0][1]}/v1"
+    return runner, f"http://{url_host(host)}:{runner.addresses[0][1]}/v1"
 
 
 async def _stream(

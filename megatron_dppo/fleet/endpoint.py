@@ -35,7 +35,7 @@ from megatron_dppo.fleet.record import (
     read_own_json,
 )
 from megatron_dppo.system.files import UnsafeFileError, read_own, write_private
-from megatron_dppo.system.network import interface_address, is_loopback
+from megatron_dppo.system.network import interface_address, is_loopback, url_host
 from megatron_dppo.system.scratch import make_runtime_directory
 
 log = logging.getLogger(__name__)
@@ -95,8 +95,7 @@ class FleetEndpoint:
         self._key = key
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = _HttpServer((host, 0), record, key, family)
-        port = self._server.server_address[1]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = f"http://{url_host(host)}:{self._server.server_address[1]}"
         self._private = make_runtime_directory()
         self._file = record.path / "endpoint.json"
         self._address = EndpointAddress(self.url, socket.gethostname(), str(self._private / "key"))

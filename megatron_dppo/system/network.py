@@ -119,6 +119,12 @@ def _usable(addresses: Sequence[Any]) -> list[str]:
 
 # --- URLs
 
+
+def url_host(host: str) -> str:
+    """``host`` as a URL has it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 _HOST = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 

@@ -86,6 +86,18 @@ def test_a_server_is_started_waited_for_and_ended(make: Callable[..., SmallServe
         server.start()
 
 
+@pytest.mark.parametrize(
+    ("host", "called"),
+    [("10.0.0.7", "10.0.0.7"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]")],
+)
+def test_its_url_is_one_that_can_be_called(
+    make: Callable[..., SmallServer], host: str, called: str
+) -> None:
+    server = make()
+    server.host = host
+    assert server.url == f"http://{called}:{server.port}"
+
+
 def test_one_that_exits_shows_its_log(make: Callable[..., SmallServer]) -> None:
     server = make("import sys; sys.exit('no such flag')")
     server.start()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dppo.system.network import url_fault
+from megatron_dppo.system.network import url_fault, url_host
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,17 @@ def test_what_urlsplit_says_is_told(url):
     problem = url_fault(url)
     assert problem is not None
     assert problem.startswith(f"got {url!r}, expected http://host:port: ")
+
+
+@pytest.mark.parametrize(
+    ("host", "written"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("engine-3", "engine-3"),
+        ("::1", "[::1]"),
+        ("fd00::7", "[fd00::7]"),
+    ],
+)
+def test_an_ipv6_address_stands_in_brackets(host, written):
+    assert url_host(host) == written
+    assert url_fault(f"http://{written}:30000") is None
