@@ -95,6 +95,8 @@ class FleetClient:
         self._probing: asyncio.Task[None] | None = None
         self._chores: set[asyncio.Task[None]] = set()
         self._version: int | None = None
+        # Of each update that failed: the version that was committed then.
+        self._failed_updates: list[int | None] = []
         self._losses: dict[str, str] = {}
         self._serving = asyncio.Event()
         self._watchers = 0
@@ -118,7 +120,9 @@ class FleetClient:
             active.client.is_paused = True
 
     async def break_off(self) -> None:
-        """The update failed: nobody can say any more which weights the calls in flight run on. They are made again."""
+        """The update failed: nobody can say any more which weights the calls in flight run on. They are made again, and
+        so are those whose answers wait and have tokens of that update."""
+        self._failed_updates.append(self._version)
         for active in self._servers:
             for call in active.calls:
                 call.cancel()
@@ -197,16 +201,15 @@ class FleetClient:
         # This client's own calls alone: nobody without a router sees those of other ranks.
         active = min(live, key=lambda p: p.in_flight)
         active.in_flight += len(requests)
-        began = self._version
+        began, failures = self._version, len(self._failed_updates)
         try:
             answer = await breakable(
                 active.client.answer(requests, rid, self._adapter), active.calls
             )
-            return await breakable(
-                active.client.parse(answer, requests, await self._versions(began)), active.calls
-            )
+            versions = await self._versions(began, failures)
+            return await breakable(active.client.parse(answer, requests, versions), active.calls)
         except errors.StaleWeightsError as error:
-            raise self._suspend(active, str(error)) from error
+            raise self._stale(active, str(error), failures) from error
         except errors.EngineLostError as error:
             await self._probe()
             if not active.suspended:
@@ -219,7 +222,7 @@ class FleetClient:
         self, router: HttpRouterLink, requests: Sequence[GenerationRequest], rid: str
     ) -> list[Trajectory]:
         body = request_body(requests, rid, model=ROUTED_MODEL, adapter=self._adapter)
-        began = self._version
+        began, failures = self._version, len(self._failed_updates)
         try:
             answer = await breakable(router.generate(body), self._routed)
         except errors.EngineLostError as error:
@@ -233,9 +236,12 @@ class FleetClient:
         if active is None:
             raise errors.AbortedError(f"an answer from {served_by or 'a server'} that is no member")
         try:
-            results = await active.client.parse(answer.body, requests, await self._versions(began))
-        except (errors.StaleWeightsError, errors.EngineLostError) as error:
-            # Lost: it has answered, but not handed out its recording.
+            versions = await self._versions(began, failures)
+            results = await active.client.parse(answer.body, requests, versions)
+        except errors.StaleWeightsError as error:
+            raise self._stale(active, str(error), failures) from error
+        except errors.EngineLostError as error:
+            # It has answered, but not handed out its recording.
             raise self._suspend(active, str(error)) from error
         active.client.note_answer()
         return results
@@ -256,13 +262,22 @@ class FleetClient:
             return self._lost(reason)
         return errors.AbortedError(reason)
 
-    async def _versions(self, began: int | None) -> range | None:
-        """Committed versions that the answer to a call may come from, which ``began`` at one of them. Waits for the end
-        of an update."""
+    async def _versions(self, began: int | None, failures: int) -> range | None:
+        """Committed versions that the answer to a call may come from, which ``began`` at one of them, after so many
+        ``failures`` of updates. Waits for the end of an update."""
         await self._until_served()
-        if began is None or self._version is None:
-            return None
-        return range(began, self._version + 1)
+        # A failure breaks off what has no answer yet, so this one is of before the first failure since.
+        last = next(iter(self._failed_updates[failures:]), self._version)
+        return None if began is None or last is None else range(began, last + 1)
+
+    def _stale(
+        self, active: ActiveServer, reason: str, failures: int
+    ) -> errors.ServerLostError | errors.EngineLostError:
+        """The error for an answer from other weights: those of an update that failed meanwhile, or else its server is
+        suspended."""
+        if len(self._failed_updates) > failures:
+            return errors.ServerLostError(reason)
+        return self._suspend(active, reason)
 
     async def _until_served(self) -> None:
         # Again where servers are held once more before this task has its turn.

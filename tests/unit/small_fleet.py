@@ -21,11 +21,13 @@ class SmallServer:
     as a stopped process does. ``refuses``: answers 400. ``deaf``: paths on which it is silent, as behind
     a live HTTP process a stopped scheduler or detokenizer is. ``info``: status and text of
     ``/server_info`` and ``/model_info``; ``asked`` counts what was asked; ``adapters``: those
-    that calls named. An abort of all ends what it holds back, also while it is ``silent``: with two tokens."""
+    that calls named; ``versions``: other ones than ``version``, by that token. An abort of all ends what it holds
+    back, also while it is ``silent``: with two tokens."""
 
     def __init__(self, name: str, version: int = 1, delay_s: float = 0.0) -> None:
         self.name = name
         self.version = version
+        self.versions: dict[int, str] = {}
         self.delay_s = delay_s
         self.silent = False
         self.refuses = False
@@ -120,10 +122,11 @@ class SmallServer:
 
     def _answer(self, token: int, *, aborted: bool = False) -> dict:
         count = 2 if aborted else 1
+        version = self.versions.get(token, str(self.version))
         meta = {
             "finish_reason": {"type": "abort" if aborted else "stop"},
             "output_token_logprobs": [[-1.0, token, None]] * count,
-            "weight_versions": [{"version": str(self.version), "start": 0, "end": count}],
+            "weight_versions": [{"version": version, "start": 0, "end": count}],
         }
         return {"text": self.name, "output_ids": [token] * count, "meta_info": meta}
 

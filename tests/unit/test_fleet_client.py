@@ -430,6 +430,40 @@ def test_calls_over_a_failed_update_are_made_again(runner):
     assert list(runner.run(work())) == [0]
 
 
+@ROUTED
+def test_an_answer_with_tokens_of_a_failed_update_is_asked_for_again(runner, routed):
+    """While the servers are scored, a retracted response goes on; its server fails, and others commit the version."""
+    sound, failing = SmallServer("engine0"), SmallServer("engine1", delay_s=0.3)
+    failing.versions = {1: "unverified-2"}
+    fleet = Fleet([sound, failing], SmallRouter() if routed else None)
+
+    async def work() -> tuple[Results, Counter[int], dict[str, str]]:
+        client = await fleet.open(version=1)
+        await client.serve([failing.member], 1)
+        drawing = asyncio.create_task(generate_many(client, requests(2), GenerationLimits(2)))
+        await asyncio.sleep(0.1)
+        await client.hold()
+        while failing.answered.total() < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await client.break_off()
+        sound.version = 2
+        await client.serve([sound.member], 2)
+        results = await drawing
+        losses = client.take_losses()
+        await fleet.close()
+        return results, sound.answered, losses
+
+    results, again, losses = runner.run(work())
+    assert [(t.text, t.column("weight_version").tolist()) for t in results.values()] == [
+        ("engine1", [1]),
+        ("engine0", [2]),
+    ]
+    assert again == Counter([1])
+    assert not losses
+    assert not fleet.lost
+
+
 def test_a_paused_server_is_not_taken_for_a_hung_one(runner):
     server = SmallServer("engine0", delay_s=0.01)
     fleet = Fleet([server])
