@@ -308,7 +308,7 @@ def record_of_command(run_directory: str) -> FleetRecord | RecordClient:
     """
     endpoint = EndpointAddress.read(Path(run_directory) / "engine" / "endpoint.json")
     if endpoint is None:
-        return FleetRecord(run_directory)
+        return FleetRecord(run_directory, runs=False)
     address = urlsplit(endpoint.url)
     here = endpoint.host == socket.gethostname()
     if not here and is_loopback(address.hostname or ""):
@@ -320,7 +320,7 @@ def record_of_command(run_directory: str) -> FleetRecord | RecordClient:
         socket.create_connection((address.hostname, address.port), _ANSWER_S).close()
     except ConnectionRefusedError:
         # A killed run left its file.
-        return FleetRecord(run_directory)
+        return FleetRecord(run_directory, runs=False)
     except OSError as error:
         raise ValueError(
             f"{run_directory}: its run at {endpoint.url} does not answer: {error}"

@@ -105,16 +105,24 @@ class _Content:
 class FleetRecord:
     """The servers of the run in ``run_directory``, from any thread; its folder is made where it is missing.
 
-    ``fence``: raises FencedError once another start has taken over the run, whose file it is then.
+    ``fence``: raises FencedError once another start has taken over the run, whose file it is then. ``runs``: this
+    process keeps the record and goes on where the file can't be written; else that is an OSError.
 
     Raises UnsafeFileError where the folder is another user's.
     """
 
-    def __init__(self, run_directory: str | Path, fence: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        run_directory: str | Path,
+        fence: Callable[[], None] = lambda: None,
+        *,
+        runs: bool = True,
+    ) -> None:
         self.path = Path(run_directory) / "engine"
         files.make_private_folder(self.path)
         self._file = self.path / "fleet.json"
         self._fence = fence
+        self._runs = runs
         self._lock = threading.RLock()
         self._reports: dict[str, int] = {}
         self.starts_allowed = True
@@ -228,7 +236,12 @@ class FleetRecord:
         except FencedError:
             return
         content = _Content(self._servers, self._status)
-        files.write_private(self._file, json.dumps(asdict(content), indent=1))
+        try:
+            files.write_private(self._file, json.dumps(asdict(content), indent=1))
+        except OSError as error:
+            if not self._runs:
+                raise
+            log.warning("%s is not up to date: %s", self._file, error)
 
 
 def attached_name(url: str) -> str:

@@ -201,6 +201,24 @@ def test_a_record_that_is_gone_is_an_error_or_a_warning(
     assert len(caplog.records) == 3
 
 
+def block_file(record: FleetRecord) -> None:
+    """The record's file can't be replaced any more: a folder has its name."""
+    file = record.path / "fleet.json"
+    file.unlink(missing_ok=True)
+    file.mkdir()
+
+
+def test_a_file_that_cannot_be_written_costs_no_more_than_the_file(
+    record: FleetRecord, remote: RecordClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    block_file(record)
+    remote.publish_status(4, {"engine0": "serves"})
+    remote.sync_configured([OTHER])
+    assert remote.status()["version"] == 4
+    assert [s.url for s in remote.servers()] == [OTHER]
+    assert "fleet.json is not up to date: " in caplog.text
+
+
 # --- the command
 
 
@@ -259,6 +277,13 @@ def test_the_command_of_a_run_that_was_killed_writes_its_file(
     assert isinstance(record_of_command(str(record.path.parent)), FleetRecord)
     run(record.path.parent, "add", OTHER)
     assert [s.url for s in FleetRecord(record.path.parent).servers()] == [OTHER]
+
+
+def test_without_a_run_a_file_that_cannot_be_written_is_an_error(record: FleetRecord) -> None:
+    of_command = record_of_command(str(record.path.parent))
+    block_file(record)
+    with pytest.raises(IsADirectoryError):
+        of_command.attach(OTHER)
 
 
 def test_a_key_file_that_others_may_write_is_refused(

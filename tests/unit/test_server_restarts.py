@@ -118,6 +118,18 @@ def test_a_dead_server_is_started_again_when_its_pause_is_over(keep, caplog):
     assert kept.record.servers()[0].incarnation == 2
 
 
+def test_a_record_that_cannot_be_written_ends_no_server(keep, caplog):
+    kept = keep(2)
+    file = kept.record.path / "fleet.json"
+    file.unlink()
+    file.mkdir()
+    kept.die()
+    kept.clock.now += 1
+    kept.until_healthy()
+    assert kept.record.servers()[0].incarnation == 2
+    assert "fleet.json is not up to date: " in caplog.text
+
+
 def test_a_port_that_is_held_is_waited_for_and_costs_no_restart(keep, caplog):
     kept = keep(1)
     kept.die()
