@@ -103,7 +103,7 @@ class Evaluator:
         versions: set[int] = set()
         for name, generation in evaluation.generations.items():
             accuracies[names.accuracy(name)], shown, versions_of_set = self._score(
-                evaluation.step, name, generation
+                evaluation.step, name, generation, trainer_version
             )
             accuracies |= generation.components.means(name)
             samples += [shown[i] for i in chosen(shown, evaluation.step)]
@@ -133,10 +133,10 @@ class Evaluator:
         return GenerationJob(problems, samples, sampling, seeds=seeds, play=play)
 
     def _score(
-        self, step: int, name: str, generation: ScoredGeneration
+        self, step: int, name: str, generation: ScoredGeneration, trainer_version: int
     ) -> tuple[float, list[Sample], set[int]]:
         """avg@k on a set, samples of every rank, and the versions of all tokens. Collective."""
-        scored = generation.scored(self.algorithm)
+        scored = generation.scored(self.algorithm, version=trainer_version, mixes=False)
         size = self.settings.samples_per_prompt
         repeated_problems = [p for p in generation.problems for _ in range(size)]
         of_rank = self.samples.of_evaluation(step, name, repeated_problems, scored)

@@ -165,7 +165,7 @@ class GeneratedRollouts:
         # Before this batch's last rewards are waited for: the servers go on meanwhile.
         self.run_ahead(step - 1)
         if draft.unjudged:
-            self._judge(draft)
+            self._judge(draft, step - 1)
         return self._hand_over(draft, position)
 
     def settle(self, version: int) -> None:
@@ -199,11 +199,11 @@ class GeneratedRollouts:
             return
         self._receive(draft, version)
         if self._quota.filtering:
-            self._judge(draft)
+            self._judge(draft, version)
             while count := self._quota.ask(draft.flat, draft.rounds):
                 self._ask(draft, count)
                 self._receive(draft, version)
-                self._judge(draft)
+                self._judge(draft, version)
 
     def _ask(self, draft: _Draft, count: int) -> None:
         """Start a round: ``count`` further problems, answered in the background."""
@@ -232,12 +232,12 @@ class GeneratedRollouts:
         draft.waited += time.monotonic() - began
         draft.received = True
 
-    def _judge(self, draft: _Draft) -> None:
-        """Verify this rank's new groups, and tell every rank how all of them did."""
+    def _judge(self, draft: _Draft, version: int) -> None:
+        """Verify this rank's new groups, and tell every rank how all of them did. ``version``: as of ``_receive``."""
         assert draft.generation is not None
         new = own_positions(draft.unjudged, self.topology)
         with self.timer("reward"):
-            scored = draft.generation.scored(self.algorithm, self.credit)
+            scored = draft.generation.scored(self.algorithm, self.credit, version=version)
             draft.components.add(draft.generation.components.to_json())
             draft.groups |= dict(zip(new, self._groups(scored), strict=True))
             rows_by_rank = all_gather_json(

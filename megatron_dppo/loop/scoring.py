@@ -139,7 +139,6 @@ class ScoredGeneration:
         self._responses: list[Trajectory] = []
         arrived = _scoring(scorer, job, self._scores)
         self._generation = engine.start(job, description, arrived, order)
-        self._waited_for: tuple[int | None, bool] = (None, True)
         self._earlier_seconds = 0.0
         self._earlier_redrawn = 0
         self.components = ComponentSums()
@@ -161,17 +160,24 @@ class ScoredGeneration:
 
     def wait(self, version: int | None = None, *, mixes: bool = True) -> None:
         """Return when all responses are there. Collective. ``version``, ``mixes``: as in ``EngineSession.finish``."""
-        self._waited_for = version, mixes
         self._responses = self._engine.finish(self._generation, version, mixes=mixes)
 
     def drop(self) -> None:
         """End it; nobody waits for it any more."""
         self._engine.drop(self._generation)
 
-    def scored(self, algorithm: AlgorithmConfig, credit: Credit = "trajectory") -> list[Trajectory]:
+    def scored(
+        self,
+        algorithm: AlgorithmConfig,
+        credit: Credit = "trajectory",
+        *,
+        version: int | None = None,
+        mixes: bool = True,
+    ) -> list[Trajectory]:
         """After ``wait``: the responses with rewards and advantages, groups in the order of the job's problems.
 
-        Waits for the scores that are still missing, and replaces responses without a reward. Collective.
+        Waits for the scores that are still missing, and replaces responses without a reward, which are waited for as by
+        ``wait``. Collective.
 
         Raises VerifierError where a reward refused one; RewardUnavailableError, on every rank, where responses have no
         reward after ``reward.max_replacements`` rounds.
@@ -194,13 +200,14 @@ class ScoredGeneration:
             log.warning("%s: %s; others take their place", self._description, message)
             self._scorer.failures[names.REWARD_REPLACED] += missing
             self._replace(lacking.keys(), replacements + 1)
+            self.wait(version, mixes=mixes)
         inputs = [problems[i // size].reward_input(t.text) for i, t in enumerate(self._responses)]
         require(list(scores.values()), inputs)
         self._count(list(scores.values()))
         return with_rewards(self._responses, list(scores.values()), size, algorithm, credit)
 
     def _replace(self, lacking: Collection[Hashable], number: int) -> None:
-        """Draw the responses with these keys anew, and have them scored. Collective."""
+        """Have the responses with these keys drawn anew, and scored."""
         job, size = self._job, self._job.group_size
         if job.seeds is not None:
             purpose = f"{job.seeds.purpose}, replacement {number}"
@@ -213,8 +220,6 @@ class ScoredGeneration:
         self._earlier_seconds, self._earlier_redrawn = self.seconds, self.redrawn
         description = f"{self._description}, replacement {number}"
         self._generation = self._engine.start(job, description, arrived, self._order, done=scored)
-        version, mixes = self._waited_for
-        self.wait(version, mixes=mixes)
 
     def _count(self, scores: Sequence[Score]) -> None:
         """Add up, over all ranks, components and failures. Collective."""

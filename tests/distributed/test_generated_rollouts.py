@@ -27,12 +27,12 @@ class ScriptedEngine:
 
     busy_s = 0.0
 
-    def start(self, job, description: str, on_response, order: int):
+    def start(self, job, description: str, on_response, order: int, done=None):
         self.events.append(f"start {description}")
         self.seeds += [request.sampling.seed for request in job.requests()]
         return SimpleNamespace(
             job=job, description=description, version=self.version, seconds=0.5,
-            on_response=on_response, redrawn=0,
+            on_response=on_response, redrawn=0, done=done or {},
         )  # fmt: skip
 
     def finish(self, generation, held: int, *, mixes: bool):
@@ -43,7 +43,8 @@ class ScriptedEngine:
             for s in range(generation.job.group_size)
         }
         for key, trajectory in reversed(answers.items()):  # in whatever order they come
-            generation.on_response(key, trajectory)
+            if key not in generation.done:
+                generation.on_response(key, trajectory)
         return list(answers.values())
 
     def _answer(self, problem, sample: int, version: int):
@@ -117,15 +118,38 @@ def fresh_sampler() -> Any:
     return ReturningSampler(ProblemSampler(64, seed=3))
 
 
+def scorer_without(response: int | None) -> Any:
+    """It has no reward for the response that rank 0 scores as the one with this number."""
+    from itertools import count
+
+    import torch.distributed as dist
+
+    from megatron_dppo.config.data_schema import RewardConfig
+    from megatron_dppo.loop.scoring import PendingScore, Scorer
+    from megatron_dppo.rewards.verifier import Score
+
+    class Unlucky(Scorer):
+        numbers = count()
+
+        def submit(self, given):
+            if next(self.numbers) == response and dist.get_rank() == 0:
+                return PendingScore.known(Score.unhad("away"))
+            return super().submit(given)
+
+    return Unlucky(RewardConfig(name="exact_integer"))
+
+
 def steps(
-    folder: str, changes: dict[str, Any], *, flat: int = 1000, resume_after: int = 0
+    folder: str,
+    changes: dict[str, Any],
+    *,
+    flat: int = 1000,
+    resume_after: int = 0,
+    without_reward: int | None = None,
 ) -> dict[str, Any]:
     """What a run of ``STEPS`` steps trains on; with ``resume_after`` a second process takes over there."""
-    from megatron_dppo.config.data_schema import RewardConfig
-    from megatron_dppo.loop.scoring import Scorer
-
     engine, sampler, batches = ScriptedEngine(flat), fresh_sampler(), []
-    with Scorer(RewardConfig(name="exact_integer")) as scorer:
+    with scorer_without(without_reward) as scorer:
         source = source_of(folder, engine, scorer, sampler, changes)
         for step in range(1, STEPS + 1):
             batches.append(source.collect(step))
@@ -244,6 +268,7 @@ def worker(folder: str) -> dict[str, Any]:
         "far ahead": steps(folder, RETRACT | {"max_staleness": 3}),
         "further than the run": steps(folder, RETRACT | {"max_staleness": 8}),
         "far ahead, drained": steps(folder, {"max_staleness": 2}),
+        "replaced": steps(folder, {"max_staleness": 2}, without_reward=2 * PROMPTS // 2 * GROUP),
         "far ahead, resumed": steps(folder, RETRACT | {"max_staleness": 3}, resume_after=1),
         "filtered far ahead": steps(folder, FILTER | RETRACT | {"max_staleness": 2}, flat=2),
         "filtered far ahead, resumed": steps(
@@ -320,6 +345,16 @@ def test_generation_runs_beside_training_and_never_beside_an_update(runs):
         "update 3",
         "train 4",
         "update 4",
+    ]
+
+
+def test_a_replacement_is_waited_for_under_the_weights_that_the_trainer_has_by_then(runs):
+    """Step 3 is drawn before update 1 and judged when its turn comes."""
+    assert [e for e in runs["replaced"]["events"] if "step 3" in e] == [
+        "start step 3: generate",
+        "finish step 3: generate held 1",
+        "start step 3: generate, replacement 1",
+        "finish step 3: generate, replacement 1 held 2",
     ]
 
 

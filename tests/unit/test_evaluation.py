@@ -247,7 +247,7 @@ def redrawn(words: list[str], folder: Path, rounds: int = 2) -> tuple[Any, ...]:
     with Scorer(config) as scorer:
         generation = ScoredGeneration(engine, scorer, job, "step 4: generate", 7)
         generation.wait(3, mixes=False)
-        found = generation.scored(settings(folder).algorithm)
+        found = generation.scored(settings(folder).algorithm, version=3, mixes=False)
     return found, engine, scorer, generation
 
 
