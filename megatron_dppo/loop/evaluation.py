@@ -92,12 +92,18 @@ class Evaluator:
         RunStoppedError, EngineUnavailableError; MixedVersionsError, a fault of the program.
         """
         try:
-            for generation in evaluation.generations.values():
-                generation.wait(trainer_version, mixes=False)
+            return self._figures(evaluation, trainer_version)
         except WeightsLostError:
             for generation in evaluation.generations.values():
                 generation.drop()
             raise
+
+    def _figures(
+        self, evaluation: Evaluation, trainer_version: int
+    ) -> tuple[dict[str, float], list[Sample]]:
+        """What ``finish`` returns."""
+        for generation in evaluation.generations.values():
+            generation.wait(trainer_version, mixes=False)
         accuracies: dict[str, float] = {}
         samples: list[Sample] = []
         versions: set[int] = set()

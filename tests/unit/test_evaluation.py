@@ -277,6 +277,43 @@ def test_a_run_ends_where_replacements_have_no_reward_either(tmp_path: Path) -> 
         redrawn(["a", "bad", "c", "bad"], tmp_path, rounds=1)
 
 
+class Losing(Redrawing):
+    """Loses its weights while a replacement is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__(["bad", "a", "b", "c"])
+        self.under_way: list[Any] = []
+
+    def start(self, *arguments: Any, **done: Any) -> Any:
+        self.under_way.append(super().start(*arguments, **done))
+        return self.under_way[-1]
+
+    def finish(self, generation: Any, held: int | None, *, mixes: bool) -> list[Trajectory]:
+        if len(self.jobs) > 1:
+            raise WeightsLostError("killed")
+        self.under_way.remove(generation)
+        return [generation.answers[0, sample] for sample in range(3)]
+
+    def drop(self, generation: Any) -> None:
+        self.under_way.remove(generation)
+
+
+def test_an_evaluation_that_is_lost_with_a_replacement_leaves_nothing_under_way(
+    tmp_path: Path,
+) -> None:
+    name = "tests.unit.planted_rewards:unlucky"
+    engine: Any = Losing()
+    with Scorer(RewardConfig(name=name, attempts=1, workers=1, max_replacements=1)) as scorer:
+        evaluator = Evaluator(
+            {"test": [PROBLEM]}, *sections(settings(tmp_path, samples_per_prompt=3)), TOPOLOGY,
+            engine, scorer, sample_maker([PROBLEM]),
+        )  # fmt: skip
+        with pytest.raises(WeightsLostError):
+            evaluator.finish(evaluator.begin(5), 6)
+    assert engine.descriptions == ["evaluate on test", "evaluate on test, replacement 1"]
+    assert engine.under_way == []
+
+
 def test_a_truncated_response_never_gains_by_it(tmp_path: Path) -> None:
     """Where rewards are negative, 0 would be the best one."""
     cut = response(PROBLEM, 0, "x", finish_reason="length")
