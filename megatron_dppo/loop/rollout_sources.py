@@ -140,11 +140,12 @@ class GeneratedRollouts:
     episodes: Episodes | None = None
     credit: Credit = "trajectory"
     _drafts: deque[_Draft] = field(default_factory=deque)
-    _clock: tuple[float, float] = (0.0, 0.0)
+    _waited_s: float = 0.0
+    _clock: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         self._quota = GroupQuota.of(self.rollout)
-        self._clock = time.monotonic(), self.engine.busy_s
+        self._clock = self._clocks()
 
     def collect(self, step: int) -> RolloutBatch:
         """The batch of ``step``, verified and with advantages; meanwhile further ones are generated.
@@ -229,7 +230,9 @@ class GeneratedRollouts:
         began = time.monotonic()
         with self.timer("generate"):
             draft.generation.wait(version)
-        draft.waited += time.monotonic() - began
+        waited = time.monotonic() - began
+        draft.waited += waited
+        self._waited_s += waited
         draft.received = True
 
     def _judge(self, draft: _Draft, version: int) -> None:
@@ -276,20 +279,24 @@ class GeneratedRollouts:
         if self.episodes is not None:
             figures[names.ENVIRONMENT_FAULTS] = faults.total()
         figures |= rollout_figures.speed_figures(figures[names.TOKENS], draft.seconds, draft.waited)
-        figures |= self._waiting(draft.waited)
+        figures |= self._waiting()
         if self._quota.filtering:
             figures |= rollout_figures.selection_figures(draft.rows, selection, draft.rounds)
             self._warn_of_filling(draft, selection)
         return RolloutBatch(batch, trajectories, figures, position, environment_faults=faults)
 
-    def _waiting(self, waited: float) -> dict[str, float]:
+    def _clocks(self) -> tuple[float, ...]:
+        """In seconds: now, how long trainers have waited for responses, and how long this rank's slots were
+        busy."""
+        return time.monotonic(), self._waited_s, self.engine.busy_s
+
+    def _waiting(self) -> dict[str, float]:
         """Shares of the time since the batch before: when trainers waited for responses, and when a leader had nothing
         to generate; means over the leaders."""
-        began, busy_before = self._clock
-        self._clock = now, busy = time.monotonic(), self.engine.busy_s
-        elapsed = max(now - began, 1e-9)
-        idle = max(0.0, 1 - (busy - busy_before) / elapsed)
-        shares = all_gather_json([waited / elapsed, idle])
+        before, self._clock = self._clock, self._clocks()
+        elapsed, waited, busy = (now - then for now, then in zip(self._clock, before, strict=True))
+        elapsed = max(elapsed, 1e-9)
+        shares = all_gather_json([waited / elapsed, max(0.0, 1 - busy / elapsed)])
         of_leaders = [shares[leader] for leader in self.topology.leaders]
         means = [sum(column) / len(of_leaders) for column in zip(*of_leaders, strict=True)]
         return {names.TRAINERS_WAITED: means[0], names.SERVERS_IDLE: means[1]}

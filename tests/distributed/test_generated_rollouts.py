@@ -24,6 +24,7 @@ class ScriptedEngine:
     def __init__(self, flat: int) -> None:
         self.version, self.events, self._flat = 0, [], flat
         self.seeds: list[int | None] = []
+        self.now = 0.0
 
     busy_s = 0.0
 
@@ -37,6 +38,7 @@ class ScriptedEngine:
 
     def finish(self, generation, held: int, *, mixes: bool):
         self.events.append(f"finish {generation.description} held {held}")
+        self.now += 1
         answers = {
             (i, s): self._answer(problem, s, generation.version)
             for i, problem in enumerate(generation.job.problems)
@@ -147,13 +149,20 @@ def steps(
     resume_after: int = 0,
     without_reward: int | None = None,
 ) -> dict[str, Any]:
-    """What a run of ``STEPS`` steps trains on; with ``resume_after`` a second process takes over there."""
+    """What a run of ``STEPS`` steps trains on; with ``resume_after`` a second process takes over there.
+
+    By its clock a batch is waited for for 1 s and trained on for 3 s.
+    """
+    from megatron_dppo.loop import rollout_sources
+
     engine, sampler, batches = ScriptedEngine(flat), fresh_sampler(), []
+    rollout_sources.time = SimpleNamespace(monotonic=lambda: engine.now)  # type: ignore[assignment]
     with scorer_without(without_reward) as scorer:
         source = source_of(folder, engine, scorer, sampler, changes)
         for step in range(1, STEPS + 1):
             batches.append(source.collect(step))
             engine.events.append(f"train {step}")
+            engine.now += 3
             source.settle(step)
             engine.version = step
             engine.events.append(f"update {step}")
@@ -366,6 +375,12 @@ def test_no_batch_begins_before_the_gate_opens(runs):
             begun = events.index(f"start step {step}: generate")
             updates = sum(e.startswith("update") for e in events[:begun])
             assert updates == max(0, step - 1 - eta), (mode, step)
+
+
+def test_a_wait_counts_when_it_happened_whichever_batch_it_was_for(runs):
+    """Step 2 hands over after the wait for step 3, too, both within 5 s; step 4 has nothing to wait for."""
+    shares = [f["rollout/trainers_waited"] for f in runs["far ahead, drained"]["figures"]]
+    assert shares == [1 / 1, 2 / 5, 1 / 4, 0 / 3]
 
 
 def test_an_update_that_interrupts_waits_for_no_batch(runs):
