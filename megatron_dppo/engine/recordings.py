@@ -37,6 +37,8 @@ FOLDERS_VARIABLE = "MEGATRON_DPPO_RECORDINGS"
 """The server's folders, in the environment of its processes."""
 STORED_S = 900.0
 """A recording that was not fetched for so long belongs to an answer that nobody waits for."""
+_LONGEST_GAP_S = 60.0
+"""A server that records nothing for longer may be paused for a colocated trainer; its answers are read after that."""
 Way = Literal["shared memory", "binary HTTP answers"]
 
 ABORTING = "sglang.srt.managers.scheduler.Scheduler.abort_request"
@@ -139,14 +141,20 @@ def narrowed(routed: np.ndarray) -> np.ndarray:
 @dataclass(eq=False)
 class RecordingStore:
     """Writes recordings to the first of ``folders`` that has room (``free_bytes``; the last takes what it can); what is
-    older than ``stored_s`` goes. Raises OSError where there is no room."""
+    older than ``stored_s`` goes, where time without a recording counts as ``_LONGEST_GAP_S`` at most. Raises OSError
+    where there is no room."""
 
     folders: Sequence[Path]
     stored_s: float = STORED_S
     clock: Callable[[], float] = time.monotonic
     _written: dict[Path, float] = field(default_factory=dict, init=False)
+    _counted_s: float = field(default=0.0, init=False)
+    _last_s: float = field(default=-math.inf, init=False)
 
     def put(self, routed: np.ndarray) -> Notice:
+        now = self.clock()
+        self._counted_s += min(now - self._last_s, _LONGEST_GAP_S)
+        self._last_s = now
         self._forget_old()
         array = narrowed(routed)
         with_room = (f for f in self.folders[:-1] if array.nbytes <= free_bytes(f))
@@ -158,13 +166,13 @@ class RecordingStore:
         except OSError:
             path.unlink(missing_ok=True)
             raise
-        self._written[path] = self.clock()
+        self._written[path] = self._counted_s
         rows, layers, top_k = array.shape
         dtype: Any = array.dtype.name
         return Notice(path.name, str(folder), dtype, (rows, layers, top_k), content_hash(array))
 
     def _forget_old(self) -> None:
-        limit = self.clock() - self.stored_s
+        limit = self._counted_s - self.stored_s
         for path in [path for path, written in self._written.items() if written < limit]:
             del self._written[path]
             path.unlink(missing_ok=True)

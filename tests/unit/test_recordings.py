@@ -112,6 +112,21 @@ def test_what_nobody_fetches_goes_after_its_time(folder):
     assert {p.name for p in folder.iterdir()} == {second.id, third.id}
 
 
+def test_a_recording_does_not_age_while_its_server_is_paused(folder):
+    now = [0.0]
+    store = RecordingStore([folder], stored_s=900, clock=lambda: now[0])
+    first = store.put(ROUTED)
+    now[0] = (
+        7200.0  # a colocated trainer's turn, after which the client reads what the abort before it answered
+    )
+    store.put(ROUTED)
+    assert (folder / first.id).exists()
+    for _ in range(29):
+        now[0] += 30
+        store.put(ROUTED)
+    assert not (folder / first.id).exists()
+
+
 def test_what_has_no_room_in_shared_memory_goes_among_the_temporary_files(folders, monkeypatch):
     class Space:
         f_bavail, f_blocks, f_frsize = 73, 100, 1
