@@ -150,6 +150,11 @@ class FleetClient:
         self._serving.set()
         self._watch_all()
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether a server is left that has the committed weights."""
+        return bool(self._live())
+
     def take_losses(self) -> dict[str, str]:
         """Names of the servers that were suspended since this was asked last, and why."""
         taken, self._losses = self._losses, {}

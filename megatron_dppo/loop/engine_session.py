@@ -472,15 +472,17 @@ class EngineSession:
 
         ``trainer_version``: of the weights that the trainer has by now (None: those that the fleet has). Where the
         whole fleet was lost, the next server gets them under that name, and draws what is missing from them; unless
-        ``mixes`` is false and they are others than the fleet had, which raises WeightsLostError.
+        ``mixes`` is false and they are others than the fleet had, which raises WeightsLostError. Where servers go on,
+        but without a response, they are asked again.
 
         Raises on every rank RunStoppedError when a clean stop was asked for meanwhile, and EngineUnavailableError.
         """
         while True:
             before = len(generation.done)
             outcome, reason = self._connections.wait(generation)
+            is_served = self._connections.client.has_servers
             answers = collectives.all_gather_json(
-                [int(outcome), reason, len(generation.done) > before]
+                [int(outcome), reason, len(generation.done) > before, is_served]
             )
             worst = max(GenerationEnd(answer[0]) for answer in answers)
             if worst is GenerationEnd.FAILED:
@@ -495,11 +497,16 @@ class EngineSession:
                 return generation.job.trajectories(generation.done)
             if any(answer[2] for answer in answers):
                 self._patience.forget_losses()
-            lost = next(a[1] for a in answers if a[0] == GenerationEnd.LOST)
-            if not mixes and trainer_version not in (None, self.updates.version):
-                raise WeightsLostError(f"weight version {self.updates.version} is lost: {lost}")
-            self._patience.count_loss(lost)
-            self._restore(trainer_version)
+            lost = [answer for answer in answers if answer[0] == GenerationEnd.LOST]
+            reason, is_served = lost[0][1], all(answer[3] for answer in lost)
+            if not (is_served or mixes or trainer_version in (None, self.updates.version)):
+                raise WeightsLostError(f"weight version {self.updates.version} is lost: {reason}")
+            self._patience.count_loss(reason)
+            if is_served:
+                # A response failed again and again on servers that go on.
+                self._connections.resume_lost()
+            else:
+                self._restore(trainer_version)
 
     def drop(self, generation: Generation) -> None:
         """Nobody waits for it any more: end what is left of it. Not collective."""

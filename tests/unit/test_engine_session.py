@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient, record_of_
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.fleet.record import FleetRecord, Server
-from megatron_dppo.loop.engine_session import EngineSession
+from megatron_dppo.loop.engine_session import EngineSession, WeightsLostError
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import config_of
 from tests.unit.small_fleet import KEYS, SmallServer
@@ -167,3 +169,48 @@ def test_rank_0_keeps_the_record_where_a_launcher_started_the_ranks(tmp_path, mo
     assert isinstance(record_of_command(str(tmp_path)), FleetRecord)
     runner.run(small.die())
     runner.close()
+
+
+# --- an evaluation, which no other weights may go on with than those that the servers have
+
+
+def evaluate(small: Small, *, dies: bool = False) -> list[str]:
+    """The texts of two responses, by weights 1 where the trainer has weights 2. ``dies``: the server does."""
+    session = small.session
+    connections = session._connections
+    connections._limits = replace(connections._limits, request_timeout_s=0.1)
+    session.updates.version = 1
+    connections.runner.run(connections.client.serve(session._agree_on_members(), 1))
+    job = GenerationJob((Problem(0, "a", "b", (3, 4)),), 2, SamplingParams(4))
+    generation = session.start(job, "evaluate")
+    if dies:
+        small.runner.run(small.server.die())
+    return [t.text for t in session.finish(generation, 2, mixes=False)]
+
+
+def test_a_response_that_takes_too_long_is_asked_for_again_where_servers_go_on(open_small, caplog):
+    small = open_small()
+    small.server.delay_s = 60.0
+
+    def hasten(record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith("engine lost"):
+            small.server.delay_s = 0.0
+        return True
+
+    caplog.handler.addFilter(hasten)
+    assert evaluate(small) == ["engine0", "engine0"]
+    assert "3 attempts failed, the last: no response within 0.1 s" in caplog.text
+
+
+def test_a_server_that_goes_on_without_a_response_is_given_up(open_small):
+    small = open_small()
+    small.server.delay_s = 60.0
+    with pytest.raises(EngineUnavailableError, match="the engine was lost 6 times in a row"):
+        evaluate(small)
+
+
+def test_without_a_server_the_weights_are_lost(open_small):
+    small = open_small()
+    small.server.delay_s = 60.0
+    with pytest.raises(WeightsLostError, match="weight version 1 is lost"):
+        evaluate(small, dies=True)
