@@ -349,15 +349,13 @@ class _Host:
 def main() -> None:
     """Serve in a child; this process, its guard, reaps what the child's commands leave behind, and ends it."""
     descriptor, text = sys.argv[1:]
-    connection = Connection(int(descriptor))
-    os.set_inheritable(connection.fileno(), False)
     # Ctrl-C is the rank's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # A session of an agent takes about five.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    processes.continue_guarded(connection.fileno())
+    connection = processes.connect_guarded(int(descriptor))
     spec = EnvironmentSpec(**json.loads(text))
     processes.bound_memory(spec.memory_gib, is_final=False)
     asyncio.run(_Host(connection, spec).serve())

@@ -5,10 +5,11 @@ thread, and neither a regular expression nor an integer power looks up while it 
 runs in a process, and the process is killed.
 
 That process, ``python -m megatron_dppo.rewards.verifier DESCRIPTOR NAME LIMIT MEMORY OPTIONS``, says on its connection
-how its reward is called (RewardForm) once it is ready, and answers each list of RewardInputs with a Score for each: a
-number and what goes with it; or why the reward refused it (a ValueError), could not be had (RewardUnavailableError,
-OSError, errors of clients that are known here), or returned what is no score. Imports the reward and nothing heavier.
-Any other exception of the reward ends the process with its traceback.
+how its reward is called (RewardForm) once it is ready, and answers each number and list of RewardInputs with the number
+and a Score for each: a value and what goes with it; or why the reward refused it (a ValueError), could not be had
+(RewardUnavailableError, OSError, errors of clients that are known here), or returned what is no score. It answers in
+JSON: nothing is unpickled that comes from where responses may be run. Imports the reward and nothing heavier. Any other
+exception of the reward ends the process with its traceback.
 
 Checks run in a child. What a check starts ends with the check, whatever session or parent it took;
 what the reward's module started while it was imported lives as long as the worker. The guard, its
@@ -18,6 +19,7 @@ parent, ends all of it when the child dies, or when nobody is left to read an an
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -339,6 +341,7 @@ class _Worker:
         )
         self._form: RewardForm | None = None
         self._receiving = threading.Lock()
+        self._numbers = itertools.count()
         self._was_killed = False
         self.is_used = False
 
@@ -357,7 +360,8 @@ class _Worker:
                         raise VerifierError(
                             f"a {self._name} worker did not start in {START_LIMIT_S:g} s"
                         )
-                    self._form = self._connection.recv()
+                    reads, is_async = json.loads(self._connection.recv_bytes())
+                    self._form = RewardForm(tuple(reads), is_async)
                 except (EOFError, OSError):
                     self._end()
                     raise self._error() from None
@@ -370,14 +374,18 @@ class _Worker:
         limit = self._timeout_s + (GRACE_S if form.is_async else 0.0)
         self.is_used = True
         try:
-            self._connection.send(list(inputs))
+            number = next(self._numbers)
+            self._connection.send((number, list(inputs)))
             if self._connection.poll(limit):
-                scores = [Score(*row) for row in self._connection.recv()]
+                scores = _scores_of_call(self._connection.recv_bytes(), number, len(inputs))
                 if any(score.crashed for score in scores):
-                    # Its memory is full, and stays so.
+                    # What did it stays: a memory that is full, answers of who may not answer.
                     self.kill()
                 return [
-                    self._blamed(score, "no memory was left in its process") for score in scores
+                    self._blamed(
+                        score, "its process had no memory left, or did not answer the call"
+                    )
+                    for score in scores
                 ]
             self.kill()
             score = self._blamed(Score(0.0, timed_out=True), f"no answer within {limit:g} s")
@@ -421,6 +429,19 @@ class _Worker:
         return VerifierError(
             f"a {self._name} worker ended with exit code {self._process.returncode}:\n{output}"
         )
+
+
+def _scores_of_call(content: bytes, number: int, count: int) -> list[Score]:
+    """What a worker answered; of a crash where that is no answer to the call with this number."""
+    try:
+        answered, rows = json.loads(content)
+        scores = [Score(*row) for row in rows]
+    # What a reward runs may have sent it.
+    except (RecursionError, TypeError, ValueError):
+        answered, scores = None, []
+    if (answered, len(scores)) != (number, count):
+        return [Score(0.0, crashed=True)] * count
+    return scores
 
 
 # --- in the worker's process
@@ -507,12 +528,12 @@ def serve(connection: Connection, name: str, timeout_s: float, options: Mapping[
     reward = find_reward(name).bind(options)
     helpers = processes.child_ids()
     limit = timeout_s + (GRACE_S if reward.form.is_async else 0.0)
-    connection.send(reward.form)
+    connection.send_bytes(json.dumps(reward.form).encode())
     # One loop for the worker's life, so that connections stay open between calls.
     with asyncio.Runner() as runner:
         while True:
             try:
-                inputs = connection.recv()
+                number, inputs = connection.recv()
             except (EOFError, ConnectionResetError):
                 return
             # SIGALRM's default action ends the process, whatever the reward does.
@@ -523,17 +544,15 @@ def serve(connection: Connection, name: str, timeout_s: float, options: Mapping[
                 scores = scores_of(reward, inputs)
             signal.setitimer(signal.ITIMER_REAL, 0)
             processes.kill_children(spared=helpers)
-            # As tuples: the classes of a module that runs as __main__ are others to who receives them.
-            connection.send([astuple(score) for score in scores])
+            rows = [astuple(score) for score in scores]
+            connection.send_bytes(json.dumps([number, rows]).encode())
 
 
 def main() -> None:
     """Serve in a child, under this process as its guard."""
     descriptor, name, timeout_s, memory_gib, options = sys.argv[1:]
-    connection = Connection(int(descriptor))
     # No process that the reward starts may answer.
-    os.set_inheritable(connection.fileno(), False)
-    processes.continue_guarded(connection.fileno())
+    connection = processes.connect_guarded(int(descriptor))
     processes.bound_memory(int(memory_gib), is_final=True)
     serve(connection, name, float(timeout_s), json.loads(options))
 

@@ -162,6 +162,17 @@ def continue_guarded(descriptor: int) -> None:
     die_with_parent(guarding)
 
 
+def connect_guarded(descriptor: int) -> Connection:
+    """The connection of ``start_connected`` in the process that it started, which goes on as ``continue_guarded`` says.
+    Nothing that this one starts or forks has it."""
+    connection = Connection(descriptor)
+    os.set_inheritable(descriptor, False)
+    continue_guarded(descriptor)
+    # Not by its number, under which a child may open something else before it forks, too.
+    os.register_at_fork(after_in_child=connection.close)
+    return connection
+
+
 def _guard(child: int, descriptor: int) -> NoReturn:
     ends = select.poll()
     # Without an event this tells only that the other side is closed; what it sends is the child's to read.

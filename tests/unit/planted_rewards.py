@@ -5,13 +5,18 @@ workers, not by tests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import multiprocessing
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
 import zlib
 from collections import Counter
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from megatron_dppo.rewards import RewardInput, RewardResult, RewardUnavailableError
@@ -103,6 +108,29 @@ def is_the_answer(response: str, answer: str) -> float:
 def end_at_once(response: str, answer: str) -> float:
     """Ends its worker."""
     os._exit(3)
+
+
+def forge_on_request(response: str, answer: str) -> float:
+    """The number that the response is; else it says where an answer comes from that none may send: a forked
+    child, to the next call; or this process, before its own."""
+    if response.isdigit():
+        return float(response)
+    if response == "forked":
+        child = multiprocessing.get_context("fork").Process(target=send_forged, args=(1,))
+        child.start()
+        child.join()
+    else:
+        send_forged(0)
+    return 0.0
+
+
+def send_forged(number: int) -> None:
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                connection = Connection(os.dup(descriptor))
+                connection.send_bytes(json.dumps([number, [[1.0]]]).encode())
+                connection.close()
 
 
 # --- every form of a reward

@@ -94,6 +94,14 @@ def test_what_earlier_calls_left_in_a_process_costs_no_score():
         ]
 
 
+@pytest.mark.parametrize(("where", "value"), [("forked", 0.0), ("here", 1.0)])
+def test_no_answer_counts_for_another_response(where, value):
+    """What a reward forks can't answer; what its own process sends is its own answer, and no later one."""
+    with Verifier(planted("forge_on_request"), timeout_s=60.0, workers=1) as verifier:
+        scores = verifier.score([Given(text, "") for text in (where, "10", "20", "30")])
+        assert [s.value for s in scores] == [value, 10.0, 20.0, 30.0]
+
+
 def test_a_reward_that_raises_is_an_error_with_its_traceback():
     with (
         Verifier(planted("raise_on_request"), timeout_s=60.0, workers=1) as verifier,
