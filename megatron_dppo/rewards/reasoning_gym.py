@@ -23,6 +23,7 @@ except ImportError as error:
         f"{error}; tasks of reasoning-gym need: pip install 'megatron-dppo[reasoning-gym]'"
     ) from error
 
+_LONGEST_WHY = 80
 COMPOSITE = "composite"
 """Not a task but a mixture of others."""
 
@@ -57,7 +58,8 @@ def score(record: RewardInput, *, answer_in: str = "tag") -> RewardResult:
     """The task's own score of the response's answer, from 0 to 1.
 
     ``answer_in``: where that stands: the last ``<answer>`` ``tag``, the last ``boxed`` formula of a ``box``, or the
-    ``whole`` response. A response without one scores 0. Raises ValueError where the metadata is not that of a task.
+    ``whole`` response. A response without one scores 0, and so does one that the check fails on. Raises ValueError
+    where the metadata is not that of a task.
     """
     if answer_in not in _FINDERS:
         raise ValueError(f"answer_in: got {answer_in!r}, expected {', '.join(_FINDERS)}")
@@ -75,7 +77,15 @@ def score(record: RewardInput, *, answer_in: str = "tag") -> RewardResult:
         "metadata": decode(metadata["entry"]),
     }
     dataset = _dataset(metadata["task"], json.dumps(metadata.get("config") or {}, sort_keys=True))
-    value = float(dataset.score_answer(given, entry))
+    try:
+        value = float(dataset.score_answer(given, entry))
+    # Its process has none left, and the verifier sees to that.
+    except MemoryError:
+        raise
+    # What a response says may be anything but what a check reads.
+    except Exception as error:
+        why = f"the task's check failed on it: {type(error).__name__}: {str(error)[:_LONGEST_WHY]}"
+        return RewardResult(0.0, reason=why)
     shown = given if len(given) <= 80 else f"{given[:80]}..."
     return RewardResult(value, reason=f"{shown!r} by {metadata['task']}")
 

@@ -84,6 +84,23 @@ def test_where_the_answer_stands(answer_in: str, response: str, value: float, re
     assert (result.value, result.reason) == (value, reason)
 
 
+@pytest.mark.parametrize(
+    ("task", "answer", "error"),
+    [
+        ("prime_factorization", "2 x 3", "ValueError: "),
+        ("game_of_life", '{"a": 1}', "KeyError: "),
+        ("coin_flip", "1e400", "OverflowError: "),
+    ],
+)
+def test_an_answer_that_a_check_fails_on_is_wrong(task: str, answer: str, error: str) -> None:
+    """A response says it, so nothing of it may end the run."""
+    (line,) = gym.problems(task, 1, 5)
+    text = f"<answer>{answer}</answer>"
+    result = gym.score(RewardInput(text, line["answer"], line["problem"], (), line["metadata"]))
+    assert result.value == 0.0
+    assert result.reason.startswith(f"the task's check failed on it: {error}")
+
+
 def test_what_is_no_task_is_named() -> None:
     with pytest.raises(ValueError, match="has no task 'arc'; it has ab, acre"):
         next(gym.problems("arc", 1, 1))
