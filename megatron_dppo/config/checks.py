@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_dppo.algorithms.table import PRESETS, carried_topk
 from megatron_dppo.config import forwarded, layout, schema
-from megatron_dppo.config.data_schema import EnvironmentConfig, Section
+from megatron_dppo.config.data_schema import EnvironmentConfig, RewardConfig, Section
 from megatron_dppo.config.errors import ConfigError, given
 from megatron_dppo.config.lora import (
     adapter_update_faults,
@@ -63,6 +63,14 @@ def data_file_faults(data: schema.DataConfig) -> layout.Faults:
                 f"data.evaluation: got the name {name!r}, expected letters, digits, '_', '-' and "
                 "'.' (it names metrics)"
             )
+
+
+def reward_faults(reward: RewardConfig) -> layout.Faults:
+    """A further reward under the name that the first one's function gives it: it would take its place."""
+    if reward.first in reward.further:
+        yield (
+            f"reward.further.{reward.first}: is also the name of reward.name {reward.name}; expected another"
+        )
 
 
 def prompt_form_faults(data: schema.DataConfig, stop: Sequence[str]) -> layout.Faults:
@@ -282,6 +290,7 @@ def check_config(
         _reference(algorithm),
         data_file_faults(config.data),
         prompt_form_faults(config.data, rollout.stop),
+        reward_faults(config.reward),
         _replay_folder(rollout.replay_from),
         _profile(config.profile, config.parallel.world_size, config.run.steps),
         _upload(config.checkpoint.upload, exports=config.checkpoint.export_hf),

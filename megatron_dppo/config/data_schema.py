@@ -133,9 +133,14 @@ class RewardConfig(RewardTerm):
     still have none after them."""
 
     @property
+    def first(self) -> str:
+        """What the first one is called among ``terms``: as its function."""
+        return self.name.rpartition(":")[2]
+
+    @property
     def terms(self) -> dict[str, RewardTerm]:
-        """All rewards by name; that of the first is its function's."""
-        return {self.name.rpartition(":")[2]: self, **self.further}
+        """All rewards by name."""
+        return {self.first: self, **self.further}
 
 
 Credit = Literal["turn", "trajectory"]

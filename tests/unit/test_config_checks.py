@@ -49,6 +49,14 @@ def test_padded_vocabulary(vocab, tensor, padded):
     assert padded_vocab_size(vocab, tensor) == padded
 
 
+def test_a_further_reward_has_a_name_of_its_own(check, problems):
+    same = "reward.further={brief: {name: exact_integer}}"
+    check("reward.name=my_rewards:length", same)
+    assert problems("reward.name=my_rewards:brief", same) == [
+        "reward.further.brief: is also the name of reward.name my_rewards:brief; expected another"
+    ]
+
+
 WORLD = "parallel.world_size="
 LAYOUTS_THAT_FIT = [
     (WORLD + "2", "parallel.tensor=2"),
