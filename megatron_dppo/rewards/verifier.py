@@ -382,9 +382,7 @@ class _Worker:
                     # What did it stays: a memory that is full, answers of who may not answer.
                     self.kill()
                 return [
-                    self._blamed(
-                        score, "its process had no memory left, or did not answer the call"
-                    )
+                    self._blamed(score, "its process had no memory left, or was to exit")
                     for score in scores
                 ]
             self.kill()
@@ -452,7 +450,7 @@ def scores_of(reward: BoundReward, inputs: Sequence[RewardInput]) -> list[Score]
     try:
         returned = reward(inputs)
     # Of whatever library: those that no score stands for are raised again.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return [_failure(error)] * len(inputs)
     return _as_scores(reward.form, returned, len(inputs))
 
@@ -468,7 +466,7 @@ async def scores_in_time(
                 returned = await reward(part)
         except TimeoutError as error:
             return [Score.unhad(str(error) or f"no answer within {timeout_s:g} s")] * len(part)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return [_failure(error)] * len(part)
         return _as_scores(reward.form, returned, len(part))
 
@@ -497,9 +495,10 @@ _OF_SERVICES = {
 }
 
 
-def _failure(error: Exception) -> Score:
+def _failure(error: Exception | SystemExit) -> Score:
     """What stands for an error of a reward. Raises it where nothing does: a fault of the program."""
-    if isinstance(error, MemoryError):
+    # By a response that it runs, as a signal would be.
+    if isinstance(error, MemoryError | SystemExit):
         return Score(0.0, crashed=True)
     why = str(error)[:_LONGEST_REFUSAL]
     # By name: their packages are not imported here.

@@ -63,6 +63,13 @@ def test_a_worker_that_the_system_ends_costs_one_score():
         assert scores == [Score(1.0), Score(0.0, crashed=True), Score(1.0)]
 
 
+@pytest.mark.parametrize("code", ["sys.exit()", "sys.exit('enough')"])
+def test_a_check_that_exits_costs_one_score(code):
+    with Verifier(planted("value_of"), timeout_s=60.0, workers=1) as verifier:
+        scores = verifier.score([Given(text, "") for text in ("1", code, "2")])
+        assert scores == [Score(1.0), Score(0.0, crashed=True), Score(2.0)]
+
+
 @pytest.mark.parametrize(("memory_gib", "is_enough"), [(4, False), (8, True)])
 def test_a_worker_has_the_address_space_that_it_is_given(memory_gib, is_enough):
     with Verifier(planted("ask_for_gib"), 60.0, workers=1, memory_gib=memory_gib) as verifier:
