@@ -106,7 +106,7 @@ class ProblemSet:
         records: number of records in the file, with those left out.
         bad_answers: number of problems left out because no response could match their answer.
         unit: what a record is called in messages, ``line`` or ``row``.
-        unanswered: problem ids of records whose answer is missing, empty or of another type, each with the reason.
+        unanswered: ids of those problems whose answer is missing, empty or of another type, each with the reason.
     """
 
     problems: tuple[Problem, ...]
@@ -190,15 +190,13 @@ def load_problems(
     )
     if not problems:
         raise DataError(
-            f"{path}: all {len(prompts) - len(unanswered)} prompts are longer than "
-            f"max_prompt_tokens={max_prompt_tokens}"
+            f"{path}: all {len(prompts)} prompts are longer than max_prompt_tokens={max_prompt_tokens}"
         )
     unit = "row" if is_columnar(Path(path)) else "line"
-    remaining = {problem.problem_id for problem in problems} | unanswered.keys()
-    dropped = len(prompts) - len(remaining)
-    return ProblemSet(
-        problems, dropped, sha256, len(prompts), unit=unit, unanswered=tuple(unanswered.items())
-    )
+    remaining = {problem.problem_id for problem in problems}
+    dropped = len(prompts) - len(problems)
+    lacking = tuple(row for row in unanswered.items() if row[0] in remaining)
+    return ProblemSet(problems, dropped, sha256, len(prompts), unit=unit, unanswered=lacking)
 
 
 def load_pairs(

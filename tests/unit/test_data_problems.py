@@ -330,6 +330,15 @@ def test_long_prompts_are_dropped_and_counted_and_ids_stay(load):
     assert [p.problem_id for p in found.problems] == [1, 3]
 
 
+def test_long_prompts_without_an_answer_are_counted_as_long_alone(load):
+    long, short = (json.dumps({"prompt": "1+1" * repeats}) for repeats in (50, 1))
+    found = load("\n".join([long, short, long]), max_prompt_tokens=10)
+    assert (found.dropped, found.records) == (2, 3)
+    assert [row for row, _ in found.unanswered] == [1]
+    with pytest.raises(DataError, match="all 2 prompts are longer than max_prompt_tokens=10"):
+        load("\n".join([long, long]), max_prompt_tokens=10)
+
+
 def test_a_file_of_long_prompts_only_is_refused(load):
     with pytest.raises(DataError, match="all 1 prompts are longer than max_prompt_tokens=1"):
         load(GOOD, max_prompt_tokens=1)
