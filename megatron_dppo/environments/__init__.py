@@ -20,6 +20,8 @@ from megatron_dppo.system.errors import RunError
 if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Problem
 
+_LONGEST = 200
+
 
 class EnvironmentFaultError(RunError):
     """An environment crashed, hung, or answered what it may not. The run goes on without this sample.
@@ -58,6 +60,15 @@ class ChatCall:
     max_tokens: int | None = None
     branch: int = 0
 
+    def __post_init__(self) -> None:
+        for name, parts in (("messages", self.messages), ("tools", self.tools)):
+            is_list = isinstance(parts, Sequence) and all(isinstance(m, Mapping) for m in parts)
+            _require(is_list, name, parts, "a list of objects")
+        most = self.max_tokens
+        _require(most is None or (type(most) is int and most > 0), "max_tokens", most, "1 or more")
+        is_number = type(self.branch) is int and self.branch >= 0
+        _require(is_number, "branch", self.branch, "the number of a branch")
+
 
 Observation = str | ChatCall
 """Text: a message in the role ``environment.role``."""
@@ -91,6 +102,15 @@ class Step:
         object.__setattr__(self, "observation", observation_of(self.observation))
         if not math.isfinite(self.reward):
             raise ValueError(f"a reward is {self.reward}, expected a finite number")
+        for name, flag in (("done", self.done), ("is_scored", self.is_scored)):
+            _require(isinstance(flag, bool), name, flag, "true or false")
+        text = self.scored_text
+        _require(text is None or isinstance(text, str), "scored_text", text, "text or none")
+
+
+def _require(is_right: bool, name: str, value: object, expected: str) -> None:
+    if not is_right:
+        raise ValueError(f"{name}: got {str(value)[:_LONGEST]!r}, expected {expected}")
 
 
 class Environment(Protocol):
@@ -124,7 +144,6 @@ class SingleTurn:
         return
 
 
-_LONGEST = 200
 _MOST_DIGITS = 30
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,

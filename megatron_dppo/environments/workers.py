@@ -22,13 +22,15 @@ import sys
 import tempfile
 import threading
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import (
+    ChatCall,
     Environment,
     EnvironmentFaultError,
     Observation,
@@ -45,6 +47,7 @@ _CANCEL_S = 5.0
 _ENDING_S = 5.0
 _SHOWN = 2000
 _LONGEST_FAULT = 200
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class EnvironmentPool:
     """
 
     def __init__(self, spec: EnvironmentSpec, workers: int) -> None:
-        self._spec = spec
+        self._spec, self.name = spec, spec.name
         self._shared: list[_Worker | None] = [None] * workers
         self._alone: set[_Worker] = set()
         self._lone_places = asyncio.Semaphore(max(workers, os.cpu_count() or 1))
@@ -113,12 +116,18 @@ class RemoteEnvironment(Environment):
         worker.episodes += 1
 
     async def reset(self, problem: Problem) -> Observation:
-        answer = await self._worker.call("reset", self._episode, {"problem": asdict(problem)})
-        return observation_of(answer)
+        return await self._answer("reset", {"problem": asdict(problem)}, observation_of)
 
     async def step(self, turn: Turn) -> Step:
-        answer = await self._worker.call("step", self._episode, asdict(turn))
-        return Step(**answer)
+        return await self._answer("step", asdict(turn), lambda answer: Step(**answer))
+
+    async def _answer(self, operation: str, values: dict[str, Any], of: Callable[[Any], T]) -> T:
+        answer = await self._worker.call(operation, self._episode, values)
+        try:
+            return of(answer)
+        # Of a class of its own, which checks nothing.
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise EnvironmentFaultError(f"{self._pool.name}: {operation}: {error}") from error
 
     async def close(self) -> None:
         if self._is_open:
@@ -330,11 +339,15 @@ class _Host:
             return first
         if not getattr(self._make, "makes_prompts", False):
             raise TypeError("a prompt, expected text: makes_prompts of the class is not True")
-        return asdict(first)
+        return _declared(first, ChatCall)
 
     async def _step(self, episode: int, **values: Any) -> dict[str, Any]:
         ids = tuple(values.pop("token_ids"))
-        return asdict(await self._environments[episode].step(Turn(**values, token_ids=ids)))
+        step = await self._environments[episode].step(Turn(**values, token_ids=ids))
+        answer = _declared(step, Step)
+        if isinstance(step.observation, ChatCall):
+            answer["observation"] = _declared(step.observation, ChatCall)
+        return answer
 
     async def _cancel(self, episode: int) -> None:
         if (task := self._under_way.pop(episode, None)) is not None:
@@ -344,6 +357,13 @@ class _Host:
         await self._cancel(episode)
         if (environment := self._environments.pop(episode, None)) is not None:
             await environment.close()
+
+
+def _declared(value: Any, kind: type[ChatCall | Step]) -> dict[str, Any]:
+    """The fields of ``kind`` alone: a class of an environment's own may have more. Raises TypeError."""
+    if not isinstance(value, kind):
+        raise TypeError(f"a {type(value).__name__}, expected a {kind.__name__}")
+    return {f.name: getattr(value, f.name) for f in fields(kind)}
 
 
 def main() -> None:

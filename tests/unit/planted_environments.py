@@ -6,7 +6,7 @@ import asyncio
 import mmap
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dppo.data.trajectory import Problem
@@ -77,6 +77,36 @@ class Mapping(Counting):
 def map_untouched(gib: int) -> mmap.mmap:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return mmap.mmap(-1, gib << 30, flags=flags, prot=0)
+
+
+@dataclass(frozen=True)
+class FurtherStep(Step):
+    further: object = None
+
+
+@dataclass(frozen=True)
+class UncheckedStep(Step):
+    def __post_init__(self) -> None:
+        return
+
+
+class Answering(Counting):
+    """Begins with, and answers, whatever these say in Python."""
+
+    makes_prompts = True
+
+    def __init__(self, first: str = "''", step: str = "Step(done=True)") -> None:
+        super().__init__()
+        self.first, self.answer = first, step
+
+    async def reset(self, problem: Problem) -> object:
+        return eval(self.first)
+
+    async def step(self, turn: Turn) -> object:
+        return eval(self.answer)
+
+
+SAID = [{"role": "user", "content": "8"}]
 
 
 class Halving(Counting):

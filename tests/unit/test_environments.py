@@ -282,6 +282,28 @@ def test_what_is_too_much_to_read_is_a_fault(environment, reason):
 
 
 @pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ({"step": "FurtherStep('', 0.5, True, further=len)"}, ""),
+        ({"step": "Step(done=True, is_scored=True, scored_text=42)"}, "scored_text: got '42', exp"),
+        ({"step": "Step(done='no')"}, "done: got 'no', expected true or false"),
+        ({"step": "Step(ChatCall(SAID, branch=-1))"}, "branch: got '-1', expected the number of a"),
+        ({"step": "UncheckedStep(reward='0.5')"}, "step: must be real number, not str"),
+        ({"step": "SAID[0]"}, "step: TypeError: a dict, expected a Step"),
+        ({"first": "ChatCall(SAID, max_tokens=0)"}, "max_tokens: got '0', expected 1 or more"),
+        ({"first": "ChatCall(SAID, max_tokens='5')"}, "max_tokens: got '5', expected 1 or more"),
+        ({"first": "ChatCall('hello')"}, "messages: got 'hello', expected a list of objects"),
+        ({"first": "Step('hello')"}, "reset: TypeError: a Step, expected a ChatCall"),
+    ],
+)
+def test_whatever_an_environment_answers_ends_no_run(answers, reason):
+    (t,), _ = play(Engine({0: ["4"]}), "Answering", **answers)
+    assert t.finish_reason == ("failed" if reason else "stop")
+    assert reason in t.reason
+    assert reason or t.turn_rewards == (0.5,)
+
+
+@pytest.mark.parametrize(
     ("gib", "memory_gib", "ends"), [(3, 4, "stop"), (6, 4, "failed"), (6, 8, "stop")]
 )
 def test_a_worker_has_the_address_space_that_it_is_given(gib, memory_gib, ends):
