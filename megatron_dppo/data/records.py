@@ -11,6 +11,8 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -252,7 +254,7 @@ def answer_of(record: Mapping[str, Any], key: str | None = None) -> str:
 def metadata_of(record: Mapping[str, Any], where: str, key: str | None = None) -> Mapping[str, Any]:
     """The object under ``key``; None: under one of ``METADATA_KEYS``, and empty where none is an object.
 
-    Raises DataError where there is none under ``key``.
+    Raises DataError where there is none under ``key``, or it holds what JSON can't.
     """
     for name in METADATA_KEYS if key is None else (key,):
         value = value_at(record, name)
@@ -262,10 +264,27 @@ def metadata_of(record: Mapping[str, Any], where: str, key: str | None = None) -
             except (ValueError, RecursionError):
                 continue
         if isinstance(value, Mapping):
-            return value
+            return {part: _as_json(inner, f"{where}: {name!r}") for part, inner in value.items()}
     if key is not None:
         raise DataError(f"{where}: {key!r} is {shorten(value_at(record, key))}, expected an object")
     return {}
+
+
+def _as_json(value: Any, where: str) -> Any:
+    """A value of a columnar file as JSON has it, for that is how it goes to processes: dates, times and decimals as
+    text. Raises DataError for what no text stands for, and what is nested too deeply."""
+    try:
+        if isinstance(value, Mapping):
+            return {key: _as_json(inner, where) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [_as_json(inner, where) for inner in value]
+    except RecursionError as error:
+        raise DataError(f"{where} is nested too deeply") from error
+    if isinstance(value, date | time | timedelta | Decimal):
+        return str(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise DataError(f"{where} holds {type(value).__name__}, expected what JSON can hold, or dates")
 
 
 def text_of(prompt: Prompt) -> str:
@@ -311,7 +330,7 @@ def _prompt(value: object, key: str, where: str) -> Prompt:
         while plain and plain[-1]["role"] == "assistant":
             plain.pop()
         if plain:
-            return plain
+            return [_as_json(message, f"{where}: {key!r}") for message in plain]
     raise DataError(
         f"{where}: {key!r} is {shorten(value)}, expected text or a list of chat messages with a role and a content, "
         "not the assistant's alone"

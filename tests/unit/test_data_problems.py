@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from datetime import date, datetime
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -392,6 +394,25 @@ def test_metadata_and_the_messages_of_a_problem(load, tmp_path, tokenizer):
     path.write_text(GOOD)
     with pytest.raises(DataError, match="line 1: 'info' is null, expected an object"):
         load_problems(path, tokenizer, max_prompt_tokens=9, form=PromptForm(), keys_of=keys)
+
+
+def test_what_metadata_of_a_parquet_file_holds_is_json(tmp_path, tokenizer):
+    """So rewards see what environments do, which are sent it."""
+    path, day = tmp_path / "set.parquet", date(2024, 1, 31)
+    noon = datetime(2024, 1, 31, 12)
+    metadata = {"day": day, "when": [{"noon": noon}], "price": Decimal("1.50"), "x": 1.5}
+    row = {"prompt": [{"role": "user", "content": "1+1", "sent": noon}], "metadata": metadata}
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    (problem,) = load_problems(
+        path, tokenizer, max_prompt_tokens=99, form=PromptForm(apply_chat_template=True)
+    ).problems
+    noted = "2024-01-31 12:00:00"
+    expected = {"day": "2024-01-31", "when": [{"noon": noted}], "price": "1.50", "x": 1.5}
+    assert problem.metadata == json.loads(json.dumps(problem.metadata)) == expected
+    assert problem.messages[0]["sent"] == noted
+    pq.write_table(pa.Table.from_pylist([row, row | {"metadata": {"image": b"x"}}]), path)
+    with pytest.raises(DataError, match=r"set.parquet, row 2: 'metadata' holds bytes, expected"):
+        load_problems(path, tokenizer, max_prompt_tokens=99, form=PromptForm())
 
 
 @pytest.mark.parametrize(
