@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,11 +58,14 @@ def chosen(responses: Sequence[TrajectoryFacts | Sample], step: int) -> list[int
 
 class SampleMaker:
     """Makes the samples of a run from its trajectories. ``reward``: the first one's name; ``data``: its problems
-    and tokenizer; ``zeroes_truncated``: a truncated response earned nothing.
+    and tokenizer; ``zeroes_truncated``: a truncated response earned nothing. ``is_alone``: no other reward and no
+    environment adds to the first one.
     """
 
-    def __init__(self, reward: str, data: RunData, *, zeroes_truncated: bool) -> None:
-        self._zeroed = zeroes_truncated
+    def __init__(
+        self, reward: str, data: RunData, *, zeroes_truncated: bool, is_alone: bool = True
+    ) -> None:
+        self._zeroed, self._is_alone = zeroes_truncated, is_alone
         self._reward, self._component = find_reward(reward), reward.rpartition(":")[2]
         self._data = data
         self._problems = {p.problem_id: p for p in data.train.problems}
@@ -115,8 +119,7 @@ class SampleMaker:
                 "cut off at the length limit, which earns at most 0 (algorithm.truncated_responses)"
             )
         else:
-            value = t.components.get(self._component, t.reward)
-            reason = t.reason or self._reward.reason(t.text or response, problem.answer, value)
+            reason = t.reason or self._reason(t, response, problem)
         if len(t.branch_lengths) > 1:
             reason += f"; {len(t.branch_lengths)} branches, end to end"
         if len(t.turn_rewards) > 1:
@@ -138,6 +141,17 @@ class SampleMaker:
             advantage=advantage,
             components=dict(t.components),
         )
+
+    def _reason(self, t: Trajectory, response: str, problem: Problem) -> str:
+        """By the first reward's own score, where that is known: not from a file, which has the sum alone."""
+        if not t.wants_score:
+            return "by the environment"
+        value = t.components.get(self._component)
+        if value is None and (t.turn_rewards or self._is_alone):
+            value = t.reward - math.fsum(t.turn_rewards)
+        if value is None:
+            return f"by {self._component}"
+        return self._reward.reason(t.text or response, problem.answer, value)
 
 
 # Traces of single steps, for whoever wants to know where the time and the memory go.

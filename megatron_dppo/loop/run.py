@@ -170,7 +170,12 @@ class Run:
         if algorithm.needs_recomputed and config.rollout.max_staleness:
             log.warning(STALE_ANCHOR, config.algorithm.name)
         zeroes_truncated = config.algorithm.truncated_responses == "zero-reward"
-        self.samples = SampleMaker(config.reward.name, data, zeroes_truncated=zeroes_truncated)
+        self.samples = SampleMaker(
+            config.reward.name,
+            data,
+            zeroes_truncated=zeroes_truncated,
+            is_alone=config.environment.name is None and not config.reward.further,
+        )
         self.learner = Learner(config, self.trainer, algorithm, self.topk)
         self.seals = BatchSeals(
             data.origin(),

@@ -86,6 +86,25 @@ def test_a_sample_says_what_the_response_earned_and_why() -> None:
     assert "ended without a score" in verified.of_step(3, {}, {})[2].reason
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        # Turns earned 0.1 + 0.2, and the reward's score is what is more.
+        ({"reward": 0.1 + 0.2, "turn_rewards": (0.1, 0.2)}, "'7', expected '5'; by turn: 0.1, 0.2"),
+        ({"reward": 1.3, "turn_rewards": (0.3,)}, "'7' is right"),
+        ({"reward": 1.0, "turn_rewards": (1.0,), "wants_score": False}, "by the environment"),
+        ({"reward": 0.5, "components": {"exact_integer": 0.0}}, "'7', expected '5'"),
+        # From a file.
+        ({"reward": 0.5}, "by exact_integer"),
+    ],
+)
+def test_a_reason_is_of_the_first_rewards_own_score(fields: dict[str, Any], reason: str) -> None:
+    t = Trajectory.of_response([1, 2], [3, 4], text="=7", **fields)
+    samples = SampleMaker("exact_integer", maker()._data, zeroes_truncated=True, is_alone=False)
+    (found,) = samples.of_evaluation(1, "set", [Problem(0, "p", "5", (1, 2))], [t])
+    assert found.reason == reason
+
+
 def test_the_most_masked_response_is_kept_beside_the_chosen() -> None:
     rows = [trajectory(p % 9) for p in range(40)]
     samples = maker()
