@@ -12,6 +12,7 @@ process of its own, and only the one at fault fails there again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -91,10 +92,13 @@ class EnvironmentPool:
         worker = min(usable, key=lambda w: w.episodes)
         return RemoteEnvironment(self, worker)
 
+    def is_alone(self, worker: _Worker) -> bool:
+        return worker in self._alone
+
     def leave(self, worker: _Worker) -> None:
         """An episode of the worker is over."""
         worker.episodes -= 1
-        if worker in self._alone:
+        if self.is_alone(worker):
             self._alone.remove(worker)
             worker.kill()
             self._lone_places.release()
@@ -130,9 +134,16 @@ class RemoteEnvironment(Environment):
             raise EnvironmentFaultError(f"{self._pool.name}: {operation}: {error}") from error
 
     async def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._worker.tell("close", self._episode)
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            if self._pool.is_alone(self._worker):
+                # Its process ends next.
+                await self._worker.finish(self._episode)
+            else:
+                self._worker.tell("close", self._episode)
+        finally:
             self._pool.leave(self._worker)
 
 
@@ -185,6 +196,12 @@ class _Worker:
         if not self.is_dead:
             message = {"number": -1, "operation": operation, "episode": episode}
             self._loop.run_in_executor(None, self._send, message)
+
+    async def finish(self, episode: int) -> None:
+        """Return when the episode's environment is closed, or does not get there in time."""
+        with contextlib.suppress(TimeoutError, EnvironmentFaultError):
+            async with asyncio.timeout(_CANCEL_S):
+                await self._ask("close", episode, {})
 
     def kill(self, reason: str = "it was closed") -> None:
         """End the process at once."""

@@ -109,6 +109,14 @@ class Answering(Counting):
 SAID = [{"role": "user", "content": "8"}]
 
 
+class Closing(Counting):
+    """Takes a while to close, and touches ``flag`` then."""
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.2)
+        Path(self.flag).touch()
+
+
 class Halving(Counting):
     async def step(self, turn: Turn) -> Step:
         step = await super().step(turn)

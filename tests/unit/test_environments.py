@@ -584,6 +584,25 @@ def test_a_step_holds_text_and_a_number(value, error):
         Step(**value)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_environment_is_closed_before_its_process_ends(tmp_path, alone):
+    flag = tmp_path / "flag"
+
+    async def work() -> None:
+        pool = EnvironmentPool(EnvironmentSpec(f"{PLANTED}:Closing", {"flag": str(flag)}, 60.0), 1)
+        environment = await pool.open(alone=alone)
+        await environment.reset(PROBLEM)
+        await environment.close()
+        for _ in range(1000):
+            if flag.exists():
+                break
+            await asyncio.sleep(0.01)
+        pool.close()
+
+    asyncio.run(work())
+    assert flag.exists()
+
+
 def test_a_worker_that_is_not_there_is_a_fault():
     async def work() -> None:
         pool = EnvironmentPool(EnvironmentSpec("no_such_module:X", {}, 5.0), 1)
