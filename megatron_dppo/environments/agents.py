@@ -193,7 +193,7 @@ async def _run_command(
     ):
         given.write(json.dumps(asdict(problem)).encode())
         given.seek(0)
-        process = processes.start_process(
+        with processes.guarded(
             command,
             environment=os.environ | variables,
             stdin=given.fileno(),
@@ -201,11 +201,8 @@ async def _run_command(
             errors=errors.fileno(),
             # Of the worker, for what runs in it: node, for one, reserves far more than it uses.
             lifts_memory_limit=True,
-        )
-        try:
+        ) as process:
             code = await _ended(process)
-        finally:
-            processes.kill_families([process])
         printed, complaints = _end_of(output), _end_of(errors)
     if code != 0:
         text = (complaints or printed)[-2 * _SHOWN :]

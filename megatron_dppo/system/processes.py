@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -160,6 +160,30 @@ def continue_guarded(descriptor: int) -> None:
     if (child := os.fork()) != 0:
         _guard(child, descriptor)
     die_with_parent(guarding)
+
+
+@contextmanager
+def guarded(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """``command`` as ``start_process`` starts it with ``settings``, in a child of the process that is given, its guard,
+    which ends as it does. With either of them, or with the block, all that the command started is gone, whatever
+    session or parent it took."""
+    theirs, ours = os.pipe()
+    try:
+        words = [sys.executable, "-m", __name__, str(theirs), *command]
+        process = start_process(words, inherited=[theirs], **settings)
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
+    try:
+        yield process
+    finally:
+        # The guard learns that nobody is left.
+        os.close(ours)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_WAIT_S)
+        kill_families([process])
 
 
 def connect_guarded(descriptor: int) -> Connection:
@@ -480,3 +504,17 @@ def when_it_stops(path: Path, act: Callable[[], None], patience_s: float) -> Non
         act()
 
     threading.Thread(target=watch, name="heartbeat", daemon=True).start()
+
+
+def main() -> None:
+    """Become a guard, and in its child the command that ``guarded`` names."""
+    descriptor, *command = sys.argv[1:]
+    os.set_inheritable(int(descriptor), False)
+    continue_guarded(int(descriptor))
+    # Python ignores it, and a command would go on doing so.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

@@ -30,9 +30,16 @@ from megatron_dppo.environments import (
     check_environment,
     makes_prompts,
 )
-from megatron_dppo.environments.agents import TOOL_FORMATS, Agent, Conversation, result_of
+from megatron_dppo.environments.agents import (
+    TOOL_FORMATS,
+    Agent,
+    AgentSession,
+    Conversation,
+    _run_command,
+    result_of,
+)
 from megatron_dppo.environments.episodes import Episodes
-from megatron_dppo.system.processes import child_ids
+from megatron_dppo.system.processes import child_ids, process_start
 from tests.extras import environment_with
 from tests.unit import test_environments as environments
 from tests.unit.planted_agents import TOOL
@@ -214,6 +221,25 @@ def test_a_command_has_openais_variables_and_the_problem():
 
     run(work)
     assert child_ids() == before
+
+
+@pytest.mark.parametrize("ends", ["exit 0", "exec sleep 600"])
+def test_nothing_that_a_command_starts_outlives_it(ends, tmp_path):
+    """Also in a session of its own; whether the command ends, or the episode does before."""
+    noted = tmp_path / "pid"
+    start = f"setsid sh -c 'echo $$ > {noted}.new; mv {noted}.new {noted}; exec sleep 600' &"
+    command = ["sh", "-c", f"{start} while ! [ -e {noted} ]; do sleep 0.1; done; {ends}"]
+
+    async def work() -> None:
+        task = asyncio.create_task(_run_command(command, PROBLEM, AgentSession("", "")))
+        while not noted.exists():
+            await asyncio.sleep(0.01)
+        if ends != "exit 0":
+            task.cancel()
+        await asyncio.wait([task])
+
+    run(work)
+    assert process_start(int(noted.read_text())) is None
 
 
 def test_a_command_is_not_bound_by_its_workers_address_space():
