@@ -99,7 +99,7 @@ async def run_snippet(
 ) -> str:
     """What ``snippet`` prints, without white space around it, or what it raises, and in brackets what ended it.
 
-    As many run at once as there are cores. Raises SandboxError where the sandbox doesn't start.
+    As many run at once in this process as there are cores. Raises SandboxError where the sandbox doesn't start.
     """
     async with _places(asyncio.get_running_loop()):
         with _command(seconds, memory_mib) as (command, filter_fd):
@@ -125,6 +125,8 @@ async def run_snippet(
                     # bwrap says by which signal as a shell does; a snippet may end itself with such a code.
                     is_signal = code - 128 in set(signal.Signals)
                     ending = f"[{describe_exit(128 - code if is_signal else code)}]"
+                    if code - 128 == signal.SIGXCPU:
+                        ending = f"[used up {seconds} s of CPU time]"
         except TimeoutError:
             ending = f"[did not end within {2 * seconds} s]"
         finally:
@@ -162,9 +164,10 @@ def _command(seconds: int, memory_mib: int) -> Iterator[tuple[list[str], int]]:
     try:
         os.write(filter_fd, _filter())
         os.lseek(filter_fd, 0, os.SEEK_SET)
+        # At its first bound of CPU time the kernel says what it ends; one who goes on is killed a second later.
         yield [
             programs["prlimit"],
-            f"--as={memory_mib << 20}", f"--cpu={seconds}", "--fsize=0", "--core=0", "--nofile=32",
+            f"--as={memory_mib << 20}", f"--cpu={seconds}:{seconds + 1}", "--fsize=0", "--core=0", "--nofile=32",
             programs["bwrap"],
             "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts",
             "--unshare-cgroup-try", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox",
