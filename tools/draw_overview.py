@@ -124,7 +124,7 @@ PROCESSES = {
         5.0,
         "HTTP router, one a fleet",
         "where a prefix is cached",
-        "fleet/launch_http_router.py",
+        "fleet/http_router.py",
         ENGINE,
         width=2.9,
     ),

@@ -1,13 +1,19 @@
 """The HTTP router, smg, which spreads generation over the servers: its process, its client, a connection to it.
 
 Light: imports neither torch nor smg.
+
+``python -m megatron_dppo.fleet.http_router`` is the router's process, with one JSON object on standard input:
+``{"options": {field of smg's RouterArgs: value}, "api_key": str, "admin_api_key": str}``. smg takes its keys only as
+command-line flags, where ``ps`` shows them; here they come through a pipe.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +75,7 @@ class HttpRouterProcess(ChildServer):
             log_path,
             engine.start_timeout_s,
             runtime,
-            command=["-m", "megatron_dppo.fleet.launch_http_router"],
+            command=["-m", __name__],
             environment={**os.environ, **authority},
             secrets={"options": options, "api_key": api_key, "admin_api_key": admin_api_key},
             probe=("/workers", admin_api_key),
@@ -261,3 +267,20 @@ class HttpRouterLink:
         if self.usable and server != self._announced:
             self._announced = server
             log.info("generating through the router at %s", server.url)
+
+
+def main() -> None:
+    """Be the router; dies with the parent's thread that started it."""
+    from smg.launch_router import launch_router
+    from smg.router_args import RouterArgs
+
+    start = json.load(sys.stdin)
+    print(json.dumps(start["options"]), flush=True)
+    admin = ("trainer", "trainer", start["admin_api_key"], "admin")
+    launch_router(
+        RouterArgs(**start["options"], api_key=start["api_key"], control_plane_api_keys=[admin])
+    )
+
+
+if __name__ == "__main__":
+    main()
