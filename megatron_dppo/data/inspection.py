@@ -21,7 +21,7 @@ from megatron_dppo.data import problems
 from megatron_dppo.data.records import DataError, is_columnar, read_records
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.rewards import RewardInput
+from megatron_dppo.rewards import RewardInput, find_reward
 from megatron_dppo.rewards.verifier import Score, Verifier
 
 _QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
@@ -107,9 +107,9 @@ def _answers(
     given = problems.ProblemSet(
         chosen, 0, "", len(texts), unit=unit, unanswered=tuple(unanswered.items())
     )
-    final = problems.extracted(given, inspection.reward.name)
-    bad = problems.bad_answers({inspection.path: final}, inspection.reward)[inspection.path]
-    different = len({p.answer for p in final.problems if p.problem_id not in unanswered})
+    bad = problems.bad_answers({inspection.path: given}, inspection.reward)[inspection.path]
+    final = find_reward(inspection.reward.name).final
+    different = len({final(a) for i, a in enumerate(answers) if i not in unanswered})
     yield (
         f"answers: {different:,} different; {len(bad):,} of {len(answers):,} do not verify against "
         f"themselves with {inspection.reward.name}"

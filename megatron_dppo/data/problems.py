@@ -28,8 +28,14 @@ from megatron_dppo.data.records import (
 )
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.rewards import RewardForm, RewardInput, RewardUnavailableError, find_reward
-from megatron_dppo.rewards.answers import BadAnswers, gold_answer
+from megatron_dppo.rewards import (
+    Reward,
+    RewardForm,
+    RewardInput,
+    RewardUnavailableError,
+    find_reward,
+)
+from megatron_dppo.rewards.answers import BadAnswers
 from megatron_dppo.rewards.verifier import Score, Verifier
 
 # Characters that are given to a tokenizer at one time: it takes 400 bytes and more for each of a call's.
@@ -353,17 +359,9 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-# --- gold answers before they are needed: extracted, parsed and scored against themselves
+# --- gold answers before they are needed: parsed and scored against themselves
 
 _SHOWN = 3
-
-
-def extracted(problems: ProblemSet, reward: str) -> ProblemSet:
-    """``problems`` with the final answers of worked solutions, where ``reward`` is one of the table's."""
-    if not find_reward(reward).reads_solutions:
-        return problems
-    rows = tuple(replace(p, answer=gold_answer(p.answer)) for p in problems.problems)
-    return replace(problems, problems=rows)
 
 
 def bad_answers(
@@ -378,8 +376,9 @@ def bad_answers(
     bad: dict[str, dict[int, str]] = {path: {} for path in sets}
     for term in reward.terms.values():
         row = find_reward(term.name)
-        is_own = row.gold_target in (None, row.target)
-        changes: dict[str, Any] = {} if is_own else {"name": row.gold_target, "options": {}}
+        changes: dict[str, Any] = (
+            {} if row.checks_itself else {"name": row.gold_target, "options": {}}
+        )
         checking = term.model_copy(update=changes if scores else {**changes, "workers": 1})
         with Verifier.of(checking) as verifier:
             form = verifier.form()
@@ -388,8 +387,7 @@ def bad_answers(
             for path, problems in sets.items():
                 bad[path] |= dict(problems.unanswered)
             if scores and not form.is_async:
-                must_match = row.gold_target is not None
-                complaints_by_path = _complaints(verifier, form, sets, must_match, term.timeout_s)
+                complaints_by_path = _complaints(verifier, form, sets, row, term.timeout_s)
                 for path, complaints in complaints_by_path.items():
                     bad[path] = complaints | bad[path]
     return {path: [[row, why] for row, why in sorted(rows.items())] for path, rows in bad.items()}
@@ -399,7 +397,7 @@ def _complaints(
     verifier: Verifier,
     form: RewardForm,
     sets: Mapping[str, ProblemSet],
-    must_match: bool,
+    reward: Reward,
     timeout_s: float,
 ) -> dict[str, dict[int, str]]:
     """What is wrong with answers, by file and problem."""
@@ -412,8 +410,11 @@ def _complaints(
             if p.problem_id in unanswered:
                 continue
             row_key = path, p.problem_id
-            keys[row_key] = p.answer if sees_answers_alone else row_key
-            inputs.setdefault(keys[row_key], p.reward_input(p.answer))
+            answer = reward.final(p.answer)
+            keys[row_key] = answer if sees_answers_alone else row_key
+            given = p.reward_input(answer)
+            # Of the reward itself the verifier knows what it sees.
+            inputs.setdefault(keys[row_key], given if reward.checks_itself else reward.sees(given))
     with progress("check answers", len(inputs)) as bar:
         scores = verifier.check(list(inputs.values()), lambda: bar.advance(1))
     # An outage says nothing of an answer, which must not be dropped for it.
@@ -422,7 +423,7 @@ def _complaints(
             f"the answers can't be checked: {len(missing)} of {len(scores)} rewards could not be had: {missing[0]}"
         )
     complaints = {
-        key: _complaint(score, must_match, timeout_s)
+        key: _complaint(score, reward.gold_target is not None, timeout_s)
         for key, score in zip(inputs, scores, strict=True)
     }
     complaints_by_path: dict[str, dict[int, str]] = {path: {} for path in sets}

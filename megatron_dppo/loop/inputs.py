@@ -21,7 +21,6 @@ from megatron_dppo.data.problems import (
     ProblemSet,
     PromptForm,
     bad_answers,
-    extracted,
     load_problems,
     load_tokenizer,
     refuse_bad_answers,
@@ -209,7 +208,7 @@ class RunData:
                 self._config.data.max_prompt_tokens,
                 len(problem_set),
             )
-        return extracted(problem_set, self._config.reward.name)
+        return problem_set
 
     def text_of(self, token_ids: Sequence[int] | np.ndarray, *, special: bool = True) -> str:
         """Text of tokens, with or without the ``special`` ones."""

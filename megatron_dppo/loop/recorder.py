@@ -133,7 +133,7 @@ class SampleMaker:
             sample=t.sample_index,
             prompt=shortened(self._data.text_of(t.prompt_ids)),
             response=shortened(response),
-            answer=problem.answer,
+            answer=self._reward.final(problem.answer),
             reward=t.reward,
             reason=reason,
             truncated=t.truncated,
@@ -151,7 +151,8 @@ class SampleMaker:
             value = t.reward - math.fsum(t.turn_rewards)
         if value is None:
             return f"by {self._component}"
-        return self._reward.reason(t.text or response, problem.answer, value)
+        answer = self._reward.final(problem.answer)
+        return self._reward.reason(t.text or response, answer, value)
 
 
 # Traces of single steps, for whoever wants to know where the time and the memory go.

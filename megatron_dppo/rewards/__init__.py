@@ -11,11 +11,12 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, Self
 
+from megatron_dppo.rewards.answers import gold_answer
 from megatron_dppo.system.errors import RunError
 
 _LONGEST_SHOWN_VALUE = 200
@@ -170,6 +171,19 @@ class Reward:
             return BoundReward.of(target, options)
         except ValueError as error:
             raise ValueError(f"the reward {self.target!r}: {error}") from error
+
+    @property
+    def checks_itself(self) -> bool:
+        """Whether answers are checked by it, as responses, and not by a function of their own."""
+        return self.gold_target in (None, self.target)
+
+    def final(self, answer: str) -> str:
+        """What of a problem's answer it compares with: of a worked solution its end, where it reads these."""
+        return gold_answer(answer) if self.reads_solutions else answer
+
+    def sees(self, given: RewardInput) -> RewardInput:
+        """``given`` with the final answer."""
+        return replace(given, answer=self.final(given.answer))
 
     def reason(self, response: str, answer: str, score: float) -> str:
         """Why ``response`` has this score, as far as it can be told without the reward's libraries."""

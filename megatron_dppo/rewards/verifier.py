@@ -190,6 +190,7 @@ class Verifier:
     def _submit(self, inputs: Sequence[RewardInput]) -> list[Future[Score]]:
         """All before a worker looks, so that they come in as few calls as the reward takes."""
         futures: list[Future[Score]] = [Future() for _ in inputs]
+        inputs = [self._reward.sees(given) for given in inputs]
         if self._reward.runs_inline:
             for given, future in zip(inputs, futures, strict=True):
                 try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.environments import Step, Turn
+from megatron_dppo.environments import ChatCall, Step, Turn
 
 
 class Counting:
@@ -99,7 +99,7 @@ class Answering(Counting):
         super().__init__()
         self.first, self.answer = first, step
 
-    async def reset(self, problem: Problem) -> object:
+    async def reset(self, problem: Problem) -> str | ChatCall:
         return eval(self.first)
 
     async def step(self, turn: Turn) -> object:

@@ -10,12 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_dppo.config.data_schema import RewardTerm
 from megatron_dppo.config.schema import RewardConfig, TrainConfig
 from megatron_dppo.data.problems import bad_answers
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.loop.inputs import RunData
-from megatron_dppo.rewards import RewardUnavailableError
+from megatron_dppo.loop.scoring import Scorer
+from megatron_dppo.rewards import RewardUnavailableError, find_reward
 from megatron_dppo.rewards.answers import checked_answers_file, gold_answer, hand_over, handed_over
 from tests.tiny_models import tiny_tokenizer
 from tests.unit.config_files import minimal
@@ -68,10 +70,25 @@ BAD = [row("$"), row("\\"), row("7" * 600)]
 
 def test_answers_that_can_be_matched_are_let_pass(run_data):
     data = run_data(GOOD)
-    assert [p.answer for p in data.train.problems] == ["34", r"\frac{1}{2}", "1080", r"\sqrt{2}"]
+    final = find_reward("math_verify").final
+    answers = [final(p.answer) for p in data.train.problems]
+    assert answers == ["34", r"\frac{1}{2}", "1080", r"\sqrt{2}"]
     data.settle(data.bad_answers())
     assert data.train.bad_answers == 0
     assert len(data.train) == 4
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_each_reward_reads_an_answer_as_if_it_were_alone(run_data, order):
+    """The table's the end of a solution; one's own all of it, whichever comes first."""
+    solution = r"$x + 2 = 74$, so \boxed{72}"
+    first, second = ["math_verify", "tests.unit.planted_rewards:is_the_answer"][::order]
+    config = RewardConfig(name=first, further={"other": RewardTerm(name=second)})
+    data = run_data([row(solution)] * 3, first)
+    assert bad_answers({"x": data.train}, config) == {"x": []}
+    with Scorer(config) as scorer:
+        score = scorer.submit(data.train.problems[0].reward_input(solution)).result()
+    assert set(score.components.values()) == {1.0}
 
 
 def test_answers_that_nothing_can_match_are_refused_with_file_and_line(run_data, tmp_path):
