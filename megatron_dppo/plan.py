@@ -214,7 +214,7 @@ def _shared(plan: RunPlan) -> str | None:
     parked = ", ".join(most.parked) or "nothing"
     return (
         f"Parked while servers generate (engine.parked): {parked}, {gib(most.travels)} to the host and back; a GPU "
-        f"then holds {gib(most.generating)}, and {gib(most.training)} while it trains."
+        f"then holds {gib(most.generating)}, {gib(most.training)} in training and {gib(most.updating)} in an update."
     )
 
 

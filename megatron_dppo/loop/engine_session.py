@@ -284,9 +284,16 @@ class _SharedDevices:
         collectives.barrier()
         self.allow_starts(not stays)
 
-    def read_weights(self) -> None:
-        """The trainer's weights are there for an update."""
-        if self.is_shared and "weights" in self.trainer.parked:
+    def read_weights(self, updater: WeightUpdater) -> None:
+        """The trainer's weights are there for an update, beside servers that have none but theirs. Collective.
+
+        Raises WeightUpdateError where a server does not let go of the rest of its memory.
+        """
+        if not self.is_shared:
+            return
+        # Released in the trainer's turn, but by those that joined since, and before the first turn and after a failure.
+        updater.release_memory([tag for tag in self.released if tag != "weights"])
+        if "weights" in self.trainer.parked:
             self.trainer.unpark(["weights"])
 
     def take(self) -> None:
@@ -380,7 +387,6 @@ class EngineSession:
         while True:
             self._make_room()
             self._admit()
-            self._devices.read_weights()
             connections = self._connections
             # Before the first server is paused: its silence must not be taken for a hang.
             connections.hold()
@@ -388,6 +394,7 @@ class EngineSession:
                 # A span could not tell a token of before from one that was drawn while the servers were scored.
                 connections.break_off()
             try:
+                self._devices.read_weights(self._updater)
                 report = self._updater.update(version)
             except WeightUpdateError as error:
                 if not isinstance(error, WeightUpdateRefusedError):

@@ -28,7 +28,7 @@ _WAYS: dict[TrainerPart, int] = {"gradients": 0, "reference": 1, "optimizer": 2,
 class SharedBytes:
     """One GPU of a colocated run. ``parked``: the parts of a rank's state that leave it while the server generates;
     ``travels``: bytes that go out and that come back in a step; ``host``: that they keep pinned. ``training``,
-    ``generating``: what is on the GPU in each turn.
+    ``generating``: what is on the GPU in each turn; ``updating``: during a weight update between the two.
     """
 
     parked: tuple[TrainerPart, ...]
@@ -36,6 +36,7 @@ class SharedBytes:
     host: int
     training: int
     generating: int
+    updating: int
 
 
 def shared_bytes(
@@ -48,7 +49,8 @@ def shared_bytes(
     communicators; the rank holds its context, its communicators and the state that isn't parked; activations are
     gone. Parked in the order of their price: gradients, which never travel; a reference policy's weights, which only
     come back; the optimizer's state; the weights. While the rank trains, the server keeps its context, communicators
-    and ``KEPT_BY_SERVER``.
+    and ``KEPT_BY_SERVER``; in a weight update its weights, too, and the rank its own and
+    ``update_buckets``.
     """
     fixed = CONTEXT + communicators
     server = fixed + engine.weights + max(0, engine.kv_pool) + memory.LEAST_RESERVED
@@ -62,12 +64,14 @@ def shared_bytes(
         generating -= size
         travels += ways * size
         parked.append(part)
+    there = rank.state.total - sum(getattr(rank.state, p) for p in parked if p != "weights")
     return SharedBytes(
         parked=tuple(parked),
         travels=travels,
         host=memory.parked_bytes(rank.state, parked).host,
         training=rank.total + fixed + KEPT_BY_SERVER,
         generating=generating,
+        updating=left + there + rank.update_buckets + fixed + engine.weights + KEPT_BY_SERVER,
     )
 
 
@@ -102,6 +106,11 @@ def sharing_faults(shared: tuple[SharedBytes, ...], device: Device) -> Iterator[
             yield (
                 f"GPU memory: a server takes {gib(sizes.generating)} beside a parked rank of stage {stage}, "
                 f"{room}; lower sglang.mem_fraction_static"
+            )
+        if sizes.updating > device.memory:
+            yield (
+                f"GPU memory: the weights of a rank of stage {stage} beside those of a server take "
+                f"{gib(sizes.updating)} in a weight update, {room}"
             )
         if sizes.training > device.memory:
             yield (

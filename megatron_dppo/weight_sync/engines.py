@@ -282,6 +282,13 @@ class Engines:
         return [url for url, call in calls.items() if not call.done() or not answers[url].result()]
 
 
+async def let_go(engine: EngineWeights, tags: Collection[MemoryTag]) -> None:
+    """Have ``engine`` stop in the middle of its responses and release what it still has of the memory of ``tags``."""
+    if resident := [tag for tag in tags if tag not in engine.occupation.released]:
+        await engine.interrupt()
+        await engine.release(resident)
+
+
 def _errors(calls: Mapping[str, Future[Any]]) -> dict[str, BaseException]:
     """What engines or the ways to them are to blame for, by URL, of the calls that have ended. Raises any other error:
     that is ours."""

@@ -32,6 +32,7 @@ from megatron_dppo.weight_sync.engines import (
     Plan,
     Strategy,
     Transfer,
+    let_go,
 )
 from megatron_dppo.weight_sync.strategies import STRATEGIES
 
@@ -309,13 +310,13 @@ class WeightUpdater:
         )
 
     def release_memory(self, tags: Collection[MemoryTag]) -> None:
-        """Until the next update the engines stop in the middle of their responses and let go of the memory of ``tags``.
+        """Until the next update the engines stop in the middle of their responses and let go of what they still have of
+        the memory of ``tags``.
 
         Raises WeightUpdateError on every rank.
         """
         phases = Phases()
-        self._conduct(phases, "drain", lambda e: e.interrupt())
-        self._conduct(phases, "drain", lambda e: e.release(tags))
+        self._conduct(phases, "drain", lambda e: e.each(lambda engine: let_go(engine, tags)))
         self._share(phases.error, "the engines' memory is not released")
 
     def close(self, *, at_once: bool = False) -> None:

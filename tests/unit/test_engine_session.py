@@ -37,11 +37,20 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 class Small:
     """A session of rank 0 with one small server that was started here."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        trainer: Any = None,
+        **engine: object,
+    ) -> None:
         self.runner = AsyncRunner()
         self.server = self.runner.run(SmallServer("engine0").start())
         config = config_of(
-            folder, folder, servers=1, router=False, start_timeout_s=0.5, hang_timeout_s=1.0
+            folder,
+            folder,
+            **{"servers": 1, "start_timeout_s": 0.5, "hang_timeout_s": 1.0, **engine},
+            router=False,
         )
         self.record = FleetRecord(folder)
         self.record.publish(Server("engine0", self.server.url, 1, 17))
@@ -51,7 +60,7 @@ class Small:
         for name, value in {**KEYS.to_variables(), **self.endpoint.variables}.items():
             monkeypatch.setenv(name, value)
         topology: Any = SimpleNamespace(rank=0)
-        trainer: Any = SimpleNamespace(topology=topology, shape=None, weights=dict)
+        trainer = trainer or SimpleNamespace(topology=topology, shape=None, weights=dict)
         self.session = EngineSession(config, trainer, stop=lambda: False, fence=lambda: None)
         self.session._updater._plan = ()  # the trainer that would make one is not needed
 

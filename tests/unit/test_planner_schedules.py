@@ -141,15 +141,15 @@ def rank(weights, gradients, optimizer, working=8):
 
 
 @pytest.mark.parametrize(
-    ("room", "parked", "travels", "left"),
+    ("room", "parked", "travels", "left", "read"),
     [
-        (116, (), 0, 60),
-        (96, ("gradients",), 0, 40),
-        (95, ("gradients", "reference", "optimizer"), 60, 10),
-        (65, ("gradients", "reference", "optimizer", "weights"), 80, 0),
+        (116, (), 0, 60, 60),
+        (96, ("gradients",), 0, 40, 40),
+        (95, ("gradients", "reference", "optimizer"), 60, 10, 10),
+        (65, ("gradients", "reference", "optimizer", "weights"), 80, 0, 10),
     ],
 )
-def test_the_least_is_parked_that_lets_both_fit(room, parked, travels, left):
+def test_the_least_is_parked_that_lets_both_fit(room, parked, travels, left, read):
     """Server: 20 of weights, 30 of KV cache, 3 to work in, 0.5 its context; rank: 2 that stay, 10, 20, 30 of state."""
     engine = EngineBytes(20 * GIB, 30 * GIB, 0, 0.9, 1, 1, 1)
     found = colocation.shared_bytes(rank(10, 20, 30), engine, 0, room * GIB)
@@ -157,6 +157,7 @@ def test_the_least_is_parked_that_lets_both_fit(room, parked, travels, left):
     assert LEAST_RESERVED == 3 * GIB
     assert found.generating == CONTEXT + (20 + 30 + 3 + 2 + left) * GIB <= room * GIB
     assert found.training == (60 + 8 + 2) * GIB + CONTEXT + colocation.KEPT_BY_SERVER
+    assert found.updating == CONTEXT + (20 + 2 + 2 + read) * GIB
 
 
 def test_a_switch_moves_what_is_parked_out_and_back():
@@ -190,6 +191,18 @@ def test_a_colocated_plan_tells_what_is_parked_and_what_does_not_fit():
     assert any("beside a parked rank of stage 0" in fault for fault in crowded.faults)
     full = plan_run(facts(COLOCATED, *SIXTEEN, "training.micro_batch_tokens=400000"), H100)
     assert any("beside a server that released its memory" in fault for fault in full.faults)
+
+
+def test_both_copies_of_the_weights_must_fit_in_an_update():
+    """30 of weights each, 2 that stay of the rank, 2 and 0.5 of the server, whose KV cache is away."""
+    engine = EngineBytes(30 * GIB, 30 * GIB, 0, 0.9, 1, 1, 1)
+    found = colocation.shared_bytes(rank(30, 0, 0, working=0), engine, 0, 66 * GIB)
+    assert found.parked[-1] == "weights"
+    assert found.updating == CONTEXT + (30 + 30 + 2 + 2) * GIB
+    small = replace(DEVICES["h100"], memory=63 * GIB)
+    assert any(
+        "in a weight update" in fault for fault in colocation.sharing_faults((found,), small)
+    )
 
 
 def test_the_recipe_s_own_schedule_is_ranked_too():

@@ -1,0 +1,150 @@
+"""Who is on devices that trainer and servers share, moment by moment, in a session with servers that keep count."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.errors import EngineAnswerError
+from megatron_dppo.engine.weights import Occupation
+from megatron_dppo.fleet import membership
+from megatron_dppo.fleet.membership import Member
+from megatron_dppo.fleet.record import Server
+from megatron_dppo.loop import engine_session
+from megatron_dppo.model.shape import TRAINER_PARTS
+from megatron_dppo.trainer import collectives
+from megatron_dppo.weight_sync.transaction import WeightUpdater
+from tests.unit.small_fleet import SmallServer
+from tests.unit.test_engine_session import Small, one_rank
+from tests.unit.test_weight_sync import Engine, Source
+
+assert one_rank  # a fixture
+
+
+class SharedTrainer:
+    """Parks names."""
+
+    shape, weights = None, dict
+
+    def __init__(self, moments: list[str]) -> None:
+        self.topology = SimpleNamespace(rank=0)
+        self.parked: frozenset[str] = frozenset()
+        self._moments = moments
+
+    def park(self, parts: Collection[str]) -> None:
+        self._moments.append(f"park {' '.join(sorted(parts))}")
+        self.parked |= set(parts)
+
+    def unpark(self, parts: Collection[str] | None = None) -> None:
+        self._moments.append(f"unpark {'all' if parts is None else ' '.join(sorted(parts))}")
+        self.parked -= set(self.parked if parts is None else parts)
+
+
+class SharedEngine(Engine):
+    """Tells ``moments`` what it releases and restores."""
+
+    def __init__(self, name: str, url: str, moments: list[str]) -> None:
+        super().__init__(url)
+        self.name = name
+        self.occupation = Occupation(url)
+        self._moments = moments
+
+    async def interrupt(self) -> None:
+        self.step("interrupt")
+
+    async def release(self, tags: Collection[Any] = ()) -> None:
+        with self.occupation.releasing(tags):
+            self.step("release")
+            self._moments.append(f"{self.name} releases {' '.join(sorted(tags))}")
+
+    async def restore(self, tags: Collection[Any] | None = None) -> None:
+        with self.occupation.restoring(tags or ()):
+            self._moments.append(f"{self.name} restores {' '.join(sorted(tags or ()))}")
+
+
+class Shared(Small):
+    """``faults``: by server, what its next connection fails in."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.moments: list[str] = []
+        self.faults: dict[str, str] = {}
+        trainer = SharedTrainer(self.moments)
+        super().__init__(folder, monkeypatch, trainer, placement="colocated", start_timeout_s=5)
+
+        async def connect(access: Any, member: Member) -> SharedEngine:
+            engine = SharedEngine(member.server.name, member.server.url, self.moments)
+            engine.failing = self.faults.pop(engine.name, None)
+            engine.error = EngineAnswerError("planted")
+            return engine
+
+        monkeypatch.setattr(engine_session._ServerAccess, "_connect", connect)
+        session = self.session
+        session._updater = WeightUpdater(
+            Source(),
+            WeightSyncConfig(strategy="tensor"),
+            collectives.first_failure,
+            session._open_engine,
+            session._connections.runner,
+            leave_devices=session._devices.leave,
+        )
+
+    def start_another(self) -> None:
+        """A second server is published."""
+        self.second = self.runner.run(SmallServer("engine1").start())
+        self.record.publish(Server("engine1", self.second.url, 1, 18))
+
+    def next_moments(self) -> list[str]:
+        moments = self.moments[:]
+        self.moments.clear()
+        return moments
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
+    monkeypatch.setattr(membership, "_POLL_S", 0.02)
+    small = Shared(tmp_path, monkeypatch)
+    small.session.connect()
+    assert small.next_moments() == [f"park {' '.join(sorted(TRAINER_PARTS))}"]
+    yield small
+    small.close()
+
+
+UPDATE = [
+    "engine0 releases cuda_graph kv_cache",
+    "unpark weights",
+    "park weights",
+    "engine0 restores cuda_graph kv_cache",
+]
+
+
+def test_in_the_first_update_the_servers_have_released_all_but_their_weights(shared):
+    shared.session.update_weights(1)
+    assert shared.next_moments() == UPDATE
+
+
+def test_so_have_they_when_an_update_that_failed_in_the_end_is_tried_again(shared):
+    shared.faults["engine0"] = "score"
+    shared.session._attached = False
+    shared.session._admit()
+    shared.session.update_weights(1)
+    assert shared.next_moments() == UPDATE * 2
+
+
+def test_a_server_that_came_in_the_trainer_s_turn_releases_before_weights_are_restored(shared):
+    shared.session.update_weights(1)
+    shared.session.take_devices()
+    shared.start_another()
+    shared.next_moments()
+    shared.session.update_weights(2)
+    moments = shared.next_moments()
+    assert moments[:3] == [
+        "park gradients optimizer reference",
+        "engine1 releases cuda_graph kv_cache",
+        "engine0 restores weights",
+    ]
+    assert moments[3] == "park weights"
