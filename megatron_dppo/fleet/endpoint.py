@@ -198,7 +198,7 @@ _QUESTIONS: dict[str, Callable[..., Any]] = {
     for question in (
         *(FleetRecord.servers, FleetRecord.router, FleetRecord.status, FleetRecord.publish_status),
         *(FleetRecord.attach, FleetRecord.detach, FleetRecord.sync_configured),
-        *(FleetRecord.report_lost, FleetRecord.allow_starts),
+        *(FleetRecord.report_lost, FleetRecord.allow_starts, FleetRecord.starting),
     )
 }
 """What may be asked: methods of the record, whose arguments are checked against their types."""
@@ -256,6 +256,10 @@ class RecordClient:
     def allow_starts(self, allowed: bool) -> None:
         """As FleetRecord's. Raises RecordLostError."""
         self._ask("allow_starts", allowed=allowed)
+
+    def starting(self) -> list[str]:
+        """As FleetRecord's. Raises RecordLostError."""
+        return list(self._ask("starting"))
 
     def publish_status(self, version: int | None, states: Mapping[str, str]) -> None:
         """As FleetRecord's."""

@@ -46,6 +46,8 @@ _GENERATE_S = 10.0
 _SETTLE_S = 10.0
 _POLL_S = 0.25
 _PROGRESS_S = 60.0
+# As long as a process that was killed, on another node perhaps, may take to end.
+_CLEAR_S = 60.0
 _STRIKES = 2
 _NO_KEY = (401, 403)
 # What answers of another shape than SGLang's end in, wherever they are read.
@@ -340,6 +342,33 @@ class FleetMembership:
         for state in list(self._states.values()):
             if state.strikes < _STRIKES:
                 state.quarantined = ""
+
+    def clear_devices(self, let_go: Callable[[Member], Coroutine[Any, Any, None]]) -> str | None:
+        """Return when no server of this run starts, and all that run have ``let_go`` of their memory; those that don't
+        are replaced. Else why that can't be awaited."""
+        deadline = time.monotonic() + _CLEAR_S
+        try:
+            while occupants := self._occupants(let_go):
+                if time.monotonic() > deadline:
+                    names = ", ".join(occupants)
+                    return f"the trainer's devices are not free after {_CLEAR_S:.0f} s: {names} did not leave them"
+                time.sleep(_POLL_S)
+        except errors.EngineError as error:
+            return str(error)
+        return None
+
+    def _occupants(self, let_go: Callable[[Member], Coroutine[Any, Any, None]]) -> list[str]:
+        # In this order: who is published then is starting no more.
+        occupants = self._record.starting()
+        for server in self._record.servers():
+            if server.replaceable and not self._states[server].lost:
+                try:
+                    self._runner.run(let_go(self._member(server)))
+                except (errors.EngineError, OSError) as error:
+                    self._lose(server, f"does not let go of its memory: {error}")
+            if self._states[server].lost and server.replaceable:
+                occupants.append(server.name)
+        return occupants
 
     # --- one server
 

@@ -125,7 +125,8 @@ class FleetRecord:
         self._runs = runs
         self._lock = threading.RLock()
         self._reports: dict[str, int] = {}
-        self.starts_allowed = True
+        self._starts_allowed = True
+        self._starting: set[str] = set()
         self._servers, self._status = self._read()
 
     def servers(self) -> list[Server]:
@@ -206,7 +207,23 @@ class FleetRecord:
 
     def allow_starts(self, allowed: bool) -> None:
         """Whether the supervisor may start servers now: colocated ones need devices that the trainer is not on."""
-        self.starts_allowed = allowed
+        self._starts_allowed = allowed
+
+    def begin_start(self, name: str) -> bool:
+        """Whether ``name`` may start now, or go on with it; it then counts as starting up to ``end_start``."""
+        with self._lock:
+            if self._starts_allowed:
+                self._starting.add(name)
+            return self._starts_allowed
+
+    def end_start(self, name: str) -> None:
+        """It is published, or its process is gone."""
+        with self._lock:
+            self._starting.discard(name)
+
+    def starting(self) -> list[str]:
+        with self._lock:
+            return sorted(self._starting)
 
     def publish_status(self, version: int | None, states: Mapping[str, str]) -> None:
         """``states``: a word or a sentence on every server, by name."""

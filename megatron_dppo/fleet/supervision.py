@@ -114,7 +114,7 @@ class SupervisedServer:
         make_process: makes the process of an incarnation, not started.
         budget: how often, and how soon, it is started again. A start that failed because somebody
             else has its port costs none of it: that is waited for.
-        may_start: whether its devices are free for it.
+        may_start: whether the devices of a name are free for it, to start or to go on with that.
     """
 
     name: str
@@ -123,7 +123,7 @@ class SupervisedServer:
     _: KW_ONLY
     budget: RestartBudget
     title: str = "the engine"
-    may_start: Callable[[], bool] = lambda: True
+    may_start: Callable[[str], bool] = lambda name: True
     incarnation: int = field(default=0, init=False)
     _process: ChildServer | None = field(default=None, init=False)
     _state: _Starting | _Published | _Waiting | _Failed | None = field(default=None, init=False)
@@ -145,7 +145,7 @@ class SupervisedServer:
     def start(self) -> None:
         """Start the next incarnation, as soon as it may, and return at once; :meth:`check` publishes it when it is
         healthy."""
-        if not self.may_start():
+        if not self.may_start(self.name):
             self._state = _Waiting(self.budget.clock())
             return
         self.incarnation += 1
@@ -169,11 +169,24 @@ class SupervisedServer:
             case _Waiting(due):
                 if self.budget.clock() >= due:
                     self.start()
+            case _Starting() if not self.may_start(self.name):
+                log.info("%s starts later: its devices are needed", self.title)
+                self._end()
+                self._state = _Waiting(self.budget.clock())
             case _Starting(healthy):
                 if healthy.done():
-                    self._started(healthy)
+                    try:
+                        self._started(healthy)
+                    finally:
+                        self.record.end_start(self.name)
             case _Published():
                 self._check_published()
+
+    def free_devices(self) -> None:
+        """End it where it starts, or was reported lost, and start it no more: the run is stopping."""
+        is_lost = self.record.take_report(self.name) == self.incarnation
+        if isinstance(self._state, _Starting) or (self.is_published and is_lost):
+            self._end()
 
     def retry(self) -> None:
         """Start again after a first start that failed. Raises EngineGivenUpError as :meth:`check`."""
@@ -228,9 +241,7 @@ class SupervisedServer:
         self._restart(f"{self.title} {end}; the end of its log:\n{tail}")
 
     def _restart(self, reason: str) -> None:
-        assert self._process is not None
-        self._withdraw()
-        self._process.kill()
+        self._end()
         budget = self.budget
         pause = budget.take()
         if pause is None:
@@ -253,6 +264,13 @@ class SupervisedServer:
             log.warning("%s waits for its port: %s", self.title, error)
         self._port_wait = _PortWait(wait.since, wait.starts + 1)
         self._state = _Waiting(now + self.budget.pause(wait.starts))
+
+    def _end(self) -> None:
+        """Its process is gone; only then nobody counts it as published, or starting, any more."""
+        assert self._process is not None
+        self._process.kill()
+        self._withdraw()
+        self.record.end_start(self.name)
 
     def _withdraw(self) -> None:
         if isinstance(self._state, _Published):
@@ -332,6 +350,11 @@ class SupervisedFleet:
             except EngineGivenUpError as error:
                 log.error("%s\ngoing on without a router", error)
                 self._router = None
+
+    def free_devices(self) -> None:
+        """The run is stopping, and the trainer may want the devices of servers that start or are lost."""
+        for server in self._servers:
+            server.free_devices()
 
     def stop(self, *, at_once: bool) -> None:
         """End all of them at the same time, those that were given up too."""

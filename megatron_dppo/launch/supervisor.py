@@ -129,7 +129,7 @@ def supervised_fleet(
     maker = _Maker(sections, directory, keys, seed, grounds)
 
     def supervised(
-        name: str, make: Callable[[int], ChildServer], title: str, **gate: Callable[[], bool]
+        name: str, make: Callable[[int], ChildServer], title: str, **gate: Callable[[str], bool]
     ) -> SupervisedServer:
         budget = RestartBudget(engine.max_restarts, engine.restart_window_s)
         return SupervisedServer(name, make, directory.fleet, budget=budget, title=title, **gate)
@@ -141,7 +141,7 @@ def supervised_fleet(
             server.name,
             partial(maker.server, server),
             "the engine" if engine.started == 1 else server.name,
-            may_start=lambda: directory.fleet.starts_allowed,
+            may_start=directory.fleet.begin_start,
         )
         for server in placement.servers
     ]
@@ -345,7 +345,9 @@ class Supervisor:
             if self._must_end_at_once():
                 log.warning("ending at once; the run resumes from its last checkpoint")
                 return self._stopped()
-            if self.fleet is not None and not self._is_stopping:
+            if self.fleet is not None and self._is_stopping:
+                self.fleet.free_devices()
+            elif self.fleet is not None:
                 self._check(self.fleet)
             time.sleep(_POLL_S)
 

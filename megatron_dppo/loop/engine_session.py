@@ -49,6 +49,7 @@ from megatron_dppo.trainer import collectives
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights, ranks_per_sender
 from megatron_dppo.weight_sync.adapters import AdapterUpdater
+from megatron_dppo.weight_sync.engines import let_go
 from megatron_dppo.weight_sync.strategies import check_reach
 from megatron_dppo.weight_sync.transaction import (
     UpdateReport,
@@ -207,6 +208,16 @@ class _ServerAccess:
         weights.occupation = self._occupations.setdefault(member, weights.occupation)
         return weights
 
+    async def let_go(self, member: membership.Member, tags: Sequence[MemoryTag]) -> None:
+        """It has no memory of ``tags`` any more. Raises EngineError where that is not known."""
+        if member in self._occupations and self._occupations[member].released.issuperset(tags):
+            return
+        weights = await self.open_weights(member)
+        try:
+            await let_go(weights, tags)
+        finally:
+            await weights.close()
+
     async def _connect(self, member: membership.Member) -> EngineWeights:
         server, keys = member.server, member.keys
         return await EngineWeights.connect(
@@ -284,15 +295,8 @@ class _SharedDevices:
         collectives.barrier()
         self.allow_starts(not stays)
 
-    def read_weights(self, updater: WeightUpdater) -> None:
-        """The trainer's weights are there for an update, beside servers that have none but theirs. Collective.
-
-        Raises WeightUpdateError where a server does not let go of the rest of its memory.
-        """
-        if not self.is_shared:
-            return
-        # Released in the trainer's turn, but by those that joined since, and before the first turn and after a failure.
-        updater.release_memory([tag for tag in self.released if tag != "weights"])
+    def read_weights(self) -> None:
+        """The trainer's weights are there for an update."""
         if "weights" in self.trainer.parked:
             self.trainer.unpark(["weights"])
 
@@ -394,7 +398,12 @@ class EngineSession:
                 # A span could not tell a token of before from one that was drawn while the servers were scored.
                 connections.break_off()
             try:
-                self._devices.read_weights(self._updater)
+                if self._devices.is_shared:
+                    # Released in the trainer's turn, but by newcomers, in the first update, and after one that failed.
+                    tags = [tag for tag in self._devices.released if tag != "weights"]
+                    self._updater.release_memory(tags)
+                    self._clear_devices(tags)
+                    self._devices.read_weights()
                 report = self._updater.update(version)
             except WeightUpdateError as error:
                 if not isinstance(error, WeightUpdateRefusedError):
@@ -427,7 +436,6 @@ class EngineSession:
         """The servers stop in the middle of what they generate and let go of their memory, and the trainer takes its
         own again, up to the next update. Collective."""
         self._connections.hold()
-        self._devices.allow_starts(False)
         if self._attached:
             try:
                 self._updater.release_memory(self._devices.released)
@@ -436,7 +444,17 @@ class EngineSession:
                 self._attached = False
                 if self._membership is not None:
                     self._membership.blame(self._members, error.engines, str(error))
+        self._clear_devices(self._devices.released)
         self._devices.take()
+
+    def _clear_devices(self, tags: Sequence[MemoryTag]) -> None:
+        """No server starts, or has memory of ``tags``, any more. Collective. Raises EngineUnavailableError."""
+        self._devices.allow_starts(False)
+        fault = None
+        if self._membership is not None:
+            fault = self._membership.clear_devices(lambda m: self._access.let_go(m, tags))
+        if (fault := collectives.first_failure(fault)) is not None:
+            raise membership.EngineUnavailableError(fault)
 
     def _make_room(self) -> None:
         """The trainer leaves the devices, as far as an update lets it: it reads its weights, once there are servers."""

@@ -66,7 +66,7 @@ class Kept:
             self._make,
             self.record,
             budget=self.budget,
-            may_start=lambda: self.record.starts_allowed,
+            may_start=self.record.begin_start,
         )
 
     def _make(self, incarnation: int) -> SmallServer:
@@ -183,6 +183,58 @@ def test_no_server_starts_on_devices_that_the_trainer_has(keep):
     kept.record.allow_starts(True)
     kept.until_healthy()
     assert kept.record.servers()[0].incarnation == 2
+
+
+def test_a_server_that_starts_leaves_devices_that_the_trainer_takes_and_it_costs_no_restart(keep):
+    kept = keep(2)
+    kept.die()
+    kept.clock.now += 1
+    kept.until(lambda: len(kept.made) == 2)
+    assert kept.record.starting() == ["engine0"]
+    kept.record.allow_starts(False)
+    kept.server.check()
+    assert kept.made[1].poll() is not None
+    assert kept.record.starting() == kept.record.servers() == []
+    kept.server.check()
+    assert len(kept.made) == 2
+    kept.record.allow_starts(True)
+    kept.until_healthy()
+    assert kept.record.starting() == []
+    assert kept.record.servers()[0].incarnation == 3
+    assert kept.budget.taken == 1
+
+
+def test_a_lost_server_is_published_until_its_process_is_gone(keep, monkeypatch):
+    """Who isn't published, and doesn't start, is on no device."""
+    kept = keep(2)
+    kill, published = kept.made[0].kill, []
+
+    def spy() -> None:
+        kill()
+        published.append(kept.record.servers())
+
+    monkeypatch.setattr(kept.made[0], "kill", spy)
+    kept.record.report_lost("engine0", 1)
+    kept.server.check()
+    assert [server.name for server in published[0]] == ["engine0"]
+    assert kept.record.servers() == []
+
+
+def test_a_run_that_stops_ends_what_starts_or_is_lost_and_starts_nothing(keep):
+    kept = keep(2)
+    kept.server.free_devices()
+    assert kept.made[0].poll() is None
+    kept.record.report_lost("engine0", 1)
+    kept.server.free_devices()
+    assert kept.made[0].poll() is not None
+    assert kept.record.servers() == []
+    kept.server.start()
+    kept.server.free_devices()
+    assert kept.made[1].poll() is not None
+    kept.clock.now += 50
+    kept.server.check()
+    assert len(kept.made) == 2
+    assert kept.record.starting() == []
 
 
 def test_the_first_start_too_waits_for_the_devices(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.engine.weights import Occupation
 from megatron_dppo.fleet import membership
-from megatron_dppo.fleet.membership import Member
+from megatron_dppo.fleet.membership import EngineUnavailableError, Member
 from megatron_dppo.fleet.record import Server
 from megatron_dppo.loop import engine_session
 from megatron_dppo.model.shape import TRAINER_PARTS
@@ -98,6 +99,12 @@ class Shared(Small):
         self.second = self.runner.run(SmallServer("engine1").start())
         self.record.publish(Server("engine1", self.second.url, 1, 18))
 
+    def lose_first(self) -> None:
+        """As the supervisor does when it has ended a server that was reported lost."""
+        assert self.record.take_report("engine0") == 1
+        self.moments.append("engine0 is gone")
+        self.record.withdraw(self.record.servers()[0])
+
     def next_moments(self) -> list[str]:
         moments = self.moments[:]
         self.moments.clear()
@@ -133,6 +140,50 @@ def test_so_have_they_when_an_update_that_failed_in_the_end_is_tried_again(share
     shared.session._admit()
     shared.session.update_weights(1)
     assert shared.next_moments() == UPDATE * 2
+
+
+def test_a_server_that_came_between_two_updates_releases_before_the_trainer_s_turn(shared):
+    shared.session.update_weights(1)
+    shared.start_another()
+    shared.next_moments()
+    shared.session.take_devices()
+    assert shared.next_moments() == [
+        "engine0 releases cuda_graph kv_cache weights",
+        "engine1 releases cuda_graph kv_cache weights",
+        "unpark all",
+    ]
+    shared.session.update_weights(2)
+    assert shared.next_moments()[1:] == [
+        *("engine0 restores weights", "engine1 restores weights", "park weights"),
+        *("engine0 restores cuda_graph kv_cache", "engine1 restores cuda_graph kv_cache"),
+    ]
+
+
+def test_the_trainer_waits_until_a_server_that_does_not_release_is_gone(shared):
+    """The supervisor takes its time over the report."""
+    shared.faults["engine0"] = "release"
+    shared.session._attached = False
+    shared.session._admit()
+    shared.next_moments()
+    ends = threading.Timer(0.5, shared.lose_first)
+    ends.start()
+    shared.session.take_devices()
+    assert shared.next_moments() == ["engine0 is gone", "unpark all"]
+    ends.join()
+
+
+def test_the_trainer_waits_until_nothing_starts_and_says_what_does_not_leave(shared, monkeypatch):
+    shared.record.begin_start("engine7")
+    ends = threading.Timer(0.5, lambda: shared.record.end_start("engine7"))
+    ends.start()
+    shared.session.take_devices()
+    assert not shared.record.begin_start("engine7")
+    shared.record.allow_starts(True)
+    shared.record.begin_start("engine7")
+    monkeypatch.setattr(membership, "_CLEAR_S", 0.1)
+    with pytest.raises(EngineUnavailableError, match="not free after 0 s: engine7 did not leave"):
+        shared.session.take_devices()
+    ends.join()
 
 
 def test_a_server_that_came_in_the_trainer_s_turn_releases_before_weights_are_restored(shared):
