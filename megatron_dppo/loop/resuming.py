@@ -187,13 +187,11 @@ def refused_damage(reason: str, older: Sequence[StoredCheckpoint]) -> DamagedChe
     return DamagedCheckpointError(f"{reason}; {back}run.resume=never begins anew")
 
 
-def refuse_fresh_start(
-    run: RunConfig, every: int, unusable: Sequence[str], history: records.History
-) -> None:
+def refuse_fresh_start(run: RunConfig, unusable: Sequence[str], history: records.History) -> None:
     """Raise ResumeError where a start at step 0 would begin a trained run anew.
 
-    A run that ended before its first checkpoint was written has nothing to go on from and may begin anew. ``every``:
-    steps from one checkpoint to the next. ``unusable``: what is wrong with each checkpoint that is there.
+    A run that ended before its first checkpoint was written has nothing to go on from and may begin anew.
+    ``unusable``: what is wrong with each checkpoint that is there.
     """
     directory = run.directory
     remains = []
@@ -202,9 +200,8 @@ def refuse_fresh_start(
         remains.append(f"{len(unusable)} checkpoint(s) that can't be used ({shown})")
     elif history.saved is not None:
         remains.append(f"no checkpoint, though one of step {history.saved} was written")
-    # The first may still have been written in the background, up to the one after it, which waits for it.
-    elif (history.recorded or 0) > 2 * every:
-        remains.append("no checkpoint, though two were due")
+    elif history.counted:
+        remains.append("no checkpoint, though one that was written is in the records")
     if history.damage is not None:
         remains.append(f"records that can't be read ({history.damage})")
     if not remains and run.resume == "required":
@@ -258,7 +255,7 @@ def resume(
     # Rank 0's view for all: NFS may show another rank another folder, and all must decide alike.
     history = records.History(**on_rank_0(lambda: asdict(records.read_history(run.directory))))
     damage = passed | {unusable.path: unusable.reason for unusable in survey.unusable}
-    refuse_fresh_start(run, checkpoints.every, list(damage.values()), history)
+    refuse_fresh_start(run, list(damage.values()), history)
     _set_aside(run.directory, rollouts=not replays)
     return None
 
@@ -337,9 +334,7 @@ def check_resume(config: TrainConfig, data_sha256: str) -> None:
         state.check_files(sides, str(last))
     else:
         reasons = [unusable.reason for unusable in survey.unusable]
-        refuse_fresh_start(
-            config.run, config.checkpoint.every, reasons, records.read_history(directory)
-        )
+        refuse_fresh_start(config.run, reasons, records.read_history(directory))
 
 
 @contextmanager

@@ -240,25 +240,28 @@ class History:
 
     ``recorded``: the last step of ``metrics.jsonl``, None where it has no record. ``saved``: the
     step of the last checkpoint that was written, None where none ever was. ``damage``: why one of
-    the two could not be read, None where both could.
+    the two could not be read, None where both could. ``counted``: whether a record counts one that was written.
     """
 
     recorded: int | None
     saved: int | None
     damage: str | None = None
+    counted: bool = False
 
 
 def read_history(directory: str | Path) -> History:
     """The history of the run in ``directory``, which need not exist. Raises OSError."""
     directory = Path(directory)
-    recorded, saved, damage = None, None, None
+    recorded, saved, damage, counted = None, None, None, False
     try:
         if (directory / RECORDS_FILE).is_file():
-            recorded = max(map(step_of, read_records(directory)), default=None)
+            lines = read_records(directory)
+            recorded = max(map(step_of, lines), default=None)
+            counted = any(names.CHECKPOINT_BYTES in line for line in lines)
         saved = _last_checkpoint(directory / _LAST_CHECKPOINT)
     except RecordsError as error:
         damage = str(error)
-    return History(recorded, saved, damage)
+    return History(recorded, saved, damage, counted)
 
 
 def remember_checkpoint(directory: str | Path, step: int) -> None:

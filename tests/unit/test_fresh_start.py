@@ -59,7 +59,11 @@ def write_run(directory: Path, steps: int) -> None:
         ([REASON], History(None, None), "1 checkpoint(s) that can't be used (" + REASON),
         ([REASON] * 9, History(None, None), "9 checkpoint(s)"),
         ([], History(3, 3), "no checkpoint, though one of step 3 was written and records up to"),
-        ([], History(11, None), "no checkpoint, though two were due and records up to step 11"),
+        (
+            [],
+            History(11, None, counted=True),
+            "no checkpoint, though one that was written is in the records and records up to step 11",
+        ),
         (
             [],
             History(None, None, "metrics.jsonl: not UTF-8"),
@@ -69,19 +73,20 @@ def write_run(directory: Path, steps: int) -> None:
 )
 def test_a_trained_run_is_not_begun_anew(tmp_path, unusable, history, found):
     with pytest.raises(ResumeError, match=re.escape(found)) as caught:
-        refuse_fresh_start(config(tmp_path).run, 5, unusable, history)
+        refuse_fresh_start(config(tmp_path).run, unusable, history)
     assert "run.resume=never" in str(caught.value)
     assert "is " + str(tmp_path / "run" / "checkpoints") + " mounted?" in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("recorded", [None, 0, 4, 5, 10])
+@pytest.mark.parametrize("recorded", [None, 0, 4, 5, 10, 50])
 def test_a_run_that_ended_before_its_first_checkpoint_was_written_may_begin_anew(
     tmp_path, recorded
 ):
-    refuse_fresh_start(config(tmp_path).run, 5, [], History(recorded, None))
+    """However many are due by the checkpoint.every of now: it may have been larger."""
+    refuse_fresh_start(config(tmp_path).run, [], History(recorded, None))
     with pytest.raises(ResumeError, match=r"no checkpoint.* run.resume: required"):
-        refuse_fresh_start(config(tmp_path, "required").run, 5, [], History(recorded, None))
+        refuse_fresh_start(config(tmp_path, "required").run, [], History(recorded, None))
 
 
 def test_history_is_read_from_records_and_from_what_was_saved(tmp_path):
@@ -90,6 +95,9 @@ def test_history_is_read_from_records_and_from_what_was_saved(tmp_path):
     assert read_history(tmp_path) == History(7, None)
     remember_checkpoint(tmp_path, 5)
     assert read_history(tmp_path) == History(7, 5)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "checkpoint/bytes": 9}\n')
+    assert read_history(tmp_path) == History(8, 5, counted=True)
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
     assert "metrics.jsonl" in (read_history(tmp_path).damage or "")
     (tmp_path / "metrics.jsonl").write_text("")
