@@ -100,7 +100,7 @@ def is_finished(config: TrainConfig) -> bool:
     False wherever anything is missing, unreadable or configured in another way: the run then starts
     and sees for itself.
     """
-    directory = Path(config.run.directory)
+    directory, repository = Path(config.run.directory), config.checkpoint.upload
     if config.run.resume == "never":
         return False
     try:
@@ -109,10 +109,12 @@ def is_finished(config: TrainConfig) -> bool:
             config
         )
         last = records.read_records(directory)[-1]
+        uploaded = repository is None or json.loads((directory / records.UPLOAD_FILE).read_text())
     except (OSError, ValueError, RecursionError, records.RecordsError, IndexError):
         return False
     steps = config.run.steps
     ended = isinstance(summary, dict) and summary.get("steps") == steps == records.step_of(last)
     evaluated = not config.data.evaluation or records.mean_accuracy(last) is not None
     exported = not config.checkpoint.export_hf or (directory / records.EXPORT_FOLDER).is_dir()
-    return same and ended and evaluated and exported
+    sent = repository is None or uploaded == {"repository": repository, "steps": steps}
+    return same and ended and evaluated and exported and sent

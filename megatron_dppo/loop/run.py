@@ -334,7 +334,8 @@ class Run:
         self.recorder.finish(difference)
         if (repository := self.config.checkpoint.upload) is not None:
             with patience("rank 0 sends the export"):
-                on_rank_0(partial(upload_export, self.config.run.directory, repository))
+                run = self.config.run
+                on_rank_0(partial(upload_export, run.directory, repository, run.steps))
 
     def stop(self, reason: str) -> None:
         """Leave a checkpoint of the last completed step."""

@@ -3,6 +3,7 @@ lines of ``masked_tokens.jsonl``, ``samples.jsonl`` and ``environment_faults.jso
 earlier starts left beside them, and how a new beginning sets it aside:
 
 last_checkpoint.json        {"step": n}: a checkpoint of that step was written, wherever it is now
+upload.json                 {"repository", "steps"}: the export after so many steps was sent there, or refused
 earlier-<UTC time>/         records, rollouts and checkpoints of a run that was begun anew
 """
 
@@ -37,6 +38,7 @@ TRACKERS_FOLDER = "trackers"
 REPORT_FILE = "report.png"
 """The run's figures."""
 SUMMARY_FILE = "summary.json"
+UPLOAD_FILE = "upload.json"
 
 Record = dict[str, float | None]
 """Metric name -> value; ``step`` is always present; None stands for NaN and infinities."""
@@ -230,7 +232,7 @@ EXPORT_FOLDER = "hf"
 _LAST_CHECKPOINT = "last_checkpoint.json"
 _RECORDS = (
     *(RECORDS_FILE, MASKED_TOKENS_FILE, SAMPLES_FILE, ENVIRONMENT_FAULTS_FILE),
-    *(TENSORBOARD_FOLDER, TRACKERS_FOLDER, REPORT_FILE, SUMMARY_FILE),
+    *(TENSORBOARD_FOLDER, TRACKERS_FOLDER, REPORT_FILE, SUMMARY_FILE, UPLOAD_FILE),
 )
 
 
@@ -267,6 +269,12 @@ def read_history(directory: str | Path) -> History:
 def remember_checkpoint(directory: str | Path, step: int) -> None:
     """Note that a checkpoint of ``step`` was written, apart from the checkpoint itself."""
     write_atomically(Path(directory) / _LAST_CHECKPOINT, json.dumps({"step": step}) + "\n")
+
+
+def remember_upload(directory: str | Path, repository: str, steps: int) -> None:
+    """Note that the export after ``steps`` steps was sent to ``repository``, or that it is known why not."""
+    note = {"repository": repository, "steps": steps}
+    write_atomically(Path(directory) / UPLOAD_FILE, json.dumps(note) + "\n")
 
 
 def set_aside(directory: str | Path, *, rollouts: bool) -> Path | None:

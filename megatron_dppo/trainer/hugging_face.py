@@ -27,7 +27,7 @@ from megatron_dppo.checkpoint_conversion.certificate import Certificate
 from megatron_dppo.checkpoint_conversion.gathering import gather
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.metrics.records import EXPORT_FOLDER
+from megatron_dppo.metrics.records import EXPORT_FOLDER, remember_upload
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.gather_plan import (
     Bucket,
@@ -379,8 +379,9 @@ def export(
     return max_log_prob_difference(trainer, folder, compared, trainer.config.temperature)
 
 
-def upload_export(directory: str, repository: str) -> None:
-    """Send ``<directory>/hf`` to huggingface.co. A failure is told with the command that repeats it, and not raised."""
+def upload_export(directory: str, repository: str, steps: int) -> None:
+    """Send ``<directory>/hf``, of a run of ``steps`` steps, to huggingface.co. A failure is told with the command that
+    repeats it, and not raised. Until one or the other the run is not finished."""
     folder = Path(directory) / EXPORT_FOLDER
     log.info("sending %s to %s", folder, repository)
     try:
@@ -388,6 +389,7 @@ def upload_export(directory: str, repository: str) -> None:
     except CheckpointError as error:
         command = f"megatron-dppo convert upload --hf {folder} --repo {repository}"
         log.warning("%s; the run itself is finished. This repeats it: %s", error, command)
+    remember_upload(directory, repository, steps)
 
 
 def _clear(folder: Path, trainer: Trainer) -> None:

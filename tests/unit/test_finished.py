@@ -10,11 +10,13 @@ import pytest
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.run_directory import is_finished
+from megatron_dppo.metrics.records import remember_upload
 from tests.unit.config_files import minimal
 
 
-def config(tmp_path: Path, **run) -> TrainConfig:
+def config(tmp_path: Path, upload: str | None = None, **run) -> TrainConfig:
     tree = minimal(tmp_path)
+    tree["checkpoint"] = {"upload": upload}
     tree["run"] = {"directory": str(tmp_path / "run"), "steps": 2, **run}
     tree["data"]["evaluation"] = {"sums": str(tmp_path / "train.jsonl")}
     return TrainConfig.model_validate(tree)
@@ -62,6 +64,22 @@ def test_nothing_may_be_missing(finished, tmp_path, file, content):
     if content is not None:
         path.write_text(content)
     assert not is_finished(finished)
+
+
+@pytest.mark.parametrize(
+    ("upload", "is_sent"),
+    [(None, False), ("me/sums 1", False), ("me/other 2", False), ("{", False), ("me/sums 2", True)],
+)
+def test_an_upload_that_was_cut_off_is_repeated(finished, tmp_path, upload, is_sent):
+    """Only the one of this repository after these steps counts."""
+    uploads, directory = config(tmp_path, upload="me/sums"), tmp_path / "run"
+    (directory / "config.yaml").write_text(resolved_yaml(uploads))
+    if upload == "{":
+        (directory / "upload.json").write_text(upload)
+    elif upload is not None:
+        repository, steps = upload.split()
+        remember_upload(directory, repository, int(steps))
+    assert is_finished(uploads) == is_sent
 
 
 def test_the_export_may_not_be_missing(finished, tmp_path):

@@ -80,7 +80,7 @@ import logging, sys
 from megatron_dppo.trainer.hugging_face import upload_export
 logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
 logging.getLogger("httpx").setLevel("ERROR")
-upload_export(sys.argv[1], "me/sums")
+upload_export(sys.argv[1], "me/sums", 7)
 """
 
 
@@ -91,12 +91,16 @@ def test_a_finished_run_sends_its_export_and_a_failure_is_no_error(hub, export):
     assert f"INFO {export} is sent: {hub.url}/me/sums/commit/abc" in done.stdout.splitlines()
     (create,) = [json.loads(body) for path, body in hub.asked if path.endswith("/create")]
     assert create["visibility"] == "private"
+    note = export.parent / "upload.json"
+    assert json.loads(note.read_text()) == {"repository": "me/sums", "steps": 7}
+    note.unlink()
     done = in_child("http://127.0.0.1:9", "-c", FINISHED, run)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
     assert line.startswith(f"WARNING {export} is not sent to me/sums: ")
     repeated = f"megatron-dppo convert upload --hf {export} --repo me/sums"
     assert line.endswith(f"; the run itself is finished. This repeats it: {repeated}")
+    assert note.is_file()
 
 
 def test_a_start_without_a_token_is_refused(tmp_path, monkeypatch):
