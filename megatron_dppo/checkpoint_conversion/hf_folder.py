@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,8 @@ from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing, sync_folder, sync_to_disk
+
+log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -275,8 +278,9 @@ def upload(
 ) -> str:
     """Send an export's own files to ``repository`` (``OWNER/NAME``) of huggingface.co as one commit; its address.
 
-    A repository that is not there is made. Key and address are huggingface_hub's: ``hf auth login`` or HF_TOKEN,
-    HF_ENDPOINT. Raises CheckpointError, in a line, where ``folder`` is no export or the upload fails.
+    A repository that is not there is made; one that is there stays ``private`` or public as it is. Key and address are
+    huggingface_hub's: ``hf auth login`` or HF_TOKEN, HF_ENDPOINT. Raises CheckpointError, in a line, where ``folder`` is
+    no export or the upload fails.
     """
     try:
         from httpx import HTTPError
@@ -292,6 +296,8 @@ def upload(
     hub = HfApi(library_name="megatron_dppo")
     try:
         created = hub.create_repo(repository, private=private, exist_ok=True)
+        if private and hub.repo_info(created.repo_id).private is False:
+            log.warning("%s was public before, and so is what is sent there", repository)
         commit = hub.upload_folder(
             repo_id=created.repo_id,
             folder_path=folder,

@@ -24,7 +24,11 @@ class Hub(BaseHTTPRequestHandler):
             self.answer({"commitUrl": f"{self.server.url}/me/sums/commit/abc", "commitOid": "abc"})
 
     def do_GET(self):
-        self.send_error(404)
+        if self.path.startswith("/api/models/"):
+            private = not self.server.is_public
+            self.answer({"id": self.path.removeprefix("/api/models/"), "private": private})
+        else:
+            self.send_error(404)
 
     def answer(self, value):
         text = json.dumps(value).encode()
@@ -39,8 +43,9 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def small_hub():
-    """A server; ``asked``: path and body of each request, ``url``: its address."""
+    """A server; ``asked``: path and body of each request, ``url``: its address; ``is_public``: its repositories."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.is_public = False
     server.asked, server.url = [], f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:

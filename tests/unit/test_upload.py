@@ -67,6 +67,14 @@ def test_an_export_is_one_commit_of_its_own_files(hub, export, words, visibility
     assert lines[0]["value"]["summary"] == "Export of sums"
 
 
+@pytest.mark.parametrize(("words", "is_public"), [((), True), ((), False), (("--public",), True)])
+def test_a_repository_that_is_public_unasked_is_told(hub, export, words, is_public):
+    hub.is_public = is_public
+    done = upload(export, hub.url, "--repo", "me/sums", *words)
+    assert done.returncode == 0, done.stderr
+    assert ("me/sums was public before" in done.stderr) == (is_public and not words)
+
+
 def test_nobody_who_answers_is_an_error_in_a_line(export):
     done = upload(export, "http://127.0.0.1:9", "--repo", "me/sums")
     assert done.returncode == 2
