@@ -279,8 +279,8 @@ def upload(
     """Send an export's own files to ``repository`` (``OWNER/NAME``) of huggingface.co as one commit; its address.
 
     A repository that is not there is made; one that is there stays ``private`` or public as it is. Key and address are
-    huggingface_hub's: ``hf auth login`` or HF_TOKEN, HF_ENDPOINT. Raises CheckpointError, in a line, where ``folder`` is
-    no export or the upload fails.
+    huggingface_hub's: ``hf auth login`` or HF_TOKEN, HF_ENDPOINT. Raises CheckpointError, in a line, where ``folder``
+    is no export or the upload fails.
     """
     try:
         from httpx import HTTPError

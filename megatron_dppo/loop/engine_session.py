@@ -295,11 +295,6 @@ class _SharedDevices:
         collectives.barrier()
         self.allow_starts(not stays)
 
-    def read_weights(self) -> None:
-        """The trainer's weights are there for an update."""
-        if "weights" in self.trainer.parked:
-            self.trainer.unpark(["weights"])
-
     def take(self) -> None:
         """The trainer's turn begins. Collective."""
         # Nobody generates any more, also not a server that fails to say so.
@@ -403,7 +398,8 @@ class EngineSession:
                     tags = [tag for tag in self._devices.released if tag != "weights"]
                     self._updater.release_memory(tags)
                     self._clear_devices(tags)
-                    self._devices.read_weights()
+                    if "weights" in self._devices.trainer.parked:
+                        self._devices.trainer.unpark(["weights"])
                 report = self._updater.update(version)
             except WeightUpdateError as error:
                 if not isinstance(error, WeightUpdateRefusedError):
@@ -458,10 +454,8 @@ class EngineSession:
 
     def _make_room(self) -> None:
         """The trainer leaves the devices, as far as an update lets it: it reads its weights, once there are servers."""
-        if self._attached:
-            self._devices.leave("weights")
-        else:
-            self._devices.leave()
+        stays: list[TrainerPart] = ["weights"] if self._attached else []
+        self._devices.leave(*stays)
 
     # --- generation
 
