@@ -267,9 +267,10 @@ def test_one_signal_stops_cleanly(start, number, code):
 
 def test_a_lost_server_is_ended_while_the_run_stops_and_not_started_again(start):
     """A colocated trainer waits for its devices before it saves."""
-    rank = STOPS_CLEANLY + "wait_published(); report_lost(1)\nwhile published(): time.sleep(0.02)\n"
-    run = start(rank, STAYS_UP, world_size=1)
-    run.wait_until(lambda: len(run.notes()) == 1 and (run.directory / "engine0-healthy1").exists())
+    # Published before it is stopped: a server that still starts would be ended, and never be.
+    loses = "report_lost(1)\nwhile published(): time.sleep(0.02)\n"
+    run = start("wait_published()\n" + STOPS_CLEANLY + loses, STAYS_UP, world_size=1)
+    run.wait_until(lambda: len(run.notes()) == 1)
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130
     assert not (run.directory / "engine0-healthy2").exists()
