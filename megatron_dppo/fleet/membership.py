@@ -343,6 +343,14 @@ class FleetMembership:
             if state.strikes < _STRIKES:
                 state.quarantined = ""
 
+    def has_servers(self) -> bool:
+        """Whether one is published that isn't lost."""
+        try:
+            return any(not self._states[server].lost for server in self._record.servers())
+        except errors.EngineError:
+            # Whoever waits for servers is told.
+            return False
+
     def clear_devices(self, let_go: Callable[[Member], Coroutine[Any, Any, None]]) -> str | None:
         """Return when no server of this run starts, and all that run have ``let_go`` of their memory; those that don't
         are replaced. Else why that can't be awaited."""

@@ -454,7 +454,9 @@ class EngineSession:
 
     def _make_room(self) -> None:
         """The trainer leaves the devices, as far as an update lets it: it reads its weights, once there are servers."""
-        stays: list[TrainerPart] = ["weights"] if self._attached else []
+        has_servers = self._membership is not None and self._membership.has_servers()
+        is_next = self._attached and collectives.any_rank(has_servers)
+        stays: list[TrainerPart] = ["weights"] if is_next else []
         self._devices.leave(*stays)
 
     # --- generation

@@ -257,6 +257,9 @@ def read_masked_tokens(directory: str | Path, step: int) -> list[MaskedToken] | 
     """
     for line in read_step_lines(Path(directory) / MASKED_TOKENS_FILE):
         if line["step"] == step:
-            tokens: list[MaskedToken] = line["tokens"]
-            return tokens
+            # Without their texts.
+            return [
+                MaskedToken(id=t["id"], raised=t["raised"], lowered=t["lowered"])
+                for t in line["tokens"]
+            ]
     return None

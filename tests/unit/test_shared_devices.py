@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,12 +61,12 @@ class SharedEngine(Engine):
         self.step("interrupt")
 
     async def release(self, tags: Collection[Any] = ()) -> None:
-        with self.occupation.releasing(tags):
+        with self.occupation.changing("release", "resident", "released", tags):
             self.step("release")
             self._moments.append(f"{self.name} releases {' '.join(sorted(tags))}")
 
     async def restore(self, tags: Collection[Any] | None = None) -> None:
-        with self.occupation.restoring(tags or ()):
+        with self.occupation.changing("restore", "released", "resident", tags or ()):
             self._moments.append(f"{self.name} restores {' '.join(sorted(tags or ()))}")
 
 
@@ -157,6 +159,29 @@ def test_a_server_that_came_between_two_updates_releases_before_the_trainer_s_tu
         *("engine0 restores weights", "engine1 restores weights", "park weights"),
         *("engine0 restores cuda_graph kv_cache", "engine1 restores cuda_graph kv_cache"),
     ]
+
+
+def test_where_the_last_server_died_in_its_turn_the_trainer_leaves_so_that_the_next_may_start(
+    shared,
+):
+    shared.session.update_weights(1)
+    shared.session.take_devices()
+    server = shared.record.servers()[0]
+    shared.record.withdraw(server)
+    shared.next_moments()
+
+    def supervise() -> None:
+        while not shared.record.begin_start("engine0"):
+            time.sleep(0.05)
+        shared.moments.append("engine0 starts")
+        shared.record.publish(replace(server, incarnation=2))
+        shared.record.end_start("engine0")
+
+    starts = threading.Thread(target=supervise, daemon=True)
+    starts.start()
+    shared.session.update_weights(2)
+    everything = " ".join(sorted(TRAINER_PARTS))
+    assert shared.next_moments() == [f"park {everything}", "engine0 starts", *UPDATE]
 
 
 def test_the_trainer_waits_until_a_server_that_does_not_release_is_gone(shared):
