@@ -273,8 +273,8 @@ class CommittedUpdates:
 
 @dataclass(frozen=True)
 class _SharedDevices:
-    """Devices that trainer and servers use in turns (``engine.placement: colocated``); nothing is done where they have
-    their own.
+    """Devices that trainer and servers use in turns (``engine.placement: colocated``). Where each has its own
+    (``is_shared`` False), nothing of this is called.
 
     ``parts``: of the trainer, that leave in the servers' turn; ``released``: what servers let go of in the trainer's.
     ``record``: of rank 0, which says there whether servers may be started.
@@ -288,8 +288,6 @@ class _SharedDevices:
 
     def leave(self, *stays: TrainerPart) -> None:
         """The trainer's turn is over, but for what ``stays``. Collective."""
-        if not self.is_shared:
-            return
         if leaving := [p for p in self.parts if p not in self.trainer.parked.union(stays)]:
             self.trainer.park(leaving)
         collectives.barrier()
@@ -454,10 +452,11 @@ class EngineSession:
 
     def _make_room(self) -> None:
         """The trainer leaves the devices, as far as an update lets it: it reads its weights, once there are servers."""
-        has_servers = self._membership is not None and self._membership.has_servers()
-        is_next = self._attached and collectives.any_rank(has_servers)
-        stays: list[TrainerPart] = ["weights"] if is_next else []
-        self._devices.leave(*stays)
+        if self._devices.is_shared:
+            has_servers = self._membership is not None and self._membership.has_servers()
+            is_next = self._attached and collectives.any_rank(has_servers)
+            stays: list[TrainerPart] = ["weights"] if is_next else []
+            self._devices.leave(*stays)
 
     # --- generation
 

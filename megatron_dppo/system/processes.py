@@ -169,8 +169,8 @@ def guarded(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Pope
     session or parent it took."""
     theirs, ours = os.pipe()
     try:
-        words = [sys.executable, "-m", __name__, str(theirs), *command]
-        process = start_process(words, inherited=[theirs], **settings)
+        guard = [sys.executable, "-m", __name__, str(theirs), *command]
+        process = start_process(guard, inherited=[theirs], **settings)
     except BaseException:
         os.close(ours)
         raise
