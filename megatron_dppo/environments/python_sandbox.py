@@ -14,10 +14,7 @@ import asyncio
 import contextlib
 import functools
 import os
-import platform
-import shutil
 import signal
-import struct
 import sys
 import sysconfig
 from asyncio.subprocess import PIPE, STDOUT
@@ -26,17 +23,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.environments import Step, Turn
-from megatron_dppo.system.errors import RunError
+from megatron_dppo.environments.sandbox import (
+    ALLOW,
+    NAMESPACES,
+    SandboxError,
+    find_program,
+    open_filter,
+    system_libraries,
+)
 from megatron_dppo.system.processes import describe_exit
 
 if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Problem
 
-_INSTALL = "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap; Fedora, RHEL: dnf install bubblewrap)"
-_ALLOW = (
-    "allow user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone=1, "
-    "kernel.apparmor_restrict_unprivileged_userns=0; in a container --security-opt seccomp=unconfined)"
-)
 _START_S = 30.0
 _STARTED = b"started\n"
 # The snippet comes by standard input, so no argument is too long for it.
@@ -45,10 +44,6 @@ _BOOT = (
     "try: exec(compile(sys.stdin.read(), '<snippet>', 'exec'), {'__name__': '__main__'})\n"
     "except Exception as error: print(type(error).__name__, error, sep=': ')\n"
 )
-
-
-class SandboxError(RunError, ValueError):
-    """The sandbox can't be had on this machine, or failed; nothing was run without it."""
 
 
 class Python:
@@ -115,7 +110,7 @@ async def run_snippet(
             started = await _first_line(process.stdout)
             if started != _STARTED:
                 said = started.decode(errors="replace").strip()
-                raise SandboxError(f"the sandbox does not start: {said[:500]}; {_ALLOW}")
+                raise SandboxError(f"the sandbox does not start: {said[:500]}; {ALLOW}")
             async with asyncio.timeout(2 * seconds):
                 while len(printed) <= longest_output and (more := await process.stdout.read(65536)):
                     printed += more
@@ -155,28 +150,16 @@ def _places(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
 @contextlib.contextmanager
 def _command(seconds: int, memory_mib: int) -> Iterator[tuple[list[str], int]]:
     """The words that run ``_BOOT`` in the sandbox, and a descriptor that they name. Raises SandboxError."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise SandboxError(f"the sandbox needs Linux on x86_64, this is {platform.platform()}")
-    programs = {name: shutil.which(name) for name in ("prlimit", "bwrap")}
-    if programs["bwrap"] is None or programs["prlimit"] is None:
-        raise SandboxError(f"no bwrap here to run snippets in a sandbox: {_INSTALL}")
-    filter_fd = os.memfd_create("filter")
-    try:
-        os.write(filter_fd, _filter())
-        os.lseek(filter_fd, 0, os.SEEK_SET)
+    sandbox, limits = find_program("bwrap"), find_program("prlimit")
+    with open_filter(is_snippet=True) as filter_fd:
         # At its first bound of CPU time the kernel says what it ends; one who goes on is killed a second later.
         yield [
-            programs["prlimit"],
+            limits,
             f"--as={memory_mib << 20}", f"--cpu={seconds}:{seconds + 1}", "--fsize=0", "--core=0", "--nofile=32",
-            programs["bwrap"],
-            "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts",
-            "--unshare-cgroup-try", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox",
-            "--cap-drop", "ALL", "--new-session", "--die-with-parent",
+            sandbox, *NAMESPACES, "--unshare-net",
             *_files(), "--remount-ro", "/", "--chdir", "/", "--seccomp", str(filter_fd),
             "--", str(_interpreter()), "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT,
         ], filter_fd  # fmt: skip
-    finally:
-        os.close(filter_fd)
 
 
 def _interpreter() -> Path:
@@ -188,52 +171,12 @@ def _files() -> Iterator[str]:
     """The interpreter, its standard library without packages, and the system's libraries, read-only."""
     standard = Path(sysconfig.get_path("stdlib")).resolve()
     python = Path(sys.base_prefix).resolve() / "lib"
-    for path in dict.fromkeys([Path("/usr/lib"), Path("/usr/lib64"), python, standard]):
+    yield from system_libraries()
+    for path in dict.fromkeys([python, standard]):
         if path.is_dir():
-            yield from ("--ro-bind", str(path), str(path))
-    for path in map(Path, ("/lib", "/lib64")):
-        if path.is_symlink():
-            yield from ("--symlink", os.readlink(path), str(path))
-        elif path.is_dir():
             yield from ("--ro-bind", str(path), str(path))
     yield from ("--ro-bind", str(_interpreter()), str(_interpreter()))
     for packages in ("site-packages", "dist-packages"):
         if (standard / packages).is_dir():
             yield from ("--tmpfs", str(standard / packages))
             yield from ("--remount-ro", str(standard / packages))
-
-
-# x86_64's numbers of system calls: processes and threads; other processes; namespaces and mounts; sockets; memory that
-# the bound of a process does not count; keys; what bypasses this filter or has a history of holes.
-_DENIED = (
-    *(56, 57, 58, 435),  # clone, fork, vfork, clone3
-    *(101, 310, 311),  # ptrace, process_vm_readv, process_vm_writev
-    *(272, 308, 155, 161, 165, 166, 428, 429, 430, 442),
-    # unshare, setns, pivot_root, chroot, mount, umount2, open_tree, move_mount, fsopen, mount_setattr
-    *(41, 53),  # socket, socketpair
-    *(29, 64, 68, 240, 319),  # shmget, semget, msgget, mq_open, memfd_create
-    *(248, 249, 250),  # add_key, request_key, keyctl
-    *(425, 321, 298, 323, 304, 135),
-    # io_uring_setup, bpf, perf_event_open, userfaultfd, open_by_handle_at, personality
-)
-_ARCHITECTURE, _X32 = 0xC000003E, 0x40000000
-_LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_KILL, _REFUSE, _PASS = 0x80000000, 0x00050001, 0x7FFF0000
-
-
-@functools.cache
-def _filter() -> bytes:
-    """The filter of system calls as the kernel's classic BPF program (seccomp(2)): EPERM for those denied; the process
-    ends where it makes any by another architecture's numbers."""
-    program = [
-        (_LOAD, 0, 0, 4),  # the architecture
-        (_IF_EQUAL, 1, 0, _ARCHITECTURE),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0),  # the number
-        (_IF_AT_LEAST, 0, 1, _X32),
-        (_RETURN, 0, 0, _KILL),
-    ]
-    for number in _DENIED:
-        program += [(_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE)]
-    program.append((_RETURN, 0, 0, _PASS))
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

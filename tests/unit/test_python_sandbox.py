@@ -17,12 +17,13 @@ import pytest
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.demo.__main__ import main as demo_main
 from megatron_dppo.environments import Step, Turn, check_environment
-from megatron_dppo.environments.python_sandbox import (
-    _BOOT,
-    _DENIED,
-    Python,
+from megatron_dppo.environments.python_sandbox import _BOOT, Python, run_snippet
+from megatron_dppo.environments.sandbox import (
+    DENIED,
+    DENIED_TO_SNIPPETS,
     SandboxError,
-    run_snippet,
+    denied_numbers,
+    filter_program,
 )
 from megatron_dppo.environments.workers import (
     EnvironmentPool,
@@ -44,13 +45,6 @@ def sandbox() -> None:
 
 protected = pytest.mark.usefixtures("sandbox")
 HERE = Path(__file__).resolve()
-SYSCALLS = f"""
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True)
-def errno(number):
-    return ctypes.get_errno() if libc.syscall(number, 0, 0, 0, 0, 0, 0) == -1 else None
-print({{errno(number) for number in {_DENIED}}})
-"""
 
 
 def run(snippet: str, **bounds: int) -> str:
@@ -96,7 +90,6 @@ def test_a_snippet_is_answered_with_what_it_prints(snippet, answer):
         ("import os\nwhile True: os.fork()", "PermissionError: .*"),
         ("import threading\nthreading.Thread(target=print).start()", "RuntimeError: can't start new thread"),
         ("import subprocess; subprocess.run(['/bin/sh'])", ".*Error.*"),
-        (SYSCALLS, r"\{1\}"),
         ("import ctypes; ctypes.CDLL(None).syscall(0x40000000 + 39)", r".*SIGSYS.*"),
         ("import os; os.setuid(0)", "OSError: .*|PermissionError: .*"),
         ("import os; os.kill(1, 9); print(os.getuid())", "65534"),
@@ -109,6 +102,50 @@ def test_a_snippet_is_answered_with_what_it_prints(snippet, answer):
 def test_an_attack_meets_nothing(attack, answer, monkeypatch):
     monkeypatch.setenv("SECRET", "of this process")
     assert re.fullmatch(answer, run(attack, seconds=30), re.DOTALL)
+
+
+# As /usr/include/x86_64-linux-gnu/asm/unistd_64.h and asm-generic/unistd.h number them.
+NUMBERS = {
+    "x86_64": {
+        "modify_ldt": 154, "io_setup": 206, "io_submit": 209, "io_pgetevents": 333, "memfd_create": 319,
+        "memfd_secret": 447, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427,
+        "userfaultfd": 323, "kexec_load": 246, "kexec_file_load": 320, "bpf": 321, "perf_event_open": 298,
+        "add_key": 248, "request_key": 249, "keyctl": 250, "ptrace": 101, "process_vm_readv": 310,
+        "pidfd_getfd": 438, "kcmp": 312, "unshare": 272, "setns": 308, "mount": 165, "fsopen": 430,
+        "init_module": 175, "finit_module": 313, "name_to_handle_at": 303, "open_by_handle_at": 304,
+        "move_pages": 279, "vmsplice": 278, "fork": 57, "clone": 56, "clone3": 435, "socket": 41, "shmget": 29,
+        "seccomp": 317,
+    },
+    "aarch64": {
+        "io_setup": 0, "io_submit": 2, "io_pgetevents": 292, "memfd_create": 279, "memfd_secret": 447,
+        "io_uring_setup": 425, "userfaultfd": 282, "kexec_load": 104, "kexec_file_load": 294, "bpf": 280,
+        "perf_event_open": 241, "add_key": 217, "request_key": 218, "keyctl": 219, "ptrace": 117,
+        "process_vm_readv": 270, "unshare": 97, "setns": 268, "mount": 40, "init_module": 105,
+        "open_by_handle_at": 265, "move_pages": 239, "clone": 220, "clone3": 435, "socket": 198, "shmget": 194,
+    },
+}  # fmt: skip
+# Every call with six zeros: one that is allowed succeeds, or fails otherwise than by EPERM (or ends the snippet).
+CALLS = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+for number in {numbers}:
+    print(number, libc.syscall(number, 0, 0, 0, 0, 0, 0), ctypes.get_errno(), sep=":", end=" ", flush=True)
+"""
+
+
+@protected
+def test_each_denied_call_fails_in_the_sandbox():
+    numbers = {*NUMBERS["x86_64"].values(), *denied_numbers(DENIED_TO_SNIPPETS, "x86_64")}
+    printed = run(CALLS.format(numbers=sorted(numbers)), seconds=30, longest_output=10_000)
+    assert printed.split() == [f"{number}:-1:1" for number in sorted(numbers)]
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_denied_calls_have_the_numbers_of_each_machine(machine):
+    assert set(NUMBERS[machine].values()) <= set(denied_numbers(DENIED_TO_SNIPPETS, machine))
+    # Eight bytes an instruction, and a jump spans 255 at most.
+    denied = len(denied_numbers(DENIED, machine))
+    assert len(filter_program(DENIED, machine)) == 8 * (6 + 2 * denied + 1)
 
 
 def _inside() -> list[psutil.Process]:

@@ -1,0 +1,167 @@
+"""The walls of a sandbox: words of bubblewrap (``bwrap``) and a filter of system calls.
+
+Two programs run behind them: snippets of ``python_sandbox``, which may nearly nothing, and commands of ``agents``,
+which start processes, use the network and allocate as they like.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import shutil
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron_dppo.system.errors import RunError
+
+ALLOW = (
+    "allow user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone=1, "
+    "kernel.apparmor_restrict_unprivileged_userns=0; in a container --security-opt seccomp=unconfined)"
+)
+_INSTALL = "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap; Fedora, RHEL: dnf install bubblewrap)"
+NAMESPACES = (
+    "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
+    "--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--cap-drop", "ALL", "--new-session",
+    "--die-with-parent",
+)  # fmt: skip
+"""Of both: namespaces but for the network, no capabilities, no terminal, and an end with who started it."""
+
+
+class SandboxError(RunError, ValueError):
+    """The sandbox can't be had on this machine, or failed; nothing was run without it."""
+
+
+def find_program(name: str) -> str:
+    """Where ``bwrap`` or ``prlimit`` is. Raises SandboxError where it is missing, or the machine has no filter."""
+    if sys.platform != "linux" or platform.machine() not in _AUDIT_NUMBERS:
+        machines = " or ".join(_AUDIT_NUMBERS)
+        raise SandboxError(f"the sandbox needs Linux on {machines}, this is {platform.platform()}")
+    path = shutil.which(name)
+    if path is None:
+        raise SandboxError(f"no {name} here to run programs in a sandbox: {_INSTALL}")
+    return path
+
+
+def system_libraries() -> Iterator[str]:
+    """bwrap's words for the system's libraries, read-only."""
+    for path in (Path("/usr/lib"), Path("/usr/lib64")):
+        if path.is_dir():
+            yield from ("--ro-bind", str(path), str(path))
+    yield from root_folders("/lib", "/lib64")
+
+
+def root_folders(*paths: str) -> Iterator[str]:
+    """bwrap's words for folders that are links into ``/usr`` on most systems, and folders of their own on others."""
+    for path in map(Path, paths):
+        if path.is_symlink():
+            yield from ("--symlink", os.readlink(path), str(path))
+        elif path.is_dir():
+            yield from ("--ro-bind", str(path), str(path))
+
+
+# --- system calls: name -> its number on x86_64 and on aarch64, None where there is none
+
+Calls = Mapping[str, tuple[int | None, int | None]]
+
+DENIED: Calls = {
+    # Other processes.
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "process_mrelease": (448, 448),
+    # Namespaces and mounts.
+    "unshare": (272, 97), "setns": (308, 268), "pivot_root": (155, 41), "chroot": (161, 51), "mount": (165, 40),
+    "umount2": (166, 39), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467), "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
+    "quotactl": (179, 60), "quotactl_fd": (443, 443), "statmount": (457, 457), "listmount": (458, 458),
+    # Keys, which no namespace separates.
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    # Interfaces of the kernel with a history of holes, or which bypass this filter.
+    "io_setup": (206, 0), "io_destroy": (207, 1), "io_submit": (209, 2), "io_cancel": (210, 3),
+    "io_getevents": (208, 4), "io_pgetevents": (333, 292), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "modify_ldt": (154, None),
+    "personality": (135, 92), "vmsplice": (278, 75), "remap_file_pages": (216, 234), "uselib": (134, None),
+    "lookup_dcookie": (212, 18), "fanotify_init": (300, 262), "memfd_secret": (447, 447),
+    "lsm_get_self_attr": (459, 459), "lsm_set_self_attr": (460, 460), "lsm_list_modules": (461, 461),
+    # Where memory lies, also of other processes.
+    "migrate_pages": (256, 238), "move_pages": (279, 239), "mbind": (237, 235), "set_mempolicy": (238, 237),
+    "set_mempolicy_home_node": (450, 450),
+    # The machine: another kernel, modules, clocks, names, ports, swap.
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224),
+    "swapoff": (168, 225), "acct": (163, 89), "syslog": (103, 116), "settimeofday": (164, 170),
+    "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
+    "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, None), "ioperm": (173, None),
+    "nfsservctl": (180, 42), "vhangup": (153, 58), "sysfs": (139, None), "ustat": (136, None),
+    "_sysctl": (156, None),
+}  # fmt: skip
+"""No program in a sandbox may make these."""
+
+DENIED_TO_SNIPPETS: Calls = {
+    **DENIED,
+    # Processes and threads.
+    "clone": (56, 220), "fork": (57, None), "vfork": (58, None), "clone3": (435, 435),
+    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
+    # Sockets.
+    "socket": (41, 198), "socketpair": (53, 199),
+    # Memory that the bound of a process does not count, or that outlives it.
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
+    "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189),
+    "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181),
+    "memfd_create": (319, 279), "inotify_init": (253, None), "inotify_init1": (294, 26),
+    "timer_create": (222, 107),
+    # Rules of its own, which take the kernel's memory.
+    "seccomp": (317, 277), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
+}  # fmt: skip
+"""A snippet may also not make these: it has one process, one thread and one kind of memory."""
+
+_AUDIT_NUMBERS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_X32 = 0x40000000
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_KILL, _REFUSE, _PASS = 0x80000000, 0x00050001, 0x7FFF0000
+
+
+def denied_numbers(denied: Calls, machine: str) -> list[int]:
+    """The numbers of these calls on ``machine``, x86_64 or aarch64."""
+    column = list(_AUDIT_NUMBERS).index(machine)
+    numbers = [numbers[column] for numbers in denied.values()]
+    return sorted(number for number in numbers if number is not None)
+
+
+def filter_program(denied: Calls, machine: str) -> bytes:
+    """A filter of system calls as the kernel's classic BPF program (seccomp(2)): EPERM for those denied; the process
+    ends where it makes any by another architecture's numbers."""
+    program = [
+        (_LOAD, 0, 0, 4),  # the architecture
+        (_IF_EQUAL, 1, 0, _AUDIT_NUMBERS[machine]),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0),  # the number
+        (_IF_AT_LEAST, 0, 1, _X32),
+        (_RETURN, 0, 0, _KILL),
+    ]
+    for number in denied_numbers(denied, machine):
+        program += [(_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE)]
+    program.append((_RETURN, 0, 0, _PASS))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+@functools.cache
+def _filter_here(is_snippet: bool) -> bytes:
+    return filter_program(DENIED_TO_SNIPPETS if is_snippet else DENIED, platform.machine())
+
+
+@contextlib.contextmanager
+def open_filter(*, is_snippet: bool) -> Iterator[int]:
+    """A descriptor of the filter for ``bwrap --seccomp``."""
+    filter_fd = os.memfd_create("filter")
+    try:
+        os.write(filter_fd, _filter_here(is_snippet))
+        os.lseek(filter_fd, 0, os.SEEK_SET)
+        yield filter_fd
+    finally:
+        os.close(filter_fd)
