@@ -37,6 +37,7 @@ from megatron_dppo.rewards import (
 )
 from megatron_dppo.rewards.answers import BadAnswers
 from megatron_dppo.rewards.verifier import Score, Verifier
+from megatron_dppo.system.time_limit import rendering_limit
 
 # Characters that are given to a tokenizer at one time: it takes 400 bytes and more for each of a call's.
 PIECE = 2**18
@@ -343,12 +344,13 @@ def _with_last_text(prompt: Prompt, text: str) -> Prompt:
 
 def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, where: str) -> str:
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in _messages(prompt)],
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-    # A template is a program: it may raise anything.
+        with rendering_limit():
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in _messages(prompt)],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+    # A template is a program: it may raise anything, or never end.
     except Exception as error:
         raise DataError(f"{where}: the chat template fails on it: {_named(error)}") from error
     return str(text)

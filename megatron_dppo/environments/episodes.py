@@ -32,6 +32,7 @@ from megatron_dppo.environments import (
     Turn,
 )
 from megatron_dppo.environments.workers import EnvironmentPool
+from megatron_dppo.system.time_limit import rendering_limit
 
 log = logging.getLogger(__name__)
 
@@ -400,13 +401,14 @@ class TurnTemplate:
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, asks: bool = True
     ) -> str:
         try:
-            text: Any = self._tokenizer.apply_chat_template(
-                list(map(dict, messages)),
-                tools=list(map(dict, tools)) or None,
-                add_generation_prompt=asks,
-                tokenize=False,
-            )
-        # A template is a program: it may raise anything.
+            with rendering_limit():
+                text: Any = self._tokenizer.apply_chat_template(
+                    list(map(dict, messages)),
+                    tools=list(map(dict, tools)) or None,
+                    add_generation_prompt=asks,
+                    tokenize=False,
+                )
+        # A template is a program: it may raise anything, or never end.
         except Exception as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             roles = ", ".join(str(message["role"]) for message in messages[-3:])

@@ -24,6 +24,7 @@ import aiohttp
 
 from megatron_dppo.rewards import RewardInput, RewardResult, RewardUnavailableError
 from megatron_dppo.system.network import url_fault
+from megatron_dppo.system.time_limit import rendering_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -185,7 +186,8 @@ class RewardModel:
                 raise ValueError(f"tokenizer: {self._folder}: {error}") from error
         turns = [*record.messages, {"role": "assistant", "content": record.response}]
         # As text first: a template's own beginning must not be put before it twice.
-        text = self._tokenizer.apply_chat_template([dict(turn) for turn in turns], tokenize=False)
+        with rendering_limit():
+            text = self._tokenizer.apply_chat_template([dict(t) for t in turns], tokenize=False)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -34,6 +34,7 @@ from megatron_dppo.data.records import (
 )
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.rewards import RewardInput
+from megatron_dppo.system import time_limit
 from tests.tiny_models import tiny_tokenizer
 
 
@@ -493,6 +494,16 @@ def test_megabytes_are_dropped_before_they_are_tokenised(load, tokenizer, monkey
 def test_a_chat_template_that_fails_names_the_line(load, tokenizer, monkeypatch, template):
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(DataError, match=r"set\.jsonl, line 1: the chat template fails on it: "):
+        load(GOOD, apply_chat_template=True)
+
+
+ENDLESS = "{% for i in range(90000) %}" * 4 + "{% endfor %}" * 4
+
+
+def test_a_chat_template_that_does_not_end_names_the_line(load, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", ENDLESS)
+    monkeypatch.setattr(time_limit, "RENDERING_S", 0.3)
+    with pytest.raises(DataError, match=r"set\.jsonl, line 1: .*TimeLimitError"):
         load(GOOD, apply_chat_template=True)
 
 

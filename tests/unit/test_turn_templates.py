@@ -15,6 +15,7 @@ from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import ChatCall
 from megatron_dppo.environments.episodes import TurnTemplate, TurnTemplateError
 from megatron_dppo.model.families import FAMILIES
+from megatron_dppo.system import time_limit
 from tests.chat_templates import PUBLISHED, published_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -327,6 +328,13 @@ NO_END = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 def test_a_template_that_can_not_say_what_follows_is_refused_at_the_start(template, role, message):
     with pytest.raises(TurnTemplateError, match=f"(?s){message}"):
         TurnTemplate(tiny_with(template), role)
+
+
+def test_a_template_that_does_not_end_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr(time_limit, "RENDERING_S", 0.3)
+    loops = "{% for i in range(90000) %}" * 4 + "{% endfor %}" * 4
+    with pytest.raises(TurnTemplateError, match="TimeLimitError"):
+        TurnTemplate(tiny_with(CHAT_TEMPLATE + loops), "user")
 
 
 def test_a_tokenizer_that_writes_a_space_before_every_text_is_refused():
