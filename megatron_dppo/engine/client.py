@@ -24,6 +24,7 @@ from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.engine.errors import EngineAnswerError, EngineLostError, EngineRequestError
 from megatron_dppo.engine.protocol import GenerationRequest, request_body, request_ids
 from megatron_dppo.engine.recordings import ROUTE, Notice, Way, gone_error
+from megatron_dppo.system.network import without_secrets
 
 Method = Literal["GET", "POST", "DELETE"]
 
@@ -81,6 +82,7 @@ class HttpClient:
         ca_file: str | None = None,
     ) -> None:
         self.url = url.rstrip("/")
+        self._keys = (api_key, admin_api_key)
         self._api_headers = _bearer(api_key)
         self._admin_headers = _bearer(admin_api_key or api_key)
         self._ca_file = ca_file
@@ -111,7 +113,7 @@ class HttpClient:
         headers = self._admin_headers if admin else self._api_headers
         headers = headers | _JSON if body is not None else headers
         async with self._open(method, path, headers, timeout_s, body) as answer:
-            return Answer(answer.status, answer.headers, await answer.read())
+            return await self._read(answer)
 
     @asynccontextmanager
     async def _open(
@@ -167,8 +169,7 @@ class HttpClient:
         """
         async with self._open("GET", path, self._api_headers, timeout_s) as answer:
             if answer.status >= 300:
-                reason = Answer(answer.status, answer.headers, await answer.read())
-                self._raise(path, reason)
+                self._raise(path, await self._read(answer))
             content = bytearray()
             async for piece in answer.content.iter_chunked(_PIECE_BYTES):
                 content += piece
@@ -178,6 +179,14 @@ class HttpClient:
             count = "more" if len(content) > size else str(len(content))
             raise EngineAnswerError(f"{self.url}{path}: {count} bytes, expected {size}")
         return bytes(content)
+
+    async def _read(self, answer: aiohttp.ClientResponse) -> Answer:
+        """The whole answer; of a refusal, which is for a message, without this client's keys."""
+        body = await answer.read()
+        if answer.status >= 300:
+            text = body.decode(errors="surrogateescape")
+            body = without_secrets(text, self._keys).encode(errors="surrogateescape")
+        return Answer(answer.status, answer.headers, body)
 
     def _raise(self, path: str, answer: Answer) -> NoReturn:
         message = f"{self.url}{path} answered {answer.status}: {answer.reason}"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_dppo.rewards import USABLE_NUMBER, is_usable
 from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ class Step:
     """What the environment answers to a turn.
 
     ``observation``: what follows it; of no use where the episode is ``done``. ``reward``: of this turn, a finite
-    number. ``is_scored``: of the last turn, whether the run's rewards score its text beside, as they do a response
-    without an environment; or, where there is one, ``scored_text`` instead of it.
+    number of at most 1e18 in absolute value. ``is_scored``: of the last turn, whether the run's rewards score its text
+    beside, as they do a response without an environment; or, where there is one, ``scored_text`` instead of it.
     """
 
     observation: Observation = ""
@@ -100,8 +100,7 @@ class Step:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "observation", observation_of(self.observation))
-        if not math.isfinite(self.reward):
-            raise ValueError(f"a reward is {self.reward}, expected a finite number")
+        _require(is_usable(self.reward), "reward", self.reward, USABLE_NUMBER)
         for name, flag in (("done", self.done), ("is_scored", self.is_scored)):
             _require(isinstance(flag, bool), name, flag, "true or false")
         text = self.scored_text

@@ -234,7 +234,8 @@ class _Worker:
             while True:
                 answer = _read_json(self._connection.recv_bytes(self._spec.largest_bytes + 4096))
                 self._loop.call_soon_threadsafe(self._take, answer)
-        except (EOFError, OSError, ValueError):
+        # The last two: what was sent is no JSON, or nested too deeply.
+        except (EOFError, OSError, ValueError, RecursionError):
             try:
                 # One that ends by itself says why.
                 code = self._process.wait(_ENDING_S)

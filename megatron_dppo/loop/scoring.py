@@ -22,7 +22,7 @@ from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.fleet.generation import GenerationJob, OnResponse
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.metrics import table as names
-from megatron_dppo.rewards import RewardInput, RewardUnavailableError
+from megatron_dppo.rewards import USABLE_NUMBER, RewardInput, RewardUnavailableError, is_usable
 from megatron_dppo.rewards.verifier import Score, Verifier, require
 from megatron_dppo.trainer.collectives import all_gather_json
 
@@ -382,7 +382,8 @@ def weighted_sum(scores: Mapping[str, Score], weights: Mapping[str, float]) -> S
     """sum_i w_i r_i over the rewards of one response. Beside a single reward's own components there is nothing; of
     several each value is one, and its components are too, as ``name/component``.
 
-    A refusal or an unavailable reward of one is that of the whole, with its name.
+    A refusal or an unavailable reward of one is that of the whole, with its name. A sum that is no usable number is a
+    refusal.
     """
     refusals = [
         f"reward {name}: {s.refusal}" for name, s in scores.items() if s.refusal is not None
@@ -401,8 +402,14 @@ def weighted_sum(scores: Mapping[str, Score], weights: Mapping[str, float]) -> S
         prefix = f"{name}/" if len(scores) > 1 else ""
         components |= {f"{prefix}{part}": value for part, value in score.components.items()}
     reasons = {name: s.reason for name, s in scores.items() if s.reason}
+    total = sum(weights[name] * score.value for name, score in scores.items())
+    if not is_usable(total):
+        parts = ", ".join(f"{name} {s.value:g} * {weights[name]:g}" for name, s in scores.items())
+        return Score(
+            0.0, refusal=f"the weighted sum of {parts} is {total:g}, expected {USABLE_NUMBER}"
+        )
     return Score(
-        sum(weights[name] * score.value for name, score in scores.items()),
+        total,
         timed_out=any(s.timed_out for s in scores.values()),
         crashed=any(s.crashed for s in scores.values()),
         components=components,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -238,18 +237,21 @@ def result_of(value: Any) -> RewardResult | str:
         if not isinstance(number, Real):
             kind = type(number).__name__
             return f"it returned a {kind}{where}, expected a finite number or a RewardResult"
-        if not _is_finite(number):
-            return f"it returned {_shown(number)}{where}, expected a finite number"
+        if not is_usable(number):
+            return f"it returned {_shown(number)}{where}, expected {USABLE_NUMBER}"
     components = {name: float(number) for name, number in result.components.items()}
     return RewardResult(float(result.value), components, str(result.reason))
 
 
-def _is_finite(number: Any) -> bool:
-    try:
-        return math.isfinite(number)
-    # An integer beyond the floats.
-    except OverflowError:
-        return False
+LARGEST_REWARD = 1e18
+"""Largest absolute value: a group's rewards are added up, and their squares too, in float32, which ends at 3.4e38."""
+USABLE_NUMBER = f"a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
+
+
+def is_usable(value: Any) -> bool:
+    """Whether a value can be a reward, or a part of one: a finite number, and no sum of such numbers overflows."""
+    # An integer beyond the floats has no float, but can be compared with one. NaN compares as false.
+    return isinstance(value, Real) and bool(-LARGEST_REWARD <= value <= LARGEST_REWARD)
 
 
 def _shown(value: Any) -> str:

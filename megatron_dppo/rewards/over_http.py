@@ -5,7 +5,8 @@ Both are asynchronous: the verifier bounds how many responses are asked for at a
 again. Here: one request, what its answer means, and a cache, as a group's responses are often alike: of equal ones a
 worker asks for one, also while its answer is on the way. A connection that
 breaks, a status of 408, 429 or 5xx and an answer that makes no sense are RewardUnavailableErrors; any other status says
-that the request itself is wrong, which ends the run.
+that the request itself is wrong, which ends the run. A redirect is such a status: the address that it names was not
+configured, and a server there must not set rewards.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 import os
 import re
 from collections import OrderedDict
@@ -22,14 +22,21 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from megatron_dppo.rewards import RewardInput, RewardResult, RewardUnavailableError
-from megatron_dppo.system.network import url_fault
+from megatron_dppo.rewards import (
+    USABLE_NUMBER,
+    RewardInput,
+    RewardResult,
+    RewardUnavailableError,
+    is_usable,
+)
+from megatron_dppo.system.network import url_fault, without_secrets
 from megatron_dppo.system.time_limit import rendering_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEMPORARY = (408, 429)
+_REDIRECTS = range(300, 400)
 _LONGEST_SHOWN = 300
 _LARGEST_BYTES = 1 << 24
 """Of an answer."""
@@ -59,12 +66,14 @@ class JsonEndpoint:
             raise ValueError(f"url: {fault}")
         self._url = url.rstrip("/")
         self._headers = {}
+        self._key = ""
         if api_key_variable is not None:
             key = os.environ.get(api_key_variable)
             if not key:
                 raise ValueError(
                     f"api_key_variable: {api_key_variable} is not set in the environment, expected the server's key"
                 )
+            self._key = key
             self._headers["Authorization"] = f"Bearer {key}"
         self._session: aiohttp.ClientSession | None = None
 
@@ -77,7 +86,7 @@ class JsonEndpoint:
             timeout = aiohttp.ClientTimeout(total=None)
             self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
         try:
-            async with self._session.post(where, json=body) as answer:
+            async with self._session.post(where, json=body, allow_redirects=False) as answer:
                 content = bytearray()
                 async for piece in answer.content.iter_any():
                     content += piece
@@ -89,21 +98,44 @@ class JsonEndpoint:
             raise RewardUnavailableError(
                 f"{where}: {str(error) or type(error).__name__}"
             ) from error
-        shown = content[:_LONGEST_SHOWN].decode(errors="replace")
+        shown = self.shown(content.decode(errors="replace"))
         if answer.status >= 500 or answer.status in _TEMPORARY:
             raise RewardUnavailableError(f"{where}: status {answer.status}: {shown}")
+        if answer.status in _REDIRECTS:
+            target = self.shown(answer.headers.get("Location", ""))
+            raise ValueError(
+                f"{where}: status {answer.status}, a redirect to {target!r}, which is not followed; expected the "
+                "server's own address as url"
+            )
         if answer.status != 200:
             raise ValueError(f"{where}: status {answer.status}: {shown}")
         try:
             return json.loads(content)
-        except ValueError as error:
+        # Deeply nested brackets are a RecursionError.
+        except (ValueError, RecursionError) as error:
             raise RewardUnavailableError(f"{where}: no JSON: {shown}") from error
+
+    def shown(self, said: Any) -> str:
+        """The beginning of what the server said, for a message: without the key, which a server may echo."""
+        return self.without_key(_text_of(said))[:_LONGEST_SHOWN]
+
+    def without_key(self, text: str) -> str:
+        """``text`` with the server's key replaced."""
+        return without_secrets(text, [self._key])
 
     async def close(self) -> None:
         """Let go of its connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def _text_of(said: Any) -> str:
+    try:
+        return str(said)
+    # Nested too deeply, or an integer of thousands of digits.
+    except (RecursionError, ValueError):
+        return f"a {type(said).__name__} that can't be shown"
 
 
 class _Cache(OrderedDict[Hashable, Any]):
@@ -127,19 +159,19 @@ class _Cache(OrderedDict[Hashable, Any]):
             self.popitem(last=False)
         if lacking:
             try:
-                values = await ask(lacking)
-            except (ValueError, OSError, RewardUnavailableError, asyncio.CancelledError) as error:
-                is_over = isinstance(error, asyncio.CancelledError)
-                failure = (
-                    RewardUnavailableError("an equal request was given up") if is_over else error
-                )
+                values = dict(zip(lacking, await ask(lacking), strict=True))
+            # Whatever it is: an equal request must not wait for an answer that never comes.
+            except BaseException as error:
+                failure: Exception = RewardUnavailableError("an equal request was given up")
+                if isinstance(error, Exception):
+                    failure = error
                 for key in lacking:
                     self.pop(key, None)
                     futures[key].set_exception(failure)
                     # Perhaps nobody else waits, which asyncio takes for a mistake.
                     futures[key].exception()
                 raise
-            for key, value in zip(lacking, values, strict=True):
+            for key, value in values.items():
                 futures[key].set_result(value)
         # Whoever is cancelled leaves it to the others.
         return [await asyncio.shield(futures[key]) for key in keys]
@@ -159,8 +191,8 @@ class RewardModel:
 
     def __init__(self, *, url: str, tokenizer: str, api_key_variable: str | None = None) -> None:
         self._endpoint = JsonEndpoint(url, api_key_variable)
-        self._folder = tokenizer
-        self._tokenizer: PreTrainedTokenizerBase | None = None
+        # Here, and not in the first call: a call's time limit is for the server.
+        self._tokenizer = _loaded_tokenizer(tokenizer)
         self._cache = _Cache(_CACHED)
 
     async def __call__(self, records: Sequence[RewardInput]) -> list[float]:
@@ -171,19 +203,17 @@ class RewardModel:
 
         async def ask(lacking: Sequence[Hashable]) -> list[float]:
             body = {"input_ids": [tokens[key] for key in lacking]}
-            return _classified(await self._endpoint.post("/classify", body), len(lacking))
+            answer = await self._endpoint.post("/classify", body)
+            try:
+                return _classified(answer, len(lacking))
+            except TypeError as error:
+                raise RewardUnavailableError(
+                    f"/classify answered {self._endpoint.shown(answer)}: {error}"
+                ) from error
 
         return await self._cache.values_of(keys, ask)
 
     def _token_ids(self, record: RewardInput) -> list[int]:
-        if self._tokenizer is None:
-            # Not before it is needed: the import takes seconds.
-            from transformers import AutoTokenizer
-
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self._folder)
-            except OSError as error:
-                raise ValueError(f"tokenizer: {self._folder}: {error}") from error
         turns = [*record.messages, {"role": "assistant", "content": record.response}]
         # As text first: a template's own beginning must not be put before it twice.
         with rendering_limit():
@@ -191,26 +221,46 @@ class RewardModel:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _classified(answer: Any, count: int) -> list[float]:
-    """One number for each sequence. Raises RewardUnavailableError, of a model with several labels ValueError."""
-    rows = answer if isinstance(answer, list) else [answer]
+def _loaded_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """A reward model's tokenizer. Raises ValueError where there is none, or it has no chat template."""
+    # Import lazily: it takes seconds, and a judge needs none of it.
+    from transformers import AutoTokenizer
+
     try:
-        labels = [row["embedding"] for row in rows]
-        numbers = [float(of_row[0]) for of_row in labels]
-        finite = all(map(math.isfinite, numbers))
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise RewardUnavailableError(
-            f"/classify answered {str(answer)[:_LONGEST_SHOWN]}"
-        ) from error
-    if len(numbers) != count or not finite:
-        raise RewardUnavailableError(
-            f"/classify answered {numbers[:5]} for {count} sequences, expected a finite number for each"
-        )
-    if widest := max(map(len, labels), default=1) - 1:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    # Damaged files raise whatever the libraries make of them; tokenizers raises bare Exceptions.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:_LONGEST_SHOWN]
         raise ValueError(
-            f"/classify answered {widest + 1} numbers for a sequence, expected one label"
+            f"tokenizer: got {folder!r}, expected the folder or the hub's name of a tokenizer: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+    if tokenizer.chat_template is None:
+        raise ValueError(f"tokenizer: got {folder!r}, expected one with a chat template")
+    return tokenizer
+
+
+def _classified(answer: Any, count: int) -> list[float]:
+    """One number for each sequence. Raises TypeError where the answer has none, of a model with several labels
+    ValueError."""
+    rows = answer if isinstance(answer, list) else [answer]
+    if len(rows) != count:
+        raise TypeError(f"{len(rows)} results, expected {count}, one for each sequence")
+    return [_only_label(row) for row in rows]
+
+
+def _only_label(row: Any) -> float:
+    labels = row.get("embedding") if isinstance(row, dict) else None
+    if not isinstance(labels, list) or not labels:
+        raise TypeError("expected objects with a list of numbers as embedding")
+    if len(labels) > 1:
+        raise ValueError(
+            f"/classify answered {len(labels)} numbers for a sequence, expected one label"
         )
-    return numbers
+    number = labels[0]
+    if type(number) not in (int, float) or not is_usable(number):
+        raise TypeError(f"expected {USABLE_NUMBER} as the label of each sequence")
+    return float(number)
 
 
 class Judge:
@@ -270,7 +320,8 @@ class Judge:
         (question,) = questions
         reply = await self._ask(str(question))
         score = self._score(reply)
-        shown = " ".join(reply[-_LONGEST_SHOWN:].split())
+        last_words = self._endpoint.without_key(reply)[-_LONGEST_SHOWN:]
+        shown = " ".join(last_words.split())
         if score is None and self._unparsed is None:
             raise RewardUnavailableError(f"the judge gave no score: {shown!r}")
         if score is None:
@@ -289,8 +340,8 @@ class Judge:
         answer = await self._endpoint.post("/chat/completions", body)
         try:
             return str(answer["choices"][0]["message"]["content"] or "")
-        except (KeyError, IndexError, TypeError) as error:
-            shown = str(answer)[:_LONGEST_SHOWN]
+        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+            shown = self._endpoint.shown(answer)
             raise RewardUnavailableError(f"no chat completion: {shown}") from error
 
     def _score(self, reply: str) -> float | None:

@@ -6,7 +6,7 @@ import errno
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -149,6 +149,17 @@ def url_fault(url: str) -> str | None:
     named = ":" in host or _HOST.fullmatch(host)
     plain = not (parts.query or parts.fragment or re.search(r"\s", url))
     return None if parts.scheme in ("http", "https") and named and port != 0 and plain else problem
+
+
+HIDDEN_SECRET = "<api key>"
+
+
+def without_secrets(text: str, secrets: Iterable[str | None]) -> str:
+    """``text`` of a server, for a message, with each key replaced: a server may echo the key that it was sent."""
+    for secret in secrets:
+        if secret:
+            text = text.replace(secret, HIDDEN_SECRET)
+    return text
 
 
 # --- the rendezvous of torch.distributed

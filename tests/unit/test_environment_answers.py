@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
-from tests.unit.test_environments import PLANTED, PROBLEM, Engine, play
+from megatron_dppo.loop.scoring import with_rewards
+from megatron_dppo.rewards import LARGEST_REWARD
+from megatron_dppo.rewards.verifier import Score
+from tests.unit.test_environments import LIMITS, PLANTED, PROBLEM, Engine, play
 
 
 @pytest.mark.parametrize(
@@ -17,7 +23,20 @@ from tests.unit.test_environments import PLANTED, PROBLEM, Engine, play
         ({"step": "Step(done=True, is_scored=True, scored_text=42)"}, "scored_text: got '42', exp"),
         ({"step": "Step(done='no')"}, "done: got 'no', expected true or false"),
         ({"step": "Step(ChatCall(SAID, branch=-1))"}, "branch: got '-1', expected the number of a"),
-        ({"step": "UncheckedStep(reward='0.5')"}, "step: must be real number, not str"),
+        (
+            {"step": "UncheckedStep(reward='0.5')"},
+            "step: reward: got '0.5', expected a finite number",
+        ),
+        (
+            {"step": "Step(reward=1e308)"},
+            "step: ValueError: reward: got '1e+308', expected a finite",
+        ),
+        (
+            {"step": "Step(reward=1e39, done=True)"},
+            "step: ValueError: reward: got '1e+39', expected",
+        ),
+        ({"step": "UncheckedStep(reward=1e39, done=True)"}, "step: reward: got '1e+39', expected"),
+        ({"step": "Step(reward=10**400)"}, "step: ValueError: reward: got '1000000"),
         ({"step": "SAID[0]"}, "step: TypeError: a dict, expected a Step"),
         ({"first": "ChatCall(SAID, max_tokens=0)"}, "max_tokens: got '0', expected 1 or more"),
         ({"first": "ChatCall(SAID, max_tokens='5')"}, "max_tokens: got '5', expected 1 or more"),
@@ -30,6 +49,21 @@ def test_whatever_an_environment_answers_ends_no_run(answers, reason):
     assert t.finish_reason == ("failed" if reason else "stop")
     assert reason in t.reason
     assert reason or t.turn_rewards == (0.5,)
+
+
+def test_the_largest_rewards_of_every_turn_have_finite_advantages():
+    """In float32, in which a step's losses are added up, and their squares."""
+    largest = f"Step('1', reward={LARGEST_REWARD})"
+    limits = replace(LIMITS, turns=4)
+    (t,), _ = play(Engine({0: ["4"]}), "Answering", limits, step=largest)
+    assert t.turn_rewards == (LARGEST_REWARD,) * 4
+    for credit in ("trajectory", "turn"):
+        other = replace(t, turn_rewards=(-LARGEST_REWARD,) * 4)
+        as_verified = AlgorithmConfig(truncated_responses="as-verified")
+        group = with_rewards([t, other], [Score(0.0)] * 2, 2, as_verified, credit)
+        assert [float(np.float32(x.advantage) ** 2) for x in group] == [
+            pytest.approx(16 * LARGEST_REWARD**2)
+        ] * 2
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -198,6 +198,8 @@ def test_the_weighted_sum_by_hand():
     assert total.unavailable == "reward judge: refused"
     refused = weighted_sum(lacking | {"x": Score(0.0, refusal="no")}, dict.fromkeys("x", 1.0))
     assert refused.refusal == "reward x: no"
+    beyond = weighted_sum({"x": Score(1e18), "y": Score(1.0)}, {"x": 1e300, "y": 2.0})
+    assert "x 1e+18 * 1e+300, y 1 * 2 is inf" in (beyond.refusal or "")
 
 
 def test_several_rewards_of_a_run():

@@ -1,4 +1,4 @@
-"""How often a judge's and a reward model's server is asked, and how much of an answer is read."""
+"""How often a judge's and a reward model's server is asked, how much of an answer is read, and what it is taken for."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from megatron_dppo.engine.client import HttpClient
+from megatron_dppo.engine.errors import EngineRequestError
 from megatron_dppo.rewards import RewardInput, RewardUnavailableError, over_http
 from megatron_dppo.rewards.over_http import Judge, RewardModel
 from tests.tiny_models import tiny_tokenizer
@@ -23,6 +26,7 @@ class Service:
     def __init__(self, answers: Callable[[Any], Any]) -> None:
         self.bodies: list[Any] = []
         self.status = 200
+        self.headers: dict[str, str] = {}
         self.may_answer, self.came = asyncio.Event(), asyncio.Event()
         self._answers = answers
         self.may_answer.set()
@@ -32,7 +36,10 @@ class Service:
         self.bodies.append(body)
         self.came.set()
         await self.may_answer.wait()
-        return web.json_response(self._answers(body), status=self.status)
+        answer = self._answers(body)
+        if isinstance(answer, str):
+            return web.Response(text=answer, status=self.status, headers=self.headers)
+        return web.json_response(answer, status=self.status, headers=self.headers)
 
 
 @asynccontextmanager
@@ -177,3 +184,162 @@ def test_of_an_answer_no_more_is_read_than_a_bound(monkeypatch):
             await judge(RewardInput("2"))
 
     judged(work)
+
+
+# --- answers that make no sense
+
+NONSENSE = [
+    "[" * 100_000 + "]" * 100_000,
+    "[" * 100_000,
+    "1" + "0" * 400,
+    "1" * 5000,
+    "null",
+    "{}",
+    "",
+]
+HUGE = "1" + "0" * 400
+LABELS = [
+    *(f"[{HUGE}]", "[NaN]", "[Infinity]", "[1e39]", '["5"]', "[null]", "[true]", "[[1.0]]"),
+    *('"5"', "5", "[]"),
+]
+CLASSIFIED = [
+    *(f'[{{"embedding": {label}}}]' for label in LABELS),
+    '[{"embedding": [1.0]}, {"embedding": [1.0]}]',
+    "[5]",
+]
+CONTENTS = [HUGE, "[" * 500 + "]" * 500, f'"Score: {HUGE}"']
+COMPLETIONS = [
+    '{"choices": []}',
+    '{"choices": [{"message": {}}]}',
+    *(f'{{"choices": [{{"message": {{"content": {content}}}}}]}}' for content in CONTENTS),
+]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def fault_of(call: Callable[[str], Awaitable[Any]], service: Service) -> Exception:
+    """What two equal calls at the same time raise: both within a second, and of one type."""
+
+    async def run() -> Exception:
+        async with serving(service) as url:
+            both = asyncio.gather(call(url), call(url), return_exceptions=True)
+            first, second = await asyncio.wait_for(both, 10.0)
+        assert isinstance(first, Exception)
+        assert type(first) is type(second)
+        return first
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("answer", [*NONSENSE, *CLASSIFIED], ids=lambda answer: answer[:40])
+def test_a_reward_models_nonsense_is_no_reward_to_all_who_wait(answer, tokenizer):
+    models: list[RewardModel] = []
+
+    async def call(url: str) -> Any:
+        if not models:
+            models.append(RewardModel(url=url, tokenizer=tokenizer))
+        return await models[0]([RewardInput("1")])
+
+    assert isinstance(fault_of(call, Service(lambda _: answer)), RewardUnavailableError)
+
+
+@pytest.mark.parametrize("answer", [*NONSENSE, *COMPLETIONS], ids=lambda answer: answer[:40])
+def test_a_judges_nonsense_is_no_reward_to_all_who_wait(answer):
+    judges: list[Judge] = []
+
+    async def call(url: str) -> Any:
+        if not judges:
+            judges.append(Judge(url=url, model="m"))
+        return await judges[0](RewardInput("1"))
+
+    assert isinstance(fault_of(call, Service(lambda _: answer)), RewardUnavailableError)
+
+
+def test_an_error_that_nobody_expects_reaches_all_who_wait(monkeypatch):
+    """An equal request waited for ever, where what was raised had no entry in a list of errors."""
+
+    async def work(service: Service, judge: Judge) -> None:
+        async def fails(path: str, body: Any) -> Any:
+            await asyncio.sleep(0)
+            raise LookupError("planted")
+
+        monkeypatch.setattr(judge._endpoint, "post", fails)
+        calls = asyncio.gather(*(judge(RewardInput("1")) for _ in range(3)), return_exceptions=True)
+        assert [type(e) for e in await asyncio.wait_for(calls, 10.0)] == [LookupError] * 3
+
+    judged(work)
+
+
+def test_a_redirect_is_not_followed_and_names_both_addresses():
+    """A server elsewhere would set the reward."""
+
+    async def run() -> None:
+        elsewhere, service = Service(said), Service(lambda _: "moved")
+        async with serving(elsewhere) as other, serving(service) as url:
+            for status in (301, 302, 303, 307, 308):
+                service.status, service.headers = status, {"Location": f"{other}/chat/completions"}
+                judge = Judge(url=url, model="m")
+                with pytest.raises(ValueError, match=re.escape(url)) as error:
+                    await judge(RewardInput("1"))
+                assert other in str(error.value)
+                await judge._endpoint.close()
+        assert not elsewhere.bodies
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", [200, 302, 401, 503])
+def test_a_key_that_the_server_echoes_is_in_no_message(status, monkeypatch):
+    key = "sk-5c0ffee5"
+    monkeypatch.setenv("JUDGE_KEY", key)
+
+    async def run() -> None:
+        service = Service(lambda _: f"no such key: {key}")
+        service.status, service.headers = status, {"Location": f"/?key={key}"}
+        async with serving(service) as url:
+            judge = Judge(url=url, model="m", api_key_variable="JUDGE_KEY")
+            with pytest.raises((ValueError, RewardUnavailableError)) as error:
+                await judge(RewardInput("1"))
+            assert key not in str(error.value)
+            await judge._endpoint.close()
+        reply = Service(lambda _: {"choices": [{"message": {"content": f"{key} Score: 5"}}]})
+        async with serving(reply) as url:
+            judge = Judge(url=url, model="m", api_key_variable="JUDGE_KEY")
+            result = await judge(RewardInput("1"))
+            assert (result.value, key in result.reason) == (0.5, False)
+            await judge._endpoint.close()
+
+    asyncio.run(run())
+
+
+def test_a_key_that_an_attached_engine_echoes_is_in_no_message():
+    async def run() -> None:
+        service = Service(lambda _: "no such keys: user-5c0ffee, admin-5c0ffee")
+        service.status = 401
+        async with (
+            serving(service) as url,
+            HttpClient(url, "user-5c0ffee", "admin-5c0ffee") as client,
+        ):
+            with pytest.raises(EngineRequestError) as error:
+                await client.request("POST", "/generate", b"{}")
+        assert "no such keys" in str(error.value)
+        assert "5c0ffee" not in str(error.value)
+
+    asyncio.run(run())
+
+
+def test_a_reward_models_tokenizer_is_there_before_the_first_call(tokenizer, tmp_path):
+    """A call's time limit is the server's: loading transformers takes seconds, on a slow file system minutes."""
+    model = RewardModel(url="http://127.0.0.1:1", tokenizer=tokenizer)
+    assert model._tokenizer.chat_template
+    with pytest.raises(ValueError, match=str(tmp_path / "none")):
+        RewardModel(url="http://127.0.0.1:1", tokenizer=str(tmp_path / "none"))
+    bare = tiny_tokenizer()
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match="bare"):
+        RewardModel(url="http://127.0.0.1:1", tokenizer=str(tmp_path / "bare"))

@@ -181,6 +181,8 @@ def test_impossible_settings():
         ("'1'", "it returned a str, expected a finite number or a RewardResult"),
         ("(1, 2)", "it returned a tuple, expected a finite number or a RewardResult"),
         ("int('x')", "invalid literal for int() with base 10: 'x' (<string>, line 1)"),
+        ("1e39", "it returned 1e+39, expected a finite number from -1e+18 to 1e+18"),
+        ("10 ** 400", "it returned 1000"),
         ("10 ** 5000", "it returned a number of thousands of digits, expected a finite number"),
     ],
 )
