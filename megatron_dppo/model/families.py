@@ -10,6 +10,7 @@ unquantised, with the canonical (Triton or native) layout of experts.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,9 +44,10 @@ class ConfigFacts:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive real number."""
+        """A positive real number; JSON as Python reads it may also hold NaN and Infinity."""
         value = self._first((key,), default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= sys.float_info.max:
             return self._wrong((key,), value, "a positive number", 1.0)
         return float(value)
 
@@ -62,6 +64,17 @@ class ConfigFacts:
         if value != expected:
             self.fault(f"{key} is {value!r}; only {expected!r} is supported for this family")
 
+    def require_each(self, key: str, expected: Any) -> None:
+        """Refuse a model whose list ``key``, where it has one, holds anything but ``expected``."""
+        values = self._first((key,), [])
+        others = (
+            [value for value in values if value != expected]
+            if isinstance(values, list)
+            else [values]
+        )
+        if others:
+            self.fault(f"{key} has {others[0]!r}; only {expected!r} is supported for this family")
+
     def dtype(self) -> str:
         """The weights' type."""
         # transformers writes ``dtype`` since version 5 and ``torch_dtype`` before.
@@ -72,24 +85,36 @@ class ConfigFacts:
 
     def rope(self) -> tuple[float, Llama3RopeScaling | None]:
         """``(theta, scaling)``."""
-        # transformers writes ``rope_parameters``, with theta in it, since version 5, ``rope_scaling`` before.
-        nested = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+        # transformers 5 writes ``rope_parameters``, with theta in it. Where a file also has ``rope_scaling``, the key
+        # of earlier versions, transformers and SGLang take that table alone.
+        key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
+        nested = self.values.get(key) or {}
         if not isinstance(nested, Mapping):
-            self.fault(f"rope parameters are {nested!r}, expected a table")
+            self.fault(f"{key} is {nested!r}, expected a table")
             nested = {}
+        by_layer_type = [name for name, value in nested.items() if isinstance(value, Mapping)]
+        if by_layer_type:
+            self.fault(f"{key}.{by_layer_type[0]} is a table, expected one for all layers")
+        # The engine reads the outer factor, transformers the one in the table.
+        for table in (self.values, nested):
+            ConfigFacts(table, self.where, self.faults).require("partial_rotary_factor", 1, 1)
         facts = ConfigFacts({**self.values, **nested}, self.where, self.faults)
         theta = facts.number("rope_theta", 10000.0)
         kind = nested.get("rope_type", nested.get("type", "default"))
         if kind == "default":
             return theta, None
         if kind != "llama3":
-            self.fault(f"rope type {kind!r} is not supported, expected 'default' or 'llama3'")
+            self.fault(
+                f"{key}: rope type {kind!r} is not supported, expected 'default' or 'llama3'"
+            )
             return theta, None
         scaling = Llama3RopeScaling(
             factor=facts.number("factor"),
             low_freq_factor=facts.number("low_freq_factor"),
             high_freq_factor=facts.number("high_freq_factor"),
-            original_max_positions=facts.positive("original_max_position_embeddings"),
+            original_max_positions=facts.positive(
+                "original_max_position_embeddings", "max_position_embeddings"
+            ),
         )
         return theta, scaling
 
@@ -111,13 +136,42 @@ class ConfigFacts:
         return stand_in
 
 
+_UNREAD = {
+    "compression_config": None,
+    "dual_chunk_attention_config": None,
+    "is_causal": True,
+    "original_num_attention_heads": None,
+    "rope_is_neox_style": True,
+    "scale_emb": None,
+}
+"""Entries that transformers or SGLang obey in models of these families -> the value under which they change nothing."""
+
+
 def read_decoder_shape(
-    facts: ConfigFacts, family: str, *, head_dim_default: int | None = None, **extra: Any
+    facts: ConfigFacts,
+    family: str,
+    *,
+    head_dim_default: int | None = None,
+    key_value_heads_default: int | None = None,
+    **extra: Any,
 ) -> ModelShape:
-    """What all supported families spell alike; ``extra`` adds or replaces fields of ModelShape."""
+    """Read what all supported families spell alike.
+
+    Args:
+        facts: the file's entries.
+        family: the ``model_type``.
+        head_dim_default: what transformers assumes where the file has no ``head_dim``; None: hidden size / heads.
+        key_value_heads_default: likewise of ``num_key_value_heads``; None: as many as there are heads.
+        extra: fields of ModelShape to add or to replace.
+    """
     facts.require("hidden_act", "silu", "silu")
     facts.require("use_sliding_window", False, False)
+    for key, harmless in _UNREAD.items():
+        facts.require(key, harmless, harmless)
+    facts.require_each("layer_types", "full_attention")
     heads = facts.positive("num_attention_heads")
+    is_absent = "num_key_value_heads" not in facts.values
+    groups_default = (is_absent and key_value_heads_default) or heads
     hidden = facts.positive("hidden_size")
     theta, scaling = facts.rope()
     fields: dict[str, Any] = {
@@ -125,7 +179,7 @@ def read_decoder_shape(
         "num_layers": facts.positive("num_hidden_layers"),
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_query_groups": facts.positive("num_key_value_heads", default=heads),
+        "num_query_groups": facts.positive("num_key_value_heads", default=groups_default),
         "head_dim": facts.positive("head_dim", default=head_dim_default or max(1, hidden // heads)),
         "ffn_hidden_size": facts.positive("intermediate_size"),
         "vocab_size": facts.positive("vocab_size"),
@@ -339,11 +393,11 @@ def family_of(shape: ModelShape) -> Family:
     return FAMILIES[shape.family]
 
 
-def load_model_shape(hf_dir: str | Path) -> ModelShape:
+def load_model_shape(hf_dir: str | Path, *, quantized: bool = False) -> ModelShape:
     """Read ``hf_dir/config.json`` (or a config file itself).
 
-    Raises ModelConfigError where there is none or it is no JSON, UnsupportedModelError, with all faults, for a family
-    or entries outside the tables.
+    ``quantized``: the caller reads quantised weights; they are refused otherwise. Raises ModelConfigError where there
+    is none or it is no JSON, UnsupportedModelError, with all faults, for a family or entries outside the tables.
     """
     path = Path(hf_dir)
     path = path / "config.json" if path.is_dir() else path
@@ -356,6 +410,8 @@ def load_model_shape(hf_dir: str | Path) -> ModelShape:
         )
     facts = ConfigFacts(values, str(path))
     facts.require("architectures", [family.architecture], [family.architecture])
+    if not quantized:
+        _refuse_quantization(facts)
     shape = family.read(facts)
     if not facts.faults:
         # Between values that hold by themselves: a stand-in for a wrong one would only be blamed a second time.
@@ -365,6 +421,22 @@ def load_model_shape(hf_dir: str | Path) -> ModelShape:
     return shape
 
 
+def _refuse_quantization(facts: ConfigFacts) -> None:
+    scheme = facts.values.get("quantization_config")
+    if scheme is None:
+        return
+    method = scheme.get("quant_method") if isinstance(scheme, Mapping) else scheme
+    way_out = "use the model's unquantised release"
+    if method == "fp8":
+        way_out = (
+            "`megatron-dppo convert hf-to-megatron --dtype bfloat16` reads 8-bit weights with their scales, and "
+            "`convert megatron-to-hf` makes an unquantised folder of the result"
+        )
+    facts.fault(
+        f"quantization_config says {method!r}, expected none: weights are trained and served unquantised; {way_out}"
+    )
+
+
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -372,11 +444,20 @@ def _read_json(path: Path) -> Any:
         raise ModelConfigError(
             f"{path}: no such file; expected a Hugging Face config.json"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    # ValueError: also of a number of more digits than Python reads.
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelConfigError(f"{path}: not a readable JSON file ({error})") from error
 
 
+_MOST_LAYERS, _MOST_EXPERTS = 4096, 4096
+"""Each layer, and each expert of it, is unrolled into rows of a table, so a wild number would never end."""
+
+
 def _check_relations(shape: ModelShape, facts: ConfigFacts) -> None:
+    if shape.num_layers > _MOST_LAYERS:
+        facts.fault(f"num_hidden_layers is {shape.num_layers}, expected at most {_MOST_LAYERS}")
+    if shape.num_experts > _MOST_EXPERTS:
+        facts.fault(f"num_experts is {shape.num_experts}, expected at most {_MOST_EXPERTS}")
     heads, groups = shape.num_attention_heads, shape.num_query_groups
     if heads % groups:
         facts.fault(
@@ -409,14 +490,14 @@ def read_llama(facts: ConfigFacts) -> ModelShape:
 @declares("qwen2", "Qwen2ForCausalLM", layer=(*ATTENTION, QKV_BIAS, *DENSE_MLP))
 def read_qwen2(facts: ConfigFacts) -> ModelShape:
     """Qwen2 and Qwen2.5 dense (DeepSeek-R1-Distill-Qwen): biases on Q, K and V only."""
-    return read_decoder_shape(facts, "qwen2")
+    return read_decoder_shape(facts, "qwen2", key_value_heads_default=32)
 
 
 @declares("qwen3", "Qwen3ForCausalLM", layer=(*ATTENTION, *QK_NORM, *DENSE_MLP))
 def read_qwen3(facts: ConfigFacts) -> ModelShape:
     """Qwen3 dense (Qwen3-8B, Qwen3-1.7B): qk-norm, no biases."""
     facts.require("attention_bias", False, False)
-    return read_decoder_shape(facts, "qwen3", head_dim_default=128)
+    return read_decoder_shape(facts, "qwen3", head_dim_default=128, key_value_heads_default=32)
 
 
 @declares(
@@ -435,6 +516,7 @@ def read_qwen3_moe(facts: ConfigFacts) -> ModelShape:
     return read_decoder_shape(
         facts,
         "qwen3_moe",
+        key_value_heads_default=4,
         num_experts=facts.positive("num_experts", "num_local_experts"),
         experts_per_token=facts.positive("num_experts_per_tok"),
         moe_ffn_hidden_size=facts.positive("moe_intermediate_size"),

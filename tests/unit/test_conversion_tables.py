@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from megatron_dppo.checkpoint_conversion.gathering import assemble, pack
 from megatron_dppo.model.errors import LayoutError, ModelConfigError, UnsupportedModelError
@@ -332,6 +333,11 @@ def test_llama3_rotary_scaling_is_read(tmp_path):
     assert (scaling.factor, scaling.original_max_positions) == (32.0, 8192)
 
 
+ABSENT = object()
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -345,11 +351,96 @@ def test_llama3_rotary_scaling_is_read(tmp_path):
         ({"torch_dtype": "int8"}, "dtype is 'int8'"),
         ({"model_type": "qwen3_moe"}, "num_experts or num_local_experts is missing, expected a"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        # transformers and SGLang take ``rope_scaling`` alone where both stand in a file.
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": PLAIN_ROPE},
+            "rope_scaling: rope type 'yarn'",
+        ),
+        ({"rope_parameters": {"full_attention": PLAIN_ROPE}}, "rope_parameters.full_attention"),
+        ({"rope_theta": math.nan}, "rope_theta is nan"),
+        ({"rope_theta": math.inf}, "rope_theta is inf"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"rope_parameters": {"rope_theta": math.nan}}, "rope_theta is nan"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"layer_types": 7}, "layer_types"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "(?s)quantization_config.*'fp8'.*convert",
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*'gptq'"),
+        ({"quantization_config": "int4"}, "quantization_config.*'int4'"),
+        ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
+        ({"scale_emb": 12}, "scale_emb"),
     ],
 )
 def test_unsupported_configs_are_refused_with_the_reason(tmp_path, changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
         load_model_shape(written(tmp_path, config(**changes)))
+
+
+def test_more_experts_than_a_table_can_list_are_refused(tmp_path):
+    moe = {"num_experts": 10**9, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    with pytest.raises(UnsupportedModelError, match="num_experts is 1000000000"):
+        load_model_shape(written(tmp_path, config(model_type="qwen3_moe", **moe)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_theta": 5e5}},
+        {
+            "rope_scaling": {"rope_type": "default", "rope_theta": 2e5},
+            "rope_parameters": PLAIN_ROPE,
+        },
+        {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_scaling": {}, "rope_parameters": {"rope_type": "default"}},
+        {"rope_scaling": {"rope_type": "default"}, "rope_theta": ABSENT},
+        {"rope_parameters": {"partial_rotary_factor": 1.0}},
+        {"rope_scaling": LLAMA3},
+        {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 512}},
+        {"num_key_value_heads": ABSENT},
+        {"head_dim": ABSENT},
+        {"rms_norm_eps": ABSENT},
+        {"tie_word_embeddings": ABSENT},
+        {"norm_topk_prob": ABSENT},
+    ],
+)
+def test_a_config_is_read_as_transformers_reads_it(tmp_path, family, changes):
+    sizes = {
+        "num_attention_heads": 32, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }  # fmt: skip
+    values = config(model_type=family, **{**sizes, **changes})
+    folder = written(tmp_path, {k: v for k, v in values.items() if v is not ABSENT})
+    ours, theirs = load_model_shape(folder), AutoConfig.from_pretrained(folder)
+    heads = theirs.num_attention_heads
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
+    rope, scaling = theirs.rope_parameters, ours.rope_scaling
+    assert (ours.num_query_groups, ours.head_dim) == (theirs.num_key_value_heads, head_dim)
+    assert (ours.norm_eps, ours.tied_embeddings) == (
+        theirs.rms_norm_eps,
+        theirs.tie_word_embeddings,
+    )
+    assert ours.rope_theta == rope["rope_theta"]
+    assert ("default" if scaling is None else "llama3") == rope["rope_type"]
+    if scaling is not None:
+        assert scaling.original_max_positions == rope["original_max_position_embeddings"]
+    if ours.is_moe:
+        assert ours.norm_topk_prob == theirs.norm_topk_prob
+
+
+def test_a_number_of_more_digits_than_python_reads_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3", "hidden_size": ' + "9" * 5000 + "}"
+    )
+    with pytest.raises(ModelConfigError, match="not a readable JSON"):
+        load_model_shape(tmp_path)
 
 
 def test_a_missing_or_broken_config_is_refused(tmp_path):
