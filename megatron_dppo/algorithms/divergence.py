@@ -36,15 +36,15 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
       2^-24 or so near 0. D then errs by u |log((1 - mu) / (1 - pi)) - log(mu / pi)|, below 90 u =
       6e-6 in float32: no threshold is that small.
 
-    A log pi that underflows to 0 leaves 1 - pi at the dtype's smallest normal number, so nothing is
-    infinite by it; D is a lower bound there.
+    A log pi of exactly 0 says that pi rounds to 1, and nothing of how near it is: 1 - pi then counts as half a unit of
+    the dtype's rounding, the largest value that rounds so, and D is a lower bound.
     """
-    floor = math.log(torch.finfo(log_probs.dtype).tiny)
     # Both policies in one tensor: half as many small operations, which is what a mask costs.
     log_p = _clamped(torch.stack([rollout_log_probs.detach(), log_probs.detach()]))
     # Not 1 - exp(log p), whose error is that of numbers near 1 and can make D negative.
     rest = -torch.expm1(log_p)
-    log_rest = rest.log().clamp(min=floor)
+    half_unit = math.log(0.5 * torch.finfo(log_probs.dtype).eps)
+    log_rest = torch.where(log_p == 0, half_unit, rest.log())
     inside = _kl_term(log_p[0].exp(), log_p[0], log_p[1])
     outside = _kl_term(rest[0], log_rest[0], log_rest[1])
     return (inside + outside).clamp(min=0)

@@ -181,12 +181,32 @@ def test_no_divergence_carries_a_gradient():
         assert not value.requires_grad
 
 
-def test_certainty_by_underflow_costs_as_much_as_the_dtypes_smallest_number():
-    # log pi = 0 at mu = 1/2: 1/2 log(1/2) + 1/2 (log(1/2) - log(tiny)), tiny = 2^-126 and 2^-1022.
-    for dtype, bits in ((torch.float32, 126), (torch.float64, 1022)):
-        pi, mu = torch.zeros(1, dtype=dtype), torch.tensor([0.5], dtype=dtype).log()
-        expected = (-1 + bits / 2) * math.log(2)
-        assert binary_kl(pi, mu).item() == pytest.approx(expected, rel=1e-6)
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 24), (torch.float64, 53)])
+def test_a_log_probability_of_exactly_zero_leaves_half_a_unit_of_rounding(dtype, bits):
+    """log pi = 0 at mu = 1/2: 1/2 log(1/2) + 1/2 (log(1/2) - log 2^-bits); mu = 1 and pi = 1 are equal."""
+    pi, mu = torch.zeros(1, dtype=dtype), torch.tensor([0.5], dtype=dtype).log()
+    assert binary_kl(pi, mu).item() == pytest.approx((bits / 2 - 1) * math.log(2), rel=1e-6)
+    assert binary_kl(pi, pi).item() == 0
+    # mu = .999: .999 log .999 + .001 (log .001 + bits log 2), below DPPO's threshold of .05.
+    mu = torch.tensor([0.999], dtype=dtype).log()
+    expected = 0.999 * math.log(0.999) + 0.001 * (math.log(0.001) + bits * math.log(2))
+    assert binary_kl(pi, mu).item() == pytest.approx(expected, rel=1e-3)
+    assert expected < 0.03
+
+
+def test_rounding_of_pi_to_one_does_not_raise_its_divergence():
+    """D of the rounded log pi is at most D of the true one, whose logits are 37 to 60 nats apart in float64."""
+    gap = torch.linspace(37, 60, 24, dtype=torch.float64)
+    true_log_pi = -torch.log1p((-gap).exp())
+    rounded = torch.stack([gap, torch.zeros_like(gap)], -1).log_softmax(-1)[:, 0]
+    assert (rounded == 0).all()
+    assert (true_log_pi < 0).all()
+    for mu in (0.9, 0.99, 0.999, 0.9999):
+        log_mu = torch.full_like(gap, mu).log()
+        found, exact = binary_kl(rounded, log_mu), binary_kl(true_log_pi, log_mu)
+        assert (found <= exact + 1e-15).all()
+        # The nearest one, a gap of 53 log 2 = 36.7, is met within .3 nats of the rest's logarithm.
+        assert found[0] == pytest.approx(exact[0].item(), abs=0.3 * (1 - mu))
 
 
 def test_a_log_probability_above_zero_counts_as_zero():
