@@ -254,8 +254,8 @@ def topk_of(inputs: TokenInputs, anchor: Anchor) -> tuple[Tensor, Tensor, Tensor
 StepTotal = Callable[[Tensor], Tensor]
 """Sums a tensor over the replicas, in place."""
 
-StepBound = Callable[[Tensor, StepTotal], float]
-"""(log r of this replica's trained tokens, the sum over replicas) -> the number. The same on every rank."""
+StepBound = Callable[[Tensor, Tensor, StepTotal], float]
+"""(log r and A of this replica's trained tokens, the sum over replicas) -> the number. The same on every rank."""
 
 
 def of_step(inputs: TokenInputs) -> Tensor:
@@ -268,7 +268,30 @@ def of_step(inputs: TokenInputs) -> Tensor:
 
 
 @torch.no_grad()
-def second_moment_cut(log_ratio: Tensor, total: StepTotal, *, second_moment: float) -> float:
+def outward_moment_cut(
+    log_ratio: Tensor, advantages: Tensor, total: StepTotal, *, second_moment: float
+) -> float:
+    """The level c at which the mean of min((log r)^2, c) over the tokens that the update moves further out is
+    ``second_moment``; inf where the mean of their (log r)^2 is no more than that. By halving: 32 sums of one number.
+    """
+    values = log_ratio.float().square().nan_to_num(nan=torch.inf)
+    values = values[advantages.sign() * log_ratio > 0]
+    number = float(
+        total(torch.tensor(float(values.numel()), dtype=torch.float64).to(values.device))
+    )
+
+    def holds(cut: float) -> bool:
+        return (
+            float(total(values.clamp(max=cut).sum(dtype=torch.float64))) <= second_moment * number
+        )
+
+    return torch.inf if holds(torch.inf) else _largest_float32(holds)
+
+
+@torch.no_grad()
+def second_moment_cut(
+    log_ratio: Tensor, advantages: Tensor, total: StepTotal, *, second_moment: float
+) -> float:
     """The (log r)^2 up to which tokens train, so that the mean over them is at most ``second_moment``, and over no more
     of them; inf where all may. Equal values are on one side. By halving: 62 sums of two numbers.
     """
@@ -281,55 +304,58 @@ def second_moment_cut(log_ratio: Tensor, total: StepTotal, *, second_moment: flo
         found = total(torch.stack(sums)).tolist()
         return found[0], found[1]
 
-    def largest(holds: Callable[[float, float], bool]) -> float:
-        """Float32 cut at which it holds of sum and number, as it does of every smaller one; at 0 it does."""
-        low, high = 0, int(torch.tensor(torch.finfo(torch.float32).max).view(torch.int32))
-        while low < high:
-            middle = (low + high + 1) // 2
-            cut = float(torch.tensor(middle, dtype=torch.int32).view(torch.float32))
-            low, high = (middle, high) if holds(*kept(cut)) else (low, middle - 1)
-        return float(torch.tensor(low, dtype=torch.int32).view(torch.float32))
+    def is_within(cut: float) -> bool:
+        moment, number = kept(cut)
+        return moment <= second_moment * number
 
-    below = largest(lambda moment, number: moment <= second_moment * number)
+    below = _largest_float32(is_within)
     count = kept(below)[1]
     if count == total(
         torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
     ):
         return torch.inf
     # Between the last token that trains and the first that doesn't: the pass with a gradient may round otherwise.
-    return 0.5 * (below + largest(lambda _, number: number < count))
+    return 0.5 * (below + _largest_float32(lambda cut: kept(cut)[1] < count))
+
+
+def _largest_float32(holds: Callable[[float], bool]) -> float:
+    """The largest finite float32 of at least 0 at which ``holds``, as it does at every smaller one and at 0."""
+    low, high = 0, int(torch.tensor(torch.finfo(torch.float32).max).view(torch.int32))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(_of_bits(middle)) else (low, middle - 1)
+    return _of_bits(low)
+
+
+def _of_bits(bits: int) -> float:
+    """The float32 whose bits are this int32; between 0 and the largest one, they are in the same order."""
+    return float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
 
 
 @torch.no_grad()
-def mean_tv_bound(log_ratio: Tensor, total: StepTotal, *, mean_tv: float) -> float:
-    """inf where the mean of |r - 1| / 2, an estimate of the mean TV, is at most ``mean_tv``, else 0."""
-    distance = 0.5 * torch.expm1(log_ratio.double()).abs().nan_to_num(nan=torch.inf)
-    number = torch.full_like(distance.sum(), distance.numel())
-    moment, number = total(torch.stack([distance.sum(), number])).tolist()
-    return torch.inf if moment <= mean_tv * number else 0.0
+def outward_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
+    """M2PO (arXiv 2510.01161) as its authors released it: blocked where the update moves pi further away and (log r)^2
+    exceeds the cut of ``outward_moment_cut``, which is PPO's clip with the bounds e^-sqrt(cut) and e^sqrt(cut).
+
+    Read: the authors' code (Infini-AI-Lab/M2PO, ``compute_m2po_policy_loss`` and its scripts), whose r is against the
+    policy that sampled, as here. There the moment is that of a micro-batch, so that the cut depends on how a batch is
+    packed; here it is that of the optimiser step, over all replicas. There the cut is the largest of the tokens' own
+    values below the level, here the level itself, which blocks the same tokens unless one of them is exactly at it. Not
+    read: the paper's text.
+    """
+    squares = (inputs.log_probs.detach() - anchor(inputs)).double().square()
+    return inward(inputs, anchor) | (squares <= of_step(inputs))
 
 
 @torch.no_grad()
 def second_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """M2PO (arXiv 2510.01161): the tokens with the largest (log r)^2 are blocked, as few as bring the mean over the
+    """M2PO as AReaL reads it: the tokens with the largest (log r)^2 are blocked, as few as bring the mean over the
     others in the optimiser step to at most ``second_moment`` (``second_moment_cut``), whatever the sign of A.
 
     Read: the description and the code of AReaL, where the mean is over a rank's part of the step, and r is pi' / mu.
-    The paper's text was not read: whether it spares tokens that lead back to mu is not known here.
+    ``outward_moment`` is the rule that the paper's authors released.
     """
     return (inputs.log_probs.detach() - anchor(inputs)).double().square() <= of_step(inputs)
-
-
-@torch.no_grad()
-def step_mean(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """VACO's filter (arXiv 2603.01365): blocked where the mean TV of the optimiser step exceeds ``mean_tv``
-    (``mean_tv_bound``) and the update moves pi further away.
-
-    Abstract read, and the description of a form of it per response (allenai/open-instruct, pull request 1681). Not
-    read: the paper's algorithm and threshold. Its realigned advantages need a value model, and are not here.
-    """
-    shift = inputs.log_probs.detach() - anchor(inputs)
-    return inward(inputs, anchor) | (shift.isfinite() & (of_step(inputs) > 0))
 
 
 def measured(name: str, inputs: TokenInputs, anchor: Anchor) -> Tensor:

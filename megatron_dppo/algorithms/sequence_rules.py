@@ -19,12 +19,13 @@ from megatron_dppo.algorithms.inputs import (
     of_branches,
     prefix_minima,
     prefix_totals,
+    recomputed,
     sequence_maxima,
     sequence_means,
     sequence_quantile,
     trained_tokens,
 )
-from megatron_dppo.algorithms.rules import importance_ratio, inside, inward, measured
+from megatron_dppo.algorithms.rules import importance_ratio, inside, inward, measured, ratio_clip
 
 
 @torch.no_grad()
@@ -62,16 +63,44 @@ def sequence_importance_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
 
 @torch.no_grad()
 def geometric_band(
-    inputs: TokenInputs, anchor: Anchor, *, sequence_low: float, sequence_high: float
+    inputs: TokenInputs,
+    anchor: Anchor,
+    *,
+    sequence_low: float,
+    sequence_high: float,
+    clip_low: float,
+    clip_high: float,
 ) -> Tensor:
-    """Blocked as a whole: a response whose ``sequence_ratio`` is outside [``sequence_low``, ``sequence_high``],
-    whatever the sign of A.
+    """Blocked as a whole: a response whose geometric mean of pi' / mu is outside [``sequence_low``, ``sequence_high``],
+    whatever the sign of A; and each token by PPO's clip of pi / pi' (``rules.ratio_clip``).
 
-    The "geometric" mask that goes with truncated importance sampling in public code; form and numbers are those of
-    SkyRL's documentation ("Off Policy Correction").
+    The "geometric" mask that goes with truncated importance sampling in public code; form and numbers of the band are
+    those of SkyRL's documentation ("Off Policy Correction"), where it rejects what engine and trainer disagree on
+    before the batch is trained on. pi is no part of it: within a batch it moves away from mu by more than 1%.
     """
-    ratio = sequence_ratio(inputs, anchor)
-    return (ratio >= sequence_low) & (ratio <= sequence_high)
+    log_ratio = (recomputed(inputs) - inputs.rollout_log_probs).double()
+    ratio = sequence_means(inputs, log_ratio).exp()
+    agreed = (ratio >= sequence_low) & (ratio <= sequence_high)
+    return agreed & ratio_clip(inputs, anchor, clip_low=clip_low, clip_high=clip_high)
+
+
+@torch.no_grad()
+def mean_shift(
+    inputs: TokenInputs, anchor: Anchor, *, largest_shift: float, clip_low: float, clip_high: float
+) -> Tensor:
+    """VACO's filter (arXiv 2603.01365) in a form for language models: with rho = pi' / mu, a token is blocked where the
+    mean of |rho - 1| over its response exceeds ``largest_shift`` and A log rho > 0; and by PPO's clip of pi / pi'
+    (``rules.ratio_clip``).
+
+    Read: the paper's abstract, and the description of this form (allenai/open-instruct, pull request 1681), whose
+    bound of 2 that project's documentation names. The paper's own filter is a mean over a batch; its Algorithm 1 and
+    its appendix of hyperparameters would have to be read for its form and its threshold. Its realigned advantages need
+    a value model, and are not here.
+    """
+    log_ratio = (recomputed(inputs) - inputs.rollout_log_probs).double()
+    shift = sequence_means(inputs, torch.expm1(log_ratio).abs())
+    kept = (shift <= largest_shift) | (inputs.advantages.sign() * log_ratio <= 0)
+    return kept & ratio_clip(inputs, anchor, clip_low=clip_low, clip_high=clip_high)
 
 
 @torch.no_grad()
@@ -79,8 +108,9 @@ def drifted_sequence(inputs: TokenInputs, anchor: Anchor, *, drift_threshold: fl
     """Blocked as a whole: a response with A < 0 whose mean of log(anchor / pi) exceeds ``drift_threshold`` nats.
 
     Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556), which has its threshold unsaid. Read in the
-    descriptions of two implementations of it (agentscope-ai/Trinity-RFT, pull request 420; modelscope/ms-swift, 6978),
-    not in the report. There it goes with PPO's clip; here it stands alone.
+    descriptions of two implementations of it (agentscope-ai/Trinity-RFT, pull request 420; modelscope/ms-swift, 6978).
+    There it goes with PPO's clip; here it stands alone. Not read: the report's section on scaling GRPO, which has the
+    mask's equation.
     """
     drift = sequence_means(inputs, (anchor(inputs) - inputs.log_probs).double())
     return (inputs.advantages >= 0) | (drift <= drift_threshold)
@@ -91,8 +121,10 @@ def largest_token(inputs: TokenInputs, anchor: Anchor, *, largest_k2: float) -> 
     """TRM with its "max" criterion (arXiv 2512.23075): a response is blocked as a whole where (log r)^2 / 2 of one of
     its tokens exceeds ``largest_k2``, r = pi / anchor, whatever the sign of A.
 
-    The paper masks by the largest KL of a response's tokens. Abstract read; that k2 stands for it in this criterion,
-    and k3 in the other, is from an implementation that follows the paper (THUDM/slime, pull request 1568).
+    The paper masks by the largest KL(mu || pi) of a response's tokens, pi the policy that trains: so pi, and not pi',
+    is compared here. Read: the abstract; that k2 stands for the KL in this criterion, and k3 in the other, is from an
+    implementation that follows the paper (THUDM/slime, pull request 1568). Not read: the paper's algorithm and its
+    thresholds, in its section of experiments. The number here lets |log r| be 2.
     """
     log_ratio = (inputs.log_probs - anchor(inputs)).double()
     return sequence_maxima(inputs, 0.5 * log_ratio.square()) <= largest_k2
@@ -100,7 +132,12 @@ def largest_token(inputs: TokenInputs, anchor: Anchor, *, largest_k2: float) -> 
 
 @torch.no_grad()
 def mean_token(inputs: TokenInputs, anchor: Anchor, *, mean_k3: float) -> Tensor:
-    """TRM with its "average" criterion: as ``largest_token`` where the mean of r - 1 - log r exceeds ``mean_k3``."""
+    """TRM with its "average" criterion: as ``largest_token`` where the mean of r - 1 - log r exceeds ``mean_k3``.
+
+    Implementations that compare pi' with mu have thresholds of 0.001 to 0.01 (verl-project/verl, pull request 4544),
+    which a few optimiser steps on a batch use up. The number here is DPPO's KL threshold, for the mean of a response:
+    it is a spread of log r of about 0.3.
+    """
     log_ratio = (inputs.log_probs - anchor(inputs)).double()
     return sequence_means(inputs, torch.expm1(log_ratio) - log_ratio) <= mean_k3
 
@@ -134,7 +171,8 @@ def minimum_prefix_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
     (arXiv 2601.22718).
 
     From its abstract, "a non-cumulative surrogate based on the minimum token-level ratio observed in the preceding
-    prefix"; the paper's formula and what it does about large weights were not read: cap and lack of a mask are chosen.
+    prefix". Not read: the paper's objective, which says how the weight is cut and whether tokens are masked. Cap and
+    lack of a mask are chosen.
     """
     inputs = of_branches(inputs)
     ratio = importance_ratio(inputs, anchor)

@@ -85,7 +85,7 @@ OPTIONS: dict[str, Option] = {
     "tau_negative": Option("temperature of the soft gate elsewhere", "weight"),
     "log_clip": Option("largest |log r| that counts in the sequence's ratio", "both"),
     "sequence_low": Option(
-        "smallest geometric mean of a response's ratios at which it trains", "mask", 0, 1, True
+        "smallest geometric mean of pi' / mu of a response that trains", "mask", 0, 1, True
     ),
     "sequence_high": Option("largest such mean", "mask", 1, includes_low=True),
     "drift_threshold": Option(
@@ -93,8 +93,10 @@ OPTIONS: dict[str, Option] = {
     ),
     "largest_k2": Option("largest (log r)^2 / 2 of a token of a response that trains", "mask"),
     "mean_k3": Option("largest mean of r - 1 - log r of a response that trains", "mask"),
-    "second_moment": Option("largest mean of (log r)^2 over the step's trained tokens", "step"),
-    "mean_tv": Option("largest mean TV of a step whose outward updates train", "step", 0, 1),
+    "second_moment": Option("largest mean of (log r)^2 over tokens of the optimiser step", "step"),
+    "largest_shift": Option(
+        "largest mean of |pi' / mu - 1| of a response whose tokens train whatever A is", "mask"
+    ),
     "weight_min": Option("w_min: what a response's last token counts", "mask", 0, 1),
     "budget_low": Option("least mean divergence of a prefix that is allowed", "mask", 0, 1, True),
     "budget_high": Option("largest mean divergence of a prefix that is allowed", "mask", 0, 1),
@@ -256,12 +258,21 @@ PRESETS: dict[str, Preset] = {
     "gmpo": _of_sequences("log_ratio_clip", {"log_clip": 0.4}, "clipped_geometric_mean"),
     "minpro": _of_sequences("train_all", {"ratio_cap": 5.0}, "minimum_prefix_ratio"),
     "trm-max": _of_sequences("largest_token", {"largest_k2": 2.0}),
-    "trm-mean": _of_sequences("mean_token", {"mean_k3": 0.005}),
-    "geometric-mask": _of_sequences(
-        "geometric_band", {"sequence_low": 0.99, "sequence_high": 1.01, "ratio_cap": 2.0}
+    "trm-mean": _of_sequences("mean_token", {"mean_k3": 0.05}),
+    "geometric-mask": Preset(
+        "geometric_band",
+        {"sequence_low": 0.99, "sequence_high": 1.01, **CLIP, "ratio_cap": 2.0},
+        anchor="recomputed",
+        sequences=True,
     ),
-    "m2po": Preset("second_moment", {"second_moment": 0.04}, step_bound="second_moment_cut"),
-    "vaco": Preset("step_mean", {"mean_tv": 0.05}, step_bound="mean_tv_bound"),
+    "m2po": Preset("outward_moment", {"second_moment": 0.04}, step_bound="outward_moment_cut"),
+    "m2po-areal": Preset("second_moment", {"second_moment": 0.04}, step_bound="second_moment_cut"),
+    "vaco": Preset(
+        "mean_shift",
+        {"largest_shift": 2.0, **CLIP, "ratio_cap": 2.0},
+        anchor="recomputed",
+        sequences=True,
+    ),
     "score-centering": Preset(stability={"ratio_cap": 2.0, "topk": 32}, centers=True),
     "off-policy-sequence-mask": _of_sequences("drifted_sequence", {"drift_threshold": 0.1}),
 }

@@ -534,12 +534,14 @@ def with_step_bound(mini: MiniBatch, trainer: Trainer, step_bound: StepBound | N
         (_where_trained(b, p) - b.column("rollout_log_probs"))[b.loss_mask]
         for b, p in zip(batches, log_probs, strict=True)
     ]
+    advantages = [b.advantages[b.loss_mask] for b in batches]
 
     def total(values: Tensor) -> Tensor:
         dist.all_reduce(values, group=trainer.topology.data_group)
         return values
 
-    bound = step_bound(torch.cat(log_ratios).to(trainer.device), total)
+    device = trainer.device
+    bound = step_bound(torch.cat(log_ratios).to(device), torch.cat(advantages).to(device), total)
     columns: list[Columns] = [{"step_bound": torch.full_like(b.advantages, bound)} for b in batches]
     return _with_columns(mini, columns)
 

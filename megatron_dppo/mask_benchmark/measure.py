@@ -253,14 +253,14 @@ def copy_bandwidth(device: str, numel: int, dtype: torch.dtype) -> float:
 NEVER = {
     "tv_threshold": 1.0, "kl_threshold": 1e9, "clip_low": 1.0, "clip_high": 1e9, "log_clip": 1e9,
     "budget_high": 1.0, "budget_low": 1.0, "largest_k2": 1e9, "mean_k3": 1e9, "drift_threshold": 1e9,
-    "sequence_low": 0.0, "sequence_high": 1e9, "second_moment": 1e9, "mean_tv": 1.0,
+    "sequence_low": 0.0, "sequence_high": 1e9, "second_moment": 1e9, "largest_shift": 1e9,
 }  # fmt: skip
 """Thresholds that no token exceeds: every mask runs and blocks nothing."""
 MASKS = (
     "dppo-binary-tv", "dppo-binary-kl", "dppo-topk-tv", "dppo-topk-kl", "dppo-symmetric", "kpop", "bpo", "sapo",
     "gspo", "gmpo", "minpro", "trm-max", "trm-mean", "geometric-mask", "off-policy-sequence-mask",
     "cppo-binary-tv", "cppo-topk-tv", "pdm-aggregated", "pdm-uniform", "pdm-tail", "score-centering",
-    "m2po", "vaco", "dppo-exact-tv", "dppo-exact-kl", "pdm-exact",
+    "m2po", "m2po-areal", "vaco", "dppo-exact-tv", "dppo-exact-kl", "pdm-exact",
 )  # fmt: skip
 QUADRATIC = "pg-is + (log r)^2"
 RESPONSE_TOKENS = 128
@@ -317,7 +317,8 @@ class Update:
         if self.algorithm.step_bound is None:
             return None
         stats = self.statistics(logits, topk=False, entropy=False)
-        bound = self.algorithm.step_bound(stats.log_probs - self.rollout, lambda sums: sums)
+        log_ratio = stats.log_probs - self.rollout
+        bound = self.algorithm.step_bound(log_ratio, self.advantages, lambda sums: sums)
         return torch.full_like(self.rollout, bound)
 
     def inputs(self, stats: PolicyStats, step_bound: Tensor | None) -> TokenInputs:
@@ -332,6 +333,8 @@ class Update:
             rollout_log_probs=self.rollout,
             advantages=self.advantages,
             loss_mask=self.trained,
+            # The pass that recomputes it is not part of what is measured.
+            recomputed_log_probs=self.rollout if self.algorithm.needs_recomputed else None,
             topk_log_probs=topk,
             rollout_topk_log_probs=None if topk is None else self.rollout_topk,
             topk_valid=None if topk is None else self.valid,

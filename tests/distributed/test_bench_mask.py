@@ -36,9 +36,9 @@ def test_two_ranks_write_table_json_and_chart(tmp_path):
     assert masks["dppo-binary-tv"]["extra_all_reduces"] == 0
     assert masks["dppo-topk-kl"]["extra_all_reduces"] == 0
     assert masks["dppo-topk-kl"]["extra_wire_mb"] == pytest.approx(24 * 4 * 4 / 1e6)
-    # 1,001 ids in the place of 4, and of m2po and vaco a pass without entropy: 24 x (2 x 2 + 1).
+    # 1,001 ids in the place of 4, and of m2po's rows a pass without entropy: 24 x (2 x 2 + 1).
     assert masks["pdm-exact"]["extra_wire_mb"] == pytest.approx(24 * 1001 * 4 / 1e6)
-    for name in ("m2po", "vaco"):
+    for name in ("m2po", "m2po-areal"):
         assert masks[name]["extra_all_reduces"] == 1
         assert masks[name]["extra_wire_mb"] == pytest.approx(24 * (2 * 2 + 1) * 4 / 1e6)
     assert masks["pg-is + (log r)^2"]["extra_all_reduces"] == 0

@@ -253,7 +253,7 @@ def test_the_second_mini_batch_is_off_policy_and_masks_act(second):
     assert second["pg-is"]["policy/abs_prob_gap"] / second["pg-is"][TOKENS] > 0.01
     acting = (
         "grpo", "grpo-clip-higher", "minirl", "dppo-binary-tv", "dppo-topk-kl", "gspo", "bpo",
-        "cppo-binary-tv", "cppo-topk-tv", "trm-mean", "geometric-mask", "m2po",
+        "cppo-binary-tv", "cppo-topk-tv", "geometric-mask", "vaco", "m2po", "m2po-areal",
     )  # fmt: skip
     assert all(second[name][BLOCKED] > 0 for name in acting), second
     assert all(second[name][BLOCKED] == 0 for name in UNMASKED)

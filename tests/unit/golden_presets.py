@@ -145,18 +145,27 @@ GOLDEN = {
         {"largest_k2": 2.0, "ratio_cap": INF}, {"largest_k2": 2.0, "ratio_cap": INF}, "chosen", OWN
     ),
     "trm-mean": golden(
-        {"mean_k3": 0.005, "ratio_cap": INF}, {"mean_k3": 0.005, "ratio_cap": INF}, "chosen", OWN
+        {"mean_k3": 0.05, "ratio_cap": INF}, {"mean_k3": 0.05, "ratio_cap": INF},
+        "chosen (as DPPO's KL)", OWN,
     ),
     "geometric-mask": golden(
-        {"sequence_low": 0.99, "sequence_high": 1.01, "ratio_cap": 2.0},
-        {"sequence_low": 0.99, "sequence_high": 1.01, "ratio_cap": 2.0},
-        "SkyRL's documentation", OWN,
+        {"sequence_low": 0.99, "sequence_high": 1.01, **PPO_CLIP, "ratio_cap": 2.0},
+        {"sequence_low": 0.99, "sequence_high": 1.01, **PPO_CLIP, "ratio_cap": 2.0},
+        "SkyRL's documentation (band); chosen (clip)", OWN,
     ),
     "m2po": golden(
         {"second_moment": 0.04, "ratio_cap": INF}, {"second_moment": 0.04, "ratio_cap": INF},
-        "2510.01161, AReaL's example", OWN,
+        "2510.01161, its authors' code", OWN,
     ),
-    "vaco": golden({"mean_tv": 0.05, "ratio_cap": INF}, {"mean_tv": 0.05, "ratio_cap": INF}, "chosen", OWN),
+    "m2po-areal": golden(
+        {"second_moment": 0.04, "ratio_cap": INF}, {"second_moment": 0.04, "ratio_cap": INF},
+        "AReaL's example", OWN,
+    ),
+    "vaco": golden(
+        {"largest_shift": 2.0, **PPO_CLIP, "ratio_cap": 2.0},
+        {"largest_shift": 2.0, **PPO_CLIP, "ratio_cap": 2.0},
+        "open-instruct's documentation; chosen (clip)", OWN,
+    ),
     "score-centering": golden(
         {"ratio_cap": 2.0, "topk": 32}, {"ratio_cap": 2.0, "topk": 32}, "2609.20807, second hand", OWN
     ),

@@ -176,7 +176,7 @@ def test_topk_from_the_batch_and_exact_from_the_rollout_policy(model, log_pi, tm
         assert float(with_mu["recomputed"]) == pytest.approx(float(row["mu"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["m2po", "vaco"])
+@pytest.mark.parametrize("name", ["m2po", "m2po-areal"])
 def test_what_a_whole_step_decides_is_not_explained_of_a_response(name, model, log_pi):
     sampled = answer(RESPONSES[0][0], 0.5, [-1.0] * 4)
     logits = torch.zeros(sampled.length, log_pi[0].shape[1])

@@ -11,7 +11,7 @@ import torch
 
 from megatron_dppo.algorithms import divergence, rules, sequence_rules
 from megatron_dppo.algorithms import inputs as reductions
-from megatron_dppo.algorithms.inputs import TokenInputs, rollout
+from megatron_dppo.algorithms.inputs import TokenInputs, recomputed, rollout
 from megatron_dppo.algorithms.policy_loss import build_algorithm, decide, policy_loss
 from megatron_dppo.trainer.token_loss import inputs_from
 from megatron_dppo.vocab_parallel import policy_stats
@@ -272,9 +272,13 @@ def test_cppos_budget_is_the_90th_percentile_of_the_response():
 
 def test_rules_of_whole_responses_train_exactly_at_their_bounds():
     # On policy every ratio is 1, every drift, k2 and k3 is 0: the bounds leave no room around these.
-    x = inputs([0.5, 0.25], [0.5, 0.25], [1.0, -1.0], sequence_ids=torch.tensor([0, 1]))
+    same, ids = [0.5, 0.25], torch.tensor([0, 1])
+    x = inputs(same, same, [1.0, -1.0], recomputed=same, sequence_ids=ids)
     for mask in (
-        sequence_rules.geometric_band(x, rollout, sequence_low=1.0, sequence_high=1.0),
+        sequence_rules.geometric_band(
+            x, recomputed, sequence_low=1.0, sequence_high=1.0, clip_low=0.0, clip_high=0.0
+        ),
+        sequence_rules.mean_shift(x, recomputed, largest_shift=0.0, clip_low=0.0, clip_high=0.0),
         sequence_rules.drifted_sequence(x, rollout, drift_threshold=0.0),
         sequence_rules.largest_token(x, rollout, largest_k2=0.0),
         sequence_rules.mean_token(x, rollout, mean_k3=0.0),
@@ -351,7 +355,10 @@ def responses(seed, count=5, longest=14):
     for number in range(count):
         rows = [i for i, n in enumerate(ids) if n == number and mask[i]]
         made.append((rows, advantages[number]))
-    x = inputs(pi, mu, [advantages[n] for n in ids], loss_mask=mask, sequence_ids=torch.tensor(ids))
+    x = inputs(
+        pi, mu, [advantages[n] for n in ids], loss_mask=mask, sequence_ids=torch.tensor(ids),
+        recomputed=[min(max(q + rng.gauss(0, 0.04), 0.01), 0.9) for q in mu],
+    )  # fmt: skip
     return x, pi, mu, made
 
 
@@ -365,8 +372,8 @@ def test_sequence_rules_are_those_of_a_loop_over_responses(seed):
     gmpo = weights("gmpo", x, log_clip=0.15), trained("gmpo", x, log_clip=0.15)
     minpro = weights("minpro", x)
     largest, mean = trained("trm-max", x, largest_k2=0.1), trained("trm-mean", x, mean_k3=0.03)
-    band = {"sequence_low": 0.9, "sequence_high": 1.1}
-    geometric = trained("geometric-mask", x, **band)
+    geometric = trained("geometric-mask", x, sequence_low=0.9, sequence_high=1.1)
+    vaco = trained("vaco", x, largest_shift=0.15)
     drifted = trained("off-policy-sequence-mask", x, drift_threshold=0.02)
     for rows, a in made:
         logs = [math.log(pi[i] / mu[i]) for i in rows]
@@ -390,11 +397,19 @@ def test_sequence_rules_are_those_of_a_loop_over_responses(seed):
         whole = {
             "max": (largest, max(v * v / 2 for v in logs) <= 0.1),
             "mean": (mean, average([math.expm1(v) - v for v in logs]) <= 0.03),
-            "band": (geometric, 0.9 <= math.exp(average(logs)) <= 1.1),
             "drift": (drifted, a >= 0 or -average(logs) <= 0.02),
         }
         for name, (found, loop) in whole.items():
             assert [found[i] for i in rows] == [loop] * len(rows), name
+        old = [math.exp(x.recomputed_log_probs[i]) for i in rows]
+        mismatch = [math.log(p / mu[i]) for p, i in zip(old, rows, strict=True)]
+        ratios = [pi[i] / p for p, i in zip(old, rows, strict=True)]
+        clipped = [r > 1.2 if a > 0 else r < 0.8 for r in ratios]
+        band = 0.9 <= math.exp(average(mismatch)) <= 1.1
+        assert [geometric[i] for i in rows] == [band and not c for c in clipped]
+        near = average([abs(math.expm1(m)) for m in mismatch]) <= 0.15
+        kept = [(near or a * m <= 0) and not c for m, c in zip(mismatch, clipped, strict=True)]
+        assert [vaco[i] for i in rows] == kept
 
 
 def test_the_random_responses_fall_on_both_sides():
@@ -404,7 +419,7 @@ def test_the_random_responses_fall_on_both_sides():
         "cppo-binary-kl": {"kl_threshold": 0.01, "budget_low": 0.001, "budget_high": 0.004},
         "gmpo": {"log_clip": 0.15},
         "trm-max": {"largest_k2": 0.1}, "trm-mean": {"mean_k3": 0.03},
-        "geometric-mask": {"sequence_low": 0.9, "sequence_high": 1.1},
+        "geometric-mask": {"sequence_low": 0.9, "sequence_high": 1.1}, "vaco": {"largest_shift": 0.15},
         "off-policy-sequence-mask": {"drift_threshold": 0.02},
     }  # fmt: skip
     for seed in range(8):
@@ -487,13 +502,72 @@ def cut_by_sorting(values, limit):
     return kept
 
 
+def level_by_sorting(values, limit):
+    """The level at which the values, cut to it, have the mean ``limit``, in plain Python; inf where they need none."""
+    ordered = sorted(values)
+    if sum(ordered) <= limit * len(ordered):
+        return math.inf
+    below = 0.0
+    for i, value in enumerate(ordered):
+        if below + value * (len(ordered) - i) >= limit * len(ordered):
+            return (limit * len(ordered) - below) / (len(ordered) - i)
+        below += value
+    raise AssertionError
+
+
+SIGNS = torch.tensor([1.0, -1.0, -1.0, 0.0]).repeat(50)
+ALONE = lambda total: total  # noqa: E731
+
+
+@pytest.mark.parametrize("limit", [1e-6, 0.01, 0.04, 0.1, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_cut_of_the_outward_moment_is_the_level_of_a_sorted_list(seed, limit):
+    g = torch.Generator().manual_seed(seed)
+    log_ratio = 0.4 * torch.randn(200, generator=g)
+    outward = [v * v for v, a in zip(log_ratio.tolist(), SIGNS.tolist(), strict=True) if a * v > 0]
+    cut = rules.outward_moment_cut(log_ratio, SIGNS, ALONE, second_moment=limit)
+    assert cut == pytest.approx(level_by_sorting(outward, limit), rel=1e-6)
+    assert (cut == math.inf) == (limit == 1)
+    if cut < math.inf:
+        assert sum(min(v, cut) for v in outward) <= limit * len(outward)
+    # What leads back to mu, or has no advantage, counts neither in the sum nor in the number.
+    back = log_ratio.clone()
+    back[SIGNS * log_ratio <= 0] *= 50
+    assert rules.outward_moment_cut(back, SIGNS, ALONE, second_moment=limit) == cut
+    none = torch.zeros_like(SIGNS)
+    assert rules.outward_moment_cut(log_ratio, none, ALONE, second_moment=limit) == math.inf
+
+
+def test_m2po_by_hand_is_a_clip_of_what_leads_outward():
+    """log r = .1, -.3, .5, -.4, .6 with A = 1, -1, 1, 1, -1: the first three lead outward, with (log r)^2 = .01, .09
+    and .25. At a budget of .04 the level c has .01 + c + c = .12: c = .055, so that .09 and .25 are blocked."""
+    log_ratio = torch.tensor([0.1, -0.3, 0.5, -0.4, 0.6], dtype=F64)
+    advantages = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0], dtype=F64)
+    cut = rules.outward_moment_cut(log_ratio, advantages, ALONE, second_moment=0.04)
+    assert cut == pytest.approx(0.055, rel=1e-6)
+    # All of them fit where the mean of the three, .35 / 3, is the budget.
+    enough = rules.outward_moment_cut(log_ratio, advantages, ALONE, second_moment=0.35 / 3 + 1e-6)
+    assert enough == math.inf
+    x = inputs((0.2 * log_ratio.exp()).tolist(), [0.2] * 5, advantages.tolist())
+    at = lambda bound: replace(x, step_bound=torch.full((5,), bound, dtype=F64))  # noqa: E731
+    assert trained("m2po", at(cut)) == [True, False, False, True, True]
+    # The same as PPO's clip at e^-sqrt(c) and e^sqrt(c).
+    clip = {"clip_low": 1 - math.exp(-math.sqrt(cut)), "clip_high": math.expm1(math.sqrt(cut))}
+    assert trained("grpo", x, **clip) == trained("m2po", at(cut))
+    assert trained("m2po-areal", at(cut)) == [True, False, False, False, False]
+    # Exactly at its cut a token trains.
+    exact = float((x.log_probs.detach() - x.rollout_log_probs)[1].square())
+    assert trained("m2po", at(exact))[1] is True
+    assert trained("m2po", at(exact * (1 - 1e-12)))[1] is False
+
+
 @pytest.mark.parametrize("limit", [1e-6, 0.01, 0.04, 1.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_cut_of_the_second_moment_is_that_of_a_sorted_list(seed, limit):
     g = torch.Generator().manual_seed(seed)
     log_ratio = 0.4 * torch.randn(200, generator=g)
     log_ratio[:20] = log_ratio[20:40]  # equal ones
-    cut = rules.second_moment_cut(log_ratio, lambda total: total, second_moment=limit)
+    cut = rules.second_moment_cut(log_ratio, SIGNS, ALONE, second_moment=limit)
     values = log_ratio.square().double()
     kept = cut_by_sorting(values.tolist(), limit)
     assert int((values <= cut).sum()) == kept
@@ -503,32 +577,52 @@ def test_the_cut_of_the_second_moment_is_that_of_a_sorted_list(seed, limit):
     assert (kept == 200) == (cut == math.inf) == (limit == 1)
 
 
-def test_a_step_by_hand():
+def test_a_step_by_hand_as_areal_reads_it():
     # (log r)^2 = .01, .04, .25, .01: the mean of all is .0775; of the three smallest .02.
     log_ratio = torch.tensor([0.1, -0.2, 0.5, -0.1], dtype=F64)
-    alone = lambda total: total  # noqa: E731
-    assert 0.04 < rules.second_moment_cut(log_ratio, alone, second_moment=0.05) < 0.25
-    assert 0.01 < rules.second_moment_cut(log_ratio, alone, second_moment=0.015) < 0.04
-    assert rules.second_moment_cut(log_ratio, alone, second_moment=0.0776) == math.inf
-    ratio = torch.tensor([1.2, 0.9, 1.0, 1.1], dtype=F64)  # mean |r - 1| / 2 = .05
-    assert rules.mean_tv_bound(ratio.log(), alone, mean_tv=0.0501) == math.inf
-    assert rules.mean_tv_bound(ratio.log(), alone, mean_tv=0.0499) == 0
+    found = [
+        rules.second_moment_cut(log_ratio, SIGNS[:4], ALONE, second_moment=limit)
+        for limit in (0.05, 0.015, 0.0776)
+    ]
+    assert 0.04 < found[0] < 0.25
+    assert 0.01 < found[1] < 0.04
+    assert found[2] == math.inf
     x = inputs((0.2 * log_ratio.exp()).tolist(), [0.2] * 4, [1.0, 1.0, 1.0, -1.0])
-    at = lambda bound: replace(x, step_bound=torch.full((4,), bound, dtype=F64))  # noqa: E731
-    assert trained("m2po", at(0.1)) == [True, True, False, True]
-    assert trained("vaco", at(0.0)) == [False, True, False, False]
-    assert trained("vaco", at(math.inf)) == [True] * 4
-    with pytest.raises(ValueError, match="TokenInputs has no step_bound"):
-        trained("m2po", x)
+    bounded = replace(x, step_bound=torch.full((4,), 0.1, dtype=F64))
+    assert trained("m2po-areal", bounded) == [True, True, False, True]
+    for name in ("m2po", "m2po-areal"):
+        with pytest.raises(ValueError, match="step_bound"):
+            trained(name, x)
 
 
-@pytest.mark.parametrize("name", ["m2po", "vaco"])
+def test_what_engine_and_trainer_disagree_on_blocks_a_response_whatever_pi_has_become():
+    """Two tokens a response: pi' / mu = 1.02, 1.02 in the first, 1.02, 1 / 1.02 in the second; pi is 1.1 pi'."""
+    old, mu = [0.51, 0.51, 0.51, 0.5], [0.5, 0.5, 0.5, 0.51]
+    ids = torch.tensor([0, 0, 1, 1])
+    pi = [1.1 * p for p in old]
+    x = inputs(pi, mu, [1.0] * 4, recomputed=old, sequence_ids=ids)
+    assert trained("geometric-mask", x) == [False, False, True, True]
+    # Means of |rho - 1|: .02, and (.02 + .0196) / 2 = .0198. With A > 0, rho < 1 leads back.
+    assert trained("vaco", x, largest_shift=0.0199) == [False, False, True, True]
+    assert trained("vaco", x, largest_shift=0.0197) == [False, False, False, True]
+    falling = replace(x, advantages=-x.advantages)
+    assert trained("vaco", falling, largest_shift=0.0197) == [True, True, True, False]
+    # Both have PPO's clip of pi / pi'.
+    further = replace(x, log_probs=x.log_probs.detach() + math.log(1.1))
+    for name in ("geometric-mask", "vaco"):
+        assert trained(name, further) == [False] * 4
+
+
+@pytest.mark.parametrize("name", ["m2po", "m2po-areal"])
 def test_a_bound_does_not_depend_on_which_replica_has_which_tokens(name):
     """Three threads that sum with each other, one of them without a token, find what one finds of all tokens."""
     g = torch.Generator().manual_seed(2)
     log_ratio = 0.3 * torch.randn(90, generator=g)
+    advantages = torch.randn(90, generator=g)
     step_bound = build_algorithm(name).step_bound
-    expected = step_bound(log_ratio, lambda total: total)
+    expected = step_bound(log_ratio, advantages, ALONE)
+    assert 0 < expected < math.inf
+    signs = [advantages[:33], advantages[33:], advantages[:0]]
     parts, barrier = [log_ratio[:33], log_ratio[33:], log_ratio[:0]], threading.Barrier(3)
     shared = [torch.empty(0)] * 3
 
@@ -540,7 +634,7 @@ def test_a_bound_does_not_depend_on_which_replica_has_which_tokens(name):
             barrier.wait(timeout=30)
             return whole
 
-        return step_bound(parts[rank], total)
+        return step_bound(parts[rank], signs[rank], total)
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(of_rank, range(3))) == [expected] * 3

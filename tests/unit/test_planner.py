@@ -392,7 +392,7 @@ def test_what_an_algorithm_needs_is_what_its_row_says(name):
     row = algorithm_facts(name)
     rollout = facts_of(recipe("qwen3_30b_a3b_base", f"algorithm.name={name}"), MOE).rollout
     assert rollout.recompute_pass == (
-        row.needs_recomputed or row.needs_recomputed_distribution or name in ("m2po", "vaco")
+        row.needs_recomputed or row.needs_recomputed_distribution or name in ("m2po", "m2po-areal")
     )
     assert rollout.topk == (MOE.vocab_size if row.preset.whole_vocabulary else row.topk)
 

@@ -140,7 +140,7 @@ def part(x, rows):
     return TokenInputs(**values)
 
 
-WIDE = {"trm-mean": {"mean_k3": 0.1}, "geometric-mask": {"sequence_low": 0.5, "sequence_high": 2}}
+WIDE = {"trm-mean": {"mean_k3": 0.1}, "geometric-mask": {"sequence_low": 0.9, "sequence_high": 1.1}}
 """Masks that block all of the random tokens at their own numbers, and others at which they don't."""
 
 

@@ -94,6 +94,7 @@ def test_what_each_algorithm_costs_is_declared():
     assert {n for n, a in built.items() if a.needs_recomputed} == {
         "minirl", "minirl-tis", "dppo-decoupled-binary-tv", "dppo-decoupled-binary-kl",
         "mask-0.5-recompute", "icepop", "recomputed-exact-tv", "recomputed-exact-kl",
+        "geometric-mask", "vaco",
     }  # fmt: skip
     assert {n: a.topk for n, a in built.items() if a.topk} == {
         **dict.fromkeys(
@@ -117,12 +118,12 @@ def test_what_each_algorithm_costs_is_declared():
     assert {n for n, a in built.items() if a.reads_topk} == {
         n for n in PRESETS if "topk" in n or "exact" in n or "pdm" in n or "center" in n
     }
-    assert {n for n, a in built.items() if a.step_bound} == {"m2po", "vaco"}
+    assert {n for n, a in built.items() if a.step_bound} == {"m2po", "m2po-areal"}
     assert {n for n, a in built.items() if a.needs_sum_squares} == {"pdm-tail"}
     assert {n for n, row in PRESETS.items() if row.centers} == {"score-centering"}
     assert {n for n, row in PRESETS.items() if row.sequences} == {
         "gspo", "cppo-binary-tv", "cppo-topk-tv", "cppo-binary-kl", "cppo-topk-kl", "gmpo", "minpro",
-        "trm-max", "trm-mean", "geometric-mask", "off-policy-sequence-mask",
+        "trm-max", "trm-mean", "geometric-mask", "vaco", "off-policy-sequence-mask",
     }  # fmt: skip
 
 
@@ -221,7 +222,7 @@ RANGES = {
     "max_drop": "(0, 1]",
     **dict.fromkeys(["kl_threshold", "kl_threshold_negative", "clip_high"], "[0, inf]"),
     **dict.fromkeys(["budget_low", "sequence_low"], "[0, 1]"),
-    **dict.fromkeys(["weight_min", "budget_high", "mean_tv"], "(0, 1]"),
+    **dict.fromkeys(["weight_min", "budget_high"], "(0, 1]"),
     **dict.fromkeys(
         [
             "smoothing",
@@ -232,6 +233,7 @@ RANGES = {
             "largest_k2",
             "mean_k3",
             "second_moment",
+            "largest_shift",
         ],
         "(0, inf]",
     ),

@@ -97,20 +97,21 @@ def test_the_linear_bound_holds_with_every_tv(name):
     assert worst_gap(pi, mu) <= 4 * 2 * TV[name](pi, mu).max()
 
 
-def one_state(logit, algorithm_name, mu_rises):
+def one_state(logit, algorithm_name, mu_rises, direction=1.0):
     """Both tokens of a state as one response each: ``logit`` is that of token 0 less that of 1."""
+    step_bound = build_algorithm(algorithm_name).step_bound
+    advantages = torch.tensor([1.0, -1.0], dtype=F64) * direction  # by 1, token 0 is to rise
     mu = torch.tensor([mu_rises, 1 - mu_rises], dtype=F64).log()
     pi = torch.stack(
         [torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)]
     )
-    step_bound = build_algorithm(algorithm_name).step_bound
-    bound = 0.0 if step_bound is None else step_bound((pi - mu).detach(), lambda total: total)
+    bound = 0.0 if step_bound is None else step_bound((pi - mu).detach(), advantages, lambda x: x)
     other = torch.tensor([[1], [0]])
     both = lambda x: torch.cat([x.detach()[other], x.detach()[:, None]], 1)  # noqa: E731
     return TokenInputs(
         log_probs=pi,
         rollout_log_probs=mu,
-        advantages=torch.tensor([1.0, -1.0], dtype=F64),  # token 0 is to rise
+        advantages=advantages,
         loss_mask=torch.ones(2, dtype=torch.bool),
         recomputed_log_probs=mu,
         topk_log_probs=both(pi),
@@ -131,8 +132,7 @@ def trained(name, mu_rises=0.5, direction=1.0, **options):
     algorithm = build_algorithm(name, options)
     logit = torch.tensor(math.log(mu_rises / (1 - mu_rises)), dtype=F64, requires_grad=True)
     for _ in range(STEPS):
-        x = one_state(logit, name, mu_rises)
-        x = replace(x, advantages=x.advantages * direction)
+        x = one_state(logit, name, mu_rises, direction)
         (grad,) = torch.autograd.grad(policy_loss(algorithm, x).loss, logit)
         if grad == 0 or torch.sigmoid(logit) > 0.8:
             break
@@ -143,7 +143,8 @@ def trained(name, mu_rises=0.5, direction=1.0, **options):
 KL_RADIUS = 0.5 * math.sqrt(1 - math.exp(-2 * 0.05))
 """|pi - 1/2| at which KL((1/2, 1/2) || pi) = -log(1 - 4 d^2) / 2 is 0.05."""
 RADIUS = {
-    "ppo": 0.1, "grpo": 0.1, "icepop": 0.1,
+    # pi' is mu here: what engine and trainer disagree on is 0, and the clip of pi / pi' is left.
+    "ppo": 0.1, "grpo": 0.1, "icepop": 0.1, "geometric-mask": 0.1, "vaco": 0.1,
     # r of the rising token may reach 1.28: the falling one has stopped at 0.8 by then.
     **dict.fromkeys(["grpo-clip-higher", "minirl", "minirl-tis", "relax-high", "relax-low",
                      "relax-both"], 0.14),
@@ -157,19 +158,20 @@ RADIUS = {
     "kpop": 0.5 * math.sqrt(1 - math.exp(-2 * 0.1)),
     # The rising token, whose log r may reach 0.4; the falling one stops at -0.4, nearer.
     "gmpo": 0.5 * math.expm1(0.4),
-    # r = 1.1017 has r - 1 - log r = 0.005.
-    "trm-mean": 0.0508,
-    "geometric-mask": 0.005,
-    # The falling token is dropped where both squares' mean passes 0.04; the rising one alone may have log r = 0.2.
+    # r = 1.3504 has r - 1 - log r = 0.05.
+    "trm-mean": 0.1752,
+    # The falling token is cut where both squares' mean passes 0.04; the rising one's log r may be 0.2, with the cut
+    # there too.
     "m2po": 0.5 * math.expm1(0.2),
-    "vaco": 0.05,
+    # The falling token is dropped where both squares' mean passes 0.04; the rising one alone may have log r = 0.2.
+    "m2po-areal": 0.5 * math.expm1(0.2),
 }  # fmt: skip
 """Where training from mu = (1/2, 1/2) must stop: |pi - mu|, worked by hand from each mask."""
 UNCONFINED = [
     "pg-is", "pg-tis", "cispo", "drpo", "mask-0.5", "mask-0.8", "mask-0.5-recompute",
     "sapo", "minpro", "score-centering", "trm-max", "off-policy-sequence-mask",
 ]  # fmt: skip
-BOTH_WAYS = ["dppo-symmetric", "kpop", "trm-max", "trm-mean", "geometric-mask", "m2po"]
+BOTH_WAYS = ["dppo-symmetric", "kpop", "trm-max", "trm-mean", "m2po-areal"]
 """They block whatever is far from mu, also on its way back."""
 
 
@@ -230,8 +232,7 @@ def test_what_is_blocked_would_have_moved_further_out(name):
     found = set()
     for at, direction in itertools.product(torch.linspace(-4, 4, 41), (1.0, -1.0)):
         logit = at.double().requires_grad_()
-        x = one_state(logit, name, 0.5)
-        x = replace(x, advantages=x.advantages * direction)
+        x = one_state(logit, name, 0.5, direction)
         sums = policy_loss(build_algorithm(name), x)
         for token in torch.nonzero(sums.blocked).flatten().tolist():
             outward = torch.sign(x.log_probs[token] - x.rollout_log_probs[token])
