@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ from megatron_dppo.checkpoint_conversion.certificate import Certificate, TensorH
 from megatron_dppo.checkpoint_conversion.streaming import Progress
 from megatron_dppo.config.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from megatron_dppo.model.adapters import (
+    ALL,
     ANY_EXPERT,
+    HEAD,
     LORA_A,
     LORA_B,
+    AdapterError,
     Adapters,
     adapter_tensors,
     checkpoint_key,
+    module_groups,
     resolve_modules,
 )
 from megatron_dppo.model.errors import CheckpointError, MismatchError
@@ -41,8 +46,22 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "modules_to_save": ([], None),
     "target_parameters": ([], None),
     "layers_to_transform": ([], None),
+    "layer_replication": ([], None),
+    "trainable_token_indices": ([], {}, None),
+    "lora_bias": (False, None),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
 }
 """Entry of adapter_config.json -> values under which it means plain adapters."""
+_INITIAL = "init_lora_weights"
+_BASE_KEPT = (True, False, None, "true", "gaussian", "eva", "orthogonal", "mica")
+"""Values of ``init_lora_weights`` under which PEFT leaves the base as it is."""
+_REVERSIBLE = ("pissa", "olora")
+"""Those under which PEFT takes the initial B A out of the base, and by which its weights alone say what that was."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +90,34 @@ class PeftReader(Closing):
     """A folder of adapters, open for reading.
 
     Raises CheckpointError where it is not in PEFT's format, of kinds other than plain LoRA, or not of ``adapters`` and
-    ``shape``; the message names everything that differs.
+    ``shape``; the message names everything that differs. ``reversible``: whether the caller reads adapters that belong
+    to a base without their initial B A, as ``residual`` computes it; they are refused otherwise.
     """
 
-    def __init__(self, folder: str | Path, adapters: Adapters, shape: ModelShape) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        adapters: Adapters,
+        shape: ModelShape,
+        *,
+        reversible: bool = False,
+    ) -> None:
         self.folder = Path(folder)
         self._shape, self._adapters = shape, adapters
-        faults = list(_config_faults(self.folder, adapters))
+        config = _read_config(self.folder)
+        self.initial = _initial(config)
         self._file = tensor_store.SafetensorsFile(self.folder / PEFT_WEIGHTS)
+        faults = list(_config_faults(config, adapters))
+        if self.initial is not None and not (reversible and self.initial in _REVERSIBLE):
+            faults.append(_initial_fault(self.initial))
+        try:
+            modules = modules_of(config, shape, self._file.entries)
+        except AdapterError as error:
+            faults.append(str(error))
+        else:
+            if set(modules) != set(adapters.modules):
+                expected = sorted(adapters.modules)
+                faults.append(f"target_modules are {sorted(modules)}, expected {expected}")
         faults += self._tensor_faults()
         if faults:
             self.close()
@@ -114,10 +153,16 @@ class PeftReader(Closing):
         if missing:
             yield f"{len(missing)} tensors are missing, first {missing[0]}"
         if unknown:
-            yield f"{len(unknown)} tensors are unknown, first {unknown[0]}"
+            yield f"{len(unknown)} tensors are unknown, first {unknown[0]}{_base_hint(unknown)}"
         if wrong:
             name = wrong[0]
             yield f"{len(wrong)} shapes differ, first {name}: {present[name]}, expected {expected[name]}"
+
+
+def _base_hint(unknown: Sequence[str]) -> str:
+    if not any(name.endswith(".base_layer.weight") for name in unknown):
+        return ""
+    return ", a matrix of the base: PEFT's save_pretrained(..., save_embedding_layers=False) leaves it out"
 
 
 def write_peft(
@@ -171,23 +216,115 @@ def peft_config(adapters: Adapters, base: str) -> dict[str, Any]:
     }
 
 
-def _config_faults(folder: Path, adapters: Adapters) -> Iterator[str]:
+def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / PEFT_CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        numbers = {"r": config["r"], "lora_alpha": config["lora_alpha"]}
-        modules = config["target_modules"]
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _ = config["r"], config["lora_alpha"], config["target_modules"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: not a readable adapter_config.json ({error!r})") from error
+    return config
+
+
+def _config_faults(config: Mapping[str, Any], adapters: Adapters) -> Iterator[str]:
     for key, allowed in _PLAIN.items():
         value = config.get(key, allowed[-1])
         if value not in allowed:
             yield f"{key} is {value!r}, expected {allowed[0]!r}"
     for key, expected in {"r": adapters.rank, "lora_alpha": adapters.alpha}.items():
-        if numbers[key] != expected:
-            yield f"{key} is {numbers[key]}, expected {expected}"
-    if isinstance(modules, list) and set(modules) != set(adapters.modules):
-        yield f"target_modules are {sorted(modules)}, expected {sorted(adapters.modules)}"
+        if config[key] != expected:
+            yield f"{key} is {config[key]}, expected {expected}"
+
+
+def _initial(config: Mapping[str, Any]) -> str | None:
+    """The initialisation that changed the base; None where PEFT left it as it is."""
+    value = config.get(_INITIAL)
+    name = value.lower() if isinstance(value, str) else value
+    return None if name in _BASE_KEPT else str(name)
+
+
+def _initial_fault(initial: str) -> str:
+    merging = ""
+    if initial in _REVERSIBLE:
+        merging = "`megatron-dppo convert merge-adapters` merges them into their base, or "
+    return (
+        f"{_INITIAL} is {initial!r}: the adapters belong to a base that PEFT changed when it made them, expected plain "
+        f"ones; {merging}PEFT's model.save_pretrained(..., path_initial_model_for_weight_conversion=...) writes them "
+        "as plain ones of twice the rank"
+    )
+
+
+def residual(weight: torch.Tensor, initial: str, adapters: Adapters) -> torch.Tensor:
+    """The base that PEFT leaves beside its first adapters of ``weight``; ``initial``: the rule that makes them."""
+    whole = weight.float()
+    if initial == "pissa":
+        left, values, right = torch.linalg.svd(whole, full_matrices=False)
+        roots = (values[: adapters.rank] / adapters.scale).sqrt()
+        a, b = roots[:, None] * right[: adapters.rank], left[:, : adapters.rank] * roots
+    else:
+        orthogonal, triangular = torch.linalg.qr(whole)
+        a, b = triangular[: adapters.rank], orthogonal[:, : adapters.rank]
+    return (whole - adapters.scale * (b @ a)).to(weight.dtype)
+
+
+def modules_of(
+    config: Mapping[str, Any], shape: ModelShape, stored: Collection[str]
+) -> tuple[str, ...]:
+    """The last names of the matrices that adapter_config.json adapts, in the family's order, as PEFT reads the file.
+
+    Args:
+        config: the file's entries.
+        shape: of the model.
+        stored: PEFT's names of the folder's tensors.
+
+    Raises:
+        AdapterError: where an entry names nothing, or a matrix in some of the layers only.
+    """
+    groups = module_groups(shape)
+    every = resolve_modules(list(groups), shape)
+    dims = adapter_tensors(Adapters(1, 1.0, every), shape)
+    matrices = [name.removesuffix(f".{LORA_A}") for name in dims if name.endswith(LORA_A)]
+    targets, excluded = config["target_modules"], config.get("exclude_modules")
+    if isinstance(targets, str) and targets.lower() == ALL:
+        chosen = [m for m in matrices if _last_name(m) not in groups.get(HEAD, ())]
+    else:
+        chosen = [matrix for matrix in matrices if _names(targets, matrix)]
+    chosen = [matrix for matrix in chosen if not excluded or not _names(excluded, matrix)]
+    # Since version 5 of transformers a single expert is no module, and PEFT finds none of that name.
+    has_experts = any(".experts." in name for name in stored)
+    if not has_experts:
+        chosen = [matrix for matrix in chosen if ".experts." not in matrix]
+    names = {_last_name(matrix) for matrix in chosen}
+    left_out = sorted(m for m in matrices if _last_name(m) in names and m not in set(chosen))
+    if not chosen:
+        raise AdapterError(
+            f"target_modules are {targets!r}, which name nothing in a {shape.family} model with such tensors, "
+            f"expected some of {[ALL, *every]}"
+        )
+    if left_out:
+        raise AdapterError(
+            f"target_modules are {targets!r}, which leave out {left_out[0]} (and {len(left_out) - 1} more), expected "
+            f"{_last_name(left_out[0])} of all layers or of none"
+        )
+    return tuple(name for name in every if name in names)
+
+
+def _names(targets: Any, matrix: str) -> bool:
+    """Whether ``target_modules`` or ``exclude_modules`` name a matrix: a regex of whole names, or a list of ends."""
+    if isinstance(targets, str):
+        try:
+            return re.fullmatch(targets, matrix) is not None
+        except re.error as error:
+            raise AdapterError(f"target_modules are {targets!r}, not a regex: {error}") from error
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise AdapterError(f"target_modules are {targets!r}, expected a list of names or a regex")
+    parts = matrix.split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return not set(targets).isdisjoint(ends)
+
+
+def _last_name(matrix: str) -> str:
+    return matrix.rpartition(".")[2]
 
 
 def merge_adapters(
@@ -195,14 +332,15 @@ def merge_adapters(
 ) -> Certificate:
     """Write ``hf_dir`` with the adapters of ``peft_dir`` merged into it, of its dtype, and a certificate.
 
-    Each row is ``W + scale * B A`` in fp32, rounded once. Raises CheckpointError where the adapters are not of this
-    model, or not plain ones; nothing is left behind.
+    Each row is ``W + scale * B A`` in fp32, rounded once. Where PEFT took the initial B A out of W (PiSSA, OLoRA), W is
+    ``residual``. Raises CheckpointError where the adapters are not of this model, or of another kind; nothing is left
+    behind.
     """
     shape = load_model_shape(hf_dir)
     adapters = _adapters_in(Path(peft_dir), shape)
     with (
         hf_folder.SafetensorsReader(hf_dir) as base,
-        PeftReader(peft_dir, adapters, shape) as reader,
+        PeftReader(peft_dir, adapters, shape, reversible=True) as reader,
     ):
         base.check(shape)
         specs = {name: base.specs[name] for name in hf_tensors(shape)}
@@ -263,24 +401,31 @@ def _merged_rows(
         pair = [f"{module}.{which}" for which in (LORA_A, LORA_B)]
         is_adapted = pair[0] in dims
         a, b = (reader.read(n, dims[n]).float() for n in pair) if is_adapted else (None, None)
+        initial = reader.initial if is_adapted else None
+        rest = None if initial is None else residual(base.read(name), initial, adapters)
         for start, count in tensor_store.row_blocks(base.specs[name]):
-            rows = base.read_rows(name, start, count)
+            block = slice(start, start + count)
+            rows = base.read_rows(name, start, count) if rest is None else rest[block]
             if a is not None and b is not None:
                 # The sum in fp32, rounded once: in bfloat16 a small delta would be lost.
-                delta = adapters.scale * (b[start : start + count] @ a)
+                delta = adapters.scale * (b[block] @ a)
                 rows = (rows.float() + delta).to(rows.dtype)
             yield name, start, rows
 
 
 def _adapters_in(folder: Path, shape: ModelShape) -> Adapters:
     """As the folder's own adapter_config.json says; ``PeftReader`` checks the rest of it."""
-    path = folder / PEFT_CONFIG
+    config = _read_config(folder)
+    file = tensor_store.SafetensorsFile(folder / PEFT_WEIGHTS)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        modules = resolve_modules(sorted(config["target_modules"]), shape)
+        modules = modules_of(config, shape, file.entries)
         return Adapters(int(config["r"]), float(config["lora_alpha"]), modules)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not adapters of this {shape.family} ({error})") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / PEFT_CONFIG}: not adapters of this {shape.family} ({error})"
+        ) from error
+    finally:
+        file.close()
 
 
 def _recorded_model(folder: Path) -> dict[str, Any]:

@@ -4,15 +4,18 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from megatron_dppo.checkpoint_conversion.adapters import PeftReader, write_peft
+from megatron_dppo.checkpoint_conversion.adapters import PeftReader, merge_adapters, write_peft
 from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.config.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from megatron_dppo.launch.library_checks import check_everything
 from megatron_dppo.model.adapters import Adapters, adapter_tensors
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
+from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import DENSE, MOE, minimal, write_checkpoint, write_config
 
 PLAIN = Adapters(4, 8.0, ("q_proj", "v_proj"))
@@ -87,6 +90,108 @@ def test_experts_that_should_share_must_be_alike(tmp_path, shape):
         pytest.raises(CheckpointError, match=r"experts\.5\.down_proj.* differs"),
     ):
         reader.read("model.layers.0.mlp.experts.*.down_proj.lora_A", (4, 32))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("base"), "qwen3")
+
+
+def trained(base, folder, **options):
+    """PEFT's folder of adapters that moved away from their start; returns the model that PEFT merges of it."""
+    config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **options)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.save_pretrained(folder, save_embedding_layers=False)
+    # As somebody else would load it: on the base that was published.
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+    return loaded.merge_and_unload().state_dict()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": "pissa"},
+        {"target_modules": ["o_proj", "down_proj"], "init_lora_weights": "olora"},
+        {"target_modules": ["o_proj"], "init_lora_weights": "orthogonal"},
+        {"target_modules": r".*\.(q|v)_proj"},
+        {"target_modules": "all-linear"},
+        {"target_modules": ["self_attn.q_proj", "mlp.up_proj"]},
+        {"target_modules": r".*_proj", "exclude_modules": ["down_proj"]},
+        {"target_modules": ["lm_head", "k_proj"]},
+    ],
+)
+def test_adapters_are_merged_as_peft_merges_them(base, tmp_path, options):
+    expected = trained(base, tmp_path / "peft", **options)
+    merge_adapters(base, tmp_path / "peft", tmp_path / "out", lambda count: None)
+    merged, plain = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", base))
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6)
+    changed = {name for name, tensor in merged.items() if not torch.equal(tensor, plain[name])}
+    assert changed == {name for name in plain if not torch.equal(expected[name], plain[name])}
+
+
+def test_the_configuration_s_word_for_all_linears_is_read_as_it_stands(base, tmp_path):
+    expected = trained(base, tmp_path / "peft", target_modules="all-linear")
+    configured(tmp_path / "peft", target_modules="all-linear")
+    merge_adapters(base, tmp_path / "peft", tmp_path / "out", lambda count: None)
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6)
+
+
+def configured(folder, **entries):
+    path = folder / PEFT_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+@pytest.mark.parametrize(
+    "initial", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"]
+)
+def test_adapters_of_a_changed_base_are_no_start_of_a_run(tmp_path, shape, initial):
+    written(tmp_path / "out", PLAIN, shape)
+    configured(tmp_path / "out", init_lora_weights=initial)
+    with pytest.raises(
+        CheckpointError, match=f"'{initial}'.*path_initial_model_for_weight_conversion"
+    ):
+        PeftReader(tmp_path / "out", PLAIN, shape)
+
+
+@pytest.mark.parametrize("initial", ["pissa_niter_4", "corda", "loftq", "lora_ga"])
+def test_a_base_that_its_weights_do_not_tell_is_not_merged(base, tmp_path, initial):
+    trained(base, tmp_path / "peft", target_modules=["q_proj"])
+    configured(tmp_path / "peft", init_lora_weights=initial)
+    with pytest.raises(CheckpointError, match=f"init_lora_weights is '{initial}'"):
+        merge_adapters(base, tmp_path / "peft", tmp_path / "out", lambda count: None)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("initial", [True, False, "gaussian", "eva", "orthogonal", "mica"])
+def test_adapters_beside_an_unchanged_base_are_a_start(tmp_path, shape, initial):
+    written(tmp_path / "out", PLAIN, shape)
+    configured(tmp_path / "out", init_lora_weights=initial, target_modules=r".*(q|v)_proj")
+    PeftReader(tmp_path / "out", PLAIN, shape).close()
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (r".*layers\.0\..*(q|v)_proj", "leave out model.layers.1.self_attn.q_proj"),
+        ("(", "not a regex"),
+        (r".*z_proj", "name nothing"),
+        (7, "expected a list of names or a regex"),
+    ],
+)
+def test_modules_that_can_not_be_adapted_are_named(tmp_path, shape, targets, words):
+    written(tmp_path / "out", PLAIN, shape)
+    configured(tmp_path / "out", target_modules=targets)
+    with pytest.raises(CheckpointError, match=words):
+        PeftReader(tmp_path / "out", PLAIN, shape)
 
 
 def test_they_are_refused_before_the_start(tmp_path, shape):
