@@ -192,11 +192,16 @@ class RunView:
         if _stamp(path) is None:
             return []
         raised, lowered, texts = Counter[int](), Counter[int](), {}
-        for line in records.read_step_lines(path)[-MOST_SHOWN_STEPS:]:
-            for token in line["tokens"]:
-                texts[token["id"]] = printable(str(token["text"]))
-                raised[token["id"]] += token["raised"]
-                lowered[token["id"]] += token["lowered"]
+        try:
+            for line in records.read_step_lines(path)[-MOST_SHOWN_STEPS:]:
+                for token in line["tokens"]:
+                    texts[token["id"]] = printable(str(token["text"]))
+                    raised[token["id"]] += token["raised"]
+                    lowered[token["id"]] += token["lowered"]
+        except (KeyError, TypeError) as error:
+            raise records.RecordsError(
+                f"{path}: expected in each line tokens with id, text, raised and lowered: {error!r}"
+            ) from error
         most = (raised + lowered).most_common(_MOST_TOKENS)
         return [[texts[i], i, raised[i], lowered[i]] for i, _ in most]
 
@@ -264,7 +269,12 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        # An address in brackets that is none.
+        except ValueError:
+            self.send_error(404)
+            return
         match = re.fullmatch(r"/([\w-]+)/(\w*)", url.path)
         if not match or not hmac.compare_digest(match[1].encode(), self.server.key.encode()):
             self.send_error(404)
@@ -272,17 +282,18 @@ class _Handler(BaseHTTPRequestHandler):
             page = PAGE.read_text(encoding="utf-8").replace("NONCE", self.server.nonce)
             self._answer("text/html; charset=utf-8", page)
         elif match[2] in self.server.routes:
-            self._answer("application/json", json.dumps(self._json(match[2], parse_qs(url.query))))
+            self._answer("application/json", json.dumps(self._json(match[2], url.query)))
         else:
             self.send_error(404)
 
-    def _json(self, route: str, query: Json) -> Json:
+    def _json(self, route: str, query_text: str) -> Json:
         try:
+            query = parse_qs(query_text)
             if route == "state" and query.get("version", [""])[0] == self.server.version():
                 return {"unchanged": True}
             return self.server.routes[route](query)
-        # A file that is damaged, or that a new start is just setting aside.
-        except (RunError, OSError, KeyError, ValueError) as error:
+        # A file that is damaged, holds anything but what a run writes, or is just set aside by a new start.
+        except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def _answer(self, kind: str, text: str) -> None:

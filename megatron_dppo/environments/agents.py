@@ -39,6 +39,9 @@ _LARGEST_BYTES = 1 << 20
 _CANCEL_S = 5.0
 _KEEP_ALIVE_S = 15.0
 _SHOWN = 80
+_MOST_LEVELS = 200
+"""Of brackets in a call; Python's own limit of nested calls, in which all of it is written and compared, is 1,000."""
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _ANSWERED = {"model", "messages", "tools", "stream", "stream_options", "user", "metadata"}
 _LIMITS = ("max_completion_tokens", "max_tokens")
 # Values that ask for nothing.
@@ -373,7 +376,14 @@ class Conversation:
     def asked(self, body: Any) -> Iterator[asyncio.Future[dict[str, Any]]]:
         """Put a request to the policy, or take up one that its client gave up: a ``chat.completion`` to come. The
         block must await it without cancelling it. Raises RefusedCallError."""
-        call = self._call_of(body)
+        try:
+            call = self._call_of(body)
+        except RefusedCallError:
+            raise
+        # A client repeats a call that ends with 500, and would repeat this one for ever.
+        except Exception as error:
+            kind = type(error).__name__
+            raise RefusedCallError(400, f"the call can't be read: {kind}: {error}") from error
         call.is_waited_for = True
         try:
             yield call.completion
@@ -384,6 +394,13 @@ class Conversation:
     def _call_of(self, body: Any) -> _Call:
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
             raise RefusedCallError(400, "expected a JSON object with a list of messages")
+        if _is_deeper(body, _MOST_LEVELS):
+            raise RefusedCallError(400, f"expected at most {_MOST_LEVELS} levels of nested JSON")
+        stream_options = body.get("stream_options")
+        if not isinstance(stream_options, dict | None):
+            raise RefusedCallError(
+                400, f"stream_options: got {_shortened(stream_options)}, expected an object"
+            )
         limit = self._limit_of(body)
         messages = [_plain(m, f"message {i}") for i, m in enumerate(body["messages"])]
         tools = _checked_tools(body.get("tools") or [])
@@ -440,17 +457,50 @@ def _plain(message: Any, where: str) -> dict[str, Any]:
         raise RefusedCallError(
             400, f"{where}: got {_shortened(message)}, expected a role and content"
         )
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
-            raise RefusedCallError(400, f"{where}: got {_shortened(content)}, expected text alone")
-        content = "".join(part["text"] for part in content)
+    if message["role"] not in _ROLES:
+        raise RefusedCallError(
+            400,
+            f"{where}: got the role {_shortened(message['role'])}, expected one of {', '.join(_ROLES)}",
+        )
+    content = _text_of(message.get("content"), where)
     is_turn = message["role"] == "assistant"
     role = "system" if message["role"] == "developer" else message["role"]
     plain = {"role": role, "content": content.strip() if is_turn else content}
     if is_turn and message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call, where) for call in message["tool_calls"]]
-    return plain | {n: message[n] for n in ("tool_call_id", "name") if not is_turn and n in message}
+        plain["tool_calls"] = _plain_calls(message["tool_calls"], where)
+    for name in ("tool_call_id", "name"):
+        if not is_turn and name in message:
+            plain[name] = message[name]
+            if not isinstance(plain[name], str | None):
+                raise RefusedCallError(
+                    400, f"{where}: {name}: got {_shortened(plain[name])}, expected text"
+                )
+    return plain
+
+
+def _text_of(content: Any, where: str) -> str:
+    """The text of a message's ``content``: text, null, or a list of parts that are text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in parts
+    ]
+    if not isinstance(content, list) or not all(isinstance(text, str) for text in texts):
+        raise RefusedCallError(400, f"{where}: got {_shortened(content)}, expected text alone")
+    return "".join(texts)
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether JSON is nested in more than ``levels`` lists and objects."""
+    values = [value]
+    for _ in range(levels + 1):
+        containers = [v for v in values if isinstance(v, list | dict)]
+        values = [part for v in containers for part in (v.values() if isinstance(v, dict) else v)]
+        if not containers:
+            return False
+    return True
 
 
 def _checked_tools(tools: Any) -> list[dict[str, Any]]:
@@ -466,14 +516,22 @@ def _checked_tools(tools: Any) -> list[dict[str, Any]]:
     return tools
 
 
+def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise RefusedCallError(
+            400, f"{where}: tool_calls: got {_shortened(calls)}, expected a list"
+        )
+    return [_plain_call(call, where) for call in calls]
+
+
 def _plain_call(call: Any, where: str) -> dict[str, Any]:
     try:
-        function = {
-            "name": call["function"]["name"],
-            "arguments": json.loads(call["function"]["arguments"]),
-        }
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        if not isinstance(name, str) or _is_deeper(arguments, _MOST_LEVELS):
+            raise ValueError(name)
+        function = {"name": name, "arguments": arguments}
         return {"type": "function", "id": call["id"], "function": function}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise RefusedCallError(
             400,
             f"{where}: got the tool call {_shortened(call)}, expected id, name and arguments as JSON",
@@ -487,6 +545,8 @@ def _message_of(
     its number; ``tool_format`` None: there are no tools."""
     try:
         content, named = (text, []) if tool_format is None else tool_format(text)
+        if _is_deeper([a for _, a in named], _MOST_LEVELS):
+            raise ValueError("arguments that no call may have")
         functions = [{"name": str(n), "arguments": json.dumps(dict(a))} for n, a in named]
     except (KeyError, TypeError, ValueError, RecursionError):
         functions = []
@@ -514,7 +574,7 @@ async def _serve(conversation: Conversation, key: str, host: str) -> tuple[web.A
     async def check(request: web.Request, handler: Any) -> web.StreamResponse:
         refusal: RefusedCallError
         try:
-            sent = request.headers.get("Authorization", "").encode()
+            sent = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(sent, f"Bearer {key}".encode()):
                 raise RefusedCallError(401, "the key is not this session's")
             return await handler(request)
@@ -537,7 +597,8 @@ async def _serve(conversation: Conversation, key: str, host: str) -> tuple[web.A
     async def complete(request: web.Request) -> web.StreamResponse:
         try:
             body = await request.json()
-        except ValueError as error:
+        # A charset that Python has not is a LookupError; deeply nested brackets are a RecursionError.
+        except (ValueError, LookupError, RecursionError) as error:
             raise RefusedCallError(400, f"the body is no JSON: {error}") from error
         with conversation.asked(body) as completion:
             if body.get("stream"):

@@ -628,6 +628,102 @@ def test_a_body_that_is_too_large_is_a_refusal():
     run(work)
 
 
+def body_of(*messages: Any, **fields: Any) -> str:
+    return json.dumps({"model": "m", "messages": list(messages), **fields})
+
+
+def calling(calls: Any) -> str:
+    return body_of({"role": "assistant", "content": None, "tool_calls": calls})
+
+
+def tool_call(**changes: Any) -> dict[str, Any]:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return {**call, **changes}
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+NESTED = json.loads("[" * 500 + "]" * 500)
+
+
+@pytest.mark.parametrize(
+    "body",
+    {
+        "brackets": DEEP,
+        "open brackets": "[" * 100_000,
+        "brackets in a field": f'{{"model": "m", "messages": {DEEP}}}',
+        "levels that JSON can have": body_of(user("3+5"), tools=[{"function": NESTED}]),
+        "a list": "[1]",
+        "a long number": '{"messages": [' + "1" * 5000 + "]}",
+        "half a character": b'{"messages": ["\xff"]}',
+        "part without text": body_of({"role": "user", "content": [{"type": "text"}]}),
+        "part of null": body_of({"role": "user", "content": [{"type": "text", "text": None}]}),
+        "part of a number": body_of({"role": "user", "content": [{"type": "text", "text": 5}]}),
+        "part that is text": body_of({"role": "user", "content": ["3"]}),
+        "content 5": body_of({"role": "user", "content": 5}),
+        "content of a turn": body_of({"role": "assistant", "content": 5}),
+        "content object": body_of({"role": "tool", "tool_call_id": "a", "content": {"a": 1}}),
+        "role": body_of({"role": "emperor", "content": "3"}),
+        "role with a control token": body_of({"role": "user<|im_end|>", "content": "3"}),
+        "name": body_of({"role": "user", "name": ["a"], "content": "3"}),
+        "tool_calls 5": calling(5),
+        "tool_calls of null": calling([None]),
+        "tool_calls of text": calling("ab"),
+        "name of a call": calling([tool_call(function={"name": 5, "arguments": "{}"})]),
+        "deep arguments": calling([tool_call(function={"name": "f", "arguments": DEEP})]),
+        "tools 5": body_of(user("3+5"), tools=5),
+        "stream_options 5": body_of(user("3+5"), stream=True, stream_options=5),
+    }.items(),
+    ids=lambda body: body[0],
+)
+def test_what_no_session_can_read_is_refused_once(body):
+    """With 400: OpenAI's clients repeat a call that ends with 500. Nothing is written about it to the worker's log."""
+
+    async def work() -> None:
+        async with session(Turn("8", (1,))) as (client, conversation):
+            headers = {"Authorization": "Bearer key", "Content-Type": "application/json"}
+            async with aiohttp.ClientSession(headers=headers) as other:
+                url = f"{client.base_url}chat/completions"
+                async with other.post(url, data=body[1]) as answer:
+                    told = await answer.json()
+            assert (answer.status, answer.headers["x-should-retry"]) == (400, "false")
+            assert told["error"]["message"] == conversation.refusal != ""
+            assert (await say(client, user("3+5"))).choices[0].message.content == "8"
+
+    run(work)
+
+
+def test_a_key_and_a_charset_that_are_no_text_are_refused():
+    async def work() -> None:
+        async with session(Turn("8", (1,))) as (client, _):
+            url = f"{client.base_url}chat/completions"
+            good = {"Authorization": "Bearer key", "Content-Type": "application/json"}
+            bad = [
+                (401, good | {"Authorization": "Bearer \udcff"}),
+                (400, good | {"Content-Type": "application/json; charset=klingon"}),
+            ]
+            async with aiohttp.ClientSession() as other:
+                for status, headers in bad:
+                    sent = other.post(url, data=body_of(user("3+5")), headers=headers)
+                    async with sent as answer:
+                        assert answer.status == status
+
+    run(work)
+
+
+def test_calls_that_policy_nests_too_deeply_stay_text():
+    """As one that is no JSON: a sample must not be replaced for what the policy says."""
+    text = f'<tool_call>{{"name": "add", "arguments": {{"a": {json.dumps(NESTED)}}}}}</tool_call>'
+
+    async def work() -> None:
+        async with session(Turn(text, (1,)), Turn("8", (2,))) as (client, _):
+            message = (await say(client, user("3+5"), tools=[TOOL])).choices[0].message
+            assert (message.content, message.tool_calls) == (text, None)
+            again = await say(client, user("3+5"), message, user("sure?"), tools=[TOOL])
+            assert again.choices[0].message.content == "8"
+
+    run(work)
+
+
 @pytest.mark.parametrize(
     ("text", "content", "arguments"),
     [

@@ -7,6 +7,7 @@ skipped, and fails where ``CI`` is set.
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -188,6 +190,40 @@ def test_damage_is_told_and_serving_goes_on(tmp_path):
         assert "metrics.jsonl, line 1: not JSON" in get(f"{url}state")["error"]
         (tmp_path / "metrics.jsonl").write_text(whole)
         assert get(f"{url}state")["step"] == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 1, "tokens": 5}',
+        '{"step": 1, "tokens": [5]}',
+        '{"step": 1, "tokens": [{"id": [], "raised": 1, "lowered": 1, "text": ""}]}',
+        '{"step": 1, "tokens": [{"id": 7, "raised": "1", "lowered": 1, "text": ""}]}',
+        '{"step": 1}',
+        "[" * 100_000,
+        "5",
+    ],
+    ids=lambda line: line[:60],
+)
+def test_masked_tokens_of_another_type_are_told_and_serving_goes_on(tmp_path, line):
+    write_run(tmp_path, 2)
+    path = tmp_path / MASKED_TOKENS_FILE
+    whole = path.read_text()
+    with served(tmp_path) as url:
+        path.write_text(line + "\n")
+        assert MASKED_TOKENS_FILE in get(f"{url}state")["error"]
+        path.write_text(whole)
+        assert get(f"{url}state")["step"] == 1
+
+
+@pytest.mark.parametrize("target", ["http://[/", "//[/state", "http://[::1/state?x[=1"])
+def test_an_address_that_is_none_is_not_found(tmp_path, target):
+    write_run(tmp_path, 1)
+    with served(tmp_path) as url:
+        address = urlsplit(url)
+        with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+            connection.sendall(f"GET {target} HTTP/1.0\r\n\r\n".encode())
+            assert b" 404 " in connection.makefile("rb").readline()
 
 
 def test_only_the_routes_under_the_key_are_answered(tmp_path):
