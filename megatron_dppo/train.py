@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(resolved_yaml(config), end="")
             return 0
         if options.check:
-            from megatron_dppo.planner.run_plan import memory_here
+            from megatron_dppo.cluster.planner.run_plan import memory_here
 
             print(_checked(config, options))
             here = this_machine()
@@ -83,7 +83,7 @@ def start_faults(config: TrainConfig, machine: Machine) -> list[str]:
     from megatron_dppo.launch.local import local_placement
 
     # Loads numpy.
-    from megatron_dppo.planner.run_plan import memory_here
+    from megatron_dppo.cluster.planner.run_plan import memory_here
 
     _, memory_faults = memory_here(config, machine)
     faults = [*machine_faults(config, machine), *memory_faults]

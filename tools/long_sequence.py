@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dppo.gpu_check import policy_config, random_model
+from megatron_dppo.diagnostics.gpu_check import policy_config, random_model
 
 GIB = 2**30
 MODEL = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_dppo.doctor.rounding import bfloat16, float8
+from megatron_dppo.diagnostics.doctor.rounding import bfloat16, float8
 
 Rounding = Callable[[Tensor], Tensor]
 

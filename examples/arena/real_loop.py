@@ -26,7 +26,7 @@ from examples.arena.mismatches import MISMATCHES, Mismatch
 from examples.arena.tasks import TASKS, Task, share_before_error, share_of_topic
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.data.batch_file import load_batch
-from megatron_dppo.explain.seen_step import SeenStep
+from megatron_dppo.diagnostics.explain.seen_step import SeenStep
 from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records
 
 CONFIG = Path(__file__).with_name("real.yaml")

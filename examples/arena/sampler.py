@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from examples.arena.mismatches import Mismatch, Rounding
-from megatron_dppo.doctor.rounding import bfloat16
+from megatron_dppo.diagnostics.doctor.rounding import bfloat16
 
 
 @dataclass(frozen=True)

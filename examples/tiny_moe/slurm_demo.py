@@ -25,7 +25,7 @@ from megatron_dppo.demo.material import ROOT as MATERIAL
 from megatron_dppo.demo.material import prepare
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import RecordsError, read_records, step_of
-from megatron_dppo.slurm.attempts import Attempt, AttemptBook
+from megatron_dppo.cluster.slurm.attempts import Attempt, AttemptBook
 from tools.slurm_cluster import Cluster, what_is_missing
 from tools.slurm_cluster.signals import Interrupted, raise_interrupted
 
@@ -72,7 +72,7 @@ def _run(directory: Path, overrides: Sequence[str]) -> int:
         kind = "machines of their own" if cluster.isolated else "daemons on this machine"
         _say(f"Slurm runs: nodes {', '.join(cluster.nodes)}, {kind}")
         command = [
-            *(sys.executable, "-m", "megatron_dppo.slurm", "submit", RECIPE, *overrides),
+            *(sys.executable, "-m", "megatron_dppo.cluster.slurm", "submit", RECIPE, *overrides),
             *("--set=gpus_per_node=0", f"--set=time={LIMIT_MIN}", "--set=start_s=60"),
             *(f"--set=checkpoint_margin_s={MARGIN_S}", "--set=max_failures=6"),
         ]
@@ -88,14 +88,14 @@ def _run(directory: Path, overrides: Sequence[str]) -> int:
         except Interrupted as end:
             follower.cancel(end.name)
             raise
-        status = [sys.executable, "-m", "megatron_dppo.slurm", "status", str(directory)]
+        status = [sys.executable, "-m", "megatron_dppo.cluster.slurm", "status", str(directory)]
         subprocess.run(status, cwd=ROOT, env=cluster.environment, check=False)
     return _result(directory, state)
 
 
 def second_terminal(cluster: Cluster, directory: Path) -> str:
     """The command that tells the run's status from any other shell, while the cluster runs."""
-    program = shlex.join([sys.executable, "-m", "megatron_dppo.slurm", "status", str(directory)])
+    program = shlex.join([sys.executable, "-m", "megatron_dppo.cluster.slurm", "status", str(directory)])
     return f"SLURM_CONF={shlex.quote(str(cluster.configuration))} {program} (or watch, logs, stop)"
 
 

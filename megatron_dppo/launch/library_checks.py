@@ -28,9 +28,9 @@ from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.preflight.evidence import CheckError
-from megatron_dppo.preflight.gpus import toolkit_findings, toolkit_here
-from megatron_dppo.preflight.machine import inspect_python
+from megatron_dppo.cluster.preflight.evidence import CheckError
+from megatron_dppo.cluster.preflight.gpus import toolkit_findings, toolkit_here
+from megatron_dppo.cluster.preflight.machine import inspect_python
 from megatron_dppo.system.compute import has_visible_gpu
 
 CHECK = "--check"

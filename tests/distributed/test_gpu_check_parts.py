@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_dppo.gpu_check import discover
-from megatron_dppo.gpu_check.runner import run_part
+from megatron_dppo.diagnostics.gpu_check import discover
+from megatron_dppo.diagnostics.gpu_check.runner import run_part
 
 
 @pytest.mark.distributed

@@ -59,7 +59,7 @@ def measure(folder: str, cases: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def _measure(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dict[str, int]:
-    from megatron_dppo.gpu_check import held_memory as memory
+    from megatron_dppo.diagnostics.gpu_check import held_memory as memory
     from megatron_dppo.trainer.trainer import Trainer
     from tests.distributed.test_trainer_parity import policy_token_loss, run_config
 
@@ -104,9 +104,9 @@ def _batches(dp_rank: int, pad_multiple: int, multiple: int) -> list:
 def planned(family: str, parallel: dict[str, Any], changes: dict[str, Any], folder: Path) -> list:
     """(state, activations) of each rank of the case."""
     from megatron_dppo.model.families import load_model_shape
-    from megatron_dppo.planner.activations import activation_bytes
-    from megatron_dppo.planner.facts import trainer_facts
-    from megatron_dppo.planner.memory import state_bytes
+    from megatron_dppo.cluster.planner.activations import activation_bytes
+    from megatron_dppo.cluster.planner.facts import trainer_facts
+    from megatron_dppo.cluster.planner.memory import state_bytes
     from tests.distributed.test_trainer_parity import run_config
 
     config = run_config(

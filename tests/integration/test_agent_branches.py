@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.explain.seen_step import SeenStep, check_agreement
+from megatron_dppo.diagnostics.explain.seen_step import SeenStep, check_agreement
 from tests.extras import extra_packages
 from tests.integration.runs import ROOT, TrainingRun, records_of, write_material
 from tests.unit.test_agents import TEMPLATE

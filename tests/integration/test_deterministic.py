@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_dppo.data.batch_file import SavedBatch, load_batch, save_batch
-from megatron_dppo.doctor.__main__ import main as doctor
-from megatron_dppo.explain import replay
+from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
+from megatron_dppo.diagnostics.explain import replay
 from tests.integration.runs import TrainingRun, records_of, write_material
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]

@@ -17,8 +17,8 @@ from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.explain import __main__ as explain
-from megatron_dppo.explain import replay
+from megatron_dppo.diagnostics.explain import __main__ as explain
+from megatron_dppo.diagnostics.explain import replay
 from megatron_dppo.metrics.samples import read_samples
 from tests.integration.runs import GROUP, PROMPTS, TrainingRun, records_of, write_material
 

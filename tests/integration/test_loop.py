@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megatron_dppo.data.batch_file import load_batch
-from megatron_dppo.doctor.__main__ import main as doctor
+from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
 from megatron_dppo.system.lease import LeaseFiles
 from tests.integration.runs import (
     GROUP,

@@ -26,7 +26,7 @@ from examples.arena import real_loop
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.loading import load_config, resolved_yaml
 from megatron_dppo.data.trajectory import Outline, Trajectory
-from megatron_dppo.doctor.__main__ import main as doctor
+from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
 from megatron_dppo.engine import client
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.generation import SamplingSeeds

@@ -76,7 +76,7 @@ def test_servers_of_a_heterogeneous_job_run_on_its_second_group(cluster, folder)
     assert job.attempts()[0]["hosts"] == [*cluster.nodes]
     assert f"{second}  engine0" in job.log
     assert second not in first
-    stop = (sys.executable, "-m", "megatron_dppo.slurm", "stop", job.directory)
+    stop = (sys.executable, "-m", "megatron_dppo.cluster.slurm", "stop", job.directory)
     done = cluster.client.run(*stop, check=False, folder=ROOT)
     assert done.returncode == 0, done.stderr
     assert job.wait_for_end()["JobState"] == "COMPLETED", job.log

@@ -35,7 +35,7 @@ def test_a_published_script_can_be_scheduled(cluster: Cluster, script: Path) -> 
 
 def command(cluster: Cluster, *words: object) -> subprocess.CompletedProcess[str]:
     return cluster.client.run(
-        sys.executable, "-m", "megatron_dppo.slurm", *words, check=False, folder=ROOT
+        sys.executable, "-m", "megatron_dppo.cluster.slurm", *words, check=False, folder=ROOT
     )
 
 
@@ -64,7 +64,7 @@ def test_ctrl_c_while_sbatch_answers_leaves_no_job_that_nobody_knows(
     environment = cluster.environment | {"PATH": f"{folder}:{os.environ['PATH']}"}
     words = (
         "env", "--default-signal=INT",  # a job in the background is started to ignore Ctrl-C
-        sys.executable, "-m", "megatron_dppo.slurm", "submit",
+        sys.executable, "-m", "megatron_dppo.cluster.slurm", "submit",
         write_config(folder, minimal(folder)), "--set=gpus_per_node=0",
         f"run.directory={folder}/run", "--sbatch=--hold",
     )  # fmt: skip

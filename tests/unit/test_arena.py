@@ -40,7 +40,7 @@ from examples.arena.mismatches import MISMATCHES, int4
 from examples.arena.run import cells_of, others, read_results, real_cells
 from megatron_dppo.algorithms.table import PRESETS, algorithm_facts
 from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
-from megatron_dppo.doctor.rounding import bfloat16, float8
+from megatron_dppo.diagnostics.doctor.rounding import bfloat16, float8
 from megatron_dppo.metrics import table as names
 
 DOCS = Path(__file__).parents[2] / "docs"

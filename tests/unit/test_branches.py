@@ -18,7 +18,7 @@ from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.packing import pack, unpack_sampled
 from megatron_dppo.data.trajectory import Outline, Trajectory
-from megatron_dppo.doctor.reference import Reference
+from megatron_dppo.diagnostics.doctor.reference import Reference
 from megatron_dppo.loop.learning import BatchLayout, by_response, plan_mini_batches
 from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
 from megatron_dppo.loop.scoring import returns_by_turn, with_rewards

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_dppo.slurm.site import ContainerConfig
+from megatron_dppo.cluster.slurm.site import ContainerConfig
 from tests.ranks import ROOT
 
 FOLDER = ROOT / "tools" / "containers"

@@ -30,9 +30,9 @@ from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.problems import Problem
 from megatron_dppo.data.seal import Origin
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.doctor import diagnosis
-from megatron_dppo.doctor.__main__ import main, weights_by_version
-from megatron_dppo.doctor.diagnosis import (
+from megatron_dppo.diagnostics.doctor import diagnosis
+from megatron_dppo.diagnostics.doctor.__main__ import main, weights_by_version
+from megatron_dppo.diagnostics.doctor.diagnosis import (
     COARSE,
     SampledRun,
     Side,
@@ -41,8 +41,8 @@ from megatron_dppo.doctor.diagnosis import (
     prompt_faults,
     repetition_evidence,
 )
-from megatron_dppo.doctor.reference import KnownWeights, Reference, at_temperature
-from megatron_dppo.doctor.report import LAYOUT, Doctor
+from megatron_dppo.diagnostics.doctor.reference import KnownWeights, Reference, at_temperature
+from megatron_dppo.diagnostics.doctor.report import LAYOUT, Doctor
 from tests.ranks import ROOT, run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -408,7 +408,7 @@ def test_weights_of_two_steps_before_are_named_beside_those_of_one_and_newer_one
 
 def two_ranks_that_round_sums(folder: str, config: dict) -> list[torch.Tensor]:
     """log pi of the batch by a trainer of two ranks that add what each has of a layer in bfloat16."""
-    from megatron_dppo.doctor.ladder import Rung, log_probs_of
+    from megatron_dppo.diagnostics.doctor.ladder import Rung, log_probs_of
     from megatron_dppo.trainer.trainer import Trainer
 
     loaded = TrainConfig.model_validate(config)

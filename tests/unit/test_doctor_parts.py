@@ -19,7 +19,7 @@ from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.doctor.ladder import rungs
+from megatron_dppo.diagnostics.doctor.ladder import rungs
 from tests.ranks import ROOT
 from tests.tiny_models import save_tiny_model
 

@@ -17,10 +17,10 @@ from megatron_dppo.config.loading import load_config, resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.explain import __main__ as explain
-from megatron_dppo.explain import page
-from megatron_dppo.explain.explanation import explain_response, threshold_text
-from megatron_dppo.explain.replay import (
+from megatron_dppo.diagnostics.explain import __main__ as explain
+from megatron_dppo.diagnostics.explain import page
+from megatron_dppo.diagnostics.explain.explanation import explain_response, threshold_text
+from megatron_dppo.diagnostics.explain.replay import (
     OtherStep,
     OtherToken,
     by_sign,
@@ -190,7 +190,7 @@ def test_what_a_whole_step_decides_is_not_explained_of_a_response(name, model, l
 def test_every_preset_trains_everything_on_policy(name, model, log_pi):
     """pi = mu = pi': nothing is blocked, every weight is 1 and every divergence 0."""
     from megatron_dppo.data.problems import load_tokenizer
-    from megatron_dppo.explain.explanation import Policy, TokenTexts
+    from megatron_dppo.diagnostics.explain.explanation import Policy, TokenTexts
 
     ids, advantage = RESPONSES[0]
     arrays = {}
@@ -258,7 +258,7 @@ class Hostile:
 
 
 def test_the_page_escapes_everything_and_loads_nothing(model, log_pi):
-    from megatron_dppo.explain.explanation import Policy
+    from megatron_dppo.diagnostics.explain.explanation import Policy
 
     sampled = Far.rollouts(log_pi)[0]
     algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.0})

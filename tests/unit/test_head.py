@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dppo.gpu_check.held_memory import LiveTensors
+from megatron_dppo.diagnostics.gpu_check.held_memory import LiveTensors
 from megatron_dppo.vocab_parallel.head import (
     HeadFactor,
     HeadOptions,

@@ -13,7 +13,7 @@ from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.packing import pack
-from megatron_dppo.explain.seen_step import SeenStep, explain_seen
+from megatron_dppo.diagnostics.explain.seen_step import SeenStep, explain_seen
 from megatron_dppo.loop.learning import KEPT_TOPK, LossRecord, _decoded, _encoded, by_response
 from megatron_dppo.trainer.token_loss import inputs_from, make_token_loss
 from megatron_dppo.vocab_parallel import policy_stats

@@ -23,8 +23,8 @@ from megatron_dppo.model.mapping import (
     parameters,
 )
 from megatron_dppo.model.shape import active_parameters
-from megatron_dppo.plan import bars, print_plan
-from megatron_dppo.planner.activations import (
+from megatron_dppo.cluster.plan import bars, print_plan
+from megatron_dppo.cluster.planner.activations import (
     activation_bytes,
     bubble,
     chunks_in_flight,
@@ -32,8 +32,8 @@ from megatron_dppo.planner.activations import (
     logits_bytes,
     statistics_bytes,
 )
-from megatron_dppo.planner.devices import DEVICES, Cluster
-from megatron_dppo.planner.facts import (
+from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
+from megatron_dppo.cluster.planner.facts import (
     ON_POLICY,
     STALE,
     EvaluationFacts,
@@ -42,7 +42,7 @@ from megatron_dppo.planner.facts import (
     rank_parameters,
     senders,
 )
-from megatron_dppo.planner.memory import (
+from megatron_dppo.cluster.planner.memory import (
     PER_COMMUNICATOR,
     _copied,
     column_bytes,
@@ -55,9 +55,9 @@ from megatron_dppo.planner.memory import (
     trainer_communicator_bytes,
     weight_bytes,
 )
-from megatron_dppo.planner.run_plan import device_here, memory_here, plan_run
-from megatron_dppo.planner.search import Question, nearest, search
-from megatron_dppo.planner.step_time import (
+from megatron_dppo.cluster.planner.run_plan import device_here, memory_here, plan_run
+from megatron_dppo.cluster.planner.search import Question, nearest, search
+from megatron_dppo.cluster.planner.step_time import (
     StepSeconds,
     Touched,
     attention_flops,
@@ -72,8 +72,8 @@ from megatron_dppo.planner.step_time import (
     touched_parameters,
     training_flops,
 )
-from megatron_dppo.planner.traffic import traffic
-from megatron_dppo.slurm.site import SiteConfig
+from megatron_dppo.cluster.planner.traffic import traffic
+from megatron_dppo.cluster.slurm.site import SiteConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES, MODELS = ROOT / "examples" / "recipes", ROOT / "examples" / "model_configs"

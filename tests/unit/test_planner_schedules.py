@@ -11,14 +11,14 @@ from rich.console import Console
 from megatron_dppo import plan as command
 from megatron_dppo.config import load_config
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.plan import print_plan, print_proposals
-from megatron_dppo.planner import colocation
-from megatron_dppo.planner.activations import ActivationBytes
-from megatron_dppo.planner.devices import CONTEXT, DEVICES, GIB, Cluster
-from megatron_dppo.planner.facts import COLOCATED, ON_POLICY, STALE, Schedule, facts_of, schedule_of
-from megatron_dppo.planner.memory import LEAST_RESERVED, EngineBytes, RankBytes, StateBytes
-from megatron_dppo.planner.run_plan import plan_run
-from megatron_dppo.planner.search import (
+from megatron_dppo.cluster.plan import print_plan, print_proposals
+from megatron_dppo.cluster.planner import colocation
+from megatron_dppo.cluster.planner.activations import ActivationBytes
+from megatron_dppo.cluster.planner.devices import CONTEXT, DEVICES, GIB, Cluster
+from megatron_dppo.cluster.planner.facts import COLOCATED, ON_POLICY, STALE, Schedule, facts_of, schedule_of
+from megatron_dppo.cluster.planner.memory import LEAST_RESERVED, EngineBytes, RankBytes, StateBytes
+from megatron_dppo.cluster.planner.run_plan import plan_run
+from megatron_dppo.cluster.planner.search import (
     Proposal,
     Question,
     best_of_each,
@@ -26,7 +26,7 @@ from megatron_dppo.planner.search import (
     search,
     search_schedules,
 )
-from megatron_dppo.planner.step_time import (
+from megatron_dppo.cluster.planner.step_time import (
     PREFILL_UTILISATION,
     StepSeconds,
     decode_seconds,

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.planner.devices import DEVICES
-from megatron_dppo.planner.facts import facts_of
-from megatron_dppo.planner.traffic import traffic
-from megatron_dppo.preflight import inspection, table
-from megatron_dppo.preflight.between_nodes import (
+from megatron_dppo.cluster.planner.devices import DEVICES
+from megatron_dppo.cluster.planner.facts import facts_of
+from megatron_dppo.cluster.planner.traffic import traffic
+from megatron_dppo.cluster.preflight import inspection, table
+from megatron_dppo.cluster.preflight.between_nodes import (
     addresses,
     collect_network,
     collect_shared_folder,
 )
-from megatron_dppo.preflight.evidence import Meeting, Site, needs_of
-from megatron_dppo.preflight.gpus import gpus_of_driver
+from megatron_dppo.cluster.preflight.evidence import Meeting, Site, needs_of
+from megatron_dppo.cluster.preflight.gpus import gpus_of_driver
 from tests.slurm.recipes import write_config
 
 GIB = 2**30
@@ -191,7 +191,7 @@ def test_the_table_has_a_dash_for_what_was_not_collected():
 def test_this_machine_alone_gets_a_table(tmp_path):
     config = write_config(tmp_path)
     (tmp_path / "run").mkdir()
-    command = [sys.executable, "-m", "megatron_dppo.preflight", str(config)]
+    command = [sys.executable, "-m", "megatron_dppo.cluster.preflight", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     header, line = done.stdout.splitlines()

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.preflight import CHECKS, EVERYWHERE, Finding, Needs, bad_hosts, judge
-from megatron_dppo.preflight.between_nodes import (
+from megatron_dppo.cluster.preflight import CHECKS, EVERYWHERE, Finding, Needs, bad_hosts, judge
+from megatron_dppo.cluster.preflight.between_nodes import (
     judge_all_reduce,
     judge_network,
     judge_shared_folder,
     reachable_interface,
 )
-from megatron_dppo.preflight.evidence import (
+from megatron_dppo.cluster.preflight.evidence import (
     EvidenceError,
     odd_ones,
     read_evidence,
     too_little,
     write_evidence,
 )
-from megatron_dppo.preflight.gpus import judge_gpus, parse
-from megatron_dppo.preflight.machine import judge_host, judge_pythons
+from megatron_dppo.cluster.preflight.gpus import judge_gpus, parse
+from megatron_dppo.cluster.preflight.machine import judge_host, judge_pythons
 
 GIB = 2**30
 NEEDS = Needs(

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 RECIPES = {path.stem for path in (ROOT / "examples" / "recipes").glob("*.yaml")} - {"scaling"}
 END = (
-    'exec "${MEGATRON_DPPO_PYTHON:-.venv/bin/python}" -m megatron_dppo.slurm supervise '
+    'exec "${MEGATRON_DPPO_PYTHON:-.venv/bin/python}" -m megatron_dppo slurm supervise '
     'examples/recipes/%s.yaml "$@"'
 )
 

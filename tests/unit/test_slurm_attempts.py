@@ -9,8 +9,8 @@ import pytest
 
 from megatron_dppo.launch.supervisor import Outcome
 from megatron_dppo.metrics.records import remember_checkpoint
-from megatron_dppo.slurm.attempts import Attempt, AttemptBook, decide, fruitless
-from megatron_dppo.slurm.commands import fields
+from megatron_dppo.cluster.slurm.attempts import Attempt, AttemptBook, decide, fruitless
+from megatron_dppo.cluster.slurm.commands import fields
 
 FIRST = Attempt("7", 0, "n1", ("n1", "n2"), started=100.0)
 

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.metrics.records import RECORDS_FILE, encode_record, remember_checkpoint
-from megatron_dppo.slurm.__main__ import main
-from megatron_dppo.slurm.attempts import Attempt, AttemptBook
-from megatron_dppo.slurm.status import (
+from megatron_dppo.cluster.slurm.__main__ import main
+from megatron_dppo.cluster.slurm.attempts import Attempt, AttemptBook
+from megatron_dppo.cluster.slurm.status import (
     UNKNOWN,
     JobState,
     important_lines,

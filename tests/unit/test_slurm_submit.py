@@ -11,9 +11,9 @@ import pytest
 
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.slurm.__main__ import main
-from megatron_dppo.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
-from megatron_dppo.slurm.submit import (
+from megatron_dppo.cluster.slurm.__main__ import main
+from megatron_dppo.cluster.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
+from megatron_dppo.cluster.slurm.submit import (
     SBATCH,
     SRUN,
     Submission,
@@ -24,7 +24,7 @@ from megatron_dppo.slurm.submit import (
     seconds_of,
     time_faults,
 )
-from megatron_dppo.slurm.supervise import job_groups
+from megatron_dppo.cluster.slurm.supervise import job_groups
 from tests.unit.config_files import minimal, write_config
 
 SITE = {"gpus_per_node": 2, "start_s": 60, "checkpoint_margin_s": 60, "time": "10"}
@@ -449,7 +449,7 @@ def test_what_a_container_shows_of_the_host():
 
 def test_submitting_loads_nothing_heavy():
     code = (
-        "import sys, megatron_dppo.slurm.submit, megatron_dppo.slurm.status\n"
+        "import sys, megatron_dppo.cluster.slurm.submit, megatron_dppo.cluster.slurm.status\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'aiohttp', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -483,7 +483,7 @@ def test_groups_of_a_job():
 def test_a_submission_takes_less_than_two_seconds_of_a_core(tmp_path, sbatch):
     path = write_config(tmp_path, minimal(tmp_path))
     before = os.times()
-    command = [sys.executable, "-m", "megatron_dppo.slurm", "submit", str(path)]
+    command = [sys.executable, "-m", "megatron_dppo.cluster.slurm", "submit", str(path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     after = os.times()
     assert done.returncode == 0, done.stderr

@@ -31,7 +31,7 @@ from megatron_dppo.metrics.records import (
     StepLines,
 )
 from megatron_dppo.metrics.samples import Sample
-from megatron_dppo.watch import WatchServer, main, thinned
+from megatron_dppo.diagnostics.watch import WatchServer, main, thinned
 from tests.browser import browser_tab
 from tests.unit.config_files import minimal
 
@@ -161,9 +161,9 @@ def test_nothing_new_is_told_as_such_and_a_new_step_is_seen(tmp_path):
 
 def test_an_end_that_changes_no_file_is_seen(tmp_path, monkeypatch):
     write_run(tmp_path, 2)
-    monkeypatch.setattr("megatron_dppo.watch._STATE_S", 0.0)
+    monkeypatch.setattr("megatron_dppo.diagnostics.watch._STATE_S", 0.0)
     said = ["runs as process 1"]
-    monkeypatch.setattr("megatron_dppo.watch.RunView._state", lambda _: said[0])
+    monkeypatch.setattr("megatron_dppo.diagnostics.watch.RunView._state", lambda _: said[0])
     with served(tmp_path) as url:
         version = get(f"{url}state")["version"]
         assert get(f"{url}state?version={version}") == {"unchanged": True}
@@ -350,7 +350,7 @@ def test_the_page_in_a_browser(tmp_path, width, height):
 
 
 def test_the_page_loads_nothing_from_elsewhere():
-    from megatron_dppo.watch import PAGE
+    from megatron_dppo.diagnostics.watch import PAGE
 
     text = PAGE.read_text().replace("http://www.w3.org/2000/svg", "")
     assert "http" not in text.replace("https", "http")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmark_rows import Benchmark
 
-from megatron_dppo.planner.devices import DEVICES
+from megatron_dppo.cluster.planner.devices import DEVICES
 from tools.scale import published
 from tools.scale.quantities import SECTIONS
 from tools.scale.sizes import FULLEST, GPU, Size

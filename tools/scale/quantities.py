@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_dppo.planner import memory
-from megatron_dppo.planner.devices import gb, gib
-from megatron_dppo.planner.run_plan import RunPlan
-from megatron_dppo.planner.step_time import model_flops_utilisation
+from megatron_dppo.cluster.planner import memory
+from megatron_dppo.cluster.planner.devices import gb, gib
+from megatron_dppo.cluster.planner.run_plan import RunPlan
+from megatron_dppo.cluster.planner.step_time import model_flops_utilisation
 from tools.scale import balance
 
 _NONE = "-"

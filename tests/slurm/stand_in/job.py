@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-import megatron_dppo.slurm.__main__ as slurm
-from megatron_dppo.slurm import supervise
+import megatron_dppo.cluster.slurm.__main__ as slurm
+from megatron_dppo.cluster.slurm import supervise
 
 if __name__ == "__main__":
     supervise.MODULE = supervise.MODULE = "tests.slurm.stand_in.trainer"

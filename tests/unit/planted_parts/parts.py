@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from megatron_dppo.gpu_check import LackingError, Row, at_most, part
+from megatron_dppo.diagnostics.gpu_check import LackingError, Row, at_most, part
 
 
 @part("what is well", 100.0)

@@ -1,0 +1,547 @@
+"""Entry point: ``megatron-dppo plan RECIPE.yaml [key.path=value ...] --gpu h100 --nodes 4``.
+
+What a recipe takes on a cluster, from its file and the model's config.json alone: memory of every rank, server and
+host, bytes and seconds of a step, and whether it fits: as tables, as JSON, and its memory as a picture.
+Exit codes: 0 it fits, 2 refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dppo import EXAMPLES
+from megatron_dppo.config import ConfigError, load_config
+from megatron_dppo.logging import fatal
+from megatron_dppo.model.mapping import parameters
+from megatron_dppo.model.resharding import figures_table
+from megatron_dppo.cluster.planner import activations, step_time
+from megatron_dppo.cluster.planner.devices import DEVICES, GB, GIB, NETWORK_LATENCY, Cluster, gb, gib
+from megatron_dppo.cluster.planner.facts import shape_of
+from megatron_dppo.cluster.planner.run_plan import RunPlan
+from megatron_dppo.cluster.planner.search import (
+    MOST_NODES,
+    Proposal,
+    Question,
+    best_of_each,
+    least_nodes,
+    nearest,
+    search,
+    search_schedules,
+)
+from megatron_dppo.cluster.planner.step_time import StepSeconds, model_flops_utilisation
+from megatron_dppo.cluster.planner.traffic import weight_plan
+from megatron_dppo.system.errors import RunError
+
+
+def print_plan(console: Console, plan: RunPlan) -> None:
+    """Every part of the plan, and the verdict last."""
+    for text in _head(plan):
+        console.print(text, highlight=False)
+    for table in (
+        _roles(plan),
+        _ranks(plan),
+        _engine(plan),
+        _hosts(plan),
+        _data(plan),
+        _time(plan),
+    ):
+        if table is not None:
+            console.print(table)
+    for text in filter(None, (_rates(plan), _shared(plan), _evaluation(plan))):
+        console.print(text, highlight=False)
+    _print_assumptions(console, plan)
+    print_verdict(console, plan)
+
+
+def print_verdict(console: Console, plan: RunPlan) -> None:
+    """Whether it fits and what is nearest to its bound, or everything that stands against it."""
+    if plan.fits:
+        console.print("It fits.", highlight=False)
+        console.print(f"Limits: {plan.memory_limit}; {plan.time_limit}.", highlight=False)
+        return
+    console.print("It can't work:", highlight=False)
+    for fault in plan.faults:
+        console.print(f"  {fault}", highlight=False, soft_wrap=True)
+
+
+def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
+    """The layouts of a search, best first, each with the overrides that turn the recipe into it."""
+    table = figures_table(
+        "Layouts that fit",
+        *("step", "GPU idle", "placement", "staleness", "generate", "train", "rank", "layout"),
+        *("servers", "recompute"),
+    )
+    for p in proposals:
+        seconds, engine, schedule = p.plan.seconds, p.plan.facts.engine, p.plan.facts.schedule
+        assert seconds is not None
+        table.add_row(
+            f"{seconds.total:.0f} s", f"{p.plan.gpu_idle:.0%}", schedule.placement, str(schedule.staleness),
+            f"{seconds.servers:.0f} s", f"{seconds.trainer:.0f} s",
+            gib(p.plan.fullest.total), p.plan.facts.trainer.layout.describe(),
+            f"{engine.servers} x TP{engine.tensor}", p.plan.facts.trainer.recompute,
+        )  # fmt: skip
+    console.print(table)
+    for number, p in enumerate(proposals, start=1):
+        changes = " ".join(p.changes) or "the recipe as it is"
+        console.print(f"  {number}: {changes}", highlight=False, soft_wrap=True)
+
+
+def _head(plan: RunPlan) -> Iterable[str]:
+    facts, cluster = plan.facts, plan.cluster
+    trainer, rollout, batches = facts.trainer, facts.rollout, facts.batches()
+    yield (
+        f"{trainer.shape.family}, {parameters(trainer.shape) / 1e9:.2f} B parameters, on {cluster.nodes} x "
+        f"{cluster.gpus_per_node} {cluster.device.name}; trainer {trainer.layout.describe()}, recompute "
+        f"{trainer.recompute}, {'distributed' if trainer.distributed else 'plain'} optimizer"
+    )
+    yield (
+        f"A step: {rollout.responses:,} responses, {rollout.tokens / 1e6:.1f} M tokens at {rollout.mean_prompt:.0f} + "
+        f"{rollout.mean_response:.0f} each, at most {batches['longest_tokens'] / 1e6:.1f} M; {rollout.steps} "
+        f"optimiser steps of {batches['per_step']} responses, {batches['replica']:.0f} on each of "
+        f"{trainer.layout.data} replicas in about {trainer.micro_batches} micro-batches of up to "
+        f"{trainer.tokens:,} tokens"
+    )
+
+
+def _roles(plan: RunPlan) -> Table | None:
+    if not plan.nodes:
+        return None
+    table = figures_table("Who runs where", "node", "GPUs", "train", "serve", "servers", "idle")
+    size = plan.cluster.gpus_per_node
+    for node in plan.nodes:
+        servers = f"{node.servers[0]}-{node.servers[-1]}" if node.servers else "-"
+        numbers = f"{node.node * size}-{(node.node + 1) * size - 1}"
+        table.add_row(
+            *map(str, (node.node, numbers, node.trainer, node.engine, servers, node.idle))
+        )
+    return table
+
+
+def _ranks(plan: RunPlan) -> Table:
+    names = list(plan.ranks[0].parts)
+    table = figures_table("A trainer rank's GPU, GiB", "stage", *names, "total", "of")
+    for rank in plan.ranks:
+        cells = [f"{size / 2**30:.1f}" for size in rank.parts.values()]
+        total, whole = rank.total / 2**30, plan.cluster.device.memory / 2**30
+        table.add_row(str(rank.stage), *cells, f"{total:.1f}", f"{whole:.1f}")
+    return table
+
+
+def _engine(plan: RunPlan) -> Table | None:
+    engine, facts = plan.engine, plan.facts.engine
+    if engine is None:
+        return None
+    title = f"A server's GPU: {facts.servers} servers x TP {facts.tensor}, mem_fraction_static {engine.fraction}"
+    table = figures_table(
+        title, "weights", "KV pool", "left free", "KV tokens", "sequences at once", "all longest"
+    )
+    table.add_row(
+        gib(engine.weights), gib(engine.kv_pool), gib(engine.reserved), f"{engine.kv_tokens:,}",
+        str(engine.sequences), str(engine.longest),
+    )  # fmt: skip
+    return table
+
+
+def _hosts(plan: RunPlan) -> Table | None:
+    if not plan.nodes:
+        return None
+    table = figures_table(
+        f"Host memory, GiB of {plan.cluster.node_memory / 2**30:.0f}",
+        *("node", "processes", "batch", "checkpoint", "routing", "parked", "total"),
+    )
+    for node, host in enumerate(plan.hosts):
+        sizes = (host.processes, host.batch, host.checkpoint, host.capture, host.parked, host.total)
+        table.add_row(str(node), *(f"{size / 2**30:.0f}" for size in sizes))
+    return table
+
+
+def _data(plan: RunPlan) -> Table:
+    columns, moved = plan.columns, plan.traffic
+    table = figures_table("What moves", "what", "bytes", "seconds")
+    table.add_row(
+        "a weight update, to each engine GPU",
+        gb(moved.update),
+        f"{moved.update_seconds:.1f} ({moved.buckets} bucket{'s' if moved.buckets > 1 else ''})",
+    )
+    table.add_row("of them, between trainer ranks first", gb(moved.gathered), "in these")
+    table.add_row("a checkpoint", gb(moved.checkpoint), f"{moved.checkpoint_seconds:.0f}")
+    table.add_row(
+        "R3 routing a step: in memory; on the wire",
+        f"{gb(columns.routing)}; {gb(columns.routing_wire)}",
+        "",
+    )
+    table.add_row(
+        "Top-K a step: in memory; on the wire", f"{gb(columns.topk)}; {gb(columns.topk_wire)}", ""
+    )
+    return table
+
+
+def _time(plan: RunPlan) -> Table | None:
+    seconds = plan.seconds
+    if seconds is None:
+        return None
+    table = figures_table(
+        "A step, seconds (a model, not a measurement)",
+        *seconds.phases,
+        "step",
+    )
+    cells = [f"{value:.1f}" for value in seconds.phases.values()]
+    table.add_row(*cells, f"{seconds.total:.0f}")
+    return table
+
+
+def _rates(plan: RunPlan) -> str | None:
+    if plan.seconds is None:
+        return None
+    rate = plan.facts.rollout.tokens / plan.seconds.total / plan.gpus
+    mfu = model_flops_utilisation(plan.facts, plan.seconds, plan.cluster)
+    return f"{rate:,.0f} tokens/s a GPU; MFU of the trainer's seconds {mfu:.0%}."
+
+
+def _shared(plan: RunPlan) -> str | None:
+    if not plan.shared:
+        return None
+    most = max(plan.shared, key=lambda stage: stage.travels)
+    parked = ", ".join(most.parked) or "nothing"
+    return (
+        f"Parked while servers generate (engine.parked): {parked}, {gib(most.travels)} to the host and back; a GPU "
+        f"then holds {gib(most.generating)}, {gib(most.training)} in training and {gib(most.updating)} in an update."
+    )
+
+
+def _evaluation(plan: RunPlan) -> str | None:
+    evaluation, seconds = plan.facts.evaluation, plan.seconds
+    if evaluation is None or seconds is None or not seconds.evaluation:
+        return None
+    each = seconds.evaluation
+    return (
+        f"Evaluation: {evaluation.problems} problems x {evaluation.samples} take {each * evaluation.every:.0f} s, "
+        f"before the first step and every {evaluation.every} steps: {each:.0f} s for each step, "
+        f"{each / seconds.total:.0%} of it."
+    )
+
+
+def _print_assumptions(console: Console, plan: RunPlan) -> None:
+    assumptions = {
+        **step_time.assumptions(),
+        "seconds from node to node": plan.cluster.network_latency,
+        "busiest expert rank over the mean": activations.BUSIEST_RANK,
+    }
+    text = "; ".join(f"{name} {value:g}" for name, value in assumptions.items())
+    console.print(f"Assumed: {text}. Formulas and sources: docs/planner.md.", highlight=False)
+    ignored = sorted(plan.facts.not_counted)
+    if ignored:
+        console.print(f"Not counted: {', '.join(ignored)}.", highlight=False)
+
+
+_COLOURS = {
+    "weights": "#4C72B0", "gradients": "#DD8452", "optimizer": "#55A868", "activations": "#C44E52",
+    "logits": "#8172B3", "working": "#937860", "communicators": "#8C8C8C", "context": "#CCB974",
+    "KV cache": "#64B5CD", "left free": "#E5E5E5",
+}  # fmt: skip
+
+
+def bars(plan: RunPlan) -> dict[str, dict[str, float]]:
+    """Bar -> part -> GiB, from the top: each trainer stage, then a server's GPU."""
+    parts_by_bar = {
+        f"trainer, stage {rank.stage}": {part: size / GIB for part, size in rank.parts.items()}
+        for rank in plan.ranks
+    }
+    engine = plan.engine
+    if engine is not None:
+        parts_by_bar["server"] = {
+            "weights": engine.weights / GIB,
+            "KV cache": max(0, engine.kv_pool) / GIB,
+            "left free": engine.reserved / GIB,
+        }
+    return parts_by_bar
+
+
+def draw(plan: RunPlan, path: str | Path) -> None:
+    """Write the picture as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    drawn = bars(plan)
+    figure = Figure(figsize=(9, 1.6 + 0.55 * len(drawn)))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for row, parts in enumerate(drawn.values()):
+        left = 0.0
+        for part, size in parts.items():
+            axes.barh(row, size, left=left, color=_COLOURS[part], edgecolor="white", height=0.6)
+            if size > 3.5:
+                axes.text(left + size / 2, row, f"{size:.0f}", ha="center", va="center", fontsize=8)
+            left += size
+    whole = plan.cluster.device.memory / GIB
+    axes.axvline(whole, color="black", linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(drawn)), list(drawn))
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(whole, *(sum(parts.values()) for parts in drawn.values())) * 1.03)
+    axes.set_xlabel(f"GiB of a GPU; dashed: {plan.cluster.device.name}")
+    used = [part for part in _COLOURS if any(part in parts for parts in drawn.values())]
+    handles = [Rectangle((0, 0), 1, 1, color=_COLOURS[part]) for part in used]
+    figure.legend(handles, used, loc="upper center", ncol=5, fontsize=8, frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.42 / figure.get_figheight()))
+    figure.savefig(path, dpi=120)
+
+
+def _seconds_json(seconds: StepSeconds) -> dict[str, float]:
+    values = asdict(seconds)
+    del values["schedule"]
+    return {**values, "total": seconds.total}
+
+
+def plan_json(plan: RunPlan) -> dict[str, Any]:
+    """Every number of a plan as plain values; bytes and seconds."""
+    seconds = plan.seconds
+    return {
+        "limits": [plan.memory_limit, plan.time_limit],
+        "layout": asdict(plan.facts.trainer.layout),
+        "ranks": [{**rank.parts, "stage": rank.stage, "total": rank.total} for rank in plan.ranks],
+        "engine": None if plan.engine is None else asdict(plan.engine),
+        "hosts": [{**asdict(host), "total": host.total} for host in plan.hosts],
+        "nodes": [asdict(node) for node in plan.nodes],
+        "batches": plan.facts.batches(),
+        "columns": asdict(plan.columns),
+        "transfer": asdict(plan.traffic),
+        "schedule": asdict(plan.facts.schedule),
+        "shared": [asdict(stage) for stage in plan.shared],
+        "seconds": None if seconds is None else _seconds_json(seconds),
+        "idle": None if seconds is None or not plan.facts.engine.servers else seconds.idle,
+        "gpu_idle": plan.gpu_idle,
+        "gpu_hours": plan.gpu_hours,
+    }
+
+
+SHOWN = 4
+"""Layouts of each schedule."""
+NEAREST = 3
+WIDTH = 118
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plan; the process's exit code: 0 it fits, 2 refused."""
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        config = load_config(options.recipe, options.overrides)
+        shape = shape_of(config.model.hf_checkpoint, options.model_configs)
+        lengths = (options.mean_response, options.mean_prompt)
+        cluster, storage = _cluster(options), options.storage_gbps * GB
+        question = Question(config, shape, cluster, *lengths, storage)
+        return _weights(question, options) if options.weights else _plan(question, options)
+    except RunError as error:
+        fatal(str(error))
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    device = DEVICES[options.gpu]
+    if options.network_gbps is not None:
+        device = replace(device, network=options.network_gbps * GB)
+    return Cluster(
+        device,
+        options.nodes,
+        options.gpus_per_node,
+        round(options.host_memory_gib * GIB),
+        options.network_latency_us * 1e-6,
+    )
+
+
+def _weights(question: Question, options: argparse.Namespace) -> int:
+    """Print a weight update's plan of buckets for every rank; 2 where it would not be a whole update."""
+    if faults := question.layout_faults():
+        raise ConfigError(faults, options.recipe)
+    plan = weight_plan(question.facts(), question.cluster.gpus_per_node)
+    print(json.dumps(asdict(plan), indent=1) if options.json else "\n".join(plan.lines()))
+    return 2 if plan.problems else 0
+
+
+def _plan(question: Question, options: argparse.Namespace) -> int:
+    faults = question.layout_faults()
+    plan = None if faults else question.plan()
+    if plan is not None:
+        faults = list(plan.faults)
+    shown: list[Proposal] = []
+    if options.search:
+        shown = best_of_each(search_schedules(question), SHOWN)
+    elif faults:
+        shown = nearest(search(question), NEAREST)
+    searched = options.search or faults
+    larger = least_nodes(question) if searched and not shown else None
+    if options.meta:
+        planned = [] if plan is None else [question]
+        faults += _meta_faults([*planned, *(proposal.question for proposal in shown)])
+    if options.png and plan is not None:
+        draw(plan, options.png)
+    steps = question.config.run.steps
+    if options.json:
+        print(json.dumps(_as_json(steps, plan, faults, shown, larger), indent=1))
+    else:
+        _print(steps, plan, faults, shown, options)
+        if searched and not shown:
+            print(_none_fits(question.cluster, options.gpu, larger))
+    return 2 if faults or (options.search and not shown) else 0
+
+
+def _none_fits(cluster: Cluster, gpu: str, larger: Cluster | None) -> str:
+    size = cluster.gpus_per_node
+    text = f"No layout of {cluster.nodes} x {size} {gpu} fits"
+    if larger is None:
+        return f"{text}, nor of up to {MOST_NODES} such nodes."
+    return f"{text}; the least that does: {larger.nodes} x {size} (--nodes {larger.nodes})."
+
+
+def _print(
+    steps: int,
+    plan: RunPlan | None,
+    faults: list[str],
+    shown: list[Proposal],
+    options: argparse.Namespace,
+) -> None:
+    console = Console()
+    console.width = max(console.width, WIDTH)
+    if plan is None:
+        console.print(str(ConfigError(faults, options.recipe)), highlight=False, soft_wrap=True)
+    else:
+        print_plan(console, plan)
+        if plan.fits and plan.seconds is not None:
+            idle = [
+                f"{name} idle {share:.0%} of a step; " for name, share in plan.seconds.idle.items()
+            ]
+            waits = "".join(idle) if plan.facts.engine.servers else ""
+            text = (
+                f"{waits}{plan.gpu_hours:,.1f} GPU-hours a step. The run's {steps:,} steps: "
+                f"{plan.gpu_hours * steps:,.0f} GPU-hours, idle GPUs and evaluation included."
+            )
+            console.print(text, highlight=False, soft_wrap=True)
+    if shown:
+        console.print("" if options.search else "What would fit, with the fewest changes:")
+        print_proposals(console, shown)
+
+
+def _meta_faults(questions: Sequence[Question]) -> list[str]:
+    """Build each layout's modules on the meta device; what differs from the conversion's rules."""
+    from megatron_dppo.trainer.model import compare
+
+    faults: list[str] = []
+    for question in questions:
+        comparison = compare(question.config, question.shape)
+        print(comparison.summary(), file=sys.stderr)
+        faults += comparison.faults
+    return faults
+
+
+def _as_json(
+    steps: int,
+    plan: RunPlan | None,
+    faults: list[str],
+    shown: list[Proposal],
+    larger: Cluster | None,
+) -> dict[str, Any]:
+    return {
+        "fits": not faults,
+        "problems": faults,
+        "least_nodes": None if larger is None else larger.nodes,
+        "gpu_hours": None if plan is None else plan.gpu_hours * steps,
+        "plan": None if plan is None else plan_json(plan),
+        "proposals": [
+            {
+                "overrides": p.changes,
+                "placement": p.question.schedule.placement,
+                "staleness": p.question.schedule.staleness,
+                "seconds": p.seconds,
+                "gpu_idle": p.plan.gpu_idle,
+                "plan": plan_json(p.plan),
+            }
+            for p in shown
+        ],
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-dppo plan",
+        description="What a recipe takes on a cluster, and whether it fits; needs no weights and no GPU.",
+        epilog="Exit codes: 0 it fits, 2 refused. docs/planner.md: formulas, sources, accuracy.",
+    )
+    parser.add_argument("recipe", metavar="RECIPE.yaml", help="the run's configuration")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces one value")
+    _takes_cluster(parser)
+    parser.add_argument(
+        "--mean-response", type=float, help="tokens; default: half of rollout.max_response_tokens"
+    )
+    parser.add_argument(
+        "--mean-prompt", type=float, help="tokens; default: a quarter of data.max_prompt_tokens"
+    )
+    parser.add_argument(
+        "--model-configs",
+        default=EXAMPLES / "model_configs",
+        metavar="FOLDER",
+        help="where config.json is looked for, by the checkpoint's name in small letters, while the checkpoint is not "
+        "there; default %(default)s",
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="the best layouts of this cluster, generating in step, ahead and on the trainer's GPUs, ranked by "
+        "seconds; with each the share of GPU time that is waited away",
+    )
+    parser.add_argument(
+        "--weights",
+        action="store_true",
+        help="only a weight update's plan of buckets, for every rank",
+    )
+    parser.add_argument("--png", metavar="FILE", help="draw every GPU's memory by part")
+    parser.add_argument("--json", action="store_true", help="every number, as JSON")
+    parser.add_argument(
+        "--meta",
+        action="store_true",
+        help="also build a rank's Megatron modules without memory and compare every shape with the conversion's rules",
+    )
+    return parser
+
+
+def _takes_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu", choices=sorted(DEVICES), required=True, help="kind of GPU")
+    parser.add_argument("--nodes", type=_positive, required=True, metavar="N", help="nodes")
+    parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="default 8")
+    parser.add_argument(
+        "--host-memory-gib", type=float, default=0, help="of a node; default: the maker's"
+    )
+    parser.add_argument(
+        "--storage-gbps", type=float, default=5.0, help="GB/s that checkpoints reach; default 5"
+    )
+    parser.add_argument(
+        "--network-gbps",
+        type=float,
+        help="GB/s of each GPU's port to other nodes; default: the kind's",
+    )
+    parser.add_argument(
+        "--network-latency-us",
+        type=float,
+        default=NETWORK_LATENCY * 1e6,
+        help="microseconds from one node to the next; default %(default)g",
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

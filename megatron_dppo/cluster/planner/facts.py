@@ -1,0 +1,507 @@
+"""The facts of a run that the formulas take, read off a checked configuration and its model once; and the parameters
+of a trainer rank, all and those that are trained, counted from the tables without making them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_dppo.algorithms.table import AlgorithmFacts
+from megatron_dppo.config import ConfigError
+from megatron_dppo.config.lora import adapters_of, updates_adapters
+from megatron_dppo.config.schema import (
+    EngineConfig,
+    LoraConfig,
+    PolicyConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.launch.placement import Roles
+from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linears, trained_elements
+from megatron_dppo.model.errors import ModelConfigError
+from megatron_dppo.model.families import Rule, family_of, load_model_shape
+from megatron_dppo.model.layout import Layout, LayoutSizes
+from megatron_dppo.model.mapping import shard_of
+from megatron_dppo.model.shape import ITEM_BYTES, OPTIMIZER_BYTES, ModelShape
+from megatron_dppo.cluster.planner.devices import ceil_to
+
+Counts = tuple[tuple[int, int], ...]
+"""(elements, how many parameters have that size) of one group of parameters."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How generation and training share time and GPUs.
+
+    ``placement``: servers have GPUs of their own (``separate``), or take turns with the trainer on all of them
+    (``colocated``). ``staleness``: batches that generation may be ahead. ``drains``: an update waits until every
+    running response has ended; otherwise they go on after it.
+    """
+
+    placement: Literal["separate", "colocated"] = "separate"
+    staleness: int = 0
+    drains: bool = True
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.placement == "colocated"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the trainer trains while servers generate and evaluate."""
+        return not self.is_colocated and self.staleness > 0
+
+
+ON_POLICY = Schedule()
+STALE = Schedule(staleness=1, drains=False)
+COLOCATED = Schedule("colocated")
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """One rank of a pipeline stage holds ``dense`` and ``experts``.
+
+    The two differ in who else holds them: dense ones the ``data`` replicas, experts the ``expert_data`` replicas.
+    Without expert parallelism Megatron-Core keeps experts among the dense ones; so does this.
+    """
+
+    dense: Counts
+    experts: Counts
+
+    @property
+    def elements(self) -> int:
+        return elements(self.dense) + elements(self.experts)
+
+
+def elements(counts: Counts) -> int:
+    return sum(size * count for size, count in counts)
+
+
+@lru_cache(maxsize=4096)
+def rank_parameters(shape: ModelShape, layout: Layout, stage: int) -> RankParameters:
+    """What every rank of pipeline stage ``stage`` holds; ranks of a stage hold equally much.
+
+    Counted as ``model.mapping.local_parameters`` lists them: the family's rows, cut by their splits.
+    """
+    family = family_of(shape)
+    layers = shape.num_layers // layout.pipeline
+    is_first, is_last = stage == 0, stage == layout.pipeline - 1
+    dense = [(rule, layers) for rule in family.layer]
+    dense += [(family.embedding, 1)] if is_first else []
+    dense += [(family.final_norm, 1)] if is_last else []
+    if is_last and not (shape.tied_embeddings and is_first):
+        source = family.embedding if shape.tied_embeddings else family.output
+        dense.append((source, 1))
+    experts = [(rule, layers * shape.num_experts // layout.expert) for rule in family.expert]
+    dense_counts = _counted(dense, shape, layout.tensor)
+    expert_counts = _counted(experts, shape, layout.expert_tensor)
+    if layout.expert == 1:
+        return RankParameters(dense_counts + expert_counts, ())
+    return RankParameters(dense_counts, expert_counts)
+
+
+def _counted(rules: Iterable[tuple[Rule, int]], shape: ModelShape, size: int) -> Counts:
+    return tuple(
+        (math.prod(shard_of(rule.split, rule.sources, shape, 0, size).shape), count)
+        for rule, count in rules
+        if count
+    )
+
+
+# Parameters of a trainer rank where only adapters (and perhaps routers) are trained.
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What of a model is trained beside the frozen rest."""
+
+    adapters: Adapters
+    routers: bool
+
+    @classmethod
+    def of(cls, lora: LoraConfig, shape: ModelShape) -> Trained | None:
+        """As the section says; None where everything is trained."""
+        adapters = adapters_of(lora, shape)
+        return None if adapters is None else cls(adapters, lora.train_router)
+
+    def parameters(self, shape: ModelShape, layout: Layout, stage: int) -> RankParameters:
+        """The trained parameters of every rank of ``stage``: A and B of each adapted matrix, those of a rank's experts
+        stacked in one; then the routers."""
+        dense: list[tuple[int, int]] = []
+        experts: list[tuple[int, int]] = []
+        rank = self.adapters.rank
+        for linear in adapted_linears(self.adapters, shape, layout, stage * layout.stage_ranks):
+            is_whole = linear.of_experts and not linear.experts
+            group = experts if linear.experts and layout.expert > 1 else dense
+            for part in linear.parts:
+                for which in (LORA_A, LORA_B):
+                    dims = part.whole(which, rank) if is_whole else part.local(which, rank)
+                    group.append((math.prod(dims) * max(1, len(linear.experts)), 1))
+        if self.routers:
+            layers = shape.num_layers // layout.pipeline
+            dense.append((shape.num_experts * shape.hidden_size, layers))
+        return RankParameters(tuple(dense), tuple(experts))
+
+    def elements(self, shape: ModelShape) -> int:
+        return trained_elements(shape, self.adapters, routers=self.routers)
+
+    def trained_base(self, shape: ModelShape, layout: Layout) -> int:
+        """Elements of the model's own parameters, the routers', that are trained."""
+        layers = shape.num_layers // layout.pipeline
+        return shape.num_experts * shape.hidden_size * layers if self.routers else 0
+
+
+PACKING = 0.9
+"""Share of a micro-batch's token budget that sequences fill. Assumption: whole sequences of many lengths."""
+EVALUATION_PROBLEMS = 30
+"""Of a held-out set whose file is not here, as in AIME. Assumption."""
+_COUNTED = {
+    "megatron": {"fp8", "fp8_recipe", "cp_comm_type"},
+    "megatron_ddp": {"grad_reduce_in_fp32"},
+    "sglang": {
+        "tp_size", "ep_size", "pp_size", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
+        "kv_cache_dtype", "base_gpu_id",
+    },
+}  # fmt: skip
+"""Keys of the libraries' tables that a formula reads."""
+
+
+@dataclass(frozen=True)
+class TrainerFacts:
+    """The trainer's side. ``tokens``: of the longest micro-batch; a sequence longer than the budget has one to itself.
+    ``micro_batches``: of one replica in one optimiser step. ``exchange``: how attention brings the keys and values of
+    other context-parallel ranks, ``p2p`` or ``a2a``. ``trained``: where not everything is.
+    ``reference``: the weights that training started from are kept, ``reference_adapters``: adapters among them.
+    ``gradient_bytes``: of a trained parameter's gradient. ``chunk_tokens``: whose logits exist at a time,
+    ``logit_bytes``: of one of them."""
+
+    shape: ModelShape
+    layout: Layout
+    sequence_parallel: bool
+    dtype: str
+    recompute: str
+    distributed: bool
+    tokens: int
+    micro_batches: int
+    exchange: str
+    transformer_engine: bool
+    trained: Trained | None
+    reference: bool
+    reference_adapters: bool
+    gradient_bytes: int
+    chunk_tokens: int
+    logit_bytes: int
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a weight and of an activation."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens of the longest micro-batch that one context-parallel rank has."""
+        return self.tokens // self.layout.context
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of a trained parameter's optimizer state."""
+        return OPTIMIZER_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class RolloutFacts:
+    """The data of one step. Lengths in tokens: ``longest_*`` are limits, ``mean_response`` an assumption or a
+    measurement. ``steps``: optimiser steps in a rollout batch. ``topk``: K of TopK(mu) that every response token
+    carries, 0 for none. ``recompute_pass``: the trainer computes log-probabilities of the whole batch at the
+    rollout's weights before it trains."""
+
+    prompts: int
+    group_size: int
+    longest_prompt: int
+    longest_response: int
+    mean_prompt: float
+    mean_response: float
+    steps: int
+    topk: int
+    routing: bool
+    recompute_pass: bool
+    max_concurrent: int
+
+    @property
+    def responses(self) -> int:
+        """Sequences of a rollout batch."""
+        return self.prompts * self.group_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence that reaches both limits."""
+        return self.longest_prompt + self.longest_response
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a sequence, prompt and response."""
+        return self.mean_prompt + self.mean_response
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a rollout batch, prompts counted with every response."""
+        return self.responses * self.mean_length
+
+    @property
+    def response_tokens(self) -> float:
+        """Sampled tokens of a rollout batch."""
+        return self.responses * self.mean_response
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """The servers that the run starts. ``memory_fraction``: SGLang's ``mem_fraction_static``, None as it chooses."""
+
+    servers: int
+    tensor: int
+    expert: int
+    pipeline: int
+    memory_fraction: float | None
+    max_running: int | None
+    chunked_prefill: int | None
+    kv_bytes: int
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.pipeline
+
+
+@dataclass(frozen=True)
+class EvaluationFacts:
+    """``problems`` of all held-out sets, ``samples`` of each, every ``every`` steps."""
+
+    problems: int
+    samples: int
+    longest_response: int
+    every: int
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A whole run. ``not_counted``: settings of the libraries that change memory or time and that no formula reads.
+
+    ``ranks_per_sender``: ranks of a node, of which one sends weights; 1: every holder sends. ``updates_adapters``:
+    whether weight updates send adapters alone.
+    """
+
+    trainer: TrainerFacts
+    rollout: RolloutFacts
+    engine: EngineFacts
+    roles: Roles
+    schedule: Schedule
+    bucket_bytes: int
+    checkpoint_every: int
+    checkpoint_background: bool
+    not_counted: tuple[str, ...]
+    ranks_per_sender: int
+    updates_adapters: bool
+    evaluation: EvaluationFacts | None
+
+    @property
+    def senders(self) -> int:
+        """Trainer ranks that send weights, each in a group with all engine ranks."""
+        return senders(self.trainer.layout, self.ranks_per_sender)
+
+    def batches(self) -> dict[str, float]:
+        """Batch arithmetic: an optimiser step takes responses / steps (``per_step``), a replica that / DP; leaders,
+        one a replica, generate responses / DP. Tokens at the mean lengths; ``longest_tokens``: of a batch in which
+        every sequence reaches both limits."""
+        rollout, data = self.rollout, self.trainer.layout.data
+        per_step = rollout.responses // rollout.steps
+        return {
+            "responses": rollout.responses,
+            "tokens": rollout.tokens,
+            "longest_tokens": rollout.responses * rollout.longest,
+            "optimizer_steps": rollout.steps,
+            "per_step": per_step,
+            "replica": per_step / data,
+            "micro_batches": self.trainer.micro_batches,
+            "micro_batch_tokens": self.trainer.tokens,
+            "per_leader": rollout.responses / data,
+        }
+
+
+def senders(layout: Layout, ranks_per_sender: int = 1) -> int:
+    """Trainer ranks that send weights: the first holder of each shard of the experts, or of each stage where they are
+    not spread; of those, one in each run of ``ranks_per_sender`` ranks (``weight_sync/strategies.py``,
+    ``model.gather_plan.node_receivers``)."""
+    holders = (
+        stage * layout.stage_ranks + expert * layout.expert_tensor
+        for stage in range(layout.pipeline)
+        for expert in range(layout.expert)
+    )
+    return len({rank // ranks_per_sender for rank in holders})
+
+
+def facts_of(
+    config: TrainConfig,
+    shape: ModelShape,
+    *,
+    mean_response: float | None = None,
+    mean_prompt: float | None = None,
+    gpu: bool = True,
+    ranks_per_node: int = 8,
+    schedule: Schedule | None = None,
+) -> RunFacts:
+    """The facts of ``config``, whose layout must have passed its checks. Raises ConfigError for an unknown algorithm.
+
+    ``mean_response``, ``mean_prompt``: tokens; by default half of the longest response and a quarter of the longest
+    prompt. ``schedule``: in place of the configuration's. Micro-batches: a replica's tokens / (a micro-batch's x
+    ``PACKING``), at least 1.
+    """
+    try:
+        algorithm = config.algorithm.facts()
+    except ValueError as error:
+        raise ConfigError([f"algorithm: {error}"]) from error
+    settings, training = config.rollout, config.training
+    schedule = schedule or schedule_of(config.rollout, config.engine)
+    longest_prompt = config.data.max_prompt_tokens
+
+    def longest_of(turn: int) -> int:
+        return config.environment.longest(longest_prompt, turn) - longest_prompt
+
+    longest_response = longest_of(settings.max_response_tokens)
+    rollout = RolloutFacts(
+        prompts=settings.prompts_per_step,
+        group_size=settings.group_size,
+        longest_prompt=longest_prompt,
+        longest_response=longest_response,
+        mean_prompt=longest_prompt / 4 if mean_prompt is None else mean_prompt,
+        mean_response=longest_response / 2 if mean_response is None else mean_response,
+        steps=settings.prompts_per_step // training.prompts_per_mini_batch,
+        topk=_topk(algorithm, settings.topk_log_probs, shape.vocab_size),
+        routing=settings.router_replay,
+        recompute_pass=algorithm.extra_pass,
+        max_concurrent=settings.max_concurrent_requests,
+    )
+    per_step = training.prompts_per_mini_batch * rollout.group_size
+    # The search tries worlds that no replica fits into; their checks name them.
+    share = -(-per_step // max(1, config.parallel.data))
+    budget = max(training.micro_batch_tokens, rollout.longest)
+    micro_batches = max(1, round(share * rollout.mean_length / (budget * PACKING)))
+    evaluation = None
+    if files := config.data.evaluation_files:
+        evaluation = EvaluationFacts(
+            problems=sum(_count_problems(Path(file.path)) for file in files.values()),
+            samples=config.evaluation.samples_per_prompt,
+            longest_response=longest_of(
+                config.evaluation.max_response_tokens or settings.max_response_tokens
+            ),
+            every=config.evaluation.every,
+        )
+    roles = Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated)
+    return RunFacts(
+        trainer=trainer_facts(config, shape, micro_batches, rollout.longest, gpu=gpu),
+        rollout=rollout,
+        engine=_engine_facts(
+            config.engine.started if settings.replay_from is None else 0, config.sglang
+        ),
+        roles=replace(roles, first_device=0) if schedule.is_colocated else roles,
+        schedule=schedule,
+        bucket_bytes=config.weight_sync.bucket_mib * 2**20,
+        checkpoint_every=config.checkpoint.every,
+        checkpoint_background=config.checkpoint.background,
+        not_counted=tuple(
+            f"{table}.{key}"
+            for table, counted in _COUNTED.items()
+            for key in getattr(config, table)
+            if key not in counted
+        ),
+        ranks_per_sender=1 if config.weight_sync.senders == "holders" else ranks_per_node,
+        updates_adapters=updates_adapters(config.lora),
+        evaluation=evaluation,
+    )
+
+
+def schedule_of(rollout: RolloutConfig, engine: EngineConfig) -> Schedule:
+    """As the configuration says. Where generation isn't ahead no update finds a response in flight."""
+    drains = rollout.interrupt == "drain" or rollout.max_staleness == 0
+    return Schedule(engine.placement, rollout.max_staleness, drains=drains)
+
+
+def _topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) -> int:
+    # Not ``carried_topk``, which refuses a vocabulary that is too large for the wire: the check of the configuration
+    # tells it, and a plan still tells what it would take. A recomputed distribution takes TopK(mu)'s place.
+    if algorithm.preset.whole_vocabulary:
+        return vocab_size
+    return configured or algorithm.topk
+
+
+def _count_problems(path: Path) -> int:
+    if path.suffix != ".jsonl" or not path.is_file():
+        return EVALUATION_PROBLEMS
+    with path.open("rb") as lines:
+        return sum(1 for line in lines if line.strip())
+
+
+def trainer_facts(
+    config: PolicyConfig, shape: ModelShape, micro_batches: int, longest: int, *, gpu: bool = True
+) -> TrainerFacts:
+    """``longest``: tokens of the longest sequence. ``gpu``: Transformer Engine's layers, else torch's."""
+    sizes, dtype = config.parallel.sizes, config.model.dtype
+    sequence_parallel = sizes.sequence_parallel(shape)
+    tokens = max(config.training.micro_batch_tokens, longest)
+    fp32_gradients = config.megatron_ddp.get("grad_reduce_in_fp32", True)
+    return TrainerFacts(
+        shape=shape,
+        layout=Layout.of(sizes),
+        sequence_parallel=sequence_parallel,
+        dtype=dtype,
+        recompute=config.training.recompute,
+        distributed=config.distributed_optimizer,
+        tokens=ceil_to(tokens, _token_multiple(sizes, sequence_parallel) * config.token_multiple),
+        micro_batches=micro_batches,
+        exchange=str(config.megatron.get("cp_comm_type") or "p2p"),
+        transformer_engine=gpu,
+        trained=Trained.of(config.lora, shape),
+        reference=config.keeps_reference,
+        reference_adapters=config.keeps_reference and config.lora.start_from is not None,
+        gradient_bytes=4 if fp32_gradients else ITEM_BYTES[dtype],
+        chunk_tokens=config.head.chunk_tokens,
+        logit_bytes=ITEM_BYTES[dtype if config.head.dtype == "model" else config.head.dtype],
+    )
+
+
+def _token_multiple(sizes: LayoutSizes, sequence_parallel: bool) -> int:
+    """Of a micro-batch that context- and tensor-parallel ranks share."""
+    context = 2 * sizes.context if sizes.context > 1 else 1
+    return context * (sizes.tensor if sequence_parallel else 1)
+
+
+def _engine_facts(servers: int, table: Mapping[str, Any]) -> EngineFacts:
+    fraction = table.get("mem_fraction_static")
+    return EngineFacts(
+        servers=servers,
+        tensor=int(table.get("tp_size") or 1),
+        expert=int(table.get("ep_size") or 1),
+        pipeline=int(table.get("pp_size") or 1),
+        memory_fraction=None if fraction is None else float(fraction),
+        max_running=table.get("max_running_requests"),
+        chunked_prefill=table.get("chunked_prefill_size"),
+        kv_bytes=1 if str(table.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
+    )
+
+
+def shape_of(checkpoint: str, known_models: str | Path) -> ModelShape:
+    """Of ``checkpoint/config.json``; where that is missing, of ``known_models/<its name, small letters>/config.json``.
+
+    Raises ModelConfigError where neither is there, UnsupportedModelError for a model outside the tables.
+    """
+    folder = Path(checkpoint)
+    stand_in = Path(known_models) / folder.name.lower()
+    for candidate in (folder, stand_in):
+        if (candidate / "config.json").is_file():
+            return load_model_shape(candidate)
+    raise ModelConfigError(
+        f"model.hf_checkpoint: no config.json in {folder} nor in {stand_in}, expected one of them"
+    )

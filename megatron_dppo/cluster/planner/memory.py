@@ -1,0 +1,510 @@
+"""What a trainer rank's GPU, a server's GPU and a node's host memory hold."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+
+from megatron_dppo.data.columns import (
+    ROLLOUT_LOG_PROBS,
+    ROUTED_EXPERTS,
+    TOPK_IDS,
+    TOPK_LOG_PROBS,
+    WEIGHT_VERSION,
+    Column,
+    Form,
+    Rows,
+)
+from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
+from megatron_dppo.model import mapping
+from megatron_dppo.model.families import Rule, family_of
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.shape import (
+    COPIED_PARTS,
+    TRAINER_PARTS,
+    ModelShape,
+    TrainerPart,
+    checkpoint_bytes,
+)
+from megatron_dppo.cluster.planner import devices
+from megatron_dppo.cluster.planner.activations import ActivationBytes, activation_bytes
+from megatron_dppo.cluster.planner.facts import (
+    Counts,
+    EngineFacts,
+    RankParameters,
+    RolloutFacts,
+    RunFacts,
+    TrainerFacts,
+    elements,
+    rank_parameters,
+)
+
+# GPU memory of NCCL's communicators, of a trainer rank and of an engine rank.
+
+CHANNELS = 16
+"""Channels of a communicator over NVLink and InfiniBand. Assumption: NCCL chooses between 8 and 32."""
+CONNECTIONS = 2
+"""Receiving connections of a rank in each channel: of the ring and of the tree. Assumption."""
+_LL = 8 * 512 * 8 * 16
+_LL128 = 120 * 640 * 8 * 8
+_SIMPLE = 4 * devices.MIB
+PER_COMMUNICATOR = CHANNELS * CONNECTIONS * (_LL + _LL128 + _SIMPLE)
+"""Bytes: channels x connections x the buffers of NCCL's three protocols (src/include/device.h and src/init.cc of NCCL
+2.29: LL 8 lines x 512 threads x 8 steps x 16 bytes, LL128 120 x 640 x 8 x 8, Simple NCCL_BUFFSIZE = 4 MiB)."""
+
+
+def trainer_communicator_bytes(layout: Layout, *, sends: bool) -> int:
+    """Bytes on a trainer rank, of the communicators that it uses: the world's, one for each parallel dimension of more
+    than one rank, and (``sends``) its own with all engine ranks. Megatron-Core makes more groups; NCCL allocates for
+    those that are used.
+    """
+    sizes = (
+        layout.tensor,
+        layout.context,
+        layout.pipeline,
+        layout.data,
+        layout.expert,
+        layout.expert_data,
+    )
+    used = sum(size > 1 for size in sizes) + (layout.expert_tensor > 1 and layout.expert > 1)
+    # Gradients are reduced over both together.
+    used += layout.context > 1 and layout.data > 1
+    return (int(layout.world_size > 1) + used + int(sends)) * PER_COMMUNICATOR
+
+
+def engine_communicator_bytes(tensor: int, senders: int) -> int:
+    """Bytes on an engine rank: its server's own group, and one with every sender of weights."""
+    return (int(tensor > 1) + senders) * PER_COMMUNICATOR
+
+
+# Weights, gradients and Adam's state of a rank, as the trainer's settings of Megatron-Core make them.
+
+_PARAMETER_PAD, _BUCKET_PAD = 64, 128
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that live through a whole run on one rank, by ``TrainerPart``."""
+
+    weights: int
+    reference: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part) for part in TRAINER_PARTS)
+
+
+def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
+    """Weights, a reference policy's, gradient buffer and optimizer state of each rank of ``stage``.
+
+    - weights: elements x 2 (bfloat16) or 4 (float32).
+    - gradients: elements x 4: ``grad_reduce_in_fp32=True`` in ``trainer/model.py``, or x 2; one buffer for dense and
+      one for experts' parameters (``_ParamAndGradBuffer``).
+    - optimizer: Adam's two fp32 moments, 8 bytes, and for bfloat16 a fp32 master, 4 bytes (megatron.core
+      ``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``); a float32 parameter is its own master.
+      ``optimizer.distributed`` cuts these by the ranks that have the same: ``data`` x ``context`` for dense
+      parameters, ``expert_data`` for experts.
+    - With the distributed optimizer weights and gradients live in buffers in which each parameter starts at a multiple
+      of 64 elements and the end is padded to one of lcm(replicas, 128) (``_pad_start_of_param_if_needed``,
+      ``_pad_end_of_bucket_if_needed``).
+    - With adapters all this is of them alone; the frozen weights lie where they were made.
+    - A reference policy is a copy of those of the model's own parameters that are trained; of the adapters, too, where
+      they start from a folder (``ReferenceWeights``).
+    """
+    parameters, frozen = rank_parameters(trainer.shape, trainer.layout, stage), 0
+    changed = parameters.elements
+    if trainer.trained is not None:
+        changed = trainer.trained.trained_base(trainer.shape, trainer.layout)
+        frozen = parameters.elements - changed
+        parameters = trainer.trained.parameters(trainer.shape, trainer.layout, stage)
+    padded = [
+        _buffer_elements(counts, replicas) if trainer.distributed else elements(counts)
+        for counts, replicas in _groups(parameters, trainer.layout)
+    ]
+    buffered = sum(padded)
+    copied = changed if trainer.reference else 0
+    if trainer.reference_adapters:
+        copied = parameters.elements
+    shared = [
+        size // replicas if trainer.distributed else size
+        for size, (_, replicas) in zip(padded, _groups(parameters, trainer.layout), strict=True)
+    ]
+    return StateBytes(
+        weights=(frozen + buffered) * trainer.item_bytes,
+        reference=copied * trainer.item_bytes,
+        gradients=buffered * trainer.gradient_bytes,
+        optimizer=round(sum(shared) * trainer.optimizer_bytes),
+    )
+
+
+@dataclass(frozen=True)
+class ParkedBytes:
+    """Of one rank. ``device``: that its GPU has fewer while ``parts`` are parked. ``host``: pinned, from the first time
+    on; each part has a buffer of its own, which torch's CachingHostAllocator rounds up to a power of two."""
+
+    device: int
+    host: int
+
+
+def parked_bytes(state: StateBytes, parts: Collection[TrainerPart] = TRAINER_PARTS) -> ParkedBytes:
+    """Of a rank with ``state``, by ``trainer/parking.py``."""
+    sizes: dict[TrainerPart, int] = {part: getattr(state, part) for part in parts}
+    return ParkedBytes(
+        device=sum(sizes.values()),
+        host=sum(devices.power_of_two(sizes[part]) for part in COPIED_PARTS & sizes.keys()),
+    )
+
+
+def _groups(parameters: RankParameters, layout: Layout) -> list[tuple[Counts, int]]:
+    dense_replicas = layout.data * layout.context
+    groups = [(parameters.dense, dense_replicas), (parameters.experts, layout.expert_data)]
+    return [(counts, replicas) for counts, replicas in groups if counts]
+
+
+def _buffer_elements(counts: Counts, replicas: int) -> int:
+    """Elements of one buffer of the distributed optimizer; every parameter but the last is followed by its padding."""
+    total = sum(devices.ceil_to(size, _PARAMETER_PAD) * count for size, count in counts)
+    return devices.ceil_to(total, math.lcm(replicas, _BUCKET_PAD))
+
+
+# All that one trainer rank's GPU holds at the worst moment of a step.
+
+_COLUMN_PIECE = 64 * devices.MIB
+"""``PIECE_BYTES`` of loop/exchange.py: columns travel over the device in pieces."""
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """One GPU of a pipeline stage, by part; bytes."""
+
+    stage: int
+    state: StateBytes
+    activations: ActivationBytes
+    update_buckets: int
+    communicators: int
+    context: int
+    fragmentation: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part at the worst moment of training: with the logits, or with a recomputed layer."""
+        live = self.activations
+        head = live.head + live.logits
+        at_logits = head > live.recomputed
+        return {
+            "weights": self.state.weights + self.state.reference,
+            "gradients": self.state.gradients,
+            "optimizer": self.state.optimizer,
+            "activations": live.layers + (0 if at_logits else live.recomputed),
+            "logits": head if at_logits else 0,
+            "working": live.working,
+            "communicators": self.communicators,
+            "context": self.context + self.fragmentation,
+        }
+
+    @property
+    def total(self) -> int:
+        """At the worst moment: of training, or, where that is more, of a weight update."""
+        steady = self.state.total + self.communicators + self.context
+        training = self.activations.total + self.fragmentation
+        return steady + max(training, self.update_buckets)
+
+
+def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
+    """Of each rank of ``stage``. Update: a bucket that is gathered, one that is sent, and one on its way to the
+    engine's layout; columns on the way between ranks are smaller and earlier."""
+    activations = activation_bytes(facts.trainer, stage, facts.rollout.topk)
+    sends = facts.engine.servers > 0 and not facts.schedule.is_colocated
+    return RankBytes(
+        stage=stage,
+        state=state_bytes(facts.trainer, stage),
+        activations=activations,
+        update_buckets=max(3 * facts.bucket_bytes, 2 * _COLUMN_PIECE),
+        communicators=trainer_communicator_bytes(facts.trainer.layout, sends=sends),
+        context=devices.CONTEXT,
+        fragmentation=round(activations.total * devices.FRAGMENTATION),
+    )
+
+
+# A server's GPUs: weights, KV cache, what is left for everything else; sequences that run at once.
+
+_ITEM = 2
+_FEW_RUNNING, _MOST_RUNNING = 2048, 4096
+_CHUNKED_PREFILL = 8192
+
+
+@dataclass(frozen=True)
+class EngineBytes:
+    """One GPU of a server. ``reserved``: what ``mem_fraction_static`` leaves free, for activations, CUDA graphs and
+    communicators. ``kv_tokens``: of the whole server. ``sequences``: that run at once, at the mean length; ``longest``:
+    if all were as long as they may be."""
+
+    weights: int
+    kv_pool: int
+    reserved: int
+    fraction: float
+    kv_tokens: int
+    sequences: int
+    longest: int
+
+
+@cache
+def weight_bytes(shape: ModelShape, layout: mapping.EngineLayout) -> int:
+    """bf16 weights of an engine rank: the family's rows by SGLang's own cuts (``Rule.in_engine``)."""
+    mapping.check_engine_layout(shape, layout)
+    family, each = family_of(shape), shape.num_layers
+    rules = [(rule, each) for rule in family.layer]
+    rules += [(family.embedding, 1), (family.final_norm, 1)]
+    if not shape.tied_embeddings or mapping.keeps_untied_output(shape):
+        rules.append((family.embedding, 1))
+    total = sum(_elements(rule, shape, layout.tensor) * count for rule, count in rules)
+    experts = each * shape.num_experts // layout.expert
+    total += sum(_elements(rule, shape, layout.expert_tensor) * experts for rule in family.expert)
+    return total * _ITEM
+
+
+def _elements(rule: Rule, shape: ModelShape, size: int) -> int:
+    return math.prod(mapping.shard_of(rule.in_engine.split, rule.sources, shape, 0, size).shape)
+
+
+def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
+    """Of one GPU: 2 x layers x key-value heads of the rank (at least one) x head size x bytes of an element (SGLang's
+    ``MHATokenToKVPool``)."""
+    heads = max(1, shape.num_query_groups // engine.tensor)
+    layers = -(-shape.num_layers // engine.pipeline)
+    return 2 * layers * heads * shape.head_dim * engine.kv_bytes
+
+
+def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
+    """``mem_fraction_static`` as SGLang 0.5.23 chooses it (``arg_groups/memory_hook.py``): MiB kept free = 512 + 1.5 x
+    chunked prefill + 128 x TP x PP + 2 x largest batch with a CUDA graph, and on GPUs above 60 GiB at least 10 GiB."""
+    memory = device.memory / devices.MIB
+    chunk = chunk_tokens(engine, device)
+    graphs = 512 if engine.tensor >= 4 or memory >= 160 * 1024 else 256
+    reserved = 512 + 1.5 * max(chunk, 2048) + 128 * engine.gpus + 2 * graphs
+    if memory > 60 * 1024:
+        reserved = max(reserved, 10 * 1024)
+    return round((memory - reserved) / memory, 3)
+
+
+def chunk_tokens(engine: EngineFacts, device: devices.Device) -> int:
+    """Tokens of a prefill's pass, as SGLang chooses them."""
+    large = device.memory >= 160 * 1024 * devices.MIB
+    return engine.chunked_prefill or (2 * _CHUNKED_PREFILL if large else _CHUNKED_PREFILL)
+
+
+def engine_bytes(
+    shape: ModelShape, engine: EngineFacts, rollout: RolloutFacts, device: devices.Device
+) -> EngineBytes:
+    """KV pool = fraction x free memory before the weights - weights; tokens = pool / bytes of a token.
+
+    Sequences at once: tokens / mean length, at most ``max_running_requests``, whose default is
+    clamp(512 x tokens / context, 2048, 4096) (``model_executor/pool_configurator.py``).
+    """
+    weights = (
+        weight_bytes(shape, mapping.EngineLayout(engine.tensor, engine.expert)) // engine.pipeline
+    )
+    fraction = engine.memory_fraction or default_fraction(device, engine)
+    free = device.memory - devices.CONTEXT
+    pool = int(free * fraction) - weights
+    tokens = max(0, pool) // kv_bytes_per_token(shape, engine)
+    context = rollout.longest_prompt + rollout.longest_response
+    limit = engine.max_running or min(_MOST_RUNNING, max(_FEW_RUNNING, 512 * tokens // context))
+    return EngineBytes(
+        weights=weights,
+        kv_pool=pool,
+        reserved=free - int(free * fraction),
+        fraction=fraction,
+        kv_tokens=tokens,
+        sequences=min(limit, int(tokens / rollout.mean_length)),
+        longest=min(limit, tokens // context),
+    )
+
+
+def capture_host_bytes(shape: ModelShape, kv_tokens: int) -> int:
+    """Pinned host memory in which a server with R3 keeps the experts of every token of its KV pool: int32 [tokens,
+    layers, k] (``state_capturer/base.py``, ``BaseHostCache``)."""
+    return kv_tokens * shape.num_layers * shape.experts_per_token * 4
+
+
+LEAST_RESERVED = 3 * devices.GIB
+"""Bytes beside static memory and communicators that a server needs for activations of a prefill chunk and CUDA graphs.
+Assumption; SGLang's own estimate is the 10 GiB and more of ``default_fraction``."""
+
+
+# Bytes of a rollout batch's per-token columns: on the wire from the engines, and in the ranks' host memory.
+
+_TOKEN = 4 + 1
+"""Token id int32 and loss mask, bytes."""
+_BASE64 = 4 / 3
+
+
+@dataclass(frozen=True)
+class ColumnBytes:
+    """Of one rollout batch. ``routing`` and ``topk``: in memory, once; ``*_wire``: as servers of a run answer.
+    ``replicas``: what only the replica that trains holds, tokens included, all replicas together.
+    """
+
+    routing: float
+    routing_wire: float
+    topk: float
+    topk_wire: float
+    replicas: float
+
+
+def column_bytes(shape: ModelShape, rollout: RolloutFacts) -> ColumnBytes:
+    """Rows x bytes of a row, by the declarations in ``data/columns.py``, at the mean lengths.
+
+    Routing (R3): layers x experts of a token, uint8 up to 256 experts, for every token but the last; the same beside
+    the JSON on the wire. Top-K: K ids int32 and K log-probabilities fp32 for every sampled token; on the wire base64.
+    """
+    routing = topk = 0.0
+    if rollout.routing:
+        routing = _rows(ROUTED_EXPERTS, rollout) * routing_bytes_per_token(shape)
+    if rollout.topk:
+        forms = [Form(c.dtypes[0], (rollout.topk,)) for c in (TOPK_IDS, TOPK_LOG_PROBS)]
+        topk = _rows(TOPK_IDS, rollout) * sum(form.row_bytes for form in forms)
+    sampled = _rows(ROLLOUT_LOG_PROBS, rollout)
+    plain = [Form(c.dtypes[0], ()).row_bytes for c in (ROLLOUT_LOG_PROBS, WEIGHT_VERSION)]
+    return ColumnBytes(
+        routing=routing,
+        routing_wire=routing,
+        topk=topk,
+        topk_wire=topk * _BASE64,
+        replicas=rollout.tokens * _TOKEN + routing + topk + sampled * sum(plain),
+    )
+
+
+def routing_bytes_per_token(shape: ModelShape) -> int:
+    """Of the recorded experts in memory."""
+    narrow, wide = ROUTED_EXPERTS.dtypes
+    trailing = (len(shape.moe_layers), shape.experts_per_token)
+    return Form(narrow if shape.num_experts <= 256 else wide, trailing).row_bytes
+
+
+def _rows(column: Column, rollout: RolloutFacts) -> float:
+    each = rollout.mean_response if column.rows is Rows.SAMPLED else rollout.mean_length - 1
+    return rollout.responses * each
+
+
+# Which GPUs train and which serve: the placement of a run (``launch.placement``), counted by node.
+
+
+@dataclass(frozen=True)
+class NodeRoles:
+    """What one node's GPUs do. ``ranks``: the trainer's there. ``engine``: GPUs that serve; ``servers``: the numbers of
+    their servers."""
+
+    node: int
+    ranks: tuple[int, ...]
+    engine: int
+    servers: tuple[int, ...]
+    idle: int
+
+    @property
+    def trainer(self) -> int:
+        return len(self.ranks)
+
+
+def node_roles(roles: Roles, cluster: devices.Cluster) -> tuple[tuple[NodeRoles, ...], list[str]]:
+    """By node what its GPUs do, and why the roles don't fit the nodes: one of the two is empty."""
+    names = [str(node) for node in range(cluster.nodes)]
+    hosts = tuple(Host(name, name, cluster.gpus_per_node) for name in names)
+    try:
+        placement = place(roles, Allocation(hosts))
+    except PlacementError as error:
+        return (), [str(error)]
+    return _by_node(placement, cluster), []
+
+
+def _by_node(placement: Placement, cluster: devices.Cluster) -> tuple[NodeRoles, ...]:
+    ranks: dict[int, list[int]] = {}
+    servers: dict[int, list[int]] = {}
+    engine: Counter[int] = Counter()
+    for rank in placement.ranks:
+        ranks.setdefault(int(rank.host.name), []).append(rank.rank)
+    for server in placement.servers:
+        for host in server.hosts:
+            node = int(host.name)
+            servers.setdefault(node, []).append(server.index)
+            engine[node] += server.devices
+    return tuple(
+        NodeRoles(
+            node,
+            tuple(ranks.get(node, ())),
+            engine[node],
+            tuple(servers.get(node, ())),
+            max(0, cluster.gpus_per_node - len(ranks.get(node, ())) - engine[node]),
+        )
+        for node in range(cluster.nodes)
+    )
+
+
+# Host memory of a node: processes, a batch's columns, copies for a checkpoint, the engines' pinned buffers.
+
+TRAINER_PROCESS = 4 * devices.GIB
+"""Python, torch, CUDA's host side and pinned NCCL buffers of a rank. Assumption; 0.5 GiB were measured without CUDA."""
+ENGINE_PROCESS = 8 * devices.GIB
+"""The same of a server's GPU, with its share of scheduler, tokenizer and detokenizer. Assumption."""
+COPIES = 2
+"""Of a batch's columns: the batch that is trained on, and the packs made of it (and with staleness the next one)."""
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Of one node, which may train, serve or do both.
+
+    ``checkpoint``: pinned copies of what the ranks write (``trainer/checkpoint/saving.py``), 0 without the background.
+    ``parked``: pinned copies of the ranks' state, 0 where servers have GPUs of their own.
+    """
+
+    processes: int
+    batch: int
+    checkpoint: int
+    capture: int
+    parked: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.processes + self.batch + self.checkpoint + self.capture + self.parked
+
+
+def host_bytes(
+    facts: RunFacts, columns: ColumnBytes, node: NodeRoles, capture: int, parked: int = 0
+) -> HostBytes:
+    """Of one node. ``capture``: bytes of R3's pinned buffer of each engine GPU, 0 without R3. ``parked``: bytes of
+    state that a rank keeps here while a server has its GPU.
+
+    batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share a host's
+    copy where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state, 14 bytes
+    an element that it shares with its replicas (12 in float32); with adapters, of them alone. It copies into one pinned
+    buffer, which torch's CachingHostAllocator rounds up to a power of two.
+    """
+    copies = COPIES + facts.schedule.staleness
+    per_rank = columns.replicas / facts.trainer.layout.data
+    return HostBytes(
+        processes=node.trainer * TRAINER_PROCESS + node.engine * ENGINE_PROCESS,
+        batch=round(node.trainer * copies * per_rank),
+        checkpoint=len(node.ranks) * devices.power_of_two(_copied(facts))
+        if facts.checkpoint_background
+        else 0,
+        capture=node.engine * capture,
+        parked=len(node.ranks) * parked,
+    )
+
+
+def _copied(facts: RunFacts) -> int:
+    """What a rank of the first stage writes: with its replicas it shares out what they all hold."""
+    layout, trained = facts.trainer.layout, facts.trainer.trained
+    if trained is None:
+        counts = rank_parameters(facts.trainer.shape, layout, 0)
+        experts = elements(counts.experts) * layout.expert * layout.expert_tensor
+        written = (elements(counts.dense) * layout.tensor + experts) * layout.pipeline
+    else:
+        written = trained.elements(facts.trainer.shape)
+    return round(checkpoint_bytes(written, facts.trainer.dtype) / layout.world_size)

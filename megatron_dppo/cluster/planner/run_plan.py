@@ -1,0 +1,254 @@
+"""Whether a run fits its machines: every part of the plan in one record, and what is wrong, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dppo.config import ConfigError
+from megatron_dppo.config.machine import Machine
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.model.errors import LayoutError, ModelError
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.mapping import EngineLayout, check_engine_layout
+from megatron_dppo.cluster.planner import memory
+from megatron_dppo.cluster.planner.activations import activation_bytes
+from megatron_dppo.cluster.planner.colocation import SharedBytes, shared_ranks, sharing_faults
+from megatron_dppo.cluster.planner.devices import Cluster, Device, device_named, gib
+from megatron_dppo.cluster.planner.facts import RunFacts, facts_of
+from megatron_dppo.cluster.planner.step_time import StepSeconds, step_seconds
+from megatron_dppo.cluster.planner.traffic import STORAGE, Traffic, traffic
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A plan. ``engine`` None: the run starts no servers, or they can't hold the model. ``hosts``: of the nodes, in
+    order. ``shared``: what trainer and server that take turns on a GPU leave there, by stage. ``misplaced``: why the
+    roles don't fit the nodes; ``too_large``: what exceeds a memory; a line each."""
+
+    facts: RunFacts
+    cluster: Cluster
+    nodes: tuple[memory.NodeRoles, ...]
+    ranks: tuple[memory.RankBytes, ...]
+    engine: memory.EngineBytes | None
+    shared: tuple[SharedBytes, ...]
+    hosts: tuple[memory.HostBytes, ...]
+    columns: memory.ColumnBytes
+    traffic: Traffic
+    seconds: StepSeconds | None
+    misplaced: tuple[str, ...]
+    too_large: tuple[str, ...]
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Everything that stands against it."""
+        return self.misplaced + self.too_large
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing stands against it."""
+        return not self.faults
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of a step, on all GPUs of the cluster; 0 where the time is unknown."""
+        return 0.0 if self.seconds is None else self.seconds.total * self.cluster.gpus / 3600
+
+    @property
+    def gpu_idle(self) -> float:
+        """Share of the time of all GPUs of trainer and servers that is waited away; 0 without servers."""
+        engine = self.facts.engine
+        if self.seconds is None or not engine.servers:
+            return 0.0
+        ranks = self.facts.trainer.layout.world_size
+        return self.seconds.gpu_idle(ranks, engine.servers * engine.gpus)
+
+    @property
+    def gpus(self) -> int:
+        """That train or serve; those that do both once."""
+        ranks, engine = self.facts.trainer.layout.world_size, self.facts.engine
+        serving = engine.servers * engine.gpus
+        return max(ranks, serving) if self.facts.schedule.is_colocated else ranks + serving
+
+    @property
+    def fullest(self) -> memory.RankBytes:
+        """The trainer rank with the most memory."""
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    @property
+    def memory_limit(self) -> str:
+        """The memory that is nearest to its bound, in a line."""
+        device = self.cluster.device
+        shares = {f"GPUs of trainer stage {self.fullest.stage}": self.fullest.total / device.memory}
+        if self.hosts:
+            shares["hosts"] = max(host.total for host in self.hosts) / self.cluster.node_memory
+        name = max(shares, key=lambda key: shares[key])
+        return f"memory of the {name}, {shares[name]:.0%} full"
+
+    @property
+    def time_limit(self) -> str:
+        """The longest phase of a step, and what makes a server's sequences wait."""
+        if self.seconds is None:
+            return "time unknown"
+        name, longest = max(self.seconds.phases.items(), key=lambda phase: phase[1])
+        text = f"{name}, {longest / self.seconds.total:.0%} of a step"
+        engine = self.engine
+        if name == "generation" and engine is not None:
+            waiting = self.facts.rollout.responses // self.facts.engine.servers
+            if engine.sequences < waiting:
+                text += (
+                    f"; {engine.sequences} of a server's {waiting} sequences run at once (KV cache)"
+                )
+        return text
+
+
+def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> RunPlan:
+    """The plan of ``facts`` on ``cluster``; ``storage``: bytes/s of the shared file system."""
+    nodes, misplaced = memory.node_roles(facts.roles, cluster)
+    ranks = tuple(memory.rank_bytes(facts, stage) for stage in range(facts.trainer.layout.pipeline))
+    columns = memory.column_bytes(facts.trainer.shape, facts.rollout)
+    moved = traffic(facts, cluster.device, storage)
+    engine, too_large = _engine(facts, cluster)
+    capture = 0
+    if engine is not None and facts.rollout.routing:
+        capture = memory.capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
+    shared = () if engine is None else shared_ranks(facts, cluster.device)
+    parked = max((stage.host for stage in shared), default=0)
+    hosts = tuple(memory.host_bytes(facts, columns, node, capture, parked) for node in nodes)
+    too_large += [*_rank_faults(ranks, cluster), *_host_faults(hosts, cluster)]
+    if facts.schedule.is_colocated:
+        too_large += sharing_faults(shared, cluster.device)
+    else:
+        too_large += _sharing_faults(facts, ranks, engine, cluster)
+    is_timed = engine is not None or not facts.engine.servers
+    return RunPlan(
+        facts=facts,
+        cluster=cluster,
+        nodes=nodes,
+        ranks=ranks,
+        engine=engine,
+        shared=shared,
+        hosts=hosts,
+        columns=columns,
+        traffic=moved,
+        seconds=step_seconds(facts, cluster, moved) if is_timed else None,
+        misplaced=tuple(misplaced),
+        too_large=tuple(too_large),
+    )
+
+
+def _engine(facts: RunFacts, cluster: Cluster) -> tuple[memory.EngineBytes | None, list[str]]:
+    """A server's GPU, and what is wrong with it; None where there is no server, or it can't hold the model."""
+    engine, shape = facts.engine, facts.trainer.shape
+    if not engine.servers:
+        return None, []
+    try:
+        check_engine_layout(shape, EngineLayout(engine.tensor, engine.expert))
+    except LayoutError as error:
+        return None, [f"sglang: {error}"]
+    parts = memory.engine_bytes(shape, engine, facts.rollout, cluster.device)
+    groups = memory.engine_communicator_bytes(engine.tensor, facts.senders)
+    longest, faults = facts.rollout.longest, []
+    if parts.kv_tokens < longest:
+        faults.append(
+            f"engine GPU memory: {gib(parts.weights)} of weights leave a KV cache of {parts.kv_tokens:,} tokens in "
+            f"mem_fraction_static {parts.fraction}, expected at least one sequence of {longest:,}"
+        )
+    least = groups + memory.LEAST_RESERVED
+    if parts.reserved < least:
+        faults.append(
+            f"engine GPU memory: mem_fraction_static {parts.fraction} leaves {gib(parts.reserved)} free, expected at "
+            f"least {gib(least)}: {gib(groups)} of communicators and {gib(least - groups)} to work in"
+        )
+    return parts, faults
+
+
+def _rank_faults(ranks: tuple[memory.RankBytes, ...], cluster: Cluster) -> Iterator[str]:
+    device = cluster.device
+    for rank in ranks:
+        if rank.total > device.memory:
+            parts = ", ".join(f"{name} {gib(size)}" for name, size in rank.parts.items() if size)
+            yield (
+                f"trainer GPU memory: a rank of stage {rank.stage} needs {gib(rank.total)} ({parts}), "
+                f"expected at most the {gib(device.memory)} of a {device.name}"
+            )
+
+
+def _sharing_faults(
+    facts: RunFacts,
+    ranks: tuple[memory.RankBytes, ...],
+    engine: memory.EngineBytes | None,
+    cluster: Cluster,
+) -> Iterator[str]:
+    """Servers that begin at a rank's GPU (``sglang.base_gpu_id``) share its memory."""
+    first = facts.roles.first_device
+    if engine is None or first is None or first >= facts.roles.ranks:
+        return
+    rank, server = max(rank.total for rank in ranks), engine.weights + max(0, engine.kv_pool)
+    if rank + server > cluster.device.memory:
+        yield (
+            f"GPU memory: sglang.base_gpu_id {first} puts a server on a rank's GPU, which then needs "
+            f"{gib(rank + server)} ({gib(rank)} of the rank, {gib(server)} of the server), expected at "
+            f"most the {gib(cluster.device.memory)} of a {cluster.device.name}"
+        )
+
+
+def _host_faults(hosts: tuple[memory.HostBytes, ...], cluster: Cluster) -> Iterator[str]:
+    for node, host in enumerate(hosts):
+        if host.total > cluster.node_memory:
+            yield (
+                f"host memory: node {node} needs {gib(host.total)} (processes {gib(host.processes)}, "
+                f"batch {gib(host.batch)}, checkpoint {gib(host.checkpoint)}, routing of the engines "
+                f"{gib(host.capture)}, parked state {gib(host.parked)}), expected at most {gib(cluster.node_memory)}"
+            )
+
+
+def memory_here(config: TrainConfig, machine: Machine) -> tuple[str, list[str]]:
+    """What the run takes of the memory of ``machine``, in a line; and what does not fit there, a line each.
+
+    Nothing is refused where its GPUs are of an unknown kind.
+    """
+    gpu = machine.gpus > 0
+    try:
+        facts = facts_of(config, load_model_shape(config.model.hf_checkpoint), gpu=gpu)
+    except (ConfigError, ModelError):
+        # The checks of the configuration tell what can't be read.
+        return "memory: unknown", []
+    trainer, engine = facts.trainer, facts.engine
+    stages, world = range(trainer.layout.pipeline), trainer.layout.world_size
+    states = [memory.state_bytes(trainer, stage) for stage in stages]
+    try:
+        rank = memory.weight_bytes(trainer.shape, EngineLayout(engine.tensor, engine.expert))
+    except ModelError:
+        # Of a layout that the engine would refuse: what the servers take is unknown here, and named elsewhere.
+        rank = 0
+    servers = engine.servers * engine.tensor * rank
+    live = activation_bytes(trainer, 0).saved
+    line = (
+        f"memory: {world} ranks, each of weights {gib(states[0].weights)}, gradients {gib(states[0].gradients)}, "
+        f"optimizer {gib(states[0].optimizer)}, activations up to {gib(live)}; {engine.servers} servers with "
+        f"weights of {gib(servers / max(1, engine.servers))}"
+    )
+    if gpu:
+        device = device_here()
+        if device is None:
+            unknown = "the GPUs are of a kind that the planner does not know"
+            return f"{line}; whether that fits is not judged: {unknown}", []
+        cluster = Cluster(device, 1, machine.gpus, machine.memory_bytes)
+        judged = f"{line}; judged as {device.name} of {gib(device.memory)}"
+        return judged, list(plan_run(facts, cluster).too_large)
+    needed = sum(state.total for state in states) * trainer.layout.stage_ranks + servers
+    if needed <= machine.memory_bytes:
+        return line, []
+    return line, [
+        f"memory: weights, gradients and optimizer of {world} ranks and the weights of {engine.servers} servers take "
+        f"{gib(needed)}, this machine has {gib(machine.memory_bytes)}"
+    ]
+
+
+def device_here(folder: Path = Path("/proc/driver/nvidia/gpus")) -> Device | None:
+    """The kind of this machine's first GPU, by the name that its driver gives it; None for an unknown one."""
+    for entry in sorted(folder.glob("*/information")):
+        return device_named(entry.read_text(encoding="utf-8"))
+    return None

@@ -1,0 +1,128 @@
+"""Whether the nodes of an allocation can do a run's work, told by evidence that each collects.
+
+One task a node writes a JSON file (``megatron-dppo preflight``); ``judge``, a pure function of all files, names the
+nodes at fault and why. docs/preflight.md lists the checks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.logging import aligned
+from megatron_dppo.cluster.preflight import between_nodes, gpus, machine
+from megatron_dppo.cluster.preflight.evidence import (
+    EVERYWHERE,
+    Check,
+    CheckError,
+    Evidence,
+    Finding,
+    Meeting,
+    Needs,
+    Site,
+)
+from megatron_dppo.system.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+CHECKS: Mapping[str, Check] = {
+    "host": Check(machine.collect_host, machine.judge_host),
+    "gpus": Check(lambda _: gpus.gpus_here(), gpus.judge_gpus),
+    "memory": Check(machine.collect_memory, machine.judge_memory),
+    "disk": Check(machine.collect_disk, machine.judge_disk),
+    "open_files": Check(machine.collect_open_files, machine.judge_open_files),
+    "ports": Check(machine.collect_ports, machine.judge_ports),
+    "pythons": Check(machine.collect_pythons, machine.judge_pythons),
+    "toolkit": Check(gpus.collect_toolkit, gpus.judge_toolkit),
+    "shared_folder": Check(between_nodes.collect_shared_folder, between_nodes.judge_shared_folder),
+    "network": Check(between_nodes.collect_network, between_nodes.judge_network),
+    "all_reduce": Check(between_nodes.collect_all_reduce, between_nodes.judge_all_reduce),
+}
+"""By name, in the order in which a node goes through them; those that meet the other nodes come last."""
+
+_COLUMNS = ("node", "GPUs", "memory", "/dev/shm", "run dir", "interface", "all-reduce", "verdict")
+
+
+def collect_evidence(
+    needs: Needs, meeting: Meeting, skipped: Collection[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """This node's evidence by check, without ``skipped`` ones; a check that can't tell leaves ``error``."""
+    evidence: dict[str, dict[str, Any]] = {}
+    site = Site(needs, meeting, evidence)
+    for name, check in CHECKS.items():
+        if name in skipped:
+            continue
+        try:
+            evidence[name] = check.collect(site)
+        except (CheckError, OSError) as error:
+            evidence[name] = {"error": str(error)}
+        log.debug("preflight: %s: %s", name, evidence[name])
+    return evidence
+
+
+def judge(
+    evidence: Mapping[str, Mapping[str, Evidence]], needs: Needs, hosts: Sequence[str]
+) -> list[Finding]:
+    """Everything that is wrong, by host; ``evidence`` by host and check. One of ``hosts`` without any is a finding."""
+    expected = "a file of the node's preflight task"
+    findings = {Finding(h, "evidence", "none", expected) for h in hosts if h not in evidence}
+    for name, check in CHECKS.items():
+        entries = {host: checks[name] for host, checks in evidence.items() if name in checks}
+        findings.update(_errors(name, entries))
+        # A judge compares nodes with each other: one that could not tell has nothing to compare.
+        answers = {host: entry for host, entry in entries.items() if "error" not in entry}
+        findings.update(check.judge(answers, needs))
+    return sorted(findings)
+
+
+def _errors(name: str, entries: Mapping[str, Evidence]) -> Iterator[Finding]:
+    for host, entry in entries.items():
+        if "error" in entry:
+            yield Finding(host, name.replace("_", " "), entry["error"], "an answer")
+
+
+def bad_hosts(findings: Sequence[Finding]) -> list[str]:
+    """The nodes that are left out."""
+    return sorted({finding.host for finding in findings} - {EVERYWHERE})
+
+
+def write_verdict(folder: Path, findings: Sequence[Finding]) -> None:
+    """Write ``verdict.json`` beside the evidence, for people and ``status``."""
+    rows = [
+        {"host": f.host, "what": f.subject, "got": f.actual, "expected": f.expected}
+        for f in findings
+    ]
+    content = {"bad_hosts": bad_hosts(findings), "findings": rows}
+    write_atomically(folder / "verdict.json", json.dumps(content, indent=1) + "\n")
+
+
+def table(evidence: Mapping[str, Mapping[str, Evidence]], findings: Sequence[Finding]) -> str:
+    """For people: a line a node, in which a value that was not collected is a dash, then what is wrong."""
+    bad = {finding.host for finding in findings}
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    rows += [(*_cells(evidence[h]), "bad" if h in bad else "ok") for h in sorted(evidence)]
+    return "\n".join([*aligned(rows), *map(str, findings)])
+
+
+def _cells(checks: Mapping[str, Evidence]) -> tuple[str, ...]:
+    gpu_list = checks.get("gpus", {}).get("gpus", [])
+    kinds = sorted({str(gpu.get("name")) for gpu in gpu_list})
+    all_reduce = checks.get("all_reduce", {})
+    speed = all_reduce.get("all_gb_s")
+    return (
+        checks.get("host", {}).get("name", "-"),
+        f"{len(gpu_list)} x {', '.join(kinds)}" if gpu_list else "none",
+        _gib(checks, "memory", "available"),
+        _gib(checks, "memory", "shm_free"),
+        _gib(checks, "disk", "run_directory_free"),
+        all_reduce.get("interface", "-"),
+        "-" if speed is None else f"{speed:.2f} GB/s",
+    )
+
+
+def _gib(checks: Mapping[str, Evidence], check: str, key: str) -> str:
+    value = checks.get(check, {}).get(key)
+    return "-" if value is None else f"{value / 2**30:.1f} GiB"

@@ -1,0 +1,110 @@
+"""Entry point: ``megatron-dppo preflight CONFIG.yaml [key.path=value ...]``.
+
+On one machine it checks that machine and tells the result. As a Slurm step with one task a node it writes
+the node's evidence, which the supervisor judges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_dppo.config import load_config
+from megatron_dppo.config.machine import this_machine
+from megatron_dppo.logging import fatal
+from megatron_dppo.cluster.preflight import CHECKS, collect_evidence, judge, table, write_verdict
+from megatron_dppo.cluster.preflight.evidence import (
+    Evidence,
+    Meeting,
+    Needs,
+    needs_of,
+    read_evidence,
+    write_evidence,
+)
+from megatron_dppo.system.errors import RunError
+
+BAD_NODE = 3
+"""Exit code where a node can't take part in the run."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0 all is well, 2 refused, 3 a node (in a step: this one) is not fit."""
+    options = _parser().parse_intermixed_args(arguments)
+    # Slurm's name where there is one, which may differ from the machine's.
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    try:
+        config = load_config(options.config, options.overrides)
+        gpus = options.gpus
+        if gpus is None:
+            gpus = _default_gpus(config.engine.device, config.parallel.world_size)
+        needs = needs_of(config, gpus=gpus, ports=options.port)
+        folder = options.evidence or _folder(needs.run_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        count = options.nodes or int(os.environ.get("SLURM_NTASKS", "1"))
+        meeting = Meeting(folder, host, count, options.timeout)
+        evidence = collect_evidence(needs, meeting, options.skip)
+        write_evidence(folder, host, evidence)
+        judged = _alone if count == 1 else _in_step
+        return judged(host, evidence, needs, folder)
+    except RunError as error:
+        fatal(str(error))
+
+
+def _alone(host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Path) -> int:
+    findings = judge({host: evidence}, needs, [host])
+    write_verdict(folder, findings)
+    print(table({host: evidence}, findings))
+    return BAD_NODE if findings else 0
+
+
+def _in_step(host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Path) -> int:
+    """What this node's own evidence and that of those which are done tells of this node."""
+    others = read_evidence(folder, [path.stem for path in folder.glob("*.json")])
+    findings = [f for f in judge({**others, host: evidence}, needs, [host]) if f.host == host]
+    for finding in findings:
+        print(finding, flush=True)
+    return BAD_NODE if findings else 0
+
+
+def _default_gpus(device: str | None, ranks: int) -> int:
+    # A run that finds no GPU trains and serves on CPUs.
+    if device == "cpu" or (device is None and not this_machine().gpus):
+        return 0
+    return int(os.environ.get("SLURM_GPUS_ON_NODE", ranks))
+
+
+def _folder(run: Path) -> Path:
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return run / "preflight" / time.strftime("local-%Y%m%d-%H%M%S")
+    return run / "preflight" / f"{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-dppo preflight",
+        description="Check that this machine, or each node of a Slurm step, can do a run's work.",
+        epilog="Exit codes: 0 all is well, 2 refused, 3 a node is not fit. docs/preflight.md",
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces a value")
+    parser.add_argument("--gpus", type=int, help="GPUs the run uses on each node")
+    parser.add_argument(
+        "--nodes", type=int, help="nodes that take part (default: tasks of the step)"
+    )
+    parser.add_argument("--port", type=int, action="append", default=[], help="must be free")
+    parser.add_argument(
+        "--skip", action="append", default=[], choices=list(CHECKS), help="leave a check out"
+    )
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for others")
+    parser.add_argument("--evidence", type=Path, help="folder for the evidence")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""A node's GPUs: how many, which, their driver, whether their memory is free; and CUDA's toolkit, with which SGLang
+compiles kernels at its start: by compiling one as it does."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.cluster.preflight.evidence import CheckError, Evidence, Finding, Needs, Site, odd_ones
+from megatron_dppo.system import compute
+
+_FIELDS = {
+    "name": "name",
+    "uuid": "uuid",
+    "driver": "driver_version",
+    "memory_mib": "memory.total",
+    "used_mib": "memory.used",
+    "mig": "mig.mode.current",
+    "uncorrected_errors": "ecc.errors.uncorrected.volatile.total",
+}
+_SMI_S = 30.0
+_COMPILE_S = 120.0
+_MOST_USED_MIB = 1024
+"""MiB that a driver may hold on a GPU that nobody uses."""
+# The first header refuses an nvcc of another version than the toolkit's headers: the wheels' are 13.5 and 13.0.
+_KERNEL = """\
+#include <cuda/std/version>
+#include <cuda_bf16.h>
+__global__ void rounded(float* x) { *x = __bfloat162float(__float2bfloat16(*x)); }
+extern "C" int launch(float* x) { rounded<<<1, 1>>>(x); return cudaGetLastError(); }
+"""
+
+
+def gpus_here() -> dict[str, Any]:
+    """``gpus``: an entry a GPU from ``nvidia-smi``; without it, names and driver from ``/proc``. ``source``: which.
+
+    Raises CheckError where ``nvidia-smi`` fails.
+    """
+    program = shutil.which("nvidia-smi")
+    gpus = gpus_of_driver(compute.DRIVER) if program is None else parse(_query(program))
+    return {"gpus": gpus, "source": program or str(compute.DRIVER)}
+
+
+def _query(program: str) -> str:
+    query = f"--query-gpu={','.join(_FIELDS.values())}"
+    command = [program, query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise CheckError(f"nvidia-smi does not answer within {_SMI_S:.0f} s") from error
+    if done.returncode:
+        output = (done.stdout + done.stderr).strip()
+        raise CheckError(f"nvidia-smi exits with code {done.returncode}: {output[-300:]}")
+    return done.stdout
+
+
+def parse(table: str) -> list[dict[str, Any]]:
+    """GPUs from ``nvidia-smi``'s lines; what it does not know (``[N/A]``) is None."""
+    cells = [[cell.strip() for cell in line.split(",")] for line in table.splitlines()]
+    return [{key: _value(cell) for key, cell in zip(_FIELDS, row, strict=True)} for row in cells]
+
+
+def _value(cell: str) -> str | int | None:
+    if cell.startswith("["):
+        return None
+    return int(cell) if cell.isdigit() else cell
+
+
+def gpus_of_driver(folder: Path) -> list[dict[str, Any]]:
+    """Names and driver, as the driver's ``folder`` in /proc tells them."""
+    if not (folder / "version").exists():
+        return []
+    models = [
+        re.search(r"^Model:\s*(.+)$", (gpu / "information").read_text(), re.MULTILINE)
+        for gpu in sorted((folder / "gpus").iterdir())
+    ]
+    driver = compute.driver_version(folder)
+    return [{"name": model and model.group(1).strip(), "driver": driver} for model in models]
+
+
+def judge_gpus(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    """As many as needed, of one kind and driver on all nodes, their memory free and without errors."""
+    if not needs.gpus:
+        return
+    for host, entry in evidence.items():
+        gpus = entry["gpus"]
+        if len(gpus) < needs.gpus:
+            yield Finding(host, "GPUs", str(len(gpus)), str(needs.gpus))
+        for index, gpu in enumerate(gpus):
+            yield from _of_one_gpu(host, f"GPU {index}", gpu)
+    for key, subject in (("name", "kind of GPU"), ("driver", "driver")):
+        names = {host: _names(entry["gpus"], key) for host, entry in evidence.items()}
+        yield from odd_ones(subject, {host: text for host, text in names.items() if text})
+
+
+def _of_one_gpu(host: str, subject: str, gpu: Mapping[str, Any]) -> Iterator[Finding]:
+    used = gpu.get("used_mib")
+    if isinstance(used, int) and used > _MOST_USED_MIB:
+        expected = f"at most {_MOST_USED_MIB} MiB: no other process"
+        yield Finding(host, f"{subject}: memory in use", f"{used} MiB", expected)
+    if errors := gpu.get("uncorrected_errors"):
+        yield Finding(host, f"{subject}: uncorrected memory errors", str(errors), "0")
+    if gpu.get("mig") == "Enabled":
+        yield Finding(host, f"{subject}: MIG", "enabled", "disabled: a whole GPU")
+
+
+def _names(gpus: list[dict[str, Any]], key: str) -> str:
+    return ", ".join(sorted({str(gpu[key]) for gpu in gpus if gpu.get(key)}))
+
+
+def collect_toolkit(site: Site) -> dict[str, Any]:
+    """As :func:`toolkit_here`, where a server of the run is on GPUs."""
+    python = site.needs.pythons.get("engine")
+    if not site.needs.gpus or python is None:
+        return {"skipped": "no server of this run compiles for a GPU"}
+    built_for = site.evidence.get("pythons", {}).get("engine", {}).get("cuda")
+    return toolkit_here(python, built_for)
+
+
+def toolkit_here(python: str, cuda: str | None) -> dict[str, Any]:
+    """``home``, ``version``, ``ninja``, ``driver``, and ``failed``: the compiler's last word, None where it compiled.
+
+    ``python``: the interpreter of the servers. ``cuda``: what its torch was built for.
+    """
+    path = compute.tool_path(os.environ, python)
+    home = compute.toolkit_home(os.environ)
+    version = None if home is None else compute.toolkit_version(home)
+    failed = None
+    if home is not None and version:
+        failed = _compile(home, {**os.environ, "PATH": path})
+    return {
+        "ninja": shutil.which("ninja", path=path),
+        "driver": compute.driver_version(),
+        "cuda": cuda,
+        "home": None if home is None else str(home),
+        "version": version,
+        "failed": failed,
+    }
+
+
+def _compile(home: Path, environment: Mapping[str, str]) -> str | None:
+    """Compile and link one kernel as SGLang's ninja files do; the end of what failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "kernel.cu").write_text(_KERNEL)
+        nvcc = [str(home / "bin" / "nvcc"), "-std=c++20", "-Xcompiler", "-fPIC"]
+        link = [environment.get("CXX", "c++"), "kernel.o", "-shared", f"-L{home}/lib64", "-lcudart"]
+        for command in ([*nvcc, "-c", "kernel.cu", "-o", "kernel.o"], [*link, "-o", "kernel.so"]):
+            try:
+                done = subprocess.run(
+                    command, cwd=folder, env=dict(environment), timeout=_COMPILE_S, check=False,
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                )  # fmt: skip
+            except (OSError, subprocess.TimeoutExpired) as error:
+                return str(error)
+            if done.returncode:
+                output = done.stdout.splitlines()
+                # The first error: those after it follow from it.
+                errors = [line for line in output if "error" in line] or output[-1:] or ["nothing"]
+                program = Path(command[0]).name
+                return f"{program} exits with code {done.returncode}: {errors[0][:300]}"
+    return None
+
+
+def judge_toolkit(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    """A driver and a toolkit of the version that torch was built for, which compile, and ninja."""
+    for host, entry in evidence.items():
+        if "skipped" not in entry:
+            yield from toolkit_findings(host, entry)
+
+
+def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
+    driver, cuda = entry["driver"], entry["cuda"]
+    major = cuda.partition(".")[0] if cuda else None
+    least = compute.LEAST_DRIVER.get(int(major)) if major else None
+    if driver and least and int(driver.partition(".")[0]) < least:
+        yield Finding(host, "driver", driver, f"{least} or newer, for torch's CUDA {cuda}")
+    subject, home, version = "CUDA toolkit", entry["home"], entry["version"]
+    expected = f"nvcc and headers of CUDA {major or '13'}: SGLang compiles kernels at its start"
+    if home is None:
+        yield Finding(host, subject, "no CUDA_HOME, no nvcc on PATH, no /usr/local/cuda", expected)
+    elif version is None:
+        yield Finding(host, subject, f"no answer of {home}/bin/nvcc", expected)
+    elif major and version.partition(".")[0] != major:
+        yield Finding(host, subject, f"{version} in {home}", f"{major}, as torch's CUDA {cuda}")
+    elif entry["failed"] is not None:
+        yield Finding(host, f"compiling with {home}", entry["failed"], "a library of one kernel")
+    if entry["ninja"] is None:
+        expected = "in the servers' environment, or on PATH: SGLang builds kernels with it"
+        yield Finding(host, "ninja", "none", expected)

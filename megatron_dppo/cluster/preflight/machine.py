@@ -1,0 +1,222 @@
+"""A node by itself, without its GPUs: names, memory, free space, open files, ports; and the versions of packages,
+and of NCCL, in the interpreters of trainer and engine, which must agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from packaging.requirements import Requirement
+
+from megatron_dppo.cluster.preflight.evidence import (
+    EVERYWHERE,
+    CheckError,
+    Evidence,
+    Finding,
+    Needs,
+    Site,
+    odd_ones,
+    too_little,
+)
+from megatron_dppo.system.network import PortTakenError, free_port, require_free_port
+
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_ANY = "0.0.0.0"
+
+
+def collect_host(site: Site) -> dict[str, Any]:
+    """Names, kernel, processor cores, clock, and how the node's own name resolves."""
+    name = socket.gethostname()
+    try:
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except socket.gaierror:
+        addresses = []
+    return {
+        "name": site.meeting.host,
+        "host_name": name,
+        "resolves_to": addresses,
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "time": time.time(),
+    }
+
+
+def judge_host(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    """Where there are several nodes, a host name must resolve, and not to the loopback alone."""
+    if len(evidence) < 2:
+        return
+    for host, entry in evidence.items():
+        addresses = entry["resolves_to"]
+        if all(address.startswith("127.") or address == "::1" for address in addresses):
+            text = ", ".join(addresses) or "no address"
+            subject = f"address of its own host name {entry['host_name']}"
+            yield Finding(host, subject, text, "one that other nodes can reach")
+
+
+def collect_memory(site: Site) -> dict[str, Any]:
+    """Bytes: total and available memory, and free space in ``/dev/shm``, through which processes share it."""
+    memory = psutil.virtual_memory()
+    shm_free = shutil.disk_usage("/dev/shm").free
+    return {"total": memory.total, "available": memory.available, "shm_free": shm_free}
+
+
+def judge_memory(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    available, shm = _by_host(evidence, "available"), _by_host(evidence, "shm_free")
+    yield from too_little("free memory", available, needs.memory_bytes, "GiB")
+    yield from too_little("free space in /dev/shm", shm, needs.shm_bytes, "GiB")
+
+
+def collect_disk(site: Site) -> dict[str, Any]:
+    """Free bytes in the run directory and in the node's own folder for temporary files."""
+    # A folder with free space may still be read-only.
+    with tempfile.TemporaryFile() as file:
+        file.write(b"\0")
+    folder = tempfile.gettempdir()
+    return {
+        "run_directory_free": shutil.disk_usage(site.needs.run_directory).free,
+        "temporary": folder,
+        "temporary_free": shutil.disk_usage(folder).free,
+    }
+
+
+def judge_disk(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    free = _by_host(evidence, "run_directory_free")
+    yield from too_little(f"free space in {needs.run_directory}", free, needs.disk_bytes, "GiB")
+    for host, entry in evidence.items():
+        free = {host: entry["temporary_free"]}
+        subject = f"free space in {entry['temporary']}"
+        yield from too_little(subject, free, needs.temporary_bytes, "GiB")
+
+
+def collect_open_files(site: Site) -> dict[str, Any]:
+    """How many files and sockets one process may open: the soft and the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {"soft": soft, "hard": hard}
+
+
+def judge_open_files(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    """The soft limit is what counts: nothing here raises it."""
+    soft = _by_host(evidence, "soft")
+    yield from too_little("open files (ulimit -n)", soft, needs.open_files, "files")
+
+
+def collect_ports(site: Site) -> dict[str, Any]:
+    """TCP ports of the run that can't be bound, one free port, and the system's range of free ports."""
+    return {
+        "taken": [port for port in site.needs.ports if not _is_free(port)],
+        "free": free_port(_ANY),
+        "range": _PORT_RANGE.read_text().split() if _PORT_RANGE.exists() else [],
+    }
+
+
+def judge_ports(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    for host, entry in evidence.items():
+        for port in entry["taken"]:
+            yield Finding(host, f"port {port}", "taken", "free")
+
+
+def _is_free(port: int) -> bool:
+    try:
+        require_free_port(_ANY, port)
+    except PortTakenError:
+        return False
+    return True
+
+
+def _by_host(evidence: Mapping[str, Evidence], key: str) -> dict[str, int]:
+    return {host: entry[key] for host, entry in evidence.items()}
+
+
+_INSPECTION = Path(__file__).with_name("inspection.py")
+_TIMEOUT_S = 60.0
+
+
+def collect_pythons(site: Site) -> dict[str, Any]:
+    pins = [line for lines in site.needs.requirements.values() for line in lines]
+    packages = sorted({"torch", *(Requirement(line).name for line in pins)})
+    pythons = site.needs.pythons
+    # Trainer and engine often share an interpreter, which is asked once.
+    answers = {python: inspect_python(python, packages) for python in set(pythons.values())}
+    return {role: answers[python] for role, python in pythons.items()}
+
+
+def inspect_python(python: str, packages: Sequence[str] = ()) -> dict[str, Any]:
+    command = [python, str(_INSPECTION), *packages]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CheckError(f"{python} does not answer within {_TIMEOUT_S:.0f} s") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise CheckError(f"{python} fails: {last}")
+    return {"python": python, **json.loads(done.stdout)}
+
+
+def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    """The pins hold, all nodes have the same versions and kernels, trainer and engine the same NCCL, and on GPUs what
+    Triton compiles with."""
+    for role, requirements in needs.requirements.items():
+        packages = {host: roles[role]["packages"] for host, roles in evidence.items()}
+        for host, versions in packages.items():
+            for line in requirements:
+                yield from _unmet(host, role, versions, Requirement(line))
+        for name in sorted({name for versions in packages.values() for name in versions}):
+            of_hosts = {host: versions.get(name) for host, versions in packages.items()}
+            yield from odd_ones(f"{role}'s {name}", of_hosts)
+    yield from _nccl(evidence)
+    if needs.gpus:
+        yield from _without_compiler(evidence)
+    kernels = {h: roles["trainer"].get("fused_weight_gradients") for h, roles in evidence.items()}
+    yield from odd_ones("apex's kernel for weight gradients", kernels)
+
+
+def _unmet(
+    host: str, role: str, versions: Mapping[str, str | None], requirement: Requirement
+) -> Iterator[Finding]:
+    version = versions.get(requirement.name)
+    subject, expected = f"{role}'s {requirement.name}", str(requirement.specifier)
+    if version is None:
+        yield Finding(host, subject, "not installed", expected)
+    elif not requirement.specifier.contains(version, prereleases=True):
+        yield Finding(host, subject, version, expected)
+
+
+def _without_compiler(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
+    for host, roles in evidence.items():
+        missing = {role: answer["missing_for_triton"] for role, answer in roles.items()}
+        for role, names in missing.items():
+            if names:
+                expected = "there: Triton compiles each kernel's launcher in C"
+                yield Finding(host, f"{role}'s {' and '.join(names)}", "not there", expected)
+
+
+def _nccl(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
+    pairs = {
+        host: (roles["trainer"]["nccl"], roles["engine"]["nccl"])
+        for host, roles in evidence.items()
+        if "engine" in roles
+    }
+    differing = {h: pair for h, pair in pairs.items() if None not in pair and len({*pair}) > 1}
+    # Two environments that were installed everywhere alike: no node is better than another.
+    same_everywhere = len(differing) == len(pairs) and len(set(pairs.values())) == 1
+    for host, (trainer, engine) in differing.items():
+        where = EVERYWHERE if same_everywhere else host
+        expected = f"the trainer's {trainer}: they broadcast weights in one group"
+        yield Finding(where, "engine's NCCL", str(engine), expected)
+    for role in sorted({role for roles in evidence.values() for role in roles}):
+        versions = {host: roles[role]["nccl"] for host, roles in evidence.items() if role in roles}
+        yield from odd_ones(f"{role}'s NCCL", versions)

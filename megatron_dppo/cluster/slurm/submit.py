@@ -1,0 +1,512 @@
+"""``submit``: check a recipe against itself, the file system, the site file and the cluster's own limits; show what it
+comes to; hand it to sbatch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_dppo.config.checks import check_config
+from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.forwarded import SGLANG, LibraryMissingError
+from megatron_dppo.config.loading import load_config, resolved_yaml
+from megatron_dppo.config.machine import allocator_faults
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.options import ServerSections, table_faults_elsewhere
+from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
+from megatron_dppo.launch.srun import literal
+from megatron_dppo.logging import say
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.cluster.planner.devices import DEVICES, GIB, Cluster
+from megatron_dppo.cluster.preflight import CHECKS
+from megatron_dppo.cluster.slurm.attempts import JOB_FILE
+from megatron_dppo.cluster.slurm.commands import SlurmError, fields, slurm
+from megatron_dppo.cluster.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
+from megatron_dppo.cluster.slurm.status import UNKNOWN, job_state
+from megatron_dppo.system.files import unwritable, write_atomically
+from megatron_dppo.system.processes import held_back
+
+# What Slurm or the job would refuse.
+
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_UNLIMITED = ("INFINITE", "UNLIMITED")
+
+
+def seconds_of(text: str) -> float | None:
+    """A Slurm time (``90``, ``1:30:00``, ``2-12``) in seconds; None where it has no end.
+
+    Raises ValueError for what is no time.
+    """
+    if text.upper() in _UNLIMITED:
+        return None
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ValueError(f"got {text!r}, expected a Slurm time such as 1-00:00:00 or 90 (minutes)")
+    days, first, second, third = match.groups()
+    numbers = [int(first), int(second or 0), int(third or 0)]
+    if days is not None:  # days-hours:minutes:seconds
+        return int(days) * 86400.0 + numbers[0] * 3600 + numbers[1] * 60 + numbers[2]
+    if third is not None:  # hours:minutes:seconds
+        return numbers[0] * 3600.0 + numbers[1] * 60 + numbers[2]
+    return numbers[0] * 60.0 + numbers[1]  # minutes:seconds
+
+
+def directory_faults(directory: Path) -> Iterator[str]:
+    """A run's folder that can't be made, or written in, or that Slurm writes no output in."""
+    # A backslash turns the symbols of its patterns off.
+    if "\\" in str(directory):
+        yield f"run.directory: {directory} has a backslash, expected a path without one"
+    if fault := unwritable(directory):
+        yield f"run.directory: {fault}, expected a folder of your own that all nodes share"
+
+
+@dataclass(frozen=True)
+class FlagForm:
+    """Options of a program of Slurm. ``with_value``: letters that take the next word where nothing is joined
+    to them. ``refused``: letters after which nothing is started, or only at the job's end. ``alone``: long
+    options that need no value; all others are written ``--name=value``."""
+
+    key: str
+    with_value: str
+    refused: str
+    alone: frozenset[str]
+
+
+_ALONE = frozenset(
+    (
+        *("contiguous", "exclusive", "get-user-env", "no-kill", "overcommit", "oversubscribe"),
+        *("propagate", "quiet", "reboot", "spread-job", "use-min-nodes", "verbose"),
+    )
+)
+SBATCH = FlagForm(
+    "sbatch_flags",
+    "aAbBcCdDeFGiJLmMnNopqStwx",
+    "hVW",
+    _ALONE | {"export", "hold", "ignore-pbs", "nice", "no-requeue", "parsable", "requeue"},
+)
+SRUN = FlagForm(
+    "srun_flags",
+    "AbBcCdDeFGiJLmMnNopqrStTwWx",
+    "hV",
+    _ALONE | {"disable-status", "exact", "label", "overlap", "preserve-env", "unbuffered", "whole"},
+)
+
+
+def flag_faults(flags: Sequence[str], form: FlagForm) -> Iterator[str]:
+    """Words that are no option, or that lack their value: they would take the place of the script or the
+    command that follows, or have one of its words for their value."""
+    remaining = iter(flags)
+    for word in remaining:
+        if complaint := _flag_complaint(word, remaining, form):
+            yield f"{form.key}: got {word!r}, {complaint}"
+
+
+def _flag_complaint(word: str, following: Iterator[str], form: FlagForm) -> str | None:
+    if word.startswith("--") and len(word) > 2:
+        if "=" in word or word[2:] in form.alone:
+            return None
+        return f"expected --name=value in one word, or --{', --'.join(sorted(form.alone))}"
+    if not re.fullmatch(r"-[a-zA-Z].*", word, re.DOTALL):
+        return "expected an option such as --constraint=h100"
+    for end, letter in enumerate(word[1:], start=2):
+        if letter in form.refused:
+            return f"after -{letter} no job could be told of"
+        if letter in form.with_value:
+            has_value = end < len(word) or next(following, "")
+            return None if has_value else "which lacks its value"
+    return None
+
+
+def partition_of(name: str | None) -> dict[str, str] | None:
+    """What Slurm says of a partition, None: of the default one. None where it can't be asked, or knows
+    none of that name: sbatch then says so."""
+    try:
+        shown = slurm("scontrol", "-o", "show", "partition", *([name] if name else []))
+    except SlurmError:
+        return None
+    records = [fields(line) for line in shown.splitlines()]
+    return next((r for r in records if name is not None or r.get("Default") == "YES"), None)
+
+
+def time_faults(site: SiteConfig, partition: Mapping[str, str] | None) -> Iterator[str]:
+    """A time limit that is none, that the partition does not give, or that leaves no time for a step.
+
+    Without one of our own the partition's counts.
+    """
+    limits = partition or {}
+    most = limits.get("MaxTime", "UNLIMITED")
+    default = limits.get("DefaultTime", "NONE")
+    inherited = most if default == "NONE" else default
+    try:
+        limit = seconds_of(inherited if site.time is None else str(site.time))
+    except ValueError as error:
+        yield f"time: {error}"
+        return
+    least = site.start_s + site.checkpoint_margin_s
+    if limit is not None and limit < least:
+        given = f"none, partition {limits.get('PartitionName')} gives {inherited}"
+        yield (
+            f"time: got {given if site.time is None else site.time}, {limit:.0f} s, expected at least "
+            f"{least} s: a start and a step (start_s {site.start_s}), and what is kept to save a "
+            f"checkpoint (checkpoint_margin_s {site.checkpoint_margin_s})"
+        )
+    if (
+        not site.qos
+        and (bound := seconds_of(most)) is not None
+        and (limit is None or limit > bound)
+    ):
+        yield (
+            f"time: got {site.time}, expected at most {most}, the limit of partition "
+            f"{limits['PartitionName']}: the job would wait for ever"
+        )
+
+
+def node_faults(nodes: int, partition: Mapping[str, str] | None) -> Iterator[str]:
+    total = (partition or {}).get("TotalNodes", "")
+    if partition is not None and total.isdigit() and nodes > int(total):
+        yield (
+            f"nodes: got {nodes}, expected at most {total}, those of partition "
+            f"{partition['PartitionName']}: the job would wait for ever"
+        )
+
+
+def environment_faults(
+    strategy: str, site: SiteConfig, flags: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[str]:
+    """Variables of the steps on GPUs that the run can't work with: the site file's, and those of ``environment`` that
+    sbatch hands on, which is all unless ``flags`` or a variable of its own say what."""
+    if not site.gpus_per_node:
+        return
+    chosen = "SBATCH_EXPORT" in environment or any(f.startswith("--export") for f in flags)
+    variables = {**({} if chosen else environment), **site.environment}
+    for fault in allocator_faults(strategy, variables):
+        yield f"{fault}; the job would have it from the site file's environment, or this shell's"
+
+
+def site_faults(site: SiteConfig, python: str | None, paths: Mapping[str, Path]) -> Iterator[str]:
+    """Names in the site file that nothing has, a container that lacks something."""
+    if unknown := [name for name in site.preflight_skip if name not in CHECKS]:
+        yield f"preflight_skip: got {unknown[0]!r}, expected some of {', '.join(CHECKS)}"
+    yield from _shell_faults(site)
+    for name in site.environment:
+        if not _VARIABLE.fullmatch(name):
+            yield f"environment: got the name {name!r}, expected letters, digits and _ alone"
+    yield from flag_faults(site.srun_flags, SRUN)
+    container = site.container
+    if container.kind == "none":
+        if container.image or container.server_image:
+            yield "container.kind: got 'none' with an image, expected pyxis or apptainer"
+        if python is not None and shutil.which(python) is None:
+            yield f"engine.python: got {python!r}, expected a Python interpreter"
+        return
+    if container.image is None:
+        yield f"container.image: missing, expected the image that {container.kind} starts"
+    for image in (container.image, container.server_image):
+        if image is not None and image.startswith("/") and not Path(image).exists():
+            yield f"container.image: got {image!r}, which is not there"
+    yield from _mount_faults(paths, container)
+
+
+def _shell_faults(site: SiteConfig) -> Iterator[str]:
+    """A prologue that is no shell, a ``gres`` of another number of GPUs than the roles are placed on."""
+    if site.prologue:
+        command = ["bash", "-n"]
+        parsed = subprocess.run(
+            command, input=site.prologue, capture_output=True, text=True, check=False
+        )
+        if parsed.returncode:
+            message = parsed.stderr.strip().splitlines()[0]
+            yield f"prologue: {message}; expected lines that bash can run"
+    if site.gres is None:
+        return
+    gpus = [entry.split("(")[0].split(":") for entry in site.gres.split(",")]
+    count = sum(int(e[-1]) if e[-1].isdigit() else 1 for e in gpus if e[0] == "gpu")
+    if count != site.gpus_per_node:
+        yield (
+            f"gres: got {site.gres!r}, {count} GPUs, expected gpus_per_node = {site.gpus_per_node}: such as "
+            f"gpu:{site.gpus_per_node}"
+        )
+
+
+def server_option_faults(sections: ServerSections | None, site: SiteConfig) -> Iterator[str]:
+    """Values of the ``sglang:`` table that the servers would end over, by the Python that they get.
+
+    Nothing where the run starts no server (``sections``: None where it generates nothing), and where that Python
+    can't be asked from here: the job's own
+    check on its first node asks it then.
+    """
+    if sections is None or not sections.engine.started or not SGLANG.free(sections.sglang):
+        return
+    container = site.container
+    if container.kind != "none":
+        say("sglang: checked in the job alone, by the Python of its container")
+        return
+    python = sections.engine.python or container.interpreter
+    say(f"sglang: {python} is asked whether SGLang takes the table's values (seconds)")
+    try:
+        yield from table_faults_elsewhere(sections.sglang, python)
+    except LibraryMissingError as error:
+        say(f"sglang: checked in the job alone: {error}")
+
+
+def _mount_faults(paths: Mapping[str, Path], container: ContainerConfig) -> Iterator[str]:
+    """``paths`` of the run, by key, that its ranks and servers would not find inside."""
+    folders = container.seen_inside(str(Path.cwd()))
+    for key, path in paths.items():
+        if not any(path.absolute().is_relative_to(folder) for folder in folders):
+            yield (
+                f"container.mounts: {key} is in none of them under its own path, expected such as "
+                f"{path.absolute().parent}:{path.absolute().parent}"
+            )
+
+
+# What the planner says of a submission: whether its memory suffices.
+
+_UNKNOWN = "memory: not planned, as the site file's gpu names none of {names}"
+
+
+def memory_verdict(submission: Submission) -> tuple[str, list[str]]:
+    """A line for people, and what speaks against the run.
+
+    Its configuration must have passed its checks. Nothing is planned where the site does not name its GPUs,
+    or has none.
+    """
+    config, site, nodes = submission.config, submission.site, submission.nodes
+    if not site.gpus_per_node:
+        return "memory: not planned, the nodes have no GPUs", []
+    if site.gpu is None:
+        return _UNKNOWN.format(names=", ".join(DEVICES)), []
+    # Loads numpy.
+    from megatron_dppo.cluster.planner.facts import facts_of
+    from megatron_dppo.cluster.planner.run_plan import plan_run
+
+    device = DEVICES[site.gpu]
+    memory = device.host_memory if site.host_memory_gib is None else site.host_memory_gib * GIB
+    cluster = Cluster(device, nodes, site.gpus_per_node, memory)
+    shape = load_model_shape(config.model.hf_checkpoint)
+    plan = plan_run(facts_of(config, shape), cluster)
+    rank = plan.fullest.total / GIB
+    fits = "fits" if plan.fits else "does not fit"
+    line = (
+        f"memory: {fits} on {nodes} x {site.gpus_per_node} {device.name}; the fullest rank takes "
+        f"{rank:.1f} GiB; {plan.memory_limit}"
+    )
+    return line, list(plan.faults)
+
+
+# What a submission comes to, and everything that can be refused before anything queues.
+
+SCRIPT = Path(__file__).with_name("run.sbatch")
+CONFIG_FILE = "submitted.yaml"
+SITE_FILE = "site.yaml"
+MOST_NODES = 2**16
+_OWN_LIMITS = ("-p", "--partition", "-t", "--time")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run as it would be submitted, placed on ``nodes`` nodes of expected names."""
+
+    config: TrainConfig
+    site: SiteConfig
+    nodes: int
+    placement: Placement
+
+    @classmethod
+    def plan(cls, config: TrainConfig, site: SiteConfig, nodes: int | None) -> Submission:
+        """``nodes``: None for as many as the roles fill. Raises PlacementError."""
+        if nodes is not None and nodes > MOST_NODES:
+            raise PlacementError(f"nodes: got {nodes}, expected at most {MOST_NODES}")
+        roles, devices = (
+            Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated),
+            site.devices({}),
+        )
+        trainers, count = 0, roles.hosts_needed(devices) if nodes is None else nodes
+        if site.server_partition is not None and roles.servers:
+            trainers = replace(roles, servers=0).hosts_needed(devices)
+            apart = replace(roles, first_device=trainers * devices)
+            count = apart.hosts_needed(devices) if nodes is None else nodes
+        groups = [None if not trainers else int(i >= trainers) for i in range(count)]
+        names = [f"node{i}" for i in range(1, count + 1)]
+        pairs = zip(names, groups, strict=True)
+        hosts = tuple(Host(name, name, devices, group) for name, group in pairs)
+        return cls(config, site, count, place(roles, Allocation(hosts)))
+
+    @property
+    def _nodes_by_group(self) -> list[int]:
+        placement = self.placement
+        hosts = dict.fromkeys((*placement.rank_hosts, *placement.server_hosts, *placement.unused))
+        return [len(group) for group in Allocation(tuple(hosts)).groups]
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.config.run.directory).resolve()
+
+    def command(self, extra: Sequence[str] = ()) -> list[str]:
+        """The sbatch command line. Options come before the script: after it they would be its own."""
+        site = self.site
+        named = {
+            "partition": site.partition,
+            "account": site.account,
+            "qos": site.qos,
+            "reservation": site.reservation,
+            "time": site.time,
+        }
+        first, *others = self._nodes_by_group
+        return [
+            "sbatch",
+            "--parsable",
+            f"--job-name={self.directory.parent.name}-{self.directory.name}",
+            f"--nodes={first}",
+            site.device_flag,
+            *(f"--{name}={value}" for name, value in named.items() if value is not None),
+            f"--signal=B:USR1@{site.checkpoint_margin_s}",
+            f"--chdir={Path.cwd()}",
+            f"--output={literal(self.directory)}/logs/slurm-%j.out",
+            *(["--no-kill"] if site.spares_servers else []),
+            *site.sbatch_flags,
+            *extra,
+            *self._second_group(others),
+            str(SCRIPT),
+            str(self.directory / CONFIG_FILE),
+            f"--site={self.directory / SITE_FILE}",
+        ]
+
+    def _second_group(self, others: Sequence[int]) -> list[str]:
+        """Options of the servers' nodes in a heterogeneous job; the script's own hold for the first group."""
+        site = self.site
+        named = {"account": site.account, "qos": site.qos, "time": site.time}
+        flags = [f"--{name}={value}" for name, value in named.items() if value is not None]
+        return [
+            word
+            for nodes in others
+            for word in (
+                ":",
+                f"--nodes={nodes}",
+                site.device_flag,
+                f"--partition={site.server_partition}",
+                "--exclusive",
+                *flags,
+                *site.sbatch_flags,
+            )
+        ]
+
+    def faults(self, extra: Sequence[str] = ()) -> Iterator[str]:
+        """Why the job could not work, apart from what ``check_config`` and the placement say.
+
+        ``extra``: as for ``command``. Flags that name a partition or a time are left to sbatch.
+        """
+        if shutil.which("sbatch") is None:
+            yield "sbatch: not on the path, expected a login node of a Slurm cluster"
+        yield from directory_faults(self.directory)
+        yield from flag_faults(self.site.sbatch_flags, SBATCH)
+        yield from flag_faults(extra, replace(SBATCH, key="--sbatch"))
+        partitions: list[dict[str, str] | None] = [None]
+        flags = (*self.site.sbatch_flags, *extra)
+        if not any(flag.startswith(_OWN_LIMITS) for flag in flags):
+            names = [self.site.partition, *filter(None, [self.site.server_partition])]
+            partitions = [partition_of(name) for name in names]
+        yield from dict.fromkeys(p for part in partitions for p in time_faults(self.site, part))
+        for nodes, partition in zip(self._nodes_by_group, partitions, strict=False):
+            yield from node_faults(nodes, partition)
+        config, data = self.config, self.config.data
+        yield from environment_faults(config.weight_sync.strategy, self.site, flags, os.environ)
+        files = (*data.train_files, *data.evaluation_files.values())
+        paths = {
+            "run.directory": self.directory,
+            "model.hf_checkpoint": Path(config.model.hf_checkpoint),
+        }
+        paths |= {f"data: {file.path}": Path(file.path) for file in files}
+        yield from site_faults(self.site, config.engine.python, paths)
+
+
+PYTHON_VARIABLE = "MEGATRON_DPPO_PYTHON"
+"""Names the interpreter of the batch process."""
+
+
+def submit(options: argparse.Namespace) -> int:
+    """Submit what the command line says, or only show it; the exit code. Raises ConfigError, SlurmError."""
+    site = load_site(site_path(options.site), options.set)
+    config = load_config(options.recipe, options.overrides)
+    submission, memory, faults = _checked(config, site, options)
+    if faults and not options.dry_run:
+        raise ConfigError(faults, options.recipe)
+    if submission is not None:
+        print(f"run directory: {submission.directory}\n")
+        print(f"{submission.placement.table()}\n\n{memory}\n")
+    if options.dry_run:
+        print(f"# {CONFIG_FILE}\n{resolved_yaml(config)}")
+        print(f"# {SITE_FILE}\n{resolved_yaml(site)}")
+    if submission is not None and options.dry_run:
+        print(shlex.join(submission.command(options.sbatch)), flush=True)
+    if faults:
+        raise ConfigError(faults, f"{options.recipe} would be refused")
+    assert submission is not None
+    return 0 if options.dry_run else _hand_over(submission, options.sbatch)
+
+
+def _hand_over(submission: Submission, flags: Sequence[str]) -> int:
+    """Freeze the configuration in the run's directory and give the job to sbatch."""
+    directory, command = submission.directory, submission.command(flags)
+    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / CONFIG_FILE, resolved_yaml(submission.config))
+    write_atomically(directory / SITE_FILE, resolved_yaml(submission.site))
+    print(f"configuration: {directory / CONFIG_FILE}, {directory / SITE_FILE}")
+    print(shlex.join(command), flush=True)
+    # The supervisor must run under this interpreter, whichever the batch script's PATH finds first.
+    os.environ.setdefault(PYTHON_VARIABLE, sys.executable)
+    # Or a job could be in the queue that the run directory does not name.
+    with held_back():
+        answer = slurm(*command).strip()
+        # In a federation --parsable adds the cluster's name.
+        job = answer.partition(";")[0]
+        if not job.isdigit():
+            raise SlurmError(f"sbatch answered {answer[:200]!r}, expected the id of a job")
+        write_atomically(directory / JOB_FILE, f"{job}\n")
+    print(f"\nsubmitted as job {job}; megatron-dppo slurm status {directory} tells of it")
+    return 0
+
+
+def _waiting_faults(directory: Path) -> Iterator[str]:
+    """A second job on one run's directory could only wait for the first one's lease, and end."""
+    job = job_state(directory, [])
+    if job.state not in (None, UNKNOWN):
+        yield (
+            f"run.directory: {directory} is that of job {job.job}, which is {str(job.state).lower()}; end "
+            f"it (megatron-dppo slurm stop), or give this run another one"
+        )
+
+
+def _checked(
+    config: TrainConfig, site: SiteConfig, options: argparse.Namespace
+) -> tuple[Submission | None, str, list[str]]:
+    """The submission, None where the roles have no place; the verdict on its memory in a line; all that speaks against
+    it."""
+    faults: list[str] = []
+    submission, memory = None, "memory: not planned, for the configuration can't be used"
+    try:
+        check_config(config, options.recipe)
+    except ConfigError as error:
+        faults += error.faults
+    fits = not faults
+    try:
+        submission = Submission.plan(config, site, options.nodes)
+    except PlacementError as error:
+        faults.append(str(error))
+    if submission is not None:
+        faults += submission.faults(options.sbatch)
+        faults += _waiting_faults(submission.directory)
+    if submission is not None and fits:
+        memory, lacking = memory_verdict(submission)
+        faults += lacking
+    faults += server_option_faults(ServerSections.of(config).where_generated, site)
+    return submission, memory, faults

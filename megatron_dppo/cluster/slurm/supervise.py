@@ -1,0 +1,484 @@
+"""The batch process of a run: reads the allocation, inspects its nodes, has one start of the run supervised, and
+has the job start again where that was decided.
+
+Signals: USR1, the time limit is near (Slurm's, beside our own clock): checkpoint, start again.
+USR2: checkpoint, then end. TERM (scancel): the same, in the half minute that Slurm gives.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megatron_dppo.config.loading import load_config, resolved_yaml
+from megatron_dppo.config.machine import allocator_faults
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.process import Runtime
+from megatron_dppo.launch import srun
+from megatron_dppo.launch.library_checks import CHECK
+from megatron_dppo.launch.local import rank_command
+from megatron_dppo.launch.placement import (
+    Allocation,
+    Host,
+    LaunchError,
+    Placement,
+    PlacementError,
+    Roles,
+    place,
+)
+from megatron_dppo.launch.run_directory import RunDirectory, is_finished
+from megatron_dppo.launch.supervisor import (
+    OVERTIME,
+    TIME,
+    Grounds,
+    Outcome,
+    Stop,
+    StopRequests,
+    Supervisor,
+    supervised_fleet,
+)
+from megatron_dppo.logging import REFUSED, configure_logging
+from megatron_dppo.cluster.preflight import judge, table, write_verdict
+from megatron_dppo.cluster.preflight.evidence import EVERYWHERE, Needs, needs_of, read_evidence
+from megatron_dppo.cluster.slurm import attempts, commands
+from megatron_dppo.cluster.slurm.commands import SlurmError
+from megatron_dppo.cluster.slurm.site import SiteConfig, load_site, site_path
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.lease import NONCE_VARIABLE
+from megatron_dppo.system.processes import (
+    HEARTBEAT_VARIABLE,
+    PATIENCE_VARIABLE,
+    quote,
+    start_process,
+    tail,
+)
+
+# The job that this process is the batch process of.
+
+log = logging.getLogger(__name__)
+
+_LEAST_TO_END_S = 60.0
+_ASK_EVERY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job that this process is the batch process of.
+
+    ``attempt``: how often Slurm has started it before. ``ends``: epoch seconds, None without a limit.
+    ``gpus``: of a node.
+    """
+
+    id: str
+    attempt: int
+    hosts: tuple[Host, ...]
+    ends: float | None
+    gpus: int
+
+    @classmethod
+    def of_environment(cls, site: SiteConfig) -> Job:
+        """Raises SlurmError outside of a job."""
+        job, attempt = commands.job_environment(os.environ)
+        groups = job_groups(os.environ)
+        names = [name for nodes in groups.values() for name in srun.hostnames(nodes)]
+        group_of = {name: g for g, nodes in groups.items() for name in srun.hostnames(nodes)}
+        devices = site.devices(os.environ)
+        named_addresses = zip(names, commands.addresses(names), strict=True)
+        hosts = tuple(
+            Host(name, address, devices, group_of[name]) for name, address in named_addresses
+        )
+        return cls(
+            job, attempt, hosts, commands.end_time(job), devices if site.gpus_per_node else 0
+        )
+
+    def stops(self, margin_s: float) -> StopRequests:
+        signals: dict[int, Stop] = {
+            signal.SIGUSR1: TIME,
+            signal.SIGUSR2: Stop("asked", 0),
+            signal.SIGTERM: Stop("cancelled", attempts.CANCELLED_CODE, insists=True),
+        }
+        return StopRequests(signals, deadlines(self.ends, margin_s))
+
+    def follow_time_limit(self, stops: StopRequests, margin_s: float) -> None:
+        """Ask Slurm now and then when the job ends, which an operator may change; from a thread."""
+
+        def follow() -> None:
+            while True:
+                time.sleep(_ASK_EVERY_S)
+                try:
+                    stops.move_deadlines(deadlines(commands.end_time(self.id), margin_s))
+                except SlurmError as error:
+                    log.warning("the job's time limit is not known anew: %s", error)
+
+        threading.Thread(target=follow, name="time limit", daemon=True).start()
+
+
+def job_groups(environment: Mapping[str, str]) -> dict[int | None, str]:
+    """Slurm's lists of nodes by group of a heterogeneous job; under None that of any other job."""
+    count = int(environment.get("SLURM_HET_SIZE", "0"))
+    if not count:
+        return {None: environment["SLURM_JOB_NODELIST"]}
+    return {g: environment[f"SLURM_JOB_NODELIST_HET_GROUP_{g}"] for g in range(count)}
+
+
+def deadlines(ends: float | None, margin_s: float) -> dict[Stop, float]:
+    """When a job that ends at ``ends`` is to save a checkpoint, and when it is too late for one."""
+    if ends is None:
+        return {}
+    return {TIME: ends - margin_s, OVERTIME: ends - min(_LEAST_TO_END_S, margin_s / 3)}
+
+
+# Servers whose node has died move to a node that no role takes.
+
+
+def bad_nodes(names: Sequence[str]) -> dict[str, str]:
+    """Nodes that Slurm can't use any more, with their state; none where it can't be asked."""
+    try:
+        return commands.bad_nodes(names)
+    except SlurmError as error:
+        log.warning("%s", error)
+        return {}
+
+
+class Spares:
+    """Hosts that no role takes, given to the servers of hosts that died.
+
+    All servers of one host move together: a spare has as many devices.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        ask: Callable[[Sequence[str]], dict[str, str]] = bad_nodes,
+    ) -> None:
+        self._left = list(hosts)
+        self._moved: dict[Host, Host] = {}
+        self._ask = ask
+
+    def host_now(self, host: Host) -> Host:
+        """Where a server of ``host`` starts again: there, or on the spare that stands for it."""
+        now = self._moved.get(host, host)
+        while (state := self._ask([now.name]).get(now.name)) is not None:
+            if not self._left:
+                log.error("node %s is %s, and there is no spare for its servers", now.name, state)
+                return now
+            spare = self._left.pop(0)
+            log.warning("node %s is %s: its servers move to %s", now.name, state, spare.name)
+            now = self._moved[host] = spare
+        return now
+
+
+# Steps before a run: every node's preflight, and the check that needs the libraries.
+
+MODULE = "megatron_dppo.train"
+_POLL_S = 0.1
+_PREFLIGHT_S = 900.0
+
+
+class PreflightError(RunError):
+    """Too few nodes can do the run's work; the message says which can't, and why."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Runs such steps in the allocation; the run's ``config.yaml`` is written. ``stops`` end one early."""
+
+    directory: RunDirectory
+    form: srun.StepForm
+    python: str
+    stops: StopRequests
+
+    def check(self, host: Host) -> Outcome | None:
+        """Have ``host`` check everything that needs the libraries; why it refused, None where it did not."""
+        path = self.directory.path / "logs" / "check.out"
+        command = [*rank_command(MODULE, self.directory, self.python), CHECK]
+        code = self._run("check", command, [host], path, tolerant=False)
+        if code == 0:
+            return None
+        if stopped := self.stops.came():
+            return Outcome(stopped[0].code, "stopped", stopped[0].why)
+        text = path.read_text(errors="replace")
+        log.error("the check on %s refused:\n%s", host.name, quote(text.strip()))
+        return Outcome(code or 1, "refused" if code == REFUSED else "failed", text)
+
+    def preflight(self, needs: Needs, job: Job, skipped: Sequence[str]) -> dict[str, str]:
+        """Nodes that must be left out, each with the reason.
+
+        Raises LaunchError for a fault that no node is to blame for: other nodes would have it too.
+        """
+        folder = self.directory.path / "preflight" / f"{job.id}-{job.attempt}"
+        command = [self.python, "-m", "megatron_dppo.cluster.preflight", str(self.directory.config)]
+        command += [f"--evidence={folder}", f"--gpus={needs.gpus}", f"--nodes={len(job.hosts)}"]
+        command += [f"--port={port}" for port in needs.ports] + [
+            f"--skip={name}" for name in skipped
+        ]
+        output = self.directory.path / "logs" / "preflight.out"
+        log.info("preflight on %d nodes", len(job.hosts))
+        self._run("preflight", command, job.hosts, output, tolerant=True)
+        # Nodes that were ended before they answered are not ill.
+        if self.stops.came():
+            return {}
+        names = [host.name for host in job.hosts]
+        evidence = read_evidence(folder, names)
+        findings = judge(evidence, needs, names)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_verdict(folder, findings)
+        log.info("%s", table(evidence, findings))
+        reasons = defaultdict(list)
+        for finding in findings:
+            reasons[finding.host].append(str(finding))
+        if EVERYWHERE in reasons:
+            raise LaunchError(f"preflight: {'; '.join(reasons[EVERYWHERE])}; see {output}")
+        return {host: "; ".join(findings_of_host) for host, findings_of_host in reasons.items()}
+
+    def _run(
+        self,
+        name: str,
+        command: Sequence[str],
+        hosts: Sequence[Host],
+        output: Path,
+        *,
+        tolerant: bool,
+    ) -> int | None:
+        """The highest exit code of the step, one in each group of hosts; None where a stop came, or its time was up."""
+        output.unlink(missing_ok=True)
+        with open(output, "ab") as file:
+            processes = [
+                start_process(
+                    self.form.command(
+                        command,
+                        name=name,
+                        hosts=group,
+                        tasks_per_host=1,
+                        output=srun.literal(output),
+                        stdin=False,
+                        tolerant=tolerant,
+                    ),
+                    environment=srun.step_environment(os.environ),
+                    output=file.fileno(),
+                )
+                for group in Allocation(tuple(hosts)).groups
+            ]
+        deadline = time.monotonic() + _PREFLIGHT_S
+        while None in (codes := [process.poll() for process in processes]):
+            if self.stops.came() or time.monotonic() > deadline:
+                for process in processes:
+                    srun.SrunProcess(process, self.form.fence).kill()
+                log.warning("the step %s was ended: %s", name, tail(output, 1))
+                return None
+            time.sleep(_POLL_S)
+        return max(code for code in codes if code is not None)
+
+
+def _ports(placement: Placement) -> set[int]:
+    """Every port that the run listens on first."""
+    router = placement.router
+    ports = [placement.master_port, *(server.port for server in placement.servers)]
+    ports += [server.meeting_port for server in placement.servers]
+    ports += [] if router is None else [router.port, router.metrics_port]
+    return {port for port in ports if port is not None}
+
+
+# One start of a run inside its job: placed, inspected, checked, supervised, written down.
+
+
+@dataclass(eq=False)
+class Start:
+    config: TrainConfig
+    job: Job
+    site: SiteConfig
+    directory: RunDirectory
+    stops: StopRequests
+    _left_out: dict[str, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._sections = ServerSections.of(self.config).where_generated
+        self._book = attempts.AttemptBook(self.directory.path)
+
+    def run(self) -> attempts.Decision:
+        job, names = self.job, tuple(host.name for host in self.job.hosts)
+        node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        attempt = self._book.begin(attempts.Attempt(job.id, job.attempt, node, names, time.time()))
+        outcome = self._outcome()
+        ended = self._book.reached(replace(attempt, why="failed", ended=time.time()))
+        before = [a for a in self._book.all() if (a.job, a.attempt) != (job.id, job.attempt)]
+        decision = attempts.decide(
+            outcome,
+            finished=is_finished(self.config),
+            cancelled=any(stop.why == "cancelled" for stop in self.stops.came()),
+            fruitless=attempts.fruitless([*before, ended]),
+            max_failures=self.site.max_failures,
+        )
+        if decision.why == "cancelled" and (lost := bad_nodes(names)):
+            states = ", ".join(f"{name} is {state}" for name, state in lost.items())
+            decision = replace(decision, detail=f"by Slurm, which lost a node: {states}")
+        bad = {**bad_nodes(names), **self._left_out} if decision.requeue else {}
+        ended = replace(
+            ended,
+            why=decision.why,
+            detail=decision.detail,
+            requeued=decision.requeue,
+            excluded=tuple(bad.items()),
+        )
+        self._book.end(ended)
+        log.info(
+            "attempt %d of job %s: %s, checkpoint of step %d%s",
+            job.attempt,
+            job.id,
+            decision.why,
+            ended.saved,
+            "; the job starts again" if decision.requeue else "",
+        )
+        return replace(decision, exclude=tuple(bad))
+
+    def _outcome(self) -> Outcome:
+        """Place and check everything, then run; why nothing was started, where that is so."""
+        if is_finished(self.config):
+            return Outcome(0, "ended")
+        base, python = srun.port_base(self.job.id), self.site.container.interpreter
+        steps = Steps(self.directory, self._form(server=False), python, self.stops)
+        self.directory.write_config(resolved_yaml(self.config))
+        try:
+            self._require_environment()
+            roles = Roles.of(self.config.parallel.world_size, self._sections)
+            placement = place(roles, Allocation(self.job.hosts, base))
+            if self.site.preflight and (bad := self._preflight(steps, placement)):
+                self._left_out = bad
+                sound = tuple(host for host in self.job.hosts if host.name not in bad)
+                placement = _place_again(roles, Allocation(sound, base), bad)
+        except PreflightError as error:
+            return Outcome(1, "failed", str(error))
+        except LaunchError as error:
+            log.error("refused: %s", error)
+            return Outcome(2, "refused", str(error))
+        if stopped := self.stops.came():
+            return Outcome(stopped[0].code, "stopped", stopped[0].why)
+        log.info("attempt %d of job %s\n%s", self.job.attempt, self.job.id, placement.table())
+        return steps.check(placement.ranks[0].host) or self._supervise(placement)
+
+    def _supervise(self, placement: Placement) -> Outcome:
+        try:
+            supervisor = self._supervisor(placement)
+        except LaunchError as error:  # its endpoint can't listen
+            return Outcome(1, "failed", str(error))
+        return supervisor.run()
+
+    def _require_environment(self) -> None:
+        # What this process has, every step gets.
+        faults = allocator_faults(self.config.weight_sync.strategy, os.environ)
+        if self.job.gpus and (text := "; ".join(faults)):
+            raise LaunchError(text)
+
+    def _preflight(self, steps: Steps, placement: Placement) -> dict[str, str]:
+        gpus = 0 if self.config.engine.device == "cpu" else self.job.gpus
+        needs = needs_of(self.config, gpus=gpus, ports=sorted(_ports(placement)))
+        return steps.preflight(needs, self.job, self.site.preflight_skip)
+
+    def _supervisor(self, placement: Placement) -> Supervisor:
+        config, directory = self.config, self.directory
+        fleet = None
+        if self._sections is not None:
+            spares = Spares(placement.unused)
+            # Slurm starts the batch process on the first node.
+            grounds = Grounds(self._runtime_at, self.job.hosts[0].address, spares.host_now)
+            fleet = supervised_fleet(
+                self._sections,
+                directory,
+                placement,
+                grounds,
+                seed=config.run.seed,
+                interface=config.parallel.interface,
+            )
+        lease = directory.lease
+        variables = {} if fleet is None else fleet.rank_variables
+        ranks = srun.SrunRanks(
+            rank_command(MODULE, directory, self.site.container.interpreter),
+            directory,
+            placement,
+            self._form(server=False),
+            {NONCE_VARIABLE: lease.fence.nonce, **variables},
+        )
+        return Supervisor(ranks, fleet, lambda: lease.taken_over, self.stops)
+
+    def _runtime_at(self, hosts: Sequence[Host]) -> Runtime:
+        launcher = srun.SrunLauncher(hosts, "server", self._form(server=True))
+        variables = {}
+        if self.site.spares_servers:
+            variables[HEARTBEAT_VARIABLE] = str(self.directory.lease.heartbeat)
+            variables[PATIENCE_VARIABLE] = str(self.site.supervisor_patience_s)
+        python = self.config.engine.python or self.site.container.interpreter
+        return Runtime(launcher, python, variables)
+
+    def _form(self, *, server: bool) -> srun.StepForm:
+        form = self.site.form(str(Path.cwd()), server=server)
+        return replace(form, fence=self.directory.lease.fence.check)
+
+
+def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Placement:
+    """The roles on the nodes that are left.
+
+    Raises PreflightError where they are too few, LaunchError where of several none is left: then what the
+    run asks for is at fault, and other nodes would not help.
+    """
+    reasons = "; ".join(f"{name}: {why}" for name, why in bad.items())
+    log.warning("preflight leaves out %s", reasons)
+    try:
+        if sound.hosts:
+            return place(roles, sound)
+    except PlacementError as error:
+        raise PreflightError(f"preflight left out {reasons}; {error}") from error
+    if len(bad) > 1:
+        raise LaunchError(f"preflight: no node is fit: {reasons}")
+    raise PreflightError(f"preflight left out the only node: {reasons}")
+
+
+_EXCLUDE_TRIES = 20
+_EXCLUDE_EVERY_S = 0.5
+_LAST_BREATH_S = 2.0
+
+
+def supervise(config_path: str, overrides: Sequence[str], site_file: str | None) -> int:
+    """Run the recipe inside this job; the batch process's exit code. Raises ConfigError, LaunchError, SlurmError."""
+    site = load_site(site_path(site_file))
+    os.environ.update(site.environment)
+    config = load_config(config_path, overrides)
+    job = Job.of_environment(site)
+    stops = job.stops(site.checkpoint_margin_s)
+    job.follow_time_limit(stops, site.checkpoint_margin_s)
+    with stops.listening():
+        with RunDirectory(config.run.directory) as directory:
+            configure_logging(directory.path, None)
+            decision = Start(config, job, site, directory, stops).run()
+        return _requeue(job, decision)
+
+
+def _requeue(job: Job, decision: attempts.Decision) -> int:
+    """Have the job start again where that was decided; the exit code.
+
+    A requeue ends this process too, by a TERM that is only noted. A job can be given nodes to keep off
+    only when it waits again.
+    """
+    if not decision.requeue:
+        return decision.code
+    try:
+        commands.requeue(job.id)
+    except SlurmError as error:
+        log.error("the job can't be requeued, so this run ends here: %s", error)
+        return decision.code or 1
+    for _ in range(_EXCLUDE_TRIES if decision.exclude else 0):
+        try:
+            commands.exclude(job.id, decision.exclude)
+            break
+        except SlurmError:
+            time.sleep(_EXCLUDE_EVERY_S)
+    time.sleep(_LAST_BREATH_S)
+    return 0

@@ -1,0 +1,423 @@
+"""How much of mean |pi - mu| each cause makes up (``--parts``): passes over the batch, each with one more cause fixed.
+
+A rung of this ladder is one pass of the real Trainer over the batch. The gap is mean |pi - mu| over
+the response tokens; its decrease from one rung to the next is that cause's part. The gap of the last
+rung is numerics: kernels, order of summation and rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from rich.table import Column, Table
+from torch import Tensor
+
+from megatron_dppo.config.schema import LoraConfig, ParallelConfig, TrainConfig
+from megatron_dppo.data.packing import pack, plan_micro_batches, unpack_sampled
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.diagnostics.explain.__main__ import show_facts
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.progress import progress
+from megatron_dppo.metrics.report import BLUE, GREEN, ORANGE, PINK, SMALL, STYLE, VERMILION
+from megatron_dppo.trainer.trainer import Trainer
+
+START = "nothing fixed"
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Settings of one pass; ``fixes``: the cause that it removes in addition to those before it."""
+
+    fixes: str
+    weights: Path
+    temperature: float
+    replay: bool
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Results of one pass.
+
+    Attributes:
+        rung: its settings.
+        gap, gap_p99, gap_max: mean, 99th percentile and maximum of |pi - mu|.
+        moved: mean |pi - pi of the pass before|; shows also changes that cancel in ``gap``.
+        ratio_low, ratio_high: 1st and 99th percentile of pi / mu.
+        agreement: share of recorded tokens x layers whose natural routing is the engine's.
+        log_probs: float64 [tokens], log pi of the response tokens in the batch's order.
+    """
+
+    rung: Rung
+    gap: float
+    moved: float
+    gap_p99: float
+    gap_max: float
+    ratio_low: float
+    ratio_high: float
+    agreement: float | None
+    log_probs: Tensor = field(repr=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """All values except ``log_probs``."""
+        rung = {**asdict(self.rung), "weights": str(self.rung.weights)}
+        values = {k: v for k, v in vars(self).items() if k not in ("rung", "log_probs")}
+        return {**rung, **values}
+
+
+def rungs(
+    dtype: str,
+    temperature: float,
+    *,
+    rollout_policy: Path,
+    policy: Path,
+    recorded: bool,
+    precision: bool = True,
+) -> list[Rung]:
+    """The passes for this batch; a cause that is not possible has none.
+
+    Args:
+        dtype, temperature: of the run's model and of its rollouts.
+        rollout_policy: folder of the weights that sampled the batch.
+        policy: folder of the trainer's weights now.
+        recorded: whether a response has recorded routing.
+        precision: whether there is a pass in float32.
+    """
+    ladder = [Rung(START, policy, 1.0, False, dtype)]
+    if temperature != 1:
+        ladder.append(replace(ladder[-1], fixes="sampling transform", temperature=temperature))
+    if policy.resolve() != rollout_policy.resolve():
+        ladder.append(replace(ladder[-1], fixes="staleness", weights=rollout_policy))
+    if recorded:
+        ladder.append(replace(ladder[-1], fixes="routing", replay=True))
+    if precision and dtype != "float32":
+        ladder.append(replace(ladder[-1], fixes="precision", dtype="float32"))
+    return ladder
+
+
+def measure(
+    ladder: Sequence[Rung],
+    build: Callable[[Rung], Trainer],
+    micro_batch_tokens: int,
+    batch: Sequence[Trajectory],
+) -> Iterator[Measured]:
+    """Run the passes in order; a new trainer is built only if weights or dtype change.
+
+    Raises ValueError if a model does not fit the batch.
+    """
+    mu = rollout_log_probs(batch).exp()
+    trainer, built, before = None, None, None
+    for rung in ladder:
+        # One after another: two would not fit, and Megatron's groups are the whole process's.
+        if built != (rung.weights, rung.dtype):
+            if trainer is not None:
+                trainer.close()
+            trainer, built = build(rung), (rung.weights, rung.dtype)
+        assert trainer is not None
+        log_probs = log_probs_of(trainer, micro_batch_tokens, rung, batch)
+        pi = log_probs.exp()
+        gap, ratio = (pi - mu).abs(), pi / mu
+        counts = trainer.routing_agreement().values()
+        compared = counts.get(names.COMPARED, 0)
+        yield Measured(
+            rung=rung,
+            gap=float(gap.mean()),
+            moved=0.0 if before is None else float((pi - before).abs().mean()),
+            gap_p99=float(gap.quantile(0.99)),
+            gap_max=float(gap.max()),
+            ratio_low=float(ratio.quantile(0.01)),
+            ratio_high=float(ratio.quantile(0.99)),
+            agreement=counts[names.ROUTING_AGREEMENT] / compared if compared else None,
+            log_probs=log_probs,
+        )
+        before = pi
+    if trainer is not None:
+        trainer.close()
+
+
+def parts(measured: Sequence[Measured]) -> dict[str, float]:
+    """Split the gap of the first pass: cause -> decrease by its fix, and ``numerics``: the rest.
+
+    A part is negative if the fix increased the gap. ``precision`` is not a part: it shows how much of
+    the numerics a float32 trainer would remove.
+    """
+    causes = [m for m in measured if m.rung.fixes != "precision"]
+    split = {b.rung.fixes: a.gap - b.gap for a, b in pairwise(causes)}
+    return {**split, "numerics": causes[-1].gap}
+
+
+def rollout_log_probs(batch: Sequence[Trajectory]) -> Tensor:
+    """log mu of all response tokens, nats, float64 [tokens]."""
+    # In float64 before any difference: |pi - mu| is as small as float32's rounding.
+    log_probs = [t.column("rollout_log_probs") for t in batch]
+    return torch.from_numpy(np.concatenate(log_probs).astype(np.float64))
+
+
+def trainer_of(config: TrainConfig, batch: Sequence[Trajectory], rung: Rung) -> Trainer:
+    """A Trainer of the run's model in this one process, with the rung's weights and dtype."""
+    recorded = any("routed_experts" in t.columns for t in batch)
+    model = config.model.model_copy(
+        update={"hf_checkpoint": str(rung.weights), "dtype": rung.dtype}
+    )
+    return Trainer(
+        config.model_copy(
+            update={
+                "model": model,
+                "parallel": ParallelConfig(),
+                # The weights are whole: adapters are in them.
+                "lora": LoraConfig(),
+                "rollout": config.rollout.model_copy(update={"router_replay": recorded}),
+            }
+        )
+    )
+
+
+def log_probs_of(
+    trainer: Trainer, micro_batch_tokens: int, rung: Rung, batch: Sequence[Trajectory]
+) -> Tensor:
+    """log pi of all response tokens, float64 [tokens], under the rung's temperature and routing."""
+    left_out = ("topk_ids", "topk_log_probs", *(() if rung.replay else ("routed_experts",)))
+    wanted = [t.without(*left_out) for t in batch]
+    plan = plan_micro_batches([t.length for t in wanted], micro_batch_tokens)
+    groups = [[wanted[i] for i in rows] for rows in plan]
+    by_position: dict[int, Tensor] = {}
+    values = trainer.log_probs([pack(group) for group in groups], temperature=rung.temperature)
+    for rows, group, log_probs in zip(plan, groups, values, strict=True):
+        for i, response in zip(rows, unpack_sampled(group, log_probs), strict=True):
+            by_position[i] = response.cpu().double()
+    return torch.cat([by_position[i] for i in range(len(batch))])
+
+
+# --- as the command shows it
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All passes over a batch, and what its gap is made of."""
+
+    recorded: bool
+    log_mu: Tensor
+    measured: Sequence[Measured]
+    split: dict[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        batch: Sequence[Trajectory],
+        rollout_policy: Path,
+        policy: Path,
+        *,
+        precision: bool,
+    ) -> Parts:
+        """Run the passes. Arguments as in ``rungs``; ``batch``: responses with a token."""
+        recorded = any("routed_experts" in t.columns for t in batch)
+        ladder = rungs(
+            config.model.dtype,
+            config.temperature,
+            rollout_policy=rollout_policy,
+            policy=policy,
+            recorded=recorded,
+            precision=precision,
+        )
+        measured = []
+        with progress("measuring", len(ladder)) as bar:
+            build = partial(trainer_of, config, batch)
+            for rung in measure(ladder, build, config.training.micro_batch_tokens, batch):
+                measured.append(rung)
+                bar.advance()
+        return cls(recorded, rollout_log_probs(batch), measured, parts(measured))
+
+    @property
+    def routing(self) -> str:
+        """What is known of the routing, in a line."""
+        if not self.recorded:
+            return "no recorded routing in this batch: what routing does is part of the numerics"
+        agreement = next(m.agreement for m in self.measured if m.agreement is not None)
+        return f"at the rollout's weights {100 * agreement:.2f}% of tokens x layers route as the engine"
+
+    def show(self, title: str, facts: Sequence[str]) -> None:
+        """Print facts and both tables."""
+        console = show_facts(title, [*facts, self.routing], width=120)
+        figures = ("mean |pi-mu|", "99%", "max", "pi/mu 1% .. 99%", "moved pi by")
+        ladder = _table("pi with one more cause fixed in each row", "fixed", *figures)
+        for i, m in enumerate(self.measured):
+            ladder.add_row(
+                m.rung.fixes, _small(m.gap), _small(m.gap_p99), _small(m.gap_max),
+                f"{m.ratio_low:.4f} .. {m.ratio_high:.4f}", _small(m.moved) if i else "",
+            )  # fmt: skip
+        console.print(ladder)
+        table = _table("What mean |pi-mu| is made of", "cause", "part", "share")
+        total = self.measured[0].gap
+        for cause, part in self.split.items():
+            table.add_row(cause, _small(part), _share(part, total))
+        table.add_row("all", _small(total), _share(total, total), style="bold")
+        console.print(table)
+
+    def to_text(self, step: int, responses: int) -> str:
+        """Every figure, JSON."""
+        figures = {
+            "step": step, "responses": responses, "tokens": len(self.log_mu), "parts": self.split,
+            "rungs": [m.as_json() for m in self.measured],
+        }  # fmt: skip
+        return json.dumps(figures, indent=2) + "\n"
+
+
+def _table(title: str, name: str, *figures: str) -> Table:
+    columns = (Column(heading, justify="right") for heading in figures)
+    return Table(name, *columns, title=title, title_justify="left")
+
+
+def _small(value: float) -> str:
+    return f"{value:.2e}"
+
+
+def _share(part: float, total: float) -> str:
+    return f"{100 * part / total:.1f}%" if total else ""
+
+
+# --- the figure: parts of the gap, and pi / mu and |pi - mu| of every token against mu (Figure 2 of arXiv 2602.04879)
+
+COLOURS = {
+    "sampling transform": ORANGE,
+    "staleness": VERMILION,
+    "routing": PINK,
+    "numerics": BLUE,
+}
+SMALLEST_GAP = 1e-9
+"""Smaller gaps are drawn at this value: a logarithmic axis has no zero."""
+NARROWEST_RATIO = 1.001
+"""The axis of pi / mu covers at least 1 / this to this; else rounding would fill it."""
+WIDE_RATIO = 4.0
+"""If a ratio is above this or below 1 / this, the axis is logarithmic."""
+GROUPS, FEWEST = 16, 50
+"""Percentiles: largest number of groups of tokens, smallest number of tokens in a group."""
+DARKENING = LinearSegmentedColormap.from_list("tokens", ["#9ecae1", "#08306b"])
+
+
+def draw(
+    path: Path,
+    title: str,
+    split: Mapping[str, float],
+    measured: Sequence[Measured],
+    rollout_log_probs: np.ndarray,
+) -> None:
+    """Write the PNG: a row of bars, then two panels for each of two passes in the run's dtype.
+
+    The passes are the first (nothing fixed) and the last (all causes fixed but numerics).
+
+    Args:
+        path: of the PNG.
+        title: of the figure.
+        split: cause -> part of the gap.
+        measured: all passes.
+        rollout_log_probs: [tokens], log mu.
+    """
+    in_type = [m for m in measured if m.rung.dtype == measured[0].rung.dtype]
+    shown = [in_type[0], in_type[-1]] if len(in_type) > 1 else in_type
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10.5, 2.4 + 3.9 * len(shown)), dpi=130)
+        figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
+        figure.suptitle(title, fontsize=12, fontweight="bold")
+        grid = figure.add_gridspec(1 + len(shown), 2, height_ratios=[1, *[2.2] * len(shown)])
+        _draw_parts(figure.add_subplot(grid[0, :]), split, measured[0].gap)
+        rows = [[figure.add_subplot(grid[1 + i, j]) for j in (0, 1)] for i in range(len(shown))]
+        for (left, right), result in zip(rows, shown, strict=True):
+            log_pi = result.log_probs.numpy()
+            _draw_ratio(left, rollout_log_probs, log_pi, _name(result, measured))
+            _draw_gap(right, rollout_log_probs, log_pi, result.gap)
+        gaps = [right for _, right in rows]
+        limits = [axes.get_ylim() for axes in gaps]
+        for axes in gaps:
+            axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+        FigureCanvasAgg(figure).print_png(path)
+
+
+def _name(result: Measured, measured: Sequence[Measured]) -> str:
+    return "all but numerics fixed" if measured.index(result) else result.rung.fixes
+
+
+def _draw_parts(axes: Axes, split: Mapping[str, float], total: float) -> None:
+    """Draw one bar for each cause, from the gap before its fix to the gap after it."""
+    level = total
+    for row, (cause, part) in enumerate(split.items()):
+        axes.barh(row, -part, left=level, color=COLOURS[cause], height=0.62)
+        share = f"{part:.2e}" + (f" ({100 * part / total:.0f}%)" if total else "")
+        axes.text(max(level, level - part), row, f" {share}", va="center", fontsize=SMALL)
+        level -= part
+    axes.set_yticks(range(len(split)), list(split))
+    axes.invert_yaxis()
+    axes.set_xlim(min(0, axes.get_xlim()[0]), 1.18 * max(total, axes.get_xlim()[1] / 1.05))
+    axes.set_xlabel("mean |pi - mu| left")
+    axes.set_title("What the gap is made of", loc="left", fontweight="bold")
+    axes.grid(True, axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_ratio(axes: Axes, log_mu: np.ndarray, log_pi: np.ndarray, name: str) -> None:
+    ratio = np.exp(log_pi - log_mu)
+    widest = max(ratio.max(), 1 / ratio.min())
+    _density(axes, log_mu, ratio, "log" if widest > WIDE_RATIO else "linear")
+    axes.axhline(1, color="#444444", linewidth=0.8)
+    for percent in (1, 99):
+        (line,) = axes.plot(*_percentile(log_mu, ratio, percent), color=GREEN)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 1 / NARROWEST_RATIO), max(high, NARROWEST_RATIO))
+    if axes.get_yscale() == "linear":
+        # 0.9995, not "-5" beside a "1e-4 + 1".
+        axes.ticklabel_format(axis="y", useOffset=False)
+    _finish(axes, f"pi / mu   ({name})", "ratio")
+    line.set_label("1st and 99th percentile")
+    axes.legend(handles=[line], frameon=False, fontsize=SMALL, loc="best")
+
+
+def _draw_gap(axes: Axes, log_mu: np.ndarray, log_pi: np.ndarray, mean: float) -> None:
+    gap = np.maximum(np.abs(np.exp(log_pi) - np.exp(log_mu)), SMALLEST_GAP)
+    _density(axes, log_mu, gap, "log")
+    (line,) = axes.plot(*_percentile(log_mu, gap, 99), color=GREEN, label="99th percentile")
+    flat = axes.axhline(max(mean, SMALLEST_GAP), color=VERMILION, ls="--", label=f"mean {mean:.1e}")
+    _finish(axes, "|pi - mu|, the token's TV", "probability")
+    axes.legend(handles=[line, flat], frameon=False, fontsize=SMALL, loc="best")
+
+
+def _density(
+    axes: Axes, log_mu: np.ndarray, values: np.ndarray, scale: Literal["log", "linear"]
+) -> None:
+    """Draw the density of tokens as hexagons, darker for more tokens."""
+    axes.hexbin(
+        np.exp(log_mu), values, xscale="log", yscale=scale, bins="log", gridsize=48,
+        cmap=DARKENING, mincnt=1, linewidths=0.2,
+    )  # fmt: skip
+
+
+def _percentile(
+    log_mu: np.ndarray, values: np.ndarray, percent: float
+) -> tuple[list[float], list[float]]:
+    """A percentile of ``values`` against mu, over groups of equally many tokens of similar mu."""
+    order = np.argsort(log_mu, kind="stable")
+    groups = np.array_split(order, max(1, min(GROUPS, len(order) // FEWEST)))
+    centres = [float(np.exp(np.median(log_mu[group]))) for group in groups]
+    return centres, [float(np.percentile(values[group], percent)) for group in groups]
+
+
+def _finish(axes: Axes, title: str, unit: str) -> None:
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_xlabel("mu, the engine's probability of the token")
+    axes.set_ylabel(unit)
+    axes.grid(True, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,178 @@
+"""``megatron-dppo gpu-check``: what a person runs first on a GPU machine. docs/gpu_check.md
+
+A part of the check is a function in a module of ``parts/`` under ``@part``, found by being there. Last, what parts
+share: models, and a trainer's configuration without a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo.config.schema import PolicyConfig
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.mapping import hf_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_dppo.data.packing import PackedBatch
+
+PARTS = "megatron_dppo.diagnostics.gpu_check.parts"
+"""The package in which parts are looked for."""
+
+
+class LackingError(Exception):
+    """A part can't run on this machine; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that a part looked at.
+
+    Attributes:
+        label: its name.
+        measured: what was found, with its unit.
+        expected: what should be found; empty where nothing is expected.
+        holds: whether it was; None: nothing to judge.
+        figures: the measured numbers by name, for programs.
+    """
+
+    label: str
+    measured: str
+    expected: str = ""
+    holds: bool | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where a part works. ``folder``: its own, for files that stay. ``gpus``: how many there are."""
+
+    folder: Path
+    gpus: int
+
+
+@dataclass(frozen=True)
+class CheckPart:
+    """``run`` yields a row for each thing it looked at, and raises ``LackingError`` for what it can't do without.
+
+    ``shows``: what it shows, in a line. ``limit_s``: seconds after which it is ended.
+    """
+
+    run: Callable[[Bench], Iterator[Row]]
+    shows: str
+    limit_s: float
+
+    @property
+    def name(self) -> str:
+        """By which it is chosen: its function's."""
+        return self.run.__name__
+
+
+def part(shows: str, limit_s: float) -> Callable[[Callable[[Bench], Iterator[Row]]], CheckPart]:
+    return lambda run: CheckPart(run, shows, limit_s)
+
+
+def discover(package: str = PARTS) -> list[CheckPart]:
+    """All parts in the modules of ``package``, those with the shortest limit first."""
+    folder = importlib.import_module(package).__path__
+    modules = [importlib.import_module(f"{package}.{m.name}") for m in pkgutil.iter_modules(folder)]
+    parts = [x for module in modules for x in vars(module).values() if isinstance(x, CheckPart)]
+    return sorted(parts, key=lambda p: (p.limit_s, p.name))
+
+
+def at_most(label: str, measured: float, bound: float, unit: str = "") -> Row:
+    """A row that holds where ``measured`` is finite and not above ``bound``."""
+    figures = {"measured": measured}
+    return Row(
+        label, f"{measured:.2g}{unit}", f"at most {bound:.2g}{unit}", measured <= bound, figures
+    )
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run ``megatron-dppo`` with ``arguments``, its output in the part's log; the exit code."""
+    print(" ".join(["megatron-dppo", *arguments]), flush=True)
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_dppo", *arguments], check=False
+    ).returncode
+
+
+def must_run(arguments: Sequence[str]) -> None:
+    """As ``run_command``. Raises RuntimeError for an exit code other than 0."""
+    if code := run_command(arguments):
+        raise RuntimeError(f"megatron-dppo {' '.join(arguments)} ended with exit code {code}")
+
+
+def tiny_model(folder: Path) -> Path:
+    """The demo's model with random weights, written into ``folder``: Qwen3-MoE, 2 layers, 8 experts, fp32."""
+    from megatron_dppo.demo.material import make_model
+
+    make_model(folder, seed=1)
+    return folder
+
+
+def random_model(folder: Path, config: Mapping[str, Any]) -> Path:
+    """A checkpoint of ``config`` (as in config.json) with small random weights in its dtype, tensor by tensor."""
+    import torch
+
+    from megatron_dppo.checkpoint_conversion.hf_folder import write_hf_checkpoint
+
+    source = folder / "config"
+    source.mkdir(parents=True)
+    (source / "config.json").write_text(json.dumps(dict(config)))
+    shape = load_model_shape(source)
+    dtype = getattr(torch, shape.dtype)
+    seeded = torch.Generator().manual_seed(0)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, dims in hf_tensors(shape).items():
+            if len(dims) == 1:
+                yield name, torch.ones(dims, dtype=dtype)
+            else:
+                yield name, torch.empty(dims, dtype=dtype).normal_(0, 0.02, generator=seeded)
+
+    write_hf_checkpoint(folder / "model", shape, dtype, tensors(), side_files_from=source)
+    return folder / "model"
+
+
+def policy_config(checkpoint: Path, dtype: str, **sections: Mapping[str, Any]) -> PolicyConfig:
+    """What one rank's trainer reads; ``sections`` add to it."""
+    values: dict[str, dict[str, Any]] = {
+        "run": {"directory": str(checkpoint.parent), "steps": 1},
+        "model": {"hf_checkpoint": str(checkpoint), "dtype": dtype},
+        "training": {"micro_batch_tokens": 1024},
+        "optimizer": {"lr": 1e-6},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return PolicyConfig.model_validate(values)
+
+
+def random_batch(
+    vocab: int, lengths: list[int], *, pad_multiple: int = 1, sequence_multiple: int = 1
+) -> PackedBatch:
+    """Sequences of random tokens as one micro-batch; all but their first token were sampled. The multiples are
+    ``pack``'s."""
+    from megatron_dppo.data.packing import pack
+    from megatron_dppo.data.trajectory import Trajectory
+
+    rng = random.Random(0)
+
+    def sequence(number: int, length: int) -> Trajectory:
+        tokens = [rng.randrange(vocab) for _ in range(length)]
+        mu = {"rollout_log_probs": [-8.0] * (length - 1)}
+        return Trajectory.of_response(
+            tokens[:1], tokens[1:], problem_id=number, advantage=(-1.0) ** number, columns=mu
+        )
+
+    sequences = [sequence(i, length) for i, length in enumerate(lengths)]
+    return pack(sequences, pad_multiple=pad_multiple, sequence_multiple=sequence_multiple)

@@ -1,0 +1,167 @@
+"""Entry point: ``megatron-dppo gpu-check [--only kernels,mask] [--directory runs/gpu_check]``.
+
+Exit codes: 0 nothing is wrong (parts may lack something), 1 something is, 2 refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_dppo.config.machine import this_machine
+from megatron_dppo.diagnostics.gpu_check import PARTS, CheckPart, Row, discover
+from megatron_dppo.diagnostics.gpu_check.runner import PartResult, run_part
+from megatron_dppo.logging import fatal
+from megatron_dppo.system.files import unused_path, write_atomically
+
+DIRECTORY = Path("runs/gpu_check")
+JSON_FILE, PAGE_FILE = "gpu_check.json", "gpu_check.md"
+_HOLDS = {None: "", True: "yes", False: "**NO**"}
+_PICTURES = (".png",)
+_MARKS = {None: "  ", True: "ok", False: "NO"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts that were asked for; the process's exit code."""
+    options = _parser().parse_args(arguments)
+    parts = discover(options.parts)
+    if options.list:
+        for part in parts:
+            print(f"{part.name:10} {part.limit_s:5.0f} s  {part.shows}")
+        return 0
+    try:
+        wanted = chosen(parts, options.only)
+    except ValueError as error:
+        fatal(str(error))
+    gpus = this_machine().gpus
+    folder = fresh_folder(options.directory)
+    names = [part.name for part in parts]
+    machine = f"{gpus} GPU(s)" if gpus else "no GPU: each part runs what it can"
+    print(f"gpu check: {machine}; results in {folder}", flush=True)
+    results: list[PartResult] = []
+    for number, part in enumerate(wanted, start=1):
+        limit = options.time_limit or part.limit_s
+        print(
+            f"[{number}/{len(wanted)}] {part.name}, at most {limit:.0f} s: {part.shows}", flush=True
+        )
+        results.append(run_part(part, folder / part.name, gpus, limit, _say, options.parts))
+        _say_end(results[-1])
+        done = {r.name for r in results}
+        write(folder, results, [name for name in names if name not in done], gpus)
+    faults = [result.name for result in results if result.is_fault]
+    print(f"{'wrong: ' + ', '.join(faults) if faults else 'nothing is wrong'}")
+    print(f"read {folder / PAGE_FILE}; every number is in {folder / JSON_FILE}")
+    return int(bool(faults))
+
+
+def chosen(parts: Sequence[CheckPart], only: str | None) -> list[CheckPart]:
+    """The parts whose names ``only`` lists, separated by commas; None: all. Raises ValueError for an unknown name."""
+    if only is None:
+        return list(parts)
+    chosen_names = [name.strip() for name in only.split(",") if name.strip()]
+    names = [part.name for part in parts]
+    unknown = [name for name in chosen_names if name not in names]
+    if unknown or not chosen_names:
+        raise ValueError(
+            f"--only: got {', '.join(unknown) or 'no name'}, expected names of {', '.join(names)}"
+        )
+    return [part for part in parts if part.name in chosen_names]
+
+
+def fresh_folder(directory: Path) -> Path:
+    """``directory``, made anew; what an earlier check left there is renamed, and nothing deleted."""
+    if directory.exists():
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(directory.stat().st_mtime))
+        directory.rename(unused_path(directory.with_name(f"{directory.name}-{stamp}")))
+    directory.mkdir(parents=True)
+    return directory
+
+
+def _say(row: Row) -> None:
+    expected = f" (expected {row.expected})" if row.expected else ""
+    print(f"  {_MARKS[row.holds]} {row.label}: {row.measured}{expected}", flush=True)
+
+
+def _say_end(result: PartResult) -> None:
+    why = f": {result.why}" if result.why else ""
+    print(f"  {result.verdict} in {result.seconds:.0f} s{why}", flush=True)
+
+
+def write(folder: Path, results: Sequence[PartResult], not_run: Sequence[str], gpus: int) -> None:
+    """Replace both files. ``not_run``: names of the parts that are still to come, or were not asked for."""
+    record = {"gpus": gpus, "parts": [asdict(r) for r in results], "not_run": list(not_run)}
+    write_atomically(folder / JSON_FILE, json.dumps(record, indent=1) + "\n")
+    write_atomically(folder / PAGE_FILE, page(results, not_run, gpus))
+
+
+def page(results: Sequence[PartResult], not_run: Sequence[str], gpus: int) -> str:
+    """Markdown: a table of the parts, then a section of each."""
+    here = (
+        f"on a machine with {gpus} GPU{'s' * (gpus != 1)}" if gpus else "on a machine without a GPU"
+    )
+    blocks = [f"# GPU check {here}", _summary(results)]
+    if not_run:
+        blocks.append(f"Not run: {', '.join(not_run)}.")
+    for result in results:
+        blocks += _section(result)
+    return "\n\n".join(blocks) + "\n"
+
+
+def _summary(results: Sequence[PartResult]) -> str:
+    rows = [
+        (f"[{r.name}](#{r.name})", r.verdict, f"{r.seconds:.0f}", _cell(r.shows)) for r in results
+    ]
+    return _table(("part", "result", "seconds", "shows"), rows)
+
+
+def _section(result: PartResult) -> Iterator[str]:
+    yield f"## {result.name}"
+    yield f"{result.shows[:1].upper()}{result.shows[1:]}. Result: {result.verdict}."
+    if result.why:
+        yield f"```\n{result.why}\n```"
+    if result.rows:
+        rows = [
+            tuple(map(_cell, (r.label, r.measured, r.expected, _HOLDS[r.holds])))
+            for r in result.rows
+        ]
+        yield _table(("what", "measured", "expected", "holds"), rows)
+    for name in result.files:
+        if name.endswith(_PICTURES):
+            yield f"![{name}]({result.name}/{name})"
+    if result.files:
+        links = ", ".join(f"[{name}]({result.name}/{name})" for name in result.files)
+        yield f"Files: {links}."
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-dppo gpu-check",
+        description="Check this machine's GPUs with this project's own parts; without a GPU, what can be.",
+        epilog="Exit codes: 0 nothing is wrong, 1 something is, 2 refused. docs/gpu_check.md",
+    )
+    parser.add_argument("--only", metavar="NAME,...", help="these parts alone")
+    parser.add_argument("--list", action="store_true", help="the parts and their time limits")
+    parser.add_argument("--directory", type=Path, default=DIRECTORY, help="default %(default)s")
+    parser.add_argument(
+        "--time-limit", type=float, help="seconds of each part, in place of its own"
+    )
+    parser.add_argument("--parts", default=PARTS, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,389 @@
+"""Every row kernel that can run here against the dense float64 twin, also on vocabulary shards of several ranks.
+
+Legend: T = tokens, C = columns with padding, V = true vocabulary, K = ids of TopK(mu).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo.diagnostics.gpu_check import Bench, Row, must_run, part
+from megatron_dppo.cluster.preflight.inspection import package_version
+from megatron_dppo.system.network import free_port
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+DTYPES = ("float32", "bfloat16")
+LOG_PROB_LIMIT = 4e-6
+"""Nats: rounding to float32 alone costs 1.9e-6 where a log-probability is below -32."""
+GRADIENT_LIMITS = {"float32": 1e-6, "bfloat16": 2**-8}
+"""Relative error of the gradient's norm by the logits' dtype: bfloat16 keeps 8 bits of each element."""
+_TIMEOUT = timedelta(seconds=60)
+
+# Logits with everything that kernels must get right, what they made of them, and their dense float64 twin.
+
+TEMPERATURE = 0.8
+K = 20
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """``logits`` [T, C], of which the columns from ``vocab`` on are padding; ``weights`` float64 [2, T]: dL/d log pi
+    and dL/dH. The first row begins with a long run of -inf, and the third has no gradient."""
+
+    logits: Tensor
+    targets: Tensor
+    topk: Tensor
+    weights: Tensor
+    vocab: int
+
+    @classmethod
+    def drawn(
+        cls, tokens: int, vocab: int, padding: int, dtype: torch.dtype, device: torch.device
+    ) -> KernelCase:
+        """The same on every machine and rank."""
+        import torch
+
+        seeded = torch.Generator().manual_seed(2)
+        logits = (torch.randn(tokens, vocab + padding, generator=seeded) * 3).to(dtype)
+        logits[0, : vocab // 2] = -math.inf
+        # Whoever counts padding as tokens gets everything wrong.
+        logits[:, vocab:] = 30.0
+        targets = torch.randint(0, vocab, (tokens,), generator=seeded)
+        targets[:3] = torch.tensor([vocab - 1, 0, vocab - 1])
+        topk = torch.randint(0, vocab, (tokens, K), generator=seeded)
+        # An id that was not recorded.
+        topk[-1, -1] = -1
+        weights = torch.randn(2, tokens, generator=seeded, dtype=torch.float64)
+        weights[:, 2] = 0
+        logits, targets, topk, weights = (x.to(device) for x in (logits, targets, topk, weights))
+        return cls(logits, targets, topk, weights, vocab)
+
+    def shard(self, rank: int, ranks: int) -> KernelCase:
+        """A copy of the columns of a tensor-parallel rank; C must be a multiple of ``ranks``."""
+        width = self.logits.shape[1] // ranks
+        # Backward overwrites it.
+        part = self.logits[:, rank * width : (rank + 1) * width].clone()
+        return KernelCase(part, self.targets, self.topk, self.weights, self.vocab)
+
+
+@dataclass(frozen=True)
+class KernelErrors:
+    """Largest errors against the twin, nats; ``gradient``: of the norm, relative; ``padding``: the largest gradient in
+    padding or in the row without one."""
+
+    log_prob: float
+    topk: float
+    entropy: float
+    gradient: float
+    padding: float
+
+
+def errors(case: KernelCase, backend: str, group: dist.ProcessGroup | None = None) -> KernelErrors:
+    """What ``backend`` makes of ``case``, against the twin. With ``group``: of this rank's shard."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_dppo.vocab_parallel.policy_stats import dense_policy_stats, policy_stats
+
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    leaf = case.shard(rank, ranks).logits.requires_grad_()
+    stats = policy_stats(
+        leaf, case.targets, group, vocab_size=case.vocab, temperature=TEMPERATURE,
+        topk_ids=case.topk, with_entropy=True, backend=backend,
+    )  # fmt: skip
+    assert stats.entropy is not None
+    assert stats.topk_log_probs is not None
+    (stats.log_probs * case.weights[0] + stats.entropy * case.weights[1]).sum().backward()
+    whole = case.logits.double().requires_grad_()
+    twin = dense_policy_stats(
+        whole, case.targets, vocab_size=case.vocab, temperature=TEMPERATURE,
+        topk_ids=case.topk, with_entropy=True,
+    )  # fmt: skip
+    assert twin.entropy is not None
+    assert twin.topk_log_probs is not None
+    (twin.log_probs * case.weights[0] + twin.entropy * case.weights[1]).sum().backward()
+    assert leaf.grad is not None
+    assert whole.grad is not None
+    gradient, first = leaf.grad.double(), rank * leaf.shape[1]
+    expected = whole.grad[:, first : first + leaf.shape[1]]
+    padding = gradient[:, max(case.vocab - first, 0) :]
+    return KernelErrors(
+        _largest(stats.log_probs, twin.log_probs),
+        _largest(stats.topk_log_probs, twin.topk_log_probs),
+        _largest(stats.entropy, twin.entropy),
+        float((gradient - expected).norm() / expected.norm()),
+        float(torch.cat([gradient[2], padding.flatten()]).abs().max()),
+    )
+
+
+def _largest(values: Tensor, expected: Tensor) -> float:
+    import torch
+
+    difference = (values.detach().double() - expected.detach()).abs()
+    # -inf less -inf is no number, but two equal infinities differ by nothing
+    return float(torch.where(values.double() == expected, 0.0, difference).max())
+
+
+@part("log-probabilities, entropy, Top-K and gradients of every kernel against float64", 300.0)
+def kernels(bench: Bench) -> Iterator[Row]:
+    """A row of each backend and dtype, then of tensor parallelism over all GPUs (two processes without)."""
+    interpreted = not bench.gpus and importlib.util.find_spec("triton") is not None
+    if interpreted:
+        # Read when the kernels are compiled.
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    from megatron_dppo.vocab_parallel.backends import BACKENDS
+
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if bench.gpus else "cpu")
+    tokens, vocab = (512, 151_936) if bench.gpus else (8, 8_990)
+    for dtype in DTYPES:
+        case = KernelCase.drawn(tokens, vocab, 64, getattr(torch, dtype), device)
+        for name, backend in BACKENDS.items():
+            reason = backend.unavailable(case.logits)
+            label = f"{name}{' in its interpreter' if name == 'triton' and interpreted else ''}, {dtype}"
+            if reason is not None:
+                yield Row(label, f"not here: {reason}")
+            else:
+                yield kernel_row(label, asdict(errors(case, name)), dtype)
+    os.environ.pop("TRITON_INTERPRET", None)
+    yield from _tensor_parallel(bench)
+
+
+def kernel_row(label: str, figures: Mapping[str, float], dtype: str) -> Row:
+    """The ``KernelErrors`` of one backend by name, judged."""
+    bounds = {
+        **dict.fromkeys(("log_prob", "topk", "entropy"), LOG_PROB_LIMIT),
+        "gradient": GRADIENT_LIMITS[dtype],
+        "padding": 0.0,
+    }
+    return Row(
+        label,
+        ", ".join(f"{name} {value:.1e}" for name, value in figures.items()),
+        f"at most {LOG_PROB_LIMIT:.0e} nats; gradient {bounds['gradient']:.0e}, padding 0",
+        all(figures[name] <= bound for name, bound in bounds.items()),
+        figures,
+    )
+
+
+def _tensor_parallel(bench: Bench) -> Iterator[Row]:
+    if bench.gpus == 1:
+        yield Row("tensor parallel", "not here: one GPU only")
+        return
+    import torch
+
+    ranks = 1 << (min(bench.gpus, 8).bit_length() - 1) if bench.gpus else 2
+    torch.multiprocessing.spawn(
+        _worker, (ranks, free_port(), bench.gpus > 0, str(bench.folder)), ranks
+    )
+    errors_by_rank = [
+        json.loads((bench.folder / f"tensor_parallel_{r}.json").read_text()) for r in range(ranks)
+    ]
+    kind = "GPUs over NCCL" if bench.gpus else "processes over gloo"
+    for dtype in DTYPES:
+        worst = {
+            key: max(rank[dtype][key] for rank in errors_by_rank)
+            for key in errors_by_rank[0][dtype]
+        }
+        label = f"TP{ranks}, {ranks} {kind}, {dtype}"
+        yield kernel_row(label, worst, dtype)
+
+
+def _worker(rank: int, ranks: int, port: int, on_gpus: bool, folder: str) -> None:
+    """A rank: the errors on its shard, by dtype, into a file."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_dppo.vocab_parallel.backends import BACKENDS, PREFERENCE
+
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if on_gpus else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
+        world_size=ranks, timeout=_TIMEOUT,
+    )  # fmt: skip
+    tokens, vocab = (512, 151_936) if on_gpus else (8, 8_990)
+    padding = -vocab % (64 * ranks) + 64 * ranks
+    errors_by_dtype = {}
+    for dtype in DTYPES:
+        case = KernelCase.drawn(tokens, vocab, padding, getattr(torch, dtype), device)
+        usable = (
+            n for n in PREFERENCE[device.type] if BACKENDS[n].unavailable(case.logits) is None
+        )
+        errors_by_dtype[dtype] = asdict(errors(case, next(usable), dist.group.WORLD))
+    Path(folder, f"tensor_parallel_{rank}.json").write_text(json.dumps(errors_by_dtype))
+    dist.destroy_process_group()
+
+
+HEAD_LIMITS = {"model": (3e-2, 1e-2), "float32": (LOG_PROB_LIMIT, 2**-8)}
+"""By ``head.dtype``: nats of a log-probability from bf16 weights, relative error of the gradients."""
+_MOST_CHUNKS = 2.0
+
+
+@part("the output layer without logits: errors, peak memory and seconds beside whole logits", 300.0)
+def head(bench: Bench) -> Iterator[Row]:
+    """bf16 weights, logits in bf16 and in fp32: a row of errors and one of memory and time for each."""
+    import torch
+
+    device = torch.device("cuda" if bench.gpus else "cpu")
+    tokens, hidden, columns = (32_768, 2048, 151_936) if bench.gpus else (256, 32, 65_536)
+    generator = torch.Generator(device).manual_seed(1)
+
+    def random(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator, device=device).bfloat16()
+
+    states, weight = random(tokens, hidden), random(columns, hidden) * hidden**-0.5
+    ids = torch.randint(columns, (tokens,), generator=generator, device=device)
+    for name, dtype in (("model", None), ("float32", torch.float32)):
+        errors = _head_errors(states, weight, ids, dtype)
+        limits = HEAD_LIMITS[name]
+        yield Row(
+            f"head.dtype {name}, against float64",
+            f"log-prob {errors['log_prob']:.1e}, gradient of hidden states {errors['hidden']:.1e}, of the weight "
+            f"{errors['weight']:.1e}",
+            f"at most {limits[0]:.0e} nats; gradients {limits[1]:.0e}",
+            errors["log_prob"] <= limits[0]
+            and max(errors["hidden"], errors["weight"]) <= limits[1],
+            errors,
+        )
+        for chunk in (tokens // 4, tokens):
+            figures = _head_cost(states, weight, ids, dtype, chunk)
+            yield Row(
+                f"head.dtype {name}, chunks of {chunk:,} of {tokens:,} tokens",
+                f"{figures['seconds']:.3f} s, peak {figures['chunks']:.2f} chunks of logits",
+                f"at most {_MOST_CHUNKS:.0f} chunks of logits",
+                figures["chunks"] <= _MOST_CHUNKS,
+                figures,
+            )
+
+
+def _head_errors(states: Any, weight: Any, ids: Any, dtype: Any) -> dict[str, float]:
+    """Of 64 tokens in chunks of 16, and of the gradients of their mean log-probability."""
+    import torch
+
+    from megatron_dppo.vocab_parallel.head import (
+        HeadFactor,
+        HeadOptions,
+        dense_head_stats,
+        head_stats,
+    )
+
+    arguments = {"target_ids": ids[:64], "vocab_size": len(weight)}
+    leaves = [x.detach().clone().requires_grad_() for x in (states[:64], weight)]
+    twins = [x.detach().double().requires_grad_() for x in (states[:64], weight)]
+    stats = head_stats([HeadFactor(*leaves)], options=HeadOptions(16, dtype), **arguments)
+    twin = dense_head_stats([HeadFactor(*twins)], **arguments)
+    for each in (stats, twin):
+        each.log_probs.sum().backward()
+    errors = {"log_prob": float((stats.log_probs - twin.log_probs).detach().abs().max())}
+    for name, leaf, exact in zip(("hidden", "weight"), leaves, twins, strict=True):
+        assert leaf.grad is not None
+        assert exact.grad is not None
+        errors[name] = float(torch.norm(leaf.grad.double() - exact.grad) / torch.norm(exact.grad))
+    return errors
+
+
+def _head_cost(states: Any, weight: Any, ids: Any, dtype: Any, chunk: int) -> dict[str, float]:
+    """Seconds of the second of two passes, forward and backward; peak of the first, beyond hidden states' gradient, in
+    chunks of logits."""
+    import torch
+
+    from megatron_dppo.diagnostics.gpu_check.held_memory import LiveTensors
+    from megatron_dppo.vocab_parallel.head import HeadFactor, HeadOptions, head_stats
+
+    main = torch.zeros_like(weight, dtype=torch.float32)
+    hidden, leaf = (x.detach().requires_grad_() for x in (states, weight))
+    live, seconds = LiveTensors(), 0.0
+    for within in (live, nullcontext()):
+        if states.is_cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        with within:
+            factor = HeadFactor(hidden, leaf, main)
+            options = HeadOptions(chunk, dtype)
+            stats = head_stats([factor], ids, vocab_size=len(weight), options=options)
+            (gradient,) = torch.autograd.grad(stats.log_probs.sum(), hidden)
+        if states.is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    logits = chunk * len(weight) * (dtype or weight.dtype).itemsize
+    return {"seconds": seconds, "chunks": (live.peak - gradient.nbytes) / logits}
+
+
+_PEERS = {"transformer-engine": "Transformer Engine's", "liger-kernel": "Liger's"}
+
+
+@part(
+    "bandwidth of policy statistics beside TE, Liger, Megatron and torch; what a mask adds", 420.0
+)
+def mask(bench: Bench) -> Iterator[Row]:
+    """``megatron-dppo bench-mask`` on one GPU, and on two where there are; its figures, tables and chart."""
+    for name, owner in _PEERS.items():
+        if package_version(name) is None:
+            yield Row(f"{owner} cross entropy", f"not here: {name} is not installed")
+        elif not bench.gpus:
+            yield Row(f"{owner} cross entropy", "not here: it needs a GPU")
+    for ranks in (1, 2) if bench.gpus > 1 else (1,):
+        result = _measured(bench, ranks)
+        yield from mask_rows(result)
+    if bench.gpus == 1:
+        yield Row("TP2", "not here: one GPU only")
+
+
+def _measured(bench: Bench, ranks: int) -> dict[str, Any]:
+    stem = bench.folder / f"mask_tp{ranks}"
+    size = ("4096", "151936", "30") if bench.gpus else ("48", "32768", "5")
+    tokens, vocab, repetitions = size
+    files = [
+        f"--{kind}={stem}.{end}"
+        for kind, end in (("json", "json"), ("png", "png"), ("markdown", "md"))
+    ]
+    device = ["--device=cuda", "--compile"] if bench.gpus else ["--device=cpu"]
+    sizes = [
+        f"--tokens={tokens}",
+        f"--vocab={vocab}",
+        f"--repetitions={repetitions}",
+        f"--tp={ranks}",
+    ]
+    must_run(["bench-mask", *device, *sizes, *files])
+    return json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
+
+
+def mask_rows(result: Mapping[str, Any]) -> Iterator[Row]:
+    ranks = result["settings"]["tp"]
+    for timed in result["implementations"]:
+        ms = timed["forward_ms"] + timed["backward_ms"]
+        share = timed["floor_share_of_copy_bandwidth"]
+        text = (
+            f"{ms:.2f} ms, {timed['floor_mb'] / ms:.0f} GB/s ({share:.0%} of a copy), peak "
+            f"{timed['peak_extra_over_logits']:.2f} x logits, log-prob error {timed['max_log_prob_error']:.1e}"
+        )
+        ours = timed["name"].startswith("policy_stats")
+        holds = timed["max_log_prob_error"] <= LOG_PROB_LIMIT if ours else None
+        expected = f"log-prob error at most {LOG_PROB_LIMIT:.0e}" if ours else ""
+        numbers = {key: value for key, value in timed.items() if isinstance(value, float)}
+        yield Row(f"TP{ranks}, {timed['name']}", text, expected, holds, numbers)
+    for update in result["masks"][1:]:
+        text = (
+            f"{update['overhead']:+.2%} ± {update['overhead_iqr']:.2%} of the update, "
+            f"{update['loss_overhead']:+.2%} in the loss, {update['extra_all_reduces']:+d} all-reduces"
+        )
+        numbers = {key: value for key, value in update.items() if isinstance(value, float)}
+        yield Row(f"TP{ranks}, {update['name']} adds", text, "", None, numbers)

@@ -1,0 +1,188 @@
+"""The whole loop on this machine: router replay, the mismatch of trainer and server, weight updates, the demo."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo import EXAMPLES
+from megatron_dppo.diagnostics.gpu_check import (
+    Bench,
+    LackingError,
+    Row,
+    must_run,
+    part,
+    run_command,
+    tiny_model,
+)
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.records import Record, read_records
+from megatron_dppo.metrics.row import Dtype
+from megatron_dppo.metrics.table import BY_METRIC
+from megatron_dppo.cluster.preflight.inspection import package_version
+
+RECIPE = str(EXAMPLES / "tiny_moe" / "config.yaml")
+_SMALL = (
+    "parallel.world_size=1", "parallel.expert=1", "rollout.prompts_per_step=16",
+    "training.prompts_per_mini_batch=8", "evaluation.every=1000", "data.evaluation={}",
+    "checkpoint.verify_export=false",
+)  # fmt: skip
+
+
+def require_engine() -> None:
+    """Raise LackingError without SGLang."""
+    if package_version("sglang") is None:
+        raise LackingError("sglang is not installed")
+
+
+def tiny_run(bench: Bench, name: str, dtype: Dtype, overrides: Sequence[str]) -> Path:
+    """Train the demo's random model for a step or as ``overrides`` say; the run's directory, in the part's folder."""
+    require_engine()
+    from megatron_dppo.demo.material import engine_overrides, make_data
+
+    material = bench.folder / "material"
+    if not material.exists():
+        tiny_model(material / "model")
+        make_data(material, seed=1)
+    directory = bench.folder / name
+    must_run([
+        "train", RECIPE, f"run.directory={directory}", "run.steps=1",
+        f"model.hf_checkpoint={material / 'model'}", f"model.dtype={dtype}",
+        f"data.train={material / 'train.jsonl'}", *_SMALL, *engine_overrides(bench.gpus), *overrides,
+    ])  # fmt: skip
+    return directory
+
+
+def updates_row(label: str, records: Sequence[Record]) -> Row:
+    """Whether every weight update was verified; with what the last one moved and took."""
+    updates = sum(record.get(names.WEIGHT_UPDATES) or 0 for record in records)
+    verified = sum(record.get(names.WEIGHT_UPDATES_VERIFIED) or 0 for record in records)
+    last = records[-1]
+    figures = {
+        k: v for k, v in last.items() if k.startswith("weights/") and isinstance(v, float | int)
+    }
+    text = f"{verified:.0f} of {updates:.0f} verified tensor by tensor"
+    if "weights/bytes_moved" in figures:
+        moved, bound = (figures[f"weights/bytes_{kind}"] / 1e6 for kind in ("moved", "bound"))
+        text += f", {moved:.2f} MB moved, bound {bound:.2f}"
+    if "weights/canary_max_abs_diff" in figures:
+        text += f", canary {figures['weights/canary_max_abs_diff']:.1e} nats"
+    return Row(label, text, "all, at least 2", bool(verified == updates >= 2), figures)
+
+
+def gap_row(record: Record, dtype: Dtype) -> Row:
+    """mean |pi - mu| at equal weights against its normal range."""
+    normal, gap = BY_METRIC[names.GAP_ON_POLICY], record.get(names.GAP_ON_POLICY)
+    value = float("nan") if gap is None else gap
+    bound = normal.upper(dtype)
+    return Row(
+        normal.label,
+        f"{value:.2g}",
+        f"at most {bound:.2g} in {dtype}",
+        value <= bound,
+        {"gap": value},
+    )
+
+
+@part("router replay: what the server recorded is what the trainer routes by", 500.0)
+def r3(bench: Bench) -> Iterator[Row]:
+    """Two steps in bfloat16 with recorded routing; what the first tells, and the updates of both."""
+    run = tiny_run(bench, "run", "bfloat16", ["rollout.router_replay=true", "run.steps=2"])
+    records = read_records(run)
+    yield from routing_rows(records[1])
+    yield gap_row(records[1], "bfloat16")
+    yield updates_row("weight updates", records)
+
+
+def routing_rows(record: Record) -> Iterator[Row]:
+    """Recorded for every token, and as the trainer's own routers mostly choose."""
+    lacking = record.get(names.ROUTING_UNRECORDED)
+    yield Row("tokens without recorded routing", _percent(lacking), "0%", lacking == 0)
+    agreement = record.get(names.ROUTING_AGREEMENT_FIRST)
+    low = BY_METRIC[names.ROUTING_AGREEMENT].low
+    holds = agreement is not None and agreement >= low
+    yield Row("natural routing as the server's", _percent(agreement), f"at least {low:.0%}", holds)
+
+
+def _percent(share: float | None) -> str:
+    return "not recorded" if share is None else f"{share:.2%}"
+
+
+@part("trainer against server in bfloat16: mean |pi - mu| and its parts", 600.0)
+def mismatch(bench: Bench) -> Iterator[Row]:
+    """A step with saved rollouts and recorded routing, then ``megatron-dppo doctor --parts`` on its batch."""
+    settings = ["rollout.save=true", "rollout.router_replay=true", "rollout.temperature=0.8"]
+    run = tiny_run(bench, "run", "bfloat16", settings)
+    yield gap_row(read_records(run)[1], "bfloat16")
+    ladder = bench.folder / "mismatch.json"
+    picture = bench.folder / "mismatch.png"
+    arguments = [str(run), "--step=1", f"--json={ladder}", f"--png={picture}"]
+    if bench.gpus:
+        arguments.append("--no-precision")
+        why = "not here: Transformer Engine has no float32 attention of packed sequences"
+        yield Row("numerics with a float32 trainer", why)
+    must_run(["doctor", "--parts", *arguments])
+    yield from cause_rows(json.loads(ladder.read_text(encoding="utf-8")))
+
+
+def cause_rows(ladder: Mapping[str, Any]) -> Iterator[Row]:
+    """Each cause's part; the numerics, which nothing but precision removes, against the normal range."""
+    bound = BY_METRIC[names.GAP_ON_POLICY].upper("bfloat16")
+    for cause, gap in ladder["parts"].items():
+        judged = cause == "numerics"
+        expected = f"at most {bound:.2g}" if judged else ""
+        yield Row(
+            f"part: {cause}",
+            f"{gap:.2e}",
+            expected,
+            gap <= bound if judged else None,
+            {"part": gap},
+        )
+    exact = next((rung for rung in ladder["rungs"] if rung["fixes"] == "precision"), None)
+    if exact is not None:
+        yield Row(
+            "numerics with a float32 trainer", f"{exact['gap']:.2e}", figures={"gap": exact["gap"]}
+        )
+
+
+UPDATE_LABELS = {
+    "distributed": ("broadcast over gloo", "broadcast over NCCL"),
+    "tensor": ("shared host memory", "CUDA IPC"),
+    "disk": ("disk", "disk"),
+}
+"""By strategy: without a GPU, and with."""
+
+
+@part("weight updates by broadcast, shared memory and disk, verified tensor by tensor", 900.0)
+def weights(bench: Bench) -> Iterator[Row]:
+    """A run of one step by each strategy: two updates, the first into a server that has just started."""
+    for strategy, labels in UPDATE_LABELS.items():
+        label = labels[bench.gpus > 0]
+        if strategy == "distributed" and bench.gpus == 1:
+            yield Row(label, "not here: one GPU only, which NCCL takes once")
+            continue
+        dtype: Dtype = "bfloat16" if bench.gpus else "float32"
+        run = tiny_run(bench, strategy, dtype, [f"weight_sync.strategy={strategy}"])
+        yield updates_row(label, read_records(run))
+
+
+_FIGURES = ("eval_accuracy_start", "eval_accuracy_end", "mean_abs_prob_gap")
+
+
+@part("the demo: a tiny mixture of experts learns by DPPO", 1200.0)
+def demo(bench: Bench) -> Iterator[Row]:
+    """The demo judges itself by its exit code; its figures and its report."""
+    require_engine()
+    run = bench.folder / "run"
+    code = run_command(["demo", "--directory", str(run)])
+    yield Row("exit code", str(code), "0", code == 0)
+    summary = run / "summary.json"
+    if summary.exists():
+        figures = json.loads(summary.read_text(encoding="utf-8"))
+        for name in _FIGURES:
+            yield Row(name.replace("_", " "), f"{figures[name]:.3g}")
+        verified, updates = figures["weight_updates_verified"], figures["weight_updates"]
+        yield Row("weight updates verified", f"{verified} of {updates}", "all", verified == updates)
+        (bench.folder / "report.png").write_bytes((run / "report.png").read_bytes())

@@ -1,0 +1,418 @@
+"""The trainer: Transformer Engine's layers and torch's give the same logits and gradients on one tiny model; memory and
+time of steps of one layer of Qwen3-30B-A3B in full size against the plan; a step on sequences that two ranks share
+against the same step on one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo import EXAMPLES
+from megatron_dppo.config.layout import EXCHANGES
+from megatron_dppo.diagnostics.gpu_check import (
+    Bench,
+    LackingError,
+    Row,
+    at_most,
+    part,
+    policy_config,
+    random_batch,
+    random_model,
+    tiny_model,
+)
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.cluster.planner.activations import activation_bytes
+from megatron_dppo.cluster.planner.devices import CONTEXT, gib
+from megatron_dppo.cluster.planner.facts import TrainerFacts, trainer_facts
+from megatron_dppo.cluster.planner.memory import state_bytes
+from megatron_dppo.cluster.planner.step_time import MOE_UTILISATION
+from megatron_dppo.system.network import free_port
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_dppo.data.packing import PackedBatch
+    from megatron_dppo.trainer.trainer import Trainer
+
+LENGTHS = [5, 17, 40, 64]
+FP32_LIMIT = 1e-4
+"""Of logits of size 1, between kernels of float32."""
+BF16_LIMIT = 0.1
+"""Relative: two layers in bfloat16, whose routers may choose another expert for a token."""
+_NO_FUSION = {
+    "apply_rope_fusion": False,
+    "moe_permute_fusion": False,
+    "bias_activation_fusion": False,
+}
+
+
+@dataclass(frozen=True)
+class Passed:
+    """float32 logits [T, V] on the CPU, and the gradient of the targets' summed log-probabilities by parameter."""
+
+    logits: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+    def logit_error(self, other: Passed) -> float:
+        """Relative difference of the logits' norms."""
+        return float((self.logits - other.logits).norm() / other.logits.norm())
+
+    def gradient_error(self, other: Passed) -> float:
+        """Relative difference of all gradients together."""
+        pairs = [(self.gradients[name], value) for name, value in other.gradients.items()]
+        difference = sum(float((a - b).square().sum()) for a, b in pairs)
+        whole = sum(float(b.square().sum()) for _, b in pairs)
+        return (difference / whole) ** 0.5
+
+
+@part("Transformer Engine's layers against torch's and transformers', logits and gradients", 240.0)
+def layers(bench: Bench) -> Iterator[Row]:
+    """torch's layers in float32 against transformers; then each kind in bfloat16 against those."""
+    folder = tiny_model(bench.folder / "model")
+    batch = random_batch(load_model_shape(folder).vocab_size, LENGTHS)
+    exact = _passed(folder, "float32", batch, torch_layers=True)
+    difference = (exact.logits - _of_transformers(folder, batch)).abs().max()
+    yield at_most(
+        "torch layers, float32: logits against transformers'", float(difference), FP32_LIMIT
+    )
+    ours = _passed(folder, "bfloat16", batch, torch_layers=True)
+    yield from _against("torch layers, bfloat16", ours, exact, BF16_LIMIT, BF16_LIMIT)
+    if not bench.gpus or importlib.util.find_spec("transformer_engine") is None:
+        why = "it is not installed" if bench.gpus else "it needs a GPU"
+        yield Row("Transformer Engine's layers", f"not here: {why}")
+        return
+    theirs = _passed(folder, "bfloat16", batch, torch_layers=False)
+    # As exact as torch's bfloat16 within a factor of two, and nearer to float32 than the limit.
+    bounds = (2 * error + 1e-3 for error in (ours.logit_error(exact), ours.gradient_error(exact)))
+    yield from _against("Transformer Engine's layers, bfloat16", theirs, exact, *bounds)
+
+
+def _against(
+    label: str, passed: Passed, exact: Passed, logits: float, gradients: float
+) -> Iterator[Row]:
+    yield at_most(f"{label}: logits against float32", passed.logit_error(exact), logits)
+    yield at_most(f"{label}: gradients against float32", passed.gradient_error(exact), gradients)
+
+
+def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool) -> Passed:
+    from megatron_dppo.model.layout import Layout
+    from megatron_dppo.trainer import platform
+    from megatron_dppo.trainer.cpu.layer_spec import decoder_spec
+    from megatron_dppo.trainer.hugging_face import load_hf
+    from megatron_dppo.trainer.megatron_config import transformer_config
+    from megatron_dppo.trainer.model import build_chunks
+    from megatron_dppo.trainer.step import model_inputs
+    from megatron_dppo.trainer.topology import destroy_topology, init_distributed, init_topology
+    from megatron_dppo.vocab_parallel import policy_stats
+
+    shape, layout = load_model_shape(folder), Layout()
+    # Without DDP there is no main_grad that apex's kernel could add to.
+    unfused = {"gradient_accumulation_fusion": False} | (_NO_FUSION if torch_layers else {})
+    config = policy_config(folder, dtype, megatron=unfused)
+    init_distributed(1)
+    init_topology(layout)
+    platform.seed_everything(0)
+    transformer = transformer_config(config, shape, layout)
+    chunks = build_chunks(transformer, shape, decoder_spec if torch_layers else None)
+    load_hf(chunks, shape, layout, 0, folder)
+    placed = batch.to(platform.current().device)
+    logits = chunks[0](**model_inputs(placed))[0]
+    # a copy: the statistics' backward pass writes the gradient over the logits
+    logits_before = logits.detach().clone().float().cpu()
+    stats = policy_stats(logits, placed.target_ids, vocab_size=shape.vocab_size)
+    stats.log_probs[placed.loss_mask].sum().backward()
+    gradients = {
+        name: parameter.grad.float().cpu()
+        for name, parameter in chunks[0].named_parameters()
+        if parameter.grad is not None
+    }
+    destroy_topology()
+    return Passed(logits_before[:, : shape.vocab_size], gradients)
+
+
+def _of_transformers(folder: Path, batch: PackedBatch) -> torch.Tensor:
+    """Logits [T, V] of the same sequences by transformers' own model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    bounds = batch.cu_seqlens.tolist()
+    with torch.no_grad():
+        rows = [
+            model(batch.token_ids[None, first:last]).logits[0] for first, last in pairwise(bounds)
+        ]
+    return torch.cat(rows)
+
+
+# One layer in full size.
+
+MODEL = EXAMPLES / "model_configs" / "qwen3-30b-a3b" / "config.json"
+FULL_LENGTHS = [16_384, 1_024]
+SMALL = {
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "moe_intermediate_size": 96, "num_experts": 16, "vocab_size": 4096,
+}  # fmt: skip
+SMALL_LENGTHS = [192, 64]
+STATE_TOLERANCE, SAVED_TOLERANCE = 0.01, 0.10
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes in the trainer; ``saved``: what autograd kept at most; ``peak``: of the allocator's, None on a CPU."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    saved: int
+    peak: int | None
+
+
+@part("one layer of Qwen3-30B-A3B in full size: time and memory against the plan", 400.0)
+def full_layer(bench: Bench) -> Iterator[Row]:
+    """A row of each kind of memory and one of the time."""
+    config = json.loads(MODEL.read_text()) | {"num_hidden_layers": 1}
+    lengths = FULL_LENGTHS
+    if not bench.gpus:
+        config |= SMALL
+        lengths = SMALL_LENGTHS
+        yield Row("size", f"scaled down without a GPU: hidden 256, {sum(lengths)} tokens")
+    from megatron_dppo.trainer.trainer import Trainer
+
+    checkpoint = random_model(bench.folder / "checkpoint", config)
+    policy = policy_config(checkpoint, "bfloat16", training={"micro_batch_tokens": sum(lengths)})
+    shape = load_model_shape(checkpoint)
+    job = trainer_facts(policy, shape, 1, max(lengths), gpu=bench.gpus > 0)
+    if bench.gpus:
+        _require_memory(job)
+    trainer = Trainer(policy)
+    batch = random_batch(trainer.shape.vocab_size, lengths)
+    held_bytes = _held(trainer, batch, bench.gpus)
+    yield from _memory(held_bytes, job)
+    yield _time(trainer, batch, lengths)
+    for file in checkpoint.glob("*.safetensors"):
+        # Gigabytes that nobody needs any more.
+        file.unlink()
+
+
+def _require_memory(job: TrainerFacts) -> None:
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    needed = CONTEXT + round(1.1 * (activation_bytes(job, 0).total + state_bytes(job, 0).total))
+    if free < needed:
+        raise LackingError(f"GPU memory: {gib(free)} free, {gib(needed)} needed by the plan")
+
+
+def _step(trainer: Trainer, batch: PackedBatch, denominator: float | None = None) -> float:
+    """An optimiser step; the unclipped norm of its gradient. ``denominator``: of the loss; None: the tokens."""
+    from megatron_dppo.algorithms.policy_loss import build_algorithm
+    from megatron_dppo.trainer.token_loss import make_token_loss
+
+    loss = make_token_loss(build_algorithm("dppo-binary-tv"))
+    return trainer.train_mini_batch([batch], loss, denominator or float(batch.num_tokens)).grad_norm
+
+
+def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
+    import torch
+
+    from megatron_dppo.diagnostics.gpu_check import held_memory
+
+    with held_memory.saved_for_backward(trainer.held_tensors()["weights"]) as saved:
+        # Also the warm-up: Adam's state is made here.
+        _step(trainer, batch)
+    peak = None
+    if gpus:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        steady = torch.cuda.memory_allocated()
+        _step(trainer, batch)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - steady
+    tensors_by_part = trainer.held_tensors()
+    sizes = {part: held_memory.storage_bytes(t) for part, t in tensors_by_part.items()}
+    return HeldBytes(sizes["weights"], sizes["gradients"], sizes["optimizer"], saved.peak, peak)
+
+
+def _memory(held_bytes: HeldBytes, job: TrainerFacts) -> Iterator[Row]:
+    state, live = state_bytes(job, 0), activation_bytes(job, 0, busiest=1.0)
+    yield compared("weights", held_bytes.weights, state.weights, STATE_TOLERANCE)
+    yield compared("gradients", held_bytes.gradients, state.gradients, STATE_TOLERANCE)
+    yield compared("optimizer", held_bytes.optimizer, state.optimizer, STATE_TOLERANCE)
+    yield compared("kept for backward", held_bytes.saved, live.saved, SAVED_TOLERANCE)
+    if held_bytes.peak is not None:
+        yield compared(
+            "peak of a step above its start", held_bytes.peak, live.total, SAVED_TOLERANCE
+        )
+
+
+def compared(label: str, measured: int, planned: int, tolerance: float) -> Row:
+    """Bytes against the plan's, which may differ by the share ``tolerance`` of the measured."""
+    off = planned / measured - 1
+    return Row(
+        label,
+        gib(measured),
+        f"{gib(planned)} by the plan ({off:+.1%}), within {tolerance:.0%}",
+        abs(off) <= tolerance,
+        {"measured": measured, "planned": planned},
+    )
+
+
+def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> Row:
+    from megatron_dppo.model.shape import BACKWARD_FORWARDS, forward_flops
+    from megatron_dppo.trainer import platform
+
+    cost = forward_flops(trainer.shape)
+    flops = (1 + BACKWARD_FORWARDS) * sum(cost(length) for length in lengths)
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        # Reads the gradient's norm back: it ends when the GPU has ended.
+        _step(trainer, batch)
+    seconds = (time.perf_counter() - began) / STEPS
+    rate, peak = flops / seconds, platform.peak_flops()
+    figures: dict[str, Any] = {"seconds": seconds, "flops_per_second": rate}
+    text = f"{seconds:.3g} s, {rate / 1e12:.3g} TFLOP/s"
+    if peak is None:
+        return Row("an optimiser step", text, figures=figures)
+    text += f", MFU {rate / peak:.0%}"
+    return Row("an optimiser step", text, f"the plan assumes {MOE_UTILISATION:.0%}", None, figures)
+
+
+# Context parallelism.
+
+DENSE_MODEL = EXAMPLES / "model_configs" / "qwen3-1.7b-base" / "config.json"
+# Dense, because bf16 rounding would route some tokens to other experts.
+SMALL_DENSE = {
+    "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 512, "vocab_size": 4096, "max_window_layers": 2,
+}  # fmt: skip
+CONTEXT_LENGTHS = [3, 500, 2041, 4096]
+SMALL_CONTEXT = [1, 3, 50, 202]
+RANKS = 2
+LIMITS = {"bfloat16": (0.1, 1e-2), "float32": (1e-5, 1e-5)}
+"""By dtype: nats of any log-probability, relative difference of the unclipped gradient norm."""
+
+
+@part(
+    "context parallelism: log-probabilities, loss and gradient norm of two ranks against one", 300.0
+)
+def context(bench: Bench) -> Iterator[Row]:
+    """A row of each exchange, and on GPUs one of the layout against Transformer Engine's own."""
+    if bench.gpus == 1:
+        yield Row("context parallel", "not here: one GPU only")
+        return
+    dtype = "bfloat16" if bench.gpus else "float32"
+    settings = {
+        "checkpoint": str(
+            random_model(
+                bench.folder / "checkpoint", json.loads(DENSE_MODEL.read_text()) | SMALL_DENSE
+            )
+        ),
+        "dtype": dtype,
+        "lengths": CONTEXT_LENGTHS if bench.gpus else SMALL_CONTEXT,
+        "folder": str(bench.folder),
+    }
+    one = _ranks_step(1, {**settings, "name": "one", "megatron": {}})
+    # Without GPUs there is one exchange, which nothing names.
+    for exchange in EXCHANGES if bench.gpus else (None,):
+        megatron = {"cp_comm_type": exchange} if exchange else {}
+        name = exchange or "a2a over gloo"
+        yield compared_row(
+            name, dtype, one, _ranks_step(RANKS, {**settings, "name": name, "megatron": megatron})
+        )
+    yield _layout_row(bench)
+
+
+def compared_row(exchange: str, dtype: str, one: dict[str, Any], two: dict[str, Any]) -> Row:
+    """The step of two ranks beside that of one, judged."""
+    log_prob, norm = LIMITS[dtype]
+    pairs = zip(two["log_probs"], one["log_probs"], strict=True)
+    figures = {
+        "log_prob": max(abs(a - b) for a, b in pairs),
+        "norm": abs(two["norm"] / one["norm"] - 1),
+    }
+    return Row(
+        f"CP{RANKS}, {exchange}, {dtype}",
+        f"log-prob {figures['log_prob']:.1e} nats, gradient norm {figures['norm']:.1e}",
+        f"at most {log_prob:.0e} nats, {norm:.0e}",
+        figures["log_prob"] <= log_prob and figures["norm"] <= norm,
+        figures,
+    )
+
+
+def _layout_row(bench: Bench) -> Row:
+    label = "own rows of each rank"
+    if not bench.gpus or importlib.util.find_spec("transformer_engine") is None:
+        return Row(label, "not here: Transformer Engine's layout needs it and a GPU")
+    import torch
+    import transformer_engine.pytorch  # noqa: F401  # loads the extension, which is in no folder of sys.path
+    import transformer_engine_torch
+
+    from megatron_dppo.trainer import platform
+    from megatron_dppo.trainer.context_parallel import own_rows
+
+    device = platform.current().device
+    bounds = torch.tensor([0, 8, 24, 24, 88, 152], dtype=torch.int32, device=device)
+    is_same = all(
+        torch.equal(
+            own_rows(bounds, 152, 4, rank),
+            transformer_engine_torch.thd_get_partitioned_indices(bounds, 152, 4, rank).long(),
+        )
+        for rank in range(4)
+    )
+    return Row(
+        label,
+        "as Transformer Engine's" if is_same else "others",
+        "as Transformer Engine's",
+        is_same,
+    )
+
+
+def _ranks_step(ranks: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """What rank 0 of ``ranks`` found."""
+    import torch
+
+    torch.multiprocessing.spawn(_rank_step, (ranks, free_port(), settings), ranks)
+    return dict(json.loads(_report(settings).read_text()))
+
+
+def _report(settings: dict[str, Any]) -> Path:
+    return Path(settings["folder"]) / f"{settings['name'].replace(' ', '_')}.json"
+
+
+def _rank_step(rank: int, ranks: int, port: int, settings: dict[str, Any]) -> None:
+    """One step; log-probabilities before it and its unclipped gradient norm, into a file of rank 0."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    from megatron_dppo.trainer.trainer import Trainer
+
+    config = policy_config(
+        Path(settings["checkpoint"]),
+        settings["dtype"],
+        parallel={"world_size": ranks, "context": ranks},
+        optimizer={"distributed": False},
+        megatron=settings["megatron"],
+    )
+    trainer = Trainer(config)
+    batch = random_batch(
+        trainer.shape.vocab_size,
+        settings["lengths"],
+        pad_multiple=trainer.pad_multiple,
+        sequence_multiple=trainer.share.sequence_multiple,
+    )
+    (log_probs,) = trainer.log_probs([batch])
+    norm = _step(trainer, batch, float(batch.loss_mask.sum()))
+    if rank == 0:
+        trained = log_probs.cpu()[batch.loss_mask].tolist()
+        _report(settings).write_text(json.dumps({"log_probs": trained, "norm": norm}))
+    trainer.close()

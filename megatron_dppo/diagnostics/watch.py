@@ -1,0 +1,349 @@
+"""``megatron-dppo watch RUN``: one page on this machine's loopback that shows a run while it goes, and afterwards.
+
+It only reads the run's folder, which need not exist yet. No path is ever taken from a request, and every route lies
+under a key that is new in every start: other users of this machine don't know it. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import hmac
+import json
+import math
+import re
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import yaml
+
+from megatron_dppo.fleet.record import FleetRecord
+from megatron_dppo.logging import fatal
+from megatron_dppo.metrics import records
+from megatron_dppo.metrics.progress import NormalityCheck
+from megatron_dppo.metrics.records import Record, phase_table, read_records, series, step_of
+from megatron_dppo.metrics.samples import KINDS, about, printable, read_samples
+from megatron_dppo.metrics.summary import RunInfo, environment_faults
+from megatron_dppo.metrics.table import METRICS
+from megatron_dppo.cluster.slurm.status import important_lines, require_run, state_text
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.lease import LEASE_FILE
+
+PAGE = Path(__file__).with_name("watch_page.html")
+HOST = "127.0.0.1"
+PORT = 8350
+MOST_POINTS = 800
+"""Of a curve; longer ones keep the smallest and the largest value of each stretch."""
+MOST_SAMPLES = 18
+MOST_SHOWN_STEPS = 40
+"""Steps whose phases are shown, and whose masked tokens are counted together."""
+_MOST_TOKENS = 20
+_MOST_LINES = 30
+_MOST_FAULTS = 10
+Json = dict[str, Any]
+_MEANING = {row.recorded_as or name: row.meaning for name, row in METRICS.items()}
+
+
+def thinned(steps: list[int], values: list[float], most: int = MOST_POINTS) -> list[list[float]]:
+    """At most ``most`` points in order: of each stretch its smallest and its largest value; first and last stay."""
+    points = list(zip(steps, values, strict=True))
+    if len(points) > most:
+        inner, count = points[1:-1], (most - 2) // 2
+        cuts = [len(inner) * i // count for i in range(count + 1)]
+        ends = [
+            {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
+            for first, end in pairwise(cuts)
+            if (part := inner[first:end])
+        ]
+        points = [points[0], *(p for pair in ends for p in sorted(pair)), points[-1]]
+    return [[step for step, _ in points], [value for _, value in points]]
+
+
+_STATE_S = 5.0
+"""How old may be what is known of the run's processes where no file of it has changed."""
+
+
+class RunView:
+    """What there is to be seen of the run in ``directory`` now."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._read: tuple[object, list[Record]] = (None, [])
+        self._seen = (-math.inf, "")
+
+    def version(self) -> str:
+        """Another one whenever a file of the run has changed that is shown, or what it does."""
+        names = (records.RECORDS_FILE, records.SAMPLES_FILE, records.MASKED_TOKENS_FILE, LEASE_FILE,
+                 records.CONFIG_FILE, records.SUMMARY_FILE, "engine/fleet.json", "logs/supervisor.log",
+                 "logs/rank0.log", records.ENVIRONMENT_FAULTS_FILE)  # fmt: skip
+        now = time.monotonic()
+        if now - self._seen[0] > _STATE_S:
+            # Slurm may be asked for it.
+            self._seen = (now, self._state())
+        stamps = [*(_stamp(self.directory / name) for name in names), self._seen[1]]
+        return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
+
+    def records(self) -> list[Record]:
+        """Of ``metrics.jsonl``, empty where there is none yet. Raises RecordsError where it is damaged."""
+        path = self.directory / records.RECORDS_FILE
+        stamp = _stamp(path)
+        if stamp is None:
+            return []
+        if stamp != self._read[0]:
+            self._read = (stamp, read_records(self.directory))
+        return self._read[1]
+
+    def state(self, _: Json) -> Json:
+        """All but curves and samples."""
+        recorded = self.records()
+        return {
+            "version": self.version(),
+            "folder": str(self.directory),
+            "title": self._title(),
+            "state": self._state(),
+            "step": step_of(recorded[-1]) if recorded else None,
+            "steps": self._steps(),
+            "names": [[n, _MEANING.get(n, "")] for n in _names(recorded)],
+            "phases": self._phases(recorded),
+            "masked": self._masked(),
+            "fleet": self._fleet(),
+            "unusual": self._unusual(recorded),
+            "faults": [
+                [fault.environment, fault.count, printable(fault.reason)]
+                for fault in environment_faults(self.directory)[:_MOST_FAULTS]
+            ],
+            "lines": important_lines(self.directory, _MOST_LINES),
+        }
+
+    def curves(self, query: Json) -> Json:
+        """Name -> steps and values, of the metrics that are asked for."""
+        recorded = self.records()
+        return {name: thinned(*series(recorded, name)) for name in query.get("name", [])}
+
+    def samples(self, query: Json) -> Json:
+        """The newest samples of the kind and set that are asked for, and the names of all sets."""
+        kind, chosen = query.get("kind", [""])[0], query.get("set", [""])[0]
+        if _stamp(self.directory / records.SAMPLES_FILE) is None:
+            return {"sets": [], "samples": []}
+        everything = list(read_samples(self.directory))
+        shown = (
+            sample
+            for sample in everything
+            if chosen in ("", sample.set) and (kind not in KINDS or KINDS[kind][1](sample))
+        )
+        return {
+            "sets": sorted({sample.set for sample in everything}),
+            "samples": [
+                {
+                    "about": about(sample),
+                    "prompt": printable(sample.prompt),
+                    "response": printable(sample.response),
+                    "right": sample.reward > 0,
+                }
+                for sample in islice(shown, MOST_SAMPLES)
+            ],
+        }
+
+    def _title(self) -> str:
+        info = self._info()
+        return " | ".join(info.parts) if info else self.directory.resolve().name
+
+    def _info(self) -> RunInfo | None:
+        """None without a configuration that can be read."""
+        try:
+            return RunInfo.of_run(self.directory)
+        except ValueError:
+            return None
+
+    def _steps(self) -> int | None:
+        try:
+            text = (self.directory / records.CONFIG_FILE).read_text(encoding="utf-8")
+            return int(yaml.safe_load(text)["run"]["steps"])
+        except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+            return None
+
+    def _state(self) -> str:
+        if not self.directory.is_dir():
+            return "waiting: this folder does not exist yet"
+        try:
+            return state_text(require_run(str(self.directory)))
+        except (RunError, OSError):
+            if self.records():
+                return "no start of this run is noted: what is in the folder is shown"
+            return "waiting: no start of a run is noted in this folder"
+
+    def _phases(self, recorded: Sequence[Record]) -> Json:
+        # What comes before the first step, the start of the servers above all, would dwarf every step.
+        trained = [record for record in recorded if step_of(record)] or recorded
+        last = trained[-MOST_SHOWN_STEPS:]
+        return {"steps": [step_of(record) for record in last], "seconds": phase_table(last)}
+
+    def _masked(self) -> list[list[Any]]:
+        """Text, id, and how often the mask kept it from being raised and lowered, in the last steps."""
+        path = self.directory / records.MASKED_TOKENS_FILE
+        if _stamp(path) is None:
+            return []
+        raised, lowered, texts = Counter[int](), Counter[int](), {}
+        try:
+            for line in records.read_step_lines(path)[-MOST_SHOWN_STEPS:]:
+                for token in line["tokens"]:
+                    texts[token["id"]] = printable(str(token["text"]))
+                    raised[token["id"]] += token["raised"]
+                    lowered[token["id"]] += token["lowered"]
+        except (KeyError, TypeError) as error:
+            raise records.RecordsError(
+                f"{path}: expected in each line tokens with id, text, raised and lowered: {error!r}"
+            ) from error
+        most = (raised + lowered).most_common(_MOST_TOKENS)
+        return [[texts[i], i, raised[i], lowered[i]] for i, _ in most]
+
+    def _fleet(self) -> Json:
+        if not (self.directory / "engine").is_dir():
+            return {"version": None, "servers": []}
+        try:
+            record = FleetRecord(self.directory)
+        except (RunError, OSError) as error:
+            return {"version": None, "servers": [["", "", f"can't be read: {error}"]]}
+        status = record.status()
+        states = status.get("servers", {})
+        rows = [[s.name, s.url, states.get(s.name, "not yet seen")] for s in record.servers()]
+        router = record.router()
+        rows += [[router.name, router.url, ""]] if router else []
+        return {"version": status.get("version"), "servers": rows}
+
+    def _unusual(self, recorded: Sequence[Record]) -> list[list[Any]]:
+        """The newest finding about each metric outside its normal range: step, finding, what to check."""
+        info = self._info()
+        check = NormalityCheck(info.dtype if info else "float32")
+        newest: dict[str, list[Any]] = {}
+        for record in recorded:
+            values = {name: value for name, value in record.items() if value is not None}
+            for name, finding in check.step(values).items():
+                normal = METRICS[name].normal
+                newest[name] = [step_of(record), finding, normal.why if normal else ""]
+        return sorted(newest.values(), key=lambda row: -row[0])
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def _names(recorded: Sequence[Record]) -> list[str]:
+    metrics = {name: None for record in recorded for name in record if name != "step"}
+    return sorted(metrics, key=lambda name: (name.startswith("time/"), name))
+
+
+class WatchServer(ThreadingHTTPServer):
+    """Answers on ``HOST`` alone. ``url``: of the page, with the key. Raises OSError where the port is taken."""
+
+    daemon_threads = True
+
+    def __init__(self, directory: Path, port: int) -> None:
+        super().__init__((HOST, port), _Handler)
+        self.key = secrets.token_urlsafe(16)
+        self.nonce = secrets.token_urlsafe(16)
+        view = RunView(directory)
+        self.routes: dict[str, Callable[[Json], Json]] = {
+            "state": view.state,
+            "curves": view.curves,
+            "samples": view.samples,
+        }
+        self.version = view.version
+        self.url = f"http://{HOST}:{self.server_address[1]}/{self.key}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: WatchServer
+    timeout = 10
+
+    def do_GET(self) -> None:
+        try:
+            url = urlsplit(self.path)
+        # An address in brackets that is none.
+        except ValueError:
+            self.send_error(404)
+            return
+        match = re.fullmatch(r"/([\w-]+)/(\w*)", url.path)
+        if not match or not hmac.compare_digest(match[1].encode(), self.server.key.encode()):
+            self.send_error(404)
+        elif not match[2]:
+            page = PAGE.read_text(encoding="utf-8").replace("NONCE", self.server.nonce)
+            self._answer("text/html; charset=utf-8", page)
+        elif match[2] in self.server.routes:
+            self._answer("application/json", json.dumps(self._json(match[2], url.query)))
+        else:
+            self.send_error(404)
+
+    def _json(self, route: str, query_text: str) -> Json:
+        try:
+            query = parse_qs(query_text)
+            if route == "state" and query.get("version", [""])[0] == self.server.version():
+                return {"unchanged": True}
+            return self.server.routes[route](query)
+        # A file that is damaged, holds anything but what a run writes, or is just set aside by a new start.
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def _answer(self, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(200)
+        policy = (
+            "default-src 'none'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+            f"script-src 'nonce-{self.server.nonce}'"
+        )
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "Content-Security-Policy": policy,
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: a line for every look would bury the address."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until Ctrl-C; exits with status 2 and a message where the port is taken."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-dppo watch", description="A page of a run in the browser, live."
+    )
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="a run's directory; may not exist yet"
+    )
+    parser.add_argument("--port", type=int, default=PORT, help=f"of {HOST} ({PORT}); 0: a free one")
+    options = parser.parse_args(arguments)
+    try:
+        server = WatchServer(options.run, options.port)
+    except (OSError, OverflowError) as error:
+        fatal(
+            f"--port {options.port}: {getattr(error, 'strerror', error)}; --port 0 takes a free one"
+        )
+    print(f"watching {options.run}: {server.url} (Ctrl-C ends it)", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
