@@ -1,4 +1,4 @@
-"""``megatron-dppo convert``: checkpoints between Hugging Face and Megatron, in bounded memory."""
+"""Convert checkpoints between Hugging Face and Megatron, in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Entry point: ``megatron-dppo supervised CONFIG.yaml [key.path=value ...]``.
+"""Train on prompt-response pairs, as a warm start.
+
+``megatron-dppo supervised CONFIG.yaml [key.path=value ...]``.
 
 Maximum likelihood on prompt-response pairs by the same trainer as the RL run, as a warm start: the
 result is a Hugging Face folder, ``<run.directory>/hf``. Short runs: nothing is checkpointed between.

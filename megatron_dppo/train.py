@@ -1,4 +1,6 @@
-"""Entry point: ``megatron-dppo train CONFIG.yaml [key.path=value ...]``.
+"""Train a model by RL, or check its configuration.
+
+``megatron-dppo train CONFIG.yaml [key.path=value ...]``.
 
 Everything that can be refused is refused first, within seconds, by a child process that may import the libraries.
 Then this process is either the supervisor of a run on this machine, which starts the SGLang servers and the trainer's
@@ -16,17 +18,11 @@ from collections.abc import Sequence
 
 from megatron_dppo.config import ConfigError, TrainConfig, check_config, load_config, resolved_yaml
 from megatron_dppo.config.layout import missing_weights
-from megatron_dppo.config.machine import (
-    Machine,
-    allocator_faults,
-    machine_faults,
-    set_allocator,
-    this_machine,
-)
+from megatron_dppo.config.machine import allocator_faults, set_allocator, this_machine
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.library_checks import CHECK, check_everything, check_in_child
-from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.launch.srun import adopt_slurm_rank
+from megatron_dppo.launch.start_checks import check_start
 from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
 from megatron_dppo.rewards.answers import checked_answers_file
 from megatron_dppo.system.errors import RunError
@@ -47,14 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(resolved_yaml(config), end="")
             return 0
         if options.check:
-            from megatron_dppo.cluster.planner.run_plan import memory_here
-
             print(_checked(config, options))
-            here = this_machine()
-            print(memory_here(config, here)[0])
+            here = check_start(config, this_machine())
+            print(here.summary)
             folder = config.model.hf_checkpoint
             lacking = [f"model.hf_checkpoint: {fault}" for fault in missing_weights(folder)]
-            for fault in [*lacking, *start_faults(config, here)]:
+            for fault in [*lacking, *here.faults]:
                 print(f"on this machine it can't be started: {fault}")
             return 0
         if "RANK" in os.environ:
@@ -76,26 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FatalError:
         end_now(REFUSED)
     end_now(0)
-
-
-def start_faults(config: TrainConfig, machine: Machine) -> list[str]:
-    """Why the run can't be started on ``machine``: one line for each reason."""
-    from megatron_dppo.launch.local import local_placement
-
-    # Loads numpy.
-    from megatron_dppo.cluster.planner.run_plan import memory_here
-
-    _, memory_faults = memory_here(config, machine)
-    faults = [*machine_faults(config, machine), *memory_faults]
-    if machine.gpus:
-        faults += allocator_faults(config.weight_sync.strategy, os.environ)
-    try:
-        local_placement(
-            config.parallel.world_size, ServerSections.of(config).where_generated, machine
-        )
-    except PlacementError as error:
-        faults.append(str(error))
-    return faults
 
 
 def _checked(config: TrainConfig, options: argparse.Namespace) -> str:
@@ -138,7 +112,7 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
     from megatron_dppo.launch.run_directory import is_finished
 
     machine = this_machine()
-    if faults := start_faults(config, machine):
+    if faults := list(check_start(config, machine).faults):
         # One error also says what needs no library to be seen.
         try:
             check_config(config, options.config)

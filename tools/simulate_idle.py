@@ -24,12 +24,19 @@ from statistics import NormalDist
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dppo.config import load_config
 from megatron_dppo.cluster.plan import EXAMPLES, shape_of
 from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
-from megatron_dppo.cluster.planner.facts import COLOCATED, ON_POLICY, STALE, RunFacts, Schedule, facts_of
+from megatron_dppo.cluster.planner.facts import (
+    COLOCATED,
+    ON_POLICY,
+    STALE,
+    RunFacts,
+    Schedule,
+    facts_of,
+)
 from megatron_dppo.cluster.planner.run_plan import RunPlan, plan_run
 from megatron_dppo.cluster.planner.step_time import decode_seconds, resumed_seconds, server_slots
+from megatron_dppo.config import load_config
 
 SCHEDULES = {
     "synchronous": ON_POLICY,

@@ -30,8 +30,8 @@ from examples.arena.claims import (
     rare_ratio_error,
 )
 from examples.arena.lab import PROB_ERROR, RATIO_ERROR
+from megatron_dppo.diagnostics.report import RUN_COLOURS, STYLE, centred_mean, finish
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.report import RUN_COLOURS, STYLE, centred_mean, finish
 from megatron_dppo.system.files import atomic_file
 
 SMOOTHING = 2

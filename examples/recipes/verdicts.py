@@ -11,10 +11,10 @@ import re
 import sys
 from pathlib import Path
 
-from megatron_dppo.config import load_config
 from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
 from megatron_dppo.cluster.planner.facts import facts_of, shape_of
 from megatron_dppo.cluster.planner.run_plan import RunPlan, plan_run
+from megatron_dppo.config import load_config
 
 HERE = Path(__file__).resolve().parent
 MODELS = HERE.parent / "model_configs"

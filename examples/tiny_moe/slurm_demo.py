@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from megatron_dppo.cluster.slurm.attempts import Attempt, AttemptBook
 from megatron_dppo.demo.material import ROOT as MATERIAL
 from megatron_dppo.demo.material import prepare
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import RecordsError, read_records, step_of
-from megatron_dppo.cluster.slurm.attempts import Attempt, AttemptBook
 from tools.slurm_cluster import Cluster, what_is_missing
 from tools.slurm_cluster.signals import Interrupted, raise_interrupted
 
@@ -95,7 +95,9 @@ def _run(directory: Path, overrides: Sequence[str]) -> int:
 
 def second_terminal(cluster: Cluster, directory: Path) -> str:
     """The command that tells the run's status from any other shell, while the cluster runs."""
-    program = shlex.join([sys.executable, "-m", "megatron_dppo.cluster.slurm", "status", str(directory)])
+    program = shlex.join(
+        [sys.executable, "-m", "megatron_dppo.cluster.slurm", "status", str(directory)]
+    )
     return f"SLURM_CONF={shlex.quote(str(cluster.configuration))} {program} (or watch, logs, stop)"
 
 

@@ -1,8 +1,8 @@
-"""Entry point: ``megatron-dppo plan RECIPE.yaml [key.path=value ...] --gpu h100 --nodes 4``.
+"""Compute what a recipe takes on a cluster, and whether it fits.
 
-What a recipe takes on a cluster, from its file and the model's config.json alone: memory of every rank, server and
-host, bytes and seconds of a step, and whether it fits: as tables, as JSON, and its memory as a picture.
-Exit codes: 0 it fits, 2 refused.
+``megatron-dppo plan RECIPE.yaml [key.path=value ...] --gpu h100 --nodes 4`` reads the recipe and the model's
+config.json, nothing else. It prints the memory of every rank, server and host, the bytes and seconds of a step, and
+whether all of it fits: as tables, as JSON, and the memory as a picture. Exit codes: 0 it fits, 2 refused.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dppo import EXAMPLES
-from megatron_dppo.config import ConfigError, load_config
-from megatron_dppo.logging import fatal
-from megatron_dppo.model.mapping import parameters
-from megatron_dppo.model.resharding import figures_table
 from megatron_dppo.cluster.planner import activations, step_time
-from megatron_dppo.cluster.planner.devices import DEVICES, GB, GIB, NETWORK_LATENCY, Cluster, gb, gib
+from megatron_dppo.cluster.planner.devices import (
+    DEVICES,
+    GB,
+    GIB,
+    NETWORK_LATENCY,
+    Cluster,
+    gb,
+    gib,
+)
 from megatron_dppo.cluster.planner.facts import shape_of
 from megatron_dppo.cluster.planner.run_plan import RunPlan
 from megatron_dppo.cluster.planner.search import (
@@ -39,6 +43,10 @@ from megatron_dppo.cluster.planner.search import (
 )
 from megatron_dppo.cluster.planner.step_time import StepSeconds, model_flops_utilisation
 from megatron_dppo.cluster.planner.traffic import weight_plan
+from megatron_dppo.config import ConfigError, load_config
+from megatron_dppo.logging import fatal
+from megatron_dppo.model.mapping import parameters
+from megatron_dppo.model.resharding import figures_table
 from megatron_dppo.system.errors import RunError
 
 

@@ -1,4 +1,6 @@
-"""``make demo``: prepare model and data, train by DPPO, judge the results.
+"""Train a tiny mixture of experts on this machine.
+
+``make demo`` prepares model and data, trains by DPPO and judges the results::
 
     megatron-dppo demo [--task sums|calculator|python] [--seed N] [--directory runs/demo] [key.path=value ...]
 

@@ -1,4 +1,6 @@
-"""``megatron-dppo watch RUN``: one page on this machine's loopback that shows a run while it goes, and afterwards.
+"""Show a run as a live page in the browser.
+
+``megatron-dppo watch RUN`` serves one page on this machine's loopback interface, during the run and afterwards.
 
 It only reads the run's folder, which need not exist yet. No path is ever taken from a request, and every route lies
 under a key that is new in every start: other users of this machine don't know it. Loads no torch.
@@ -25,15 +27,16 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
+from megatron_dppo.cluster.slurm.status import important_lines, require_run, state_text
+from megatron_dppo.diagnostics.samples import KINDS
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.logging import fatal
 from megatron_dppo.metrics import records
 from megatron_dppo.metrics.progress import NormalityCheck
 from megatron_dppo.metrics.records import Record, phase_table, read_records, series, step_of
-from megatron_dppo.metrics.samples import KINDS, about, printable, read_samples
+from megatron_dppo.metrics.samples import about, printable, read_samples
 from megatron_dppo.metrics.summary import RunInfo, environment_faults
 from megatron_dppo.metrics.table import METRICS
-from megatron_dppo.cluster.slurm.status import important_lines, require_run, state_text
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.lease import LEASE_FILE
 

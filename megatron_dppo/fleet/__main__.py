@@ -1,4 +1,6 @@
-"""The servers of a run, while it runs: ``megatron-dppo fleet RUN_DIRECTORY list|add|remove``.
+"""List, attach and detach the servers of a run.
+
+``megatron-dppo fleet RUN_DIRECTORY list|add|remove``.
 
 ``add URL`` attaches an SGLang server that was started elsewhere, and says what the trainer finds; one that
 fits serves from the next weight update on. ``remove URL`` takes an attached one out at the next update. Keys of

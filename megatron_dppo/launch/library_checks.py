@@ -21,16 +21,13 @@ from megatron_dppo.config import (
 from megatron_dppo.config.data_schema import RewardTerm
 from megatron_dppo.config.forwarded import DDP, MEGATRON, OPTIMIZER, SGLANG, LibraryMissingError
 from megatron_dppo.config.lora import adapters_of
-from megatron_dppo.config.schema import EngineConfig, LoraConfig
-from megatron_dppo.engine.options import ServerSections, engine_device
+from megatron_dppo.config.schema import LoraConfig
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.environments import check_environment
 from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.cluster.preflight.evidence import CheckError
-from megatron_dppo.cluster.preflight.gpus import toolkit_findings, toolkit_here
-from megatron_dppo.cluster.preflight.machine import inspect_python
 from megatron_dppo.system.compute import has_visible_gpu
 
 CHECK = "--check"
@@ -78,7 +75,6 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
         source,
         names,
         gpu_faults(config.engine.device),
-        compiler_faults(config.engine) if starts_servers else (),
         library_faults(config.megatron, config.megatron_ddp, config.megatron_optimizer),
         server_faults(sections, starts_servers=starts_servers),
     )
@@ -137,20 +133,6 @@ def gpu_faults(engine_device: str | None) -> Iterator[str]:
     # A torch for CPUs and servers on CPUs are a run that was meant so.
     if fault is not None and not (engine_device == "cpu" and torch.version.cuda is None):
         yield fault
-
-
-def compiler_faults(engine: EngineConfig) -> Iterator[str]:
-    """Why a server that is started on this machine's GPUs could not compile its kernels."""
-    # Without a GPU here the nodes are checked, by preflight.
-    if engine_device(engine) == "cpu" or not has_visible_gpu():
-        return
-    python = engine.python or sys.executable
-    try:
-        here = toolkit_here(python, inspect_python(python)["cuda"])
-    except CheckError as error:
-        yield f"engine.python: {error}"
-        return
-    yield from map(str, toolkit_findings("this machine", here))
 
 
 def library_faults(

@@ -20,12 +20,12 @@ from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.metrics import records
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import StepTable
-from megatron_dppo.metrics.report import write_report
 from megatron_dppo.metrics.samples import TRAINING, Sample, console_lines, shortened
 from megatron_dppo.metrics.summary import RunInfo, write_summary
 from megatron_dppo.metrics.sums import MaskedToken
 from megatron_dppo.metrics.trackers import TrackedRun, Trackers, find_trackers, run_id
 from megatron_dppo.rewards import find_reward
+from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import Closing
 from megatron_dppo.trainer import platform
@@ -447,12 +447,13 @@ class Recorder(Closing):
             if not any(records.step_of(record) for record in records.read_records(where)):
                 log.warning("no report and no summary: no trained step is recorded")
                 return
-            report = write_report(where)
+            reports = draw_reports(Path(where))
             summary = write_summary(
                 where, self._info, hf_export_max_logprob_diff=hf_export_max_logprob_diff
             )
         if self._trackers is not None:
-            self._trackers.figure("report", report)
+            for name, report in reports.items():
+                self._trackers.figure(name, report)
         self._stack.close()
         if faults := summary.environment_faults:
             first, total = faults[0], sum(fault.count for fault in faults)
@@ -464,4 +465,11 @@ class Recorder(Closing):
                 first.reason,
                 Path(where) / records.SUMMARY_FILE,
             )
-        log.info("done: %d steps; report in %s", summary.steps, report)
+        drawn = ", ".join(map(str, reports.values())) or "not drawn: no package registers one"
+        log.info("done: %d steps; report in %s", summary.steps, drawn)
+
+
+def draw_reports(directory: Path) -> dict[str, Path]:
+    """Draw the run in ``directory`` by every registered report (``system/plugins.py``); the files by report's name."""
+    entries = plugins.find_plugins(plugins.RUN_REPORTS)
+    return {name: plugins.load_plugin(entry)(directory) for name, entry in entries.items()}

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from megatron_dppo.metrics.records import TENSORBOARD_FOLDER, TRACKERS_FOLDER
+from megatron_dppo.system import plugins
 from megatron_dppo.system.files import Closing, write_atomically
 
 log = logging.getLogger(__name__)
 
-GROUP = "megatron_dppo.trackers"
 _RUN_ID = "run_id"
 _LONGEST_QUEUE = 1024
 FINISH_S = 30.0
@@ -273,9 +273,9 @@ def _tracker(name: str) -> Callable[[], ExperimentTracker]:
             extra = f"pip install 'megatron-dppo[{name}]'"
             raise ValueError(f"{name!r} needs the package {package}, which is not installed: {extra}")  # fmt: skip
         return TRACKERS[name]
-    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+    entries = plugins.find_plugins(plugins.TRACKERS)
     if ":" in name:
-        entries[name] = importlib.metadata.EntryPoint(name, name, GROUP)
+        entries[name] = importlib.metadata.EntryPoint(name, name, plugins.TRACKERS)
     if name not in entries:
         names = ", ".join(sorted({*TRACKERS, *entries}))
         raise ValueError(f"got {name!r}, expected one of {names}, or package.module:Class")

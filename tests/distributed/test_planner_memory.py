@@ -103,10 +103,10 @@ def _batches(dp_rank: int, pad_multiple: int, multiple: int) -> list:
 
 def planned(family: str, parallel: dict[str, Any], changes: dict[str, Any], folder: Path) -> list:
     """(state, activations) of each rank of the case."""
-    from megatron_dppo.model.families import load_model_shape
     from megatron_dppo.cluster.planner.activations import activation_bytes
     from megatron_dppo.cluster.planner.facts import trainer_facts
     from megatron_dppo.cluster.planner.memory import state_bytes
+    from megatron_dppo.model.families import load_model_shape
     from tests.distributed.test_trainer_parity import run_config
 
     config = run_config(

@@ -20,8 +20,8 @@ from megatron_dppo.convert import main as convert
 from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.environments import calculate
 from megatron_dppo.diagnostics.explain.seen_step import SeenStep, check_agreement
+from megatron_dppo.environments import calculate
 from tests.adapters import peft_model, save_random_adapters
 from tests.chat_templates import QWEN3
 from tests.integration.runs import TrainingRun, records_of, write_material

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from megatron_dppo.config import load_config
 from megatron_dppo.cluster.preflight import bad_hosts, judge
 from megatron_dppo.cluster.preflight.evidence import Finding, needs_of, read_evidence
+from megatron_dppo.config import load_config
 from tests.slurm.conftest import ROOT
 from tests.slurm.recipes import write_config
 
@@ -23,7 +23,13 @@ def preflight(cluster, folder, *words, nodes=3) -> tuple[list[Finding], int]:
     hosts = cluster.nodes[:nodes]
     done = cluster.client.run(
         *("srun", f"--nodes={nodes}", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"),
-        *("--input=none", f"--chdir={ROOT}", sys.executable, "-m", "megatron_dppo.cluster.preflight"),
+        *(
+            "--input=none",
+            f"--chdir={ROOT}",
+            sys.executable,
+            "-m",
+            "megatron_dppo.cluster.preflight",
+        ),
         *(config, "--evidence", folder / "evidence", *words),
         check=False,
         timeout_s=180,

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_dppo import __version__
-from megatron_dppo.__main__ import COMMANDS, main
+from megatron_dppo.__main__ import main
+from megatron_dppo.system import plugins
 from tests.integration.runs import write_material
 from tests.ranks import ROOT
 
+COMMANDS = plugins.find_plugins(plugins.COMMANDS)
 HEAVY = ("torch", "numpy", "yaml", "rich", "pydantic")
 EXTRAS = (
     *("datasets", "gem", "mlflow", "openai", "openenv", "reasoning_gym"),

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_dppo.data.__main__ import main
 from megatron_dppo.data.published import SETS, Preparation, bare_problem, prepare
 from megatron_dppo.data.records import DataError
+from megatron_dppo.diagnostics.data import main
 
 DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the "

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_dppo.__main__ import COMMANDS, main
+from megatron_dppo.__main__ import main
+from megatron_dppo.system import plugins
 from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal, write_config
 
@@ -32,7 +33,7 @@ class ParsedError(Exception):
 
 
 def test_the_page_is_read():
-    assert {words[0] for words in OURS} <= set(COMMANDS)
+    assert {words[0] for words in OURS} <= set(plugins.find_plugins(plugins.COMMANDS))
     assert (len(OURS) > 20, len(CHECKED)) == (True, 10)
 
 

@@ -13,7 +13,12 @@ import torch
 from megatron_dppo.diagnostics.gpu_check import Bench, discover, random_batch
 from megatron_dppo.diagnostics.gpu_check.__main__ import chosen, fresh_folder, main, page
 from megatron_dppo.diagnostics.gpu_check.parts.kernels import KernelCase, errors, kernels, mask_rows
-from megatron_dppo.diagnostics.gpu_check.parts.loop import cause_rows, gap_row, routing_rows, updates_row
+from megatron_dppo.diagnostics.gpu_check.parts.loop import (
+    cause_rows,
+    gap_row,
+    routing_rows,
+    updates_row,
+)
 from megatron_dppo.diagnostics.gpu_check.parts.trainer import LENGTHS, Passed, compared
 from megatron_dppo.diagnostics.gpu_check.parts.trainer import _layout_row as layout_row
 from megatron_dppo.diagnostics.gpu_check.parts.trainer import _passed as passed

@@ -21,18 +21,19 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"checkpoint_conversion"},
     {"engine"},
     {"environments"},
-    {"fleet", "trainer", "weight_sync", "preflight"},
+    {"fleet", "trainer", "weight_sync"},
     {"launch", "loop"},
-    {"planner"},
-    {"train", "supervised", "convert", "plan", "slurm"} | {"explain", "mask_benchmark"},
-    {"doctor", "watch"},
+    {"train", "supervised", "convert"},
     {"demo"},
-    {"gpu_check"},
     {"__main__"},
+    {"cluster"},
+    {"diagnostics"},
 )
+ANNEXES = {"cluster", "diagnostics"}
+"""Folders that no module outside them imports, so that the core works without them."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OWNERS = {"megatron": "trainer", "sglang": "engine", "smg": "fleet"}
-PEERS = "mask_benchmark/measure.py"
+PEERS = "diagnostics/mask_benchmark/measure.py"
 """Measures Megatron-Core's cross entropies beside ours."""
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -77,6 +78,14 @@ def test_imports_point_down(path):
         )
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_core_imports_no_annex(path):
+    if part_of(path) in ANNEXES:
+        return
+    annexes = {f"megatron_dppo.{name}" for name in ANNEXES}
+    assert not [n for n in imported(path) if ".".join(n.split(".")[:2]) in annexes]
+
+
 @pytest.mark.parametrize("library", sorted(OWNERS))
 def test_only_the_owner_knows_the_library(library):
     for path in MODULES:
@@ -111,15 +120,15 @@ def test_the_model_needs_no_torch():
         "model.resharding",
         "fleet.supervision",
         "engine.client",
-        "planner.search",
-        "plan",
+        "cluster.planner.search",
+        "cluster.plan",
         "supervised",
         "metrics.records",
         "algorithms.table",
-        "preflight.__main__",
-        "slurm.supervise",
-        "watch",
-        "gpu_check.__main__",
+        "cluster.preflight.__main__",
+        "cluster.slurm.supervise",
+        "diagnostics.watch",
+        "diagnostics.gpu_check.__main__",
         "__main__",
     ],
 )

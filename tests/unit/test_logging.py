@@ -132,8 +132,7 @@ def test_no_torch_where_a_terminal_is_all_that_is_needed():
     names = (
         "logging",
         "metrics.progress",
-        "metrics.progress",
-        "metrics.report",
+        "diagnostics.report",
     )
     code = f"import sys\nfor n in {names}: __import__('megatron_dppo.' + n)\n"
     done = subprocess.run(

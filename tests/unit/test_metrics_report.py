@@ -10,9 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.lines import Line2D
 
-from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.records import RecordsError, encode_record
-from megatron_dppo.metrics.report import (
+from megatron_dppo.diagnostics.report import (
     MOST_PHASES,
     REST,
     STYLE,
@@ -29,6 +27,8 @@ from megatron_dppo.metrics.report import (
     write_comparison,
     write_report,
 )
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.records import RecordsError, encode_record
 from megatron_dppo.metrics.summary import (
     RunInfo,
     describe_layout,

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
+from megatron_dppo.cluster.slurm.supervise import Spares
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.local import RankGroup, local_placement, servers_beside
 from megatron_dppo.launch.placement import Allocation, Host, PlacementError, Roles, place
-from megatron_dppo.cluster.slurm.supervise import Spares
 from tests.unit.config_files import minimal
 
 

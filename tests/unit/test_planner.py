@@ -8,21 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_dppo import plan as command
 from megatron_dppo.algorithms.table import PRESETS, Preset, algorithm_facts
-from megatron_dppo.config import load_config
-from megatron_dppo.config.machine import Machine
-from megatron_dppo.logging import FatalError
-from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.gather_plan import hf_buckets_plan
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import (
-    EngineLayout,
-    engine_parameters,
-    local_parameters,
-    parameters,
-)
-from megatron_dppo.model.shape import active_parameters
+from megatron_dppo.cluster import plan as command
 from megatron_dppo.cluster.plan import bars, print_plan
 from megatron_dppo.cluster.planner.activations import (
     activation_bytes,
@@ -55,7 +42,7 @@ from megatron_dppo.cluster.planner.memory import (
     trainer_communicator_bytes,
     weight_bytes,
 )
-from megatron_dppo.cluster.planner.run_plan import device_here, memory_here, plan_run
+from megatron_dppo.cluster.planner.run_plan import check_memory, device_here, plan_run
 from megatron_dppo.cluster.planner.search import Question, nearest, search
 from megatron_dppo.cluster.planner.step_time import (
     StepSeconds,
@@ -74,6 +61,19 @@ from megatron_dppo.cluster.planner.step_time import (
 )
 from megatron_dppo.cluster.planner.traffic import traffic
 from megatron_dppo.cluster.slurm.site import SiteConfig
+from megatron_dppo.config import load_config
+from megatron_dppo.config.machine import Machine
+from megatron_dppo.logging import FatalError
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.gather_plan import hf_buckets_plan
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import (
+    EngineLayout,
+    engine_parameters,
+    local_parameters,
+    parameters,
+)
+from megatron_dppo.model.shape import active_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES, MODELS = ROOT / "examples" / "recipes", ROOT / "examples" / "model_configs"
@@ -630,13 +630,13 @@ def test_memory_where_there_is_no_gpu(tmp_path):
     # Tied embeddings: the engine holds 1,720,574,976 parameters, as the trainer's ranks do.
     needed = 1_720_574_976 * (2 * 18 + 2)
     machine = Machine(cores=2, gpus=0, memory_bytes=needed, open_files=1024)
-    line, faults = memory_here(config, machine)
-    assert faults == []
-    _, (fault,) = memory_here(config, replace(machine, memory_bytes=needed - 1))
+    fits = check_memory(config, machine)
+    assert fits.faults == ()
+    (fault,) = check_memory(config, replace(machine, memory_bytes=needed - 1)).faults
     assert fault.startswith(
         "memory: weights, gradients and optimizer of 2 ranks and the weights of 1 servers take 60.9"
     )
-    assert "2 ranks, each of weights 3.2 GiB, gradients 6.4 GiB" in line
+    assert "2 ranks, each of weights 3.2 GiB, gradients 6.4 GiB" in fits.summary
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_dppo import plan as command
-from megatron_dppo.config import load_config
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.cluster import plan as command
 from megatron_dppo.cluster.plan import print_plan, print_proposals
 from megatron_dppo.cluster.planner import colocation
 from megatron_dppo.cluster.planner.activations import ActivationBytes
 from megatron_dppo.cluster.planner.devices import CONTEXT, DEVICES, GIB, Cluster
-from megatron_dppo.cluster.planner.facts import COLOCATED, ON_POLICY, STALE, Schedule, facts_of, schedule_of
+from megatron_dppo.cluster.planner.facts import (
+    COLOCATED,
+    ON_POLICY,
+    STALE,
+    Schedule,
+    facts_of,
+    schedule_of,
+)
 from megatron_dppo.cluster.planner.memory import LEAST_RESERVED, EngineBytes, RankBytes, StateBytes
 from megatron_dppo.cluster.planner.run_plan import plan_run
 from megatron_dppo.cluster.planner.search import (
@@ -35,6 +40,8 @@ from megatron_dppo.cluster.planner.step_time import (
     resumed_seconds,
     sequences_at_once,
 )
+from megatron_dppo.config import load_config
+from megatron_dppo.model.families import load_model_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "examples" / "recipes" / "qwen3_30b_a3b_base.yaml"

@@ -8,8 +8,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.cluster.planner.devices import DEVICES
 from megatron_dppo.cluster.planner.facts import facts_of
 from megatron_dppo.cluster.planner.traffic import traffic
@@ -21,6 +19,8 @@ from megatron_dppo.cluster.preflight.between_nodes import (
 )
 from megatron_dppo.cluster.preflight.evidence import Meeting, Site, needs_of
 from megatron_dppo.cluster.preflight.gpus import gpus_of_driver
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.model.families import load_model_shape
 from tests.slurm.recipes import write_config
 
 GIB = 2**30

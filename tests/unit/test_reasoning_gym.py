@@ -17,8 +17,8 @@ import pytest
 if importlib.util.find_spec("reasoning_gym") is None and not os.environ.get("CI"):
     pytest.skip("reasoning-gym is not installed: make setup said why", allow_module_level=True)
 
-from megatron_dppo.data.__main__ import main
 from megatron_dppo.data.problems import PromptForm, load_problems
+from megatron_dppo.diagnostics.data import main
 from megatron_dppo.rewards import RewardInput, find_reward
 from megatron_dppo.rewards import reasoning_gym as gym
 from megatron_dppo.rewards.verifier import Verifier, VerifierError
@@ -129,7 +129,7 @@ def test_metadata_comes_back_as_it_was() -> None:
 def test_without_the_package_a_line_says_what_to_install(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['reasoning_gym'] = None\n"
-        "from megatron_dppo.data.__main__ import main; main(sys.argv[1:])"
+        "from megatron_dppo.diagnostics.data import main; main(sys.argv[1:])"
     )
     words = ["generate", "acre", "--out", str(tmp_path / "x")]
     done = subprocess.run(

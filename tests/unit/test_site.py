@@ -20,7 +20,7 @@ from megatron_dppo.demo.material import (
     make_model,
     trainer_overrides,
 )
-from megatron_dppo.metrics.report import write_report
+from megatron_dppo.diagnostics.report import write_report
 from tests.extras import environment_with
 from tests.ranks import ROOT
 from tests.unit.small_hub import small_hub

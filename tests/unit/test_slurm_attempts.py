@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.launch.supervisor import Outcome
-from megatron_dppo.metrics.records import remember_checkpoint
 from megatron_dppo.cluster.slurm.attempts import Attempt, AttemptBook, decide, fruitless
 from megatron_dppo.cluster.slurm.commands import fields
+from megatron_dppo.launch.supervisor import Outcome
+from megatron_dppo.metrics.records import remember_checkpoint
 
 FIRST = Attempt("7", 0, "n1", ("n1", "n2"), started=100.0)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.cluster.slurm.site import ContainerConfig, SiteConfig
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess, Runtime
 from megatron_dppo.launch.local import rank_command
 from megatron_dppo.launch.placement import Allocation, Host, Roles, place
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.srun import SrunLauncher, SrunRanks
-from megatron_dppo.cluster.slurm.site import ContainerConfig, SiteConfig
 from tests.unit.test_engine_server import run_config
 
 HOSTS = tuple(Host(f"n{i}", f"10.0.0.{i}", 8) for i in (1, 2))

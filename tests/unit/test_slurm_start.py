@@ -6,12 +6,12 @@ import json
 
 import pytest
 
+from megatron_dppo.cluster.slurm.site import SiteConfig
+from megatron_dppo.cluster.slurm.supervise import Job, Start
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.placement import Host
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import StopRequests
-from megatron_dppo.cluster.slurm.site import SiteConfig
-from megatron_dppo.cluster.slurm.supervise import Job, Start
 from tests.unit.config_files import minimal
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.launch.placement import LaunchError
-from megatron_dppo.metrics.records import RECORDS_FILE, encode_record, remember_checkpoint
 from megatron_dppo.cluster.slurm.__main__ import main
 from megatron_dppo.cluster.slurm.attempts import Attempt, AttemptBook
 from megatron_dppo.cluster.slurm.status import (
@@ -26,6 +24,8 @@ from megatron_dppo.cluster.slurm.status import (
     status_lines,
     stop,
 )
+from megatron_dppo.launch.placement import LaunchError
+from megatron_dppo.metrics.records import RECORDS_FILE, encode_record, remember_checkpoint
 
 FIRST = Attempt("7", 0, "n1", ("n1", "n2"), started=100.0)
 FAILED = replace(

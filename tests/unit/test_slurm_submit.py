@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.cluster.slurm.__main__ import main
 from megatron_dppo.cluster.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
 from megatron_dppo.cluster.slurm.submit import (
@@ -25,6 +23,8 @@ from megatron_dppo.cluster.slurm.submit import (
     time_faults,
 )
 from megatron_dppo.cluster.slurm.supervise import job_groups
+from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.schema import TrainConfig
 from tests.unit.config_files import minimal, write_config
 
 SITE = {"gpus_per_node": 2, "start_s": 60, "checkpoint_margin_s": 60, "time": "10"}

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config.schema import EngineConfig
-from megatron_dppo.launch.library_checks import compiler_faults
 from megatron_dppo.cluster.preflight import inspection
 from megatron_dppo.cluster.preflight.evidence import Site
-from megatron_dppo.cluster.preflight.gpus import collect_toolkit, judge_toolkit, toolkit_here
+from megatron_dppo.cluster.preflight.gpus import (
+    collect_toolkit,
+    compiler_faults,
+    judge_toolkit,
+    toolkit_here,
+)
+from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.system import compute
 from tests.unit.test_preflight_judges import NEEDS, texts
 

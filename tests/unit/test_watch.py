@@ -22,6 +22,7 @@ import pytest
 
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.diagnostics.watch import WatchServer, main, thinned
 from megatron_dppo.fleet.record import FleetRecord, Server
 from megatron_dppo.metrics.records import (
     ENVIRONMENT_FAULTS_FILE,
@@ -31,7 +32,6 @@ from megatron_dppo.metrics.records import (
     StepLines,
 )
 from megatron_dppo.metrics.samples import Sample
-from megatron_dppo.diagnostics.watch import WatchServer, main, thinned
 from tests.browser import browser_tab
 from tests.unit.config_files import minimal
 

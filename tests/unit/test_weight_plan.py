@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.cluster.plan import main
+from megatron_dppo.cluster.planner.facts import facts_of
+from megatron_dppo.cluster.planner.traffic import plan_faults, weight_plan
 from megatron_dppo.config import load_config
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.cluster.plan import main
-from megatron_dppo.cluster.planner.facts import facts_of
-from megatron_dppo.cluster.planner.traffic import plan_faults, weight_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 MOE = load_model_shape(ROOT / "examples" / "model_configs" / "qwen3-30b-a3b-base")

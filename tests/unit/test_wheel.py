@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.__main__ import COMMANDS
+from megatron_dppo.system import plugins
 from tests.ranks import ROOT
 from tests.unit.test_layers import imported
 
@@ -60,7 +60,7 @@ def test_every_file_of_the_package_is_in_it(installed):
     examples = ROOT / "examples"
     read = [*examples.glob("*/*.yaml"), *examples.glob("model_configs/*/config.json")]
     wanted |= {Path("examples") / p.relative_to(examples) for p in read}
-    assert {Path("slurm/run.sbatch"), Path("vocab_parallel/row_stats.cpp")} <= wanted
+    assert {Path("cluster/slurm/run.sbatch"), Path("vocab_parallel/row_stats.cpp")} <= wanted
     got = installed / "megatron_dppo"
     assert {p.relative_to(got) for p in got.rglob("*") if p.is_file()} == wanted
 
@@ -91,15 +91,15 @@ def test_every_library_that_it_imports_is_declared(installed):
 
 def test_every_command_is_found_in_it(installed, tmp_path):
     code = (
-        "import importlib.util, megatron_dppo.__main__ as main\n"
-        f"assert main.__file__.startswith({str(installed)!r}), main.__file__\n"
-        "for module, _ in main.COMMANDS.values():\n"
-        "    print(importlib.util.find_spec(module).origin)"
+        "from megatron_dppo.system import plugins\n"
+        f"assert plugins.__file__.startswith({str(installed)!r}), plugins.__file__\n"
+        "for entry in plugins.find_plugins(plugins.COMMANDS).values():\n"
+        "    print(plugins.module_file(entry.module))"
     )
     told = run(installed, tmp_path, "-c", code)
     assert told.returncode == 0, told.stderr
     origins = told.stdout.split()
-    assert len(origins) == len(COMMANDS)
+    assert len(origins) == len(plugins.find_plugins(plugins.COMMANDS))
     assert all(origin.startswith(str(installed)) for origin in origins)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from examples.recipes.verdicts import MODELS
-from megatron_dppo.config import load_config
 from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
 from megatron_dppo.cluster.planner.facts import Schedule, facts_of, shape_of
 from megatron_dppo.cluster.planner.run_plan import RunPlan, plan_run
 from megatron_dppo.cluster.planner.step_time import model_flops_utilisation
+from megatron_dppo.config import load_config
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE / "published_runs.yaml"

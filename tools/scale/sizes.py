@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from examples.recipes.verdicts import HERE, MODELS, NODES
-from megatron_dppo.config import load_config
 from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
 from megatron_dppo.cluster.planner.facts import facts_of, shape_of
 from megatron_dppo.cluster.planner.run_plan import RunPlan, plan_run
+from megatron_dppo.config import load_config
 
 GPU = "h100"
 FULLEST = "30B-A3B R3, fullest step"

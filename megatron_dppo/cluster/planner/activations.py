@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_dppo.cluster.planner.facts import TrainerFacts
 from megatron_dppo.model.adapters import AdaptedLinear, adapted_linears
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.layout import Layout, padded_vocab_size
-from megatron_dppo.cluster.planner.facts import TrainerFacts
 
 # What the layers' kernels keep for the backward pass, per token: Transformer Engine's on GPUs,
 # torch's on CPUs.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_dppo.model.shape import TrainerPart
 from megatron_dppo.cluster.planner import memory
 from megatron_dppo.cluster.planner.devices import CONTEXT, GIB, Device, gib
 from megatron_dppo.cluster.planner.facts import RunFacts
+from megatron_dppo.model.shape import TrainerPart
 
 HOST_LINK = 24 * GIB
 """Bytes/s between a GPU and pinned host memory in one direction: 24.4 GiB/s out and 23.5 back over PCIe 4 x16, measured

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dppo.algorithms.table import AlgorithmFacts
+from megatron_dppo.cluster.planner.devices import ceil_to
 from megatron_dppo.config import ConfigError
 from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.config.schema import (
@@ -28,7 +29,6 @@ from megatron_dppo.model.families import Rule, family_of, load_model_shape
 from megatron_dppo.model.layout import Layout, LayoutSizes
 from megatron_dppo.model.mapping import shard_of
 from megatron_dppo.model.shape import ITEM_BYTES, OPTIMIZER_BYTES, ModelShape
-from megatron_dppo.cluster.planner.devices import ceil_to
 
 Counts = tuple[tuple[int, int], ...]
 """(elements, how many parameters have that size) of one group of parameters."""

@@ -8,6 +8,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 
+from megatron_dppo.cluster.planner import devices
+from megatron_dppo.cluster.planner.activations import ActivationBytes, activation_bytes
+from megatron_dppo.cluster.planner.facts import (
+    Counts,
+    EngineFacts,
+    RankParameters,
+    RolloutFacts,
+    RunFacts,
+    TrainerFacts,
+    elements,
+    rank_parameters,
+)
 from megatron_dppo.data.columns import (
     ROLLOUT_LOG_PROBS,
     ROUTED_EXPERTS,
@@ -28,18 +40,6 @@ from megatron_dppo.model.shape import (
     ModelShape,
     TrainerPart,
     checkpoint_bytes,
-)
-from megatron_dppo.cluster.planner import devices
-from megatron_dppo.cluster.planner.activations import ActivationBytes, activation_bytes
-from megatron_dppo.cluster.planner.facts import (
-    Counts,
-    EngineFacts,
-    RankParameters,
-    RolloutFacts,
-    RunFacts,
-    TrainerFacts,
-    elements,
-    rank_parameters,
 )
 
 # GPU memory of NCCL's communicators, of a trainer rank and of an engine rank.

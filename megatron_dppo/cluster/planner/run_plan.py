@@ -6,12 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dppo.config import ConfigError
-from megatron_dppo.config.machine import Machine
-from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.model.errors import LayoutError, ModelError
-from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.mapping import EngineLayout, check_engine_layout
 from megatron_dppo.cluster.planner import memory
 from megatron_dppo.cluster.planner.activations import activation_bytes
 from megatron_dppo.cluster.planner.colocation import SharedBytes, shared_ranks, sharing_faults
@@ -19,6 +13,13 @@ from megatron_dppo.cluster.planner.devices import Cluster, Device, device_named,
 from megatron_dppo.cluster.planner.facts import RunFacts, facts_of
 from megatron_dppo.cluster.planner.step_time import StepSeconds, step_seconds
 from megatron_dppo.cluster.planner.traffic import STORAGE, Traffic, traffic
+from megatron_dppo.config import ConfigError
+from megatron_dppo.config.machine import Machine
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.launch.start_checks import StartCheck
+from megatron_dppo.model.errors import LayoutError, ModelError
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.mapping import EngineLayout, check_engine_layout
 
 
 @dataclass(frozen=True)
@@ -204,17 +205,14 @@ def _host_faults(hosts: tuple[memory.HostBytes, ...], cluster: Cluster) -> Itera
             )
 
 
-def memory_here(config: TrainConfig, machine: Machine) -> tuple[str, list[str]]:
-    """What the run takes of the memory of ``machine``, in a line; and what does not fit there, a line each.
-
-    Nothing is refused where its GPUs are of an unknown kind.
-    """
+def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
+    """Start check: the run's memory must fit in that of ``machine``. A machine with unknown GPUs has no fault."""
     gpu = machine.gpus > 0
     try:
         facts = facts_of(config, load_model_shape(config.model.hf_checkpoint), gpu=gpu)
     except (ConfigError, ModelError):
         # The checks of the configuration tell what can't be read.
-        return "memory: unknown", []
+        return StartCheck(summary="memory: unknown")
     trainer, engine = facts.trainer, facts.engine
     stages, world = range(trainer.layout.pipeline), trainer.layout.world_size
     states = [memory.state_bytes(trainer, stage) for stage in stages]
@@ -234,17 +232,18 @@ def memory_here(config: TrainConfig, machine: Machine) -> tuple[str, list[str]]:
         device = device_here()
         if device is None:
             unknown = "the GPUs are of a kind that the planner does not know"
-            return f"{line}; whether that fits is not judged: {unknown}", []
+            return StartCheck(summary=f"{line}; whether that fits is not judged: {unknown}")
         cluster = Cluster(device, 1, machine.gpus, machine.memory_bytes)
         judged = f"{line}; judged as {device.name} of {gib(device.memory)}"
-        return judged, list(plan_run(facts, cluster).too_large)
+        return StartCheck(plan_run(facts, cluster).too_large, judged)
     needed = sum(state.total for state in states) * trainer.layout.stage_ranks + servers
     if needed <= machine.memory_bytes:
-        return line, []
-    return line, [
+        return StartCheck(summary=line)
+    fault = (
         f"memory: weights, gradients and optimizer of {world} ranks and the weights of {engine.servers} servers take "
         f"{gib(needed)}, this machine has {gib(machine.memory_bytes)}"
-    ]
+    )
+    return StartCheck([fault], line)
 
 
 def device_here(folder: Path = Path("/proc/driver/nvidia/gpus")) -> Device | None:

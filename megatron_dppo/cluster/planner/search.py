@@ -8,11 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from megatron_dppo.config.checks import batch_faults
-from megatron_dppo.config.layout import layout_faults, world_faults
-from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
-from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.cluster.planner.devices import Cluster
 from megatron_dppo.cluster.planner.facts import (
     COLOCATED,
@@ -25,6 +20,11 @@ from megatron_dppo.cluster.planner.facts import (
 )
 from megatron_dppo.cluster.planner.run_plan import RunPlan, plan_run
 from megatron_dppo.cluster.planner.traffic import STORAGE
+from megatron_dppo.config.checks import batch_faults
+from megatron_dppo.config.layout import layout_faults, world_faults
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
+from megatron_dppo.model.shape import ModelShape
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 _RECOMPUTE = ("none", "selective", "full")

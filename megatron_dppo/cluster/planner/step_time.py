@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil, log2, sqrt
 
-from megatron_dppo.model.shape import ModelShape, active_parameters
-from megatron_dppo.model.shape import forward_flops as model_flops
 from megatron_dppo.cluster.planner.activations import bubble
 from megatron_dppo.cluster.planner.colocation import switch_seconds
 from megatron_dppo.cluster.planner.devices import LINK_EFFICIENCY, Cluster, Device
@@ -23,6 +21,8 @@ from megatron_dppo.cluster.planner.facts import (
 )
 from megatron_dppo.cluster.planner.memory import chunk_tokens, engine_bytes, kv_bytes_per_token
 from megatron_dppo.cluster.planner.traffic import Traffic
+from megatron_dppo.model.shape import ModelShape, active_parameters
+from megatron_dppo.model.shape import forward_flops as model_flops
 
 
 def linear_flops(shape: ModelShape) -> float:

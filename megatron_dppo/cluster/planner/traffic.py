@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_dppo.cluster.planner.devices import GB, Device, gib
+from megatron_dppo.cluster.planner.facts import RunFacts
+from megatron_dppo.cluster.planner.memory import PER_COMMUNICATOR
 from megatron_dppo.model import gather_plan
 from megatron_dppo.model.errors import ProofError
 from megatron_dppo.model.mapping import parameters
 from megatron_dppo.model.resharding import check_sources
 from megatron_dppo.model.shape import checkpoint_bytes
-from megatron_dppo.cluster.planner.devices import GB, Device, gib
-from megatron_dppo.cluster.planner.facts import RunFacts
-from megatron_dppo.cluster.planner.memory import PER_COMMUNICATOR
 
 # Bytes and seconds of a weight update and of a checkpoint, at stated bandwidths.
 

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.logging import aligned
 from megatron_dppo.cluster.preflight import between_nodes, gpus, machine
 from megatron_dppo.cluster.preflight.evidence import (
     EVERYWHERE,
@@ -24,6 +23,7 @@ from megatron_dppo.cluster.preflight.evidence import (
     Needs,
     Site,
 )
+from megatron_dppo.logging import aligned
 from megatron_dppo.system.files import write_atomically
 
 log = logging.getLogger(__name__)

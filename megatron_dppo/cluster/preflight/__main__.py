@@ -1,4 +1,6 @@
-"""Entry point: ``megatron-dppo preflight CONFIG.yaml [key.path=value ...]``.
+"""Check whether this machine is fit for a run.
+
+``megatron-dppo preflight CONFIG.yaml [key.path=value ...]``.
 
 On one machine it checks that machine and tells the result. As a Slurm step with one task a node it writes
 the node's evidence, which the supervisor judges.
@@ -14,9 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_dppo.config import load_config
-from megatron_dppo.config.machine import this_machine
-from megatron_dppo.logging import fatal
 from megatron_dppo.cluster.preflight import CHECKS, collect_evidence, judge, table, write_verdict
 from megatron_dppo.cluster.preflight.evidence import (
     Evidence,
@@ -26,6 +25,9 @@ from megatron_dppo.cluster.preflight.evidence import (
     read_evidence,
     write_evidence,
 )
+from megatron_dppo.config import load_config
+from megatron_dppo.config.machine import this_machine
+from megatron_dppo.logging import fatal
 from megatron_dppo.system.errors import RunError
 
 BAD_NODE = 3

@@ -7,12 +7,26 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.cluster.preflight.evidence import CheckError, Evidence, Finding, Needs, Site, odd_ones
+from megatron_dppo.cluster.preflight.evidence import (
+    CheckError,
+    Evidence,
+    Finding,
+    Needs,
+    Site,
+    odd_ones,
+)
+from megatron_dppo.cluster.preflight.machine import inspect_python
+from megatron_dppo.config import TrainConfig
+from megatron_dppo.config.machine import Machine
+from megatron_dppo.config.schema import EngineConfig
+from megatron_dppo.engine.options import engine_device
+from megatron_dppo.launch.start_checks import StartCheck
 from megatron_dppo.system import compute
 
 _FIELDS = {
@@ -193,3 +207,25 @@ def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
     if entry["ninja"] is None:
         expected = "in the servers' environment, or on PATH: SGLang builds kernels with it"
         yield Finding(host, "ninja", "none", expected)
+
+
+def check_compiler(config: TrainConfig, machine: Machine) -> StartCheck:
+    """Start check: a server that starts on this machine's GPUs must be able to compile its kernels."""
+    starts_servers = config.engine.started > 0 and config.rollout.replay_from is None
+    return StartCheck(list(compiler_faults(config.engine)) if starts_servers else ())
+
+
+def compiler_faults(engine: EngineConfig) -> Iterator[str]:
+    """Yield the reasons why a server on this machine's GPUs could not compile its kernels.
+
+    Yields nothing on a machine without GPUs: preflight checks the nodes where the servers will run.
+    """
+    if engine_device(engine) == "cpu" or not compute.has_visible_gpu():
+        return
+    python = engine.python or sys.executable
+    try:
+        here = toolkit_here(python, inspect_python(python)["cuda"])
+    except CheckError as error:
+        yield f"engine.python: {error}"
+        return
+    yield from map(str, toolkit_findings("this machine", here))

@@ -1,4 +1,4 @@
-"""Entry point: ``megatron-dppo slurm COMMAND ...``."""
+"""Submit, watch and stop runs on a Slurm cluster."""
 
 from __future__ import annotations
 

@@ -11,6 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dppo.cluster.slurm.attempts import (
+    JOB_FILE,
+    RUNNING,
+    VANISHED,
+    Attempt,
+    AttemptBook,
+    one_line,
+)
+from megatron_dppo.cluster.slurm.commands import SlurmError, slurm
 from megatron_dppo.config.errors import ConfigError, given
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.fleet.record import FleetRecord
@@ -27,8 +36,6 @@ from megatron_dppo.metrics.records import (
     read_records,
     step_of,
 )
-from megatron_dppo.cluster.slurm.attempts import JOB_FILE, RUNNING, VANISHED, Attempt, AttemptBook, one_line
-from megatron_dppo.cluster.slurm.commands import SlurmError, slurm
 from megatron_dppo.system.lease import LEASE_FILE, Holder, LeaseError, LeaseFiles
 from megatron_dppo.system.processes import tail
 

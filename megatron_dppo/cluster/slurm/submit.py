@@ -14,6 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_dppo.cluster.planner.devices import DEVICES, GIB, Cluster
+from megatron_dppo.cluster.preflight import CHECKS
+from megatron_dppo.cluster.slurm.attempts import JOB_FILE
+from megatron_dppo.cluster.slurm.commands import SlurmError, fields, slurm
+from megatron_dppo.cluster.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
+from megatron_dppo.cluster.slurm.status import UNKNOWN, job_state
 from megatron_dppo.config.checks import check_config
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.forwarded import SGLANG, LibraryMissingError
@@ -25,12 +31,6 @@ from megatron_dppo.launch.placement import Allocation, Host, Placement, Placemen
 from megatron_dppo.launch.srun import literal
 from megatron_dppo.logging import say
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.cluster.planner.devices import DEVICES, GIB, Cluster
-from megatron_dppo.cluster.preflight import CHECKS
-from megatron_dppo.cluster.slurm.attempts import JOB_FILE
-from megatron_dppo.cluster.slurm.commands import SlurmError, fields, slurm
-from megatron_dppo.cluster.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
-from megatron_dppo.cluster.slurm.status import UNKNOWN, job_state
 from megatron_dppo.system.files import unwritable, write_atomically
 from megatron_dppo.system.processes import held_back
 

@@ -18,6 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatron_dppo.cluster.preflight import judge, table, write_verdict
+from megatron_dppo.cluster.preflight.evidence import EVERYWHERE, Needs, needs_of, read_evidence
+from megatron_dppo.cluster.slurm import attempts, commands
+from megatron_dppo.cluster.slurm.commands import SlurmError
+from megatron_dppo.cluster.slurm.site import SiteConfig, load_site, site_path
 from megatron_dppo.config.loading import load_config, resolved_yaml
 from megatron_dppo.config.machine import allocator_faults
 from megatron_dppo.config.schema import TrainConfig
@@ -47,11 +52,6 @@ from megatron_dppo.launch.supervisor import (
     supervised_fleet,
 )
 from megatron_dppo.logging import REFUSED, configure_logging
-from megatron_dppo.cluster.preflight import judge, table, write_verdict
-from megatron_dppo.cluster.preflight.evidence import EVERYWHERE, Needs, needs_of, read_evidence
-from megatron_dppo.cluster.slurm import attempts, commands
-from megatron_dppo.cluster.slurm.commands import SlurmError
-from megatron_dppo.cluster.slurm.site import SiteConfig, load_site, site_path
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.lease import NONCE_VARIABLE
 from megatron_dppo.system.processes import (

@@ -1,4 +1,4 @@
-"""Which cause makes the probabilities of engine and trainer differ, in a saved batch of a run.
+"""Find the cause that makes engine and trainer differ in a saved batch.
 
     megatron-dppo doctor runs/demo --step 3 --html doctor.html
     megatron-dppo doctor runs/demo --step 3 --parts --png parts.png

@@ -29,9 +29,9 @@ from megatron_dppo.config.schema import LoraConfig, ParallelConfig, TrainConfig
 from megatron_dppo.data.packing import pack, plan_micro_batches, unpack_sampled
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.explain.__main__ import show_facts
+from megatron_dppo.diagnostics.report import BLUE, GREEN, ORANGE, PINK, SMALL, STYLE, VERMILION
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.metrics.report import BLUE, GREEN, ORANGE, PINK, SMALL, STYLE, VERMILION
 from megatron_dppo.trainer.trainer import Trainer
 
 START = "nothing fixed"

@@ -29,10 +29,10 @@ from megatron_dppo.diagnostics.doctor.reference import KnownWeights, Reference, 
 from megatron_dppo.diagnostics.explain.__main__ import show as show_table
 from megatron_dppo.diagnostics.explain.explanation import TokenTexts
 from megatron_dppo.diagnostics.explain.page import response_block, tables_page, token_span
+from megatron_dppo.diagnostics.pages import SummaryTable
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_figures import is_coarse
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.metrics.samples import SummaryTable
 
 SHOWN, TOKENS, RESPONSES = 6, 12, 8
 """What is shown of a side: alternatives, the nearest first; tokens, the largest gaps first; on the page, the responses

@@ -1,4 +1,4 @@
-"""Explanation of a mask: which tokens of a saved rollout batch are blocked, which train, and why.
+"""Show which tokens of a saved batch the mask blocks, and why.
 
     megatron-dppo explain runs/demo --step 3 --csv tokens.csv --html tokens.html
 
@@ -28,8 +28,8 @@ from rich.text import Text
 from megatron_dppo.algorithms.table import Settings
 from megatron_dppo.config.loading import load_config, parse_scalar
 from megatron_dppo.config.schema import AlgorithmConfig
+from megatron_dppo.diagnostics.pages import SummaryTable
 from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER
-from megatron_dppo.metrics.samples import SummaryTable
 from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from html import escape
 from pathlib import Path
 
 from megatron_dppo.diagnostics.explain.explanation import TOKEN_METRICS, Response, Token
-from megatron_dppo.metrics.samples import SummaryTable, html_page, printable
+from megatron_dppo.diagnostics.pages import SummaryTable, html_page
+from megatron_dppo.metrics.samples import printable
 from megatron_dppo.metrics.sums import MetricSums, means
 from megatron_dppo.metrics.table import METRICS
 

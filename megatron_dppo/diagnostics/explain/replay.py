@@ -1,4 +1,4 @@
-"""What another rule would have blocked in a run, and whether each of its steps can be derived again.
+"""Compute what another rule would have blocked in a run, or derive each step again.
 
     megatron-dppo replay runs/demo --algorithm cppo-binary-tv --json blocked.json --html blocked.html
     megatron-dppo replay runs/demo --derive
@@ -31,9 +31,9 @@ from megatron_dppo.diagnostics.explain.__main__ import (
     show,
     show_facts,
 )
+from megatron_dppo.diagnostics.pages import SummaryTable
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, step_of
-from megatron_dppo.metrics.samples import SummaryTable
 
 if TYPE_CHECKING:
     from megatron_dppo.algorithms.policy_loss import Algorithm

@@ -1,4 +1,6 @@
-"""Entry point: ``megatron-dppo gpu-check [--only kernels,mask] [--directory runs/gpu_check]``.
+"""Check a machine with GPUs: what to run there first.
+
+``megatron-dppo gpu-check [--only kernels,mask] [--directory runs/gpu_check]``.
 
 Exit codes: 0 nothing is wrong (parts may lack something), 1 something is, 2 refused.
 """

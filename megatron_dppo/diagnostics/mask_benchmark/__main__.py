@@ -1,4 +1,4 @@
-"""Benchmark of policy statistics and masks on this machine, against other implementations.
+"""Measure the time of the policy statistics and masks on this machine, beside other implementations.
 
     megatron-dppo bench-mask --tokens 256 --vocab 151936 --dtype bfloat16 --tp 2 --json mask.json
 
@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from megatron_dppo.metrics.samples import SummaryTable
+from megatron_dppo.diagnostics.pages import SummaryTable
 from megatron_dppo.system.network import free_port
 
 

@@ -17,8 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.diagnostics.gpu_check import Bench, Row, must_run, part
 from megatron_dppo.cluster.preflight.inspection import package_version
+from megatron_dppo.diagnostics.gpu_check import Bench, Row, must_run, part
 from megatron_dppo.system.network import free_port
 
 if TYPE_CHECKING:

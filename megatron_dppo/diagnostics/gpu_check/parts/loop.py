@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo import EXAMPLES
+from megatron_dppo.cluster.preflight.inspection import package_version
 from megatron_dppo.diagnostics.gpu_check import (
     Bench,
     LackingError,
@@ -21,7 +22,6 @@ from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import Record, read_records
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.table import BY_METRIC
-from megatron_dppo.cluster.preflight.inspection import package_version
 
 RECIPE = str(EXAMPLES / "tiny_moe" / "config.yaml")
 _SMALL = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from megatron_dppo.diagnostics.gpu_check import Bench, Row, part
 from megatron_dppo.cluster.preflight.evidence import CheckError
 from megatron_dppo.cluster.preflight.gpus import gpus_here
 from megatron_dppo.cluster.preflight.inspection import nccl_version, package_version
+from megatron_dppo.diagnostics.gpu_check import Bench, Row, part
 
 PACKAGES = (
     "torch",

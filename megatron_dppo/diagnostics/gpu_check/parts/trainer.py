@@ -16,6 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo import EXAMPLES
+from megatron_dppo.cluster.planner.activations import activation_bytes
+from megatron_dppo.cluster.planner.devices import CONTEXT, gib
+from megatron_dppo.cluster.planner.facts import TrainerFacts, trainer_facts
+from megatron_dppo.cluster.planner.memory import state_bytes
+from megatron_dppo.cluster.planner.step_time import MOE_UTILISATION
 from megatron_dppo.config.layout import EXCHANGES
 from megatron_dppo.diagnostics.gpu_check import (
     Bench,
@@ -29,11 +34,6 @@ from megatron_dppo.diagnostics.gpu_check import (
     tiny_model,
 )
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.cluster.planner.activations import activation_bytes
-from megatron_dppo.cluster.planner.devices import CONTEXT, gib
-from megatron_dppo.cluster.planner.facts import TrainerFacts, trainer_facts
-from megatron_dppo.cluster.planner.memory import state_bytes
-from megatron_dppo.cluster.planner.step_time import MOE_UTILISATION
 from megatron_dppo.system.network import free_port
 
 if TYPE_CHECKING:

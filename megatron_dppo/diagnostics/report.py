@@ -1,4 +1,6 @@
-"""``report.png``: figures of one run, or a comparison of several, on one page; and its panels, metrics over steps.
+"""Draw a run, or compare several.
+
+``report.png`` has the figures of one run, or a comparison of several, on one page: panels of metrics over steps.
 
 With one run, colours stand for quantities; with several, colours stand for runs and line styles for
 quantities. The colours are those of Okabe and Ito, made for colour-blind readers.

@@ -1,4 +1,6 @@
-"""Data sets: ``megatron-dppo data prepare NAME --from SOURCE --out FILE``, ``megatron-dppo data generate TASK --out
+"""Prepare and inspect problems, check a reward on them.
+
+``megatron-dppo data prepare NAME --from SOURCE --out FILE``, ``megatron-dppo data generate TASK --out
 FILE``, ``megatron-dppo data inspect FILE`` and ``megatron-dppo data check-rewards FILE``; docs/data.md tells more."""
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ def _setting(word: str) -> tuple[str, Any]:
 
 def _inspect(options: argparse.Namespace) -> int:
     from megatron_dppo.config.data_schema import RewardConfig
-    from megatron_dppo.data.inspection import Inspection, inspect
     from megatron_dppo.data.problems import DataKeys, PromptForm, load_tokenizer
+    from megatron_dppo.diagnostics.data_inspection import Inspection, inspect
 
     _require_reward(options.reward)
     inspection = Inspection(
@@ -94,7 +96,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _check_rewards(options: argparse.Namespace) -> int:
-    from megatron_dppo.data.inspection import check_rewards
+    from megatron_dppo.diagnostics.data_inspection import check_rewards
 
     _require_reward(options.reward)
     return check_rewards(options.file, options.reward, options.timeout, options.workers)

@@ -1,0 +1,4 @@
+"""Annex: runs on a cluster. Planner, preflight and Slurm.
+
+The core never imports it. Its commands and start checks are entry points of the package (pyproject.toml).
+"""

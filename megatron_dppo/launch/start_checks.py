@@ -1,0 +1,66 @@
+"""Start checks: whether a run can start on one machine, before any of its processes does.
+
+Packages register checks under the entry-point group ``megatron_dppo.start_checks`` (``system/plugins.py``). This
+package's own ones compare the run's memory with the machine's and compile a kernel where a server runs on GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_dppo.config import TrainConfig
+from megatron_dppo.config.machine import Machine, allocator_faults, machine_faults
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.launch.local import local_placement
+from megatron_dppo.launch.placement import PlacementError
+from megatron_dppo.system import plugins
+
+
+@dataclass(frozen=True)
+class StartCheck:
+    """The result of one start check.
+
+    Attributes:
+        faults: reasons why the run cannot start on the machine, one line each.
+        summary: a line that ``megatron-dppo train --check`` prints; empty if there is nothing to say.
+    """
+
+    faults: Sequence[str] = ()
+    summary: str = ""
+
+
+StartChecker = Callable[[TrainConfig, Machine], StartCheck]
+
+
+def check_start(config: TrainConfig, machine: Machine) -> StartCheck:
+    """Run every start check of ``config`` on ``machine``.
+
+    Returns:
+        The faults of the machine, of the registered checks and of the placement of processes; the summaries of all
+        checks, one line each.
+
+    Raises:
+        ValueError: a registered check cannot be imported, or returns something else than a StartCheck.
+    """
+    faults = list(machine_faults(config, machine))
+    summaries = []
+    for name, entry in plugins.find_plugins(plugins.START_CHECKS).items():
+        checker: StartChecker = plugins.load_plugin(entry)
+        result = checker(config, machine)
+        if not isinstance(result, StartCheck):
+            raise ValueError(
+                f"start check {name!r} ({entry.value}): got {type(result).__name__}, expected a StartCheck"
+            )
+        faults += result.faults
+        if result.summary:
+            summaries.append(result.summary)
+    if machine.gpus:
+        faults += allocator_faults(config.weight_sync.strategy, os.environ)
+    sections = ServerSections.of(config).where_generated
+    try:
+        local_placement(config.parallel.world_size, sections, machine)
+    except PlacementError as error:
+        faults.append(str(error))
+    return StartCheck(faults, "\n".join(summaries))

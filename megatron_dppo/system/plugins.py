@@ -1,0 +1,115 @@
+"""Plugins: the parts that this package and others register as entry points, found without importing them.
+
+A package registers a part under a group in its pyproject.toml::
+
+    [project.entry-points."megatron_dppo.commands"]
+    hello = "my_package.hello"
+
+The groups are the constants below. This package registers its own commands, start checks and reports in
+the same way, so that the core does not import them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+COMMANDS = "megatron_dppo.commands"
+"""Modules with ``main(arguments) -> int | None``; the first line of the module's docstring is the help text."""
+START_CHECKS = "megatron_dppo.start_checks"
+"""Functions ``(TrainConfig, Machine) -> StartCheck`` that judge whether a run can start on a machine."""
+RUN_REPORTS = "megatron_dppo.run_reports"
+"""Functions ``(run directory) -> Path`` that draw a finished run into a file of its directory."""
+TRACKERS = "megatron_dppo.trackers"
+"""Classes of experiment trackers: ``megatron_dppo.metrics.trackers.ExperimentTracker``."""
+
+_DISTRIBUTION = "megatron-dppo"
+_PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+"""The project file of a clone. A wheel has none, and its metadata lists the entry points."""
+
+
+def find_plugins(group: str) -> dict[str, EntryPoint]:
+    """Find the entry points of ``group`` by name, this package's own first.
+
+    An entry point of this package whose module is missing is left out: a tree without ``cluster/`` or
+    ``diagnostics/`` works, without what they register.
+
+    Raises:
+        ValueError: two distributions register the same name.
+    """
+    plugins: dict[str, EntryPoint] = {}
+    owners: dict[str, str] = {}
+    for distribution, entry in [*_own_entries(group), *_foreign_entries(group)]:
+        if entry.name in plugins:
+            raise ValueError(
+                f"entry point {entry.name!r} of group {group!r}: {owners[entry.name]} and {distribution} both register "
+                f"it, expected one distribution"
+            )
+        plugins[entry.name] = entry
+        owners[entry.name] = distribution
+    return plugins
+
+
+def _own_entries(group: str) -> Iterator[tuple[str, EntryPoint]]:
+    for entry in _declared_entries(group):
+        if module_file(entry.module) is not None:
+            yield _DISTRIBUTION, entry
+
+
+def _declared_entries(group: str) -> list[EntryPoint]:
+    """The entry points that this package declares: in a clone by its project file, else by its metadata."""
+    if _PROJECT.is_file():
+        project = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
+        if project["name"] == _DISTRIBUTION:
+            declared = project.get("entry-points", {}).get(group, {})
+            return [EntryPoint(name, value, group) for name, value in declared.items()]
+    own = importlib.metadata.distribution(_DISTRIBUTION)
+    return [entry for entry in own.entry_points if entry.group == group]
+
+
+def _foreign_entries(group: str) -> Iterator[tuple[str, EntryPoint]]:
+    for entry in importlib.metadata.entry_points(group=group):
+        distribution = entry.dist.name if entry.dist is not None else "an unnamed distribution"
+        if distribution != _DISTRIBUTION:
+            yield distribution, entry
+
+
+def module_file(module: str) -> Path | None:
+    """The source file of ``module``, found without importing it or its parent packages; None if there is none."""
+    package, *rest = module.split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin else None
+    for folder in spec.submodule_search_locations or ():
+        path = Path(folder).joinpath(*rest)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+def help_line(entry: EntryPoint) -> str:
+    """The first line of the docstring of the plugin's module, without its full stop; empty if there is none."""
+    file = module_file(entry.module)
+    if file is None:
+        return ""
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0].rstrip(".")
+
+
+def load_plugin(entry: EntryPoint) -> Any:
+    """Import the object that ``entry`` names. Raises ValueError if it cannot be imported."""
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"entry point {entry.name!r} of group {entry.group!r}: {entry.value!r} cannot be imported: {error}"
+        ) from error
