@@ -44,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.check:
             print(_checked(config, options))
+            # The check before a start leaves them to rank 0, which logs them.
+            if options.answers is None and (changes := _changes(config)) is not None:
+                print(changes)
             here = check_start(config, this_machine())
             print(here.summary)
             folder = config.model.hf_checkpoint
@@ -87,6 +90,13 @@ def _checked(config: TrainConfig, options: argparse.Namespace) -> str:
     if faults:
         raise ConfigError(faults, options.config)
     return layout
+
+
+def _changes(config: TrainConfig) -> str | None:
+    """Which keys changed since the checkpoint that a start would go on from."""
+    from megatron_dppo.loop.resuming import changes_since_checkpoint
+
+    return changes_since_checkpoint(config)
 
 
 def _check_world(size: int, source: str) -> None:

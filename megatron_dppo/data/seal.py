@@ -39,6 +39,10 @@ class SealError(RunError):
         )
 
 
+class AlteredWeightsError(RunError):
+    """The trainer's weights are not those that its last step made."""
+
+
 def text_digest(*values: Any) -> str:
     """Hash of JSON-able values: 32 hexadecimal digits."""
     return xxhash.xxh3_128(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -50,12 +50,17 @@ class RunState:
         sampler: position in the data (``Sampler.state_dict``).
         identity: settings that must not change between starts, see :func:`identity_of`, and ``FILES``.
         records: what was recorded until then (``Recorder.mark``).
+        weights: hash of the policy's weights (``Trainer.weights_digest``) by the form that it is of
+            (``Trainer.weights_form``); empty where an earlier version wrote the checkpoint.
+        settings: the whole configuration of the start that wrote the checkpoint; likewise.
     """
 
     step: int = 0
     sampler: dict[str, Any] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
     records: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The state as plain JSON values."""
@@ -65,7 +70,7 @@ class RunState:
     def from_json(cls, values: dict[str, Any]) -> RunState:
         """Inverse of :meth:`to_json`. Raises ResumeError for missing or unknown fields."""
         expected = set(cls.__dataclass_fields__)
-        if set(values) != expected:
+        if not expected - _LATER_FIELDS <= set(values) <= expected:
             raise ResumeError(
                 f"run state in the checkpoint has fields {sorted(values)}, expected {sorted(expected)}; "
                 "it was written by another version"
@@ -84,6 +89,32 @@ class RunState:
                 f"{checkpoint} belongs to another run ({'; '.join(differences)}); give back these "
                 "values, or name another run.directory, or start anew with run.resume=never"
             )
+
+    def check_weights(self, form: str, digest: str, checkpoint: Path) -> None:
+        """Raise DamagedCheckpointError unless loaded weights have the hash of those that the step made.
+
+        Hashes are compared where the ranks hold the same ``form`` of parameters as those that saved.
+        """
+        expected = self.weights.get(form, digest)
+        if digest != expected:
+            raise DamagedCheckpointError(
+                f"{checkpoint}: its weights have the hash {digest}, expected {expected}, the hash of the "
+                f"weights that step {self.step} made"
+            )
+
+    def changed_settings(self, settings: Mapping[str, Any]) -> list[str]:
+        """Each key of the configuration whose value is not that of the start that saved, with both values."""
+        if not self.settings:
+            return []
+        saved, present = flat_settings(self.settings), flat_settings(settings)
+        changes = []
+        for key in sorted(saved.keys() | present.keys()):
+            before, after = (
+                repr(flat[key]) if key in flat else "not set" for flat in (saved, present)
+            )
+            if before != after:
+                changes.append(f"{key}: {before} there, {after} now")
+        return changes
 
     def check_files(self, files: Mapping[str, str], checkpoint: str) -> None:
         """Raise ResumeError, naming each file of ``files`` that is not as it was when the run began with it.
@@ -109,6 +140,52 @@ class RunState:
             raise ResumeError(
                 f"{checkpoint} was begun with other files: {', '.join(sorted(odd))} came or went since"
             )
+
+
+_LATER_FIELDS = {"weights", "settings"}
+"""Fields that checkpoints of earlier versions lack."""
+
+
+def settings_of(config: TrainConfig) -> dict[str, Any]:
+    """The whole configuration as plain JSON, but for what each start may say of itself."""
+    settings = config.model_dump(mode="json")
+    del settings["run"]["resume"]
+    return settings
+
+
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``settings`` by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= flat_settings(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
+def changes_of(state: RunState, settings: Mapping[str, Any]) -> str | None:
+    """A sentence with each key of the configuration that changed since the checkpoint; None where none did."""
+    changes = state.changed_settings(settings)
+    if not changes:
+        return None
+    return (
+        f"the configuration changed since the checkpoint of step {state.step}: {'; '.join(changes)}; "
+        "docs/checkpoints.md says what a run is held to"
+    )
+
+
+def changes_since_checkpoint(config: TrainConfig) -> str | None:
+    """As ``changes_of``, of the checkpoint that a start would go on from; None also where there is none."""
+    if config.run.resume == "never":
+        return None
+    directory = Path(config.run.directory) / records.CHECKPOINTS_FOLDER
+    survey = CheckpointDirectory(directory, config.checkpoint.keep).survey()
+    if not survey.complete:
+        return None
+    state = RunState.from_json(read_manifest(survey.complete[-1].path)["state"])
+    return changes_of(state, settings_of(config))
 
 
 def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
@@ -242,6 +319,7 @@ def resume(
     for checkpoint in reversed(survey.complete):
         try:
             state = RunState.from_json(store.load(trainer, checkpoint))
+            state.check_weights(trainer.weights_form(), trainer.weights_digest(), checkpoint.path)
         except DamagedCheckpointError as error:
             if checkpoints.on_damage == "refuse":
                 raise refused_damage(str(error), survey.complete[:-1]) from error

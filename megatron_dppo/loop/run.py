@@ -32,7 +32,15 @@ from megatron_dppo.loop.evaluation import Evaluations, Evaluator, last_due
 from megatron_dppo.loop.inputs import BackgroundHashes, RunData, model_files
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.recorder import Recorder, RecordingError, SampleMaker, StepProfiler
-from megatron_dppo.loop.resuming import FILES, ResumeError, RunState, identity_of, resume
+from megatron_dppo.loop.resuming import (
+    FILES,
+    ResumeError,
+    RunState,
+    changes_of,
+    identity_of,
+    resume,
+    settings_of,
+)
 from megatron_dppo.loop.rollout_figures import (
     STALE_ANCHOR,
     FrequencyError,
@@ -56,6 +64,7 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.rewards import RewardUnavailableError
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.trainer.checkpoint.directory import suspect_folder
 from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 from megatron_dppo.trainer.collectives import any_rank, on_rank_0
 from megatron_dppo.trainer.hugging_face import (
@@ -226,7 +235,7 @@ class Run:
             raise
         except (FrequencyError, GapError):
             # Before the step's first update, on every rank: the weights are those of the step before.
-            self.stop("the batch was not trained on; its weights are kept for megatron-dppo doctor")
+            self.stop("the batch was not trained on", suspect=True)
             raise
         except BaseException:
             # What is open is closed next.
@@ -271,6 +280,8 @@ class Run:
             seal = self.seals.check(step, batch)
         self._take_devices()
         self._check_checkpoint()
+        with self.timer("train"):
+            self._check_weights()
         self.samples.take(step, batch)
         with self.timer("train"):
             planned = self.learner.plan(batch)
@@ -319,6 +330,7 @@ class Run:
         """Export the policy, compare the export with the trainer, write report and summary, and send the export."""
         difference = None
         self._take_devices()
+        self._check_weights()
         self._finish_checkpoint()
         self.fence.check_together()
         if self.config.checkpoint.export_hf:
@@ -337,13 +349,20 @@ class Run:
                 run = self.config.run
                 on_rank_0(partial(upload_export, run.directory, repository, run.steps))
 
-    def stop(self, reason: str) -> None:
-        """Leave a checkpoint of the last completed step."""
+    def stop(self, reason: str, *, suspect: bool = False) -> None:
+        """Leave a checkpoint of the last completed step; a ``suspect`` one is for the doctor, and no start loads it."""
         self._take_devices()
+        resumes_after = self.saved_step if suspect else self.state.step
         if self.state.step > self.saved_step:
-            self._save_checkpoint()
+            self._save_checkpoint(suspect=suspect)
         self._finish_checkpoint()
-        log.info("%s; the same command resumes after step %d", reason, self.state.step)
+        if resumes_after < self.state.step:
+            folder = suspect_folder(self.store.directory, self.state.step)
+            reason = (
+                f"{reason}; the weights of step {self.state.step} are in {folder} for megatron-dppo doctor, and no "
+                f"start goes on from them unless the folder is renamed to {folder.stem}"
+            )
+        log.info("%s; the same command resumes after step %d", reason, resumes_after)
 
     # --- its parts
 
@@ -366,6 +385,9 @@ class Run:
         if state is None:
             return RunState(sampler=self.sampler.state_dict(), identity=identity)
         self.saved_step = state.step
+        changes = changes_of(state, settings_of(self.config))
+        if changes is not None and self.trainer.topology.rank == 0:
+            log.warning("%s", changes)
         try:
             self.sampler.load_state_dict(state.sampler)
         except ValueError as error:
@@ -503,12 +525,23 @@ class Run:
             except OSError as error:
                 raise RecordingError(f"rollout.save: {folder}: {error.strerror}") from error
 
-    def _save_checkpoint(self) -> None:
-        """Begin a checkpoint of this step; end the one before it."""
+    def _save_checkpoint(self, *, suspect: bool = False) -> None:
+        """Begin a checkpoint of this step; end the one before it. Nothing is saved of weights that no step made."""
+        state = self.state
         with self.timer("checkpoint"), patience("others save"):
-            self.state.records = on_rank_0(lambda: self.recorder.mark(self.state.step))
-            self.store.save(self.trainer, self.state.step, self.state.to_json())
-        self.saved_step = self.state.step
+            digest = self._check_weights()
+            state.weights = {self.trainer.weights_form(): digest}
+            state.settings = on_rank_0(lambda: settings_of(self.config))
+            state.records = on_rank_0(lambda: self.recorder.mark(state.step))
+            self.store.save(self.trainer, state.step, state.to_json(), suspect=suspect)
+        if not suspect:
+            self.saved_step = state.step
+
+    def _check_weights(self) -> str:
+        """Raise AlteredWeightsError, on every rank, unless the trainer holds what the last step made; its hash."""
+        digest = self.trainer.weights_digest()
+        self.seals.check_weights(self.state.step, digest)
+        return digest
 
     def _check_checkpoint(self) -> None:
         """End the run where the checkpoint in the making failed."""

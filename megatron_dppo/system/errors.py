@@ -34,6 +34,7 @@
       DisagreementError                 what was saved of a step is not what was recorded of it
       BatchFormatError                  saved trajectories
       SealError                         a batch is not the one that was made, or not made as the run says
+      AlteredWeightsError               the trainer's weights are not those that its last step made
       ExchangeError                     trajectories between ranks
       StalenessError                    a response of too old weights
       MixedVersionsError                an evaluation of more than one version

@@ -372,6 +372,13 @@ class Trainer:
         )
         return text_digest(digest_by_rank)
 
+    def weights_form(self) -> str:
+        """Hash of who holds which parameters, and of their shapes and dtypes; values are not read. Hashes of
+        :meth:`weights_digest` can be compared where their forms are equal. Collective."""
+        parameters = model.named_parameters(self.chunks).items()
+        form = [[chunk, name, list(p.shape), str(p.dtype)] for (chunk, name), p in parameters]
+        return text_digest(all_gather_json(text_digest(form)))
+
     def base_weights(self) -> Mapping[ParameterKey, Tensor]:
         """This rank's weights without any adapters: with ``lora``, the frozen ones. Not collective."""
         self.check_resident("read weights", "weights")

@@ -13,7 +13,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,23 +66,35 @@ PENDING = TypeAdapter(list[Pending])
 
 
 def pending(*, callers: bool) -> list[Pending]:
-    """Collectives of this process that have not ended, the oldest first.
+    """Collectives of this process that have not ended, the oldest first. Groups that were destroyed have none: the
+    recorders keep what was under way in them until the backend's own limit.
 
     ``callers``: name the lines that asked for them. For that torch imports its compiler in the calling
     thread: only where the main thread, which imports it too, waits in one of these collectives.
     """
+    ranks = known_groups()
+    dumps: list[Any] = [getattr(_distributed_c10d, name, None) for name in DUMPS]
+    # All entries, the ended ones too: a batch of NCCL is known by the one that closes it.
+    traces = [pickle.loads(dump(True, callers, False)) for dump in dumps if dump is not None]
+    waiting = [each for trace in traces for each in read_trace(_of_groups(trace, ranks), ranks)]
+    return sorted(waiting, key=lambda each: each.since_ns)
+
+
+def known_groups() -> dict[str, tuple[int, ...]]:
+    """Global ranks of each process group of this rank that was not destroyed, by the group's name."""
     groups = list(distributed_c10d._world.pg_group_ranks.items())
-    ranks = {
+    return {
         str(group.group_name): tuple(members)
         for group, members in groups
         # Torch keeps a number for groups without this rank.
         if isinstance(group, ProcessGroup)
     }
-    dumps: list[Any] = [getattr(_distributed_c10d, name, None) for name in DUMPS]
-    # All entries, the ended ones too: a batch of NCCL is known by the one that closes it.
-    traces = [pickle.loads(dump(True, callers, False)) for dump in dumps if dump is not None]
-    waiting = [each for trace in traces for each in read_trace(trace, ranks)]
-    return sorted(waiting, key=lambda each: each.since_ns)
+
+
+def _of_groups(trace: Mapping[str, Any], groups: Container[str]) -> dict[str, Any]:
+    """The dump ``trace`` without entries of groups that are not in ``groups``, the names that torch knows."""
+    entries = [e for e in trace.get("entries", ()) if e["process_group"][0] in groups]
+    return {**trace, "entries": entries}
 
 
 def read_trace(trace: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> list[Pending]:

@@ -40,7 +40,8 @@ def resume_worker(folder: str) -> dict[str, Any]:
     identity = identity_of(trainer.config, "abc")
     for step in (1, 2):
         train(trainer, 1)
-        store.save(trainer, step, RunState(step, {}, identity).to_json())
+        weights = {trainer.weights_form(): trainer.weights_digest()}
+        store.save(trainer, step, RunState(step, {}, identity, weights=weights).to_json())
     if rank == 0:
         remember_checkpoint(at, 2)
         records = "".join(json.dumps({"step": step}) + "\n" for step in range(3))
@@ -69,6 +70,15 @@ def resume_worker(folder: str) -> dict[str, Any]:
     }
     out["renamed"] = names_in(at / "checkpoints")
     out["again"] = start()
+    # Weights that another step's hash is remembered for, as if memory had changed before they were written.
+    train(trainer, 2)
+    store.save(trainer, 3, RunState(3, {}, identity, weights=weights).to_json())
+    out["unknown"] = start()
+    out["known"] = start(on_damage="previous")
+    # Weights of a run that a fault of numbers ended are no checkpoint, and delete none.
+    store.save(trainer, 4, RunState(4, {}, identity).to_json(), suspect=True)
+    out["suspect"] = start()
+    out["kept"] = names_in(at / "checkpoints")
     if rank == 0:
         shutil.rmtree(at / "checkpoints")
     dist.barrier()
@@ -96,7 +106,18 @@ def test_starts_over_damaged_and_missing_checkpoints(tmp_path: Path) -> None:
         assert "checkpoint.on_damage=previous goes on from step_000001" in got["refused"]
         assert got["previous"] == got["again"] == "step 1 of 1"
         assert got["renamed"] == ["step_000001", "step_000002.damaged-1"]
+        assert got["unknown"].startswith("DamagedCheckpointError: ")
+        assert "step_000003: its weights have the hash" in got["unknown"]
+        assert "checkpoint.on_damage=previous goes on from step_000001" in got["unknown"]
+        assert got["known"] == got["suspect"] == "step 1 of 1"
+        assert got["kept"] == [
+            "step_000001",
+            "step_000002.damaged-1",
+            "step_000003.damaged-1",
+            "step_000004.suspect",
+        ]
         assert "no checkpoint, though one of step 2 was written" in got["gone"]
         assert got["never"].startswith("step 0")
         assert got["left"] == []
-        assert got["earlier"] == [3, 3]
+        # A copy for each of both starts that fell back, and what the fresh start set aside.
+        assert got["earlier"] == [3, 3, 3]

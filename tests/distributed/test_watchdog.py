@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -64,3 +67,35 @@ def test_a_look_imports_nothing_beside_the_main_thread() -> None:
     assert run_ranks(
         "tests.distributed.test_watchdog:looking_worker", 1, timeout=60, own_interpreter=True
     ) == [[]]
+
+
+def breaking_off_worker() -> list[list[str]]:
+    """The operations that the watchdog counts while an engine that joined a weight update hangs, and once the update
+    is broken off: torch keeps the broadcast in its recorder for half a minute more."""
+    import torch
+
+    from megatron_dppo.weight_sync.strategies import BroadcastGroup
+
+    init_distributed(1)
+    group = BroadcastGroup(ranks=1, address="127.0.0.1", device="cpu", timeout_s=1.0)
+    store = dist.TCPStore("127.0.0.1", group.port, 2, False)
+    for prefix in (group.name, f"{group.name}/", "cpu/"):
+        store = dist.PrefixStore(prefix, store)
+    engine = threading.Thread(
+        target=lambda: held.append(dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=60))),
+        daemon=True,
+    )
+    held: list[dist.ProcessGroupGloo] = []
+    engine.start()
+    group.wait(group.joined)
+    # More than the sockets' buffers take.
+    group.broadcast(torch.zeros(1 << 24, dtype=torch.uint8))
+    while not (during := [each.name for each in watchdog.pending(callers=False)]):
+        time.sleep(0.01)
+    group.abort()
+    return [during, [each.name for each in watchdog.pending(callers=False)]]
+
+
+def test_a_weight_update_that_was_broken_off_is_not_waited_for() -> None:
+    (seen,) = run_ranks("tests.distributed.test_watchdog:breaking_off_worker", 1, timeout=60)
+    assert seen == [["gloo:broadcast"], []]

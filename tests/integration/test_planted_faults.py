@@ -412,7 +412,8 @@ def test_the_doctor_names_a_tokenizer_that_drifted(place, tmp_path):
 
 
 def test_a_gap_that_stops_a_run_leaves_what_the_doctor_needs(place, tmp_path, monkeypatch):
-    """No checkpoint is due: that of the step before is written for the batch that was not trained on."""
+    """No checkpoint is due: the weights of the step before are kept for the batch that was not trained on, and no start
+    goes on from them."""
     fault = FAULTS["weights one version old"]
     fault.plant(monkeypatch)
     own = ("checkpoint.every=50", "rollout.largest_gap=1e-6")
@@ -423,6 +424,31 @@ def test_a_gap_that_stops_a_run_leaves_what_the_doctor_needs(place, tmp_path, mo
     assert steps_of(end.directory)[-1] == 1
     (finding,) = examined(end.directory, 2)["findings"]
     assert finding.startswith(fault.findings[0])
+    assert checkpoints_of(end.directory) == ["step_000001.suspect"]
+
+
+def checkpoints_of(directory: Path) -> list[str]:
+    return sorted(folder.name for folder in (directory / "checkpoints").glob("*"))
+
+
+def test_a_bit_that_flips_in_a_weight_is_neither_trained_on_nor_saved(place, tmp_path, monkeypatch):
+    """It flips while the batch of step 3 is generated; the engine has the weights of before."""
+    step_of = run.Run.step
+
+    def with_flip(self: run.Run) -> None:
+        if self.state.step == 2:
+            weight = next(iter(self.trainer.base_weights().values()))
+            weight.view(-1)[0] = -1.8e36
+        step_of(self)
+
+    monkeypatch.setattr(run.Run, "step", with_flip)
+    settings = ("checkpoint.every=50", "checkpoint.export_hf=true")
+    end = looped(place, tmp_path / "run", 4, *settings)
+    assert end.error is not None
+    assert "AlteredWeightsError" in end.error
+    assert steps_of(end.directory)[-1] == 2
+    assert checkpoints_of(end.directory) == []
+    assert not (end.directory / "hf").exists()
 
 
 def test_the_doctor_names_a_recording_of_other_experts_than_the_engine_used(tmp_path):

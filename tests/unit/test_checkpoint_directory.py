@@ -20,6 +20,8 @@ from megatron_dppo.trainer.checkpoint.directory import (
     check_content,
     check_sizes,
     read_manifest,
+    suspect_folder,
+    suspect_folders,
 )
 
 
@@ -63,6 +65,20 @@ def test_a_run_that_went_back_keeps_its_own(tmp_path: Path) -> None:
         save(directory, step)
     assert steps(directory) == [20, 100]
     assert directory.complete()[-1].serial == 4
+
+
+def test_suspect_weights_are_no_checkpoint_until_they_are_renamed(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path, keep=1)
+    save(directory, 20)
+    for step in (30, 31):
+        partial = directory.begin(step)
+        files = {"a": write_hashed(partial.path / "a", f"a of step {step}".encode())}
+        directory.publish(partial, {"files": files}, suspect=True)
+    assert steps(directory) == [20]
+    assert suspect_folders(tmp_path) == [suspect_folder(tmp_path, 31)]
+    assert names(tmp_path) == ["step_000020", "step_000031.suspect"]
+    suspect_folder(tmp_path, 31).rename(tmp_path / "step_000031")
+    assert steps(directory) == [20, 31]
 
 
 @pytest.mark.parametrize("keep", [0, -1])

@@ -628,12 +628,14 @@ def test_what_was_not_examined_is_not_said_to_be_well(run, tmp_path):
 
 def test_of_a_run_with_adapters_or_no_end_no_weights_are_taken_for_the_policys(run, tmp_path):
     folder = tmp_path / "run"
-    for name in ("checkpoints/step_000001", "hf"):
+    suspects = ("checkpoints/step_000001.suspect", "checkpoints/step_000003.suspect")
+    for name in ("checkpoints/step_000001", *suspects, "hf"):
         (folder / name).mkdir(parents=True)
     (folder / "hf" / "config.json").write_text("{}")
     options = argparse.Namespace(run=folder, weights=["7=merged"])
     last = run.config.model_copy(update={"run": run.config.run.model_copy(update={"steps": 5})})
-    of_whole = {0: Path(run.start), 1: folder / "checkpoints" / "step_000001", 7: Path("merged")}
+    checkpoints = {1: folder / "checkpoints" / "step_000001", 3: folder / suspects[1]}
+    of_whole = {0: Path(run.start), **checkpoints, 7: Path("merged")}
     assert weights_by_version(options, last) == of_whole
     (folder / "metrics.jsonl").write_text('{"step": 4}\n')
     assert weights_by_version(options, last) == of_whole

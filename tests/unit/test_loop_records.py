@@ -11,13 +11,21 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.loop.inputs import model_files
 from megatron_dppo.loop.recorder import Recorder, RecordingError
-from megatron_dppo.loop.resuming import FILES, ResumeError, RunState, check_resume, identity_of
+from megatron_dppo.loop.resuming import (
+    FILES,
+    ResumeError,
+    RunState,
+    changes_since_checkpoint,
+    check_resume,
+    identity_of,
+    settings_of,
+)
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.system.files import sha256_of
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory
+from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory, DamagedCheckpointError
 from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal
 from tests.unit.test_batch_file import flipped
@@ -226,6 +234,45 @@ def test_a_state_of_another_version_is_refused():
         RunState.from_json({"step": 3})
 
 
+def test_a_state_of_before_weights_and_settings_were_kept_is_read(tmp_path):
+    values = RunState(3, {"a": 1}, {}).to_json()
+    del values["weights"], values["settings"]
+    state = RunState.from_json(values)
+    state.check_weights("form", "any", tmp_path)
+    assert state.changed_settings(settings_of(config(tmp_path))) == []
+
+
+def test_a_state_knows_its_weights(tmp_path):
+    state = RunState(3, weights={"form": "those"})
+    state.check_weights("form", "those", tmp_path)
+    state.check_weights("another layout's", "others", tmp_path)
+    with pytest.raises(DamagedCheckpointError, match="hash others, expected those"):
+        state.check_weights("form", "others", tmp_path)
+
+
+def test_a_resume_lists_what_changed_and_what_the_identity_lets_pass(checkpointed):
+    settings, state, _ = checkpointed
+    assert changes_since_checkpoint(settings) is None
+    changed = settings.model_copy(
+        update={
+            "rollout": settings.rollout.model_copy(update={"group_size": 16}),
+            "optimizer": settings.optimizer.model_copy(update={"lr": 0.125}),
+            "run": settings.run.model_copy(update={"resume": "required"}),
+            "environment": settings.environment.model_copy(update={"options": {"depth": 2}}),
+        }
+    )
+    check_resume(changed, "abc")
+    rollout, lr = settings.rollout.group_size, settings.optimizer.lr
+    assert state.changed_settings(settings_of(changed)) == [
+        "environment.options.depth: not set there, 2 now",
+        f"optimizer.lr: {lr!r} there, 0.125 now",
+        f"rollout.group_size: {rollout!r} there, 16 now",
+    ]
+    told = changes_since_checkpoint(changed)
+    assert told is not None
+    assert "rollout.group_size" in told
+
+
 def recorded(tmp_path, values, upto: int = 2) -> dict:
     """The mark of a checkpoint of the last step."""
     (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
@@ -305,7 +352,8 @@ def checkpointed(tmp_path):
         name: sha256_of(path)
         for name, path in model_files(settings.model.hf_checkpoint, None).items()
     }
-    state = RunState(2, {}, {**identity_of(settings, "abc"), FILES: files})
+    identity = {**identity_of(settings, "abc"), FILES: files}
+    state = RunState(2, {}, identity, settings=settings_of(settings))
     folders = CheckpointDirectory(tmp_path / "checkpoints", 2)
     begun = folders.begin(2)
     folders.publish(begun, {"files": {}, "state": state.to_json(), "serial": begun.serial})

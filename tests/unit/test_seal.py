@@ -17,7 +17,7 @@ from safetensors.numpy import load, save
 
 from megatron_dppo.algorithms.inputs import group_relative, turn_relative
 from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, load_batch, save_batch
-from megatron_dppo.data.seal import Origin, Seal, SealError, row_digest
+from megatron_dppo.data.seal import AlteredWeightsError, Origin, Seal, SealError, row_digest
 from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
 from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet.generation import SamplingSeeds
@@ -106,6 +106,43 @@ def test_a_thousand_healthy_steps_pass():
         assert seals.check(step, batch_of(made(step))) is not None
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_a_batch_may_come_from_every_version_that_the_bound_allows_and_from_no_other(max_staleness):
+    """The batch of step 6 trains version 5; a version older than the bound is unknown by then."""
+    seals = BatchSeals(ORIGIN, max_staleness, keeps=True, replays=False)
+    for version in range(6):
+        seals.remember(version, f"weights {version}")
+
+    def sampled_by(version: int) -> list[Trajectory]:
+        answers = made(6)
+        stale = [
+            t.with_columns(weight_version=np.full_like(t.column("weight_version"), version))
+            for t in answers
+        ]
+        return [
+            t.stamped(SAMPLING.as_json(), answer.stamp.seed).scored(t.reward, t.advantage)
+            for t, answer in zip(stale, answers, strict=True)
+            if answer.stamp is not None
+        ]
+
+    for age in range(max_staleness + 1):
+        seal = seals.check(6, batch_of(sampled_by(5 - age)))
+        assert seal is not None
+        assert dict(seal.weights) == {v: f"weights {v}" for v in {5 - age, 5}}
+        seals._before = []
+    with pytest.raises(SealError, match=f"version {4 - max_staleness}, expected one of"):
+        seals.check(6, batch_of(sampled_by(4 - max_staleness)))
+
+
+def test_weights_are_those_that_the_last_step_made():
+    seals = checks()
+    seals.check_weights(STEP - 1, "weights 2")
+    with pytest.raises(
+        AlteredWeightsError, match="step 2 have the hash weights 1, expected weights 2"
+    ):
+        seals.check_weights(STEP - 1, "weights 1")
+
+
 # --- planted faults: what becomes of a batch between the server's answer and the trainer
 
 Fault = Callable[[list[Trajectory]], list[Trajectory]]
@@ -180,7 +217,7 @@ def with_top_p(batch: list[Trajectory]) -> list[Trajectory]:
 FAULTS: dict[str, tuple[Fault, str]] = {
     "wrong version": (
         at(1, with_row("weight_version", 0, 9)),
-        "weights: tokens 0 to 0 are of version 9, expected one of [0, 1, 2]",
+        "weights: tokens 0 to 0 are of version 9, expected one of [1, 2]",
     ),
     "swapped prompts": (with_swapped_prompts, "its prompt is not that of the problem"),
     "changed token": (at(2, with_token), "token_ids: got"),

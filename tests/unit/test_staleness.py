@@ -1,6 +1,7 @@
 """Staleness by token, its bound, and the figures of a batch, with numbers worked by hand."""
 
 import math
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from megatron_dppo.loop.rollout_figures import (
     trained_figures,
     with_gap_named,
 )
+from megatron_dppo.loop.rollout_sources import GeneratedRollouts, _Draft
 from megatron_dppo.loop.scoring import Selection
 from megatron_dppo.metrics import table as names
 from tests.unit.config_files import minimal
@@ -211,4 +213,33 @@ def test_a_gap_is_told_again_where_it_has_doubled(tmp_path, caplog):
         "0.00011",
         "0.00023",
         "0.0005",
+    ]
+
+
+class BegunBatches(GeneratedRollouts):
+    """A source that notes which batches it begins, in the place of generating them."""
+
+    def _begin(self, step: int) -> None:
+        self._drafts.append(_Draft(step))
+
+    def _clocks(self) -> tuple[float, ...]:
+        return ()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_a_batch_begins_once_its_oldest_token_can_keep_the_bound(tmp_path, max_staleness):
+    """Batch n trains version n - 1, so version v allows batches up to v + 1 + max_staleness, to the last."""
+    rollout = TrainConfig(**minimal(tmp_path)).rollout
+    rollout = rollout.model_copy(update={"max_staleness": max_staleness})
+    unused = cast(Any, None)
+    source = BegunBatches(rollout, *[unused] * 8, steps=6)
+    begun = []
+    for version in range(6):
+        if not source._drafts:
+            source._begin(version + 1)
+        source.run_ahead(version)
+        begun.append([draft.step for draft in source._drafts])
+        source._drafts.popleft()
+    assert begun == [
+        list(range(version + 1, min(version + 1 + max_staleness, 6) + 1)) for version in range(6)
     ]

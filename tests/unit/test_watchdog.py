@@ -99,7 +99,12 @@ def test_a_batch_is_as_its_last_entry():
 def test_the_recorders_of_gloo_and_of_nccl_are_both_read(monkeypatch):
     hung = entry(profiling_name="nccl:_all_gather_base", state="started")
     older = entry(time_created_ns=4 * SECOND)
-    traces = {"_dump_nccl_trace": [entry(retired=True), hung], "_dump_fr_trace": [older]}
+    destroyed = entry(process_group=("weights-1", ""), profiling_name="gloo:broadcast")
+    traces = {
+        "_dump_nccl_trace": [entry(retired=True), hung],
+        "_dump_fr_trace": [older, destroyed],
+    }
+    monkeypatch.setattr(watchdog, "known_groups", lambda: {"3": (0, 2)})
     for name, entries in traces.items():
         dump = pickle.dumps({"version": "2.10", "entries": entries})
         module = watchdog._distributed_c10d

@@ -180,12 +180,17 @@ def report_parts(case: Case) -> None:
 def weights_by_version(options: argparse.Namespace, config: TrainConfig) -> dict[int, Path]:
     """Folders of weights, by the steps after which the policy had them. Of a run with adapters, whose checkpoints hold
     nothing else, only the model that it began with, and where it began with adapters not even that."""
+    from megatron_dppo.trainer.checkpoint.directory import suspect_folders
+
     folders: dict[int, Path] = {}
     if not (config.lora.rank and config.lora.start_from):
         folders[0] = Path(config.model.hf_checkpoint)
     if not config.lora.rank:
-        checkpoints = sorted((options.run / CHECKPOINTS_FOLDER).glob("step_??????"))
-        folders |= {int(folder.name.removeprefix("step_")): folder for folder in checkpoints}
+        directory = options.run / CHECKPOINTS_FOLDER
+        checkpoints = sorted(directory.glob("step_??????"))
+        # Where a step has both, the checkpoint that a start would load is later in the list and counts.
+        for folder in [*suspect_folders(directory), *checkpoints]:
+            folders[int(folder.name[len("step_") : len("step_000000")])] = folder
     exported, last = options.run / EXPORT_FOLDER, config.run.steps
     is_recorded = (options.run / RECORDS_FILE).is_file()
     is_finished = is_recorded and any(step_of(r) == last for r in read_records(options.run))

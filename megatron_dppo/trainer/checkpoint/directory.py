@@ -4,6 +4,8 @@
     checkpoints/step_000040.partial-7/     being written, or left by a crash
     checkpoints/step_000040.replaced-7/    an older folder of that step, to be deleted
     checkpoints/step_000040.damaged-1/     what a start fell back past; nothing deletes it
+    checkpoints/step_000040.suspect/       complete, but of a run that a fault of numbers ended: for the
+                                           doctor, no start loads it; the next one replaces it
 
 A checkpoint is written into a partial folder (manifest last), synced to the disk and then renamed, so
 a folder of the first form is complete even if the writer crashed. Not collective: global rank 0
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 FORMAT = 1
 _COMPLETE = re.compile(r"step_(\d+)")
+_SUSPECT = ".suspect"
 _LEFTOVER = re.compile(r"step_\d+\.(?:partial|replaced)-(\d+)")
 
 
@@ -123,15 +126,23 @@ class CheckpointDirectory:
         folder.mkdir()
         return StoredCheckpoint(folder, step, serial)
 
-    def publish(self, partial: StoredCheckpoint, manifest: dict[str, Any]) -> Path:
+    def publish(
+        self, partial: StoredCheckpoint, manifest: dict[str, Any], *, suspect: bool = False
+    ) -> Path:
         """Write the manifest and rename the folder to its final name, which is returned.
 
-        ``manifest["files"]`` must name every file; all of them must be on the disk already.
+        ``manifest["files"]`` must name every file; all of them must be on the disk already. ``suspect``: under a name
+        that :meth:`survey` does not read; it replaces other suspect ones.
         """
         write_manifest(partial.path, {**manifest, "step": partial.step, "serial": partial.serial})
         # The manifest's name too, before the folder's own: a power cut must not leave a checkpoint without one.
         sync_to_disk(partial.path)
-        target = self.directory / _name(partial.step)
+        if suspect:
+            target = suspect_folder(self.directory, partial.step)
+            for path in suspect_folders(self.directory):
+                shutil.rmtree(path)
+        else:
+            target = self.directory / _name(partial.step)
         replaced = self.directory / f"{_name(partial.step)}.replaced-{partial.serial}"
         if target.exists():
             # A folder that is not empty can't be replaced by a rename: between the two this step has none, but older
@@ -160,6 +171,16 @@ class CheckpointDirectory:
         if not self.directory.is_dir():
             return []
         return sorted(path for path in self.directory.iterdir() if path.is_dir())
+
+
+def suspect_folder(directory: Path, step: int) -> Path:
+    """Where the weights of ``step`` lie that a fault of numbers ended the run with."""
+    return directory / f"{_name(step)}{_SUSPECT}"
+
+
+def suspect_folders(directory: Path) -> list[Path]:
+    """Complete checkpoints of runs that a fault of numbers ended, by step."""
+    return sorted(directory.glob(f"step_??????{_SUSPECT}"))
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:

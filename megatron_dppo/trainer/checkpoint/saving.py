@@ -91,6 +91,7 @@ class SaveTask:
         group: gloo, of all ranks, in their order.
         fence: called before anything gets its name or is deleted.
         published: called with the step on rank 0 once the checkpoint has its name.
+        suspect: publish under a name that no start loads, and leave the other checkpoints as they are.
     """
 
     target: SaveTarget
@@ -99,6 +100,7 @@ class SaveTask:
     group: ProcessGroup
     fence: Fence
     published: Callable[[int], None]
+    suspect: bool = False
 
     def run(self) -> Saved:
         """Write, publish, then delete the older ones beyond what is kept.
@@ -117,8 +119,9 @@ class SaveTask:
                 f"{self.target.needed / MIB:.1f} MiB, {self.target.free / MIB:.1f} MiB were free; older "
                 "checkpoints are as they were"
             ) from error
-        self.fence(self.group)
-        collectives.on_rank_0(self._prune, self.group, error=CheckpointError)
+        if not self.suspect:
+            self.fence(self.group)
+            collectives.on_rank_0(self._prune, self.group, error=CheckpointError)
         return Saved(path, partial.step, size, time.perf_counter() - began)
 
     def _write_and_publish(self) -> tuple[Path, int]:
@@ -162,8 +165,10 @@ class SaveTask:
         return write_headers(folder, items, self.target.partial.step)
 
     def _publish(self, files: dict[str, Any]) -> str:
-        path = self.target.folders.publish(self.target.partial, {**self.manifest, "files": files})
-        self.published(self.target.partial.step)
+        partial, content = self.target.partial, {**self.manifest, "files": files}
+        path = self.target.folders.publish(partial, content, suspect=self.suspect)
+        if not self.suspect:
+            self.published(partial.step)
         return str(path)
 
     def _prune(self) -> None:

@@ -104,6 +104,11 @@ class CheckpointStore:
         self._pending: saving.PendingSave | None = None
         self._saved: list[saving.Saved] = []
 
+    @property
+    def directory(self) -> Path:
+        """The checkpoints' folder."""
+        return self._folders.directory
+
     def survey(self) -> CheckpointSurvey:
         """What is there as global rank 0 sees it, the same on every rank."""
         survey = collectives.on_rank_0(
@@ -115,7 +120,9 @@ class CheckpointStore:
         """Give a damaged checkpoint a name under which nothing takes it for one, or deletes it."""
         collectives.on_rank_0(lambda: str(self._folders.set_aside(path)), error=CheckpointError)
 
-    def save(self, trainer: Trainer, step: int, state: dict[str, Any]) -> None:
+    def save(
+        self, trainer: Trainer, step: int, state: dict[str, Any], *, suspect: bool = False
+    ) -> None:
         """Write a checkpoint, publish it, then delete the older ones beyond ``keep``; first wait for the last save.
 
         In the background, what is written is the trainer's state at this call. A crash at any point leaves the older
@@ -125,6 +132,7 @@ class CheckpointStore:
             trainer: whose weights, optimizer, schedule and generators are saved.
             step: number of the step.
             state: of the loop; plain JSON, the same on every rank.
+            suspect: keep it for the doctor, under a name that no start loads; no older checkpoint is deleted for it.
 
         Raises:
             ValueError: ``state`` differs between ranks.
@@ -161,6 +169,7 @@ class CheckpointStore:
                 self._group,
                 self._fence,
                 self._published,
+                suspect,
             )
         )
         if not self._background:
