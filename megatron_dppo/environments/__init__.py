@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_dppo.rewards import USABLE_NUMBER, is_usable
+from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
@@ -214,15 +215,19 @@ ENVIRONMENTS: dict[str, str] = {
 
 
 def find_environment(name: str) -> Callable[..., Environment]:
-    """The class with this name in ``ENVIRONMENTS``, or a user's ``package.module:Class``.
+    """Find an environment's class by its name in ``ENVIRONMENTS``, its entry point's name, or ``package.module:Class``.
 
     Raises ValueError for any other name, and where it can't be imported.
     """
     target = name if ":" in name else ENVIRONMENTS.get(name)
     if target is None:
-        raise ValueError(
-            f"unknown environment {name!r}; there are {', '.join(sorted(ENVIRONMENTS))}, or package.module:Class"
-        )
+        registered = plugins.targets(plugins.ENVIRONMENTS)
+        if name not in registered:
+            names = ", ".join(sorted({*ENVIRONMENTS, *registered}))
+            raise ValueError(
+                f"unknown environment {name!r}; there are {names}, or package.module:Class"
+            )
+        target = registered[name]
     module, _, attribute = target.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

@@ -16,6 +16,7 @@ from numbers import Real
 from typing import Any, NamedTuple, Self
 
 from megatron_dppo.rewards.answers import gold_answer
+from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError
 
 _LONGEST_SHOWN_VALUE = 200
@@ -263,17 +264,19 @@ def _shown(value: Any) -> str:
 
 
 def find_reward(name: str) -> Reward:
-    """The reward with this name in ``REWARDS``, or a user's ``package.module:function``.
+    """Find a reward by its name in ``REWARDS``, by its entry point's name, or by ``package.module:function``.
 
     Raises ValueError for any other name; the message lists the names.
     """
     if ":" in name:
         return Reward(name)
-    if name not in REWARDS:
-        raise ValueError(
-            f"unknown reward {name!r}; there are {', '.join(sorted(REWARDS))}, or package.module:function"
-        )
-    return REWARDS[name]
+    if name in REWARDS:
+        return REWARDS[name]
+    registered = plugins.targets(plugins.REWARDS)
+    if name not in registered:
+        names = ", ".join(sorted({*REWARDS, *registered}))
+        raise ValueError(f"unknown reward {name!r}; there are {names}, or package.module:function")
+    return Reward(registered[name])
 
 
 # --- exact match of one integer: the demo's arithmetic problems

@@ -26,6 +26,10 @@ START_CHECKS = "megatron_dppo.start_checks"
 """Functions ``(TrainConfig, Machine) -> StartCheck`` that judge whether a run can start on a machine."""
 RUN_REPORTS = "megatron_dppo.run_reports"
 """Functions ``(run directory) -> Path`` that draw a finished run into a file of its directory."""
+REWARDS = "megatron_dppo.rewards"
+"""Reward functions or classes, as ``reward.name: package.module:function`` takes them."""
+ENVIRONMENTS = "megatron_dppo.environments"
+"""Classes of environments, as ``environment.name: package.module:Class`` takes them."""
 TRACKERS = "megatron_dppo.trackers"
 """Classes of experiment trackers: ``megatron_dppo.metrics.trackers.ExperimentTracker``."""
 
@@ -94,6 +98,11 @@ def module_file(module: str) -> Path | None:
             if file.is_file():
                 return file
     return None
+
+
+def targets(group: str) -> dict[str, str]:
+    """The entry points of ``group`` as ``package.module:attribute`` by name."""
+    return {name: entry.value for name, entry in find_plugins(group).items()}
 
 
 def help_line(entry: EntryPoint) -> str:

@@ -19,6 +19,7 @@ from megatron_dppo.config.schema import TrackingConfig, TrainConfig
 from megatron_dppo.metrics import trackers
 from megatron_dppo.metrics.records import set_aside
 from megatron_dppo.metrics.trackers import TrackedRun, Trackers, find_trackers, run_id
+from megatron_dppo.system import plugins
 from tests.extras import environment_with
 from tests.unit.config_files import minimal
 
@@ -197,7 +198,7 @@ def test_a_start_is_refused_over_a_missing_package(tmp_path):
 def test_an_installed_package_may_bring_one(tmp_path, monkeypatch):
     installed = tmp_path / "mine-1.0.dist-info"
     installed.mkdir()
-    entry = f"[{trackers.GROUP}]\nmine = planted_tracker:Mine\n"
+    entry = f"[{plugins.TRACKERS}]\nmine = planted_tracker:Mine\n"
     (installed / "entry_points.txt").write_text(entry)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (tmp_path / "planted_tracker.py").write_text("class Mine:\n    pass\n")

@@ -1,0 +1,1 @@
+"""Parts that one team adds to megatron_dppo; pyproject.toml registers them as entry points."""
