@@ -56,15 +56,15 @@ BINS = ("< .01", ".01 to .1", ".1 to .5", ".5 to .9", "≥ .9")
 Records = Mapping[str, Record]
 
 
-def claim_figure(claim: Claim, records: Records, seeds: Sequence[int]) -> Figure:
+def claim_figure(claim: Claim, records: Records) -> Figure:
     """What the claim's tests compare; of rules that should do alike, where each ends."""
     sides = [(side.setting, side.rule) for side in claim.sides]
     outcome = claim.sides[0].outcome
     if outcome in BY_PROBABILITY:
-        return probability_figure(sides, records, seeds)
+        return probability_figure(sides, records, claim.seeds)
     if all(test.margin is not None for test in claim.tests):
-        return ends_figure(sides, records, seeds)
-    return curves_figure(sides, CURVES[outcome], records, seeds)
+        return ends_figure(sides, records, claim.seeds)
+    return curves_figure(sides, CURVES[outcome], records, claim.seeds)
 
 
 def curves_figure(

@@ -38,35 +38,33 @@ DECIDED = ("reproduced", "not reproduced")
 COMPARABLE, ROUNDING = 3.0, 1e-6
 
 
-def verdict(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> str:
+def verdict(claim: Claim, records: Mapping[str, Record]) -> str:
     """One of ``DECIDED``, "out of reach here", or "not run yet" where a run is missing."""
     if claim.unreachable is not None:
         return "out of reach here"
-    differences = [test.difference(records, seeds) for test in claim.tests]
+    differences = [test.difference(records, claim.seeds) for test in claim.tests]
     if None in differences:
         return "not run yet"
     findings = [t.finding(d) for t, d in zip(claim.tests, differences, strict=True) if d]
     return "reproduced" if set(findings) == {Finding.AS_CLAIMED} else "not reproduced"
 
 
-def write_findings(
-    claims: Sequence[Claim], records: Mapping[str, Record], seeds: Sequence[int], folder: Path
-) -> Path:
+def write_findings(claims: Sequence[Claim], records: Mapping[str, Record], folder: Path) -> Path:
     """Write the page into ``folder`` and its figures into ``findings`` there; the page's path."""
     figures = folder / "findings"
     figures.mkdir(parents=True, exist_ok=True)
     for claim in claims:
-        if verdict(claim, records, seeds) in DECIDED:
-            save(claim_figure(claim, records, seeds), figures / f"{claim.name}.png")
+        if verdict(claim, records) in DECIDED:
+            save(claim_figure(claim, records), figures / f"{claim.name}.png")
     shown = [(setting, rule) for setting, rules in SHOWN.items() for rule in rules]
-    if all(SETTINGS[s].cell(rule, seed).key in records for s, rule in shown for seed in seeds):
-        save(curves_figure(shown, [names.REWARD], records, seeds), figures / "shown.png")
+    if all(SETTINGS[s].cell(rule, seed).key in records for s, rule in shown for seed in SEEDS):
+        save(curves_figure(shown, [names.REWARD], records, SEEDS), figures / "shown.png")
     page = folder / "findings.md"
-    write_atomically(page, page_of(claims, records, seeds))
+    write_atomically(page, page_of(claims, records))
     return page
 
 
-def page_of(claims: Sequence[Claim], records: Mapping[str, Record], seeds: Sequence[int]) -> str:
+def page_of(claims: Sequence[Claim], records: Mapping[str, Record]) -> str:
     """``findings.md``."""
     reasons = yaml.safe_load(REASONS.read_text(encoding="utf-8"))
     lines = [
@@ -74,7 +72,7 @@ def page_of(claims: Sequence[Claim], records: Mapping[str, Record], seeds: Seque
         "Claims of papers, and what becomes of them in a lab that two cores carry. Each claim of a paper, its tests "
         "and its runs were fixed in `examples/arena/claims.py` before the runs were made. What was registered after "
         "another was seen says so: it shares one side's runs with that, whose numbers made one ask; `prefix-order` "
-        f"came into the repository together with most of its runs. {len(seeds)} seeds a cell, Student's 95% interval "
+        f"came into the repository together with most of its runs. {len(SEEDS)} seeds a cell, Student's 95% interval "
         "of the difference between pairs of one seed. A claim is reproduced where all of its tests are as claimed. "
         "Written by `make arena` from what is kept of every step of every run; the lab, its tasks and the pilots: "
         "`examples/arena/README.md`.\n",
@@ -83,21 +81,21 @@ def page_of(claims: Sequence[Claim], records: Mapping[str, Record], seeds: Seque
         "|---|---|---|---|---|---|---|",
     ]
     for claim in claims:
-        word = verdict(claim, records, seeds)
+        word = verdict(claim, records)
         name = f"[{claim.name}](#{claim.name})" if word in DECIDED else claim.name
         note = claim.unreachable or (reasons.get(claim.name, "") if word in DECIDED else "")
         lines.append(
-            f"| {name} | {claim.source} | {claim.text} | **{word}** | {counted(claim, records, seeds)} "
-            f"| {confirmed(claim, records, seeds)} | {_cell(note)} |"
+            f"| {name} | {claim.source} | {claim.text} | **{word}** | {counted(claim, records)} "
+            f"| {confirmed(claim, records)} | {_cell(note)} |"
         )
     lines += ["", *settings_table(records)]
     for claim in claims:
-        if verdict(claim, records, seeds) in DECIDED:
+        if verdict(claim, records) in DECIDED:
             lines += [
                 f"## {claim.name}\n",
                 f"{claim.source}: {claim.text}.\n",
                 f"![{claim.text}](findings/{claim.name}.png)\n",
-                *tests_table(claim, records, seeds),
+                *tests_table(claim, records),
             ]
     return "\n".join([*lines, *all_rules(records)]) + "\n"
 
@@ -114,12 +112,12 @@ def in_real_loop_text(claims: Sequence[Claim], records: Mapping[str, Record]) ->
     ]
 
 
-def counted(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> str:
+def counted(claim: Claim, records: Mapping[str, Record]) -> str:
     """``7 as claimed, 1 open``; ``14 of 20 runs`` where some are missing."""
-    keys = [side.key(seed) in records for side in claim.sides for seed in seeds]
+    keys = [side.key(seed) in records for side in claim.sides for seed in claim.seeds]
     if not all(keys):
         return f"{sum(keys)} of {len(keys)} runs"
-    differences = [(test, test.difference(records, seeds)) for test in claim.tests]
+    differences = [(test, test.difference(records, claim.seeds)) for test in claim.tests]
     findings = Counter(test.finding(d) for test, d in differences if d is not None)
     return ", ".join(f"{findings[f]} {f.value}" for f in Finding if findings[f])
 
@@ -136,14 +134,14 @@ def in_real_loop(test: Comparison, records: Mapping[str, Record]) -> float | Non
     return first - second
 
 
-def confirmed(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> str:
+def confirmed(claim: Claim, records: Mapping[str, Record]) -> str:
     """``5 of 6``: tests of what is above in which the real loop's difference is on the side of the lab's mean; those of
     settings in which its mismatch is another by themselves. Of tests of a margin the largest difference. Empty without
     any."""
     sides: dict[bool, list[bool]] = {True: [], False: []}
     apart: dict[bool, list[float]] = {True: [], False: []}
     for test in claim.tests:
-        real, lab = in_real_loop(test, records), test.difference(records, seeds)
+        real, lab = in_real_loop(test, records), test.difference(records, claim.seeds)
         # A bin of mu without a token has no mean.
         if real is None or lab is None or math.isnan(real):
             continue
@@ -228,13 +226,13 @@ def _cell(text: str) -> str:
     return text.replace("|", r"\|")
 
 
-def tests_table(claim: Claim, records: Mapping[str, Record], seeds: Sequence[int]) -> list[str]:
+def tests_table(claim: Claim, records: Mapping[str, Record]) -> list[str]:
     rows = [
         "| difference | mean | 95% interval | claimed | finding | real loop, one run each |",
         "|---|---|---|---|---|---|",
     ]
     for test in claim.tests:
-        d = test.difference(records, seeds)
+        d = test.difference(records, claim.seeds)
         assert d is not None
         claimed = "above 0" if test.margin is None else f"within {test.margin:g} of 0"
         real = in_real_loop(test, records)

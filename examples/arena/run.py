@@ -1,6 +1,6 @@
 """``make arena``: rules side by side, under the claims of claims.py; then docs/findings.md and its figures.
 
-    python -m examples.arena.run [--quick] [--claim NAME ...] [--real | --only-findings] [--processes 2]
+    python -m examples.arena.run [--quick] [--claim NAME ...] [--lab | --real | --only-findings] [--processes 2]
     python -m examples.arena.run --only-findings --results docs/findings/results.jsonl.gz --out docs
 
 Every run is one line of ``results.jsonl``, which is never made again: an interrupted arena goes on where it was. The
@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,7 +31,6 @@ from examples.arena import lab, real_loop
 from examples.arena.claims import (
     CLAIMS,
     QUICK_SEEDS,
-    SEEDS,
     SETTINGS,
     SURVEYS,
     Claim,
@@ -47,28 +47,27 @@ KEPT = Path("docs/findings/results.jsonl.gz")
 QUICK_CLAIMS = ("mask-needed", "efficiency", "topk")
 
 
-def cells_of(claims: Sequence[Claim], seeds: Sequence[int]) -> list[Cell]:
+def cells_of(claims: Sequence[Claim]) -> list[Cell]:
     """Each run once, in the order of claims and seeds."""
     cells = {
         cell.key: cell
         for claim in claims
-        for seed in seeds
+        for seed in claim.seeds
         for side in claim.sides
         for cell in [SETTINGS[side.setting].cell(side.rule, seed)]
     }
     return list(cells.values())
 
 
-def others(seeds: Sequence[int]) -> list[Cell]:
+def others() -> list[Cell]:
     """The runs that no claim needs, in the order of ``SURVEYS``, all rules at one seed before the next."""
-    of_claims = {cell.key for cell in cells_of(CLAIMS, seeds)}
+    of_claims = {cell.key for cell in cells_of(CLAIMS)}
     cells = [
         SETTINGS[setting].cell(rule, seed)
         for survey in SURVEYS
         for seed in survey.seeds
         for setting in survey.settings
         for rule in survey.rules
-        if seed in seeds
     ]
     return [cell for cell in cells if cell.key not in of_claims]
 
@@ -227,8 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=[c.name for c in CLAIMS],
         help="only this one (may be repeated)",
     )
-    parser.add_argument("--real", action="store_true", help="the runs in the real loop alone")
-    parser.add_argument("--only-findings", action="store_true", help="draw what is there")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--lab", action="store_true", help="the claims' runs in the lab alone")
+    parts.add_argument("--real", action="store_true", help="the runs in the real loop alone")
+    parts.add_argument("--only-findings", action="store_true", help="draw what is there")
     parser.add_argument(
         "--processes", type=int, default=2, help="runs at a time, of one core each (default: 2)"
     )
@@ -245,17 +246,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{results}: no such file; those that are kept: --results {KEPT} --out docs")
     if results.suffix == ".gz" and not options.only_findings:
         parser.error(f"{results}: runs are added to lines of JSON, not to .gz; gunzip it first")
-    seeds = QUICK_SEEDS if options.quick else SEEDS
     chosen = options.claim or (QUICK_CLAIMS if options.quick else None)
     claims = [c for c in CLAIMS if chosen is None or c.name in chosen]
+    if options.quick:
+        claims = [replace(claim, seeds=QUICK_SEEDS) for claim in claims]
     if not options.only_findings:
         if not options.real:
-            make_runs(cells_of(claims, seeds), results, options.processes)
-        if not options.quick:
+            make_runs(cells_of(claims), results, options.processes)
+        if not (options.quick or options.lab):
             make_real_runs(real_cells(claims), results)
-        if not (options.real or chosen):
-            make_runs(others(seeds), results, options.processes)
-    print(write_findings(claims, read_results(results), seeds, options.out))
+        if not (options.real or options.lab or chosen):
+            make_runs(others(), results, options.processes)
+    print(write_findings(claims, read_results(results), options.out))
     return 0
 
 
