@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from examples.arena.claims import (
     SETTINGS,
     Claim,
-    Difference,
     Outcome,
     Record,
     Side,
@@ -30,6 +29,7 @@ from examples.arena.claims import (
     rare_ratio_error,
 )
 from examples.arena.lab import PROB_ERROR, RATIO_ERROR
+from examples.arena.significance import Difference
 from megatron_dppo.diagnostics.report import RUN_COLOURS, STYLE, centred_mean, finish
 from megatron_dppo.metrics import table as names
 from megatron_dppo.system.files import atomic_file

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from examples.arena.mismatches import MISMATCHES, Mismatch
+from examples.arena.readings import reading_of
 from examples.arena.sampler import PolicyCopy, Sampled
 from examples.arena.tasks import TASKS, Task
 from megatron_dppo.algorithms.policy_loss import build_algorithm
@@ -198,11 +199,10 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Names it among all."""
-        words = [_last_word(c) for c in self.changes]
-        return "/".join(
-            [self.task, self.mismatch, "-".join([self.algorithm, *words]), str(self.seed)]
-        )
+        """The name of the run among all, of which the rule's reading is a part."""
+        rule = "-".join([self.algorithm, *(_last_word(c) for c in self.changes)])
+        reading = reading_of(self.algorithm, self.changes)
+        return "/".join([self.task, self.mismatch, f"{rule}@{reading}", str(self.seed)])
 
 
 def _last_word(change: str) -> str:

@@ -149,7 +149,7 @@ def small_arena(folder: Path) -> None:
     ]
     page = (folder / "out" / "findings.md").read_text()
     assert (folder / "out" / "findings" / "even.png").is_file()
-    assert "| [even](#even) | nobody | all do well | **" in page
+    assert "| [even](#even) | nobody | all do well | undecided |" in page
 
     # Nothing is made again, and what is kept draws the same page.
     assert run.main(quick) == 0
