@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from megatron_dppo.rewards import REWARDS, exact_integer, find_reward
-from megatron_dppo.rewards.math_verify import final_answer, math_verify
+from megatron_dppo.rewards.answers import final_answer
+from megatron_dppo.rewards.math_verify import math_verify
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_exact_integer_wants_an_integer_to_compare_with():
         (r"\boxed {7}", "7"),
         (r"\fbox{7}", "7"),
         (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-        (r"first \boxed{3}, then cut off \boxed{4", "3"),
+        (r"first \boxed{3}, then cut off \boxed{4", ""),
         ("Thinking.\nAnswer: 34", "34"),
         ("**Answer:** $34$", "34"),
         (r"Answer: \boxed{34}", "34"),

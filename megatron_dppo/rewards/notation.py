@@ -1,0 +1,207 @@
+r"""Ways to write the same answer: digits of other scripts, thousands, mixed numbers, repeating decimals, currencies,
+units, and choices such as ``(B) 12``.
+
+``plain_notation`` writes an answer as the parser of math-verify reads it; the other functions say what two answers are
+compared by beside their values. Imports none of the rewards' libraries.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from megatron_dppo.rewards.answers import braced, in_ascii_punctuation
+
+_SUPERSCRIPTS = {ord(c): str(i) for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")} | {ord("⁻"): "-"}
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_ROOT = re.compile(r"√\s*(\d+(?:\.\d+)?|[a-zA-Z]|\([^()]*\))")
+
+_SIZES = re.compile(
+    r"\\(?:bf|rm|it|sf|tt|displaystyle|textstyle|tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z])\s*"
+)
+_THIN_SPACE = r"(?:\\[,;:! ]|~|\\thinspace\s|\{,\}|\\!,\\!|,\\!)"
+_SET_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_THIN_SPACE}\d{{3}})+(?!\d)")
+_TYPED_THOUSANDS = re.compile(r"([+-]?\d{1,3}(?:[ '_]\d{3})+)((?:\.\d+)?(?:\s*\D.*)?)")
+_LAYOUT_SPACE = re.compile(r"~|(?<!\\)\\[,;: ]|\\!|\\q?quad(?![a-zA-Z])")
+_REPEATING = re.compile(
+    r"(\d*)\.(\d*?)(?:\\overline\s*\{(\d+)\}|\\bar\s*\{(\d+)\}|\\dot\s*\{(\d)\}|\((\d+)\))"
+)
+_MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)\s*/\s*(\d+)")
+_MIXED_FORMULA = re.compile(r"([+-]?\d+)\s+(\\[dtc]?frac)")
+_EXPONENT = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)[eE]([+-]?\d+)")
+_CURRENCY = re.compile(
+    r"([+-]?)\s*(?:(?:US|CA|AU|NZ|HK|A|C)?\\?\$|[€£¥₹₩]|\\(?:pounds|euro)(?![a-zA-Z])|(?:USD|EUR|GBP|CNY|RMB|INR|Rs)\b\.?)"
+    r"\s*(?=[+-]?[\d.])"
+)
+_WORDS_OF_A_NUMBER = re.compile(
+    r"([+-]?[\d.,/]*\d)\s+([A-Za-z][a-z]{3,}(?:[ -][A-Za-z]+)*|[A-Z]{3})"
+)
+
+# math-verify takes these for units.
+_VARIABLES = re.compile(r"(.*\d)\s*(t|c|d|ab|bc)")
+
+
+def plain_notation(text: str) -> str:
+    """``text``, an answer without markup around it, in ASCII digits and the parser's own forms of numbers."""
+    text = _in_ascii(text)
+    text = _SIZES.sub("", text)
+    text = _REPEATING.sub(_as_fraction, text)
+    text = _SET_THOUSANDS.sub(_digits_only, text)
+    text = _LAYOUT_SPACE.sub(" ", text).strip()
+    text = _CURRENCY.sub(r"\1", text, count=1) if _CURRENCY.match(text) else text
+    if typed := _TYPED_THOUSANDS.fullmatch(text):
+        text = re.sub("[ '_]", "", typed[1]) + typed[2]
+    if mixed := _MIXED.fullmatch(text):
+        sign, whole, numerator, denominator = mixed.groups()
+        return rf"{sign}({whole}+\frac{{{numerator}}}{{{denominator}}})"
+    if exponent := _EXPONENT.fullmatch(text):
+        return rf"{exponent[1]} \times 10^{{{int(exponent[2])}}}"
+    if variables := _VARIABLES.fullmatch(text):
+        return rf"{variables[1]} \cdot {variables[2]}"
+    if words := _WORDS_OF_A_NUMBER.fullmatch(text):
+        return rf"{words[1]} \text{{ {words[2]}}}"
+    return _MIXED_FORMULA.sub(r"\1\2", text)
+
+
+def _in_ascii(text: str) -> str:
+    text = in_ascii_punctuation(text)
+    if text.isascii():
+        return text
+    text = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
+    text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1].strip('()')}}}", text)
+    return "".join(map(_character_in_ascii, text))
+
+
+def _character_in_ascii(character: str) -> str:
+    if character.isascii():
+        return character
+    digit = unicodedata.decimal(character, None)
+    if digit is not None:
+        return str(digit)
+    decomposed = unicodedata.normalize("NFKC", character)
+    numerator, slash, denominator = decomposed.partition("\u2044")
+    if slash and numerator.isdigit() and denominator.isdigit():
+        return rf"\frac{{{numerator}}}{{{denominator}}}"
+    return character
+
+
+def _digits_only(match: re.Match[str]) -> str:
+    return re.sub(r"\D", "", match[0])
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    """A repeating decimal as a fraction of integers: ``0.1\\overline{6}`` is (16 - 1) / 90."""
+    whole, start = match[1] or "0", match[2]
+    period = next(group for group in match.groups()[2:] if group)
+    numerator = int(whole + start + period) - int(whole + start)
+    denominator = (10 ** len(period) - 1) * 10 ** len(start)
+    return rf"\frac{{{numerator}}}{{{denominator}}}"
+
+
+# --- what two answers are compared by beside their values
+
+
+def noun_of(text: str) -> str | None:
+    """The words after a number, ``apples`` of ``5 apples``; None where there are none, or they are set as text."""
+    match = _WORDS_OF_A_NUMBER.fullmatch(text)
+    return None if match is None else match[2].casefold().removesuffix("s")
+
+
+_UNIT_NAMES = {
+    "mm": "mm millimeter millimetre",
+    "cm": "cm centimeter centimetre",
+    "dm": "dm decimeter decimetre",
+    "m": "m meter metre",
+    "km": "km kilometer kilometre",
+    "in": "in inch inche",
+    "ft": "ft foot feet",
+    "yd": "yd yard",
+    "mi": "mi mile",
+    "mg": "mg milligram",
+    "g": "g gram",
+    "kg": "kg kilogram",
+    "lb": "lb pound",
+    "oz": "oz ounce",
+    "s": "s sec second",
+    "min": "min minute",
+    "h": "h hr hour",
+    "day": "day",
+    "week": "week",
+    "month": "month",
+    "year": "yr year",
+    "ml": "ml milliliter millilitre",
+    "l": "l liter litre",
+}
+_UNITS = {name: unit for unit, names in _UNIT_NAMES.items() for name in names.split()}
+_UNIT = re.compile(
+    r"[\d})\]]\s*(?:\\(?:text|textrm|mathrm|mbox)\s*\{\s*)?([a-zA-Z]+)\.?\s*\}?(?:\^\{?(\d)\}?)?"
+)
+
+
+def unit_of(text: str) -> tuple[str, str] | None:
+    """The unit behind a number and its power, such as ``("cm", "2")``; None where there is none that is known here."""
+    found = [match for match in _UNIT.finditer(text) if match.end() == len(text)]
+    if not found:
+        return None
+    name = found[0][1].lower()
+    unit = _UNITS.get(name) or _UNITS.get(name.removesuffix("s"))
+    return None if unit is None else (unit, found[0][2] or "1")
+
+
+_BASED = re.compile(r"([0-9a-zA-Z]+)_(?:(\d+)|\{(\d+)\}|\{\\text\{(\d+)\}\})")
+
+
+def digits_and_base(text: str) -> tuple[str, int] | None:
+    """Of ``1011_2`` the digits and the base; None where ``text`` is nothing else."""
+    match = _BASED.fullmatch(text.replace(" ", ""))
+    if match is None:
+        return None
+    base = next(group for group in match.groups()[1:] if group)
+    return match[1].lower().lstrip("0"), int(base)
+
+
+_CHOICE = re.compile(
+    r"(?:\\(?:text|textbf|textrm|mathbf|mathrm)\s*\{\s*)?(?:\(([A-J])\)|([A-J])[):.](?!\d))"
+    r"(?:[\s~]*\})?(?:\\[,;: ]|[\s~])*(.*)",
+    re.DOTALL,
+)
+_FURTHER_CHOICE = re.compile(r"\([A-J]\)|(?:\b(?:and|or)\b|[,;&])\s*[A-J]\b(?!\w)")
+
+
+def choice_of(text: str) -> tuple[str, str] | None:
+    """The letter of a choice and what follows it: ``(B) 12`` is B and 12. None where there is none, or another one
+    follows."""
+    match = _CHOICE.fullmatch(text)
+    if match is None:
+        return None
+    letter, rest = match[1] or match[2], match[3].strip()
+    return None if _FURTHER_CHOICE.search(rest) else (letter, rest)
+
+
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{")
+_WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
+
+
+def words_of(text: str) -> str | None:
+    """An answer that is words alone, in lower case with single spaces; None where it is anything else."""
+    if (match := _TEXT.match(text)) and braced(text, match.end()) == text[match.end() : -1]:
+        text = text[match.end() : -1]
+    text = " ".join(text.split()).strip(" .")
+    return text.casefold() if _WORDS.fullmatch(text) else None
+
+
+def is_set_as_text(text: str) -> bool:
+    """Whether the answer stands in ``\\text`` or a kin of it as a whole."""
+    match = _TEXT.search(text)
+    return match is not None and words_of(text[match.start() :].rstrip(" $.*")) is not None
+
+
+_DENIAL = re.compile(
+    r"(?i)\b(?:not|isn't|cannot|can't|wrong|incorrect|neither|nor|false)\b|\\(?:ne|neq|not|lnot|neg)(?![a-zA-Z])"
+    r"|\b(?:or|and)\s+(?:more|less|fewer|greater|above|below)\b|\b(?:at\s+least|at\s+most|more\s+than|less\s+than)\b|≠"
+)
+
+
+def is_denied(text: str) -> bool:
+    """Whether words say that a value is not the one meant, or only a bound of it: ``not 5``, ``5 or more``."""
+    return _DENIAL.search(text) is not None
