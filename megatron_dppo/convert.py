@@ -9,14 +9,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import EngineLayout, Layout
 from megatron_dppo.model.mapping import parameters
 from megatron_dppo.model.shape import ITEM_BYTES
 from megatron_dppo.system.errors import RunError
+
+RUN_CONFIG = "config.yaml"
+"""In the folder of a run: its whole configuration."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     text = "a converted folder -> Hugging Face shards"
     source = "folder made by hf-to-megatron, or a checkpoint of a training run"
     to_hf = command("megatron-to-hf", _megatron_to_hf, text, megatron=source, out=new)
-    config = "folder of config and tokenizer; default: --megatron's own"
+    config = "folder of config and tokenizer; default: --megatron's own, or the start model of the run that saved it"
     to_hf.add_argument("--hf-config", type=Path, help=config)
     largest = "largest shard, in 10^9 bytes (5)"
     to_hf.add_argument("--max-shard-gb", type=float, default=5.0, help=largest)
@@ -118,18 +123,45 @@ def _hf_to_megatron(arguments: argparse.Namespace) -> int:
 def _megatron_to_hf(arguments: argparse.Namespace) -> int:
     from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
 
-    total = _stored_bytes(arguments.megatron, arguments.hf_config)
+    hf_config = arguments.hf_config
+    if hf_config is None and not (arguments.megatron / "config.json").is_file():
+        hf_config = _start_model(arguments.megatron)
+    total = _stored_bytes(arguments.megatron, hf_config)
     with _bytes_progress("converting", total) as advance:
         result = megatron_to_hf(
             arguments.megatron,
             arguments.out,
-            hf_config=arguments.hf_config,
+            hf_config=hf_config,
             dtype=arguments.dtype,
             max_shard_bytes=int(arguments.max_shard_gb * 1e9),
             progress=advance,
         )
     print(f"{arguments.out}: {len(result.tensors)} tensors, {result.dtype}, hashes as recorded")
+    if hf_config is not None and arguments.hf_config is None:
+        print(f"config and tokenizer: {hf_config}, the start model of the run")
     return 0
+
+
+def _start_model(checkpoint: Path) -> Path:
+    """The folder of the start model of the run that saved ``checkpoint``, by the run's config.yaml.
+
+    Raises CheckpointError where the checkpoint is in no run's folder, or the start model is not there.
+    """
+    config = checkpoint.absolute().parent.parent / RUN_CONFIG
+    way_out = "name a folder with the model's config.json and tokenizer by --hf-config"
+    try:
+        start = Path(yaml.safe_load(config.read_text(encoding="utf-8"))["model"]["hf_checkpoint"])
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{checkpoint} has no config.json, and {config}, which names the start model of a run, can't be read "
+            f"({type(error).__name__}); {way_out}"
+        ) from error
+    if not (start / "config.json").is_file():
+        raise CheckpointError(
+            f"{checkpoint} has no config.json, and the run's start model, {start} (model.hf_checkpoint in {config}), "
+            f"has none here either; {way_out}"
+        )
+    return start
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -6,18 +6,27 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import json
 import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_dppo.checkpoint_conversion import tensor_store
-from megatron_dppo.checkpoint_conversion.certificate import TRACKER, Certificate, side_files
+from megatron_dppo.checkpoint_conversion.certificate import FILE as CERTIFICATE
+from megatron_dppo.checkpoint_conversion.certificate import (
+    TRACKER,
+    Certificate,
+    certificate_of,
+    read_body,
+    side_files,
+)
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
@@ -273,6 +282,46 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: not an index with a weight_map ({error!r})") from error
 
 
+_EXPORTED = (
+    *("*.safetensors", "*.safetensors.index.json", "conversion.json"),
+    *("config.json", "generation_config.json", "adapter_config.json"),
+    *(
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "chat_template.json*",
+        "chat_template.jinja",
+    ),
+    *(
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "*.tiktoken",
+    ),
+    *("README.md", "LICENSE*", "NOTICE*"),
+)
+"""Names of the files that a Hugging Face folder of a model consists of."""
+_NAMED_FILES = 5
+
+
+def export_files(folder: Path) -> tuple[list[str], list[str]]:
+    """The names of the files that ``folder``'s model consists of, and of all else that lies in it, folders too.
+
+    Beside the usual names a model has the files that its certificate lists.
+    """
+    certified: set[str] = set()
+    if (folder / CERTIFICATE).is_file():
+        certified = set(certificate_of(read_body(folder / CERTIFICATE)).files)
+    sent, left = [], []
+    for path in sorted(folder.iterdir()):
+        is_usual = any(fnmatch(path.name, pattern) for pattern in _EXPORTED)
+        is_model = path.is_file() and (is_usual or path.name in certified)
+        (sent if is_model else left).append(path.name)
+    return sent, left
+
+
 def upload(
     folder: Path, repository: str, *, private: bool = True, revision: str | None = None
 ) -> str:
@@ -293,6 +342,15 @@ def upload(
     files = [folder / "config.json", *folder.glob("*.safetensors")]
     if len(files) < 2 or not files[0].is_file():
         raise CheckpointError(f"{folder}: expected an export: config.json and *.safetensors")
+    sent, left = export_files(folder)
+    if left:
+        more = f" and {len(left) - _NAMED_FILES} more" if len(left) > _NAMED_FILES else ""
+        log.warning(
+            "%s: not sent, as no files of the model: %s%s",
+            folder,
+            ", ".join(left[:_NAMED_FILES]),
+            more,
+        )
     hub = HfApi(library_name="megatron_dppo")
     try:
         created = hub.create_repo(repository, private=private, exist_ok=True)
@@ -302,6 +360,7 @@ def upload(
             repo_id=created.repo_id,
             folder_path=folder,
             revision=revision,
+            allow_patterns=[glob.escape(name) for name in sent],
             commit_message=f"Export of {folder.resolve().parent.name}",
         )
     # RuntimeError: of hf_xet, which sends large files.

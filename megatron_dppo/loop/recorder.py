@@ -217,6 +217,10 @@ class RecordingError(RunError):
 class Recorder(Closing):
     """Writes the metrics of each step; does nothing on ranks other than 0. A context manager.
 
+    What a step can't write is kept in ``failure``, and nothing more is written: all ranks end the run together, once
+    a checkpoint of the step is saved. A line that is half written stays the last one of its file, which a resumed run
+    drops.
+
     Args:
         run: its folder and length.
         info: what it is called in report and summary.
@@ -244,6 +248,7 @@ class Recorder(Closing):
         tracking: TrackingConfig | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
+        self.failure: RecordingError | None = None
         self._fence = fence
         self._run = run
         self._info = info
@@ -338,10 +343,10 @@ class Recorder(Closing):
     def complete(self, step: int, values: Mapping[str, float]) -> None:
         """Add ``values`` that came later to the last record, that of ``step``; counts are summed.
 
-        Raises RecordingError; a record that was taken away under the run is a warning.
+        A record that was taken away under the run is a warning.
         """
-        if self._writer is not None:
-            with self._writing("metrics"):
+        if self._writer is not None and self.failure is None:
+            with self._keeping_failure("metrics"):
                 try:
                     added = self._writer.complete(step, values, COUNTS)
                     if self._trackers is not None:
@@ -374,20 +379,20 @@ class Recorder(Closing):
         self._carried = {k: values[k] for k in COUNTS if k in values}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record ``values`` of ``step`` (0: before training). Raises RecordingError."""
+        """Record ``values`` of ``step`` (0: before training)."""
         record = dict(values)
         for name, count in self._carried.items():
             record[name] = record.get(name, 0) + count
         self._carried = {}
-        if self._writer is not None:
-            with self._writing("metrics"):
+        if self._writer is not None and self.failure is None:
+            with self._keeping_failure("metrics"):
                 self._writer.write(step, {**record, "weight_version": step})
             if self._trackers is not None:
                 self._trackers.scalars(step, {**record, "weight_version": step})
         self._console.step(step, record)
 
     def write_masked_tokens(self, step: int, tokens: Sequence[MaskedToken]) -> None:
-        """Record the tokens that the step's mask blocked most often. Raises RecordingError."""
+        """Record the tokens that the step's mask blocked most often."""
 
         def lines() -> list[dict[str, Any]]:
             named = [{**token, "text": self._text_of([token["id"]])} for token in tokens]
@@ -396,7 +401,7 @@ class Recorder(Closing):
         self._append(self._masked, lines, "masked tokens")
 
     def write_environment_faults(self, step: int, environment: str, faults: Counter[str]) -> None:
-        """Record what went wrong with environments of this name since the last call. Raises RecordingError."""
+        """Record what went wrong with environments of this name since the last call."""
         if not faults:
             return
         reasons = Counter[str]()
@@ -407,7 +412,7 @@ class Recorder(Closing):
         self._append(self._faults, lambda: [line], "faults of environments")
 
     def write_samples(self, samples: Sequence[Sample]) -> None:
-        """Record ``samples``, and show one of a training step every few steps. Raises RecordingError."""
+        """Record ``samples``, and show one of a training step every few steps."""
         self._append(self._samples, lambda: [sample.to_json() for sample in samples], "samples")
         if samples and self._trackers is not None:
             self._trackers.samples(samples[0].step, [sample.to_json() for sample in samples])
@@ -424,8 +429,8 @@ class Recorder(Closing):
         called: str,
     ) -> None:
         """``lines``: made on the rank that writes, and where no other start has taken over."""
-        if file is not None:
-            with self._writing(called):
+        if file is not None and self.failure is None:
+            with self._keeping_failure(called):
                 file.write(lines())
 
     @contextmanager
@@ -437,6 +442,15 @@ class Recorder(Closing):
         except OSError as error:
             where = self._run.directory
             raise RecordingError(f"{called} in {where}: {error.strerror}") from error
+
+    @contextmanager
+    def _keeping_failure(self, called: str) -> Iterator[None]:
+        """As ``_writing`` within a step: rank 0 alone would leave the others in a collective."""
+        try:
+            with self._writing(called):
+                yield
+        except RecordingError as error:
+            self.failure = error
 
     def finish(self, hf_export_max_logprob_diff: float | None) -> None:
         """Write ``report.png`` and ``summary.json``, and finish the trackers."""

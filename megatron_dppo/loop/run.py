@@ -60,13 +60,14 @@ from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.metrics.records import CHECKPOINTS_FOLDER, ROLLOUTS_FOLDER, remember_checkpoint
 from megatron_dppo.metrics.summary import RunInfo
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.rewards import RewardUnavailableError
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.checkpoint.directory import suspect_folder
 from megatron_dppo.trainer.checkpoint.store import CheckpointStore
-from megatron_dppo.trainer.collectives import any_rank, on_rank_0
+from megatron_dppo.trainer.collectives import any_rank, first_failure, on_rank_0
 from megatron_dppo.trainer.hugging_face import (
     Example,
     examples_of,
@@ -227,6 +228,10 @@ class Run:
             self.finish()
         except RunStoppedError as stopped:
             self.stop(str(stopped))
+            self._check_records()
+        except RecordingError:
+            self._stop_unrecorded()
+            raise
         except EngineUnavailableError:
             self.stop("the servers are given up")
             raise
@@ -270,6 +275,7 @@ class Run:
             self.recorder.complete(self.state.step, {**update, **accuracies})
         else:
             self.recorder.carry_over(update)
+        self._check_records()
 
     def step(self) -> None:
         """One rollout batch, trained on; the engine then holds the new weights."""
@@ -321,6 +327,7 @@ class Run:
         # Where the trainer has left its devices, the checkpoint waits for its next turn.
         if self._is_due(self.config.checkpoint.every) and not self.trainer.parked:
             self._save_checkpoint()
+        self._check_records()
         # A signal reaches the ranks at different moments: whoever stopped alone would leave the others in a
         # collective.
         if any_rank(self.should_stop()):
@@ -364,7 +371,21 @@ class Run:
             )
         log.info("%s; the same command resumes after step %d", reason, resumes_after)
 
+    def _stop_unrecorded(self) -> None:
+        """Leave a checkpoint where the disk still takes one, and tell why not where it doesn't."""
+        try:
+            self.stop("the run's records can't be written")
+        except CheckpointError as error:
+            log.warning("no checkpoint of step %d: %s", self.state.step, error)
+
     # --- its parts
+
+    def _check_records(self) -> None:
+        """Raise RecordingError, on every rank, where rank 0 could not write a record."""
+        failure = self.recorder.failure
+        first = first_failure(None if failure is None else str(failure))
+        if first is not None:
+            raise RecordingError(first)
 
     def _take_devices(self) -> None:
         """The trainer's turn on devices that it shares with servers; a checkpoint that waits for it is written."""
@@ -523,7 +544,8 @@ class Run:
                 ]
                 save_batch(folder, step, whole, seal)
             except OSError as error:
-                raise RecordingError(f"rollout.save: {folder}: {error.strerror}") from error
+                failure = RecordingError(f"rollout.save: {folder}: {error.strerror}")
+                self.recorder.failure = self.recorder.failure or failure
 
     def _save_checkpoint(self, *, suspect: bool = False) -> None:
         """Begin a checkpoint of this step; end the one before it. Nothing is saved of weights that no step made."""

@@ -396,6 +396,29 @@ def test_the_doctor_names(request, tmp_path, monkeypatch, name):
         assert finding.startswith(expected)
 
 
+def test_a_disk_that_is_full_for_a_sample_ends_the_run_with_a_checkpoint(
+    place, tmp_path, monkeypatch
+):
+    """No checkpoint is due. The step's samples find no room; a start with room goes on from that step."""
+    step_of = run.Run.step
+
+    def on_a_full_disk(self: run.Run) -> None:
+        if self.state.step == 1:
+            samples = Path(self.config.run.directory) / "samples.jsonl"
+            samples.unlink()
+            samples.symlink_to("/dev/full")
+        step_of(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.Run, "step", on_a_full_disk)
+        end = looped(place, tmp_path / "run", 4, "checkpoint.every=50")
+    assert end.error is not None
+    assert "RecordingError" in end.error
+    assert "No space left" in end.error
+    assert steps_of(end.directory)[-1] == 2
+    assert checkpoints_of(end.directory) == ["step_000002"]
+
+
 def test_the_doctor_names_a_tokenizer_that_drifted(place, tmp_path):
     """Two tokens have traded their ids since the run."""
     model = tmp_path / "model"

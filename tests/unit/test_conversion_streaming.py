@@ -263,3 +263,27 @@ def test_a_certificate_without_files_is_of_an_earlier_version_and_refused(moe, t
         CheckpointError, match=r"not a certificate of this version \(KeyError\('files'"
     ):
         load_certificate(tmp_path / "out")
+
+
+def test_a_runs_checkpoint_is_converted_with_the_start_model_that_its_run_names(tmp_path, capsys):
+    """A checkpoint has no config.json of its own; the run's config.yaml, two folders up, names one."""
+    hf = save_tiny_model(tmp_path / "hf", "qwen3")
+    hf_to_megatron(hf, tmp_path / "converted")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000002"
+    checkpoint.parent.mkdir(parents=True)
+    (tmp_path / "converted" / "release").rename(checkpoint)
+    back = tmp_path / "back"
+    words = ["megatron-to-hf", "--megatron", str(checkpoint), "--out", str(back)]
+    assert main(words) == 2
+    assert "--hf-config" in capsys.readouterr().err
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(f"model: {{hf_checkpoint: {tmp_path / 'gone'}}}\n")
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / "gone") in error
+    assert "--hf-config" in error
+    config.write_text(f"model: {{hf_checkpoint: {hf}}}\n")
+    assert main(words) == 0
+    assert str(hf) in capsys.readouterr().out
+    assert same_bytes(hf, back)
+    assert (back / "tokenizer.json").is_file()

@@ -21,7 +21,8 @@ from megatron_dppo.loop.resuming import (
     settings_of,
 )
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.records import RecordsError
+from megatron_dppo.metrics.records import RecordsError, read_records, step_of
+from megatron_dppo.metrics.samples import Sample
 from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.system.files import sha256_of
 from megatron_dppo.system.lease import FencedError
@@ -421,3 +422,17 @@ def test_records_in_the_way_of_a_folder_are_one_error(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises((RecordingError, RecordsError), match="Is a directory"):
         recorder_of(config(tmp_path), 0, 2)
+
+
+def test_a_write_that_fails_is_kept_for_all_ranks_and_nothing_follows_it(tmp_path):
+    """The run saves a checkpoint before it ends; a line behind half of one would spoil the file."""
+    with recorder_of(config(tmp_path), 0, 0) as recorder:
+        recorder.write(0, {})
+        samples = tmp_path / "samples.jsonl"
+        samples.symlink_to("/dev/full")
+        sample = Sample(1, "training", 2, 0, "p", "r", "4", 0.0, "no answer", False, 3)
+        recorder.write_samples([sample])
+        assert isinstance(recorder.failure, RecordingError)
+        assert "samples" in str(recorder.failure)
+        recorder.write(1, {})
+    assert [step_of(record) for record in read_records(tmp_path)] == [0]

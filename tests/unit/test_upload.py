@@ -13,9 +13,11 @@ import sys
 import pytest
 from huggingface_hub import constants
 
+from megatron_dppo.checkpoint_conversion.hf_folder import export_files
 from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.convert import main
 from megatron_dppo.launch.library_checks import check_everything
+from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal, write_config
 from tests.unit.small_hub import small_hub
 
@@ -65,6 +67,36 @@ def test_an_export_is_one_commit_of_its_own_files(hub, export, words, visibility
     sent = {file["path"]: base64.b64decode(file["content"]) for file in files}
     assert sent == {"config.json": b"{}", "model.safetensors": b"weights"}
     assert lines[0]["value"]["summary"] == "Export of sums"
+
+
+def test_what_is_no_file_of_the_model_stays_and_is_named(hub, export):
+    usual = ("tokenizer.json", "chat_template.jinja", "README.md", "model[1].safetensors")
+    others = (".env", "notes.txt", "optimizer.pt", "logs/rank0.log", "checkpoint/model.safetensors")
+    for name in (*usual, *others):
+        (export / name).parent.mkdir(exist_ok=True)
+        (export / name).write_text("x")
+    done = upload(export, hub.url, "--repo", "me/sums")
+    assert done.returncode == 0, done.stderr
+    (body,) = [b for p, b in hub.asked if "/commit/" in p]
+    files = [json.loads(line)["value"] for line in body.splitlines()]
+    sent = {file["path"] for file in files if "path" in file}
+    assert sent == {"config.json", "model.safetensors", *usual}
+    for name in (".env", "notes.txt", "optimizer.pt", "logs", "checkpoint"):
+        assert name in done.stderr
+
+
+def test_what_a_certificate_lists_is_a_part_of_the_model(tmp_path):
+    made = tmp_path / "made"
+    save_tiny_model(tmp_path / "hf", "qwen3")
+    (tmp_path / "hf" / "remark.txt").write_text("beside the weights")
+    assert main(["hf-to-megatron", "--hf", str(tmp_path / "hf"), "--out", str(made)]) == 0
+    back = tmp_path / "back"
+    assert main(["megatron-to-hf", "--megatron", str(made), "--out", str(back)]) == 0
+    (back / "later.txt").write_text("not of the conversion")
+    sent, left = export_files(back)
+    assert left == ["later.txt"]
+    assert "remark.txt" in sent
+    assert {"config.json", "conversion.json", "model.safetensors"} <= set(sent)
 
 
 @pytest.mark.parametrize(("words", "is_public"), [((), True), ((), False), (("--public",), True)])
