@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megatron_dppo.chat import ChatTemplateError, render
 from megatron_dppo.config.checks import PLACEHOLDER
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data.records import (
@@ -37,7 +38,6 @@ from megatron_dppo.rewards import (
 )
 from megatron_dppo.rewards.answers import BadAnswers
 from megatron_dppo.rewards.verifier import Score, Verifier
-from megatron_dppo.system.time_limit import rendering_limit
 
 # Characters that are given to a tokenizer at one time: it takes 400 bytes and more for each of a call's.
 PIECE = 2**18
@@ -344,16 +344,9 @@ def _with_last_text(prompt: Prompt, text: str) -> Prompt:
 
 def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, where: str) -> str:
     try:
-        with rendering_limit():
-            text = tokenizer.apply_chat_template(
-                [dict(message) for message in _messages(prompt)],
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-    # A template is a program: it may raise anything, or never end.
-    except Exception as error:
-        raise DataError(f"{where}: the chat template fails on it: {_named(error)}") from error
-    return str(text)
+        return render(tokenizer, _messages(prompt))
+    except ChatTemplateError as error:
+        raise DataError(f"{where}: the chat template fails on it: {error}") from error
 
 
 def _named(error: Exception) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dppo.chat import ChatTemplateError, ControlTokens, render
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import FinishReason, Problem, Trajectory
 from megatron_dppo.engine.continuation import after, join
@@ -32,7 +33,6 @@ from megatron_dppo.environments import (
     Turn,
 )
 from megatron_dppo.environments.workers import EnvironmentPool
-from megatron_dppo.system.time_limit import rendering_limit
 
 log = logging.getLogger(__name__)
 
@@ -308,6 +308,7 @@ def _failed(request: GenerationRequest, reason: str) -> Trajectory:
 _MARK = "Turn7q3v9z"
 _PROBE = "Probe5x8w2k"
 Message = Mapping[str, Any]
+_Hold = Callable[[Message], Message]
 _USER = {"role": "user", "content": "1"}
 
 
@@ -316,19 +317,36 @@ class TurnTemplateError(DataError):
 
 
 class TurnTemplate:
-    """The tokens after a turn. ``role``: of what the environment says. ``is_chat``: by the chat template; else an
-    observation's text follows the turn as it is. ``generation_tokens``: with which a prompt asks for an answer.
+    """The tokens after a turn. ``generation_tokens``: with which a prompt asks for an answer.
+
+    What an environment says is text: where it holds the characters of a control token, such as ``<|im_end|>``, it gets
+    the tokens of these characters, and never ends a turn. Control tokens are the tokenizer's special ones, and added
+    ones that the template writes around a message of that role, such as ``</tool_response>``.
+
+    Args:
+        tokenizer: with the chat template.
+        role: of what the environment says.
+        is_chat: by the chat template; else an observation's text follows the turn as it is.
+        arguments: further variables of the template (``data.chat_template_arguments``).
 
     Raises TurnTemplateError where what follows a turn depends on what precedes it, where a message in that role
     disappears, or where the text after a turn is encoded otherwise behind it than alone.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, role: str, *, is_chat: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        role: str,
+        *,
+        is_chat: bool = True,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer, self._role, self._is_chat = tokenizer, role, is_chat
+        self._arguments = arguments or {}
+        self._control = ControlTokens(tokenizer)
         # Of which it is known that they may follow a turn.
         self._roles: set[str] = set()
+        self._framing: dict[str, frozenset[str]] = {}
         self.generation_tokens = 0
         if is_chat:
             self._check(role)
@@ -344,13 +362,17 @@ class TurnTemplate:
         if isinstance(observation, ChatCall):
             return self.prompt(observation)
         if not self._is_chat:
-            return [*problem.prompt_ids, *self._encoded(observation)]
+            return [*problem.prompt_ids, *self._plain(observation)]
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
         unasked = self._render(messages, asks=False)
-        text = self._render([*messages, {"role": "user", "content": observation}])
+
+        def with_observation(hold: _Hold) -> str:
+            return self._render([*messages, hold({"role": "user", "content": observation})])
+
+        text = self._with_held(with_observation)
         unasked_ids = problem.prompt_ids[: len(problem.prompt_ids) - self.generation_tokens]
         ids = [*unasked_ids, *self._encoded(text.removeprefix(unasked))]
-        if ids != self._encoded(text) or observation.strip() not in text:
+        if ids != self._encoded(text) or observation.strip() not in self._control.release(text):
             raise TurnTemplateError(
                 f"the chat template does not put a second message of the user after {unasked!r}, but says {text!r}"
             )
@@ -364,24 +386,77 @@ class TurnTemplate:
                 "messages are given where data.apply_chat_template is false, expected plain text"
             )
         self._require(call)
-        return self._encoded(self._render(call.messages, call.tools))
+
+        def prompt(hold: _Hold) -> str:
+            return self._render([hold(m) for m in call.messages], [hold(t) for t in call.tools])
+
+        return self._encoded(self._with_held(prompt))
 
     def delta(self, turn_ids: Sequence[int], observation: Observation) -> list[int]:
         """The tokens between a turn, whose own are ``turn_ids``, and the next: int32, none of them sampled.
 
         Raises TurnTemplateError where a role of a ChatCall is none that the template can say after a turn.
         """
-        if isinstance(observation, ChatCall):
-            for role in {message["role"] for message in observation.messages} - self._roles:
-                self._check(role)
-            after = self._after([_USER], *observation.messages, tools=observation.tools)[1]
-        elif self._is_chat:
-            after = self._after([_USER], {"role": self._role, "content": observation})[1]
-        else:
-            return self._encoded(observation)
-        ids = self._encoded(after)
+        if not isinstance(observation, ChatCall):
+            if not self._is_chat:
+                return self._plain(observation)
+            observation = ChatCall([{"role": self._role, "content": observation}])
+        for role in {message["role"] for message in observation.messages} - self._roles:
+            self._check(role)
+        said = observation
+
+        def after_turn(hold: _Hold) -> str:
+            tools = [hold(tool) for tool in said.tools]
+            return self._after([_USER], *map(hold, said.messages), tools=tools)[1]
+
+        ids = self._encoded(self._with_held(after_turn))
         # An end-of-turn token that was sampled must not stand there twice.
         return ids[1:] if ids and len(turn_ids) and ids[0] == turn_ids[-1] else ids
+
+    def _with_held(self, text_of: Callable[[_Hold], str]) -> str:
+        """The text of ``text_of`` with marks in place of the control tokens that messages and tools hold.
+
+        Where a template reads an added token that is not special, as of a thought, that one stays what it is.
+        Raises TurnTemplateError where the template reads a special token of a message.
+        """
+        text = text_of(self._hold)
+        if not self._control.has_marks(text):
+            return text
+        unheld = text_of(dict)
+        if self._control.release(text) != unheld:
+            text = text_of(self._hold_special)
+        if self._control.release(text) != unheld:
+            raise TurnTemplateError(
+                "the chat template alters a message that holds the text of a special token"
+            )
+        return text
+
+    def _hold(self, message: Message) -> dict[str, Any]:
+        """A message, or a tool's definition, without control tokens."""
+        role = message.get("role", "")
+        if role not in self._framing:
+            self._framing[role] = self._frame_of(role)
+        held: dict[str, Any] = self._control.hold(message, self._framing[role])
+        return held
+
+    def _hold_special(self, message: Message) -> dict[str, Any]:
+        held: dict[str, Any] = self._control.hold(message, self._control.special)
+        return held
+
+    def _frame_of(self, role: str) -> frozenset[str]:
+        """The control tokens of messages in ``role``; what the assistant said has its own ones that are not special."""
+        special = self._control.special
+        if role in ("", "assistant"):
+            return special
+        try:
+            _, after = self._after([_USER], {"role": role, "content": _PROBE})
+        except TurnTemplateError:
+            return special
+        return special | self._control.written_in(after)
+
+    def _plain(self, observation: str) -> list[int]:
+        """The tokens of an observation that no template is around."""
+        return self._encoded(self._control.hold(observation, self._control.special))
 
     def _after(
         self, history: Sequence[Message], *replies: Message, tools: Sequence[Message] = ()
@@ -401,21 +476,14 @@ class TurnTemplate:
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, asks: bool = True
     ) -> str:
         try:
-            with rendering_limit():
-                text: Any = self._tokenizer.apply_chat_template(
-                    list(map(dict, messages)),
-                    tools=list(map(dict, tools)) or None,
-                    add_generation_prompt=asks,
-                    tokenize=False,
-                )
-        # A template is a program: it may raise anything, or never end.
-        except Exception as error:
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return render(
+                self._tokenizer, messages, tools=tools, arguments=self._arguments, asks=asks
+            )
+        except ChatTemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages[-3:])
             raise TurnTemplateError(
-                f"the chat template fails on messages of {roles}: {why}"
+                f"the chat template fails on messages of {roles}: {error}"
             ) from error
-        return str(text)
 
     def _require(self, call: ChatCall) -> None:
         """Raise TurnTemplateError where the template leaves out a message, a call of a tool, or a tool."""
@@ -442,8 +510,7 @@ class TurnTemplate:
         return True
 
     def _encoded(self, text: str) -> list[int]:
-        ids: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return list(ids)
+        return self._control.encode(text)
 
     def _check(self, role: str) -> None:
         if self._tokenizer.chat_template is None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from megatron_dppo.chat import ControlTokens, render
 from megatron_dppo.rewards import (
     USABLE_NUMBER,
     RewardInput,
@@ -30,7 +31,6 @@ from megatron_dppo.rewards import (
     is_usable,
 )
 from megatron_dppo.system.network import url_fault, without_secrets
-from megatron_dppo.system.time_limit import rendering_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -193,6 +193,7 @@ class RewardModel:
         self._endpoint = JsonEndpoint(url, api_key_variable)
         # Here, and not in the first call: a call's time limit is for the server.
         self._tokenizer = _loaded_tokenizer(tokenizer)
+        self._control = ControlTokens(self._tokenizer)
         self._cache = _Cache(_CACHED)
 
     async def __call__(self, records: Sequence[RewardInput]) -> list[float]:
@@ -214,11 +215,11 @@ class RewardModel:
         return await self._cache.values_of(keys, ask)
 
     def _token_ids(self, record: RewardInput) -> list[int]:
-        turns = [*record.messages, {"role": "assistant", "content": record.response}]
+        # A policy that writes <|im_end|> in letters must not end its turn there and praise itself in the next one.
+        said = self._control.hold(record.response, self._control.special)
+        turns = [*record.messages, {"role": "assistant", "content": said}]
         # As text first: a template's own beginning must not be put before it twice.
-        with rendering_limit():
-            text = self._tokenizer.apply_chat_template([dict(t) for t in turns], tokenize=False)
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._control.encode(render(self._tokenizer, turns, asks=False))
 
 
 def _loaded_tokenizer(folder: str) -> PreTrainedTokenizerBase:

@@ -80,7 +80,8 @@ These are outside of it, for none of them ends a run:
     PortTakenError          becomes a PortHeldError or a LaunchError
     KernelBuildError        a slower path is taken, and logged
     CheckError              becomes a node's evidence
-    TimeLimitError          a chat template that does not end: becomes what a template that fails becomes
+    ChatTemplateError       a chat template that fails: becomes a DataError, or a fault of an environment or a reward
+    TimeLimitError          a chat template that does not end: becomes a ChatTemplateError
     RowError                a record of a published data set is left out, and counted
     UnansweredError         a problem without an answer: left out and counted, or a fault of its data set
     LackingError            a part of the GPU check is skipped, and named

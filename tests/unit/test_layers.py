@@ -16,6 +16,7 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"metrics"},
     {"algorithms", "vocab_parallel"},
     {"config"},
+    {"chat"},
     {"rewards"},
     {"data"},
     {"checkpoint_conversion"},

@@ -1,0 +1,211 @@
+"""Messages through a tokenizer's chat template: its arguments, and text that stays text whatever it holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo.system.time_limit import rendering_limit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+RESERVED_ARGUMENTS = (
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
+"""Arguments of ``apply_chat_template`` that the package sets itself, or that do not reach the template."""
+_LONGEST_REASON = 300
+
+
+class ChatTemplateError(ValueError):
+    """A chat template fails on messages, or its text can't be encoded."""
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Message] = (),
+    arguments: Mapping[str, Any] | None = None,
+    asks: bool = True,
+) -> str:
+    """The text that the chat template makes of ``messages``.
+
+    Args:
+        tokenizer: with the chat template.
+        messages: with a role and content.
+        tools: their definitions.
+        arguments: further variables of the template (``data.chat_template_arguments``).
+        asks: with the generation prompt, which asks for an answer.
+
+    Raises:
+        ChatTemplateError: the template fails, or takes too long.
+    """
+    try:
+        with rendering_limit():
+            text: Any = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=asks,
+                tokenize=False,
+                **(arguments or {}),
+            )
+    # A template is a program: it may raise anything, or never end.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:_LONGEST_REASON]
+        raise ChatTemplateError(f"{type(error).__name__}: {reason}") from error
+    return str(text)
+
+
+# --- text that may hold the text of a control token
+#
+# A tokenizer reads the characters <|im_end|> as the token that ends a turn, whoever wrote them. So the control tokens
+# of a message are replaced by marks of letters and digits before the template renders it. A rendering with marks is
+# encoded by a copy of the tokenizer that knows each control token under a secret name: the template's own ones get that
+# name, and the marks are replaced by the characters that they stand for, which the copy reads as any other text. All
+# other rules of the tokenizer hold for the whole text, at the joints too.
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class ControlTokens:
+    """Encodes the renderings of a chat template, and keeps the text of messages from being read as control tokens.
+
+    ``special``: the tokenizer's special tokens. ``further``: its other added tokens that the chat template writes, such
+    as ``</tool_response>``.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        # What a byte is written as is content.
+        words = [token for token in added if not _BYTE.fullmatch(str(token)) and str(token).strip()]
+        self.special = frozenset(str(token) for token in words if token.special)
+        template = str(tokenizer.chat_template)
+        written = frozenset(str(token) for token in words if str(token) in template)
+        self.further = written - self.special
+        self._nonce = secrets.token_hex(8)
+        names = sorted(self.special | self.further)
+        self._marks = {name: f"Held{self._nonce}x{i}z" for i, name in enumerate(names)}
+        self._names = {mark: name for name, mark in self._marks.items()}
+        self._mark = re.compile(f"Held{self._nonce}x[0-9]+z")
+
+    def written_in(self, text: str) -> frozenset[str]:
+        """The control tokens, ``special`` or ``further``, that ``text`` has."""
+        pattern = _alternation(self._marks)
+        return frozenset() if pattern is None else frozenset(pattern.findall(text))
+
+    def hold(self, value: Any, names: Collection[str]) -> Any:
+        """A copy of ``value``, text or JSON with text in it, that has marks in place of the tokens ``names``."""
+        pattern = _alternation(names)
+        return value if pattern is None else self._held(value, pattern)
+
+    def _held(self, value: Any, pattern: re.Pattern[str]) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda match: self._marks[match[0]], value)
+        if isinstance(value, Mapping):
+            return {self._held(k, pattern): self._held(v, pattern) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._held(inner, pattern) for inner in value]
+        return value
+
+    def has_marks(self, text: str) -> bool:
+        """Whether ``hold`` replaced something in it."""
+        return self._mark.search(text) is not None
+
+    def release(self, text: str) -> str:
+        """``text`` with the tokens' characters in place of their marks."""
+        return self._mark.sub(lambda match: self._names[match[0]], text)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a rendering; what is held in it becomes the tokens of its characters.
+
+        Raises ChatTemplateError where the tokenizer can't be made to read a control token as plain text.
+        """
+        if not self.has_marks(text):
+            return self._usual(text)
+        copy = self._copy
+        without = self._mark.sub("", text)
+        if copy.encode(without) != self._usual(without):
+            raise ChatTemplateError(
+                "the tokenizer reads control tokens otherwise under other names"
+            )
+        named = copy.named(text)
+        return copy.encoded(self.release(named))
+
+    def _usual(self, text: str) -> list[int]:
+        ids: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return list(ids)
+
+    @cached_property
+    def _copy(self) -> _RenamedTokenizer:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ChatTemplateError(
+                f"a {type(self._tokenizer).__name__} can't read control tokens as plain text, expected a tokenizer.json"
+            )
+        return _RenamedTokenizer(backend.to_str(), self._marks, self._nonce)
+
+
+class _RenamedTokenizer:
+    """A tokenizer whose added tokens ``names`` have secret names; the ids are those of the original.
+
+    Args:
+        state: the original as its tokenizer.json.
+        names: of the tokens.
+        nonce: part of the secret names.
+    """
+
+    def __init__(self, state: str, names: Collection[str], nonce: str) -> None:
+        # Importing tokenizers takes a part of a second, and most runs never need this copy.
+        from tokenizers import Tokenizer
+
+        self._secret = {name: f"<|{nonce}n{i}|>" for i, name in enumerate(sorted(names))}
+        self._pattern = _alternation(names)
+        tree = json.loads(state) | {"post_processor": None, "truncation": None, "padding": None}
+        for token in tree["added_tokens"]:
+            token["content"] = self._renamed(token["content"])
+        model = tree["model"]
+        # Some models look whole words up in their vocabulary, where an added token may be listed too.
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {self._renamed(word): i for word, i in model["vocab"].items()}
+        else:
+            model["vocab"] = [[self._renamed(word), score] for word, score in model["vocab"]]
+        if model.get("unk_token") is not None:
+            model["unk_token"] = self._renamed(model["unk_token"])
+        self._tokenizer = Tokenizer.from_str(json.dumps(tree))
+        self._ids = {
+            self._tokenizer.token_to_id(token["content"]): token["id"]
+            for token in tree["added_tokens"]
+        }
+
+    def _renamed(self, word: str) -> str:
+        return self._secret.get(word, word)
+
+    def named(self, text: str) -> str:
+        """``text`` with the secret name of every token in it."""
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(lambda match: self._secret[match[0]], text)
+
+    def encoded(self, text: str) -> list[int]:
+        """The ids of a text that has the secret names where it means control tokens."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return [self._ids.get(i, i) for i in ids]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text as the original reads it."""
+        return self.encoded(self.named(text))
+
+
+def _alternation(names: Collection[str]) -> re.Pattern[str] | None:
+    """What finds each of ``names``, the longest at one place first; None: there is none."""
+    ordered = sorted(names, key=lambda name: (-len(name), name))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
