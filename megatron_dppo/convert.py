@@ -65,7 +65,9 @@ def parser() -> argparse.ArgumentParser:
     to_hf.add_argument("--max-shard-gb", type=float, default=5.0, help=largest)
     for conversion in (to_megatron, to_hf):
         dtypes = sorted(ITEM_BYTES)
-        conversion.add_argument("--dtype", choices=dtypes, help="cast to; default: as stored")
+        conversion.add_argument(
+            "--dtype", choices=dtypes, help="cast all to; default: as stored, where that is one"
+        )
     text = "prove Hugging Face -> Megatron -> Hugging Face byte-identical"
     converted = "folder made by hf-to-megatron"
     command("verify", _verify, text, hf="the original folder", megatron=converted)
@@ -219,7 +221,7 @@ def _stored_bytes(folder: Path, config: Path | None = None) -> int:
     files = list(folder.glob("*.safetensors"))
     if files:
         return sum(path.stat().st_size for path in files)
-    shape = load_model_shape(config or folder)
+    shape = load_model_shape(config or folder, quantized=True)
     return ITEM_BYTES[shape.dtype] * parameters(shape)
 
 

@@ -70,7 +70,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 class Certificate:
     """``form``: of the files beside it.
 
-    ``dtype``: of the stored tensors; ``source_dtype``: of those that were read. ``tensors``: name -> SHA-256 (hex) of
+    ``dtype``: of the stored tensors; ``source_dtype``: of those that were read, several joined by ``+``, 8-bit weights
+    (``float8_e4m3fn``) times their scales. ``tensors``: name -> SHA-256 (hex) of
     the tensor's bytes in Hugging Face's own shape, row-major, of type ``dtype``; independent of the layout.
     ``files``: name -> SHA-256 of config, tokenizer and what else lies beside the weights; empty before ``save``.
     """

@@ -9,7 +9,9 @@ import fcntl
 import glob
 import json
 import logging
+import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
@@ -105,23 +107,33 @@ class StagedFolder:
 def copy_side_files(source: str | Path, target: Path, dtype: str) -> None:
     """Copy ``side_files`` but for the tracker, which only the writer of a checkpoint knows.
 
-    config.json is copied byte for byte, unless the weights beside it are now of another ``dtype`` than it names.
+    config.json is copied byte for byte, unless the weights beside it are now of another ``dtype`` than it names, or it
+    says how weights were quantised that are not any more.
     """
     for path in (p for p in side_files(source) if p.name != TRACKER):
         shutil.copyfile(path, target / path.name)
     config_path = target / "config.json"
     config = json.loads(config_path.read_text())
     named = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    if any(str(config.get(key)).removeprefix("torch.") != dtype for key in named):
+    is_other = any(str(config.get(key)).removeprefix("torch.") != dtype for key in named)
+    if is_other or config.get("quantization_config") is not None:
+        config.pop("quantization_config", None)
         config.update(dict.fromkeys(named, dtype))
         config_path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+_BUFFER = ".rotary_emb.inv_freq"
+"""End of the names of buffers that config.json implies, which transformers and SGLang leave unread too."""
+_ALL_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+"""Name under which transformers 5 holds all experts of a layer as one tensor [experts, rows, columns]."""
 
 
 class SafetensorsReader(Closing):
     """The tensors of a Hugging Face folder; slices are read without the rest of the tensor where rows allow it.
 
     Every shard's header is checked on opening: a missing, truncated or malformed file raises CheckpointError, and so
-    does an index that disagrees with its shards.
+    does an index that disagrees with its shards. Tensors of all experts of a layer are read as one a matrix and expert;
+    ``fused`` names them. Buffers that config.json implies are left out.
     """
 
     def __init__(self, hf_dir: str | Path) -> None:
@@ -130,9 +142,12 @@ class SafetensorsReader(Closing):
         self._file_of: dict[str, tensor_store.SafetensorsFile] = {}
         try:
             self._open()
+            self.fused = self._split_experts()
         except CheckpointError:
             self.close()
             raise
+        for name in [name for name in self._file_of if name.endswith(_BUFFER)]:
+            del self._file_of[name]
         self.specs: dict[str, tensor_store.TensorSpec] = {
             name: tensor_store.TensorSpec(file.entries[name].shape, file.entries[name].dtype)
             for name, file in self._file_of.items()
@@ -171,6 +186,18 @@ class SafetensorsReader(Closing):
                 )
             self._file_of[name] = file
 
+    def _split_experts(self) -> list[str]:
+        fused = [name for name, file in self._file_of.items() if _is_fused(name, file)]
+        for name in fused:
+            file = self._file_of.pop(name)
+            parts = _experts_in(name, file.entries.pop(name))
+            twice = sorted(parts.keys() & self._file_of.keys())
+            if twice:
+                raise CheckpointError(f"{self.folder}: {twice[0]} is also in {name}")
+            file.entries.update(parts)
+            self._file_of.update(dict.fromkeys(parts, file))
+        return fused
+
     def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
         """Rows ``start .. start + count`` of dim 0."""
         return self._file_of[name].read_rows(name, start, count)
@@ -189,6 +216,28 @@ class SafetensorsReader(Closing):
         for file in self._files:
             file.close()
         self._files = []
+
+
+def _is_fused(name: str, file: tensor_store.SafetensorsFile) -> bool:
+    match, shape = _ALL_EXPERTS.fullmatch(name), file.entries[name].shape
+    if match is None or len(shape) != 3:
+        return False
+    return match[2] == "down_proj" or shape[1] % 2 == 0
+
+
+def _experts_in(name: str, entry: tensor_store.Entry) -> dict[str, tensor_store.Entry]:
+    """Where each expert's matrices lie in the tensor of all of them: whole rows, gates before ups."""
+    match = _ALL_EXPERTS.fullmatch(name)
+    assert match is not None
+    matrices = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+    experts, rows, columns = entry.shape
+    dims = (rows // len(matrices), columns)
+    names = [f"{match[1]}.{e}.{matrix}.weight" for e in range(experts) for matrix in matrices]
+    size = entry.dtype.itemsize * math.prod(dims)
+    return {
+        part: tensor_store.Entry(dims, entry.dtype, entry.offset + number * size)
+        for number, part in enumerate(names)
+    }
 
 
 class ShardedWriter:

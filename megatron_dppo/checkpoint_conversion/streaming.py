@@ -19,6 +19,7 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     TensorHashes,
 )
 from megatron_dppo.checkpoint_conversion.dist_writing import write_torch_dist
+from megatron_dppo.checkpoint_conversion.quantized import open_weights
 from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistCheckpoint
 from megatron_dppo.model.errors import MismatchError
 from megatron_dppo.model.families import load_model_shape
@@ -43,11 +44,15 @@ def hf_to_megatron(
     """Write ``hf_dir`` as a Megatron-Core distributed checkpoint, which loads under every layout, with a certificate.
 
     ``out_dir`` is what Megatron-LM's ``--load`` takes: a tracker that names ``release``. ``dtype``: of the
-    result; empty: as stored. Raises ModelError where the input is bad, and leaves nothing behind.
+    result; empty: as stored, which must then be one. Raises ModelError where the input is bad, and leaves nothing
+    behind.
     """
-    shape = load_model_shape(hf_dir)
-    with hf_folder.SafetensorsReader(hf_dir) as reader:
-        reader.check(shape)
+    shape = load_model_shape(hf_dir, quantized=True)
+    with open_weights(hf_dir) as reader:
+        if dtype is None:
+            tensor_store.check_store(reader, shape, str(hf_dir))
+        else:
+            tensor_store.check_tensors(reader.specs, shape, str(hf_dir))
         tensor_store.check_tied_copy(reader, shape, str(hf_dir))
         return write_megatron(reader, shape, hf_dir, out_dir, dtype=dtype, progress=progress)
 
@@ -62,13 +67,13 @@ def write_megatron(
     progress: Progress,
 ) -> Certificate:
     """As ``hf_to_megatron``, of any store whose tensors are known to be ``shape``'s."""
-    source_dtype, target = _dtypes(source, dtype)
+    source_dtype, target = _dtypes(source, shape, dtype)
     hashes = TensorHashes()
 
     def read(name: str, start: int, count: int) -> torch.Tensor:
         rows = source.read_rows(name, start, count)
-        progress(rows.numel() * rows.dtype.itemsize)
-        cast = rows.to(TORCH_DTYPES[target])
+        progress(count * source.specs[name].row_bytes)
+        cast = _finite_cast(rows, name, start, target, side_files_from)
         hashes.update(name, cast)
         return cast
 
@@ -101,8 +106,9 @@ def megatron_to_hf(
     where ``hf_config`` describes another model; nothing is left behind.
     """
     side_files = Path(hf_config or megatron_dir)
-    with TorchDistCheckpoint(megatron_dir, load_model_shape(side_files)) as source:
-        source_dtype, target = _dtypes(source, dtype)
+    shape = load_model_shape(side_files, quantized=True)
+    with TorchDistCheckpoint(megatron_dir, shape) as source:
+        source_dtype, target = _dtypes(source, shape, dtype)
         specs = {
             n: tensor_store.TensorSpec(spec.shape, TORCH_DTYPES[target])
             for n, spec in source.specs.items()
@@ -117,7 +123,7 @@ def megatron_to_hf(
         with writer, stored, written:
             for name, start, rows in blocks(source, specs, progress):
                 stored.update(name, rows)
-                cast = rows.to(TORCH_DTYPES[target])
+                cast = _finite_cast(rows, name, start, target, megatron_dir)
                 # What is stored is compared with its certificate; a cast has another hash, which goes into the new one.
                 if target != source_dtype:
                     written.update(name, cast)
@@ -137,13 +143,13 @@ def verify(
     Returns what was compared. A conversion that cast is compared with the cast of the original. Raises MismatchError
     naming the first tensor, file and offset that differs.
     """
-    shape = load_model_shape(hf_dir)
+    shape = load_model_shape(hf_dir, quantized=True)
     with (
-        hf_folder.SafetensorsReader(hf_dir) as original,
+        open_weights(hf_dir) as original,
         TorchDistCheckpoint(megatron_dir, shape) as converted,
         TensorHashes() as hashes,
     ):
-        original.check(shape)
+        tensor_store.check_tensors(original.specs, shape, str(hf_dir))
         for name, start, rows in blocks(converted, converted.specs, progress):
             expected = original.read_rows(name, start, len(rows)).to(converted.dtype)
             if not torch.equal(_as_integers(rows), _as_integers(expected)):
@@ -164,9 +170,26 @@ def blocks(
             progress(rows.numel() * rows.dtype.itemsize)
 
 
-def _dtypes(store: tensor_store.TensorStore, wanted: str | None) -> tuple[str, str]:
-    stored = str(next(iter(store.specs.values())).dtype).removeprefix("torch.")
+def _dtypes(
+    store: tensor_store.TensorStore, shape: ModelShape, wanted: str | None
+) -> tuple[str, str]:
+    """The type that is stored, several joined by ``+``, and that of the result."""
+    stored = "+".join(tensor_store.dtypes_of(store, shape))
     return stored, wanted or stored
+
+
+def _finite_cast(
+    rows: torch.Tensor, name: str, start: int, dtype: str, folder: str | Path
+) -> torch.Tensor:
+    """``rows`` of the tensor ``name``, from row ``start`` on, as ``dtype``.
+
+    Raises CheckpointError for NaN, and for what ``dtype`` can't hold.
+    """
+    tensor_store.require_finite(rows, name, start, str(folder))
+    cast = rows.to(TORCH_DTYPES[dtype])
+    if cast.dtype != rows.dtype:
+        tensor_store.require_finite(cast, name, start, f"{folder}, as {dtype}")
+    return cast
 
 
 def _require_recorded(source: TorchDistCheckpoint, digests: dict[str, str]) -> None:

@@ -20,10 +20,12 @@ import torch
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.mapping import hf_tensors
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""What is written."""
+DTYPES = {code: dtype for dtype, code in CODES.items()} | {"F8_E4M3": torch.float8_e4m3fn}
+"""What is read; 8-bit weights only with their scales, by ``quantized.py``."""
 MAX_HEADER_BYTES = 100 << 20
 
 
@@ -206,6 +208,7 @@ def _write_all(fd: int, view: memoryview, offset: int) -> None:
 BLOCK_BYTES = 1 << 20
 """Bytes that are read or written at a time: what streaming holds in memory, a few times over."""
 
+_CAST = "`megatron-dppo convert hf-to-megatron --dtype ...` casts all to one"
 SHOWN = 5
 """Differences of a checkpoint from its config.json that an error lists."""
 
@@ -267,11 +270,41 @@ def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, where: str
 def check_store(store: TensorStore, shape: ModelShape, where: str) -> None:
     """Raise CheckpointError where a store's names or shapes are not what ``shape`` describes, or dtypes several."""
     check_tensors(store.specs, shape, where)
-    kinds = {store.specs[name].dtype for name in hf_tensors(shape)}
+    kinds = dtypes_of(store, shape)
     if len(kinds) != 1:
-        raise CheckpointError(
-            f"{where}: tensors of several dtypes, {sorted(map(str, kinds))}; expected one"
-        )
+        raise CheckpointError(f"{where}: tensors of several dtypes, {kinds}; expected one; {_CAST}")
+    if kinds[0] not in ITEM_BYTES:
+        raise CheckpointError(f"{where}: tensors of dtype {kinds[0]}, expected another; {_CAST}")
+
+
+def dtypes_of(store: TensorStore, shape: ModelShape) -> list[str]:
+    """Names of the types of the model's tensors, sorted."""
+    kinds = {store.specs[name].dtype for name in hf_tensors(shape)}
+    return sorted(str(kind).removeprefix("torch.") for kind in kinds)
+
+
+def require_finite(rows: torch.Tensor, name: str, start: int, where: str) -> None:
+    """Raise CheckpointError where an element is NaN or infinite.
+
+    Args:
+        rows: of the tensor ``name``.
+        name: as the message calls the tensor.
+        start: number of the first row.
+        where: the folder.
+    """
+    if not rows.numel():
+        return
+    # The largest and the smallest tell: NaN is both where it occurs. Ten times as fast as to ask of each element.
+    lowest, highest = torch.aminmax(rows)
+    if math.isfinite(lowest.item()) and math.isfinite(highest.item()):
+        return
+    wrong = (~torch.isfinite(rows)).nonzero()
+    first = tuple(wrong[0].tolist())
+    index = [first[0] + start, *first[1:]]
+    raise CheckpointError(
+        f"{where}: {name}{index} is {rows[first].item()}, expected finite weights ({len(wrong)} elements of "
+        f"{tuple(rows.shape)} from row {start} on are NaN or infinite)"
+    )
 
 
 def check_tied_copy(store: TensorStore, shape: ModelShape, where: str) -> None:

@@ -308,8 +308,15 @@ class CheckedReader(Closing):
     def check(self, shape: ModelShape) -> None:
         """Raise CheckpointError where a tensor is missing, unknown, or of another shape than ``shape``'s tables say.
 
-        And where a tied model stores an output layer that is not its embedding.
+        And where a tied model stores an output layer that is not its embedding, or all experts of a layer are one
+        tensor, which SGLang leaves unread without a word.
         """
+        if isinstance(self._store, SafetensorsReader) and self._store.fused:
+            raise CheckpointError(
+                f"{self._store.folder}: {self._store.fused[0]} holds all experts of a layer, expected one tensor a "
+                "matrix and expert: `megatron-dppo convert hf-to-megatron`, then `convert megatron-to-hf`, makes such "
+                "a folder"
+            )
         tensor_store.check_tensors(self.specs, shape, str(self._store.folder))
         tensor_store.check_tied_copy(self._store, shape, str(self._store.folder))
 

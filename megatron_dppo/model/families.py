@@ -396,8 +396,9 @@ def family_of(shape: ModelShape) -> Family:
 def load_model_shape(hf_dir: str | Path, *, quantized: bool = False) -> ModelShape:
     """Read ``hf_dir/config.json`` (or a config file itself).
 
-    ``quantized``: the caller reads quantised weights; they are refused otherwise. Raises ModelConfigError where there
-    is none or it is no JSON, UnsupportedModelError, with all faults, for a family or entries outside the tables.
+    ``quantized``: the caller reads 8-bit weights, too; a quantised model is refused otherwise. Raises
+    ModelConfigError where there is none or it is no JSON, UnsupportedModelError, with all faults, for a family or
+    entries outside the tables.
     """
     path = Path(hf_dir)
     path = path / "config.json" if path.is_dir() else path
@@ -410,8 +411,7 @@ def load_model_shape(hf_dir: str | Path, *, quantized: bool = False) -> ModelSha
         )
     facts = ConfigFacts(values, str(path))
     facts.require("architectures", [family.architecture], [family.architecture])
-    if not quantized:
-        _refuse_quantization(facts)
+    _refuse_quantization(facts, reads_fp8=quantized)
     shape = family.read(facts)
     if not facts.faults:
         # Between values that hold by themselves: a stand-in for a wrong one would only be blamed a second time.
@@ -421,13 +421,16 @@ def load_model_shape(hf_dir: str | Path, *, quantized: bool = False) -> ModelSha
     return shape
 
 
-def _refuse_quantization(facts: ConfigFacts) -> None:
+def _refuse_quantization(facts: ConfigFacts, *, reads_fp8: bool) -> None:
     scheme = facts.values.get("quantization_config")
     if scheme is None:
         return
     method = scheme.get("quant_method") if isinstance(scheme, Mapping) else scheme
-    way_out = "use the model's unquantised release"
-    if method == "fp8":
+    if method != "fp8":
+        way_out = "use the model's unquantised release"
+    elif reads_fp8:
+        return
+    else:
         way_out = (
             "`megatron-dppo convert hf-to-megatron --dtype bfloat16` reads 8-bit weights with their scales, and "
             "`convert megatron-to-hf` makes an unquantised folder of the result"

@@ -59,7 +59,7 @@ def load_hf(
     """Fill every parameter of this rank from ``hf_dir``, reading only the slices that it holds.
 
     Rows that pad the vocabulary become zero. Raises CheckpointError where a tensor of ``hf_dir`` is
-    not of the name and shape that its config.json asks for, ValueError where the model's parameters
+    not of the name and shape that its config.json asks for, or holds NaN, ValueError where the model's parameters
     and the table disagree.
     """
     parameters = named_parameters(chunks)
@@ -83,6 +83,7 @@ def load_hf(
             parameter.zero_()
             for segment in entry.segments:
                 part = reader.read(segment.hf_name, segment.dim, segment.hf_start, segment.length)
+                tensor_store.require_finite(part, segment.hf_name, 0, str(hf_dir))
                 segment.of_local(parameter).copy_(part)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -9,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.trainer.topology import destroy_topology
 from tests.adapters import save_random_adapters
 from tests.distributed.test_lora_parity import KINDS, TOLERANCE, judge, train
 from tests.distributed.test_trainer_parity import (
@@ -65,6 +69,17 @@ def test_the_reference_is_the_start_whatever_is_trained(folder: Path, kind: str)
     assert torch.equal(asked(trainer.reference_log_probs, batches), start)
     assert torch.equal(asked(trainer.log_probs, batches), now)
     trainer.close()
+
+
+def test_weights_that_are_no_numbers_are_named_when_they_are_loaded(folder: Path, tmp_path) -> None:
+    hf = Path(shutil.copytree(folder / "dense", tmp_path / "nan"))
+    tensors = load_file(hf / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight\[3\] is nan"):
+        make_trainer(str(hf), {}, {})
+    # No Trainer is there to be closed.
+    destroy_topology()
 
 
 def test_adapters_start_apart_within_their_bound(folder: Path) -> None:

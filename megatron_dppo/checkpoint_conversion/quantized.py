@@ -1,0 +1,98 @@
+"""8-bit weights with their scales (``quantization_config: {quant_method: fp8}``), read as the fp32 that they stand for.
+
+A weight of type F8_E4M3 has a ``..._scale_inv`` beside it: a factor for each block of ``weight_block_size`` elements,
+or one for the whole matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader
+from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
+from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.system.files import Closing
+
+_SCALE = "_scale_inv"
+_QUANTIZED = torch.float8_e4m3fn
+
+
+class DequantizedReader(Closing):
+    """The tensors of a folder with 8-bit weights. ``specs`` say how they are stored; rows of 8-bit weights are fp32.
+
+    Raises CheckpointError where such a weight has no scale, or one of another shape than its blocks ask for.
+    """
+
+    def __init__(self, reader: SafetensorsReader, block: tuple[int, int] | None) -> None:
+        self.folder = reader.folder
+        self._reader = reader
+        self.specs = {n: s for n, s in reader.specs.items() if not n.endswith(_SCALE)}
+        self._blocks = {
+            name: self._block(name, spec, block)
+            for name, spec in self.specs.items()
+            if spec.dtype == _QUANTIZED
+        }
+
+    def _block(self, name: str, spec: TensorSpec, block: tuple[int, int] | None) -> tuple[int, int]:
+        scale = self._reader.specs.get(name + _SCALE)
+        if scale is None or len(spec.shape) != 2:
+            raise CheckpointError(
+                f"{self.folder}: {name} of shape {spec.shape} has 8-bit weights, expected a matrix with {name}{_SCALE}"
+            )
+        if math.prod(scale.shape) == 1:
+            return spec.shape[0], spec.shape[1]
+        if block is None:
+            raise CheckpointError(
+                f"{self.folder}: {name}{_SCALE} has shape {scale.shape}, and config.json's quantization_config no "
+                "weight_block_size"
+            )
+        grid = tuple(-(-size // length) for size, length in zip(spec.shape, block, strict=True))
+        if scale.shape != grid:
+            raise CheckpointError(
+                f"{self.folder}: {name}{_SCALE} has shape {scale.shape}, expected {grid} for blocks of {block}"
+            )
+        return block
+
+    def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Rows ``start .. start + count`` of dim 0."""
+        rows = self._reader.read_rows(name, start, count)
+        if name not in self._blocks:
+            return rows
+        height, width = self._blocks[name]
+        first, end = start // height, -(-(start + count) // height)
+        scales = self._reader.read_rows(name + _SCALE, first, end - first).float()
+        by_row = scales.reshape(end - first, -1).repeat_interleave(height, 0)
+        by_row = by_row[start - first * height :][:count]
+        return rows.float() * by_row.repeat_interleave(width, 1)[:, : rows.shape[1]]
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def open_weights(hf_dir: str | Path) -> SafetensorsReader | DequantizedReader:
+    """Open a Hugging Face folder of a supported config.json, its weights quantised or not. Raises CheckpointError."""
+    reader = SafetensorsReader(hf_dir)
+    if all(spec.dtype != _QUANTIZED for spec in reader.specs.values()):
+        return reader
+    try:
+        return DequantizedReader(reader, _block_size(reader.folder / "config.json"))
+    except CheckpointError:
+        reader.close()
+        raise
+
+
+def _block_size(path: Path) -> tuple[int, int] | None:
+    scheme = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
+    size = scheme.get("weight_block_size")
+    if size is None:
+        return None
+    is_pair = isinstance(size, list) and len(size) == 2
+    if not is_pair or not all(type(length) is int and length > 0 for length in size):
+        raise CheckpointError(
+            f"{path}: quantization_config.weight_block_size is {size!r}, expected two positive integers"
+        )
+    return size[0], size[1]
