@@ -49,7 +49,7 @@ from megatron_dppo.trainer import collectives
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights, ranks_per_sender
 from megatron_dppo.weight_sync.adapters import AdapterUpdater
-from megatron_dppo.weight_sync.engines import let_go
+from megatron_dppo.weight_sync.engines import interrupt_and_release
 from megatron_dppo.weight_sync.strategies import check_reach
 from megatron_dppo.weight_sync.transaction import (
     UpdateReport,
@@ -214,7 +214,7 @@ class _ServerAccess:
             return
         weights = await self.open_weights(member)
         try:
-            await let_go(weights, tags)
+            await interrupt_and_release(weights, tags)
         finally:
             await weights.close()
 

@@ -1,8 +1,8 @@
-"""Weight updates that send adapters alone: the same transaction, with the engines' own LoRA.
+"""Weight updates that send only LoRA adapters, which the engines' own LoRA serves: the same transaction.
 
-The engines hold the frozen model, compared tensor by tensor at an engine's first update. The adapters of each version
-are a folder in PEFT's format that they load under a name of its own; what they loaded is hashed there. Until the
-commit those of the version before are there, too: an update that fails leaves them in service.
+The engines hold the frozen model, which is compared tensor by tensor at an engine's first update. The adapters of each
+version are a folder in PEFT's format. The engines load it under a name of its own and hash what they loaded. Until the
+commit they keep the adapters of the previous version too, so that a failed update leaves those in service.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ log = logging.getLogger(__name__)
 
 
 class AdapterStrategy(Strategy):
-    """See ``engines.Strategy``; rank 0 writes all. The folder is removed when the engines have read it.
+    """Strategy that writes a folder of adapters on rank 0, and removes it after the engines have read it.
 
-    ``folder``: what it says of the adapters. ``name``: what the engines are to call them. ``loaded``: how many
-    tensors were compared in the last update, over all engines. Raises EngineMismatchError as ``DiskStrategy``.
+    See ``engines.Strategy``. Raises EngineMismatchError as ``DiskStrategy`` does.
+
+    Attributes:
+        name: the name under which the engines load the adapters.
+        loaded: number of tensors compared in the last update, over all engines.
     """
 
     def __init__(self, transfer: Transfer, folder: AdapterFolder) -> None:
@@ -61,9 +64,9 @@ class AdapterStrategy(Strategy):
         return sum(tensor.nbytes for _, tensor in bucket)
 
     def end(self) -> None:
-        """Write the folder, have the engines load it under ``name``, compare digests of every tensor, remove it.
+        """Write the folder, load it into the engines as ``name``, compare the digest of every tensor, remove it.
 
-        Raises EngineFaultError naming the engines that refused it, or hold other tensors.
+        Raises EngineFaultError that names the engines that refused it, or hold other tensors.
         """
         self._written = new_folder(self._transfer, "adapters")
         folder = self._written / "adapters"
@@ -79,10 +82,11 @@ class AdapterStrategy(Strategy):
 
     def _compare(self, digests_by_url: Mapping[str, Mapping[str, str]]) -> None:
         expected = expected_digests(self._tensors, self._folder)
-        compared = {
-            u: verification.compare_checksums([expected], [d]) for u, d in digests_by_url.items()
-        }
-        faults = {u: verification.ChecksumMismatchError(m) for u, m in compared.items() if m}
+        faults: dict[str, BaseException] = {}
+        for url, digests in digests_by_url.items():
+            mismatches = verification.compare_checksums([expected], [digests])
+            if mismatches:
+                faults[url] = verification.ChecksumMismatchError(mismatches)
         if faults:
             raise EngineFaultError(faults)
         self.loaded = len(expected) * len(digests_by_url)
@@ -91,7 +95,7 @@ class AdapterStrategy(Strategy):
 def expected_digests(
     tensors: Sequence[tuple[str, Tensor]], folder: AdapterFolder
 ) -> dict[str, str]:
-    """SHA-256 by tensor of what an engine must hold of ``tensors``, after it has fused their rows."""
+    """Return the SHA-256 of each tensor that an engine holds after it has fused the rows of ``tensors``, by name."""
     parts: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
     for name, tensor in tensors:
         module, _, which = name.rpartition(".")
@@ -109,7 +113,12 @@ def _digest(tensors: Sequence[Tensor]) -> str:
 
 
 class AdapterSource(transaction.WeightSource, Protocol):
-    """The trainer's adapters. ``base``: the weights that they are added to. ``folder``: what one says of them."""
+    """The trainer's adapters.
+
+    Attributes:
+        base: the frozen weights to which the adapters are added.
+        folder: the description of the adapters that a PEFT folder contains.
+    """
 
     @property
     def base(self) -> transaction.WeightSource: ...
@@ -120,10 +129,10 @@ class AdapterSource(transaction.WeightSource, Protocol):
 
 @dataclass(eq=False)
 class AdapterUpdater(transaction.WeightUpdater):
-    """See WeightUpdater; every update compares a digest of every tensor that was sent."""
+    """A WeightUpdater for adapters. Every update compares the digest of every tensor that it sent."""
 
     source: AdapterSource
-    _former: int | None = field(default=None, init=False)
+    _previous_version: int | None = field(default=None, init=False)
     _name: str = field(default="", init=False)
     _is_base_compared: bool = field(default=False, init=False)
 
@@ -133,7 +142,8 @@ class AdapterUpdater(transaction.WeightUpdater):
 
     def update(self, version: int) -> transaction.UpdateReport:
         report = super().update(version)
-        self._is_base_compared, self._former = True, version
+        self._is_base_compared = True
+        self._previous_version = version
         return report
 
     # --- the transaction's parts
@@ -142,13 +152,14 @@ class AdapterUpdater(transaction.WeightUpdater):
         self._name = adapter_name(version)
         if isinstance(self._strategy, AdapterStrategy):
             self._strategy.name = self._name
-        paused = super()._begin(phases, version, title)
-        # The engines keep the former version's adapters alone. A name can't stand for two.
-        if self._former == version:
-            self._former = None
-        keep = None if self._former is None else adapter_name(self._former)
-        self._conduct(phases, "begin", lambda e: e.each(lambda engine: engine.drop_adapters(keep)))
-        return paused
+        paused_at = super()._begin(phases, version, title)
+        # Two sets of adapters cannot share a name: when a version is sent again, no previous one is kept.
+        if self._previous_version == version:
+            self._previous_version = None
+        previous = self._previous_version
+        kept_name = None if previous is None else adapter_name(previous)
+        self._on_rank_0(phases, "begin", Engines.drop_adapters, kept_name)
+        return paused_at
 
     def _stream(
         self, phases: transaction.Phases, verify: bool
@@ -158,40 +169,38 @@ class AdapterUpdater(transaction.WeightUpdater):
 
     def _hash_base(self, phases: transaction.Phases) -> list[Any] | None:
         plan = self.source.base.plan(self.config.bucket_mib * transaction.MIB, spread=False)
-        expected = (
-            verification.ExpectedByLayout(self._engines)
-            if self._conducts and self._engines
-            else None
-        )
+        expected = None
+        if self._is_rank_0 and self._engines is not None:
+            expected = verification.ExpectedByLayout(self._engines)
         for gathered in self.source.base.gather(plan):
             if expected is not None and gathered.tensors:
                 phases.run("hash", expected.add, gathered.tensors)
         return None if expected is None else expected.partials()
 
     def _verify(self, phases: transaction.Phases, partials: list[Any]) -> int:
-        """Compare the frozen model where it was hashed; adapters were compared when the engines loaded them."""
+        """Compare the frozen model if this update hashed it. The engines' adapters were compared at their load."""
         loaded = self._strategy.loaded if isinstance(self._strategy, AdapterStrategy) else 0
         return loaded + (super()._verify(phases, partials) if partials else 0)
 
-    def _commit(self, version: int, engines: Engines) -> None:
-        super()._commit(version, engines)
-        # Until here an engine could go back to the former version's adapters.
+    def _commit(self, engines: Engines, version: int) -> None:
+        super()._commit(engines, version)
+        # After the commit no engine returns to the adapters of the previous version.
         try:
-            engines.each(lambda engine: engine.drop_adapters(self._name))
+            engines.drop_adapters(self._name)
         except EngineFaultError as error:
-            log.warning("former adapters are dropped at the next update: %s", error)
+            log.warning("the previous adapters are dropped at the next update: %s", error)
 
     def _abort(self, phases: transaction.Phases, version: int) -> None:
-        """Put the former version back in service; an engine that has none, or can't, is quarantined."""
+        """Restore the previous version on every engine. An engine that has none, or fails, is quarantined."""
         self._is_base_compared = False
         if self._strategy is not None:
             self._strategy.abort()
-        if self._conducts and self._engines is not None:
-            label = f"{UNVERIFIED_VERSION}{version}"
+        if self._is_rank_0 and self._engines is not None:
+            previous, label = self._previous_version, f"{UNVERIFIED_VERSION}{version}"
             try:
-                self._engines.each(lambda engine: _restore(engine, self._former, label))
+                self._engines.each(lambda engine: _restore(engine, previous, label))
             except EngineFaultError as error:
-                log.warning("an engine was not given its former adapters back: %s", error)
+                log.warning("an engine could not restore its previous adapters: %s", error)
 
     @property
     def _adapter(self) -> str | None:
@@ -207,19 +216,24 @@ class AdapterUpdater(transaction.WeightUpdater):
         return self._strategy.copies, elements * getattr(torch, self.source.dtype_name).itemsize
 
     def _is_due(self, check: str, every: int) -> bool:
-        # ``verify_every`` does not count: adapters are always compared, and the frozen model, which doesn't change,
-        # in the first update after ``attach`` or a failure.
+        # ``verify_every`` has no effect here: adapters are compared in every update, and the frozen model, which does
+        # not change, in the first update after ``attach`` or a failure.
         return check == "verify" or super()._is_due(check, every)
 
 
-async def _restore(engine: EngineWeights, former: int | None, label: str) -> None:
+async def _restore(engine: EngineWeights, previous_version: int | None, label: str) -> None:
+    """Serve the adapters of ``previous_version`` again; quarantine the engine as ``label`` if it does not have them."""
     if not await engine.schedules(GRACE_S):
         return
     await engine.pause()
     lacks_memory = bool(engine.occupation.released)
-    if lacks_memory or former is None or adapter_name(former) not in await engine.adapter_names():
+    if lacks_memory or previous_version is None:
         await engine.set_version(label)
         return
-    await engine.drop_adapters(adapter_name(former))
-    await engine.set_version(str(former))
+    previous_name = adapter_name(previous_version)
+    if previous_name not in await engine.adapter_names():
+        await engine.set_version(label)
+        return
+    await engine.drop_adapters(previous_name)
+    await engine.set_version(str(previous_version))
     await engine.resume()

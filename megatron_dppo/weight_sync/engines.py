@@ -1,8 +1,7 @@
-"""The engines that take an update together: calls to all at once, the ones at fault, flat bytes; and what a strategy
-is, which moves weights to them.
+"""The engines of one update, all called at the same time, and the interface of the strategies that send weights.
 
-All is seen from one trainer rank. Rank 0 conducts: it alone gives the engines orders. Ranks that a plan names as
-receivers gather buckets from the others and send them to the engines.
+Everything here is one trainer rank's view. Rank 0 alone gives the engines orders. The ranks that a plan names as
+receivers gather buckets from the other ranks and send them to the engines.
 """
 
 from __future__ import annotations
@@ -30,15 +29,20 @@ Bucket = Sequence[tuple[str, Tensor]]
 """Full tensors with their Hugging Face names."""
 
 Plan = Sequence[PlannedBucket]
-"""The same on every rank: which tensors, in which buckets, on which rank."""
+"""Which tensors are in which bucket, and which rank receives it. Every rank has the same plan."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a strategy is given: from trainer rank ``rank`` to ``engines``.
+    """One trainer rank's part in sending weights to the engines; the argument of a strategy.
 
-    ``plan``: all buckets, each of ``dtype``. ``timeout_s`` bounds each request to an engine.
-    ``directory``: the configured folder, of strategy ``disk``.
+    Attributes:
+        rank: the global rank of this trainer process.
+        engines: the attached engines.
+        plan: all buckets.
+        dtype: dtype of every tensor in the buckets.
+        timeout_s: limit of each request to an engine, seconds.
+        directory: the configured folder, used by the strategy ``disk``.
     """
 
     rank: int
@@ -49,7 +53,7 @@ class Transfer:
     directory: str | None = None
 
     @property
-    def conducts(self) -> bool:
+    def is_rank_0(self) -> bool:
         return self.rank == 0
 
     @property
@@ -58,11 +62,13 @@ class Transfer:
 
 
 class Strategy:
-    """How buckets get into the attached engines; one object on every rank that takes part.
+    """Moves buckets into the attached engines. Every rank that takes part has one strategy object.
 
-    Every step but ``abort`` and ``close`` may raise ENGINE_FAULTS; an EngineFaultError names the engines at fault.
-    ``spread``: several ranks send, each the buckets that it holds most of; otherwise rank 0 sends all. ``copies``: how
-    often a bucket's bytes move.
+    Every method except ``abort`` and ``close`` may raise ENGINE_FAULTS; an EngineFaultError names the engines at fault.
+
+    Attributes:
+        spread: whether several ranks send, each the buckets that it holds most of; otherwise rank 0 sends all.
+        copies: how many times the bytes of a bucket move.
     """
 
     spread = False
@@ -72,41 +78,45 @@ class Strategy:
         self._transfer = transfer
 
     def meeting_point(self) -> Any:
-        """What the other ranks must know of this one before ``begin``; JSON."""
+        """Return what the other ranks need to know of this rank before ``begin``, as JSON."""
         return None
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
         raise NotImplementedError
 
     def send(self, bucket: Bucket) -> int:
-        """Start to send a bucket that this rank gathered; returns its bytes.
+        """Start to send a bucket that this rank gathered. Returns its bytes.
 
-        The bucket may change when two more have been sent.
+        The caller may change the bucket once two more have been sent.
         """
         raise NotImplementedError
 
     def arrive(self) -> None:
-        """Wait until the engines have this rank's buckets; on rank 0, all buckets."""
+        """Wait until the engines have received this rank's buckets; on rank 0, all buckets."""
 
     def end(self) -> None:
-        """On rank 0, when every rank's buckets have arrived: close the update in the engines."""
+        """Close the update in the engines. Called on rank 0 after the buckets of every rank have arrived."""
         raise NotImplementedError
 
     def abort(self) -> None:
-        """Break off what is under way, without waiting for it."""
+        """Cancel the transfers in progress without waiting for them."""
 
     def close(self) -> None:
-        """Release what is held in the engines; the strategy is not used again."""
+        """Release the resources in the engines. The strategy is not used again."""
         self.abort()
 
 
 class TransferTimeoutError(EngineError):
-    """A broadcast, or its group, was not complete in time."""
+    """A broadcast, or the creation of its group, exceeded its time limit."""
 
 
 class EngineFaultError(EngineError):
-    """What went wrong, by the URL of the engine at fault; ``reason`` where none is. ``attempts``: as of
-    EngineError, the least of all of them."""
+    """One or more engines failed.
+
+    Attributes:
+        faults: the exception by URL of the engine at fault; empty if only a ``reason`` is known.
+        attempts: the smallest ``attempts`` of these exceptions; see EngineError.
+    """
 
     def __init__(
         self, faults: Mapping[str, BaseException], reason: BaseException | None = None
@@ -124,19 +134,19 @@ class EngineFaultError(EngineError):
 log = logging.getLogger(__name__)
 
 ENGINE_FAULTS = (EngineError, OSError)
-"""What an engine, or the network or disk between, is to blame for: the update has failed, and another attempt may
-succeed. Every other error is a fault of this program, and ends the run by its own name."""
+"""Exceptions caused by an engine, the network or a disk: the update failed, and another attempt may succeed. Every
+other exception is a fault of this program and ends the run."""
 GRACE_S = 5.0
-"""How long an engine may take to leave a broadcast that was broken off."""
+"""Seconds that an engine may take to leave a cancelled broadcast."""
 Call: TypeAlias = Callable[[EngineWeights], Coroutine[Any, Any, T]]
 OpenEngine: TypeAlias = Callable[[str], Coroutine[Any, Any, EngineWeights]]
-"""Connects to the engine at a URL."""
+"""A coroutine function that connects to the engine at a URL."""
 
 
 class Engines:
-    """One engine or more; each call below goes to all of them at the same time.
+    """One or more engines. Each method calls all of them at the same time.
 
-    ``runner`` runs the calls, so that this rank's threads may wait for them or do other work.
+    ``runner`` runs the calls, so that this rank's threads can wait for them or do other work.
     """
 
     def __init__(self, members: Sequence[EngineWeights], runner: AsyncRunner) -> None:
@@ -147,7 +157,7 @@ class Engines:
     def connect(cls, urls: Sequence[str], open_engine: OpenEngine, runner: AsyncRunner) -> Self:
         """Open the engines at ``urls`` at the same time.
 
-        Raises EngineFaultError naming those that don't answer as they must, or don't fit.
+        Raises EngineFaultError that names each engine that does not answer, or does not match the run.
         """
         opening = {url: runner.submit(open_engine(url)) for url in urls}
         wait(opening.values())
@@ -160,7 +170,7 @@ class Engines:
 
     @property
     def first(self) -> EngineWeights:
-        """The one that knows the format for all: they serve the same model."""
+        """The engine whose format holds for all: they serve the same model."""
         return self.members[0]
 
     @property
@@ -169,11 +179,12 @@ class Engines:
 
     @cached_property
     def foreign_hosts(self) -> list[str]:
-        away = [str(urlsplit(e.url).hostname) for e in self.members if not on_this_host(e.url)]
-        return list(dict.fromkeys(away))
+        """The hosts of engines that are not on this host, each once."""
+        urls = [engine.url for engine in self.members if not on_this_host(engine.url)]
+        return list(dict.fromkeys(str(urlsplit(url).hostname) for url in urls))
 
     def first_ranks(self) -> dict[str, int]:
-        """By URL, an engine's first rank in a broadcast group whose rank 0 is a trainer's."""
+        """Return each engine's first rank, by URL, in a broadcast group whose rank 0 is a trainer rank."""
         ranks, first = {}, 1
         for engine in self.members:
             ranks[engine.url] = first
@@ -184,12 +195,12 @@ class Engines:
         return {e.url: self._runner.submit(call(e)) for e in self.members}
 
     def each(self, call: Call[T]) -> dict[str, T]:
-        """Every engine's answer by URL, when all have come. ``call`` must end in bounded time.
+        """Wait for all answers and return them by URL. ``call`` must end in bounded time.
 
-        Raises EngineFaultError naming those whose call raised.
+        Raises EngineFaultError that names the engines whose call raised.
         """
         calls = self.start(call)
-        # All of them, also after a failure: a call that goes on would meet the next step's at its engine.
+        # Wait for every call, also after a failure: a call still running would overlap with the next one.
         wait(calls.values())
         if errors := _errors(calls):
             raise EngineFaultError(errors)
@@ -204,29 +215,31 @@ class Engines:
     ) -> None:
         """Wait for calls in which engines wait for the trainer and for each other.
 
-        On the first failure, or after ``timeout_s``, ``break_off`` frees whoever still waits; then
-        raises EngineFaultError naming the engines at fault, where they can be told.
+        On the first failure, or after ``timeout_s``, call ``break_off``, which frees the engines that still wait.
+
+        Raises:
+            EngineFaultError: names the engines at fault, if they can be determined.
         """
         _, pending = wait(calls.values(), timeout_s, FIRST_EXCEPTION)
         failed = _errors(calls)
         if not pending and not failed:
             return
-        late = TransferTimeoutError(f"{step} took longer than {timeout_s:.0f} s")
-        reason = next(iter(failed.values()), late)
+        timeout_error = TransferTimeoutError(f"{step} took longer than {timeout_s:.0f} s")
+        reason = next(iter(failed.values()), timeout_error)
         break_off()
-        # Whoever only waited for the one at fault comes back now.
+        # The engines that only waited for the one at fault return now.
         wait(calls.values(), GRACE_S)
-        culprits = {url: failed.get(url, reason) for url in self._lost(calls)}
-        refused = _errors(calls)
-        # Where all refuse alike, the fault lies between them and us.
-        if not culprits and (len(refused) < len(calls) or len(calls) == 1):
-            culprits = refused
-        raise EngineFaultError(culprits, reason) from reason
+        faults = {url: failed.get(url, reason) for url in self._lost(calls)}
+        errors = _errors(calls)
+        # If every engine of several fails, the fault lies between this rank and them, and no engine is named.
+        if not faults and (len(errors) < len(calls) or len(calls) == 1):
+            faults = errors
+        raise EngineFaultError(faults, reason) from reason
 
     def drain(self, timeout_s: float) -> list[str]:
-        """Let running requests finish, then pause; the URLs of engines where they didn't finish.
+        """Wait for running requests, then pause. Returns the URLs of engines whose requests did not finish.
 
-        Where one is busy beyond ``timeout_s``, all go on generating.
+        If an engine is busy for longer than ``timeout_s``, all engines generate again.
         """
         idle = self.each(lambda engine: engine.pause_when_idle(timeout_s))
         busy = [url for url, is_idle in idle.items() if not is_idle]
@@ -235,22 +248,34 @@ class Engines:
         return busy
 
     def interrupt(self) -> list[str]:
-        """Pause all in the middle of their responses, which go on with other weights; nobody is ever too busy."""
+        """Pause all engines inside their responses, which continue later with other weights. No engine is too busy."""
         self.each(lambda engine: engine.interrupt())
         return []
 
+    def set_version(self, version: str) -> None:
+        """Set ``weight_version`` on every engine."""
+        self.each(lambda engine: engine.set_version(version))
+
     def commit(self, version: int) -> None:
-        """``weight_version`` becomes ``str(version)`` everywhere; then generation goes on."""
-        # In two rounds: nobody generates as long as an engine may still refuse the version.
-        self.each(lambda engine: engine.set_version(str(version)))
+        """Set ``weight_version`` to ``str(version)`` on every engine, then resume generation."""
+        # Two rounds: no engine generates while another one may still refuse the version.
+        self.set_version(str(version))
         self.each(lambda engine: engine.resume())
 
+    def flush(self) -> None:
+        """Flush the prefix cache of every engine."""
+        self.each(lambda engine: engine.flush())
+
+    def drop_adapters(self, kept_name: str | None) -> None:
+        """Unload every adapter except ``kept_name`` on every engine."""
+        self.each(lambda engine: engine.drop_adapters(kept_name))
+
     def quarantine(self, label: str) -> None:
-        """Pause every engine that answers and give it the version ``label``. Never raises."""
+        """Pause every engine that answers, and set its version to ``label``. Never raises."""
 
         async def withdraw(engine: EngineWeights) -> None:
             if await engine.schedules(GRACE_S):
-                # Before it is renamed, so that nothing is sampled in between.
+                # Pause first, so that the engine samples no token under the new label.
                 await engine.pause()
                 await engine.set_version(label)
 
@@ -260,50 +285,59 @@ class Engines:
             log.warning("an engine could not be quarantined: %s", error)
 
     def restore_released(self, tags: Collection[MemoryTag] = TAGS) -> None:
-        """Every engine takes what it has released of ``tags`` again; one that was started anew has released nothing."""
+        """Restore the memory of ``tags`` that each engine has released. A restarted engine has released nothing."""
 
         async def restore(engine: EngineWeights) -> None:
-            if released := engine.occupation.released & set(tags):
-                await engine.restore(released)
+            if released_tags := engine.occupation.released & set(tags):
+                await engine.restore(released_tags)
 
         self.each(restore)
 
     def release(self, tags: Collection[MemoryTag] = TAGS) -> None:
-        """Every engine lets go of the memory of ``tags``; see ``EngineWeights.release``."""
+        """Release the memory of ``tags`` on every engine; see ``EngineWeights.release``."""
         self.each(lambda engine: engine.release(tags))
+
+    def interrupt_and_release(self, tags: Collection[MemoryTag]) -> None:
+        """Interrupt every engine's responses, and release its memory of ``tags``."""
+        self.each(lambda engine: interrupt_and_release(engine, tags))
 
     def close(self) -> None:
         self.each(lambda engine: engine.close())
 
     def _lost(self, calls: Mapping[str, Future[None]]) -> list[str]:
-        """Engines that don't come back from their call, or answer nothing at all."""
+        """Return the URLs of engines whose call has not returned, or that answer nothing at all."""
         answers = self.start(lambda engine: engine.answers(GRACE_S))
         wait(answers.values())
         return [url for url, call in calls.items() if not call.done() or not answers[url].result()]
 
 
-async def let_go(engine: EngineWeights, tags: Collection[MemoryTag]) -> None:
-    """Have ``engine`` stop in the middle of its responses and release what it still has of the memory of ``tags``."""
-    if resident := [tag for tag in tags if tag not in engine.occupation.released]:
+async def interrupt_and_release(engine: EngineWeights, tags: Collection[MemoryTag]) -> None:
+    """Interrupt the responses of ``engine``, and release the memory of ``tags`` that it still holds."""
+    resident_tags = [tag for tag in tags if tag not in engine.occupation.released]
+    if resident_tags:
         await engine.interrupt()
-        await engine.release(resident)
+        await engine.release(resident_tags)
 
 
 def _errors(calls: Mapping[str, Future[Any]]) -> dict[str, BaseException]:
-    """What engines or the ways to them are to blame for, by URL, of the calls that have ended. Raises any other error:
-    that is ours."""
-    errors = {url: e for url, f in calls.items() if f.done() and (e := f.exception())}
-    for error in errors.values():
+    """Return the exceptions of the calls that have ended, by URL, if all are ENGINE_FAULTS; raise any other one."""
+    errors: dict[str, BaseException] = {}
+    for url, call in calls.items():
+        error = call.exception() if call.done() else None
+        if error is None:
+            continue
         if not isinstance(error, ENGINE_FAULTS):
             raise error
+        errors[url] = error
     return errors
 
 
 class Packer:
-    """Puts a bucket's tensors into the flat bytes that engines take.
+    """Packs the tensors of a bucket into the flat bytes that engines receive.
 
-    ``pieces`` gives the 1-D ``uint8`` pieces of a bucket in the engines' order. Others than those that lie one after
-    another in memory are copied into one of two buffers that take turns: it holds until the second call after.
+    ``pieces`` returns the 1-D ``uint8`` pieces of a bucket in the engines' order. Pieces that are contiguous in memory
+    are not copied. All others are copied into one of two alternating buffers, which stays valid until the second call
+    after this one.
     """
 
     def __init__(self, pieces: Callable[[Bucket], list[Tensor]]) -> None:
@@ -311,13 +345,13 @@ class Packer:
         self._buffers: list[Tensor | None] = [None, None]
 
     def pack(self, bucket: Bucket) -> Tensor:
-        """The flat bytes; a view of the bucket's own memory where that is possible."""
+        """Return the flat bytes, as a view of the bucket's own memory if it is contiguous."""
         pieces = self._pieces(bucket)
         flat = adjacent(pieces)
         return self._copied(pieces, _plain) if flat is None else flat
 
     def copy(self, bucket: Bucket, allocate: Callable[[int, torch.device], Tensor]) -> Tensor:
-        """The flat bytes in memory that came from ``allocate(bytes, device)``."""
+        """Return the flat bytes in memory from ``allocate(bytes, device)``."""
         return self._copied(self._pieces(bucket), allocate)
 
     def _copied(
@@ -332,11 +366,11 @@ class Packer:
 
 
 def adjacent(pieces: Sequence[Tensor]) -> Tensor | None:
-    """The 1-D pieces as one view of the memory in which they lie without a gap; None otherwise."""
+    """Return one view of the 1-D ``pieces`` if they are contiguous in memory, else None."""
     first, end = pieces[0], pieces[0].data_ptr()
     storage = first.untyped_storage().data_ptr()
     for piece in pieces:
-        # Neighbours in memory may be two allocations, which no view spans.
+        # Neighbours in memory can be two allocations, and no view spans both.
         if piece.data_ptr() != end or piece.untyped_storage().data_ptr() != storage:
             return None
         end += piece.numel()
@@ -348,15 +382,15 @@ def _plain(size: int, device: torch.device) -> Tensor:
 
 
 def local_address(url: str) -> str:
-    """This machine's address on the network that leads to ``url``; loopback for an engine on the same machine."""
+    """Return this machine's address on the network to ``url``: loopback for an engine on the same machine."""
     return source_address(str(urlsplit(url).hostname))
 
 
 def meeting_address(urls: Sequence[str]) -> str:
-    """An address of this machine that the engines at all ``urls`` reach.
+    """Return an address of this machine that the engines at all ``urls`` can reach.
 
-    An engine on this machine reaches each of its addresses, one elsewhere only that of its network; loopback where
-    all are here.
+    An engine on this machine reaches every address of it, an engine on another host only the address on its network.
+    The result is loopback if all engines are on this machine.
     """
     addresses = dict.fromkeys(local_address(url) for url in urls)
     routable = [address for address in addresses if not is_loopback(address)]

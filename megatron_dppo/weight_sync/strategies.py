@@ -101,7 +101,7 @@ class DistributedStrategy(Strategy):
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
         new: list[str] = []
-        if self._transfer.conducts:
+        if self._transfer.is_rank_0:
             former, self._points = self._points, list(meeting_points)
             for point in meeting_points:
                 if point is not None and point not in former:
@@ -115,7 +115,7 @@ class DistributedStrategy(Strategy):
             self._probe(name)
         if self._group is not None:
             self._group.wait(connected)
-        if self._transfer.conducts:
+        if self._transfer.is_rank_0:
             self._conducting = in_background(self._conduct)
 
     def send(self, bucket: Bucket) -> int:
@@ -137,7 +137,7 @@ class DistributedStrategy(Strategy):
 
     def abort(self) -> None:
         """Break this rank's group, which frees an engine that waits in it; rank 0 tells the others."""
-        if self._transfer.conducts:
+        if self._transfer.is_rank_0:
             self._call_off()
         self._in_flight = self._conducting = None
         self._points = []
@@ -452,7 +452,7 @@ class TensorStrategy(Strategy):
         self._in_flight: dict[str, Future[None]] = {}
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
-        if self._transfer.conducts:
+        if self._transfer.is_rank_0:
             self._transfer.engines.each(lambda e: e.begin())
 
     def send(self, bucket: Bucket) -> int:

@@ -1,4 +1,4 @@
-"""The weight update as a transaction: every tensor has arrived, verified, or all ranks raise."""
+"""The weight update as a transaction: either every tensor has arrived and is verified, or every rank raises."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from operator import methodcaller
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -32,55 +30,61 @@ from megatron_dppo.weight_sync.engines import (
     Plan,
     Strategy,
     Transfer,
-    let_go,
 )
 from megatron_dppo.weight_sync.strategies import STRATEGIES
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 MIB = 1 << 20
 _GB = 10**9
 _BUSY = "requests kept the engine busy beyond weight_sync.timeout_s"
-_RESUMED = ("canary", "commit")
+_GENERATING_PHASES = ("canary", "commit")
+"""Phases in which the engines generate. In the earlier ones they are paused."""
 
 
 Agree = Callable[[str | None], str | None]
-"""A collective: each trainer rank hands in its failure or None, all get the first by rank, or None.
+"""A collective: each trainer rank passes its failure or None; every rank gets the first failure by rank, or None.
 
-For one rank the identity.
+With one rank it is the identity.
 """
 
 
 class WeightSource(Protocol):
     """The trainer's weights, for updates. ``gather``, ``all_gather`` and ``score`` are collective.
 
-    ``rank``: this process's global rank. ``dtype_name``: the weights' type, "float32" or "bfloat16".
+    Attributes:
+        rank: this process's global rank.
+        dtype_name: the dtype of the weights, "float32" or "bfloat16".
     """
 
     @property
     def rank(self) -> int: ...
 
     def plan(self, bucket_bytes: int, *, spread: bool) -> Plan:
-        """All weights in buckets; with ``spread`` on the ranks that hold most of them, else on 0."""
+        """Plan all weights in buckets of ``bucket_bytes``.
+
+        With ``spread``, each bucket's receiver is the rank that holds most of it; otherwise rank 0 receives all.
+        """
 
     def gather(self, plan: Plan) -> Iterator[Gathered]:
-        """The plan's buckets, one after another, each on its receiver.
+        """Gather the plan's buckets one after another, each on its receiver.
 
-        A bucket's tensors must stay unchanged until the second one after it is asked for.
+        The tensors of a bucket stay unchanged until the caller asks for the second bucket after it.
         """
 
     def gather_bound(self) -> int:
-        """The fewest bytes that ranks must exchange so that every tensor is whole somewhere."""
+        """Return the fewest bytes that ranks must exchange so that every tensor is whole on some rank."""
 
     def bytes_between_nodes(self, plan: Plan) -> int:
-        """Bytes of the plan's gathers that travel from one node to another."""
+        """Return the bytes that the plan's gathers send from one node to another."""
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, by rank."""
+        """Return the JSON values of all ranks, by rank."""
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """log p(token | tokens before it) of all but the first, by prompt, at temperature 1."""
+        """Return log p(token | tokens before it) at temperature 1, by prompt, for every token but the first."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -93,22 +97,26 @@ class WeightSource(Protocol):
 
 
 class Phases:
-    """Runs one rank's steps of an update, timed, until the first that fails by an engine's fault (ENGINE_FAULTS).
+    """One rank's calls of an update, timed by phase. After a call fails with one of ENGINE_FAULTS, no other runs.
 
-    ``error``: of the step that failed; later ones are not run. ``seconds``: by phase.
+    Attributes:
+        error: the exception of the call that failed, or None.
+        seconds: wall time by phase.
     """
 
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
-    def run(self, phase: str, call: Callable[..., T], *arguments: Any) -> T | None:
-        """``call``'s answer; None where it fails or one has."""
+    def run(
+        self, phase: str, call: Callable[P, T], *arguments: P.args, **options: P.kwargs
+    ) -> T | None:
+        """Return the result of ``call``; None if it fails, or if an earlier call failed."""
         if self.error is not None:
             return None
         with self.timed(phase):
             try:
-                return call(*arguments)
+                return call(*arguments, **options)
             except ENGINE_FAULTS as error:
                 self.error = error
                 return None
@@ -123,11 +131,14 @@ class Phases:
 
 
 class WeightUpdateError(RunError):
-    """An update failed, or engines could not be attached: on all trainer ranks alike.
+    """An update failed, or engines could not be attached. Every trainer rank raises it.
 
-    ``engines``: URLs of those known to be at fault; empty where that is unknown. After a failed update every attached
-    engine is quarantined (paused, its version unverified) until a complete update succeeds. ``attempts``: after so many
-    failures in a row with this very message the next one would end alike.
+    After a failed update every attached engine is quarantined (paused, with an unverified version) until a complete
+    update succeeds.
+
+    Attributes:
+        engines: URLs of the engines known to be at fault; empty if unknown.
+        attempts: number of failures in a row with the same message after which a retry is pointless.
     """
 
     def __init__(
@@ -139,23 +150,32 @@ class WeightUpdateError(RunError):
 
 
 class WeightUpdateRefusedError(WeightUpdateError):
-    """Requests kept ``engines`` busy. All engines go on with the weights and version that they had."""
+    """Requests kept ``engines`` busy. All engines continue with their present weights and version."""
 
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """One committed update; known on every rank but for ``seconds`` and ``canary``, rank 0's own.
+    """One committed update. Every rank has the same report, except for ``seconds`` and ``canary``, which are rank 0's.
 
-    ``bytes``: of the weights as the engines load them. ``bytes_moved``: what trainer ranks exchanged to make tensors
-    whole, and what went to the engines. ``bytes_bound``: its static lower bound: over all tensors what the best holder
-    lacks, and the weights once for each engine rank (SGLang takes whole tensors). ``seconds`` by phase, in time that
-    the caller waited: drain, begin, gather (the trainer's collective), transfer (for the engines), hash, arrive, end,
-    verify, canary, commit. ``verified``: every tensor was compared; ``tensors``: how many, over all engine ranks.
-    ``bytes_between_nodes``: of ``bytes_moved``, what the plan sends from one node to another: gathers, and each
-    sender's bytes once to each engine host but its own. ``bytes_between_nodes_bound``: all weights once to each host of
-    engines without a sender. ``bytes_into_node_bound``: of it, what must enter one node: all weights, or nothing where
-    every host of engines has a sender. ``update_s``: of the whole update; ``stall_s``: of it, from the engines' pause
-    to the commit. ``network``: bytes/s that can enter a node; None: not stated.
+    Attributes:
+        version: the committed version.
+        bytes: bytes of the weights as the engines load them.
+        bytes_moved: bytes that trainer ranks exchanged to make tensors whole, plus the bytes sent to engines.
+        bytes_bound: static lower bound of ``bytes_moved``: for each tensor what its best holder lacks, and all weights
+            once for each engine rank (SGLang takes whole tensors).
+        seconds: time that the caller waited, by phase: drain, begin, gather (the trainer's collective), transfer (for
+            the engines), hash, arrive, end, verify, canary, commit.
+        verified: whether every tensor was compared.
+        tensors: number of compared tensors over all engine ranks.
+        bytes_between_nodes: the part of ``bytes_moved`` that the plan sends from one node to another: gathers, and
+            each sender's bytes once to each other engine host.
+        bytes_between_nodes_bound: all weights once to each engine host that has no sender.
+        bytes_into_node_bound: the part of that bound that must enter one node: all weights, or nothing if every
+            engine host has a sender.
+        update_s: seconds of the whole update.
+        stall_s: seconds from the pause of the engines to the commit.
+        canary: comparison of log-probabilities; None if this update had none.
+        network: bytes/s that can enter a node; None if the configuration does not state it.
     """
 
     version: int
@@ -195,11 +215,14 @@ class UpdateReport:
 
 
 def count_bytes(facts: Sequence[Sequence[Any]], bound: int, between_nodes: int) -> dict[str, int]:
-    """An UpdateReport's counts of bytes.
+    """Compute the byte counts of an UpdateReport.
 
-    ``facts`` of each rank, 0 first: bytes sent to engines, bytes received from ranks, parts of checksums, the engines'
-    hosts that are not its own, and, of rank 0, how often bytes move to engines and the bytes of all weights there.
-    ``bound``: the fewest bytes that ranks must exchange. ``between_nodes``: those that they exchange between nodes.
+    Args:
+        facts: one entry a rank, rank 0 first: bytes sent to engines; bytes received from ranks; partial checksums;
+            engine hosts other than the rank's own; and, valid on rank 0, how many times bytes move to engines and the
+            bytes of all weights there.
+        bound: the fewest bytes that ranks must exchange.
+        between_nodes: the bytes that ranks exchange between nodes.
     """
     copies, whole = facts[0][4:]
     sent = sum(fact[0] for fact in facts)
@@ -216,14 +239,20 @@ def count_bytes(facts: Sequence[Sequence[Any]], bound: int, between_nodes: int) 
 
 @dataclass(eq=False)
 class WeightUpdater:
-    """Pushes the trainer's weights; every method is collective over all trainer ranks.
+    """Sends the trainer's weights to the engines. Every method is collective over all trainer ranks.
 
-    ``open_engine``: called on rank 0 and on every rank that sends. ``fence``: collective; raises on every rank where
-    this trainer may no longer change the engines. ``interrupts``: an update comes in the middle of responses, which go
-    on after it; else it waits for them. ``leave_devices``: the trainer's weights have been read, so that engines on the
-    same devices may take all of their memory again; None: they have devices of their own.
-    ``committed_version``: what the engines run, on every rank; None before the first update and while they are
-    quarantined.
+    Attributes:
+        source: the trainer's weights.
+        config: the section ``weight_sync`` of the run's configuration.
+        agree: collective that shares the first failure.
+        open_engine: connects to an engine; called on rank 0 and on every rank that sends.
+        runner: runs the calls to engines.
+        fence: collective; raises on every rank if this trainer may no longer change the engines.
+        interrupts: whether an update interrupts responses, which continue after it, or waits for them.
+        leave_devices: called when the trainer's weights have been read, so that engines on the same devices can
+            restore all of their memory; None if the engines have devices of their own.
+        committed_version: the version that the engines run, known on every rank; None before the first update and
+            while the engines are quarantined.
     """
 
     source: WeightSource
@@ -241,10 +270,11 @@ class WeightUpdater:
     _since: dict[str, int] = field(default_factory=lambda: {"verify": 0, "canary": 0}, init=False)
 
     def attach(self, urls: Sequence[str]) -> None:
-        """Connect to these engines (at least one, each once), whose weights are unknown until ``update``.
+        """Connect to the engines at ``urls`` (at least one, each once). Their weights are unknown until ``update``.
 
-        Raises WeightUpdateError on every rank where one doesn't answer, is not what the run expects,
-        or can't be reached by the strategy.
+        Raises:
+            WeightUpdateError: on every rank, if an engine does not answer, does not match the run's configuration, or
+                cannot be reached by the strategy.
         """
         self.close()
         self.committed_version = None
@@ -256,11 +286,15 @@ class WeightUpdater:
         self._share(error, "no engine for weight updates")
 
     def update(self, version: int) -> UpdateReport:
-        """Send all weights and commit them as ``version``, checked as often as configured.
+        """Send all weights and commit them as ``version``.
 
-        The first update after ``attach``, and the first after a failure, is always checked. Waits for running requests.
-        Raises on every rank: WeightUpdateRefusedError where requests kept running, WeightUpdateError where the update
-        failed. What the source itself raises passes through, after an abort.
+        The update waits for running requests. Its checks run as often as configured, and always in the first update
+        after ``attach`` or after a failure.
+
+        Raises:
+            WeightUpdateRefusedError: on every rank, if requests kept running.
+            WeightUpdateError: on every rank, if the update failed.
+            Exception: the source's own exceptions pass through, after an abort.
         """
         verify = self._is_due("verify", self.config.verify_every)
         score = self._is_due("canary", self.config.canary_every)
@@ -269,26 +303,28 @@ class WeightUpdater:
         phases, started = Phases(), time.perf_counter()
         self.fence()
         try:
-            paused = self._begin(phases, version, title)
+            paused_at = self._begin(phases, version, title)
             sent, received, partials = self._stream(phases, verify)
-            # Failures are told from here on: up to the last bucket every rank is in the gathers, which none may leave.
-            self._local(phases, "arrive", lambda s: s.arrive())
+            # Share failures only now: until the last bucket every rank is in the gathers, and none may leave them.
+            self._with_strategy(phases, "arrive", Strategy.arrive)
             self._share(phases.error, title)
             facts = self.source.all_gather(
                 [sent, received, partials, self._foreign_hosts(), *self._static()]
             )
-            self._conduct(phases, "end", self._end)
+            self._on_rank_0(phases, "end", self._end)
             tensors = self._verify(phases, [f[2] for f in facts if f[2]]) if verify else 0
             self._share(phases.error, title)
-            ours = self._own_scores(phases) if score else None
+            trainer_scores = self._trainer_scores(phases) if score else None
             self._hand_back(phases, title)
-            canary = self._canary(phases, ours) if ours is not None else None
+            canary = None
+            if trainer_scores is not None:
+                canary = self._canary(phases, trainer_scores)
+            # Check the fence again: the stream took time, and another start may have taken over the run.
             self.fence()
-            # Fenced once more: the stream took its time, and another start may have the run by now.
-            self._conduct(phases, "commit", partial(self._commit, version))
+            self._on_rank_0(phases, "commit", self._commit, version)
             self._share(phases.error, title)
         except WeightUpdateRefusedError:
-            # Nothing was changed: whoever had paused already goes on generating.
+            # No engine has changed, and the engines that had paused generate again.
             self.committed_version = previous
             raise
         except BaseException:
@@ -296,33 +332,34 @@ class WeightUpdater:
             raise
         self.committed_version = version
         self._count(verify=verify, canary=score)
-        now, between = time.perf_counter(), self.source.bytes_between_nodes(self._plan or ())
+        now = time.perf_counter()
+        between_nodes = self.source.bytes_between_nodes(self._plan or ())
+        rate = self.config.network_gb_per_s
         return UpdateReport(
             version=version,
-            **count_bytes(facts, self.source.gather_bound(), between),
+            **count_bytes(facts, self.source.gather_bound(), between_nodes),
             seconds=dict(phases.seconds),
             verified=verify,
             tensors=tensors,
             update_s=now - started,
-            stall_s=now - paused,
+            stall_s=now - paused_at,
             canary=canary,
-            network=rate * _GB if (rate := self.config.network_gb_per_s) else None,
+            network=rate * _GB if rate else None,
         )
 
     def release_memory(self, tags: Collection[MemoryTag]) -> None:
-        """Until the next update the engines stop in the middle of their responses and let go of what they still have of
-        the memory of ``tags``.
+        """Interrupt the engines' responses until the next update, and release their memory of ``tags``.
 
         Raises WeightUpdateError on every rank.
         """
         phases = Phases()
-        self._conduct(phases, "drain", lambda e: e.each(lambda engine: let_go(engine, tags)))
+        self._on_rank_0(phases, "drain", Engines.interrupt_and_release, tags)
         self._share(phases.error, "the engines' memory is not released")
 
     def close(self, *, at_once: bool = False) -> None:
-        """Close the connections; the engines keep running, with the weights that they have.
+        """Close the connections. The engines keep running with their present weights.
 
-        ``at_once``: don't wait for the engines to leave their broadcast groups.
+        ``at_once``: do not wait for the engines to leave their broadcast groups.
         """
         if self._strategy is not None and not at_once:
             self._strategy.close()
@@ -333,30 +370,35 @@ class WeightUpdater:
     # --- the transaction's parts
 
     def _begin(self, phases: Phases, version: int, title: str) -> float:
-        """Up to the open session; when the engines paused."""
-        busy = self._conduct(phases, "drain", self._pause)
+        """Pause the engines and open the transfer on every rank. Returns the time at which the engines had paused."""
+        busy_urls = self._on_rank_0(phases, "drain", self._pause)
         self._share(phases.error, title)
-        if (refused := self.agree(json.dumps(busy) if busy else None)) is not None:
-            raise WeightUpdateRefusedError(f"{title}: {_BUSY}", json.loads(refused))
-        paused = time.perf_counter()
+        refusal = self.agree(json.dumps(busy_urls) if busy_urls else None)
+        if refusal is not None:
+            raise WeightUpdateRefusedError(f"{title}: {_BUSY}", json.loads(refusal))
+        paused_at = time.perf_counter()
         if self.leave_devices is not None:
-            self._conduct(phases, "begin", lambda e: e.restore_released(["weights"]))
-        label = f"{UNVERIFIED_VERSION}{version}"
-        # Whoever asks an engine from here to the commit learns that its weights are no version's.
-        self._conduct(phases, "begin", lambda e: e.each(lambda engine: engine.set_version(label)))
-        mine = self._local(phases, "begin", lambda s: s.meeting_point())
+            self._on_rank_0(phases, "begin", Engines.restore_released, ["weights"])
+        # Until the commit, engines report the version `unverified-N`, so that no response can be attributed to a
+        # version.
+        self._on_rank_0(phases, "begin", Engines.set_version, f"{UNVERIFIED_VERSION}{version}")
+        meeting_point = self._with_strategy(phases, "begin", Strategy.meeting_point)
         self._share(phases.error, title)
-        points = self.source.all_gather(mine)
-        self._local(phases, "begin", lambda s: s.begin(points))
+        meeting_points = self.source.all_gather(meeting_point)
+        self._with_strategy(phases, "begin", Strategy.begin, meeting_points)
         self._share(phases.error, title)
-        return paused
+        return paused_at
 
     def _pause(self, engines: Engines) -> list[str]:
-        """Stop generation everywhere; the URLs of engines that are too busy for it."""
+        """Stop generation on every engine. Returns the URLs of engines that stayed busy."""
         return engines.interrupt() if self.interrupts else engines.drain(self.config.timeout_s)
 
     def _stream(self, phases: Phases, verify: bool) -> tuple[int, int, list[Any] | None]:
-        """Send this rank's buckets: their bytes, the bytes that came for them, parts of checksums."""
+        """Gather all buckets and send those of this rank.
+
+        Returns:
+            The bytes that this rank sent, the bytes that it received from other ranks, and its partial checksums.
+        """
         assert self._plan is not None
         expected = None
         if verify and self._engines is not None and self._sends():
@@ -369,14 +411,14 @@ class WeightUpdater:
             if bucket is None:
                 break
             received += bucket.received
-            # After a failure the rest is gathered all the same: the other ranks are in that collective.
+            # After a failure, gather the remaining buckets too: the other ranks are in that collective.
             if phases.error is not None:
                 continue
             if bucket.tensors:
-                sent += self._local(phases, "transfer", methodcaller("send", bucket.tensors)) or 0
+                sent += self._with_strategy(phases, "transfer", Strategy.send, bucket.tensors) or 0
             if bucket.tensors and expected is not None:
                 phases.run("hash", expected.add, bucket.tensors)
-            # At once: engines may be waiting for this rank's next bucket.
+            # Abort immediately: engines may be waiting for this rank's next bucket.
             if phases.error is not None and self._strategy is not None:
                 self._strategy.abort()
         return sent, received, None if expected is None else expected.partials()
@@ -384,52 +426,58 @@ class WeightUpdater:
     def _end(self, engines: Engines) -> None:
         assert self._strategy is not None
         self._strategy.end()
-        engines.each(lambda engine: engine.flush())
+        engines.flush()
 
     def _verify(self, phases: Phases, partials: list[Any]) -> int:
-        return (
-            self._conduct(phases, "verify", lambda e: verification.compare_tensors(e, partials))
-            or 0
-        )
+        """Compare the engines' checksums with all senders' ``partials``. Returns the number of tensors."""
+        return self._on_rank_0(phases, "verify", verification.compare_tensors, partials) or 0
 
-    def _own_scores(self, phases: Phases) -> list[list[float]]:
-        """The trainer's log-probabilities of the canary's prompts, a collective of their own."""
+    def _trainer_scores(self, phases: Phases) -> list[list[float]]:
+        """Compute the trainer's log-probabilities of the canary's prompts. Collective."""
         with phases.timed("canary"):
             return self.source.score(verification.canary_prompts(self.source.vocab_size))
 
     def _hand_back(self, phases: Phases, title: str) -> None:
-        """Where they share devices, the trainer leaves them, and the engines take their memory again."""
+        """On shared devices: free the trainer's memory there, then restore that of the engines."""
         if self.leave_devices is not None:
             self.leave_devices()
-            # Every rank has left.
+            # This collective makes sure that every rank has left the devices.
             self._share(phases.error, title)
-            self._conduct(phases, "end", lambda e: e.restore_released())
+            self._on_rank_0(phases, "end", Engines.restore_released)
 
-    def _canary(self, phases: Phases, ours: list[list[float]]) -> verification.CanaryReport | None:
-        """Compare the engines' log-probabilities with the trainer's."""
+    def _canary(
+        self, phases: Phases, trainer_scores: list[list[float]]
+    ) -> verification.CanaryReport | None:
+        """Compare the engines' log-probabilities with ``trainer_scores``."""
         source = self.source
         prompts = verification.canary_prompts(source.vocab_size)
         tolerance = verification.canary_tolerance(self.config, source.dtype_name, source.num_layers)
-        return self._conduct(
+        return self._on_rank_0(
             phases,
             "canary",
-            lambda e: verification.compare_scores(e, prompts, ours, tolerance, self._adapter),
+            verification.compare_scores,
+            prompts,
+            trainer_scores,
+            tolerance,
+            self._adapter,
         )
 
-    def _commit(self, version: int, engines: Engines) -> None:
+    def _commit(self, engines: Engines, version: int) -> None:
         engines.commit(version)
 
     def _abort(self, phases: Phases, version: int) -> None:
         if self._strategy is not None:
             self._strategy.abort()
-        # Up to the canary they are paused under an unverified version; the canary and the commit let them generate.
-        if self._conducts and self._engines is not None and phases.seconds.keys() & set(_RESUMED):
+        if not self._is_rank_0 or self._engines is None:
+            return
+        # Before the canary the engines are paused with an unverified version: they need no quarantine.
+        if any(phase in phases.seconds for phase in _GENERATING_PHASES):
             self._engines.quarantine(f"{UNVERIFIED_VERSION}{version}")
 
-    # --- who does what
+    # --- roles of ranks
 
     @property
-    def _conducts(self) -> bool:
+    def _is_rank_0(self) -> bool:
         return self.source.rank == 0
 
     def _sends(self) -> bool:
@@ -437,7 +485,7 @@ class WeightUpdater:
 
     @property
     def _adapter(self) -> str | None:
-        """Name of the engines' adapters that the update is scored with."""
+        """The name of the engines' adapters that the canary uses; None without adapters."""
         return None
 
     def _strategy_of(self, transfer: Transfer) -> Strategy:
@@ -447,7 +495,7 @@ class WeightUpdater:
         if self._plan is None:
             size = self.config.bucket_mib * MIB
             self._plan = self.source.plan(size, spread=STRATEGIES[self.config.strategy].spread)
-        if not (self._conducts or self._sends()):
+        if not (self._is_rank_0 or self._sends()):
             return
         engines = Engines.connect(urls, self.open_engine, self.runner)
         dtype = getattr(torch, self.source.dtype_name)
@@ -461,19 +509,37 @@ class WeightUpdater:
             raise
         self._engines = engines
 
-    def _conduct(self, phases: Phases, phase: str, call: Callable[[Engines], Any]) -> Any:
-        if not self._conducts:
+    def _on_rank_0(
+        self,
+        phases: Phases,
+        phase: str,
+        call: Callable[Concatenate[Engines, P], T],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> T | None:
+        """Run ``call(engines, *arguments, **options)`` on rank 0 alone."""
+        if not self._is_rank_0:
             return None
         if self._engines is None:
             raise ValueError("weight update: no engine is attached")
-        return phases.run(phase, call, self._engines)
+        return phases.run(phase, call, self._engines, *arguments, **options)
 
-    def _local(self, phases: Phases, phase: str, call: Callable[[Strategy], Any]) -> Any:
-        """A step of every rank that has a part in the transfer."""
-        return None if self._strategy is None else phases.run(phase, call, self._strategy)
+    def _with_strategy(
+        self,
+        phases: Phases,
+        phase: str,
+        method: Callable[Concatenate[Strategy, P], T],
+        *arguments: P.args,
+        **options: P.kwargs,
+    ) -> T | None:
+        """Run the strategy's ``method`` on every rank that takes part in the transfer."""
+        if self._strategy is None:
+            return None
+        bound_method = getattr(self._strategy, method.__name__)
+        return phases.run(phase, bound_method, *arguments, **options)
 
     def _static(self) -> tuple[int, int]:
-        """On rank 0: how often bytes move to engines, and the bytes of all weights there."""
+        """Return, on rank 0, how many times bytes move to engines, and the bytes of all weights there."""
         if self._strategy is None or self._engines is None or self._plan is None:
             return 0, 0
         first = self._engines.first
@@ -481,7 +547,7 @@ class WeightUpdater:
         return self._strategy.copies, sum(header.bytes for header in headers)
 
     def _foreign_hosts(self) -> list[str]:
-        """Hosts of engines that a sender's bytes must travel to."""
+        """Return the engine hosts to which this rank's bytes must travel."""
         if self._engines is None or self._strategy is None or not self._sends():
             return []
         return self._engines.foreign_hosts
@@ -496,13 +562,16 @@ class WeightUpdater:
             self._since[check] = 0 if was_done else self._since[check] + 1
 
     def _share(self, error: Exception | None, title: str) -> None:
-        ours = None
+        """Raise WeightUpdateError on every rank if any rank has an ``error``. Collective."""
+        own_failure = None
         if error is not None:
             name = "" if isinstance(error, EngineFaultError) else f"{type(error).__name__}: "
             engines = list(getattr(error, "engines", ()))
-            ours = json.dumps([f"{name}{error}", engines, getattr(error, "attempts", UNBOUNDED)])
-        if (first := self.agree(ours)) is not None:
-            if ours is not None and ours != first:
+            attempts = getattr(error, "attempts", UNBOUNDED)
+            own_failure = json.dumps([f"{name}{error}", engines, attempts])
+        first_failure = self.agree(own_failure)
+        if first_failure is not None:
+            if own_failure is not None and own_failure != first_failure:
                 log.warning("%s: on trainer rank %d: %s", title, self.source.rank, error)
-            reason, engines, attempts = json.loads(first)
+            reason, engines, attempts = json.loads(first_failure)
             raise WeightUpdateError(f"{title}: {reason}", engines, attempts) from error

@@ -1,8 +1,8 @@
-"""What is compared before a commit: a checksum of every tensor, and log-probabilities (the canary).
+"""The checks before a commit: a checksum of every tensor, and log-probabilities of fixed prompts (the canary).
 
-Checksums say that the bytes arrived. They can't see whether engine and trainer mean the same by the
-same bytes: a conversion that swaps two tensors hands both sides the same wrong bytes, and a kernel may
-keep a stale copy of right ones. The log-probabilities of fixed prompts, computed by both, tell that.
+Checksums show that the bytes arrived. They cannot show that engine and trainer interpret them in the same way: a
+conversion that swaps two tensors gives both sides the same wrong bytes, and a kernel may keep a stale copy of the right
+ones. The canary detects both: engine and trainer compute the log-probabilities of the same prompts.
 """
 
 from __future__ import annotations
@@ -22,24 +22,30 @@ PROMPT_TOKENS = 24
 
 
 class Tolerance(NamedTuple):
-    """Differences of log-probabilities (nats) that numerics explain: of one token, and the mean of all."""
+    """The largest differences of log-probabilities, in nats, that rounding explains.
+
+    Attributes:
+        largest: bound for a single token.
+        mean: bound for the mean over all tokens.
+    """
 
     largest: float
     mean: float
 
 
 _TOLERANCE = {"float32": Tolerance(1e-3, 1e-4), "bfloat16": Tolerance(10.0, 0.3)}
-"""By weight type. In bfloat16 one logit of 20 is rounded to a multiple of 0.125, and a router whose choice is a tie
-sends a token to another expert: a single token may differ by several nats (6.3 measured), their mean hardly (0.21)."""
+"""The tolerance by dtype of the weights. In bfloat16 a logit of 20 is rounded to a multiple of 0.125, and a router with
+a near tie sends a token to another expert: a single token may differ by several nats (6.3 measured), the mean hardly
+(0.21 measured)."""
 _LAYERS = 8
-"""Of the models in which they were measured."""
+"""Number of layers of the models in which these tolerances were measured."""
 
 
 def canary_tolerance(config: WeightSyncConfig, dtype_name: str, num_layers: int) -> Tolerance:
-    """What ``config`` takes for rounding in weights of ``dtype_name``, its defaults filled in.
+    """Return the tolerance of ``config``, completed by the defaults for weights of ``dtype_name``.
 
-    The default mean grows with the cube root of the layers from 8 on, as the differences measured with 2 to 48
-    layers do (docs/weight_sync.md).
+    Beyond 8 layers the default mean grows with the cube root of the number of layers, as the differences measured
+    with 2 to 48 layers do (docs/weight_sync.md).
     """
     default = _TOLERANCE[dtype_name]
     deeper = max(1.0, num_layers / _LAYERS) ** (1 / 3)
@@ -63,13 +69,16 @@ class CanaryError(EngineError):
 
 
 def canary_prompts(vocab_size: int) -> list[list[int]]:
-    """PROMPTS fixed sequences of PROMPT_TOKENS ids all over the vocabulary: the same in every run.
+    """Return PROMPTS fixed sequences of PROMPT_TOKENS ids, uniform over the vocabulary and the same in every run.
 
-    Without the last id, in whose place SGLang 0.5.23 scores id 0 (it takes it for padding).
+    The last id is left out: SGLang 0.5.23 treats it as padding and scores id 0 in its place.
     """
-    # A generator of its own: every run asks the same, and the run's own generators stay as they are.
-    draw = random.Random(20_240_711)
-    return [[draw.randrange(vocab_size - 1) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+    # A separate generator keeps the prompts fixed and leaves the run's own generators unchanged.
+    generator = random.Random(20_240_711)
+    prompts = []
+    for _ in range(PROMPTS):
+        prompts.append([generator.randrange(vocab_size - 1) for _ in range(PROMPT_TOKENS)])
+    return prompts
 
 
 def compare_canary(
@@ -77,25 +86,25 @@ def compare_canary(
 ) -> CanaryReport:
     """Compare log-probabilities ``[prompt][token]`` of the same tokens at temperature 1.
 
-    Raises CanaryError naming the worst prompt and token where a difference, or the mean of all,
-    exceeds ``tolerance`` or is not a number; ValueError where the two don't hold the same tokens.
+    Raises:
+        CanaryError: a difference, or the mean of all, exceeds ``tolerance`` or is NaN; names the worst token.
+        ValueError: the two sides do not have the same number of tokens.
     """
     if [len(p) for p in trainer] != [len(p) for p in engine] or not any(trainer):
         raise ValueError(
             f"canary: token counts by prompt differ or are empty: trainer {[len(p) for p in trainer]}, "
             f"engine {[len(p) for p in engine]}"
         )
-    differences = [
-        (abs(a - b), prompt, token)
-        for prompt, (ours, theirs) in enumerate(zip(trainer, engine, strict=True))
-        for token, (a, b) in enumerate(zip(ours, theirs, strict=True))
-    ]
+    differences = []
+    for prompt, (trainer_scores, engine_scores) in enumerate(zip(trainer, engine, strict=True)):
+        for token, (pi, mu) in enumerate(zip(trainer_scores, engine_scores, strict=True)):
+            differences.append((abs(pi - mu), prompt, token))
     values = [d[0] for d in differences]
     mean = sum(values) / len(values)
-    # NaN compares false with everything: look for what is not within the tolerance.
+    # Write `not <=` instead of `>`: every comparison with NaN is false.
     failed = [d for d in differences if not d[0] <= tolerance.largest]
     if failed or not mean <= tolerance.mean:
-        # A NaN is the worst of all, and max finds it by chance only.
+        # A NaN counts as the largest difference; `max` would find it by chance only.
         worst, prompt, token = next((d for d in failed if d[0] != d[0]), max(differences))
         raise CanaryError(
             f"canary: log-probability of token {token} of prompt {prompt} differs by {worst:.3g} "
@@ -113,17 +122,17 @@ def compare_scores(
     tolerance: Tolerance,
     adapter: str | None = None,
 ) -> CanaryReport:
-    """Let the engines go on, for as long as it takes to score ``prompts`` (with their ``adapter``), and compare.
+    """Resume the engines, score ``prompts`` on each (with its ``adapter``), and compare with the ``trainer``'s scores.
 
-    Returns the worst engine's report. Raises EngineFaultError of CanaryError.
+    Returns the report of the engine with the largest difference. Raises EngineFaultError of CanaryErrors.
     """
     engines.each(lambda engine: engine.resume())
     scores = engines.each(lambda engine: engine.score(prompts, adapter))
     reports: list[CanaryReport] = []
     faults: dict[str, BaseException] = {}
-    for url, theirs in scores.items():
+    for url, engine_scores in scores.items():
         try:
-            reports.append(compare_canary(trainer, theirs, tolerance))
+            reports.append(compare_canary(trainer, engine_scores, tolerance))
         except CanaryError as error:
             faults[url] = error
     if faults:
@@ -133,9 +142,13 @@ def compare_scores(
 
 @dataclass(frozen=True)
 class ChecksumMismatch:
-    """One engine tensor whose bytes aren't the trainer's.
+    """One engine tensor whose bytes differ from the trainer's.
 
-    ``expected`` or ``actual`` None: that side has no such tensor.
+    Attributes:
+        tensor: name of the engine tensor.
+        rank: the engine rank that holds it.
+        expected: checksum on the trainer's side; None if the trainer has no such tensor.
+        actual: checksum on the engine's side; None if the engine has no such tensor.
     """
 
     tensor: str
@@ -156,25 +169,26 @@ class ChecksumMismatchError(EngineError):
             f"{len(mismatches)} engine tensors differ from the trainer's: {shown}{more}"
         )
         self.mismatches = tuple(mismatches)
-        # Other names are those of another model; wrong bytes may arrive right the next time.
-        other_names = any(m.expected is None or m.actual is None for m in mismatches)
-        self.attempts = 1 if other_names else 2
+        # Different names mean different models, and a retry cannot help. Wrong bytes may be right the next time.
+        has_different_names = any(m.expected is None or m.actual is None for m in mismatches)
+        self.attempts = 1 if has_different_names else 2
 
 
 def compare_checksums(
     expected: Sequence[Mapping[str, str]], actual: Sequence[Mapping[str, str]]
 ) -> list[ChecksumMismatch]:
-    """Differences by engine rank and tensor name; a tensor that only one side has is one, too."""
-    return [
-        ChecksumMismatch(name, rank, ours.get(name), theirs.get(name))
-        for rank, (ours, theirs) in enumerate(zip(expected, actual, strict=True))
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
-    ]
+    """Return the mismatches by engine rank and tensor name. A tensor that only one side has is a mismatch too."""
+    mismatches = []
+    for rank, (trainer_sums, engine_sums) in enumerate(zip(expected, actual, strict=True)):
+        for name in sorted(trainer_sums.keys() | engine_sums.keys()):
+            trainer_sum, engine_sum = trainer_sums.get(name), engine_sums.get(name)
+            if trainer_sum != engine_sum:
+                mismatches.append(ChecksumMismatch(name, rank, trainer_sum, engine_sum))
+    return mismatches
 
 
 class ExpectedByLayout:
-    """Checksums of the buckets that this rank sends, once for each layout among the engines."""
+    """Expected checksums of the buckets that this rank sends, for each layout among the engines."""
 
     def __init__(self, engines: Engines) -> None:
         self._by_layout: dict[tuple[int, str], ExpectedChecksums] = {}
@@ -187,21 +201,22 @@ class ExpectedByLayout:
             expected.add(bucket)
 
     def partials(self) -> list[Any]:
-        """What was added, by layout; JSON."""
+        """Return the partial checksums by layout, as JSON."""
         return [expected.partial() for expected in self._by_layout.values()]
 
 
 def compare_tensors(engines: Engines, partials: Sequence[Sequence[Any]]) -> int:
-    """Compare every engine tensor with what all senders' ``partials`` say; returns how many there are.
+    """Compare every engine tensor with the partial checksums of all senders. Returns the number of tensors.
 
-    Raises EngineFaultError of ChecksumMismatchError, and IncompleteWeightsError.
+    Raises EngineFaultError of ChecksumMismatchErrors, or IncompleteWeightsError.
     """
     layouts = list(dict.fromkeys(engine.layout for engine in engines.members))
     digests: dict[tuple[int, str], Sequence[Mapping[str, str]]] = {}
     for engine in engines.members:
         if engine.layout not in digests:
-            mine = [sender[layouts.index(engine.layout)] for sender in partials]
-            digests[engine.layout] = engine.expected().digests(mine)
+            index = layouts.index(engine.layout)
+            layout_partials = [sender[index] for sender in partials]
+            digests[engine.layout] = engine.expected().digests(layout_partials)
     actual = engines.each(lambda engine: engine.checksums())
     faults = {}
     for engine in engines.members:
