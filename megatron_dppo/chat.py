@@ -15,12 +15,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-RESERVED_ARGUMENTS = (
-    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs",
-)  # fmt: skip
-"""Arguments of ``apply_chat_template`` that the package sets itself, or that do not reach the template."""
 _LONGEST_REASON = 300
 
 

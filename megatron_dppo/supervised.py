@@ -60,7 +60,7 @@ def run_supervised_rank(config: SupervisedConfig) -> None:
 
 
 def _run(config: SupervisedConfig, fence: RunFence) -> None:
-    from megatron_dppo.data.problems import load_pairs, load_tokenizer
+    from megatron_dppo.data.problems import PromptForm, load_pairs, load_tokenizer
     from megatron_dppo.data.sampling import ProblemSampler
     from megatron_dppo.trainer.trainer import Trainer
     from megatron_dppo.trainer.watchdog import patience
@@ -69,9 +69,10 @@ def _run(config: SupervisedConfig, fence: RunFence) -> None:
     if out.exists():
         raise CheckpointError(f"{out}: there already; remove it, or name another run.directory")
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
-    pairs = load_pairs(
-        config.data.train, tokenizer, apply_chat_template=config.data.apply_chat_template
+    form = PromptForm(
+        config.data.apply_chat_template, arguments=config.data.chat_template_arguments
     )
+    pairs = load_pairs(config.data.train, tokenizer, form=form)
     with patience("others start"):
         trainer = Trainer(config)
     fence.join()

@@ -30,6 +30,12 @@ from megatron_dppo.system.network import url_fault
 PLACEHOLDER = "{prompt}"
 """What a prompt template holds where the problem goes."""
 
+RESERVED_ARGUMENTS = (
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
+"""Arguments of ``apply_chat_template`` that the package sets itself, or that do not reach the template."""
 MOST_STOPS = 32
 """Stop texts that SGLang takes."""
 
@@ -85,10 +91,20 @@ def prompt_form_faults(data: schema.DataConfig, stop: Sequence[str]) -> layout.F
             "data.system_prompt: got one with data.apply_chat_template false, expected null: only a "
             "chat template carries a system message"
         )
+    yield from template_argument_faults(data.chat_template_arguments)
     if len(stop) > MOST_STOPS:
         yield f"rollout.stop: got {len(stop)} texts, expected at most {MOST_STOPS}"
     if "" in stop:
         yield "rollout.stop: got an empty text, expected texts that end a response"
+
+
+def template_argument_faults(arguments: Mapping[str, Any]) -> layout.Faults:
+    """Arguments of a chat template that the package sets itself."""
+    for name in sorted(arguments.keys() & set(RESERVED_ARGUMENTS)):
+        yield (
+            f"data.chat_template_arguments.{name}: got {arguments[name]!r}, expected a variable of the chat "
+            "template's own: this one is set for every prompt"
+        )
 
 
 LONGEST_TEXT = 4096
@@ -339,6 +355,7 @@ def check_supervised_config(config: schema.SupervisedConfig, source: str = "conf
             config.megatron_ddp, config.megatron_optimizer, config.distributed_optimizer
         ),
         *schedule_faults(config.optimizer),
+        *template_argument_faults(config.data.chat_template_arguments),
     ]
     if not Path(config.data.train).is_file():
         faults.append(f"data.train: got {config.data.train!r}, expected a JSONL or Parquet file")

@@ -70,6 +70,9 @@ class DataConfig(Section):
     prompt_template: str | None = None
     """Text around each problem, which stands where this says ``{prompt}``, in training and
     evaluation. Empty: the problem alone."""
+    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, such as ``{enable_thinking: false}``: for every prompt in training and
+    evaluation, and for the turns of environments and agents."""
     shuffle: bool = True
     """A new seeded order in every epoch."""
     on_bad_answer: Literal["refuse", "drop"] = "refuse"

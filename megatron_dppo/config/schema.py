@@ -510,6 +510,8 @@ class SupervisedDataConfig(Section):
     """JSONL or Parquet file."""
     apply_chat_template: bool = True
     """Wrap a plain-text prompt as one user message in the tokenizer's chat template."""
+    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, such as ``{enable_thinking: false}``."""
 
 
 class SupervisedTrainingConfig(StepConfig):

@@ -5,7 +5,7 @@ of a prompt, and checked for answers that no response could match.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,11 +54,14 @@ class PromptForm:
             always go through it.
         system_prompt: a system message before the others; None: none.
         template: text with ``{prompt}`` where the problem goes, the last message's text; None: the problem alone.
+        arguments: variables for the chat template.
     """
 
     apply_chat_template: bool = True
     system_prompt: str | None = None
     template: str | None = None
+    # Outside of the repr, which saved rollouts have a digest of: most runs have none.
+    arguments: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
 
     def of(self, prompt: Prompt, where: str) -> Prompt:
         """``prompt`` in this form. Raises DataError where it brings a system message of its own
@@ -207,7 +210,7 @@ def load_problems(
 
 
 def load_pairs(
-    path: str | Path, tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, *, form: PromptForm
 ) -> list[Pair]:
     """Read and tokenise prompt-response pairs for supervised learning: one record for each.
 
@@ -219,7 +222,7 @@ def load_pairs(
     responses = [_response(record, where) for record, where in zip(records, locations, strict=True)]
     if tokenizer.eos_token_id is None:
         raise DataError(f"{path}: the tokenizer has no end-of-sequence token to end responses with")
-    prompt_ids = tokenise(tokenizer, prompts, PromptForm(apply_chat_template), locations)
+    prompt_ids = tokenise(tokenizer, prompts, form, locations)
     response_ids = tokenizer(responses, add_special_tokens=False)["input_ids"]
     return [
         (prompt, (*response, tokenizer.eos_token_id))
@@ -283,7 +286,7 @@ def rendered(
             "has none; set data.apply_chat_template to false for plain-text prompts"
         )
     return [
-        (_render(tokenizer, prompt, where), True) if chat else (text_of(prompt), False)
+        (_render(tokenizer, prompt, form, where), True) if chat else (text_of(prompt), False)
         for prompt, chat, where in zip(formed, templated, locations, strict=True)
     ]
 
@@ -342,9 +345,11 @@ def _with_last_text(prompt: Prompt, text: str) -> Prompt:
     return text if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": text}]
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, where: str) -> str:
+def _render(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, form: PromptForm, where: str
+) -> str:
     try:
-        return render(tokenizer, _messages(prompt))
+        return render(tokenizer, _messages(prompt), arguments=form.arguments)
     except ChatTemplateError as error:
         raise DataError(f"{where}: the chat template fails on it: {error}") from error
 

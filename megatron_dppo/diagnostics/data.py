@@ -50,7 +50,7 @@ def _generate(options: argparse.Namespace) -> int:
         fatal(f"--config: got {len(chosen)} tasks, expected one: each has settings of its own")
     lines = []
     try:
-        settings = dict(_setting(word) for word in options.config)
+        settings = dict(_setting("--config", word) for word in options.config)
         with progress("generate", options.count * len(chosen)) as bar:
             for task in chosen:
                 for record in reasoning_gym.problems(task, options.count, options.seed, settings):
@@ -64,11 +64,11 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _setting(word: str) -> tuple[str, Any]:
+def _setting(option: str, word: str) -> tuple[str, Any]:
     """``name=value``, the value as JSON where it is some, else text. Raises ValueError."""
     name, equals, value = word.partition("=")
     if not equals:
-        raise ValueError(f"--config: got {word!r}, expected NAME=VALUE")
+        raise ValueError(f"{option}: got {word!r}, expected NAME=VALUE")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
@@ -81,10 +81,16 @@ def _inspect(options: argparse.Namespace) -> int:
     from megatron_dppo.diagnostics.data_inspection import Inspection, inspect
 
     _require_reward(options.reward)
+    option = "--chat-template-arguments"
+    try:
+        arguments = dict(_setting(option, word) for word in options.chat_template_arguments)
+    except ValueError as error:
+        fatal(str(error))
+    form = PromptForm(not options.plain, options.system_prompt, options.prompt_template, arguments)
     inspection = Inspection(
         options.file,
         keys=DataKeys(options.prompt_key, options.answer_key),
-        form=PromptForm(not options.plain, options.system_prompt, options.prompt_template),
+        form=form,
         tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
         reward=RewardConfig(name=options.reward),
         against=options.against,
@@ -164,6 +170,10 @@ def _parser() -> argparse.ArgumentParser:
     inspecting.add_argument("--answer-key", help="as data.train's answer_key")
     inspecting.add_argument("--system-prompt", help="as data.system_prompt")
     inspecting.add_argument("--prompt-template", help="as data.prompt_template")
+    inspecting.add_argument(
+        "--chat-template-arguments", nargs="+", default=[], metavar="NAME=VALUE",
+        help="as data.chat_template_arguments: enable_thinking=false",
+    )  # fmt: skip
     inspecting.add_argument(
         "--plain", action="store_true", help="as data.apply_chat_template=false"
     )

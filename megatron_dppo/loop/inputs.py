@@ -57,13 +57,18 @@ class RunData:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         data = config.data
-        self.form = PromptForm(data.apply_chat_template, data.system_prompt, data.prompt_template)
+        arguments = data.chat_template_arguments
+        self.form = PromptForm(
+            data.apply_chat_template, data.system_prompt, data.prompt_template, arguments
+        )
         self._tokenizer = load_tokenizer(config.model.hf_checkpoint)
         environment = config.environment
         self.turns: TurnTemplate | None = None
         if environment.name is not None:
             is_chat = data.apply_chat_template
-            self.turns = TurnTemplate(self._tokenizer, environment.role, is_chat=is_chat)
+            self.turns = TurnTemplate(
+                self._tokenizer, environment.role, is_chat=is_chat, arguments=arguments
+            )
         files = [*data.train_files, *data.evaluation_files.values()]
         self._sets: dict[str, ProblemSet] = {}
         refusals = []
@@ -104,7 +109,8 @@ class RunData:
             "stop_token_ids": list(rollout.stop_token_ids) or None,
             "stop": list(rollout.stop) or None,
         }
-        template = text_digest(repr(self._tokenizer.chat_template), repr(self.form))
+        arguments = [repr(self.form.arguments)] if self.form.arguments else []
+        template = text_digest(repr(self._tokenizer.chat_template), repr(self.form), *arguments)
         problems = {problem.problem_id: problem for problem in self.train.problems}
         environment = self._config.environment
         generation_tokens = None if self.turns is None else self.turns.generation_tokens

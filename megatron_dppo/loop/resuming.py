@@ -211,6 +211,7 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
         ],
         "data.system_prompt": data.system_prompt,
         "data.prompt_template": data.prompt_template,
+        **_argument_identity(data.chat_template_arguments),
         "data.max_prompt_tokens": data.max_prompt_tokens,
         "data.shuffle": data.shuffle,
         "reward.name": config.reward.name,
@@ -219,6 +220,11 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
         "rollout.temperature": config.rollout.temperature,
         "run.seed": config.run.seed,
     }
+
+
+def _argument_identity(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat template's arguments, where there are any: earlier checkpoints have no such key."""
+    return {"data.chat_template_arguments": dict(arguments)} if arguments else {}
 
 
 _WHERE = ("url", "api_key_variable")

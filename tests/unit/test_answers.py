@@ -12,9 +12,10 @@ import pytest
 
 from megatron_dppo.config.data_schema import RewardTerm
 from megatron_dppo.config.schema import RewardConfig, TrainConfig
-from megatron_dppo.data.problems import bad_answers
+from megatron_dppo.data.problems import PromptForm, bad_answers
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.sampling import ProblemSampler
+from megatron_dppo.data.seal import text_digest
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.scoring import Scorer
 from megatron_dppo.rewards import RewardUnavailableError, find_reward
@@ -25,7 +26,12 @@ from tests.unit.config_files import minimal
 
 @pytest.fixture
 def run_data(tmp_path: Path):
-    def make(rows: list[dict], reward: str = "math_verify", **data: object) -> RunData:
+    def make(
+        rows: list[dict],
+        reward: str = "math_verify",
+        environment: str | None = None,
+        **data: object,
+    ) -> RunData:
         tree = minimal(tmp_path)
         tiny_tokenizer().save_pretrained(tmp_path / "model")
         (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -33,10 +39,31 @@ def run_data(tmp_path: Path):
         tree["data"] |= {"apply_chat_template": False, **data}
         tree["data"]["evaluation"] = {"sums": str(tmp_path / "held_out.jsonl")}
         tree["reward"] = {"name": reward, "timeout_s": 30.0}
+        tree["environment"] = {"name": environment}
         tree["rollout"]["prompts_per_step"] = tree["training"]["prompts_per_mini_batch"] = 3
         return RunData(TrainConfig.model_validate(tree))
 
     return make
+
+
+def test_a_chat_templates_arguments_reach_prompts_and_turns(run_data):
+    """And what saved rollouts remember of the template, which stays as it was without arguments."""
+    rows = [{"prompt": f"{i}", "answer": "1"} for i in range(3)]
+    template = tiny_tokenizer().chat_template + "{{ word }}"
+
+    def made(**data: object) -> RunData:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tests.tiny_models.CHAT_TEMPLATE", template)
+            return run_data(rows, environment="calculator", apply_chat_template=True, **data)
+
+    usual, spoken = made(), made(chat_template_arguments={"word": "on"})
+    for data, end in ((usual, "assistant\n"), (spoken, "assistant\non")):
+        problems = (*data.train.problems, *data.held_out["sums"])
+        assert all(data.text_of(problem.prompt_ids).endswith(end) for problem in problems)
+        assert data.turns is not None
+        assert data.text_of(data.turns.delta([7], "8")).endswith(end)
+    assert usual.origin().template != spoken.origin().template
+    assert usual.origin().template == text_digest(repr(template), repr(PromptForm()))
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,10 @@ REFUSED = [
         ["data.system_prompt=Think.", "data.apply_chat_template=false"],
         "data.system_prompt: got one with data.apply_chat_template false, expected null",
     ),
+    (
+        ["data.chat_template_arguments={tools: [], enable_thinking: false}"],
+        "data.chat_template_arguments.tools: got []",
+    ),
     (["rollout.stop=['']"], "rollout.stop: got an empty text"),
     (
         [f"rollout.stop={[str(i) for i in range(33)]}"],

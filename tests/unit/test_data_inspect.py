@@ -86,6 +86,19 @@ def test_the_report(files, capsys):
         assert f"--- {train}, line {line}\n{prompt.format(text)}" in told
 
 
+def test_arguments_of_the_chat_template_are_seen_in_the_prompts(files, capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template += "{% if enable_thinking is false %}<quiet>{% endif %}{{ word }}"
+    tokenizer.save_pretrained(files / "tokenizer")
+    words = ["inspect", str(files / "train.jsonl"), "--tokenizer", str(files / "tokenizer")]
+    main(words)
+    assert "<quiet>" not in capsys.readouterr().out
+    main([*words, "--chat-template-arguments", "enable_thinking=false", "word=on"])
+    assert capsys.readouterr().out.count("<|im_start|>assistant\n<quiet>on\n") == 3
+    with pytest.raises(SystemExit):
+        main([*words, "--chat-template-arguments", "enable_thinking"])
+
+
 def test_without_a_tokenizer_lengths_are_characters(files, capsys):
     main(["inspect", str(files / "train.jsonl"), "--reward", "exact_integer"])
     told = capsys.readouterr().out

@@ -21,6 +21,7 @@ from megatron_dppo.data.problems import (
     load_problems,
     load_tokenizer,
     refuse_bad_answers,
+    token_counts,
 )
 from megatron_dppo.data.records import (
     ANSWER_KEYS,
@@ -542,11 +543,30 @@ def test_tokenizer_of_a_folder(tmp_path, tokenizer):
     assert loaded.chat_template == tokenizer.chat_template
 
 
+def test_arguments_of_the_chat_template_reach_every_prompt(tmp_path, load, tokenizer, monkeypatch):
+    """Training, evaluation and pairs; without arguments a form is written as it always was."""
+    thinks = tokenizer.chat_template.replace(
+        "assistant\n", "assistant\n{% if enable_thinking is false %}0{% endif %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", thinks)
+    chat = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+    for arguments, end in (({}, ""), ({"enable_thinking": False}, "0")):
+        form = PromptForm(arguments=arguments)
+        expected = tuple(tokenizer.encode(chat + end))
+        found = load(GOOD, apply_chat_template=True, arguments=arguments)
+        assert found.problems[0].prompt_ids == expected
+        path = tmp_path / "pairs.jsonl"
+        path.write_text('{"prompt": "1+1", "response": "2"}')
+        assert load_pairs(path, tokenizer, form=form)[0][0] == expected
+        assert token_counts(tokenizer, ["1+1"], form, ["1"]) == [len(expected)]
+        assert repr(form) == repr(PromptForm())
+
+
 def test_pairs_end_with_the_end_token(tmp_path, tokenizer):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"prompt": "1+1", "response": "2"}\n{"prompt": "1+2", "response": "=3"}\n')
     encode = tokenizer.encode
-    assert load_pairs(path, tokenizer, apply_chat_template=False) == [
+    assert load_pairs(path, tokenizer, form=PromptForm(False)) == [
         (tuple(encode("1+1")), (*encode("2"), tokenizer.eos_token_id)),
         (tuple(encode("1+2")), (*encode("=3"), tokenizer.eos_token_id)),
     ]
@@ -565,7 +585,7 @@ def test_a_bad_pair_is_named(tmp_path, tokenizer, line, message):
     path = tmp_path / "pairs.jsonl"
     path.write_text(line)
     with pytest.raises(DataError, match=rf"pairs\.jsonl, line 1: {message}"):
-        load_pairs(path, tokenizer, apply_chat_template=False)
+        load_pairs(path, tokenizer, form=PromptForm(False))
 
 
 def test_pairs_want_a_tokenizer_with_an_end(tmp_path):
@@ -574,4 +594,4 @@ def test_pairs_want_a_tokenizer_with_an_end(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"prompt": "1+1", "response": "2"}')
     with pytest.raises(DataError, match="no end-of-sequence token"):
-        load_pairs(path, endless, apply_chat_template=False)
+        load_pairs(path, endless, form=PromptForm(False))

@@ -229,6 +229,18 @@ def test_what_the_loss_is_belongs_to_the_identity(tmp_path, key, value):
         state.check_identity(identity_of(after, "abc"), "step_3")
 
 
+def test_a_chat_templates_arguments_belong_to_the_identity(tmp_path):
+    """Where there are any: a run without them goes on from checkpoints that know none."""
+    before = config(tmp_path)
+    data = before.data.model_copy(update={"chat_template_arguments": {"enable_thinking": False}})
+    after = before.model_copy(update={"data": data})
+    key = "data.chat_template_arguments"
+    assert key not in identity_of(before, "abc")
+    state = RunState(3, {}, identity_of(before, "abc"))
+    with pytest.raises(ResumeError, match=f"{key}: None there, .*enable_thinking"):
+        state.check_identity(identity_of(after, "abc"), "step_3")
+
+
 def test_a_state_of_another_version_is_refused():
     assert RunState.from_json(RunState(3, {"a": 1}, {}).to_json()) == RunState(3, {"a": 1}, {})
     with pytest.raises(ResumeError, match="fields"):
