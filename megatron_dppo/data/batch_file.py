@@ -29,7 +29,6 @@ from safetensors.numpy import save
 from megatron_dppo.data.columns import Rows, declared, digest
 from megatron_dppo.data.seal import Seal
 from megatron_dppo.data.trajectory import FINISH_REASONS, Trajectory, forms_of
-from megatron_dppo.metrics.records import BATCH_FILES
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 
@@ -42,27 +41,6 @@ class BatchFormatError(RunError, ValueError):
 
 def batch_path(folder: str | Path, step: int) -> Path:
     return Path(folder) / f"step_{step:06d}.safetensors"
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Steps whose batches are in ``folder``, in order. Raises ValueError where there is none."""
-    saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob(BATCH_FILES))
-    if not saved:
-        raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
-    return saved
-
-
-def saved_step(folder: Path, step: int | None) -> int:
-    """The ``step`` of a saved batch, or where that is None the last one.
-
-    Raises ValueError where there is none, or not of that step.
-    """
-    saved = saved_steps(folder)
-    if step is not None and step not in saved:
-        raise ValueError(
-            f"{folder}: no batch of step {step}; saved are {saved[0]} to {saved[-1]} ({len(saved)} batches)"
-        )
-    return saved[-1] if step is None else step
 
 
 def save_batch(

@@ -36,7 +36,7 @@ from megatron_dppo.demo.material import (
 )
 from megatron_dppo.environments import check_environment
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.records import read_records, series
+from megatron_dppo.metrics.records import BATCH_FILES, ROLLOUTS_FOLDER, read_records, series
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.samples import TRAINING, console_lines, read_samples
 from megatron_dppo.metrics.table import BY_METRIC
@@ -45,6 +45,8 @@ from megatron_dppo.system.files import unused_path
 RECIPES = EXAMPLES / "tiny_moe"
 FLAGS = {"run.directory": "--directory", "run.seed": "--seed"}
 CONSOLE = Console(highlight=False)
+KEPT_BATCHES = "rollout.save=true"
+"""For ``explain``, ``doctor`` and ``replay``: 16 MB in 40 steps."""
 SECONDS = "seconds, set-up excluded"
 
 
@@ -60,7 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     task = TASKS[options.task]
     recipe = RECIPES / task.recipe
     gpus = this_machine().gpus
-    overrides = [*trainer_overrides(gpus), *engine_overrides(gpus), *options.overrides]
+    overrides = [
+        KEPT_BATCHES,
+        *trainer_overrides(gpus),
+        *engine_overrides(gpus),
+        *options.overrides,
+    ]
     try:
         # A wrong key must not be told after the material, which takes minutes.
         config = load_config(recipe, overrides)
@@ -91,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = DemoResult(SECONDS, f"{time.monotonic() - started:.0f}", longest)
     show([*results, seconds], summary, directory)
     CONSOLE.print(verdict(results), soft_wrap=True, markup=False)
+    CONSOLE.print("\n".join(next_commands(directory)), soft_wrap=True, markup=False)
     return int(any(result.holds is False for result in results))
 
 
@@ -198,6 +206,28 @@ def show(results: Sequence[DemoResult], summary: Mapping[str, Any], directory: P
         show_conversations(directory, steps[0], steps[-1])
     for label, name in {"figures": "report.png", "model": "hf", "events": "tensorboard"}.items():
         CONSOLE.print(f"{label}: {directory / name}", soft_wrap=True)
+
+
+def next_commands(directory: Path) -> list[str]:
+    """What to look at next in the run in ``directory``: one line for each command, and what it shows.
+
+    Without saved batches, those that read them are left out.
+    """
+    program = Path(sys.executable).with_name("megatron-dppo")
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    commands = {
+        f"samples {directory} --wrong": "what the model says",
+        f"watch {directory}": "the run in the browser",
+    }
+    if list((directory / ROLLOUTS_FOLDER).glob(BATCH_FILES)):
+        commands |= {
+            f"explain {directory}": "which tokens of the last batch the mask blocks, and why",
+            f"doctor {directory}": "whether engine and trainer agree about it, and if not, why",
+            f"replay {directory} --algorithm grpo-clip-higher": "what another rule would have blocked",
+        }
+    longest = max(map(len, commands))
+    return ["next:", *(f"  {program} {c:{longest}}  {shows}" for c, shows in commands.items())]
 
 
 def show_conversations(directory: Path, *steps: int) -> None:

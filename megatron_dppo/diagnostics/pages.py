@@ -9,11 +9,18 @@ from html import escape
 
 @dataclass(frozen=True)
 class SummaryTable:
-    """A table of strings; the first column names the row."""
+    """A table of strings; the first column names the row. ``note``: what the columns mean. Without rows it is shown as
+    its ``shown_title`` alone."""
 
     title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
+    note: str = ""
+
+    @property
+    def shown_title(self) -> str:
+        """The title, and that nothing follows where there is no row."""
+        return self.title if self.rows else f"{self.title}: (none)"
 
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"

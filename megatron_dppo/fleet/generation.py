@@ -359,6 +359,8 @@ class Generation:
             while not wait([self.running], _REDRAW_SECONDS).done:
                 speed = f"{self.tokens / (time.monotonic() - start):.0f} tokens/s"
                 bar.update(completed=already + self.responses, note=speed)
+            # Of those that came since, too: short work ends before it is looked at once.
+            bar.update(completed=already + self.responses)
         return self.end()
 
     def end(self) -> tuple[GenerationEnd, str]:

@@ -313,7 +313,9 @@ class NormalityCheck:
         if not math.isfinite(value):
             return "not a finite number"
         if not normal.low <= value <= normal.upper(self.dtype):
-            return f"expected {metric.range_text(self.dtype)} in {self.dtype}"
+            # A bound that is the same in every data type says nothing of it.
+            of_dtype = "" if normal.high_bf16 is None else f" in {self.dtype}"
+            return f"expected {metric.range_text(self.dtype)}{of_dtype}"
         history = self._history[metric.name]
         if len(history) == HISTORY:
             usual = fmean(history)

@@ -236,6 +236,27 @@ _RECORDS = (
 )
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """Steps whose batches are in ``folder``, in order. Raises ValueError where there is none."""
+    saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob(BATCH_FILES))
+    if not saved:
+        raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
+    return saved
+
+
+def saved_step(folder: Path, step: int | None) -> int:
+    """The ``step`` of a saved batch, or where that is None the last one.
+
+    Raises ValueError where there is none, or not of that step.
+    """
+    saved = saved_steps(folder)
+    if step is not None and step not in saved:
+        raise ValueError(
+            f"{folder}: no batch of step {step}; saved are {saved[0]} to {saved[-1]} ({len(saved)} batches)"
+        )
+    return saved[-1] if step is None else step
+
+
 @dataclass(frozen=True)
 class History:
     """What a run's folder tells of earlier starts, apart from the checkpoints themselves.

@@ -19,8 +19,8 @@ class NormalRange:
     rounding makes it larger. ``most_drop``, ``most_rise``: smallest and largest normal ratio to the mean of the last
     steps.
 
-    Bounds whose ``why`` says "chosen bound", and the ratios, are this project's choice; the others are published for
-    DPPO (arXiv 2602.04879) or follow from the arithmetic.
+    Bounds whose ``why`` says that they are this project's choice, and the ratios, were chosen here; the others are
+    published for DPPO (arXiv 2602.04879) or follow from the arithmetic.
     """
 
     label: str

@@ -66,7 +66,7 @@ GAP = _metric(
         "mean |pi-mu| of the step",
         "The policy moves far within one rollout batch (stable DPPO runs stay near 0.004): a "
         "smaller learning rate or fewer optimiser steps per batch. If the gap at equal weights is "
-        "equally large, check that first. Chosen bound.",
+        "equally large, check that first. The bound is this project's choice.",
         high=0.02,
     ),
     line=Line("gap", "whole step", "second"),
@@ -157,7 +157,7 @@ CAP_HIT = _metric(
     share=True,
     normal=NormalRange(
         "tokens at the ratio cap",
-        "Importance ratios are cut on many tokens: the batch is far off-policy. Chosen bound.",
+        "Importance ratios are cut on many tokens: the batch is far off-policy. The bound is this project's choice.",
         high=0.01,
     ),
 )
@@ -191,7 +191,7 @@ ROUTING_AGREEMENT = _metric(
         "natural routing as the engine's",
         "The trainer's routers would choose other experts than the engine recorded. Rounding in "
         "bfloat16 moves up to a tenth of the choices; far fewer matches mean recordings of other "
-        "layers, tokens or weights. Chosen bound.",
+        "layers, tokens or weights. The bound is this project's choice.",
         low=0.75,
     ),
     line=Line("gap", "routing", "third", scale=100, right=True),
@@ -228,7 +228,8 @@ ZERO_VARIANCE_GROUPS = _metric(
     normal=NormalRange(
         "zero-variance groups (all responses with the same reward)",
         "The advantages of such groups are 0, so they have no gradient: the problems are too easy "
-        "or too hard. Chosen bound.",
+        "or too hard. Beside a reward near 1 the policy has learned them, and nothing is wrong. "
+        "The bound is this project's choice.",
         high=0.8,
     ),
 )
@@ -259,7 +260,7 @@ TRUNCATED = _metric(
     normal=NormalRange(
         "truncated responses",
         "Many responses reach the length limit: raise rollout.max_response_tokens, or check "
-        "whether responses have become longer without need. Chosen bound.",
+        "whether responses have become longer without need. The bound is this project's choice.",
         high=0.1,
     ),
     line=Line("length", "truncated (right axis)", "second", scale=100, right=True),
@@ -276,7 +277,7 @@ TWINS = _metric(
     normal=NormalRange(
         "equal responses beyond chance",
         "Responses repeat each other more often than their probabilities allow: servers with equal seeds "
-        "(--random-seed of engine.urls), or a cache of answers on the way. Chosen bound.",
+        "(--random-seed of engine.urls), or a cache of answers on the way. The bound is this project's choice.",
         high=0.5,
     ),
 )

@@ -31,7 +31,7 @@ from megatron_dppo.data.problems import Problem
 from megatron_dppo.data.seal import Origin
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.doctor import diagnosis
-from megatron_dppo.diagnostics.doctor.__main__ import main, weights_by_version
+from megatron_dppo.diagnostics.doctor.__main__ import last_examinable, main, weights_by_version
 from megatron_dppo.diagnostics.doctor.diagnosis import (
     COARSE,
     SampledRun,
@@ -624,6 +624,11 @@ def test_what_was_not_examined_is_not_said_to_be_well(run, tmp_path):
         **{**vars(run), "config": run.config.model_copy(update={"lora": lora})}
     )
     assert "dropout" in examine(adapted, run.batch, tmp_path).unexamined["trainer"]
+
+
+def test_without_a_step_the_last_batch_whose_weights_are_there_is_examined():
+    assert last_examinable([1, 2, 20, 21, 40], {0: "start", 20: "step_000020", 40: "hf"}) == 21
+    assert last_examinable([5, 6], {0: "start"}) == 6
 
 
 def test_of_a_run_with_adapters_or_no_end_no_weights_are_taken_for_the_policys(run, tmp_path):

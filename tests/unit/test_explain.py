@@ -3,12 +3,17 @@ the reports, and inputs that can't be used.
 """
 
 import csv
+import io
 import math
+import subprocess
+import sys
+from html import unescape
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.algorithms.policy_loss import build_algorithm
@@ -29,6 +34,7 @@ from megatron_dppo.diagnostics.explain.replay import (
     trained_steps,
 )
 from tests.tiny_models import save_tiny_model
+from tests.unit.config_files import minimal
 
 TEMPERATURE = 0.5
 PROMPT, RESPONSES = [20, 21, 22], [([30, 31, 32, 33], 0.5), ([30, 34, 35, 36], -0.5)]
@@ -376,3 +382,45 @@ def test_a_derivation_uploads_traces_and_reports_nothing(tmp_path):
         [],
     )
     assert (config.run.steps, config.checkpoint.export_hf) == (3, False)
+
+
+WITHOUT_TORCH = """
+import sys
+from megatron_dppo.__main__ import main
+code = main(sys.argv[1:])
+print(code, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("explain",), ("doctor",), ("doctor", "--parts"), ("replay",), ("replay", "--derive")],
+)
+def test_a_run_without_batches_is_refused_before_torch_is_imported(words, tmp_path):
+    command, *options = words
+    config = TrainConfig.model_validate(minimal(tmp_path))
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, command, str(tmp_path), *options],
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout == "2 False\n"
+    assert "rollout.save=true" in done.stderr
+
+
+def test_a_table_says_what_its_columns_mean_and_that_it_has_no_row():
+    tokens = [
+        OtherToken(0, i, 5, 1.0, 0.5, 0.25, run_blocks=True, other_blocks=False) for i in "ab"
+    ]
+    for table in (by_step([OtherStep(1, 9, tokens)], "ppo", "grpo"), *by_sign([])):
+        shown = io.StringIO()
+        explain.show(Console(file=shown, width=200), table)
+        text = " ".join(shown.getvalue().split())
+        html = page.tables_page("title", [], [table])
+        if table.rows:
+            assert table.note
+            assert table.note in text
+            assert table.note in unescape(html)
+        else:
+            assert f"{table.title}: (none)" in text
+            assert f"{table.title}: (none)" in unescape(html)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
 
 import pytest
 
 from megatron_dppo.config.schema import EngineConfig, EnvironmentConfig, RolloutConfig
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineLostError,
@@ -20,7 +22,15 @@ from megatron_dppo.engine.errors import (
 )
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.fleet import generation
-from megatron_dppo.fleet.generation import GenerationLimits, Slots, generate_many
+from megatron_dppo.fleet.generation import (
+    Generation,
+    GenerationEnd,
+    GenerationJob,
+    GenerationLimits,
+    Slots,
+    generate_many,
+)
+from megatron_dppo.metrics.progress import Tracker
 from megatron_dppo.system.async_runner import AsyncRunner
 
 
@@ -345,3 +355,15 @@ def test_a_call_over_a_long_update_is_not_asked_again():
         return [len(client.rids), len(client.aborted)]
 
     assert asyncio.run(work()) == [1, 0]
+
+
+def test_a_bar_ends_at_what_came(monkeypatch):
+    """All responses of a short generation come before the bar is drawn once."""
+    shown = Tracker("generate", 4)
+    monkeypatch.setattr(generation, "progress", lambda *_: nullcontext(shown))
+    problems = [Problem(i, "p", "a", (1,)) for i in range(2)]
+    short = Generation(GenerationJob(problems, 2, SamplingParams(4)), "generate")
+    short.responses, short.running = 4, Future()
+    short.running.set_result({})
+    assert short.wait(lambda: False)[0] is GenerationEnd.DONE
+    assert shown.completed == 4

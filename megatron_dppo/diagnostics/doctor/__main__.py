@@ -26,8 +26,9 @@ its device, with one more cause fixed in each pass:
 The decrease of mean |pi - mu| by a fix is that cause's part; the rest before ``precision`` is numerics. A cause that is
 not possible in this run has no row.
 
-Weights are found in the run: model.hf_checkpoint is version 0, a checkpoint of step N version N, and RUN/hf that of the
-last step; --weights N=FOLDER names others. The whole model must fit this machine's memory twice, in float32.
+Without ``--step`` it is the last saved batch whose weights are known. They are found in the run: model.hf_checkpoint is
+version 0, a checkpoint of step N version N, and RUN/hf that of the last step; --weights N=FOLDER names others. The
+whole model must fit this machine's memory twice, in float32.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,8 @@ from megatron_dppo.metrics.records import (
     RECORDS_FILE,
     ROLLOUTS_FOLDER,
     read_records,
+    saved_step,
+    saved_steps,
     step_of,
 )
 
@@ -86,20 +89,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report(options: argparse.Namespace) -> None:
     """Read the batch, examine it, write the requested files."""
-    from megatron_dppo.data.batch_file import load_batch, saved_step
-    from megatron_dppo.diagnostics.doctor.reference import KnownWeights
-
     if options.html if options.parts else options.png:
         raise ValueError("--html is the page of all causes, --png the figure of --parts")
     config = load_config(options.run / "config.yaml")
     folder = options.run / ROLLOUTS_FOLDER
+    # Before torch is imported, which takes seconds.
     step = saved_step(folder, options.step)
+    from megatron_dppo.data.batch_file import load_batch
+    from megatron_dppo.diagnostics.doctor.reference import KnownWeights
+
+    folders = weights_by_version(options, config)
+    if options.step is None:
+        step = last_examinable(saved_steps(folder), folders)
     whole = load_batch(folder, step)
     # In place, those without a token too: a position says which mini-batch a response was in.
     batch = whole[: options.limit or None]
     if not any(t.sampled for t in batch):
         raise ValueError(f"{folder}: the batch of step {step} has no response token")
-    folders = weights_by_version(options, config)
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-doctor-") as converted:
         weights = KnownWeights(folders, Path(config.model.hf_checkpoint), Path(converted))
         case = Case(options, config, step, batch, len(whole), weights)
@@ -175,6 +181,13 @@ def report_parts(case: Case) -> None:
     if options.png:
         draw(options.png, title, parts.split, parts.measured, parts.log_mu.numpy())
         print(f"{options.png}: the parts, and ratio and TV against mu")
+
+
+def last_examinable(saved: Sequence[int], versions: Container[int]) -> int:
+    """The last of the ``saved`` steps whose batch was trained on from one of the known ``versions``; the last one where
+    none was."""
+    known = [step for step in saved if step - 1 in versions]
+    return known[-1] if known else saved[-1]
 
 
 def weights_by_version(options: argparse.Namespace, config: TrainConfig) -> dict[int, Path]:

@@ -259,12 +259,19 @@ class Parts:
                 m.rung.fixes, _small(m.gap), _small(m.gap_p99), _small(m.gap_max),
                 f"{m.ratio_low:.4f} .. {m.ratio_high:.4f}", _small(m.moved) if i else "",
             )  # fmt: skip
+        ladder.caption = (
+            "fixed: the cause that is taken away in this pass, beside those above; |pi-mu|: mean, 99th percentile and "
+            "largest; pi/mu: 1st and 99th percentile; moved pi by: mean change of pi by this fix."
+        )
         console.print(ladder)
         table = _table("What mean |pi-mu| is made of", "cause", "part", "share")
         total = self.measured[0].gap
         for cause, part in self.split.items():
             table.add_row(cause, _small(part), _share(part, total))
         table.add_row("all", _small(total), _share(total, total), style="bold")
+        table.caption = (
+            "part: by how much fixing the cause lowers mean |pi-mu|; share: of the whole."
+        )
         console.print(table)
 
     def to_text(self, step: int, responses: int) -> str:
@@ -278,7 +285,7 @@ class Parts:
 
 def _table(title: str, name: str, *figures: str) -> Table:
     columns = (Column(heading, justify="right") for heading in figures)
-    return Table(name, *columns, title=title, title_justify="left")
+    return Table(name, *columns, title=title, title_justify="left", caption_justify="left")
 
 
 def _small(value: float) -> str:

@@ -367,10 +367,21 @@ def tables(doctor_report: DoctorReport) -> list[SummaryTable]:
             f"{diagnosed.gap:.1e}, noise up to {diagnosed.bound:.1e}"
         )
         rows = [(name, f"{gap:.1e}") for name, gap in list(diagnosed.gaps.items())[:SHOWN]]
-        summaries.append(SummaryTable(title, ("done", "left"), rows))
+        note = (
+            "computed otherwise: what the reference does in another way; gap: mean |p - reference| that is left then. "
+            f"{_judged_by(diagnosed)}"
+        )
+        summaries.append(SummaryTable(title, ("computed otherwise", "gap"), rows, note))
         if not diagnosed.is_healthy:
             summaries.append(_tokens(diagnosed, doctor_report.texts))
     return summaries
+
+
+def _judged_by(diagnosed: Diagnosis) -> str:
+    """How the gaps of a table lead to its verdict."""
+    if diagnosed.is_healthy:
+        return "The side is within the noise, so none is a cause."
+    return f"The cause is what leaves least, and at most a quarter of {diagnosed.gap:.1e}."
 
 
 def _tokens(diagnosed: Diagnosis, texts: TokenTexts) -> SummaryTable:
@@ -382,7 +393,12 @@ def _tokens(diagnosed: Diagnosis, texts: TokenTexts) -> SummaryTable:
         )
         for t in diagnosed.tokens[:TOKENS]
     ]  # fmt: skip
-    return SummaryTable("The tokens that differ most", columns, rows)
+    side, reference = diagnosed.columns
+    note = (
+        "response: its number in the batch; at: the token's place in it; then the token's probability: "
+        f"{side}, {reference}, and the reference's with the cause."
+    )
+    return SummaryTable("The tokens that differ most", columns, rows, note)
 
 
 def page(title: str, facts: Sequence[str], doctor_report: DoctorReport) -> str:

@@ -29,7 +29,7 @@ from megatron_dppo.algorithms.table import Settings
 from megatron_dppo.config.loading import load_config, parse_scalar
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.diagnostics.pages import SummaryTable
-from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER
+from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER, saved_step
 from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
@@ -64,13 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def explain(options: argparse.Namespace) -> None:
     """Read the batch, explain its tokens, write the requested files."""
+    config = load_config(options.run / CONFIG_FILE)
+    # Before torch is imported, which takes seconds.
+    step = saved_step(options.run / ROLLOUTS_FOLDER, options.step)
     from megatron_dppo.algorithms.policy_loss import build_algorithm
-    from megatron_dppo.data.batch_file import load_batch, saved_step
+    from megatron_dppo.data.batch_file import load_batch
     from megatron_dppo.diagnostics.explain import page
 
-    config = load_config(options.run / CONFIG_FILE)
     algorithm = build_algorithm(*chosen_algorithm(options, config.algorithm))
-    step = saved_step(options.run / ROLLOUTS_FOLDER, options.step)
     batch = load_batch(options.run / ROLLOUTS_FOLDER, step)
     chosen, skipped = chosen_responses(batch, config.algorithm, options.limit)
     mini_batch_size = config.training.prompts_per_mini_batch * config.rollout.group_size
@@ -213,13 +214,19 @@ def show(console: Console, summary: SummaryTable) -> None:
     from megatron_dppo.diagnostics.explain.page import LEFT_ALIGNED
 
     if not summary.rows:
-        console.print(summary.title)
+        console.print(summary.shown_title)
         return
     columns = [
         Column(name, justify="left" if name in LEFT_ALIGNED else "right")
         for name in summary.columns
     ]
-    table = Table(*columns, title=summary.title, title_justify="left")
+    table = Table(
+        *columns,
+        title=summary.title,
+        title_justify="left",
+        caption=summary.note or None,
+        caption_justify="left",
+    )
     for row in summary.rows:
         table.add_row(*map(Text, row))
     console.print(table)

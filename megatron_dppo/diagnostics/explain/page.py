@@ -19,7 +19,9 @@ from megatron_dppo.metrics.table import METRICS
 
 FREQUENT = 12
 """Largest number of rows in a table of the most frequent tokens."""
-LEFT_ALIGNED = frozenset({"", "token", "metric", "meaning", "blocked where", "verdict", "done"})
+LEFT_ALIGNED = frozenset(
+    {"", "token", "metric", "meaning", "blocked where", "verdict", "computed otherwise"}
+)
 """Columns of text; the others hold numbers."""
 
 
@@ -72,7 +74,8 @@ def counts(name: str, tokens: Sequence[Token]) -> SummaryTable:
         up = sum(t.advantage > 0 for t in matching)
         share = f"{len(matching) / len(tokens):.2%}"
         rows.append((verdict.meaning, str(up), str(len(matching) - up), str(len(matching)), share))
-    return SummaryTable("Tokens", ("", "A > 0", "A < 0", "all", "share"), rows)
+    note = "A: advantage of the token; share: of all tokens here."
+    return SummaryTable("Tokens", ("", "A > 0", "A < 0", "all", "share"), rows, note)
 
 
 def metrics(responses: Iterable[Response]) -> SummaryTable:
@@ -110,7 +113,11 @@ def frequent(title: str, tokens: Sequence[Token], chosen: Callable[[Token], bool
     ]
     columns = ("token", "id", "times", "of", "A > 0 / A < 0", "mean mu", "mean pi", "mean TV")
     shown = f"{title}: {sum(map(len, by_id.values()))} tokens, {len(by_id)} different"
-    return SummaryTable(shown, columns, rows)
+    note = (
+        "times: how often it is among these tokens; of: how often it occurs at all; A > 0 / A < 0: times by the sign "
+        "of the advantage; mean mu, pi: its mean probability by engine and trainer; mean TV: of |pi - mu|."
+    )
+    return SummaryTable(shown, columns, rows, note)
 
 
 NOTABLE_COLUMNS = (
@@ -132,7 +139,12 @@ def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
         for t in ranked[:count]
     ]  # fmt: skip
     shown = f"{len(rows)} of {len(tokens)} tokens: the blocked ones first, by Binary TV"
-    return SummaryTable(shown, NOTABLE_COLUMNS, rows)
+    note = (
+        "response: its number in the batch; at: the token's place in it; A: advantage; mu, pi: probability by engine "
+        "and trainer; r: pi / mu; TV, KL: divergence of the two, over the token and all others (Binary), the engine's "
+        "likeliest ids (Top-K) or all ids (exact), - where it is not known; blocked where: the rule's bound."
+    )
+    return SummaryTable(shown, NOTABLE_COLUMNS, rows, note)
 
 
 def verdict_of(name: str, token: Token) -> MaskVerdict:
@@ -213,7 +225,7 @@ def tables_page(
 
 def _table(sheet: SummaryTable) -> str:
     if not sheet.rows:
-        return f"<table><caption>{escape(sheet.title)}</caption></table>"
+        return f"<table><caption>{escape(sheet.shown_title)}</caption></table>"
     kinds = [' class="words"' if name in LEFT_ALIGNED else "" for name in sheet.columns]
 
     def line(tag: str, cells: Sequence[str]) -> str:
@@ -224,7 +236,8 @@ def _table(sheet: SummaryTable) -> str:
 
     lines = "\n".join([line("th", sheet.columns), *(line("td", row) for row in sheet.rows)])
     caption = f"<caption>{escape(sheet.title)}</caption>"
-    return f'<div class="table"><table>{caption}\n{lines}</table></div>'
+    note = f'<p class="about">{escape(sheet.note)}</p>' if sheet.note else ""
+    return f'<div class="table"><table>{caption}\n{lines}</table></div>{note}'
 
 
 def _legend(name: str) -> str:

@@ -33,7 +33,7 @@ from megatron_dppo.diagnostics.explain.__main__ import (
 )
 from megatron_dppo.diagnostics.pages import SummaryTable
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, step_of
+from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, saved_steps, step_of
 
 if TYPE_CHECKING:
     from megatron_dppo.algorithms.policy_loss import Algorithm
@@ -95,17 +95,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def compare(options: argparse.Namespace) -> None:
     """Read the batches, decide anew, print and write."""
-    from megatron_dppo.algorithms.policy_loss import build_algorithm
-    from megatron_dppo.data.batch_file import saved_steps
-    from megatron_dppo.diagnostics.explain import page
-
     trained_with = load_config(options.run / "config.yaml").algorithm
-    algorithm = build_algorithm(*chosen_algorithm(options, trained_with))
+    # Before torch is imported, which takes seconds.
     saved = trained_steps(options.run, saved_steps(options.run / ROLLOUTS_FOLDER))
     if options.step is not None and options.step not in saved:
         raise ValueError(
             f"--step {options.step}: saved and trained on are {saved[0]} to {saved[-1]}"
         )
+    from megatron_dppo.algorithms.policy_loss import build_algorithm
+    from megatron_dppo.diagnostics.explain import page
+
+    algorithm = build_algorithm(*chosen_algorithm(options, trained_with))
     steps = [
         other_step(options.run, step, algorithm)
         for step in ([options.step] if options.step is not None else saved)
@@ -196,7 +196,11 @@ def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
         run, other = f"{run} (run)", f"{other} (replayed)"
     columns = ("step", "tokens", run, other, "both block", f"only {run}", f"only {other}")
     rows = [row(str(step.step), [step]) for step in steps]
-    return SummaryTable("Blocked tokens", columns, [*rows, row("all", steps)])
+    note = (
+        f"tokens: trained ones of the step; {run}, {other}: share that each rule blocks; then how many both block, and "
+        "how many one alone."
+    )
+    return SummaryTable("Blocked tokens", columns, [*rows, row("all", steps)], note)
 
 
 def by_sign(steps: Sequence[OtherStep]) -> Iterator[SummaryTable]:
@@ -217,7 +221,11 @@ def by_sign(steps: Sequence[OtherStep]) -> Iterator[SummaryTable]:
                     sum(v) / len(alone) for v in zip(*((t.mu, t.pi) for t in alone), strict=True)
                 ]
                 rows.append((title_of_sign, str(len(alone)), *(f"{mean:.4f}" for mean in means)))
-        yield SummaryTable(title, ("", "tokens", "mean mu", "mean pi"), rows)
+        note = (
+            "by the sign of the advantage A; mean mu, mean pi: the tokens' mean probability by engine and trainer. "
+            "A token of A = 0 has no gradient, so nothing is lost."
+        )
+        yield SummaryTable(title, ("", "tokens", "mean mu", "mean pi"), rows, note)
 
 
 # --- each step again, from the first weights on
@@ -250,10 +258,10 @@ def derive(options: argparse.Namespace) -> None:
 
 def sealed_until(run: Path, step: int | None) -> int:
     """The last step to derive. Raises ValueError unless every batch from the first on was kept with a whole seal."""
-    from megatron_dppo.data.batch_file import SavedBatch, saved_steps
-
     folder = run / ROLLOUTS_FOLDER
     saved = saved_steps(folder)
+    from megatron_dppo.data.batch_file import SavedBatch
+
     last = trained_steps(run, saved)[-1] if step is None else step
     wanted = range(1, last + 1)
     missing = sorted(set(wanted) - set(saved))
