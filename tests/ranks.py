@@ -27,6 +27,7 @@ from typing import Any
 
 from megatron_dppo.system.network import hold_port
 from megatron_dppo.system.processes import end_now
+from tests.patience import Patience, family_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -108,8 +109,8 @@ def _start_server() -> None:
 
 
 def _wait(processes: Sequence[BaseProcess], timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
+    patience = Patience(timeout, lambda: [pid for p in processes for pid in family_of(p.pid or 0)])
+    while not patience.is_exhausted():
         codes = [p.exitcode for p in processes]
         if all(c is not None for c in codes):
             return

@@ -23,6 +23,7 @@ from megatron_dppo.launch.local import local_placement
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import Grounds, supervised_fleet
 from megatron_dppo.system.errors import RunError
+from tests.patience import UNBOUNDED_S, Patience, family_of
 
 _PATIENT_S = 300.0
 
@@ -86,11 +87,12 @@ class KeptFleet:
                     os.environ.pop(name, None)
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        """Until it holds; fails when the fleet gives up or time is up first."""
-        deadline = time.monotonic() + _PATIENT_S
+        """Until it holds; fails when the fleet gives up or its patience does first."""
+        # The servers' processes are children of this one.
+        patience = Patience(_PATIENT_S, lambda: family_of(os.getpid()))
         while not condition():
             assert self._error is None, self._error
-            assert time.monotonic() < deadline
+            assert not patience.is_exhausted()
             time.sleep(0.02)
 
     @property
@@ -169,6 +171,12 @@ def config_of(folder: Path, model: Path, **engine: object) -> TrainConfig:
             "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 64},
             "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
             "optimizer": {"lr": 1e-3},
-            "engine": {"device": "cpu", "servers": 2, "max_restarts": 9, **engine},
+            "engine": {
+                "device": "cpu",
+                "servers": 2,
+                "max_restarts": 9,
+                "start_timeout_s": UNBOUNDED_S,
+                **engine,
+            },
         }
     )

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
+from tests.patience import UNBOUNDED_S, Patience, family_of
 from tests.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +55,7 @@ def write_material(folder: Path, family: str = "qwen3_moe") -> Path:
         "optimizer": {"lr": 1e-3},
         "evaluation": {"every": 4, "samples_per_prompt": 2},
         "checkpoint": {"every": 1, "verify_export": True},
+        "engine": {"start_timeout_s": UNBOUNDED_S},
     }
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -62,15 +65,22 @@ def write_material(folder: Path, family: str = "qwen3_moe") -> Path:
 class TrainingRun:
     """One ``megatron_dppo.train`` process as a user starts it; killed on exit of the context.
 
-    ``package``: the folder whose ``megatron_dppo`` runs.
+    ``package``: the folder whose ``megatron_dppo`` runs. ``variables``: of its environment, beside this process's.
     """
 
-    def __init__(self, config: Path, *overrides: str, package: Path = ROOT) -> None:
+    def __init__(
+        self,
+        config: Path,
+        *overrides: str,
+        package: Path = ROOT,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         settings = dict(yaml.safe_load(config.read_text()))
         chosen = dict(o.split("=", 1) for o in overrides)
         self.directory = Path(chosen.get("run.directory", settings["run"]["directory"]))
         self.output = self.directory.with_suffix(f".{time.monotonic_ns()}.out")
         self._package = package
+        self._variables = {"PYTHONPATH": str(package), **(variables or {})}
         self._command = [sys.executable, "-m", "megatron_dppo.train", str(config), *overrides]
 
     def __enter__(self) -> TrainingRun:
@@ -78,7 +88,7 @@ class TrainingRun:
             self.process = subprocess.Popen(
                 self._command,
                 cwd=self._package,
-                env=os.environ | {"PYTHONPATH": str(self._package)},
+                env=os.environ | self._variables,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -119,12 +129,16 @@ class TrainingRun:
                 return member
         raise AssertionError(f"no process with {words} in\n{self.text}")
 
+    def patience(self, seconds: float) -> Patience:
+        """So long for the run's own processes."""
+        return Patience(seconds, lambda: family_of(self.process.pid))
+
     def wait_for(self, condition, timeout: float = 300.0) -> None:
-        """Until ``condition()``; fails with the run's output when the run ends or time is up first."""
-        deadline = time.monotonic() + timeout
+        """Until ``condition()``; fails with the run's output when the run ends or its patience does first."""
+        patience = self.patience(timeout)
         while not condition():
             assert self.process.poll() is None, f"ended early:\n{self.text}"
-            assert time.monotonic() < deadline, f"not within {timeout} s:\n{self.text}"
+            assert not patience.is_exhausted(), f"not within {timeout} s:\n{self.text}"
             time.sleep(0.05)
 
     def wait_for_step(self, step: int) -> None:
@@ -138,12 +152,12 @@ class TrainingRun:
     def finish(self, code: int = 0, timeout: float = 300.0) -> None:
         """Until the end, which must have this exit code and leave no process behind."""
         family = self.family()
-        try:
-            found = self.process.wait(timeout)
-        except subprocess.TimeoutExpired as error:
-            raise AssertionError(f"still running after {timeout} s:\n{self.text}") from error
+        patience = self.patience(timeout)
+        while (found := self.process.poll()) is None:
+            assert not patience.is_exhausted(), f"still running after {timeout} s:\n{self.text}"
+            time.sleep(0.05)
         assert found == code, f"exit code {found}, expected {code}:\n{self.text}"
-        _, left = psutil.wait_procs(family, timeout=5)
+        _, left = psutil.wait_procs(family, timeout=30)
         assert not left, f"left behind: {left}\n{self.text}"
 
 

@@ -68,6 +68,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.scratch import SHARED_MEMORY
+from tests.patience import UNBOUNDED_S, wait_healthy
 from tests.tiny_models import save_tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -93,7 +94,7 @@ def run_config(folder: Path, **sections) -> TrainConfig:
         },
         "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
         "optimizer": {"lr": 1e-3},
-        "engine": {"device": "cpu", "start_timeout_s": 600.0},
+        "engine": {"device": "cpu", "start_timeout_s": UNBOUNDED_S},
         "sglang": {"max_total_tokens": 16384},
     }
     for name, section in sections.items():
@@ -123,7 +124,7 @@ def engine(model) -> Iterator[EngineProcess]:
     process = engine_of(run_config(model), free_port("127.0.0.1"))
     try:
         process.start()
-        process.wait_healthy()
+        wait_healthy(process)
         shutil.copy(process.log_path, process.log_path.with_suffix(".healthy"))
         yield process
     finally:
@@ -753,7 +754,7 @@ def test_a_port_taken_while_the_server_starts_is_named(model):
         socket.create_server(("127.0.0.1", process.port)),
         pytest.raises(EngineStartError, match=f"(?s)exited with code 1 .*error: {taken}"),
     ):
-        process.wait_healthy()
+        wait_healthy(process)
 
 
 def test_a_server_that_does_not_come_up_shows_its_log(model):
@@ -821,7 +822,7 @@ def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client,
     second = engine_of(run_config(model), free_port("127.0.0.1"), "restarted.log")
     try:
         second.start()
-        second.wait_healthy()
+        wait_healthy(second)
         missing = [
             GenerationRequest(r.key, r.prompt_ids, SamplingParams(8))
             for r in requests

@@ -25,6 +25,7 @@ from tests.integration.runs import (
     steps_of,
     write_material,
 )
+from tests.patience import wait_healthy
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -91,7 +92,7 @@ def test_a_run_outlives_its_servers_and_takes_new_ones_in(config, elsewhere, mon
     )  # fmt: skip
     with FleetRun(config, *overrides) as run:
         run.wait_until_serving("engine0", "engine1")
-        elsewhere.wait_healthy()
+        wait_healthy(elsewhere)
         third = run.command("add", elsewhere.url).split()[0]
         run.wait_until_serving("engine0", "engine1", third)
         run.wait_for_steps(2)

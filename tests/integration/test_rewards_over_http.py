@@ -26,6 +26,7 @@ from megatron_dppo.rewards import verifier as verifiers
 from megatron_dppo.rewards.verifier import Verifier, VerifierError
 from megatron_dppo.system.network import free_port
 from tests.integration.runs import TrainingRun, records_of, write_material
+from tests.patience import UNBOUNDED_S, wait_healthy
 from tests.tiny_models import save_tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -56,7 +57,7 @@ def started(folder: Path, like: Path, **sglang: Any) -> RewardServer:
             "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 64},
             "training": {"prompts_per_mini_batch": 1, "micro_batch_tokens": 512},
             "optimizer": {"lr": 1e-3},
-            "engine": {"device": "cpu", "start_timeout_s": 600.0},
+            "engine": {"device": "cpu", "start_timeout_s": UNBOUNDED_S},
             "sglang": {"max_total_tokens": 8192, **sglang},
         }
     )
@@ -111,7 +112,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def classifier(reward_model: Path, policy: Path) -> Iterator[RewardServer]:
     server = started(reward_model, policy, is_embedding=True)
     try:
-        server.wait_healthy()
+        wait_healthy(server)
         yield server
     finally:
         server.kill()
@@ -225,7 +226,7 @@ def test_a_server_that_is_away_is_no_reward_of_0(reward_model, monkeypatch):
 def talker(policy: Path) -> Iterator[RewardServer]:
     server = started(policy, policy)
     try:
-        server.wait_healthy()
+        wait_healthy(server)
         yield server
     finally:
         server.kill()

@@ -29,6 +29,7 @@ from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from tests.integration.runs import TrainingRun, records_of
 from tests.integration.test_engine import ADMIN_KEY, API_KEY, engine_of, run_config
+from tests.patience import wait_healthy
 from tests.ranks import ROOT
 from tests.tiny_models import save_tiny_model
 
@@ -44,7 +45,7 @@ def generate(folder: Path, config: TrainConfig) -> None:
     engine = engine_of(config, free_port())
     try:
         engine.start()
-        engine.wait_healthy()
+        wait_healthy(engine)
         job = GenerationJob(
             RunData(config).train.problems,
             GROUP,

@@ -29,6 +29,7 @@ from megatron_dppo.system.network import free_port
 from megatron_dppo.weight_sync.engines import Plan
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 from megatron_dppo.weight_sync.verification import Tolerance, compare_canary
+from tests.patience import UNBOUNDED_S, wait_healthy
 
 KEY, ADMIN_KEY = "user-key", "admin-key"
 PROMPT = [19, 13, 20, 31, 45, 61, 7]
@@ -83,7 +84,7 @@ def run_config(folder: Path, **sections: Any) -> TrainConfig:
             "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 512},
             "training": {"prompts_per_mini_batch": 1, "micro_batch_tokens": 1024},
             "optimizer": {"lr": 1e-5},
-            "engine": {"device": "cpu"},
+            "engine": {"device": "cpu", "start_timeout_s": UNBOUNDED_S},
             **sections,
         }
     )
@@ -99,7 +100,7 @@ def serve(folder: Path, *, lora: dict[str, Any] | None = None, **sglang: Any) ->
         admin_api_key=ADMIN_KEY,
     )
     process.start()
-    process.wait_healthy()
+    wait_healthy(process)
     return Served(process, folder)
 
 

@@ -15,6 +15,7 @@ import psutil
 
 from megatron_dppo.fleet.record import FleetRecord, Server
 from tests.integration.runs import records_of, steps_of
+from tests.patience import Patience, family_of
 from tests.slurm.recipes import SMALL_ROLLOUTS, write_config
 from tools.slurm_cluster import Cluster
 
@@ -129,9 +130,9 @@ class StandInJob:
 
     def wait(self, condition: Callable[[], object], timeout_s: float = PATIENT_S) -> None:
         """Until it holds; fails with the job's log."""
-        deadline = time.monotonic() + timeout_s
+        patience = Patience(timeout_s, lambda: family_of(os.getpid()))
         while not condition():
-            assert time.monotonic() < deadline, f"not in time\n{self.log}"
+            assert not patience.is_exhausted(), f"not in time\n{self.log}"
             time.sleep(0.05)
 
     def wait_for_step(self, step: int) -> None:

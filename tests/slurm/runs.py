@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.runs import records_of, write_material
+from tests.patience import Patience, family_of
 from tools.slurm_cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,9 +70,9 @@ class SlurmRun:
 
     def wait(self, condition: Callable[[], object], timeout_s: float = PATIENT_S) -> None:
         """Until it holds; fails with the job's log."""
-        deadline = time.monotonic() + timeout_s
+        patience = Patience(timeout_s, lambda: family_of(os.getpid()))
         while not condition():
-            assert time.monotonic() < deadline, self.log
+            assert not patience.is_exhausted(), self.log
             time.sleep(0.2)
 
     def wait_for_end(self, timeout_s: float = PATIENT_S) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import Patience, family_of
 from tools.slurm_cluster import Cluster
 from tools.slurm_cluster.leftovers import is_running, processes_of
 
@@ -129,7 +130,7 @@ def test_a_killed_owner_leaves_nothing():
 
 
 def wait_for(condition, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
+    patience = Patience(timeout_s, lambda: family_of(os.getpid()))
     while not condition():
-        assert time.monotonic() < deadline, "not in time"
+        assert not patience.is_exhausted(), "not in time"
         time.sleep(0.02)

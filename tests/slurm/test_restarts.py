@@ -11,6 +11,7 @@ import pytest
 from megatron_dppo.launch.srun import SrunProcess
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.processes import start_process
+from tests.patience import Patience, family_of
 from tests.slurm.jobs import TRAINER, StandInJob
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -86,9 +87,9 @@ def test_a_step_of_the_next_attempt_outlives_the_old_one_s_srun(cluster, folder)
     )
 
     def logged(line: str) -> None:
-        deadline = time.monotonic() + 180
+        patience = Patience(180.0, lambda: family_of(os.getpid()))
         while line not in (folder / "log").read_text().splitlines():
-            assert time.monotonic() < deadline, line
+            assert not patience.is_exhausted(), line
             time.sleep(0.1)
 
     job = cluster.client.submit("--requeue", "--nodes=1", f"--output={folder}/out", script)

@@ -1,0 +1,19 @@
+"""The clock's limits of tests with real servers and runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+_FACTOR = 10
+"""Waits end by the progress of what they wait for (``tests/patience.py``): the clock's limit is the last resort."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not item.path.is_relative_to(Path(__file__).parent):
+            continue
+        marker = item.get_closest_marker("timeout")
+        seconds = marker.args[0] if marker else float(item.config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(_FACTOR * seconds), append=False)

@@ -1,0 +1,75 @@
+"""Waits for processes that follow what these do, not the clock alone: on a busy machine a start takes far longer.
+
+A limit counts the seconds in which the processes had a processor or wanted none. Those in which one of them stood in
+the kernel's queue for a processor don't count (``/proc/<pid>/task/<tid>/schedstat``). So a process that hangs is found
+within the limit, however busy the machine is, and one that only gets a tenth of a core has ten times as long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from megatron_dppo.engine.process import ChildServer
+
+UNBOUNDED_S = 36_000.0
+"""For a limit of the package that goes by the clock, where a wait of these tests bounds the same."""
+_LOOK_EVERY_S = 0.5
+
+
+class Patience:
+    """``seconds`` for the processes whose ids ``pids`` gives whenever it is called; ask ``is_exhausted`` often."""
+
+    def __init__(self, seconds: float, pids: Callable[[], Iterable[int]]) -> None:
+        self._seconds, self._pids = seconds, pids
+        self._spent, self._looked = 0.0, time.monotonic()
+        self._queued = self._queued_by_task()
+
+    def is_exhausted(self) -> bool:
+        now = time.monotonic()
+        if (passed := now - self._looked) >= _LOOK_EVERY_S:
+            queued = self._queued_by_task()
+            grown = [s - self._queued.get(task, 0.0) for task, s in queued.items()]
+            # The one that waited longest: idle ones that wait for it wait for no processor.
+            self._spent += passed - min(passed, max(grown, default=0.0))
+            self._queued, self._looked = queued, now
+        return self._spent > self._seconds
+
+    def _queued_by_task(self) -> dict[str, float]:
+        """The seconds that each thread has waited for a processor since it began."""
+        seconds = {}
+        for pid in self._pids():
+            for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                try:
+                    seconds[str(path)] = int(path.read_text().split()[1]) / 1e9
+                # It ended meanwhile, or this kernel does not count.
+                except (OSError, IndexError, ValueError):
+                    continue
+        return seconds
+
+
+def family_of(pid: int) -> list[int]:
+    """The process and all its descendants, as far as they run."""
+    try:
+        root = psutil.Process(pid)
+        return [pid, *(child.pid for child in root.children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def wait_healthy(server: ChildServer, seconds: float = 300.0) -> None:
+    """``server.wait_healthy`` with a limit that follows the server's own processes."""
+    patience = Patience(seconds, lambda: family_of(server.pid))
+
+    def look(waited_s: float, stage: str) -> None:
+        if patience.is_exhausted():
+            log = server.log_tail()
+            server.kill()
+            raise AssertionError(f"not healthy in {seconds:g} s of its own, {stage}:\n{log}")
+
+    server.wait_healthy(look)
