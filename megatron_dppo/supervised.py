@@ -29,6 +29,7 @@ from megatron_dppo.metrics.records import EXPORT_FOLDER
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.shape import forward_flops
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.secret_variables import hide_secrets
 
 if TYPE_CHECKING:
     from megatron_dppo.algorithms.policy_loss import LossSums
@@ -129,6 +130,7 @@ def _loss(stats: PolicyStats, batch: PackedBatch) -> LossSums:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, validate, run; the exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
     options = _parser().parse_args(arguments)
+    hide_secrets()
     adopt_slurm_rank()
     try:
         config = load_as(SupervisedConfig, options.config, options.overrides)

@@ -27,6 +27,7 @@ from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_lo
 from megatron_dppo.rewards.answers import checked_answers_file
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import end_now
+from megatron_dppo.system.secret_variables import hide_secrets
 
 MODULE = "megatron_dppo.train"
 ANSWERS = "--answers"
@@ -36,6 +37,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, validate, run; the process's exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
     options = _parser().parse_intermixed_args(arguments)
+    hide_secrets()
     adopt_slurm_rank()
     try:
         config = load_config(options.config, options.overrides)

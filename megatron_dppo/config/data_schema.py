@@ -122,6 +122,9 @@ class RewardTerm(Section):
     attempts: int = Field(default=4, gt=0, le=100)
     """How often a response is tried in all whose reward could not be had (a service that is away), with growing pauses
     from 0.5 s. Then another response takes its place."""
+    passed_variables: list[str] = Field(default_factory=list)
+    """Variables of the environment that hold keys and that its processes get all the same, beside those that
+    ``options`` names (``api_key_variable``); docs/environments.md#keys."""
 
 
 class RewardConfig(RewardTerm):
@@ -183,6 +186,9 @@ class EnvironmentConfig(Section):
     memory_gib: int = Field(default=4, gt=0, le=1 << 20)
     """Address space of each of these processes, in GiB: an environment that maps more fails. Commands of ``agent`` are
     not bound by it."""
+    passed_variables: list[str] = Field(default_factory=list)
+    """Variables of the environment that these processes, and commands of ``agent``, get beside harmless ones, such as
+    the key of a tool; docs/environments.md#keys."""
 
     def longest(self, prompt: int, response: int) -> int:
         """Tokens of the longest sequence, ``max_tokens`` with its default filled in. ``prompt``, ``response``: of the

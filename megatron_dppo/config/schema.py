@@ -276,6 +276,9 @@ class EngineConfig(Section):
     """Servers that run elsewhere, used beside those that are started here."""
     ca_file: str | None = None
     """PEM file of the authorities that sign the certificates of ``urls`` with https. Empty: the system's."""
+    passed_variables: list[str] = Field(default_factory=list)
+    """Variables that hold keys and that servers started here have in their environment all the same, for storage that
+    SGLang reads from; docs/shared_hosts.md."""
     host: str = "127.0.0.1"
     """Interface to bind; private by default."""
     port: int | None = Field(default=None, gt=0, lt=65536)

@@ -41,6 +41,7 @@ from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.samples import TRAINING, console_lines, read_samples
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.system.files import unused_path
+from megatron_dppo.system.secret_variables import hide_secrets
 
 RECIPES = EXAMPLES / "tiny_moe"
 FLAGS = {"run.directory": "--directory", "run.seed": "--seed"}
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit code of the training, or 1 if a result misses its target."""
     parser = _parser()
     options = parser.parse_intermixed_args(arguments)
+    hide_secrets()
     for override in options.overrides:
         flag = FLAGS.get(override.partition("=")[0])
         if flag:

@@ -42,6 +42,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_dppo import EXAMPLES
 from megatron_dppo.environments import calculate
 from megatron_dppo.metrics.row import Dtype
+from megatron_dppo.system.processes import feed
+from megatron_dppo.system.secret_variables import split_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -375,8 +377,10 @@ def run_to_the_end(command: Sequence[str], env: Mapping[str, str] | None = None)
     kill the child after 0.25 s; here the parent ignores it and waits until the child has saved its state and
     ended. SIGTERM, which comes to the parent alone, is passed on.
     """
+    plain, secrets = split_environment(os.environ if env is None else env)
     # before signals are ignored: a child inherits that
-    process = subprocess.Popen(command, env=env)
+    process = subprocess.Popen(command, env=plain, stdin=subprocess.PIPE)
+    feed(process, secrets)
     handlers: dict[int, Any] = {
         signal.SIGINT: signal.SIG_IGN,
         signal.SIGHUP: signal.SIG_IGN,

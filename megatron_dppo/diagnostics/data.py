@@ -105,7 +105,9 @@ def _check_rewards(options: argparse.Namespace) -> int:
     from megatron_dppo.diagnostics.data_inspection import check_rewards
 
     _require_reward(options.reward)
-    return check_rewards(options.file, options.reward, options.timeout, options.workers)
+    return check_rewards(
+        options.file, options.reward, options.timeout, options.workers, options.passed_variables
+    )
 
 
 def _require_reward(name: str) -> None:
@@ -191,6 +193,10 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument(
         "--workers", type=_at_least(1, int), default=2, help="processes; default %(default)s"
     )
+    checking.add_argument(
+        "--pass-variable", action="append", default=[], metavar="NAME", dest="passed_variables",
+        help="as reward.passed_variables: a key of the environment that the reward gets; may be repeated",
+    )  # fmt: skip
     return parser
 
 

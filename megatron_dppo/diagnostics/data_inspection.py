@@ -220,14 +220,21 @@ class RewardCheck(NamedTuple):
     expected: float
 
 
-def check_rewards(path: Path, reward: str, timeout_s: float, workers: int) -> int:
+def check_rewards(
+    path: Path,
+    reward: str,
+    timeout_s: float,
+    workers: int,
+    passed_variables: Sequence[str] = (),
+) -> int:
     """Check every line, at most ``timeout_s`` seconds each; the exit code: 1 where a check failed, else 0.
 
+    ``passed_variables``: as in RewardTerm.
     Raises DataError naming the line where ``path`` can't be used, VerifierError where the reward's worker fails.
     """
     checks = read_checks(path)
     with (
-        Verifier(reward, timeout_s, workers) as verifier,
+        Verifier(reward, timeout_s, workers, passed_variables=passed_variables) as verifier,
         progress("check solutions", len(checks)) as bar,
     ):
         inputs = [RewardInput(check.solution, check.answer) for check in checks]

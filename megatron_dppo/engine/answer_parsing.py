@@ -26,6 +26,7 @@ from megatron_dppo.engine.protocol import GenerationRequest, parse_answer, read_
 from megatron_dppo.engine.recordings import Notice, Way, place, take
 from megatron_dppo.system.processes import describe_exit, kill_families, start_connected
 from megatron_dppo.system.scratch import SharedBuffer, aligned, mapped
+from megatron_dppo.system.secret_variables import without_secrets
 
 _MODULE = "megatron_dppo.engine.answer_parsing"
 
@@ -147,7 +148,9 @@ class AnswerParser:
             raise ParserLostError("the process that parses answers was closed")
         if self._child is None:
             self._child = start_connected(
-                _MODULE, environment={**os.environ, "OMP_NUM_THREADS": "1"}, output=2
+                _MODULE,
+                environment={**without_secrets(os.environ), "OMP_NUM_THREADS": "1"},
+                output=2,
             )
         return self._child
 

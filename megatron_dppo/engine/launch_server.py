@@ -28,7 +28,7 @@ from typing import Any
 
 from megatron_dppo.engine import continuation, recordings
 from megatron_dppo.engine.options import ADAPTER_DIGESTS, HOSTS_VARIABLE
-from megatron_dppo.system import network, processes, scratch
+from megatron_dppo.system import network, processes, scratch, secret_variables
 from megatron_dppo.system.compute import has_visible_gpu, offer_tools
 
 _NAME_VARIABLE = "MEGATRON_DPPO_PRIVATE_NAME"
@@ -220,6 +220,7 @@ def host_flags(environment: Mapping[str, str]) -> list[str]:
 
 
 def main() -> None:
+    secret_variables.hide_secrets()
     start = json.load(sys.stdin)
     # On the server's own machine, before SGLang looks for its compiler.
     if has_visible_gpu():
@@ -266,5 +267,7 @@ elif __name__ == "__mp_main__":  # a process that SGLang spawns, before it impor
     # SGLang asks for the same signal, but only after imports that take seconds: a parent that dies
     # meanwhile would leave it behind for ever.
     processes.die_with_parent(int(os.environ[_PARENT_VARIABLE]))
+    # It gets the keys from its parent.
+    secret_variables.close_to_others()
     name_shared_memory()
     _change_sglang()

@@ -34,6 +34,7 @@ from megatron_dppo.model.families import family_of, load_model_shape
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.system.compute import has_visible_gpu
 from megatron_dppo.system.network import url_host
+from megatron_dppo.system.secret_variables import chosen_variables, without_secrets
 
 if TYPE_CHECKING:
     from megatron_dppo.engine.client import EngineClient
@@ -208,8 +209,10 @@ def write_options(options: Mapping[str, Any], path: Path) -> None:
 
 
 def server_environment(config: ServerSections, hosts: ServerHosts | None = None) -> dict[str, str]:
-    """This process's environment, less what names a trainer rank, plus what SGLang reads."""
-    env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    """This process's environment, less what names a trainer rank and what holds keys, plus what SGLang reads."""
+    plain = without_secrets(os.environ)
+    env = {name: value for name, value in plain.items() if name not in _RANK_VARIABLES}
+    env |= chosen_variables(os.environ, config.engine.passed_variables)
     env |= {
         "PYTHONUNBUFFERED": "1",
         # /health would otherwise generate a token: a second each time, and 503 while generation is paused.

@@ -31,12 +31,14 @@ from aiohttp import web
 
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import ChatCall, Step, Turn
-from megatron_dppo.system import processes
+from megatron_dppo.environments.sandbox import ALLOW, SandboxError, sandboxed
+from megatron_dppo.system import processes, secret_variables
 from megatron_dppo.system.network import url_host
 
 MODEL = "policy"
 _LARGEST_BYTES = 1 << 20
 _CANCEL_S = 5.0
+_SANDBOX_START_S = 30.0
 _KEEP_ALIVE_S = 15.0
 _SHOWN = 80
 _MOST_LEVELS = 200
@@ -76,7 +78,8 @@ class Agent:
     ``{"reward": 0.5}`` or ``{"answer": "8"}`` is its result, and an exit code other than 0 a fault. ``ignored``: fields
     of a request that are dropped, which are refused otherwise, as the run's own settings hold. ``host``: the address
     that its server listens on. ``branches``: at most so many in a session. ``tool_format``: how the policy writes calls
-    of tools, a name in ``TOOL_FORMATS``.
+    of tools, a name in ``TOOL_FORMATS``. ``sandbox``: a command runs in a sandbox (``sandbox.sandboxed``), which shows
+    it ``sandbox_paths`` beside the current folder.
     """
 
     makes_prompts = True
@@ -88,8 +91,11 @@ class Agent:
         host: str = "127.0.0.1",
         branches: int = MOST_BRANCHES,
         tool_format: str = "hermes",
+        sandbox: bool = False,
+        sandbox_paths: Sequence[str] = (),
     ) -> None:
         self._agent, self._host = agent, host
+        self._sandbox_paths = tuple(sandbox_paths) if sandbox else None
         self._conversation = Conversation(frozenset(ignored), branches, TOOL_FORMATS[tool_format])
         self._task: asyncio.Task[AgentResult] | None = None
         self._server: web.AppRunner | None = None
@@ -101,8 +107,11 @@ class Agent:
         host: str = "127.0.0.1",
         branches: int = MOST_BRANCHES,
         tool_format: str = "hermes",
+        sandbox: bool = False,
+        sandbox_paths: Sequence[str] = (),
     ) -> None:
-        """Raise ValueError where there is no such function or program, or no such format."""
+        """Raise ValueError where there is no such function or program, or no such format, and SandboxError where this
+        machine has no sandbox for it."""
         agent_of(agent)
         if not isinstance(ignored, list | tuple):
             raise ValueError(f"options: ignored: got {ignored!r}, expected a list of names")
@@ -112,9 +121,15 @@ class Agent:
             raise ValueError(
                 f"options: tool_format: got {tool_format!r}, expected {' or '.join(TOOL_FORMATS)}"
             )
+        if sandbox and _FUNCTION.fullmatch(agent):
+            raise ValueError(
+                f"options: sandbox: got the function {agent}, expected a command: a function runs in this process"
+            )
+        if sandbox:
+            check_sandbox(sandbox_paths)
 
     async def reset(self, problem: Problem) -> ChatCall:
-        run, key = agent_of(self._agent), secrets.token_urlsafe(32)
+        run, key = agent_of(self._agent, self._sandbox_paths), secrets.token_urlsafe(32)
         self._server, url = await _serve(self._conversation, key, self._host)
         self._task = asyncio.create_task(run(problem, AgentSession(url, key)))
         first = await self._next()
@@ -163,8 +178,9 @@ class Agent:
 # --- the program
 
 
-def agent_of(agent: str) -> AgentFunction:
-    """The function that runs an agent. Raises ValueError where there is none."""
+def agent_of(agent: str, sandbox_paths: Sequence[str] | None = None) -> AgentFunction:
+    """The function that runs an agent. ``sandbox_paths``: what a command's sandbox shows beside the current folder;
+    None: it has no sandbox. Raises ValueError where there is none."""
     if not _FUNCTION.fullmatch(agent):
         command = shlex.split(agent)
         if not command:
@@ -173,7 +189,7 @@ def agent_of(agent: str) -> AgentFunction:
             )
         if shutil.which(command[0]) is None:
             raise ValueError(f"options: agent: there is no program {command[0]!r} here")
-        return lambda problem, session: _run_command(command, problem, session)
+        return lambda problem, session: _run_command(command, problem, session, sandbox_paths)
     module, _, name = agent.partition(":")
     try:
         function: AgentFunction = getattr(importlib.import_module(module), name)
@@ -183,7 +199,10 @@ def agent_of(agent: str) -> AgentFunction:
 
 
 async def _run_command(
-    command: Sequence[str], problem: Problem, session: AgentSession
+    command: Sequence[str],
+    problem: Problem,
+    session: AgentSession,
+    sandbox_paths: Sequence[str] | None = None,
 ) -> AgentResult:
     variables = {
         "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key,
@@ -196,21 +215,49 @@ async def _run_command(
     ):
         given.write(json.dumps(asdict(problem)).encode())
         given.seek(0)
-        with processes.guarded(
-            command,
-            environment=os.environ | variables,
-            stdin=given.fileno(),
-            output=output.fileno(),
-            errors=errors.fileno(),
-            # Of the worker, for what runs in it: node, for one, reserves far more than it uses.
-            lifts_memory_limit=True,
-        ) as process:
+        with (
+            _walled(command, sandbox_paths, variables) as (words, environment, inherited),
+            processes.guarded(
+                words,
+                environment=environment,
+                stdin=given.fileno(),
+                output=output.fileno(),
+                errors=errors.fileno(),
+                inherited=inherited,
+                # Of the worker, for what runs in it: node, for one, reserves far more than it uses.
+                lifts_memory_limit=True,
+            ) as process,
+        ):
             code = await _ended(process)
         printed, complaints = _end_of(output), _end_of(errors)
     if code != 0:
         text = (complaints or printed)[-2 * _SHOWN :]
         raise RuntimeError(f"its command {processes.describe_exit(code)}: {text}")
     return result_of(printed)
+
+
+@contextmanager
+def _walled(
+    command: Sequence[str], sandbox_paths: Sequence[str] | None, variables: Mapping[str, str]
+) -> Iterator[tuple[Sequence[str], Mapping[str, str], Sequence[int]]]:
+    """The words and the variables of a command, in its sandbox where it has one, and the descriptors that it needs."""
+    environment = secret_variables.program_environment(os.environ) | variables
+    if sandbox_paths is None:
+        yield command, environment, ()
+        return
+    with sandboxed(command, environment, sandbox_paths) as (words, environment, filter_fd):
+        yield words, environment, [filter_fd]
+
+
+def check_sandbox(paths: Sequence[str]) -> None:
+    """Raise SandboxError where no program can be run in a sandbox with ``paths``."""
+    with sandboxed(["echo", "42"], os.environ, paths) as (words, environment, filter_fd):
+        done = subprocess.run(
+            words, env=environment, pass_fds=[filter_fd], capture_output=True, text=True, check=False,
+            timeout=_SANDBOX_START_S,
+        )  # fmt: skip
+    if done.stdout != "42\n":
+        raise SandboxError(f"the sandbox does not start: {done.stderr.strip()[:500]}; {ALLOW}")
 
 
 def _end_of(file: IO[bytes]) -> str:

@@ -13,7 +13,7 @@ import platform
 import shutil
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_dppo.system.errors import RunError
@@ -61,6 +61,58 @@ def root_folders(*paths: str) -> Iterator[str]:
             yield from ("--symlink", os.readlink(path), str(path))
         elif path.is_dir():
             yield from ("--ro-bind", str(path), str(path))
+
+
+# --- a program that acts for a model
+
+_SYSTEM_FILES = (
+    "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/resolv.conf",
+    "/etc/hosts", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/services", "/etc/passwd", "/etc/group",
+    "/etc/localtime", "/etc/mime.types", "/opt",
+)  # fmt: skip
+_PRIVATE = "/tmp"
+
+
+@contextlib.contextmanager
+def sandboxed(
+    command: Sequence[str], variables: Mapping[str, str], paths: Sequence[str] = ()
+) -> Iterator[tuple[list[str], dict[str, str], int]]:
+    """``command`` in a sandbox: its words, its variables, and a descriptor that it must inherit.
+
+    It has the network, processes of its own, an empty home, and of the machine's files, read-only, the system's
+    programs, this Python with its packages, the current folder and ``paths``. Raises SandboxError, also where the
+    current folder holds the user's home.
+    """
+    files = list(_program_files(paths))
+    sandbox = find_program("bwrap")
+    with open_filter(is_snippet=False) as filter_fd:
+        words = [
+            sandbox, *NAMESPACES, *files, "--chdir", os.getcwd(), "--seccomp", str(filter_fd),
+            "--", *command,
+        ]  # fmt: skip
+        yield words, {**variables, "HOME": _PRIVATE, "TMPDIR": _PRIVATE}, filter_fd
+
+
+def _program_files(paths: Sequence[str]) -> Iterator[str]:
+    here, home = Path.cwd(), Path.home()
+    if home.is_relative_to(here):
+        raise SandboxError(
+            f"the current folder {here}, which a sandbox shows, holds the home {home}, expected one that does not"
+        )
+    yield from ("--ro-bind", "/usr", "/usr")
+    yield from root_folders("/lib", "/lib64", "/bin", "/sbin")
+    for path in _SYSTEM_FILES:
+        yield from ("--ro-bind-try", path, path)
+    yield from ("--proc", "/proc", "--dev", "/dev", "--tmpfs", _PRIVATE)
+    # After the empty /tmp, under which they may be.
+    for path in [sys.base_prefix, sys.prefix, *paths, str(here)]:
+        if not Path(path).exists():
+            raise SandboxError(f"{path}: there is no such file or folder to show in the sandbox")
+        resolved = os.path.realpath(path)
+        yield from ("--ro-bind", resolved, resolved)
+        # The current folder shows its own links.
+        if path != resolved and not Path(path).absolute().is_relative_to(here):
+            yield from ("--ro-bind", resolved, os.path.abspath(path))
 
 
 # --- system calls: name -> its number on x86_64 and on aarch64, None where there is none

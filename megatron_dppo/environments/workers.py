@@ -1,8 +1,9 @@
 """Processes in which environments run, beside a rank: what one of them does harms no other, nor the rank.
 
-``python -m megatron_dppo.environments.workers DESCRIPTOR SPEC`` says ``null`` once it is ready, then answers objects
-with a ``number`` by objects with the same: ``{"number", "result"}``, or ``{"number", "fault"}`` for what an environment
-raised. JSON both ways. Many episodes run in it side by side, on one event loop.
+``python -m megatron_dppo.environments.workers DESCRIPTOR`` is sent ``{"spec", "variables"}``: what it makes
+environments of, and the variables that hold keys which it is to have. It says ``null`` once it is ready, then answers
+objects with a ``number`` by objects with the same: ``{"number", "result"}``, or ``{"number", "fault"}`` for what an
+environment raised. JSON both ways. Many episodes run in it side by side, on one event loop.
 
 A call that takes too long is cancelled. A process that does not even answer that is blocked, and killed, as one that
 ended by itself is replaced. Whose fault it was nobody can say where it had several episodes: each begins again in a
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,11 +43,20 @@ from megatron_dppo.environments import (
 )
 from megatron_dppo.rewards.verifier import START_LIMIT_S
 from megatron_dppo.system import processes
+from megatron_dppo.system.secret_variables import (
+    chosen_variables,
+    close_to_others,
+    named_in_options,
+    receive_passed,
+    withheld_hint,
+    worker_environment,
+)
 
 _MODULE = "megatron_dppo.environments.workers"
 _CANCEL_S = 5.0
 _ENDING_S = 5.0
 _SHOWN = 2000
+_PASSED_KEY = "environment.passed_variables"
 _LONGEST_FAULT = 200
 T = TypeVar("T")
 
@@ -55,6 +65,7 @@ T = TypeVar("T")
 class EnvironmentSpec:
     """What a worker makes environments of. ``name``: as ``find_environment``; ``options``: its arguments.
     ``step_timeout_s``: of one call; ``memory_gib``: a worker's address space; ``largest_bytes``: of one answer as JSON.
+    ``passed_variables``: as in EnvironmentConfig.
     """
 
     name: str
@@ -62,6 +73,12 @@ class EnvironmentSpec:
     step_timeout_s: float
     memory_gib: int = 4
     largest_bytes: int = 1 << 20
+    passed_variables: Sequence[str] = ()
+
+    @property
+    def variable_names(self) -> list[str]:
+        """The variables that a worker gets, though they hold keys."""
+        return [*self.passed_variables, *named_in_options(self.options)]
 
 
 class EnvironmentPool:
@@ -162,11 +179,11 @@ class _Worker:
         self._ended_for, self._was_shared = "", False
         self._output = tempfile.NamedTemporaryFile("rb", prefix="environment-")  # noqa: SIM115  closed by the reader
         self._process, self._connection = processes.start_connected(
-            _MODULE,
-            json.dumps(asdict(spec)),
-            environment=os.environ,
-            output=self._output.fileno(),
+            _MODULE, environment=worker_environment(os.environ), output=self._output.fileno()
         )
+        variables = chosen_variables(os.environ, spec.variable_names)
+        # Neither is for the command line, which everybody may read.
+        self._send({"spec": asdict(spec), "variables": variables})
         threading.Thread(target=self._read, name="environment", daemon=True).start()
 
     async def call(self, operation: str, episode: int, values: dict[str, Any]) -> Any:
@@ -247,6 +264,7 @@ class _Worker:
                 self._connection.close()
             self._output.close()
             why = f"its process {processes.describe_exit(code)}" + (f": {text}" if text else "")
+            why += withheld_hint(why, _PASSED_KEY)
             # At the end of a run nobody waits any more.
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._end, why)
@@ -260,7 +278,8 @@ class _Worker:
         if call is None or call.done():
             return
         if "fault" in answer:
-            call.set_exception(EnvironmentFaultError(f"{self._spec.name}: {answer['fault']}"))
+            fault = f"{answer['fault']}{withheld_hint(answer['fault'], _PASSED_KEY)}"
+            call.set_exception(EnvironmentFaultError(f"{self._spec.name}: {fault}"))
         else:
             call.set_result(answer["result"])
 
@@ -386,7 +405,8 @@ def _declared(value: Any, kind: type[ChatCall | Step]) -> dict[str, Any]:
 
 def main() -> None:
     """Serve in a child; this process, its guard, reaps what the child's commands leave behind, and ends it."""
-    descriptor, text = sys.argv[1:]
+    [descriptor] = sys.argv[1:]
+    close_to_others()
     # Ctrl-C is the rank's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -394,7 +414,9 @@ def main() -> None:
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     connection = processes.connect_guarded(int(descriptor))
-    spec = EnvironmentSpec(**json.loads(text))
+    start = json.loads(connection.recv_bytes())
+    receive_passed(start["variables"])
+    spec = EnvironmentSpec(**start["spec"])
     processes.bound_memory(spec.memory_gib, is_final=False)
     asyncio.run(_Host(connection, spec).serve())
 

@@ -1,7 +1,8 @@
 """The record of a run's servers, offered over HTTP by the process that keeps it, and its client.
 
 One POST a question, ``/fleet/<name>`` with a JSON object, under the admin key: ranks on other hosts and the
-user's command need no fresh view of the run's folder.
+user's command need no fresh view of the run's folder. The command on the run's own host has a key of its own, which
+opens what it asks and nothing at the servers.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class RecordLostError(EngineError):
 
 @dataclass(frozen=True)
 class EndpointAddress:
-    """Where the record is offered while the run runs. ``key_file``: on ``host``, holds the admin key."""
+    """Where the record is offered while the run runs. ``key_file``: on ``host``, holds the key of commands."""
 
     url: str
     host: str
@@ -87,14 +88,15 @@ class FleetEndpoint:
     """Offers ``record`` on a free port of ``host`` to whoever has ``key``, from ``start`` to ``stop``.
 
     The user's command finds URL and key by ``engine/endpoint.json`` and a file on this machine that its
-    user alone can read.
+    user alone can read. So can what a model's response runs, outside of a sandbox: the key in the file is another one,
+    which opens the questions of commands, and no server.
     """
 
     def __init__(self, record: FleetRecord, key: str, host: str) -> None:
         self._record = record
-        self._key = key
+        self._command_key = secrets.token_urlsafe(32)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = _HttpServer((host, 0), record, key, family)
+        self._server = _HttpServer((host, 0), record, key, self._command_key, family)
         self.url = f"http://{url_host(host)}:{self._server.server_address[1]}"
         self._private = make_runtime_directory()
         self._file = record.path / "endpoint.json"
@@ -111,7 +113,7 @@ class FleetEndpoint:
         """Answer, from a thread of its own, and be found."""
         self._thread.start()
         # It answers before it can be found.
-        write_private(self._private / "key", self._key)
+        write_private(self._private / "key", self._command_key)
         write_private(self._file, json.dumps(asdict(self._address)))
         # From here on commands ask; what they wrote before may be newer than the record.
         self._record.read_attached()
@@ -138,11 +140,17 @@ class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(
-        self, address: tuple[str, int], record: FleetRecord, key: str, family: int
+        self,
+        address: tuple[str, int],
+        record: FleetRecord,
+        key: str,
+        command_key: str,
+        family: int,
     ) -> None:
         self.address_family = socket.AddressFamily(family)
         self.record = record
-        self.expected = f"Bearer {key}".encode()
+        self.admin_header = f"Bearer {key}".encode()
+        self.command_header = f"Bearer {command_key}".encode()
         super().__init__(address, _Handler)
 
 
@@ -153,11 +161,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         header = self.headers.get("Authorization", "").encode()
+        name = self.path.removeprefix(PATH)
         # In constant time: how long a comparison takes must not tell how much of a guess is right.
-        if not hmac.compare_digest(header, self.server.expected):
+        is_admin = hmac.compare_digest(header, self.server.admin_header)
+        is_command = hmac.compare_digest(header, self.server.command_header)
+        if not (is_admin or (is_command and name in _OF_COMMANDS)):
             self._answer(401, {"error": "the admin key is missing or wrong"})
             return
-        question = _QUESTIONS.get(self.path.removeprefix(PATH))
+        question = _QUESTIONS.get(name)
         try:
             arguments = self._arguments()
             if question is None:
@@ -202,6 +213,8 @@ _QUESTIONS: dict[str, Callable[..., Any]] = {
     )
 }
 """What may be asked: methods of the record, whose arguments are checked against their types."""
+_OF_COMMANDS = {"servers", "router", "status", "attach", "detach"}
+"""What the key of commands opens."""
 
 
 # --- its client
@@ -329,11 +342,12 @@ def record_of_command(run_directory: str) -> FleetRecord | RecordClient:
         raise ValueError(
             f"{run_directory}: its run at {endpoint.url} does not answer: {error}"
         ) from error
-    return RecordClient(endpoint.url, Keys(admin=_admin_key(endpoint)))
+    return RecordClient(endpoint.url, Keys(admin=_key_of_command(endpoint)))
 
 
-def _admin_key(endpoint: EndpointAddress) -> str:
-    """From the file on the run's own host, else from the environment. Raises ValueError."""
+def _key_of_command(endpoint: EndpointAddress) -> str:
+    """The key of commands from the file on the run's own host, else the admin key from the environment. Raises
+    ValueError."""
     try:
         return read_own(Path(endpoint.key_file))
     except UnsafeFileError as error:

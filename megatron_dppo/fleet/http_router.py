@@ -24,6 +24,7 @@ from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.errors import EngineLostError, EngineRequestError
 from megatron_dppo.engine.process import ChildServer, Runtime
 from megatron_dppo.fleet.record import Keys, Server
+from megatron_dppo.system.secret_variables import hide_secrets, without_secrets
 
 if TYPE_CHECKING:
     from megatron_dppo.engine.client import Answer, HttpClient, Method
@@ -76,7 +77,7 @@ class HttpRouterProcess(ChildServer):
             engine.start_timeout_s,
             runtime,
             command=["-m", __name__],
-            environment={**os.environ, **authority},
+            environment={**without_secrets(os.environ), **authority},
             secrets={"options": options, "api_key": api_key, "admin_api_key": admin_api_key},
             probe=("/workers", admin_api_key),
         )
@@ -274,6 +275,7 @@ def main() -> None:
     from smg.launch_router import launch_router
     from smg.router_args import RouterArgs
 
+    hide_secrets()
     start = json.load(sys.stdin)
     print(json.dumps(start["options"]), flush=True)
     admin = ("trainer", "trainer", start["admin_api_key"], "admin")

@@ -5,6 +5,7 @@ Run in a child process before anything starts: the imports take seconds, and the
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.compute import has_visible_gpu
+from megatron_dppo.system.secret_variables import split_environment
 
 CHECK = "--check"
 """The word that has an entry point check everything, describe the run, and exit."""
@@ -43,8 +45,9 @@ def check_in_child(module: str, arguments: Sequence[str]) -> int:
     130 after Ctrl-C.
     """
     command = [sys.executable, "-W", "ignore", "-m", module, *arguments, CHECK]
+    plain, secrets = split_environment(os.environ)
     try:
-        return subprocess.run(command, check=False).returncode
+        return subprocess.run(command, check=False, env=plain, input=secrets).returncode
     except KeyboardInterrupt:
         return INTERRUPTED
 

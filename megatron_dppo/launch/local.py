@@ -30,8 +30,9 @@ from megatron_dppo.launch.supervisor import (
 from megatron_dppo.logging import TERMINAL_VARIABLE, configure_logging, failure_mark
 from megatron_dppo.system import network
 from megatron_dppo.system.lease import NONCE_VARIABLE
-from megatron_dppo.system.processes import kill_families, start_process
+from megatron_dppo.system.processes import feed, kill_families, start_process
 from megatron_dppo.system.scratch import remove_shared_tensors
+from megatron_dppo.system.secret_variables import split_environment
 
 log = logging.getLogger(__name__)
 
@@ -160,8 +161,8 @@ class RankGroup:
 
     ``outputs``: one file a rank, for its standard output and error. Rank 0 also gets this process's standard output, to
     write its log and draw its progress on. ``variables``: of the environment of every rank, beside those of this
-    process. ``master_host``: the address on which rank 0 listens. ``cores``: that the ranks share; None: all of this
-    process.
+    process; those that hold keys come on its standard input. ``master_host``: the address on which rank 0 listens.
+    ``cores``: that the ranks share; None: all of this process.
     """
 
     def __init__(
@@ -200,13 +201,16 @@ class RankGroup:
             with path.open("wb") as file, _terminal_of(rank) as terminal:
                 if terminal is not None:
                     environment[TERMINAL_VARIABLE] = str(terminal)
+                plain, secrets = split_environment(environment)
                 process = start_process(
                     self._command,
                     output=file.fileno(),
-                    environment=environment,
+                    environment=plain,
+                    stdin=subprocess.PIPE,
                     inherited=() if terminal is None else (terminal,),
                 )
             self._processes.append(process)
+            feed(process, secrets)
 
     def codes(self) -> list[int | None]:
         return [process.poll() for process in self._processes]

@@ -23,6 +23,7 @@ from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import RankFailure, failed_at, keep_previous
 from megatron_dppo.system import processes
 from megatron_dppo.system.lease import FencedError
+from megatron_dppo.system.secret_variables import split_environment
 
 _END_S = 15.0
 # What sbatch sets and srun takes as options of a step.
@@ -237,7 +238,7 @@ class SrunRanks:
     """The ranks of a run as one step; see Ranks.
 
     ``command``: of every rank, which finds its number in Slurm's variables. ``variables``: of the environment
-    of every rank, beside those of this process.
+    of every rank, beside those of this process; those that hold keys come on its standard input.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class SrunRanks:
             hosts=placement.rank_hosts,
             tasks_per_host=placement.ranks_per_host,
             output=f"{literal(directory.path / 'logs')}/rank%t.out",
-            stdin=False,
+            stdin=True,
         )
         self._variables = {
             "MASTER_ADDR": placement.master_address,
@@ -275,12 +276,15 @@ class SrunRanks:
             keep_previous(self._directory.rank_output(rank))
         keep_previous(self._messages)
         processes.withdraw_stop(self._directory.stop_file)
+        plain, secrets = split_environment({**os.environ, **self._variables})
         with self._messages.open("wb") as file:
             self._popen = processes.start_process(
                 self._command,
-                environment=step_environment({**os.environ, **self._variables}),
+                environment=step_environment(plain),
                 output=file.fileno(),
+                stdin=subprocess.PIPE,
             )
+        processes.feed(self._popen, secrets)
 
     def ended(self) -> bool:
         # Slurm may give 0 for a step whose node died: what the run left behind tells.

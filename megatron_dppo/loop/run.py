@@ -449,7 +449,11 @@ class Run:
         if config.name is None or turns is None:
             return None
         spec = EnvironmentSpec(
-            config.name, dict(config.options), config.step_timeout_s, config.memory_gib
+            config.name,
+            dict(config.options),
+            config.step_timeout_s,
+            config.memory_gib,
+            passed_variables=tuple(config.passed_variables),
         )
         prompt, rollout = self.config.data.max_prompt_tokens, self.config.rollout
         evaluated = self.config.evaluation.max_response_tokens or 0

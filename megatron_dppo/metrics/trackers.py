@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import os
 import queue
 import secrets
 import threading
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from megatron_dppo.metrics.records import TENSORBOARD_FOLDER, TRACKERS_FOLDER
-from megatron_dppo.system import plugins
+from megatron_dppo.system import plugins, secret_variables
 from megatron_dppo.system.files import Closing, write_atomically
 
 log = logging.getLogger(__name__)
@@ -157,15 +158,18 @@ class WandbTracker(_LogTracker):
 
         run.folder.mkdir(parents=True, exist_ok=True)
         self._library = wandb
-        self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            id=run.id,
-            resume="allow",
-            dir=str(run.folder),
-            config=dict(run.config),
-            settings=wandb.Settings(console="off", silent=True),
-        )
+        key = os.environ.get("WANDB_API_KEY")
+        # The library starts a process with a copy of os.environ, which every process of this user could read.
+        with secret_variables.withheld():
+            self._run = wandb.init(
+                project=run.project,
+                name=run.name,
+                id=run.id,
+                resume="allow",
+                dir=str(run.folder),
+                config=dict(run.config),
+                settings=wandb.Settings(console="off", silent=True, api_key=key),
+            )
         # An axis of our own: wandb drops what comes at a step below its last one, as after a resume.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -4,7 +4,8 @@ A check that runs away cannot be interrupted from within: math-verify's own limi
 thread, and neither a regular expression nor an integer power looks up while it runs. So a check
 runs in a process, and the process is killed.
 
-That process, ``python -m megatron_dppo.rewards.verifier DESCRIPTOR NAME LIMIT MEMORY OPTIONS``, says on its connection
+That process, ``python -m megatron_dppo.rewards.verifier DESCRIPTOR``, is sent a JSON object (its reward's name and
+options, its limits, and the variables that hold keys which it is to have), says on its connection
 how its reward is called (RewardForm) once it is ready, and answers each number and list of RewardInputs with the number
 and a Score for each: a value and what goes with it; or why the reward refused it (a ValueError), could not be had
 (RewardUnavailableError, OSError, errors of clients that are known here), or returned what is no score. It answers in
@@ -19,6 +20,7 @@ parent, ends all of it when the child dies, or when nobody is left to read an an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -50,6 +52,14 @@ from megatron_dppo.rewards import (
 from megatron_dppo.system import processes
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import kill_families, start_connected
+from megatron_dppo.system.secret_variables import (
+    chosen_variables,
+    close_to_others,
+    named_in_options,
+    receive_passed,
+    withheld_hint,
+    worker_environment,
+)
 
 if TYPE_CHECKING:
     from megatron_dppo.config.data_schema import OnTimeout, RewardTerm
@@ -103,7 +113,8 @@ class Verifier:
 
     ``timeout_s``: wall-clock seconds for one call, from the moment a worker has it. ``workers``:
     processes, started on entry and restarted after a kill; a reward that runs inline has none. ``options``,
-    ``batch_size``, ``attempts``, ``on_timeout``, ``memory_gib``: as in RewardTerm. Callable from any thread.
+    ``batch_size``, ``attempts``, ``on_timeout``, ``memory_gib``, ``passed_variables``: as in RewardTerm. Callable from
+    any thread.
     """
 
     def __init__(
@@ -117,6 +128,7 @@ class Verifier:
         attempts: int = 1,
         on_timeout: OnTimeout = "zero",
         memory_gib: int = 4,
+        passed_variables: Sequence[str] = (),
     ) -> None:
         if timeout_s <= 0 or workers < 1:
             raise ValueError(
@@ -126,6 +138,7 @@ class Verifier:
         self._options = dict(options or {})
         self._batch_size, self._attempts, self._on_timeout = batch_size, attempts, on_timeout
         self._memory_gib = memory_gib
+        self._variable_names = [*passed_variables, *named_in_options(self._options)]
         self._reward = find_reward(name)
         self._count = 0 if self._reward.runs_inline else workers
         self._workers: list[_Worker] = []
@@ -147,6 +160,7 @@ class Verifier:
             attempts=term.attempts,
             on_timeout=term.on_timeout,
             memory_gib=term.memory_gib,
+            passed_variables=term.passed_variables,
         )
 
     def __enter__(self) -> Self:
@@ -300,7 +314,12 @@ class Verifier:
 
     def _started(self) -> _Worker:
         return _Worker(
-            self._name, self._timeout_s, self._options, self._on_timeout, self._memory_gib
+            self._name,
+            self._timeout_s,
+            self._options,
+            self._on_timeout,
+            self._memory_gib,
+            self._variable_names,
         )
 
 
@@ -319,7 +338,8 @@ def _shorten(text: str) -> str:
 
 
 class _Worker:
-    """One process, which has one call at a time. ``is_used``: it has had one."""
+    """One process, which has one call at a time. ``is_used``: it has had one. ``variable_names``: of the variables that
+    it gets, though they hold keys."""
 
     def __init__(
         self,
@@ -328,18 +348,25 @@ class _Worker:
         options: Mapping[str, Any],
         on_timeout: OnTimeout,
         memory_gib: int,
+        variable_names: Sequence[str],
     ) -> None:
         self._name, self._timeout_s, self._on_timeout = name, timeout_s, on_timeout
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
         self._process, self._connection = start_connected(
             "megatron_dppo.rewards.verifier",
-            name,
-            str(timeout_s),
-            str(memory_gib),
-            json.dumps(dict(options)),
-            environment=os.environ,
+            environment=worker_environment(os.environ),
             output=self._output.fileno(),
         )
+        start = {
+            "name": name,
+            "options": dict(options),
+            "timeout_s": timeout_s,
+            "memory_gib": memory_gib,
+            "variables": chosen_variables(os.environ, variable_names),
+        }
+        # Of one that has died already, its form is asked for in vain.
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(json.dumps(start).encode())
         self._form: RewardForm | None = None
         self._receiving = threading.Lock()
         self._numbers = itertools.count()
@@ -425,8 +452,9 @@ class _Worker:
     def _error(self) -> VerifierError:
         self._output.seek(0)
         output = self._output.read().decode(errors="replace")[-4000:]
+        hint = withheld_hint(output, "passed_variables of this reward")
         return VerifierError(
-            f"a {self._name} worker ended with exit code {self._process.returncode}:\n{output}"
+            f"a {self._name} worker ended with exit code {self._process.returncode}{hint}:\n{output}"
         )
 
 
@@ -550,11 +578,14 @@ def serve(connection: Connection, name: str, timeout_s: float, options: Mapping[
 
 def main() -> None:
     """Serve in a child, under this process as its guard."""
-    descriptor, name, timeout_s, memory_gib, options = sys.argv[1:]
+    [descriptor] = sys.argv[1:]
+    close_to_others()
     # No process that the reward starts may answer.
     connection = processes.connect_guarded(int(descriptor))
-    processes.bound_memory(int(memory_gib), is_final=True)
-    serve(connection, name, float(timeout_s), json.loads(options))
+    start = json.loads(connection.recv_bytes())
+    receive_passed(start["variables"])
+    processes.bound_memory(start["memory_gib"], is_final=True)
+    serve(connection, start["name"], start["timeout_s"], start["options"])
 
 
 if __name__ == "__main__":

@@ -168,9 +168,10 @@ def guarded(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Pope
     which ends as it does. With either of them, or with the block, all that the command started is gone, whatever
     session or parent it took."""
     theirs, ours = os.pipe()
+    inherited = [theirs, *settings.pop("inherited", ())]
     try:
         guard = [sys.executable, "-m", __name__, str(theirs), *command]
-        process = start_process(guard, inherited=[theirs], **settings)
+        process = start_process(guard, inherited=inherited, **settings)
     except BaseException:
         os.close(ours)
         raise
@@ -376,10 +377,15 @@ def start_fed(
         process = start_process(
             command, environment=environment, output=file.fileno(), stdin=subprocess.PIPE
         )
+    feed(process, stdin)
+    return process
+
+
+def feed(process: subprocess.Popen[bytes], content: bytes) -> None:
+    """Write all of a process's standard input, its pipe, and close it."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-        pipe.write(stdin)
-    return process
+        pipe.write(content)
 
 
 # --- what asks a process to end: signals, a file, a heartbeat that stops

@@ -3,6 +3,7 @@ of it are stopped."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ from megatron_dppo.system.network import free_port
 from megatron_dppo.system.processes import kill_families, start_process
 from megatron_dppo.weight_sync.strategies import check_reach
 from tests.integration.kept_fleet import config_of, proceed, stop_detokenizer, stop_scheduler
+from tests.patience import Patience, family_of
 from tests.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -59,10 +61,11 @@ def runner() -> Iterator[AsyncRunner]:
 
 @pytest.fixture(scope="module")
 def served(config, runner, tmp_path_factory) -> Iterator[Server]:
-    port = free_port()
+    port, keys = free_port(), tmp_path_factory.mktemp("keys") / "KEYS.json"
+    keys.write_text(json.dumps({"api_key": "user", "admin_api_key": "admin"}))
     line = documented_line(
         MODEL=config.model.hf_checkpoint, DTYPE="float32", HOST="127.0.0.1", PORT=str(port),
-        API_KEY="user", ADMIN_KEY="admin",
+        **{"KEYS.json": str(keys)},
     )  # fmt: skip
     log = tmp_path_factory.mktemp("log") / "server.log"
     with log.open("wb") as output:
@@ -74,10 +77,10 @@ def served(config, runner, tmp_path_factory) -> Iterator[Server]:
             return await client.answers(2.0)
 
     try:
-        deadline = time.monotonic() + 300
+        patience = Patience(300.0, lambda: family_of(process.pid))
         while not runner.run(answers()):
             assert process.poll() is None, log.read_text(errors="replace")[-3000:]
-            assert time.monotonic() < deadline
+            assert not patience.is_exhausted()
             time.sleep(0.5)
         yield Server("elsewhere", f"http://127.0.0.1:{port}", pid=process.pid)
     finally:

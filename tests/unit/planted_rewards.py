@@ -222,3 +222,27 @@ def away_for_two(response: str, answer: str) -> float:
     if answer == "2":
         raise ConnectionRefusedError("nobody listens")
     return float(response == answer)
+
+
+def variables_seen(response: str) -> RewardResult:
+    """Of the variables that the response names, which are set here: in Python, and in a program that this starts."""
+    names = response.split()
+    here = [name for name in names if name in os.environ]
+    done = subprocess.run(["env"], capture_output=True, text=True, check=True)
+    there = [name for name in names if f"\n{name}=" in f"\n{done.stdout}"]
+    return RewardResult(0.0, reason=json.dumps([here, there]))
+
+
+def key_on_request(response: str) -> float:
+    """Of the variable that the response names."""
+    return float(len(os.environ[response]))
+
+
+class VariablesSeen:
+    """As ``variables_seen``, with a key that its options name."""
+
+    def __init__(self, api_key_variable: str) -> None:
+        self._variable = api_key_variable
+
+    def __call__(self, response: str) -> RewardResult:
+        return variables_seen(response)

@@ -32,6 +32,8 @@ from megatron_dppo.system.processes import start_process, tail
 
 PRELUDE = """
 import contextlib, json, os, signal, subprocess, sys, time, urllib.request
+from megatron_dppo.system.secret_variables import hide_secrets
+hide_secrets()
 def note(text):
     with open(os.path.join({directory!r}, "notes"), "a") as file:
         file.write(text + chr(10))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import os
 import re
 import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -39,6 +41,7 @@ from megatron_dppo.environments.agents import (
     result_of,
 )
 from megatron_dppo.environments.episodes import Episodes
+from megatron_dppo.environments.sandbox import SandboxError
 from megatron_dppo.system.processes import child_ids, process_start
 from tests.extras import environment_with
 from tests.unit import test_environments as environments
@@ -247,6 +250,81 @@ def test_a_command_is_not_bound_by_its_workers_address_space():
     command = f"{sys.executable} -m {PLANTED} map"
     t, episodes = play(ChatEngine("4"), command)
     assert (t.finish_reason, t.turn_rewards) == ("stop", (0.5,)), episodes.faults
+
+
+SPY = f"{sys.executable} {Path(__file__).with_name('spying_agent.py')} -"
+
+
+def spied(command: str, sandbox_paths: list[str] | None = None) -> dict[str, Any]:
+    """What a command sees that looks around."""
+
+    async def work() -> Any:
+        session = AgentSession("", "the session's key")
+        return await _run_command(command.split(), PROBLEM, session, sandbox_paths)
+
+    return json.loads(asyncio.run(work()))
+
+
+def test_a_command_gets_no_keys(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "a key")
+    monkeypatch.setenv("MEGATRON_DPPO_LEASE", "a nonce")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    variables = spied(SPY)["variables"]
+    assert variables["OPENAI_API_KEY"] == "the session's key"
+    assert variables["LC_ALL"] == "C.UTF-8"
+    assert not {"WANDB_API_KEY", "MEGATRON_DPPO_LEASE"} & variables.keys()
+
+
+@pytest.fixture
+def sandbox() -> None:
+    """This machine must have one: else what needs it is skipped, or fails where ``CI`` is set."""
+    try:
+        agents.check_sandbox(())
+    except SandboxError as error:
+        if os.environ.get("CI"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_a_command_in_a_sandbox_sees_neither_processes_nor_files_of_others(tmp_path, monkeypatch):
+    home, shown = tmp_path / "home", tmp_path / "shown"
+    for folder in (home, shown):
+        folder.mkdir()
+        (folder / ".netrc").write_text("password secret")
+    monkeypatch.setenv("HOME", str(home))
+    paths = [home / ".netrc", shown / ".netrc", Path(__file__), Path("/etc/shadow")]
+    command = " ".join([SPY, *map(str, paths)])
+    found = spied(command, [str(shown)])
+    # Itself, and what bubblewrap leaves as the first process.
+    assert len(found["processes"]) == 2
+    assert found["readable"] == [str(shown / ".netrc"), str(Path(__file__))]
+    assert found["variables"]["HOME"] == "/tmp"
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_a_command_in_a_sandbox_plays_an_episode():
+    """It starts processes and threads, and reaches its session's server."""
+    command = f"{sys.executable} -m {PLANTED} reward"
+    t, episodes = play(ChatEngine("4"), command, sandbox=True, sandbox_paths=[sys.base_prefix])
+    assert (t.finish_reason, t.turn_rewards) == ("stop", (0.5,)), episodes.faults
+
+
+def test_a_sandbox_that_can_not_be_is_refused_before_a_run(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=f"{PLANTED}:silent.*expected a command"):
+        check_environment("agent", {"agent": f"{PLANTED}:silent", "sandbox": True})
+    home = os.environ["HOME"]
+    monkeypatch.setenv("HOME", str(Path.cwd() / "home"))
+    with pytest.raises(SandboxError, match="home"):
+        check_environment("agent", {"agent": SPY, "sandbox": True})
+    monkeypatch.setenv("HOME", home)
+    with pytest.raises(SandboxError, match="/no/such/path"):
+        check_environment(
+            "agent", {"agent": SPY, "sandbox": True, "sandbox_paths": ["/no/such/path"]}
+        )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match="bubblewrap"):
+        check_environment("agent", {"agent": SPY, "sandbox": True})
 
 
 NODE_AGENT = """

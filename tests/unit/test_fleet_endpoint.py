@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -96,6 +96,28 @@ def test_without_the_admin_key_nothing_is_told_or_changed(
     assert record.servers() == []
 
 
+def test_the_key_in_the_file_opens_what_commands_ask_and_no_more(
+    record: FleetRecord, endpoint: FleetEndpoint
+) -> None:
+    address = address_of(record)
+    assert address is not None
+    command = RecordClient(endpoint.url, Keys(admin=Path(address.key_file).read_text()))
+    attached = command.attach(OTHER)
+    assert command.servers() == record.servers() == [attached]
+    assert command.status() == {}
+    refused: list[Callable[[], object]] = [
+        lambda: command.sync_configured([]),
+        lambda: command.allow_starts(False),
+        lambda: command.publish_status(1, {}),
+        command.starting,
+    ]
+    for action in refused:
+        with pytest.raises(ValueError, match="admin key"):
+            action()
+    command.detach(OTHER)
+    assert record.servers() == []
+
+
 def address_of(record: FleetRecord) -> EndpointAddress | None:
     return EndpointAddress.read(record.path / "endpoint.json")
 
@@ -153,7 +175,7 @@ def test_it_listens_on_one_address_and_its_files_are_its_owners(
     assert address is not None
     assert address.host == socket.gethostname()
     key_file = Path(address.key_file)
-    assert key_file.read_text() == KEY
+    assert key_file.read_text() != KEY
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
     assert stat.S_IMODE(key_file.parent.stat().st_mode) == 0o700
     assert not key_file.is_relative_to(record.path.parent)

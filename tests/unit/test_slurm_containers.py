@@ -71,7 +71,7 @@ def test_the_step_of_the_ranks(run: RunDirectory, kind: str) -> None:
         words(run.step_messages, str(run.config))
         == (
             f"{COMMON} --job-name=trainer --nodes=2 --ntasks=16 --ntasks-per-node=8 --distribution=block "
-            f"--nodelist=n1,n2 --input=none --output={run.path}/logs/rank%t.out --open-mode=append "
+            f"--nodelist=n1,n2 --input=all --output={run.path}/logs/rank%t.out --open-mode=append "
             f"--gres=none {around(kind, 'train.sqsh')} {program}"
         ).split()
     )

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from matplotlib.image import imsave
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -20,6 +22,7 @@ from megatron_dppo.metrics import trackers
 from megatron_dppo.metrics.records import set_aside
 from megatron_dppo.metrics.trackers import TrackedRun, Trackers, find_trackers, run_id
 from megatron_dppo.system import plugins
+from megatron_dppo.system.secret_variables import hide_secrets
 from tests.extras import environment_with
 from tests.unit.config_files import minimal
 
@@ -94,6 +97,28 @@ def test_wandb_offline_has_both_starts_under_one_id(tmp_path):
     tables = [json.loads(path.read_text()) for path in (tmp_path / "run").rglob("*.table.json")]
     shown = sorted(table["data"][0] for table in tables)
     assert shown == [list(ROW.values()), list((ROW | {"step": 2}).values())]
+
+
+def test_wandbs_own_process_has_no_keys_in_its_environment(tmp_path):
+    keys = {"WANDB_API_KEY": "4711" * 10, "HF_TOKEN": "hf-4711"}
+    told = in_a_child("wandb", tmp_path, "print(t.keys_in_children(folder))", WANDB_MODE="offline", **keys)  # fmt: skip
+    shown, kept = json.loads(told.splitlines()[-1])
+    assert shown == {"wandb-core": False}
+    assert kept == keys
+
+
+def keys_in_children(folder: Path) -> str:
+    """Of each process that wandb starts, whether its environment holds a key; and the keys that are left here."""
+    hide_secrets()
+    with Trackers(find_trackers(["wandb"]), tracked(folder / "another")) as told:
+        told.scalars(0, {"reward/mean": 0.5})
+        deadline = time.monotonic() + 240
+        while not list((folder / "another").rglob("*.wandb")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        children = psutil.Process().children(recursive=True)
+        shown = {p.name(): "4711" in str(p.environ()) for p in children if p.name() == "wandb-core"}
+    kept = {name: os.environ[name] for name in ("WANDB_API_KEY", "HF_TOKEN")}
+    return json.dumps([shown, kept])
 
 
 def wandb_histories(folder: Path) -> list[tuple[str, list[dict[str, str]]]]:

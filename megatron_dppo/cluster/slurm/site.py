@@ -82,7 +82,7 @@ def prologue_words(lines: str) -> tuple[str, ...]:
         return ()
     script = (
         "set -e; trap 'echo \"prologue: failed: $BASH_COMMAND\" >&2' ERR\n"
-        # A server's standard input holds its keys.
+        # Standard input holds the keys of a server or a rank.
         f'{{\n{lines.strip()}\n}} </dev/null\ntrap - ERR\nexec "$@"'
     )
     return ("bash", "--login", "-c", script, "prologue")

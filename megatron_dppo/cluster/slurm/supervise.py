@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections import defaultdict
@@ -57,9 +58,15 @@ from megatron_dppo.system.lease import NONCE_VARIABLE
 from megatron_dppo.system.processes import (
     HEARTBEAT_VARIABLE,
     PATIENCE_VARIABLE,
+    feed,
     quote,
     start_process,
     tail,
+)
+from megatron_dppo.system.secret_variables import (
+    hide_secrets,
+    split_environment,
+    without_secrets,
 )
 
 # The job that this process is the batch process of.
@@ -201,7 +208,7 @@ class Steps:
         """Have ``host`` check everything that needs the libraries; why it refused, None where it did not."""
         path = self.directory.path / "logs" / "check.out"
         command = [*rank_command(MODULE, self.directory, self.python), CHECK]
-        code = self._run("check", command, [host], path, tolerant=False)
+        code = self._run("check", command, [host], path, tolerant=False, needs_keys=True)
         if code == 0:
             return None
         if stopped := self.stops.came():
@@ -223,7 +230,7 @@ class Steps:
         ]
         output = self.directory.path / "logs" / "preflight.out"
         log.info("preflight on %d nodes", len(job.hosts))
-        self._run("preflight", command, job.hosts, output, tolerant=True)
+        self._run("preflight", command, job.hosts, output, tolerant=True, needs_keys=False)
         # Nodes that were ended before they answered are not ill.
         if self.stops.came():
             return {}
@@ -248,26 +255,37 @@ class Steps:
         output: Path,
         *,
         tolerant: bool,
+        needs_keys: bool,
     ) -> int | None:
-        """The highest exit code of the step, one in each group of hosts; None where a stop came, or its time was up."""
+        """The highest exit code of the step, one in each group of hosts; None where a stop came, or its time was up.
+
+        ``needs_keys``: its tasks read the variables that hold keys from their standard input.
+        """
         output.unlink(missing_ok=True)
+        plain, secrets = without_secrets(os.environ), b""
+        if needs_keys:
+            plain, secrets = split_environment(os.environ)
+        processes = []
         with open(output, "ab") as file:
-            processes = [
-                start_process(
-                    self.form.command(
-                        command,
-                        name=name,
-                        hosts=group,
-                        tasks_per_host=1,
-                        output=srun.literal(output),
-                        stdin=False,
-                        tolerant=tolerant,
-                    ),
-                    environment=srun.step_environment(os.environ),
-                    output=file.fileno(),
+            for group in Allocation(tuple(hosts)).groups:
+                step = self.form.command(
+                    command,
+                    name=name,
+                    hosts=group,
+                    tasks_per_host=1,
+                    output=srun.literal(output),
+                    stdin=needs_keys,
+                    tolerant=tolerant,
                 )
-                for group in Allocation(tuple(hosts)).groups
-            ]
+                process = start_process(
+                    step,
+                    environment=srun.step_environment(plain),
+                    output=file.fileno(),
+                    stdin=subprocess.PIPE if needs_keys else subprocess.DEVNULL,
+                )
+                if needs_keys:
+                    feed(process, secrets)
+                processes.append(process)
         deadline = time.monotonic() + _PREFLIGHT_S
         while None in (codes := [process.poll() for process in processes]):
             if self.stops.came() or time.monotonic() > deadline:
@@ -450,6 +468,7 @@ def supervise(config_path: str, overrides: Sequence[str], site_file: str | None)
     """Run the recipe inside this job; the batch process's exit code. Raises ConfigError, LaunchError, SlurmError."""
     site = load_site(site_path(site_file))
     os.environ.update(site.environment)
+    hide_secrets()
     config = load_config(config_path, overrides)
     job = Job.of_environment(site)
     stops = job.stops(site.checkpoint_margin_s)

@@ -29,12 +29,14 @@ from megatron_dppo.metrics.records import (
 from megatron_dppo.system.files import write_atomically
 from megatron_dppo.system.lease import NONCE_VARIABLE, Fence
 from megatron_dppo.system.processes import STOP_FILE_VARIABLE, StopFile
+from megatron_dppo.system.secret_variables import hide_secrets
 
 STEP_S = 0.1
 
 
 def main(path: str, *flags: str) -> None:
     """Check, or run to the last step, to a stop, or to the fence."""
+    hide_secrets()
     config = load_config(path, [])
     if "--check" in flags:
         return

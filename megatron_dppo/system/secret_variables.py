@@ -1,0 +1,192 @@
+"""Variables of the environment that hold keys: which these are, and how they reach a process without being shown.
+
+What a process was started with stays in ``/proc/<pid>/environ``, where every process of the same user reads it, and its
+children inherit it. So of the processes of a run
+
+- one that a user started with keys overwrites them in that memory (``hide_secrets``);
+- one that the run starts is started without. It reads its keys, as a JSON object, from standard input
+  (``split_environment``, ``hide_secrets``), or from the connection that it serves (``receive_passed``);
+- each that has keys keeps them in Python's ``os.environ`` alone. The C library's environment, which a child inherits
+  unless its variables are named, lacks them;
+- each that has keys is not dumpable: the kernel then refuses its environment and its memory to the same user's
+  processes, but not to those with CAP_SYS_PTRACE, such as root's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SECRETS_VARIABLE = "MEGATRON_DPPO_SECRETS"
+"""``stdin`` in the environment of a process whose keys come on its standard input."""
+DUMPABLE_VARIABLE = "MEGATRON_DPPO_DUMPABLE"
+"""``1``: the run's processes stay open to debuggers and profilers of the same user."""
+_STDIN = "stdin"
+_RUN_PREFIX = "MEGATRON_DPPO_"
+_PR_SET_DUMPABLE = 4
+_LIBC = ctypes.CDLL(None, use_errno=True)
+# Of /proc/<pid>/stat, counted behind the name: where the memory of the initial environment begins and ends.
+_ENV_START, _ENV_END = 47, 48
+
+_SECRET_NAME = re.compile(
+    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_KEY|CONNECTION_STRING|AUTH_SOCK"
+    r"|(^|_)(KEYS?|TOKEN|JWT|COOKIE|AUTH|PAT|LEASE)$|_PWD$",
+    re.IGNORECASE,
+)
+_LOGIN_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+_PROGRAM_NAMES = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|LANG|LANGUAGE|LC_\w+|TMPDIR|TEMP|TMP|LD_LIBRARY_PATH|PYTHON\w*|VIRTUAL_ENV"
+    r"|CONDA_PREFIX|NODE_PATH|NODE_OPTIONS|NODE_EXTRA_CA_CERTS|JAVA_HOME|GOPATH|SSL_CERT_FILE|SSL_CERT_DIR"
+    r"|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES"
+    r"|(?i:https?_proxy|all_proxy|no_proxy)"
+)
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable holds a key, by its name, or by a value that is an address with a password."""
+    if name == SECRETS_VARIABLE:
+        return False
+    return bool(_SECRET_NAME.search(name) or _LOGIN_IN_URL.search(value))
+
+
+def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that hold keys."""
+    return {name: value for name, value in environment.items() if is_secret(name, value)}
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that hold no key."""
+    return {name: value for name, value in environment.items() if not is_secret(name, value)}
+
+
+# --- from a process to one that it starts
+
+
+def split_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], bytes]:
+    """What a process may be started with, and what it is to read from standard input in ``hide_secrets``."""
+    plain = {**without_secrets(environment), SECRETS_VARIABLE: _STDIN}
+    return plain, json.dumps(secrets_of(environment)).encode()
+
+
+def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Of a process that runs a user's own code, and perhaps what a model wrote: no keys, nothing of the run's own."""
+    plain = without_secrets(environment)
+    own = {name for name in plain if name.startswith(_RUN_PREFIX) and name != DUMPABLE_VARIABLE}
+    return {name: value for name, value in plain.items() if name not in own}
+
+
+def program_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Of a program that acts for a model: where programs and libraries are, the language, certificates, proxies, and
+    the variables that were passed to this process."""
+    common = {
+        name: value
+        for name, value in worker_environment(environment).items()
+        if _PROGRAM_NAMES.fullmatch(name)
+    }
+    return {**common, **chosen_variables(environment, _passed)}
+
+
+def chosen_variables(environment: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """The variables in ``names``, as far as they are set."""
+    return {name: environment[name] for name in names if name in environment}
+
+
+def named_in_options(options: Mapping[str, Any]) -> list[str]:
+    """The variables that options name, such as ``api_key_variable: JUDGE_KEY``."""
+    return [
+        value
+        for key, value in options.items()
+        if key.endswith("_variable") and isinstance(value, str)
+    ]
+
+
+def withheld_hint(text: str, key: str) -> str:
+    """What to do where an error's ``text`` names a variable of this process that workers don't get; empty where it
+    names none. ``key``: of the configuration, lists the variables that they get."""
+    names = [name for name in secrets_of(os.environ) if re.search(rf"\b{re.escape(name)}\b", text)]
+    if not names:
+        return ""
+    return f"; {', '.join(sorted(names))}: set, but not passed to this process; name it in {key}"
+
+
+# --- in the process that has them
+
+_changing = threading.Lock()
+_passed: set[str] = set()
+
+
+def hide_secrets() -> None:
+    """Receive the keys that this process is handed, and hide all that it has. Harmless twice.
+
+    Call it first, before other threads and children are started.
+    """
+    if os.environ.pop(SECRETS_VARIABLE, None) == _STDIN:
+        with open(0, "rb", closefd=False) as file:
+            hold(json.loads(file.read()))
+    secrets = secrets_of(os.environ)
+    _overwrite_initial(secrets)
+    hold(secrets)
+    close_to_others()
+
+
+def hold(values: Mapping[str, str]) -> None:
+    """Have ``os.environ`` name these values, and no environment that a child inherits."""
+    with _changing:
+        for name, value in values.items():
+            os.environ[name] = value
+            os.unsetenv(name)
+
+
+def receive_passed(values: Mapping[str, str]) -> None:
+    """``hold`` the variables that a worker is to have; programs that it starts get them too."""
+    hold(values)
+    _passed.update(values)
+
+
+@contextmanager
+def withheld() -> Iterator[None]:
+    """Take the keys out of ``os.environ`` for a library that starts a process with a copy of it."""
+    secrets = secrets_of(os.environ)
+    for name in secrets:
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        hold(secrets)
+
+
+def close_to_others() -> None:
+    """Have the kernel refuse this process's memory, environment and descriptors to the same user's processes.
+
+    Its files in /proc are root's then: it leaves no core file, and py-spy or gdb needs root. A program that it
+    executes is open again.
+    """
+    if os.environ.get(DUMPABLE_VARIABLE) != "1":
+        _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def _overwrite_initial(names: Iterable[str]) -> None:
+    """Overwrite the values of ``names`` in the memory that ``/proc/<pid>/environ`` shows."""
+    for name in names:
+        # The C library must not point there any more.
+        os.unsetenv(name)
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[_ENV_START]), int(fields[_ENV_END])
+    if start >= end:
+        return
+    memory = (ctypes.c_char * (end - start)).from_address(start)
+    content, encoded = memory.raw, {os.fsencode(name) for name in names}
+    position = 0
+    for entry in content.split(b"\0"):
+        key, sign, value = entry.partition(b"=")
+        if sign and key in encoded:
+            begin = position + len(key) + 1
+            ctypes.memset(start + begin, 0, len(value))
+        position += len(entry) + 1

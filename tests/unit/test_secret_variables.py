@@ -1,0 +1,225 @@
+"""Variables that hold keys: where they may be seen, and which processes get them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.launch.library_checks import check_in_child
+from megatron_dppo.launch.local import RankGroup
+from megatron_dppo.rewards import RewardInput
+from megatron_dppo.rewards.verifier import Verifier, VerifierError
+from megatron_dppo.system.secret_variables import (
+    is_secret,
+    program_environment,
+    worker_environment,
+)
+from tests.ranks import ROOT
+
+KEYS = {
+    "WANDB_API_KEY": "wandb-4711",
+    "HF_TOKEN": "hf-4711",
+    "https_proxy": "http://me:pw-4711@x:1",
+}
+PLAIN = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "MODEL_URL": "http://x:1"}
+NOBODY = 65534
+PLANTED = "tests.unit.planted_rewards:"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY", "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "GITHUB_PAT", "PGPASSWORD", "MYSQL_PWD", "KAGGLE_KEY",
+        "MLFLOW_TRACKING_PASSWORD", "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "SLURM_JWT", "redis_auth",
+        "AZURE_STORAGE_CONNECTION_STRING", "MEGATRON_DPPO_LEASE", "MEGATRON_DPPO_STARTED_KEYS",
+        "MEGATRON_DPPO_API_KEY", "MEGATRON_DPPO_ADMIN_API_KEY",
+    ],
+)  # fmt: skip
+def test_a_name_tells_a_key(name):
+    assert is_secret(name, "x")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PATH", "PWD", "OLDPWD", "HOME", "MAX_TOKENS", "TOKENIZERS_PARALLELISM", "SGLANG_PER_TOKEN_GROUP_QUANT",
+        "KEYBOARD", "NCCL_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "HF_HOME", "MEGATRON_DPPO_FLEET", "MASTER_ADDR",
+    ],
+)  # fmt: skip
+def test_other_names_are_no_keys(name):
+    assert not is_secret(name, "http://x:1/a@b")
+
+
+def test_a_program_and_a_worker_get_no_keys():
+    common = {"PATH": "/bin", "PYTHONPATH": "/x", "LC_ALL": "C", "http_proxy": "http://x:3"}
+    environment = {**KEYS, **common, "MODEL_URL": "http://x:1", "MEGATRON_DPPO_FLEET": "http://x:2"}
+    assert program_environment(environment) == common
+    assert worker_environment(environment) == {**common, "MODEL_URL": "http://x:1"}
+
+
+# --- in /proc
+
+# Becomes an ordinary user, as after a login, where the tests are root's.
+USER = f"""
+import ctypes, json, os, subprocess, sys
+from megatron_dppo.system.secret_variables import hide_secrets
+def become_user():
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
+        os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
+        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+"""
+HIDDEN = """
+hide_secrets()
+hide_secrets()
+names = ("WANDB_API_KEY", "HF_TOKEN", "https_proxy", "MODEL_URL")
+inherited = subprocess.run(["env"], capture_output=True, text=True).stdout
+print(json.dumps([{name: os.environ.get(name) for name in names}, inherited]), flush=True)
+sys.stdin.read()
+"""
+READING = """
+become_user()
+opened = []
+for name in ("environ", "mem", "maps"):
+    try:
+        open(f"/proc/{sys.argv[1]}/{name}", "rb").close()
+        opened.append(name)
+    except PermissionError:
+        pass
+print(json.dumps(opened))
+"""
+
+
+@contextmanager
+def hidden(environment: Mapping[str, str], code: str) -> Iterator[tuple[int, list]]:
+    """A process that has hidden its keys: its id, and what it says of them."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", USER + code], env=dict(environment), stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process:
+        assert process.stdout is not None
+        try:
+            yield process.pid, json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_a_process_that_hides_its_keys_keeps_them_and_shows_none():
+    with hidden({**KEYS, **PLAIN}, HIDDEN) as (pid, (kept, inherited)):
+        assert kept == {**KEYS, "MODEL_URL": "http://x:1"}
+        assert "4711" not in inherited
+        assert "MODEL_URL=http://x:1" in inherited
+        if os.geteuid() == 0:
+            shown = Path(f"/proc/{pid}/environ").read_text()
+            assert "4711" not in shown
+            assert "MODEL_URL=http://x:1" in shown
+
+
+@pytest.mark.parametrize(
+    ("variables", "opened"),
+    [({}, []), ({"MEGATRON_DPPO_DUMPABLE": "1"}, ["environ", "mem", "maps"])],
+)
+def test_the_same_users_processes_can_not_read_one_that_has_keys(variables, opened):
+    with hidden({**KEYS, **PLAIN, **variables}, f"become_user()\n{HIDDEN}") as (pid, _):
+        command = [sys.executable, "-c", USER + READING, str(pid)]
+        done = subprocess.run(command, env=PLAIN, check=True, capture_output=True)
+        assert json.loads(done.stdout) == opened
+
+
+# --- the processes of a run
+
+
+def test_a_rank_is_started_without_keys_and_reads_them(tmp_path, monkeypatch):
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    code = (
+        "import os\n"
+        "begun = open('/proc/self/environ').read()\n"
+        "from megatron_dppo.system.secret_variables import hide_secrets\n"
+        "hide_secrets()\n"
+        "print('4711' in begun or 'the nonce' in begun, os.environ['HF_TOKEN'], os.environ['MEGATRON_DPPO_LEASE'])\n"
+    )
+    output = tmp_path / "rank0.out"
+    variables = {"MEGATRON_DPPO_LEASE": "the nonce"}
+    group = RankGroup([sys.executable, "-c", code], [output], 1, variables)
+    group.start()
+    while None in group.codes():
+        time.sleep(0.01)
+    assert output.read_text() == "False hf-4711 the nonce\n"
+
+
+def test_the_child_that_checks_a_start_has_the_keys(tmp_path, monkeypatch):
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "checking.py").write_text(
+        "import os, sys\n"
+        "begun = open('/proc/self/environ').read()\n"
+        "from megatron_dppo.system.secret_variables import hide_secrets\n"
+        "hide_secrets()\n"
+        "sys.exit(10 * ('4711' in begun) + (os.environ['HF_TOKEN'] != 'hf-4711'))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    assert check_in_child("checking", []) == 0
+
+
+NAMES = "WANDB_API_KEY HF_TOKEN JUDGE_TOKEN MODEL_URL MEGATRON_DPPO_LEASE"
+
+
+@pytest.fixture
+def keys(monkeypatch):
+    for name in NAMES.split():
+        monkeypatch.setenv(name, f"{name} of the run")
+
+
+def seen(verifier: Verifier) -> list[list[str]]:
+    (score,) = verifier.score([given(NAMES)])
+    return json.loads(score.reason)
+
+
+def given(response: str) -> RewardInput:
+    return RewardInput(response, "")
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_reward_gets_the_keys_that_are_passed_and_what_it_starts_gets_none():
+    with Verifier(PLANTED + "variables_seen", 60.0, 1) as verifier:
+        assert seen(verifier) == [["MODEL_URL"], ["MODEL_URL"]]
+        # Its limits and options aren't in its command line either.
+        (worker,) = verifier._workers
+        command = Path(f"/proc/{worker._process.pid}/cmdline").read_bytes().split(b"\0")
+        assert command[-3:-2] == [b"megatron_dppo.rewards.verifier"]
+        assert command[-2].isdigit()
+    with Verifier(
+        PLANTED + "variables_seen", 60.0, 1, passed_variables=["HF_TOKEN", "NOT_SET"]
+    ) as verifier:
+        assert seen(verifier) == [["HF_TOKEN", "MODEL_URL"], ["MODEL_URL"]]
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_key_that_options_name_is_passed():
+    options = {"api_key_variable": "JUDGE_TOKEN"}
+    with Verifier(PLANTED + "VariablesSeen", 60.0, 1, options=options) as verifier:
+        assert seen(verifier) == [["JUDGE_TOKEN", "MODEL_URL"], ["MODEL_URL"]]
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_reward_that_misses_a_key_is_told_how_to_get_it():
+    with (
+        Verifier(PLANTED + "key_on_request", 60.0, 1) as verifier,
+        pytest.raises(VerifierError, match=r"HF_TOKEN.*passed_variables"),
+    ):
+        verifier.score([given("HF_TOKEN")])
+    with Verifier(PLANTED + "key_on_request", 60.0, 1, passed_variables=["HF_TOKEN"]) as verifier:
+        (score,) = verifier.score([given("HF_TOKEN")])
+    assert score.value == len("HF_TOKEN of the run")
