@@ -34,6 +34,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "qwen3_moe", {"tensor": 2}, {**BFLOAT16, "distributed": True},
     ),
     "DP2 bf16, distributed optimizer": ("qwen3", {}, {**BFLOAT16, "distributed": True}),
+    # The optimizer then has fp32 copies of the gradients.
+    "DP2 bf16, gradients of bf16": (
+        "qwen3", {}, {**BFLOAT16, "ddp": {"grad_reduce_in_fp32": False}},
+    ),
     "tied PP2 fp32": ("qwen3", {"pipeline": 2}, {}),
     "EP2 bf16 LoRA": ("qwen3_moe", {"expert": 2}, {**BFLOAT16, "lora": {"rank": 4}}),
 }  # fmt: skip
@@ -82,8 +86,19 @@ def _park_in_the_order_of_a_step(trainer: Any, step: int) -> None:
     else:
         trainer.park()
     assert {t.untyped_storage().nbytes() for part in trainer.held_tensors().values() for t in part} == {0}  # fmt: skip
+    assert sum(g.untyped_storage().nbytes() for g in _optimizer_gradients(trainer)) == 0
     assert trainer.unpark().copied > 0
     assert not any(g.any() for g in trainer.held_tensors()["gradients"])
+
+
+def _optimizer_gradients(trainer: Any) -> list[torch.Tensor]:
+    """The gradients that the optimizer's parameters have."""
+    groups = [
+        group
+        for part in trainer.optimizer.chained_optimizers
+        for group in part.optimizer.param_groups
+    ]
+    return [p.grad for group in groups for p in group["params"] if p.grad is not None]
 
 
 def same(a: Any, b: Any) -> bool:

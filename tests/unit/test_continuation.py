@@ -178,6 +178,18 @@ def test_the_last_token_of_the_limit_may_be_asked_for_alone():
     assert whole.text == "ghj"
 
 
+def test_a_part_of_two_versions_was_recorded_by_the_weights_it_ended_with():
+    """The server went on with 9 under version 2: it recorded the rows of 7 and 8, of version 1, again."""
+    continuation, asked = Continuation(decode), request()
+    part = answer(asked, [7, 8, 9, 20], 2)
+    versions = np.array([1, 1, 2, 2], np.int32)
+    assert continuation.take(asked, part.with_columns(weight_version=versions)) is None
+    whole = continuation.take(asked, answer(continuation.rest(asked), [10], 3, "stop"))
+    assert whole is not None
+    assert whole.columns["weight_version"].tolist() == [1, 1, 2, 3]
+    assert whole.columns["routing_version"].tolist() == [2, 2, 2, 3]
+
+
 # --- stop texts
 
 
@@ -395,7 +407,11 @@ class AbortingClient:
 
 
 def generated(
-    client: AbortingClient, count: int, continuation: Continuation, per_call: int = 1
+    client: AbortingClient,
+    count: int,
+    continuation: Continuation,
+    per_call: int = 1,
+    play: Any = None,
 ) -> dict:
     limits = GenerationLimits(concurrency=4, responses_per_call=per_call)
     asked = [GenerationRequest(i, (1,), SamplingParams(client.length)) for i in range(count)]
@@ -406,7 +422,8 @@ def generated(
 
     continuation.decode = text
     with AsyncRunner() as runner:
-        return runner.run(generate_many(client, asked, limits, continuation=continuation))
+        work = generate_many(client, asked, limits, continuation=continuation, play=play)
+        return runner.run(work)
 
 
 @pytest.mark.parametrize("per_call", [1, 2])
@@ -439,3 +456,21 @@ def test_after_the_loss_of_the_last_server_the_rest_alone_is_asked_for():
     results = generated(again, 2, continuation, per_call=2)
     assert again.calls == [(3,), (1,)]
     assert [t.sampled for t in results.values()] == [6, 6]
+
+
+def test_an_episode_that_is_played_again_begins_without_the_turn_that_was_lost():
+    """The environment begins anew, and what it says may be something else."""
+
+    async def play(asked: GenerationRequest, ask: Any) -> Trajectory:
+        return await ask(asked)
+
+    continuation = Continuation(decode)
+    with pytest.raises(GenerationInterruptedError):
+        generated(AbortingClient(6, 3, dead=1), 1, continuation, play=play)
+    assert continuation.partials[0].sampled == 2
+    redrawn = continuation.redrawn
+    again = AbortingClient(6, 6)
+    results = generated(again, 1, continuation, play=play)
+    assert again.calls == [(1,)]
+    assert continuation.redrawn == redrawn + 2
+    assert [t.sampled for t in results.values()] == [6]

@@ -436,6 +436,20 @@ def test_a_branch_that_can_not_be_is_a_fault():
         episodes._begin(episode, PROBLEM, request, ChatCall(said, branch=1))
 
 
+def test_what_follows_a_turn_depends_on_the_end_of_its_own_branch():
+    """Branch 0 sampled its end, and branch 1, the newest, was cut off before."""
+    pool = EnvironmentPool(EnvironmentSpec(f"{PLANTED}:Greeting", {}, 60.0), workers=1)
+    episodes = Episodes(pool, TurnTemplate(tokenizer(), "user"), LIMITS)
+    said = [{"role": "user", "content": "8"}]
+    episode = _Episode(GenerationRequest(0, (1,), SamplingParams(1)))
+    episode.branches = [Trajectory.of_response([1], [end]) for end in (IM_END, 4)]
+    for number, begins_with_end in ((0, False), (1, True)):
+        episodes._go_on(episode, Turn("4", (4,)), Step(ChatCall(said, branch=number)))
+        delta = tokenizer().decode(episode.delta)
+        assert delta.startswith("<|im_end|>") == begins_with_end
+        assert delta.removeprefix("<|im_end|>").startswith("\n<|im_start|>user")
+
+
 # --- what an episode earns
 
 

@@ -159,6 +159,21 @@ def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None
     assert {(job.sampling.temperature, job.sampling.top_p) for job in engine.jobs} == {(0.7, 0.5)}
 
 
+@pytest.mark.parametrize(("limit", "expected"), [({"max_response_tokens": 9}, 9), ({}, 64)])
+def test_an_evaluation_has_its_own_limit_or_the_rollouts(
+    tmp_path: Path, limit: dict[str, int], expected: int
+) -> None:
+    scorer, config = Told(), settings(tmp_path, **limit)
+    assert config.rollout.max_response_tokens == 64
+    engine: Any = Engine(scorer.scored)
+    sets = {"test": [PROBLEM]}
+    evaluator = Evaluator(
+        sets, *sections(config), TOPOLOGY, engine, scorer, sample_maker([PROBLEM])
+    )
+    evaluator.begin(0)
+    assert [job.sampling.max_new_tokens for job in engine.jobs] == [expected]
+
+
 class Given:
     """An engine with given responses to one problem, which are told in reverse."""
 

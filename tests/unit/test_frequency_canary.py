@@ -67,8 +67,8 @@ def rollout_of(**settings: object) -> RolloutConfig:
     return RolloutConfig(**{**sizes, **settings})  # type: ignore[arg-type]
 
 
-def canary(**rollout: object) -> FrequencyCanary:
-    return FrequencyCanary(rollout_of(**rollout), AlgorithmConfig())
+def canary(algorithm: AlgorithmConfig | None = None, **rollout: object) -> FrequencyCanary:
+    return FrequencyCanary(rollout_of(**rollout), algorithm or AlgorithmConfig())
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.5], ids=["alike", "as bfloat16", "far apart"])
@@ -155,11 +155,16 @@ def test_a_gap_between_trainer_and_engine_explains_a_surprise():
 
 
 def test_batches_that_rewards_chose_are_not_looked_at():
-    sums, looked = by_hand(0.01, 10**4), canary(drop_zero_variance_groups=True)
-    looked.check(sums)
-    assert looked.figures() == {}
-    with pytest.raises(FrequencyError):
-        canary().check(sums)
+    sums = by_hand(0.01, 10**4)
+    for looked in (
+        canary(drop_zero_variance_groups=True),
+        canary(AlgorithmConfig(truncated_responses="drop")),
+    ):
+        looked.check(sums)
+        assert looked.figures() == {}
+    for truncated in ("zero-reward", "as-verified"):
+        with pytest.raises(FrequencyError):
+            canary(AlgorithmConfig(truncated_responses=truncated)).check(sums)
 
 
 def test_a_replayed_batch_is_only_warned_of(caplog):

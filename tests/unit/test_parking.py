@@ -65,6 +65,23 @@ def test_all_storages_hold_nothing_and_come_back(held: Held, parker: Parker) -> 
     assert row[0] == held.first[2, 0] == -1.0
 
 
+def test_gradients_are_zero_whatever_the_bytes_they_get_hold(
+    held: Held, parker: Parker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = parking._take_bytes
+
+    def take_used_bytes(storages: list[parking._Storage]) -> None:
+        take(storages)
+        for storage in storages:
+            storage.flat().fill_(7)
+
+    monkeypatch.setattr(parking, "_take_bytes", take_used_bytes)
+    parker.park()
+    parker.unpark()
+    assert not held.gradients.any()
+    assert held.reference.tolist() == [3.0] * 5
+
+
 def test_a_wrong_order_is_one_error_and_changes_nothing(held: Held, parker: Parker) -> None:
     with pytest.raises(ParkedError, match="can't unpark a trainer: not parked"):
         parker.unpark()
