@@ -36,6 +36,10 @@ RESERVED_ARGUMENTS = (
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 )  # fmt: skip
 """Arguments of ``apply_chat_template`` that the package sets itself, or that do not reach the template."""
+
+ROLE = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
+"""The name of a message's role. Templates write it as it is, so it must not hold a token that ends a turn."""
+
 MOST_STOPS = 32
 """Stop texts that SGLang takes."""
 
@@ -77,6 +81,27 @@ def reward_faults(reward: RewardConfig) -> layout.Faults:
         yield (
             f"reward.further.{reward.first}: is also the name of reward.name {reward.name}; expected another"
         )
+
+
+def services_of(config: schema.TrainConfig) -> dict[str, Mapping[str, Any]]:
+    """Options of the environment and of rewards that another server gives, by the key of their table.
+
+    Of this package's own alone, which have the address as ``url``. Empty where nothing is generated.
+    """
+    services: dict[str, Mapping[str, Any]] = {}
+    if config.rollout.replay_from is not None:
+        return services
+    if config.environment.name == "over-http":
+        services["environment.options"] = config.environment.options
+    if config.reward.name in _REWARD_SERVICES:
+        services["reward.options"] = config.reward.options
+    for name, term in config.reward.further.items():
+        if term.name in _REWARD_SERVICES:
+            services[f"reward.further.{name}.options"] = term.options
+    return services
+
+
+_REWARD_SERVICES = ("judge", "reward_model")
 
 
 def prompt_form_faults(data: schema.DataConfig, stop: Sequence[str]) -> layout.Faults:
@@ -231,6 +256,11 @@ def environment_faults(
     """Limits of an environment's episodes against those of a turn. ``algorithm``: its name."""
     if environment.name is None:
         return
+    if not ROLE.fullmatch(environment.role):
+        yield (
+            f"environment.role: got {given(environment.role)}, expected letters, digits, '_' and '-', as in "
+            "user and tool"
+        )
     if environment.credit == "turn" and PRESETS[algorithm].sequences:
         yield (
             f"environment.credit: got turn with algorithm.name {algorithm}, expected trajectory: its rule is of whole "
@@ -553,6 +583,11 @@ def _colocation(
         yield (
             "engine.placement: got colocated with engine.urls, expected separate: servers that run elsewhere share no "
             "device with the trainer"
+        )
+    elif not engine.started and rollout.replay_from is None:
+        yield (
+            "engine.servers: got 0 with engine.placement colocated, expected at least 1: servers that are attached "
+            "later share no device with the trainer"
         )
     if engine.device == "cuda" and strategy == "distributed":
         yield (

@@ -46,6 +46,8 @@ _NAMES = {
     tuple: "a list",
     set: "a list",
     dict: "a table",
+    collections.abc.Sequence: "a list",
+    collections.abc.Mapping: "a table",
     type(None): "null",
     Any: "anything",
     collections.abc.Callable: "a Python function, which YAML can't hold",

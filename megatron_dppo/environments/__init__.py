@@ -7,7 +7,6 @@ Imports no environment's libraries.
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_dppo.rewards import USABLE_NUMBER, is_usable
 from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.imports import ImportTargetError, import_target, is_async, reason_of
 
 if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Problem
@@ -228,10 +228,9 @@ def find_environment(name: str) -> Callable[..., Environment]:
                 f"unknown environment {name!r}; there are {names}, or package.module:Class"
             )
         target = registered[name]
-    module, _, attribute = target.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        return import_target(target)
+    except ImportTargetError as error:
         raise ValueError(f"the environment {name!r} can't be imported: {error}") from error
 
 
@@ -251,10 +250,31 @@ def check_environment(name: str | None, options: Mapping[str, Any]) -> None:
     environment = find_environment(name)
     try:
         inspect.signature(environment).bind(**options)
-    except TypeError as error:
+    # Python can't inspect every class that is written in C.
+    except (TypeError, ValueError) as error:
         raise ValueError(f"options: {error}, of {name}") from error
-    if (check := getattr(environment, "check_options", None)) is not None:
-        try:
+    try:
+        if (check := getattr(environment, "check_options", None)) is not None:
             check(**options)
-        except TypeError as error:
-            raise ValueError(f"options: {error}, of {name}") from error
+        # A function's methods are those of what it makes.
+        made = environment if isinstance(environment, type) else environment(**options)
+    except ValueError:
+        raise
+    # It may be a user's, and raise anything.
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"options: {reason_of(error)}, of {name}") from error
+    _require_methods(made, name)
+
+
+def _require_methods(environment: Any, name: str) -> None:
+    """Raise ValueError where a class or an object has not the methods of an environment."""
+    for method in ("reset", "step", "close"):
+        function = getattr(environment, method, None)
+        # A class may look up methods that it does not define itself when they are called.
+        if function is None and hasattr(environment, "__getattr__"):
+            continue
+        if not callable(function) or not is_async(function):
+            found = "no such method" if function is None else f"a {type(function).__name__}"
+            raise ValueError(
+                f"got {name}, whose {method} is {found}, expected a class with async methods reset, step and close"
+            )

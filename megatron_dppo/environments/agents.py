@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import importlib
+import inspect
 import json
 import os
 import re
@@ -33,7 +33,8 @@ from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import ChatCall, Step, Turn
 from megatron_dppo.environments.sandbox import ALLOW, SandboxError, sandboxed
 from megatron_dppo.system import processes, secret_variables
-from megatron_dppo.system.network import url_host
+from megatron_dppo.system.imports import ImportTargetError, import_target, is_async
+from megatron_dppo.system.network import host_fault, url_host
 
 MODEL = "policy"
 _LARGEST_BYTES = 1 << 20
@@ -115,6 +116,8 @@ class Agent:
         agent_of(agent)
         if not isinstance(ignored, list | tuple):
             raise ValueError(f"options: ignored: got {ignored!r}, expected a list of names")
+        if fault := host_fault(host):
+            raise ValueError(f"options: host: {fault}")
         if type(branches) is not int or branches < 1:
             raise ValueError(f"options: branches: got {branches!r}, expected 1 or more")
         if tool_format not in TOOL_FORMATS:
@@ -190,11 +193,21 @@ def agent_of(agent: str, sandbox_paths: Sequence[str] | None = None) -> AgentFun
         if shutil.which(command[0]) is None:
             raise ValueError(f"options: agent: there is no program {command[0]!r} here")
         return lambda problem, session: _run_command(command, problem, session, sandbox_paths)
-    module, _, name = agent.partition(":")
     try:
-        function: AgentFunction = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        function: AgentFunction = import_target(agent)
+    except ImportTargetError as error:
         raise ValueError(f"options: the agent {agent!r} can't be imported: {error}") from error
+    if not callable(function) or not is_async(function):
+        kind = type(function).__name__
+        raise ValueError(
+            f"options: agent: {agent} is a {kind}, expected an async function of a problem and a session"
+        )
+    try:
+        inspect.signature(function).bind("problem", "session")
+    except TypeError as error:
+        raise ValueError(
+            f"options: agent: {agent}: {error}; expected an async function of a problem and a session"
+        ) from error
     return function
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.chat import ChatTemplateError, ControlTokens, render
+from megatron_dppo.config.checks import ROLE
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import FinishReason, Problem, Trajectory
 from megatron_dppo.engine.continuation import after, join
@@ -309,6 +310,18 @@ _MARK = "Turn7q3v9z"
 _PROBE = "Probe5x8w2k"
 Message = Mapping[str, Any]
 _Hold = Callable[[Message], Message]
+KNOWN_ROLES = (
+    "user",
+    "tool",
+    "system",
+    "assistant",
+    "developer",
+    "function",
+    "observation",
+    "ipython",
+    "environment",
+)
+"""Roles of messages in published chat templates."""
 _USER = {"role": "user", "content": "1"}
 
 
@@ -487,6 +500,8 @@ class TurnTemplate:
 
     def _require(self, call: ChatCall) -> None:
         """Raise TurnTemplateError where the template leaves out a message, a call of a tool, or a tool."""
+        for message in call.messages:
+            self._require_known(str(message["role"]))
         marked = [_marked(message, i) for i, message in enumerate(call.messages)]
         text = self._render(marked, call.tools)
         # A call may have no content beside, and a template no place for one.
@@ -512,11 +527,22 @@ class TurnTemplate:
     def _encoded(self, text: str) -> list[int]:
         return self._control.encode(text)
 
+    def _require_known(self, role: str) -> None:
+        """Raise TurnTemplateError for a role that no chat has: many templates write whatever role they are given."""
+        if role in KNOWN_ROLES:
+            return
+        if not ROLE.fullmatch(role) or role not in str(self._tokenizer.chat_template):
+            raise TurnTemplateError(
+                f"got the role {role!r} (environment.role), expected one of {', '.join(KNOWN_ROLES)}, or one that the "
+                "chat template names"
+            )
+
     def _check(self, role: str) -> None:
         if self._tokenizer.chat_template is None:
             raise TurnTemplateError(
                 "the tokenizer has no chat template; set data.apply_chat_template to false for plain text"
             )
+        self._require_known(role)
         probe = {"role": role, "content": _PROBE}
         before, after = self._after([_USER], probe)
         if _PROBE not in after:

@@ -12,12 +12,15 @@ status but 200 is a fault. ``tools/serve_environment.py`` is such a server.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from typing import Any
 
+from megatron_dppo.config.checks import services_of
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import Observation, Step, Turn
-from megatron_dppo.rewards.over_http import JsonEndpoint
+from megatron_dppo.rewards.over_http import JsonEndpoint, service_faults
 
 _STEP = {"observation", "reward", "done", "scored"}
 
@@ -63,3 +66,9 @@ class OverHttp:
                 await self._endpoint.post("/close", {"episode": self._episode})
         finally:
             await self._endpoint.close()
+
+
+def absent_services(config: TrainConfig) -> list[str]:
+    """Servers of the environment and of rewards that don't answer now, a line for each, its key first."""
+    services = services_of(config)
+    return asyncio.run(service_faults(services)) if services else []

@@ -19,12 +19,13 @@ from megatron_dppo.config import (
     check_config,
     check_supervised_config,
 )
-from megatron_dppo.config.data_schema import RewardTerm
+from megatron_dppo.config.data_schema import EnvironmentConfig, RewardTerm
 from megatron_dppo.config.forwarded import DDP, MEGATRON, OPTIMIZER, SGLANG, LibraryMissingError
 from megatron_dppo.config.lora import adapters_of
+from megatron_dppo.config.option_values import option_value_faults
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.environments import check_environment
+from megatron_dppo.environments import check_environment, find_environment
 from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
@@ -65,9 +66,7 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
             f"reward.further.{name}.name": partial(_check_reward, term)
             for name, term in config.reward.further.items()
         },
-        "environment.name": partial(
-            check_environment, config.environment.name, config.environment.options
-        ),
+        "environment.name": partial(_check_environment, config.environment),
         "lora.start_from": partial(_check_adapters, config.lora, config.model.hf_checkpoint),
         "tracking.trackers": partial(find_trackers, config.tracking.trackers),
         "checkpoint.upload": partial(_check_upload, config.checkpoint.upload),
@@ -115,6 +114,9 @@ def _with_libraries(
         except ModelError:
             # A checkpoint that ``check`` has named.
             continue
+        except _OptionValueError as error:
+            section = key.removesuffix("name")
+            faults += [f"{section}options.{fault}" for fault in error.faults]
         except ValueError as error:
             faults.append(f"{key}: {error}")
     for more in others:
@@ -172,10 +174,32 @@ def server_faults(sections: ServerSections, *, starts_servers: bool) -> Iterator
             yield f"{SGLANG.name}: can't be checked: {error}"
 
 
+class _OptionValueError(ValueError):
+    """Values of an ``options`` table that are of another type than declared; ``faults``: one line for each."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+def _check_option_values(target: Callable[..., object], options: Mapping[str, Any]) -> None:
+    if faults := list(option_value_faults(target, options)):
+        raise _OptionValueError(faults)
+
+
 def _check_reward(term: RewardTerm) -> None:
     from megatron_dppo.rewards import find_reward
 
-    find_reward(term.name).bind(term.options)
+    reward = find_reward(term.name)
+    _check_option_values(reward.load(), term.options)
+    reward.bind(term.options)
+
+
+def _check_environment(environment: EnvironmentConfig) -> None:
+    if environment.name is None:
+        return
+    _check_option_values(find_environment(environment.name), environment.options)
+    check_environment(environment.name, environment.options)
 
 
 def _check_upload(repository: str | None) -> None:

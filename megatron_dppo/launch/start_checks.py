@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.config import TrainConfig
+from megatron_dppo.config.checks import services_of
 from megatron_dppo.config.machine import Machine, allocator_faults, machine_faults
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.local import local_placement
@@ -38,8 +39,8 @@ def check_start(config: TrainConfig, machine: Machine) -> StartCheck:
     """Run every start check of ``config`` on ``machine``.
 
     Returns:
-        The faults of the machine, of the registered checks and of the placement of processes; the summaries of all
-        checks, one line each.
+        The faults of the machine, of the registered checks, of servers that do not answer and of the placement of
+        processes; the summaries of all checks, one line each.
 
     Raises:
         ValueError: a registered check cannot be imported, or returns something else than a StartCheck.
@@ -58,6 +59,11 @@ def check_start(config: TrainConfig, machine: Machine) -> StartCheck:
             summaries.append(result.summary)
     if machine.gpus:
         faults += allocator_faults(config.weight_sync.strategy, os.environ)
+    if services_of(config):
+        # Import lazily: the supervisor stays small.
+        from megatron_dppo.environments.over_http import absent_services
+
+        faults += absent_services(config)
     sections = ServerSections.of(config).where_generated
     try:
         local_placement(config.parallel.world_size, sections, machine)

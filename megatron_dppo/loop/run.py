@@ -22,6 +22,7 @@ from megatron_dppo.data.seal import Seal
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.protocol import RoutedShape, SamplingParams
 from megatron_dppo.environments.episodes import EpisodeLimits, Episodes
+from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
 from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.fleet.membership import EngineUnavailableError
@@ -123,6 +124,12 @@ def run_rank(config: TrainConfig) -> None:
         fatal(f"{type(error).__name__}: {error}")
 
 
+def _require_services(config: TrainConfig) -> None:
+    """Raise RewardUnavailableError where a server that gives rewards, or plays the environment, does not answer."""
+    if faults := absent_services(config):
+        raise RewardUnavailableError("; ".join(faults))
+
+
 class Run:
     """Everything a step needs, opened on construction and closed by ``stack``."""
 
@@ -153,6 +160,7 @@ class Run:
             files = model_files(config.model.hf_checkpoint, config.lora.start_from)
             self.hashes = BackgroundHashes(files, self.trainer.topology)
             fence.join()
+            on_rank_0(partial(_require_services, config))
             data.settle(on_rank_0(data.bad_answers))
             self.store = CheckpointStore(
                 Path(config.run.directory) / CHECKPOINTS_FOLDER,

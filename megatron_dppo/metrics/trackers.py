@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from typing import Any, ClassVar, Protocol
 from megatron_dppo.metrics.records import TENSORBOARD_FOLDER, TRACKERS_FOLDER
 from megatron_dppo.system import plugins, secret_variables
 from megatron_dppo.system.files import Closing, write_atomically
+from megatron_dppo.system.imports import ImportTargetError, import_target
 
 log = logging.getLogger(__name__)
 
@@ -277,16 +279,25 @@ def _tracker(name: str) -> Callable[[], ExperimentTracker]:
             extra = f"pip install 'megatron-dppo[{name}]'"
             raise ValueError(f"{name!r} needs the package {package}, which is not installed: {extra}")  # fmt: skip
         return TRACKERS[name]
-    entries = plugins.find_plugins(plugins.TRACKERS)
-    if ":" in name:
-        entries[name] = importlib.metadata.EntryPoint(name, name, plugins.TRACKERS)
-    if name not in entries:
+    entries = plugins.targets(plugins.TRACKERS)
+    target = name if ":" in name else entries.get(name)
+    if target is None:
         names = ", ".join(sorted({*TRACKERS, *entries}))
         raise ValueError(f"got {name!r}, expected one of {names}, or package.module:Class")
     try:
-        loaded: Callable[[], ExperimentTracker] = entries[name].load()
-    except (ImportError, AttributeError) as error:
+        loaded: Callable[[], ExperimentTracker] = import_target(target)
+    except ImportTargetError as error:
         raise ValueError(f"{name!r} can't be imported: {error}") from error
+    try:
+        inspect.signature(loaded).bind()
+    # The last of a value that can't be called, or that takes arguments; the first of one that Python can't inspect.
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"got {name!r}, expected a class that is made without arguments: {error}"
+        ) from error
+    lacking = [m for m in ("start", "scalars") if not hasattr(loaded, m)]
+    if isinstance(loaded, type) and lacking:
+        raise ValueError(f"got {name!r}, expected a class with a method {lacking[0]}")
     return loaded
 
 

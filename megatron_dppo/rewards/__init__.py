@@ -6,7 +6,6 @@ Imports no reward's libraries.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, Self
 from megatron_dppo.rewards.answers import gold_answer
 from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.imports import ImportTargetError, import_target, reason_of
 
 _LONGEST_SHOWN_VALUE = 200
 # Characters of a response's end that are read for a reason: the patterns take quadratic time.
@@ -108,7 +108,7 @@ class BoundReward:
             # A class keeps what its calls share; its constructor takes the options.
             if isinstance(target, type):
                 inspect.signature(target).bind(**options)
-                target, options = target(**options), {}
+                target, options = _made(target, options), {}
             parameters = inspect.signature(target).parameters
             reads = tuple(name for name in parameters if name in (*FIELDS, RECORD, RECORDS))
             if clash := sorted(options.keys() & set(reads)):
@@ -137,6 +137,16 @@ class BoundReward:
             name: given if name == RECORD else getattr(given, name) for name in self.form.reads
         }
         return self.function(**values)
+
+
+def _made(kind: type[Any], options: Mapping[str, Any]) -> Any:
+    """An object of a reward's class. Raises ValueError for whatever its constructor raises."""
+    try:
+        return kind(**options)
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"its constructor raised {reason_of(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -199,10 +209,9 @@ class Reward:
 
 
 def _imported(target: str) -> Callable[..., Any]:
-    module, _, function = target.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+        return import_target(target)
+    except ImportTargetError as error:
         raise ValueError(f"the reward {target!r} can't be imported: {error}") from error
 
 

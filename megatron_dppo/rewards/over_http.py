@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _TEMPORARY = (408, 429)
 _REDIRECTS = range(300, 400)
 _LONGEST_SHOWN = 300
+_PRESENCE_S = 10.0
 _LARGEST_BYTES = 1 << 24
 """Of an answer."""
 _CACHED = 65536
@@ -115,6 +116,20 @@ class JsonEndpoint:
         except (ValueError, RecursionError) as error:
             raise RewardUnavailableError(f"{where}: no JSON: {shown}") from error
 
+    async def absence(self) -> str | None:
+        """Why nothing answers at the address now, within some seconds; None where something does, whatever it says."""
+        timeout = aiohttp.ClientTimeout(total=_PRESENCE_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(self._url, allow_redirects=False),
+            ):
+                return None
+        except TimeoutError:
+            return f"no answer from {self._url} within {_PRESENCE_S:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            return f"no answer from {self._url}: {str(error) or type(error).__name__}"
+
     def shown(self, said: Any) -> str:
         """The beginning of what the server said, for a message: without the key, which a server may echo."""
         return self.without_key(_text_of(said))[:_LONGEST_SHOWN]
@@ -175,6 +190,27 @@ class _Cache(OrderedDict[Hashable, Any]):
                 futures[key].set_result(value)
         # Whoever is cancelled leaves it to the others.
         return [await asyncio.shield(futures[key]) for key in keys]
+
+
+async def service_faults(services: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Which of the servers don't answer now: ``KEY.url: got URL, ...``.
+
+    Args:
+        services: by the key of the options table, its options, of which ``url`` is read. One that is no URL is left to
+            the check of the options.
+    """
+    endpoints: dict[str, JsonEndpoint] = {}
+    for key, options in services.items():
+        try:
+            endpoints[key] = JsonEndpoint(str(options.get("url")), None)
+        except ValueError:
+            continue
+    absences = await asyncio.gather(*(endpoint.absence() for endpoint in endpoints.values()))
+    return [
+        f"{key}.url: {absence}; expected a server that runs before the start"
+        for key, absence in zip(endpoints, absences, strict=True)
+        if absence is not None
+    ]
 
 
 class RewardModel:

@@ -126,6 +126,39 @@ def url_host(host: str) -> str:
 
 
 _HOST = re.compile(r"[\w-]+(\.[\w-]+)*")
+_FOUR_NUMBERS = re.compile(r"\d+(\.\d+){3}")
+
+
+def _is_host(host: str) -> bool:
+    """Whether it can be a host's name, or is an IPv4 address."""
+    if _FOUR_NUMBERS.fullmatch(host):
+        return _is_address(host)
+    return _HOST.fullmatch(host) is not None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def host_fault(host: str) -> str | None:
+    """What is wrong with ``host`` as an address to listen on, in a line: it is no address, and no name known here.
+
+    An address need not be this machine's: a run may be checked on another one.
+    """
+    if _is_address(host):
+        return None
+    try:
+        if not _is_host(host):
+            raise OSError("no address and no name")
+        resolve(host)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        return f"got {host!r}, expected an address to listen on, or a host's name ({reason})"
+    return None
 
 
 def url_fault(url: str) -> str | None:
@@ -145,8 +178,8 @@ def url_fault(url: str) -> str | None:
         host, port = parts.hostname or "", parts.port
     except ValueError as error:
         return f"{problem}: {error}"
-    # An IPv6 address, checked by urlsplit, or a name.
-    named = ":" in host or _HOST.fullmatch(host)
+    # An IPv6 address is checked by urlsplit.
+    named = ":" in host or _is_host(host)
     plain = not (parts.query or parts.fragment or re.search(r"\s", url))
     return None if parts.scheme in ("http", "https") and named and port != 0 and plain else problem
 

@@ -102,7 +102,9 @@ def module_file(module: str) -> Path | None:
 
 def targets(group: str) -> dict[str, str]:
     """The entry points of ``group`` as ``package.module:attribute`` by name."""
-    return {name: entry.value for name, entry in find_plugins(group).items()}
+    # A value may name extras in brackets.
+    entries = find_plugins(group).items()
+    return {name: entry.value.partition("[")[0].strip() for name, entry in entries}
 
 
 def help_line(entry: EntryPoint) -> str:

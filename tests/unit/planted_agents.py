@@ -174,3 +174,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def synchronous(problem: Any, session: Any) -> float:
+    return 1.0
+
+
+async def of_the_problem_alone(problem: Any) -> float:
+    return 1.0
+
+
+CONSTANT = 5

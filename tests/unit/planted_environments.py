@@ -182,3 +182,41 @@ class Forgetful(OnceBroken):
     async def step(self, turn: Turn) -> Step:
         step = await super().step(turn)
         return replace(step, observation="9") if Path(self.flag).exists() else step
+
+
+class Unchecked(Counting):
+    """Its check of options fails with what no check should raise."""
+
+    @staticmethod
+    def check_options(flag: str = "") -> None:
+        raise KeyError("planted")
+
+
+class Synchronous:
+    """As gymnasium's environments: no method is asynchronous."""
+
+    def reset(self, problem: Problem) -> str:
+        return ""
+
+    def step(self, turn: Turn) -> Step:
+        return Step(done=True)
+
+    def close(self) -> None:
+        return
+
+
+class Wrapping:
+    """Finds the methods of another environment when they are called."""
+
+    def __init__(self) -> None:
+        self.inner = Counting()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+
+def made_by_a_function(flag: str = "") -> Counting:
+    return Counting(flag)
+
+
+CONSTANT = 5

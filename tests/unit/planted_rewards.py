@@ -246,3 +246,13 @@ class VariablesSeen:
 
     def __call__(self, response: str) -> RewardResult:
         return variables_seen(response)
+
+
+class FailingToStart:
+    """Its constructor raises what no constructor should."""
+
+    def __init__(self) -> None:
+        raise KeyError("planted")
+
+    def __call__(self, response: str) -> float:
+        return 0.0

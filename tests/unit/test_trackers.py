@@ -26,6 +26,7 @@ from megatron_dppo.system.secret_variables import hide_secrets
 from tests.extras import environment_with
 from tests.unit.config_files import minimal
 
+BROKEN = "tests.unit.planted_broken"
 SAMPLE = {
     "step": 0,
     "set": "sums",
@@ -201,6 +202,11 @@ def test_a_run_begun_anew_is_another_run(tmp_path):
         (["tensorboard", "tensorboard"], "got 'tensorboard' twice"),
         (["no_such:Tracker"], "'no_such:Tracker' can't be imported: No module named 'no_such'"),
         (["json:Tracker"], "has no attribute 'Tracker'"),
+        (["..json:JSONEncoder"], "..json:JSONEncoder"),
+        (["string:digits"], "string:digits"),
+        (["os:fspath"], "os:fspath"),
+        (["json:JSONEncoder"], "json:JSONEncoder"),
+        ([f"{BROKEN}:X"], f"{BROKEN}:X' can't be imported: KeyError: 'planted'"),
         (["wandb"], r"needs the package wandb, .* pip install 'megatron-dppo\[wandb\]'"),
     ],
 )
@@ -226,7 +232,8 @@ def test_an_installed_package_may_bring_one(tmp_path, monkeypatch):
     entry = f"[{plugins.TRACKERS}]\nmine = planted_tracker:Mine\n"
     (installed / "entry_points.txt").write_text(entry)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (tmp_path / "planted_tracker.py").write_text("class Mine:\n    pass\n")
+    methods = "\n    def start(self, run): ...\n    def scalars(self, step, values): ...\n"
+    (tmp_path / "planted_tracker.py").write_text(f"class Mine:{methods}")
     monkeypatch.syspath_prepend(tmp_path)
     assert find_trackers(["mine"])["mine"].__name__ == "Mine"
     with pytest.raises(ValueError, match="mine, mlflow, tensorboard"):
