@@ -61,7 +61,7 @@ def run_supervised_rank(config: SupervisedConfig) -> None:
 
 
 def _run(config: SupervisedConfig, fence: RunFence) -> None:
-    from megatron_dppo.data.problems import PromptForm, load_pairs, load_tokenizer
+    from megatron_dppo.data.problems import PromptForm, embedding_rows, load_pairs, load_tokenizer
     from megatron_dppo.data.sampling import ProblemSampler
     from megatron_dppo.trainer.trainer import Trainer
     from megatron_dppo.trainer.watchdog import patience
@@ -73,7 +73,12 @@ def _run(config: SupervisedConfig, fence: RunFence) -> None:
     form = PromptForm(
         config.data.apply_chat_template, arguments=config.data.chat_template_arguments
     )
-    pairs = load_pairs(config.data.train, tokenizer, form=form)
+    pairs = load_pairs(
+        config.data.train,
+        tokenizer,
+        form=form,
+        embedding_rows=embedding_rows(config.model.hf_checkpoint),
+    )
     with patience("others start"):
         trainer = Trainer(config)
     fence.join()

@@ -4,6 +4,7 @@ of a prompt, and checked for answers that no response could match.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -161,6 +162,7 @@ def load_problems(
     max_prompt_tokens: int,
     form: PromptForm,
     keys_of: DataKeys = DataKeys(),
+    embedding_rows: int | None = None,
 ) -> ProblemSet:
     """Read and tokenise problems: one record for each, with a prompt and an answer.
 
@@ -174,9 +176,11 @@ def load_problems(
         max_prompt_tokens: problems with longer prompts are dropped.
         form: how the problems are put to the model.
         keys_of: where the prompt and the answer are, instead of the keys above.
+        embedding_rows: of the model; None: not compared with.
 
     Raises:
-        DataError: a record is not a problem, or no problem is within the limit.
+        DataError: a record is not a problem, no problem is within the limit, or a prompt has a token beyond the
+            embedding.
     """
     prompts, answers, metadata, unanswered, locations, sha256 = read_problems(path, keys_of)
     # Without a key an answer may lack: not every reward needs one.
@@ -186,6 +190,7 @@ def load_problems(
     prompt_ids = tokenise(
         tokenizer, [prompts[i] for i in short], form, [locations[i] for i in short]
     )
+    _refuse_tokens_beyond(embedding_rows, tokenizer, prompt_ids, [locations[i] for i in short])
     problems = tuple(
         Problem(
             i,
@@ -210,12 +215,17 @@ def load_problems(
 
 
 def load_pairs(
-    path: str | Path, tokenizer: PreTrainedTokenizerBase, *, form: PromptForm
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    form: PromptForm,
+    embedding_rows: int | None = None,
 ) -> list[Pair]:
     """Read and tokenise prompt-response pairs for supervised learning: one record for each.
 
     Prompts as in ``load_problems``. The response is text under ``response``; the end-of-sequence
-    token is appended to its ids. Raises DataError for a record that is not such a pair.
+    token is appended to its ids. Raises DataError for a record that is not such a pair, and as ``load_problems`` for a
+    token beyond the ``embedding_rows``.
     """
     records, locations, _ = read_records(Path(path))
     prompts = [prompt_of(record, where) for record, where in zip(records, locations, strict=True)]
@@ -224,10 +234,59 @@ def load_pairs(
         raise DataError(f"{path}: the tokenizer has no end-of-sequence token to end responses with")
     prompt_ids = tokenise(tokenizer, prompts, form, locations)
     response_ids = tokenizer(responses, add_special_tokens=False)["input_ids"]
+    for ids in (prompt_ids, response_ids):
+        _refuse_tokens_beyond(embedding_rows, tokenizer, ids, locations)
     return [
         (prompt, (*response, tokenizer.eos_token_id))
         for prompt, response in zip(prompt_ids, response_ids, strict=True)
     ]
+
+
+# --- tokens that the model's embedding has no row for: a server dies of them
+
+
+def embedding_rows(folder: str | Path) -> int | None:
+    """Rows of the embedding of the model in ``folder``, by its config.json; None where that does not say it."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    rows = config.get("vocab_size") if isinstance(config, dict) else None
+    return rows if isinstance(rows, int) else None
+
+
+def has_tokens_beyond(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> bool:
+    """Whether the tokenizer knows tokens that an embedding of so many rows lacks; prompts need not use them."""
+    return rows is not None and max(tokenizer.get_vocab().values(), default=0) >= rows
+
+
+def first_token_beyond(token_ids: Sequence[int], rows: int) -> int | None:
+    """The first token of a prompt that an embedding of so many rows lacks."""
+    return next((token for token in token_ids if token >= rows), None)
+
+
+def _refuse_tokens_beyond(
+    rows: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[Sequence[int]],
+    locations: Sequence[str],
+) -> None:
+    """Raise DataError naming the first prompt with such a token, and how many have one."""
+    if rows is None or not has_tokens_beyond(tokenizer, rows):
+        return
+    beyond = {
+        where: token
+        for ids, where in zip(prompt_ids, locations, strict=True)
+        if (token := first_token_beyond(ids, rows)) is not None
+    }
+    if beyond:
+        where, token = next(iter(beyond.items()))
+        name = tokenizer.convert_ids_to_tokens(token)
+        raise DataError(
+            f"{where}: the text has the token {token} ({name!r}), expected ids below the {rows} rows of the model's "
+            f"embedding (vocab_size of its config.json); so it is with {len(beyond)} of {len(prompt_ids)} texts. Give "
+            "the model's own tokenizer, or a model with more rows"
+        )
 
 
 def _response(record: Mapping[str, Any], where: str) -> str:
@@ -319,13 +378,26 @@ def token_counts(
     locations: Sequence[str],
 ) -> list[int]:
     """Tokens of every prompt in ``form``; a token more at each cut of one that is longer than ``PIECE``."""
-    counts = []
-    for text, by_template in rendered(tokenizer, prompts, form, locations):
-        # In pieces, for a prompt of megabytes would take gigabytes.
-        pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
-        encoded = _encoded(tokenizer, pieces, special=not by_template and len(pieces) == 1)
-        counts.append(sum(map(len, encoded)))
-    return counts
+    return [
+        sum(map(len, _encoded_in_pieces(tokenizer, text, by_template)))
+        for text, by_template in rendered(tokenizer, prompts, form, locations)
+    ]
+
+
+def distinct_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, form: PromptForm, where: str
+) -> set[int]:
+    """The ids of a prompt in ``form``, each once."""
+    ((text, by_template),) = rendered(tokenizer, [prompt], form, [where])
+    return set().union(*_encoded_in_pieces(tokenizer, text, by_template))
+
+
+def _encoded_in_pieces(
+    tokenizer: PreTrainedTokenizerBase, text: str, by_template: bool
+) -> Iterator[list[int]]:
+    # A prompt of megabytes would take gigabytes at once.
+    pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+    return _encoded(tokenizer, pieces, special=not by_template and len(pieces) == 1)
 
 
 def _encoded(

@@ -77,7 +77,12 @@ def _setting(option: str, word: str) -> tuple[str, Any]:
 
 def _inspect(options: argparse.Namespace) -> int:
     from megatron_dppo.config.data_schema import RewardConfig
-    from megatron_dppo.data.problems import DataKeys, PromptForm, load_tokenizer
+    from megatron_dppo.data.problems import (
+        DataKeys,
+        PromptForm,
+        embedding_rows,
+        load_tokenizer,
+    )
     from megatron_dppo.diagnostics.data_inspection import Inspection, inspect
 
     _require_reward(options.reward)
@@ -92,6 +97,7 @@ def _inspect(options: argparse.Namespace) -> int:
         keys=DataKeys(options.prompt_key, options.answer_key),
         form=form,
         tokenizer=load_tokenizer(options.tokenizer) if options.tokenizer else None,
+        embedding_rows=embedding_rows(options.tokenizer) if options.tokenizer else None,
         reward=RewardConfig(name=options.reward),
         against=options.against,
         similarity=options.similarity,

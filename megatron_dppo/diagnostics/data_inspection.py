@@ -41,6 +41,7 @@ class Inspection:
         keys: where its records have prompt and answer.
         form: how problems are put to the model.
         tokenizer: None: lengths are characters, and prompts are shown without a chat template.
+        embedding_rows: of the model; None where that is not known.
         reward: that checks the answers.
         against: evaluation files that are looked through for the same problems.
         similarity: from which on two problems count as near-duplicates.
@@ -50,6 +51,7 @@ class Inspection:
     keys: problems.DataKeys = field(default_factory=problems.DataKeys)
     form: problems.PromptForm = field(default_factory=problems.PromptForm)
     tokenizer: PreTrainedTokenizerBase | None = None
+    embedding_rows: int | None = None
     reward: RewardConfig = field(default_factory=RewardConfig)
     against: Sequence[str] = ()
     similarity: float = 0.6
@@ -63,6 +65,9 @@ def inspect(inspection: Inspection) -> Iterator[str]:
     repeated = len(texts) - len({" ".join(text.split()) for text in texts})
     yield f"{inspection.path}: {len(prompts):,} problems, {repeated:,} repeated"
     yield from _lengths(inspection, prompts, locations)
+    if inspection.tokenizer is not None:
+        yield from _special_tokens(inspection.tokenizer, prompts, locations)
+        yield from _tokens_beyond(inspection, inspection.tokenizer, prompts, locations)
     yield from _answers(inspection, texts, records)
     for other in inspection.against:
         yield from _alike(inspection, texts, locations, other)
@@ -92,6 +97,49 @@ def _lengths(
     named = ", ".join(f"{q:.0%} {int(n):,}" for q, n in zip(_QUANTILES, quantiles, strict=True))
     yield f"prompts in {unit}, quantiles: {named}"
     yield from histogram(lengths)
+
+
+def _special_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[problems.Prompt], locations: list[str]
+) -> Iterator[str]:
+    """Which special tokens the problems' own text has: these end turns, or begin some."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special |= set(tokenizer.all_special_tokens)
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for position, prompt in enumerate(prompts):
+        messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
+        text = "\0".join(str(message["content"]) for message in messages)
+        for token in special:
+            if token in text:
+                found[token].append(position)
+    for token, positions in sorted(found.items()):
+        yield (
+            f"special token {token} in the text of {len(positions):,} of {len(prompts):,} problems, the first in "
+            f"{locations[positions[0]]}: the model reads it as the end or the beginning of a turn"
+        )
+
+
+def _tokens_beyond(
+    inspection: Inspection,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[problems.Prompt],
+    locations: list[str],
+) -> Iterator[str]:
+    """Prompts with tokens that the model's embedding has no row for."""
+    rows = inspection.embedding_rows
+    if rows is None or not problems.has_tokens_beyond(tokenizer, rows):
+        return
+    beyond = []
+    for prompt, where in zip(prompts, locations, strict=True):
+        tokens = problems.distinct_tokens(tokenizer, prompt, inspection.form, where)
+        beyond += [(where, token) for token in sorted(tokens) if token >= rows][:1]
+    if beyond:
+        where, token = beyond[0]
+        yield (
+            f"tokens beyond the {rows:,} rows of the model's embedding: in {len(beyond):,} of {len(prompts):,} "
+            f"prompts, the first in {where}: {token} ({tokenizer.convert_ids_to_tokens(token)!r}). A run refuses to "
+            "start"
+        )
 
 
 def _answers(

@@ -35,6 +35,10 @@ _PROBE_SECONDS = 5.0
 _FOREIGN_SECONDS = 5.0
 """Who refuses our probe for so long, while the server of ours has not come up, is somebody else."""
 _TAIL_LINES = 40
+_EXCEPTION_LINES = 400
+"""Of the log's end, in which the exception stands that ended a server."""
+_LOG_START = "--- "
+"""Begins the first line of each incarnation."""
 _WARMING = "answering its first requests"
 
 
@@ -127,7 +131,7 @@ class ChildServer:
         command = [self._runtime.python, *self._command]
         # What the incarnation before it wrote stays above.
         with open(self.log_path, "ab") as log:
-            log.write(f"--- {' '.join(command)}\n".encode())
+            log.write(f"{_LOG_START}{' '.join(command)}\n".encode())
         self._process = self._runtime.launcher.start(
             command,
             environment={**self._environment, **self._runtime.variables},
@@ -158,9 +162,8 @@ class ChildServer:
                 waited = time.monotonic() - self._started_at
                 code = self.poll()
                 if code is not None and not stranger.answered:
-                    self._give_up(
-                        f"{self.title} {processes.describe_exit(code)} after {waited:.0f} s"
-                    )
+                    ending = processes.describe_exit(code, self.last_exception())
+                    self._give_up(f"{self.title} {ending} (after {waited:.0f} s)")
                 if warming is None:
                     with contextlib.suppress(EngineLostError):
                         answer = await client.exchange("GET", path, timeout_s=_PROBE_SECONDS)
@@ -202,6 +205,12 @@ class ChildServer:
 
     def log_tail(self, lines: int = _TAIL_LINES) -> str:
         return processes.tail(self.log_path, lines)
+
+    def last_exception(self) -> str | None:
+        """The last Python exception that this process logged, type and message; None where there is none."""
+        lines = self.log_tail(_EXCEPTION_LINES).splitlines()
+        starts = [number for number, line in enumerate(lines) if line.startswith(_LOG_START)]
+        return processes.last_exception("\n".join(lines[starts[-1] if starts else 0 :]))
 
     def _give_up(self, reason: str) -> NoReturn:
         log = self.log_tail()

@@ -234,9 +234,12 @@ class SupervisedServer:
         code = self._process.poll()
         if code is None and not is_reported:
             return
-        end = (
-            describe_exit(code) if code is not None else "runs but was reported lost by the trainer"
-        )
+        exception = self._process.last_exception()
+        if code is not None:
+            end = describe_exit(code, exception)
+        else:
+            end = "runs but was reported lost by the trainer"
+            end += f" after {exception}" if exception else ""
         tail = quote(self._process.log_tail(_RESTART_TAIL_LINES))
         self._restart(f"{self.title} {end}; the end of its log:\n{tail}")
 

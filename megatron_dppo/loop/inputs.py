@@ -21,6 +21,7 @@ from megatron_dppo.data.problems import (
     ProblemSet,
     PromptForm,
     bad_answers,
+    embedding_rows,
     load_problems,
     load_tokenizer,
     refuse_bad_answers,
@@ -203,6 +204,7 @@ class RunData:
             max_prompt_tokens=self._config.data.max_prompt_tokens,
             form=self.form,
             keys_of=DataKeys(file.prompt_key, file.answer_key, file.metadata_key),
+            embedding_rows=embedding_rows(self._config.model.hf_checkpoint),
         )
         if problem_set.dropped:
             log.warning(

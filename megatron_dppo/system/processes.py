@@ -31,6 +31,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _KILL_WAIT_S = 10.0
 _TAIL_BYTES = 1 << 16
+_TRACEBACK = "Traceback (most recent call last):"
+_LONGEST_EXCEPTION = 300
 
 
 def start_process(
@@ -297,14 +299,17 @@ def process_start(pid: int) -> int | None:
     return None if state in "ZX" else int(numbers[18])
 
 
-def describe_exit(code: int) -> str:
+def describe_exit(code: int, exception: str | None = None) -> str:
+    """How a process ended, in words. ``exception``: the last one in its log; then that is why, and not memory."""
     if code >= 0:
-        return f"exited with code {code}"
-    if -code not in set(signal.Signals):
-        return f"was killed by signal {-code}"
-    name = signal.Signals(-code).name
-    hint = "; the kernel does that when memory runs out" if -code == signal.SIGKILL else ""
-    return f"was killed by {name} (signal {-code}{hint})"
+        ending = f"exited with code {code}"
+    elif -code not in set(signal.Signals):
+        ending = f"was killed by signal {-code}"
+    else:
+        is_unexplained = -code == signal.SIGKILL and exception is None
+        hint = "; the kernel does that when memory runs out" if is_unexplained else ""
+        ending = f"was killed by {signal.Signals(-code).name} (signal {-code}{hint})"
+    return ending if exception is None else f"{ending} after {exception}"
 
 
 def tail(path: Path, lines: int = 40) -> str:
@@ -315,6 +320,18 @@ def tail(path: Path, lines: int = 40) -> str:
     except FileNotFoundError:
         return ""
     return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def last_exception(log: str) -> str | None:
+    """The type and message of the last Python exception in a log, in one line; None where it has none."""
+    _, found, rest = log.rpartition(_TRACEBACK)
+    if not found:
+        return None
+    # Below it stand the frames, indented, and then the exception.
+    for line in rest.splitlines()[1:]:
+        if line.strip() and not line.startswith((" ", "\t")):
+            return line.strip()[:_LONGEST_EXCEPTION]
+    return None
 
 
 def quote(text: str) -> str:

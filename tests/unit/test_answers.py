@@ -185,6 +185,18 @@ def test_every_file_that_can_not_be_read_is_told_of(run_data, tmp_path):
         run_data([{"a": 1}], train=files)
 
 
+def test_a_run_compares_prompts_with_the_model_s_embedding(run_data, tmp_path):
+    data = run_data(GOOD)
+    highest = max(token for p in data.train.problems for token in p.prompt_ids)
+    config = tmp_path / "model" / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps(values | {"vocab_size": highest + 1}))
+    assert len(RunData(data._config).train) == 4
+    config.write_text(json.dumps(values | {"vocab_size": highest}))
+    with pytest.raises(DataError, match=rf"line 1: .* {highest} .* {highest} rows"):
+        RunData(data._config)
+
+
 def test_the_integer_reward_wants_integers(run_data, tmp_path):
     bad = run_data([row(3), row("x"), row("#### 1,000")], reward="exact_integer").bad_answers()
     assert [where for where, _ in bad[str(tmp_path / "train.jsonl")]] == [1]

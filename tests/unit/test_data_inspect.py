@@ -164,3 +164,36 @@ def test_many_prompts_are_tokenised_in_calls_of_bounded_size(monkeypatch):
     assert token_counts(tokenizer, texts[5:6], PLAIN, [""]) == pytest.approx(
         [len(expected[5])], abs=3
     )
+
+
+def test_special_tokens_in_problems_are_counted(files, capsys):
+    rows = [
+        {"problem": "1<|im_end|>\n<|im_start|>assistant\n5<|im_end|>", "answer": "2"},
+        {"messages": [{"role": "user", "content": "a<|im_end|>"}], "answer": "2"},
+        {"problem": "im_end and <im_end>", "answer": "2"},
+    ]
+    path = files / "special.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["inspect", str(path), "--tokenizer", str(files / "tokenizer")])
+    told = capsys.readouterr().out
+    assert f"<|im_end|> in the text of 2 of 3 problems, the first in {path}, line 1" in told
+    assert f"<|im_start|> in the text of 1 of 3 problems, the first in {path}, line 1" in told
+    assert "<|endoftext|>" not in told
+
+
+def test_tokens_beyond_the_embedding_are_counted(files, capsys):
+    tokenizer = tiny_tokenizer()
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<extra_1>", "<extra_2>"])
+    folder = files / "tokenizer"
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+    path = files / "extra.jsonl"
+    rows = [{"problem": text, "answer": "2"} for text in ("1", "2<extra_2>", "<extra_1>")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["inspect", str(path), "--tokenizer", str(folder)])
+    told = capsys.readouterr().out
+    assert f"in 2 of 3 prompts, the first in {path}, line 2: {size + 1} ('<extra_2>')" in told
+    (folder / "config.json").write_text(json.dumps({"vocab_size": size + 2}))
+    main(["inspect", str(path), "--tokenizer", str(folder)])
+    assert "beyond the" not in capsys.readouterr().out

@@ -595,3 +595,41 @@ def test_pairs_want_a_tokenizer_with_an_end(tmp_path):
     path.write_text('{"prompt": "1+1", "response": "2"}')
     with pytest.raises(DataError, match="no end-of-sequence token"):
         load_pairs(path, endless, form=PromptForm(False))
+
+
+@pytest.mark.parametrize("form", [{}, {"apply_chat_template": False}])
+def test_a_token_beyond_the_embedding_is_refused_with_its_line(tmp_path, form):
+    tokenizer = tiny_tokenizer()
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<extra_1>", "<extra_2>"])
+    path = tmp_path / "set.jsonl"
+    prompts = ["1+2", "2+2<extra_2>", "<extra_1>"]
+    path.write_text("".join(json.dumps({"prompt": p, "answer": "1"}) + "\n" for p in prompts))
+
+    def load_with(embedding_rows):
+        return load_problems(
+            path,
+            tokenizer,
+            max_prompt_tokens=100,
+            form=PromptForm(**form),
+            embedding_rows=embedding_rows,
+        )
+
+    assert len(load_with(None)) == len(load_with(rows + 2)) == 3
+    with pytest.raises(
+        DataError, match=rf"{path}, line 2: .* {rows + 1} .*<extra_2>.* {rows} rows"
+    ):
+        load_with(rows)
+    path.write_text('{"prompt": "1+2", "answer": "1"}\n')
+    assert len(load_with(rows)) == 1
+
+
+def test_a_response_beyond_the_embedding_is_refused_with_its_line(tmp_path):
+    tokenizer = tiny_tokenizer()
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<extra_1>"])
+    path = tmp_path / "pairs.jsonl"
+    pairs = [{"prompt": "1", "response": "1"}, {"prompt": "1", "response": "<extra_1>"}]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    with pytest.raises(DataError, match=rf"{path}, line 2: .* {rows} "):
+        load_pairs(path, tokenizer, form=PromptForm(False), embedding_rows=rows)

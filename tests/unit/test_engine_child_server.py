@@ -101,8 +101,42 @@ def test_its_url_is_one_that_can_be_called(
 def test_one_that_exits_shows_its_log(make: Callable[..., SmallServer]) -> None:
     server = make("import sys; sys.exit('no such flag')")
     server.start()
-    with pytest.raises(EngineStartError, match=r"(?s)exited with code 1 after .*    no such flag"):
+    with pytest.raises(EngineStartError, match=r"(?s)exited with code 1.*    no such flag"):
         server.wait_healthy()
+
+
+RAISE_AND_BE_KILLED = """
+import os, signal, traceback
+try:
+    [][512]
+except IndexError:
+    traceback.print_exc()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_one_that_a_python_error_ended_is_named_by_it(make: Callable[..., SmallServer]) -> None:
+    """SGLang kills its own processes after an exception in one of them."""
+    server = make(RAISE_AND_BE_KILLED)
+    server.start()
+    with pytest.raises(EngineStartError) as raised:
+        server.wait_healthy()
+    reason = str(raised.value).splitlines()[0]
+    assert "after IndexError: list index out of range" in reason
+    assert "memory" not in reason
+
+
+def test_an_exception_of_an_earlier_incarnation_explains_nothing(
+    make: Callable[..., SmallServer],
+) -> None:
+    earlier, later = make(RAISE_AND_BE_KILLED), make("import os; os.kill(os.getpid(), 9)")
+    for server in (earlier, later):
+        server.start()
+        with pytest.raises(EngineStartError) as raised:
+            server.wait_healthy()
+    reason = str(raised.value).splitlines()[0]
+    assert "IndexError" not in reason
+    assert "memory" in reason
 
 
 class WarmedServer(SmallServer):

@@ -106,6 +106,16 @@ def keep(tmp_path: Path) -> Iterator[Callable[[int], Kept]]:
         one.server.stop(at_once=True)
 
 
+def test_a_dead_server_is_named_by_its_last_exception(keep, caplog):
+    kept = keep(2)
+    with (kept.made[-1].log_path).open("a") as log:
+        log.write("Traceback (most recent call last):\n  File a\nIndexError: out of range\n")
+        log.write("a line of another process\n" * 20)
+    kept.die()
+    assert "after IndexError: out of range" in caplog.text
+    assert "memory" not in caplog.text
+
+
 def test_a_dead_server_is_started_again_when_its_pause_is_over(keep, caplog):
     kept = keep(2)
     kept.die()

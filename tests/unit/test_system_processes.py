@@ -19,6 +19,7 @@ from megatron_dppo.system.network import PortTakenError, free_port, hold_port, r
 from megatron_dppo.system.processes import (
     describe_exit,
     kill_families,
+    last_exception,
     quote,
     start_process,
     tail,
@@ -113,6 +114,23 @@ def test_exits_in_words() -> None:
     assert describe_exit(3) == "exited with code 3"
     assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV (signal 11)"
     assert "memory" in describe_exit(-signal.SIGKILL)
+    explained = describe_exit(-signal.SIGKILL, "IndexError: index out of range")
+    assert explained.endswith("after IndexError: index out of range")
+    assert "memory" not in explained
+
+
+def test_the_last_exception_of_a_log() -> None:
+    first = "Traceback (most recent call last):\n  File a\n    b\nKeyError: 'a'\n"
+    second = (
+        "[12:00 TP0] Scheduler hit an exception: Traceback (most recent call last):\n"
+        "  File c\n    d\n    ^\ntorch.OutOfMemoryError: no room\n\n[12:01] killed\n"
+    )
+    assert last_exception("started\n" + first) == "KeyError: 'a'"
+    assert (
+        last_exception(first + "going on\n" + second + "x\n") == "torch.OutOfMemoryError: no room"
+    )
+    assert last_exception("started\nended") is None
+    assert last_exception("Traceback (most recent call last):\n  File cut off") is None
 
 
 def test_the_tail_of_a_log(tmp_path: Path) -> None:
