@@ -83,6 +83,7 @@ def _forwarded(table: ForwardedTable) -> str:
     rows = ["| not taken here | because |", "|---|---|"]
     rows += [f"| `{option}` | {key} sets it |" for option, key in table.owned.items()]
     rows += [f"| `{option}` | {reason} |" for option, reason in table.fixed.items()]
+    rows += [f"| `{option}`, unless off | {reason} |" for option, reason in table.off.items()]
     return "\n".join(rows) + "\n"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -188,6 +188,87 @@ SGLANG_FIXED: Mapping[str, str] = {
 """Field of ServerArgs that nothing sets -> why."""
 
 
+_MODE = "the servers answer /generate over plain HTTP, each by itself"
+_EXPERTS = "weight updates are verified for experts that lie as a tensor-parallel engine holds them"
+_OTHER_MODEL = (
+    "the trainer computes what config.json says, and the engine would compute something else"
+)
+_OLD_CACHE = "keys and values that are kept outside the server outlive a weight update, and it would serve them"
+SGLANG_UNUSABLE: Mapping[str, str] = {
+    "skip_tokenizer_init": "the text of a response is read, which such a server does not return",
+    "speculative_algorithm": "weight updates are verified for the served model alone, and on a CPU SGLang commits the "
+    "most probable token where it should sample",
+    "dllm_algorithm": "a response is sampled token by token, each with its probability",
+    "enable_watermark": "tokens would not be drawn from the probabilities that the server reports",
+    "watermark_config": "tokens would not be drawn from the probabilities that the server reports",
+    **dict.fromkeys(
+        (
+            "disaggregation_mode",
+            "is_embedding",
+            "encoder_only",
+            "grpc_mode",
+            "smg_grpc_mode",
+            "ssl_certfile",
+            "ssl_keyfile",
+        ),
+        _MODE,
+    ),
+    **dict.fromkeys(
+        ("gated_launch_port", "checkpoint_engine_wait_weights_before_ready"),
+        "a server would wait for a call that the run does not make",
+    ),
+    "use_ray": "the run starts, watches and ends the processes of a server itself",
+    "delete_ckpt_after_loading": "the trainer, and each server that starts later, reads the same folder",
+    **dict.fromkeys(("json_model_override_args", "decrypted_config_file"), _OTHER_MODEL),
+    **dict.fromkeys(
+        ("modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
+        "weight updates are verified for tensor-parallel engines of unquantised weights",
+    ),
+    **dict.fromkeys(
+        (
+            "enable_dp_attention",
+            "enable_dp_lm_head",
+            "attn_dp_size",
+            "attn_cp_size",
+            "dcp_size",
+            "dwdp_size",
+            "moe_dense_tp_size",
+        ),
+        "weight updates are verified for tensor-parallel engines of unquantised weights",
+    ),
+    **dict.fromkeys(
+        (
+            "moe_a2a_backend",
+            "enable_eplb",
+            "ep_num_redundant_experts",
+            "elastic_ep_backend",
+            "enable_elastic_expert_backup",
+            "enable_paged_experts",
+            "kt_weight_path",
+        ),
+        _EXPERTS,
+    ),
+    **dict.fromkeys(
+        (
+            "hicache_storage_backend",
+            "enable_lmcache",
+            "enable_flexkv",
+            "enable_unified_cache_external_linker",
+        ),
+        _OLD_CACHE,
+    ),
+}
+"""Field of ServerArgs that must be off -> why."""
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a value leaves an option of SGLang off: a size of one, or no value in one of SGLang's spellings."""
+    # True is 1 to Python.
+    if isinstance(value, bool):
+        return not value
+    return value in (None, 0, 1, "", "null", "none", "{}", [], {})
+
+
 EXPERT_KERNEL = "triton"
 """SGLang's ``moe_runner_backend`` that leaves unquantised experts as they are loaded."""
 
@@ -196,12 +277,14 @@ EXPERT_KERNEL = "triton"
 class ForwardedTable:
     """A section whose keys are a library's options.
 
-    ``owned``: option -> the key of ours that sets it; ``fixed``: option -> why nothing may set it.
+    ``owned``: option -> the key of ours that sets it; ``fixed``: option -> why nothing may set it; ``off``: option ->
+    why it may only be given as off.
     """
 
     name: str
     owned: Mapping[str, str]
     fixed: Mapping[str, str]
+    off: Mapping[str, str] = field(default_factory=dict)
 
     def faults(self, values: Mapping[str, Any]) -> Iterator[str]:
         """A line for each key that is not the user's to set here."""
@@ -233,8 +316,21 @@ class _MegatronTable(ForwardedTable):
             )
 
 
+class _SglangTable(ForwardedTable):
+    def faults(self, values: Mapping[str, Any]) -> Iterator[str]:
+        yield from super().faults(values)
+        for key, reason in self.off.items():
+            if not _is_off(values.get(key)):
+                yield f"{self.name}.{key}: got {given(values[key])}, expected it off: {reason}"
+        if values.get("model_impl") not in (None, "auto", "sglang"):
+            yield (
+                f"sglang.model_impl: got {given(values['model_impl'])}, expected 'auto' or 'sglang': weight updates "
+                "know the parameters of SGLang's own models"
+            )
+
+
 MEGATRON = _MegatronTable("megatron", MEGATRON_OWNED, MEGATRON_FIXED)
-SGLANG = ForwardedTable("sglang", SGLANG_OWNED, SGLANG_FIXED)
+SGLANG = _SglangTable("sglang", SGLANG_OWNED, SGLANG_FIXED, SGLANG_UNUSABLE)
 
 
 def expert_kernel_faults(table: Mapping[str, Any]) -> Iterator[str]:

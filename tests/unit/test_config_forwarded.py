@@ -17,6 +17,7 @@ from megatron_dppo.config.forwarded import (
     OPTIMIZER,
     SGLANG_FIXED,
     SGLANG_OWNED,
+    SGLANG_UNUSABLE,
     read_value,
 )
 from megatron_dppo.engine.options import ServerSections, server_args_fields
@@ -216,6 +217,48 @@ def test_the_servers_own_interpreter_is_asked(problems, tmp_path):
     python.write_text("#!/bin/sh\necho No module named megatron_dppo >&2\nexit 1\n")
     (found,) = problems("sglang.load_format=dummy", f"engine.python={python}")
     assert found == f"sglang: can't be checked: {python} says: No module named megatron_dppo"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("speculative_algorithm", "NGRAM"),
+        ("speculative_algorithm", "EAGLE"),
+        ("disaggregation_mode", "prefill"),
+        ("disaggregation_mode", "decode"),
+        ("skip_tokenizer_init", "true"),
+        ("is_embedding", "true"),
+        ("json_model_override_args", "'{\"rope_theta\": 5}'"),
+        ("delete_ckpt_after_loading", "true"),
+        ("hicache_storage_backend", "file"),
+        ("enable_eplb", "true"),
+        ("moe_a2a_backend", "deepep"),
+        ("attn_dp_size", "2"),
+        ("model_impl", "transformers"),
+    ],
+)
+def test_a_server_that_can_not_serve_a_run_is_refused(problems, key, value):
+    (found,) = problems(f"sglang.{key}={value}")
+    assert found.startswith(f"sglang.{key}: got ")
+
+
+def test_options_that_are_given_as_off_are_taken(problems):
+    assert not problems(
+        "sglang.speculative_algorithm=null",
+        "sglang.disaggregation_mode='null'",
+        "sglang.skip_tokenizer_init=false",
+        "sglang.json_model_override_args='{}'",
+        "sglang.enable_eplb=false",
+        "sglang.ep_num_redundant_experts=0",
+        "sglang.moe_a2a_backend=none",
+        "sglang.attn_dp_size=1",
+        "sglang.model_impl=sglang",
+    )
+
+
+def test_every_option_that_must_be_off_is_one_of_sglangs():
+    fields = server_args_fields()
+    assert SGLANG_UNUSABLE.keys() <= fields.types.keys() - fields.computed
 
 
 def test_every_option_of_ours_is_one_of_megatrons():
