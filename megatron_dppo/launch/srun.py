@@ -26,14 +26,33 @@ from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.secret_variables import split_environment
 
 _END_S = 15.0
-# What sbatch sets and srun takes as options of a step.
+# Variables that sbatch, or an allocation around it, sets and srun takes for options of a step. A step asks for none of
+# them: it shares all that the job has of its nodes. Two ways to count memory together, the whole job's GPUs for a step
+# of fewer nodes, or tasks by GPU beside tasks by node would end srun.
 _OPTION_VARIABLES = (
+    "SLURM_CPUS_PER_GPU",
     "SLURM_CPUS_PER_TASK",
     "SLURM_DISTRIBUTION",
+    "SLURM_EXACT",
+    "SLURM_EXCLUSIVE",
     "SLURM_EXPORT_ENV",
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_SOCKET",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GPU_BIND",
+    "SLURM_HINT",
+    "SLURM_MEM_BIND",
+    "SLURM_MEM_PER_CPU",
+    "SLURM_MEM_PER_GPU",
+    "SLURM_MEM_PER_NODE",
     "SLURM_NPROCS",
     "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_CORE",
+    "SLURM_NTASKS_PER_GPU",
     "SLURM_NTASKS_PER_NODE",
+    "SLURM_NTASKS_PER_SOCKET",
+    "SLURM_NTASKS_PER_TRES",
+    "SLURM_THREADS_PER_CORE",
     "SLURM_TRES_PER_TASK",
 )
 

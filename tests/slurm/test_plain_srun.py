@@ -35,3 +35,45 @@ def test_tasks_are_ranks_and_the_batch_script_is_none(cluster: Cluster, folder: 
     assert sorted((folder / "ranks").read_text().splitlines()) == [
         f"{rank} {rank % 2} 4 2 {where}" for rank in range(4)
     ]
+
+
+STEPS = """
+import os, subprocess, sys
+from megatron_dppo.launch.placement import Host
+from megatron_dppo.launch.srun import StepForm, hostnames, step_environment
+names = hostnames(os.environ["SLURM_JOB_NODELIST"])
+for count in (1, len(names)):
+    hosts = [Host(name, name, 1) for name in names[:count]]
+    step = StepForm().command(
+        ["true"], name="step", hosts=hosts, tasks_per_host=1, output="/dev/null", stdin=False
+    )
+    done = subprocess.run(step, env=step_environment(os.environ), stderr=subprocess.PIPE, text=True)
+    print(done.returncode, done.stderr.strip(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--mem-per-cpu=100", "--cpus-per-task=2"),
+        # As where a job is submitted from inside an allocation that counts memory in another way.
+        ("--mem=400", "--export=ALL,SLURM_MEM_PER_CPU=100"),
+        ("--gpus-per-node=2", "--mem-per-gpu=100", "--export=ALL,SLURM_MEM_PER_NODE=400"),
+        ("--gpus-per-task=2", "--ntasks=2"),
+        ("--gpus-per-node=2", "--export=ALL,SLURM_GPUS=9,SLURM_NTASKS_PER_GPU=2"),
+        ("--hint=nomultithread", "--export=ALL,SLURM_HINT=compute_bound"),
+    ],
+    ids=["cpu", "node-in-cpu", "gpu-in-node", "gpus-per-task", "gpus-in-gpus", "hint"],
+)
+def test_steps_start_whatever_the_job_or_an_allocation_around_it_asked_for(
+    cluster: Cluster, folder: Path, flags: tuple[str, ...]
+) -> None:
+    """Steps of one node and of both, which share all that the job has."""
+    program, script = folder / "steps.py", folder / "job.sbatch"
+    program.write_text(STEPS)
+    script.write_text(
+        f"#!/bin/bash\nPYTHONPATH={ROOT} {sys.executable} {program} > {folder}/ends\n"
+    )
+    job = cluster.client.submit("--nodes=2", *flags, "--output=/dev/null", script)
+    assert cluster.client.wait(job)["JobState"] == "COMPLETED"
+    assert (folder / "ends").read_text().split() == ["0", "0"]

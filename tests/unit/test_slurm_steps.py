@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.cluster.slurm.commands import allocation_variables
 from megatron_dppo.launch.placement import Host
 from megatron_dppo.launch.srun import (
     SrunLauncher,
@@ -127,6 +128,13 @@ def test_a_server_over_two_hosts_is_one_step(tmp_path, monkeypatch):
 def test_sbatchs_numbers_are_no_options_of_a_step():
     before = {"SLURM_NTASKS_PER_NODE": "8", "SLURM_EXPORT_ENV": "NONE", "SLURM_JOB_ID": "7"}
     assert step_environment(before) == {"SLURM_JOB_ID": "7"}
+
+
+def test_a_job_inherits_nothing_of_the_allocation_that_it_is_submitted_from():
+    outside = {"SLURM_CONF": "/etc/slurm.conf", "SLURM_TIME_FORMAT": "relative", "HOME": "/root"}
+    inside = {"SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "100", "SLURM_GPUS_PER_NODE": "8"}
+    assert allocation_variables(outside) == []
+    assert allocation_variables({**outside, **inside}) == list(inside)
 
 
 def test_whose_end_srun_saw_in_which_order():

@@ -91,6 +91,28 @@ def exclude(job: str, nodes: Sequence[str]) -> None:
         slurm("scontrol", "update", f"JobId={part['JobId']}", f"ExcNodeList={excluded}")
 
 
+_CLIENT_VARIABLES = (
+    "SLURM_CLUSTERS",
+    "SLURM_CONF",
+    "SLURM_CONF_SERVER",
+    "SLURM_JWT",
+    "SLURM_TIME_FORMAT",
+    "SLURM_UMASK",
+)
+"""Say how Slurm is reached, not what a job has."""
+
+
+def allocation_variables(environment: Mapping[str, str]) -> list[str]:
+    """Names of the variables in ``environment`` that describe the allocation around this process; none outside of one.
+
+    sbatch hands them to a job that is submitted there, which would take them for its own.
+    """
+    if "SLURM_JOB_ID" not in environment:
+        return []
+    names = (name for name in environment if name.startswith("SLURM_"))
+    return [name for name in names if name not in _CLIENT_VARIABLES]
+
+
 def job_environment(environment: Mapping[str, str]) -> tuple[str, int]:
     """The job's id and how often Slurm has started it before. Raises SlurmError outside of a job."""
     job = environment.get("SLURM_JOB_ID")

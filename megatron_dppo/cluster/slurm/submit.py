@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_dppo.cluster.planner.devices import DEVICES, GIB, Cluster
 from megatron_dppo.cluster.preflight import CHECKS
 from megatron_dppo.cluster.slurm.attempts import JOB_FILE
-from megatron_dppo.cluster.slurm.commands import SlurmError, fields, slurm
+from megatron_dppo.cluster.slurm.commands import SlurmError, allocation_variables, fields, slurm
 from megatron_dppo.cluster.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
 from megatron_dppo.cluster.slurm.status import UNKNOWN, job_state
 from megatron_dppo.config.checks import check_config
@@ -464,6 +464,8 @@ def _hand_over(submission: Submission, flags: Sequence[str]) -> int:
     print(shlex.join(command), flush=True)
     # The supervisor must run under this interpreter, whichever the batch script's PATH finds first.
     os.environ.setdefault(PYTHON_VARIABLE, sys.executable)
+    for name in allocation_variables(os.environ):
+        del os.environ[name]
     # Or a job could be in the queue that the run directory does not name.
     with held_back():
         answer = slurm(*command).strip()
