@@ -22,7 +22,6 @@ from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.data.packing import PackedBatch, pack
 from megatron_dppo.data.seal import text_digest
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine.checksums import TiledHash, add_parts
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.model.adapters import CHILD
 from megatron_dppo.model.families import load_model_shape
@@ -30,6 +29,7 @@ from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout, check_layout, raise_faults
 from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
 from megatron_dppo.system.files import sha256_of
+from megatron_dppo.tensor_hash import TiledHash, add_parts
 from megatron_dppo.trainer import hugging_face, megatron_config, model, platform, step
 from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.context_parallel import TokenShare

@@ -22,8 +22,8 @@ ITEM_BITS = {"float32": 32, "bfloat16": 16}
 
 def launch_own(architecture: int) -> list[dict[str, Any]]:
     """The project's own launches, with and without the entropy, in both types of logits."""
-    from megatron_dppo.engine.checksums import run_of
-    from megatron_dppo.engine.kernels.tile_sums_triton import start
+    from megatron_dppo.tensor_hash import run_of
+    from megatron_dppo.tensor_hash.tile_sums_triton import start
     from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient
     from tests.gpu_evidence.launches import compiled_for
 
@@ -149,7 +149,7 @@ def interpreted_hashes() -> list[tuple[str, str]]:
     """(SGLang's kernel's, the project's) hash of tensors of several shapes and types, the kernel in the interpreter."""
     from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
 
-    from megatron_dppo.engine.checksums import tiled_hash
+    from megatron_dppo.tensor_hash import tiled_hash
 
     torch.Tensor.is_cuda = True  # type: ignore[misc,assignment]  # what the launch asks of its tensor
     draw, hashes = torch.Generator().manual_seed(7), []

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.engine import checksums as hashing
-from megatron_dppo.engine.checksums import (
-    EngineTensors,
-    ExpectedChecksums,
-    IncompleteWeightsError,
+from megatron_dppo import tensor_hash as hashing
+from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums, IncompleteWeightsError
+from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.compute import KernelBuildError
+from megatron_dppo.tensor_hash import (
     TiledHash,
     add_parts,
     run_of,
@@ -23,9 +24,6 @@ from megatron_dppo.engine.checksums import (
     sums_on_cpu,
     tiled_hash,
 )
-from megatron_dppo.model.mapping import hf_tensors
-from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.system.compute import KernelBuildError
 from tests.ranks import run_ranks
 
 
@@ -215,7 +213,7 @@ def test_senders_add_up_through_json() -> None:
 def test_parts_at_odd_places_are_refused() -> None:
     # Three bf16 values a head: the keys begin in the middle of a word.
     shape = replace(model_shape("qwen2"), head_dim=3, num_attention_heads=1, num_query_groups=1)
-    with pytest.raises(IncompleteWeightsError, match=r"k_proj\.bias lies at an odd place"):
+    with pytest.raises(IncompleteWeightsError, match=r"k_proj\.bias begins at byte"):
         ExpectedChecksums(EngineTensors(shape, 1, "cpu"), torch.bfloat16)
 
 
@@ -345,7 +343,7 @@ def test_parts_of_many_tensors_are_hashed_in_one_call(monkeypatch: pytest.Monkey
 
 def interpreted() -> list[bool]:
     """Worker: whether the Triton kernel's sums are the C++ loop's, for parts at every kind of place."""
-    from megatron_dppo.engine.kernels.tile_sums_triton import start
+    from megatron_dppo.tensor_hash.tile_sums_triton import start
 
     matrix = torch.arange(300 * 128, dtype=torch.int32).view(300, 128) * -1640531527
     wide = matrix.view(3, -1)[:, 5:10005]  # rows longer than a tile

@@ -57,6 +57,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "trainer/trainer.py": LONE,
     "trainer/weight_source.py": LONE,
     "engine/checksums.py": CHECKS,
+    "tensor_hash/__init__.py": CHECKS,
     "weight_sync/transaction.py": CHECKS,
     "weight_sync/verification.py": CHECKS,
 }

@@ -12,7 +12,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megatron_dppo.engine import sglang_cpu
-from megatron_dppo.engine.checksums import tiled_hash
+from megatron_dppo.tensor_hash import tiled_hash
 
 ATTENTION = "torch_native"
 SCHEDULER = "sglang.srt.managers.scheduler"

@@ -1,6 +1,6 @@
-"""``tile_sums`` of many parts in one Triton kernel: on a GPU, or in Triton's interpreter.
+"""A Triton kernel that computes the tile sums of many parts, on a GPU or in Triton's interpreter.
 
-Written from SGLang's own kernel of the same sums; checked in the interpreter, not yet run on a GPU.
+It follows SGLang's own kernel of the same sums. It is checked in the interpreter and not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dppo.engine.checksums import SEED_1, SEED_2, TILE, PartSums, WordRun, collect
+from megatron_dppo.tensor_hash import SEED_1, SEED_2, TILE, PartSums, WordRun, collect
 
 BLOCK = 1024
 
 
 def start(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
-    """Launch the kernel over all tiles of ``runs``; what is returned waits for it and reads the results.
+    """Launch the kernel over all tiles of ``runs``. Returns a function that waits for it and reads the results.
 
-    Two copies to the device and one back for all parts together.
+    All parts together need two copies to the device and one back.
     """
     device = runs[0].data.device
     counts = [-(-(run.first % TILE + run.words) // TILE) for run in runs]
@@ -33,7 +33,7 @@ def start(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
     tile_sums_kernel[(int(ends[-1]),)](
         shapes, where, where[1], out, SEED_1=SEED_1, SEED_2=SEED_2, TILE=TILE, BLOCK=BLOCK
     )
-    # Not the runs: their memory may be used again.
+    # Keep the edges, not the runs: the caller reuses the memory of the runs.
     edges = [run.edges for run in runs]
 
     def finish() -> list[PartSums]:
@@ -46,7 +46,7 @@ def start(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
 
 @triton.jit
 def fmix(x):
-    """MurmurHash3's finaliser of uint32."""
+    """MurmurHash3's 32-bit finaliser."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -63,7 +63,7 @@ def tile_sums_kernel(
     TILE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One tile of one part: added to its part's sum where the part covers it, else stored as its edge."""
+    """Sum one tile of one part: add it to the part's sum if the part covers it whole, else store it as an edge."""
     program = tl.program_id(0)
     part = tl.load(parts + program).to(tl.int64)
     tile = tl.load(tiles + program).to(tl.int64)
@@ -74,7 +74,7 @@ def tile_sums_kernel(
     begin = (first // TILE + tile) * TILE
     low = tl.maximum(begin, first)
     high = tl.minimum(begin + TILE, first + extent)
-    # One 64-bit division a tile: words of it after its first row's end are counted in 32 bits.
+    # One 64-bit division for each tile. Words after the end of its first row are counted in 32 bits.
     above = (low - first) // row
     column = (low - first) - above * row
     data += above * stride + column

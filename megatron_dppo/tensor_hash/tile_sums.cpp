@@ -1,4 +1,4 @@
-// Parts of tensors by SGLang's tiled checksum (engine/checksums.py has the formula), on a CPU.
+// Tile sums of parts of tensors on a CPU, for SGLang's tiled checksum (tensor_hash/__init__.py has the formula).
 //
 // One pass over the words, both lanes in it; the loop over a run of words vectorises.
 

@@ -1,0 +1,311 @@
+"""SGLang's checksum of a tensor on a GPU, computed part by part, in any order, on a CPU or a GPU.
+
+SGLang's ``/weights_checker`` hashes CUDA tensors with this tiled 64-bit mix (16 hexadecimal digits). On a CPU our
+platform plugin makes SGLang use the same hash instead of SHA-256, which takes ten times as long and cannot be combined
+from parts. With the tensor's bytes as little-endian 32-bit words ``v_i`` (zero-padded at the end) and ``n`` their
+number::
+
+    h(tile, s) = fmix(4n ^ sum_{i in tile} fmix(v_i ^ (i P + s) ^ rotl(i, r)))       mod 2^32
+    checksum   = splitmix(sum_tile  h(tile, s1) 2^32 + h(tile, s2))                  mod 2^64
+
+A tile is a run of 8192 words, ``fmix`` is MurmurHash3's 32-bit finaliser and ``splitmix`` SplitMix64's. The hash
+detects accidents, not adversaries. The sums over tiles run in C++ on a CPU, in torch where there is no compiler, and in
+Triton on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dppo.system.compute import KernelBuildError, build_library
+
+log = logging.getLogger(__name__)
+
+MASK32, MASK64 = (1 << 32) - 1, (1 << 64) - 1
+WORD = 4
+TILE = 8192
+BLOCK_TILES = 2048
+SEED_1 = 0x243F6A88
+SEED_2 = ((SEED_1 * 0x9E3779B1) ^ 0xDEADBEEF) & MASK32
+LANES = ((0x27D4EB2D, SEED_1, 15), (0x165667B1, SEED_2, 13))
+SOURCE = Path(__file__).parent / "tile_sums.cpp"
+
+Edge: TypeAlias = tuple[int, int, int]
+"""A tile that one part covers only partly, and the tile's two inner sums over that part."""
+PartSums: TypeAlias = tuple[int, Sequence[Edge]]
+"""The sum over the tiles that a part covers whole, and its edges."""
+
+
+@dataclass(frozen=True, slots=True)
+class WordRun:
+    """A part of a tensor as whole 32-bit words.
+
+    Attributes:
+        data: ``uint8`` [rows, bytes]. Each row is contiguous, and the rows are consecutive in the tensor.
+        first: index of the part's first word in the tensor.
+        total: number of words of the whole tensor.
+    """
+
+    data: Tensor
+    first: int
+    total: int
+
+    @property
+    def words(self) -> int:
+        return self.data.numel() // WORD
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The arguments of the kernels: address, words, words of a row, stride of rows in words, first, total."""
+        rows = self.data
+        width, stride = rows.shape[1] // WORD, rows.stride(0) // WORD
+        return rows.data_ptr(), self.words, width, stride, self.first, self.total
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """The tiles that these words cover only partly, each with 0 if it is the first tile and 2 if it is the last."""
+        end = self.first + self.words
+        first, last = self.first // TILE, end // TILE
+        edges = []
+        if self.first % TILE or (end < self.total and last == first):
+            edges.append((first, 0))
+        if end % TILE and end < self.total and last != first:
+            edges.append((last, 2))
+        return edges
+
+
+def run_of(part: Tensor, first: int, total: int) -> WordRun:
+    """Make a WordRun of ``part``, which begins at word ``first`` of a tensor of ``total`` words.
+
+    ``part`` is not empty and has any shape and dtype. The run is a view if the part is a block of whole words;
+    otherwise it is a copy, padded with zeros to whole words.
+    """
+    rows = _rows(part.detach())
+    if rows is None:
+        flat = part.detach().contiguous().reshape(-1).view(torch.uint8)
+        if flat.numel() % WORD:
+            flat = torch.cat([flat, flat.new_zeros(-flat.numel() % WORD)])
+        elif flat.data_ptr() % WORD:
+            # Kernels read 32-bit words, whose addresses must be multiples of 4.
+            flat = flat.clone()
+        rows = flat.unsqueeze(0)
+    return WordRun(rows, first, total)
+
+
+def start_sums(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
+    """Start one kernel over all ``runs`` of one device. Returns a function that waits for the sums."""
+    if runs and runs[0].data.is_cuda:
+        from megatron_dppo.tensor_hash.tile_sums_triton import start
+
+        return start(runs)
+    sums = sums_on_cpu(runs)
+    return lambda: sums
+
+
+def sums_on_cpu(runs: Sequence[WordRun]) -> list[PartSums]:
+    """Compute the sums by one call of the C++ kernel, or by torch if the kernel cannot be compiled."""
+    kernel = _kernel() if runs else None
+    if kernel is None:
+        return [sums_by_torch(run) for run in runs]
+    shapes = np.array([run.shape for run in runs], dtype=np.int64)
+    closed, sums = np.zeros(len(runs), dtype=np.uint64), np.zeros((len(runs), 4), dtype=np.uint32)
+    kernel(len(runs), *(array.ctypes.data for array in (shapes, closed, sums)))
+    return collect([run.edges for run in runs], closed.tolist(), sums.tolist())
+
+
+def collect(
+    edges: Sequence[Sequence[tuple[int, int]]], closed: Sequence[int], sums: Sequence[Sequence[int]]
+) -> list[PartSums]:
+    """Combine a kernel's results by part. ``sums`` [parts, 4] has two words for the first tile and two for the last."""
+    parts: list[PartSums] = []
+    for part_edges, closed_part, inner in zip(edges, closed, sums, strict=True):
+        parts.append((closed_part, [(tile, inner[i], inner[i + 1]) for tile, i in part_edges]))
+    return parts
+
+
+def sums_by_torch(run: WordRun) -> PartSums:
+    """Compute the sums in torch on any device, in blocks of BLOCK_TILES tiles (memory: a few times 64 MiB)."""
+    remaining_words = run.data.contiguous().reshape(-1).view(torch.int32)
+    blocks, first = [], run.first
+    while remaining_words.numel():
+        size = TILE - first % TILE
+        if size == TILE and remaining_words.numel() > TILE:
+            size = min(remaining_words.numel() // TILE, BLOCK_TILES) * TILE
+        blocks.append(_mix(remaining_words[:size], first))
+        first += min(size, remaining_words.numel())
+        remaining_words = remaining_words[size:]
+    sums = torch.cat(blocks, dim=1)
+    first_tile = run.first // TILE
+    edge_columns = {tile - first_tile for tile, _ in run.edges}
+    covered_columns = [i for i in range(sums.shape[1]) if i not in edge_columns]
+    edges = [(tile, *sums[:, tile - first_tile].tolist()) for tile, _ in run.edges]
+    return closed_sum(sums[:, covered_columns], run.total), edges
+
+
+def closed_sum(sums: Tensor, total: int) -> int:
+    """Return what tiles with inner ``sums`` (int64 [2, tiles]) add to the checksum of a tensor of ``total`` words."""
+    high, low = _fmix((sums ^ (WORD * total & MASK32)).to(torch.int32)).to(torch.int64)
+    return ((int((high & MASK32).sum()) << 32) + int((low & MASK32).sum())) & MASK64
+
+
+def _rows(part: Tensor) -> Tensor | None:
+    """View ``part`` as ``uint8`` rows of whole words; None if its memory layout needs a copy."""
+    inner, dim = 1, part.dim()
+    while dim and (part.shape[dim - 1] == 1 or part.stride(dim - 1) == inner):
+        dim -= 1
+        inner *= part.shape[dim]
+    pairs = zip(part.shape[:dim], part.stride()[:dim], strict=True)
+    outer = [(size, step) for size, step in pairs if size > 1]
+    for (_, above), (size, below) in itertools.pairwise(outer):
+        if above != size * below:
+            return None
+    step = outer[-1][1] if outer else inner
+    rows = part.as_strided((part.numel() // inner, inner), (step, 1)).view(torch.uint8)
+    measures = (rows.data_ptr(), rows.shape[1], rows.stride(0))
+    return None if any(measure % WORD for measure in measures) else rows
+
+
+def _mix(data: Tensor, first: int) -> Tensor:
+    """Compute the inner sums of one tile, or of several whole ones. int32 overflows modulo 2^32 as the formula asks."""
+    count = data.numel()
+    index = torch.arange(first, first + count, device=data.device).to(torch.int32)
+    sums = []
+    for multiplier, seed, turn in LANES:
+        position = (index * _signed(multiplier) + _signed(seed)) ^ _rotate_left(index, turn)
+        mixed = _fmix(data ^ position)
+        tiles = mixed.view(-1, TILE) if count >= TILE else mixed.view(1, count)
+        # Sum in int64, where a tile cannot overflow, and reduce modulo 2^32 afterwards.
+        sums.append(tiles.sum(dim=1, dtype=torch.int64).cpu() & MASK32)
+    return torch.stack(sums)
+
+
+@functools.cache
+def _kernel() -> Any | None:
+    """Return the compiled C++ loop, or None (with one warning) if there is no compiler."""
+    try:
+        function = build_library(SOURCE).tile_sums
+    except KernelBuildError as error:
+        log.warning("weight checksums run in torch, which is slower: %s", error)
+        return None
+    function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 3]
+    function.restype = None
+    return function
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value >> 31 else value
+
+
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """Shift int32 right logically."""
+    # torch shifts arithmetically: mask off the copies of the sign bit.
+    return (x >> by) & ((1 << (32 - by)) - 1)
+
+
+def _rotate_left(x: Tensor, by: int) -> Tensor:
+    return (x << by) | _shift_right(x, 32 - by)
+
+
+def _fmix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 16)) * _signed(0x85EBCA6B)
+    x = (x ^ _shift_right(x, 13)) * _signed(0xC2B2AE35)
+    return x ^ _shift_right(x, 16)
+
+
+Part = tuple["TiledHash", Tensor, int]
+"""The hash of a tensor, a part of the tensor, and the byte at which the part begins."""
+
+
+def tiled_hash(tensor: Tensor) -> str:
+    """Return the checksum of ``tensor`` as 16 hexadecimal digits."""
+    whole = TiledHash(tensor.numel() * tensor.element_size())
+    whole.add(tensor, 0)
+    return whole.hexdigest()
+
+
+def add_parts(parts: Sequence[Part]) -> Callable[[], None]:
+    """Start one kernel that hashes all of ``parts``. Returns a function that waits for it and adds the sums.
+
+    The caller may change the parts after that function has returned, and on a GPU once their stream has passed the
+    kernel. Raises ValueError as ``TiledHash.add`` does.
+    """
+    runs = [(whole, whole.run(part, start)) for whole, part, start in parts]
+    filled = [(whole, run) for whole, run in runs if run is not None]
+    sums = start_sums([run for _, run in filled])
+
+    def finish() -> None:
+        for (whole, _), part_sums in zip(filled, sums(), strict=True):
+            whole.take(part_sums)
+
+    return finish
+
+
+class TiledHash:
+    """The checksum of a tensor of ``size`` bytes, computed from its parts in any order.
+
+    A tile that one part covers whole is added at once. A tile that several parts share stays open until the end.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._words = -(-size // WORD)
+        self._sum = 0
+        self._open: dict[int, tuple[int, int]] = {}
+
+    def add(self, part: Tensor, start: int) -> None:
+        """Add the bytes of ``part`` (any shape and dtype, row-major order), which begin at byte ``start``.
+
+        Every byte of the tensor is added once. Raises ValueError if the part begins inside a word, or ends inside one
+        before the end of the tensor.
+        """
+        add_parts([(self, part, start)])()
+
+    def run(self, part: Tensor, start: int) -> WordRun | None:
+        """Return the part as whole words, or None if it is empty. Raises ValueError as ``add`` does."""
+        size = part.numel() * part.element_size()
+        first, end = start // WORD, -(-(start + size) // WORD)
+        if start % WORD or (size % WORD and end != self._words):
+            raise ValueError(
+                f"tiled hash: {size} bytes at byte {start} of {WORD * self._words}; parts must begin and end "
+                f"at multiples of {WORD}"
+            )
+        return run_of(part, first, self._words) if size else None
+
+    def take(self, sums: PartSums) -> None:
+        """Add the sums of one part."""
+        closed, edges = sums
+        self._sum = (self._sum + closed) & MASK64
+        for tile, high, low in edges:
+            open_high, open_low = self._open.get(tile, (0, 0))
+            self._open[tile] = ((open_high + high) & MASK32, (open_low + low) & MASK32)
+
+    def state(self) -> list[Any]:
+        """Return the sums so far as JSON values, the argument of ``merge``."""
+        return [self._sum, [[tile, *sums] for tile, sums in self._open.items()]]
+
+    def merge(self, state: list[Any]) -> None:
+        """Add the ``state`` of another hash of the same tensor."""
+        self.take((state[0], state[1]))
+
+    def hexdigest(self) -> str:
+        """Return the checksum of all added parts as 16 hexadecimal digits; zeros for an empty tensor."""
+        total = self._sum
+        if self._open:
+            total += closed_sum(torch.tensor(list(self._open.values())).T, self._words)
+        return f"{_splitmix(total & MASK64):016x}"
+
+
+def _splitmix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
+    return x ^ (x >> 31)
