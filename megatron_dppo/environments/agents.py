@@ -124,6 +124,12 @@ class Agent:
             raise ValueError(
                 f"options: tool_format: got {tool_format!r}, expected {' or '.join(TOOL_FORMATS)}"
             )
+        if not isinstance(sandbox, bool):
+            raise ValueError(f"options: sandbox: got {sandbox!r}, expected true or false")
+        if not isinstance(sandbox_paths, list | tuple):
+            raise ValueError(
+                f"options: sandbox_paths: got {sandbox_paths!r}, expected a list of paths"
+            )
         if sandbox and _FUNCTION.fullmatch(agent):
             raise ValueError(
                 f"options: sandbox: got the function {agent}, expected a command: a function runs in this process"
@@ -254,7 +260,7 @@ def _walled(
     command: Sequence[str], sandbox_paths: Sequence[str] | None, variables: Mapping[str, str]
 ) -> Iterator[tuple[Sequence[str], Mapping[str, str], Sequence[int]]]:
     """The words and the variables of a command, in its sandbox where it has one, and the descriptors that it needs."""
-    environment = secret_variables.program_environment(os.environ) | variables
+    environment = {**secret_variables.program_environment(os.environ), **variables}
     if sandbox_paths is None:
         yield command, environment, ()
         return
@@ -264,11 +270,16 @@ def _walled(
 
 def check_sandbox(paths: Sequence[str]) -> None:
     """Raise SandboxError where no program can be run in a sandbox with ``paths``."""
-    with sandboxed(["echo", "42"], os.environ, paths) as (words, environment, filter_fd):
-        done = subprocess.run(
-            words, env=environment, pass_fds=[filter_fd], capture_output=True, text=True, check=False,
-            timeout=_SANDBOX_START_S,
-        )  # fmt: skip
+    variables = secret_variables.program_environment(os.environ)
+    with sandboxed(["echo", "42"], variables, paths) as (words, environment, filter_fd):
+        try:
+            done = subprocess.run(
+                words, env=environment, pass_fds=[filter_fd], capture_output=True, text=True, check=False,
+                timeout=_SANDBOX_START_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            message = f"the sandbox did not start within {_SANDBOX_START_S:g} s"
+            raise SandboxError(message) from None
     if done.stdout != "42\n":
         raise SandboxError(f"the sandbox does not start: {done.stderr.strip()[:500]}; {ALLOW}")
 

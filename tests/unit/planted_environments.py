@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import mmap
 import os
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import ChatCall, Step, Turn
+from megatron_dppo.system.secret_variables import program_environment
 
 
 class Counting:
@@ -220,3 +222,18 @@ def made_by_a_function(flag: str = "") -> Counting:
 
 
 CONSTANT = 5
+
+
+class Variables:
+    """Says which of the variables that its options name are set here, and which it passes to a program."""
+
+    def __init__(self, names: str, key_variable: str = "") -> None:
+        self._names = names.split()
+
+    async def reset(self, problem: Problem) -> str:
+        here = [name for name in self._names if name in os.environ]
+        passed = program_environment(os.environ)
+        return json.dumps([here, [name for name in self._names if name in passed]])
+
+    async def close(self) -> None:
+        return

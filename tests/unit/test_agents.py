@@ -313,6 +313,12 @@ def test_a_command_in_a_sandbox_plays_an_episode():
 def test_a_sandbox_that_can_not_be_is_refused_before_a_run(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"{PLANTED}:silent.*expected a command"):
         check_environment("agent", {"agent": f"{PLANTED}:silent", "sandbox": True})
+    for options, key in (
+        ({"sandbox": "yes"}, "sandbox"),
+        ({"sandbox_paths": "/x"}, "sandbox_paths"),
+    ):
+        with pytest.raises(ValueError, match=f"options: {key}: got"):
+            check_environment("agent", {"agent": SPY, **options})
     home = os.environ["HOME"]
     monkeypatch.setenv("HOME", str(Path.cwd() / "home"))
     with pytest.raises(SandboxError, match="home"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
 from megatron_dppo.launch.library_checks import check_in_child
 from megatron_dppo.launch.local import RankGroup
 from megatron_dppo.rewards import RewardInput
@@ -204,6 +207,32 @@ def test_a_reward_gets_the_keys_that_are_passed_and_what_it_starts_gets_none():
         PLANTED + "variables_seen", 60.0, 1, passed_variables=["HF_TOKEN", "NOT_SET"]
     ) as verifier:
         assert seen(verifier) == [["HF_TOKEN", "MODEL_URL"], ["MODEL_URL"]]
+
+
+@pytest.mark.usefixtures("keys")
+@pytest.mark.parametrize(
+    ("passed", "options", "here"),
+    [
+        ((), {}, ["MODEL_URL"]),
+        (("WANDB_API_KEY",), {}, ["WANDB_API_KEY", "MODEL_URL"]),
+        ((), {"key_variable": "JUDGE_TOKEN"}, ["JUDGE_TOKEN", "MODEL_URL"]),
+        (("MODEL_URL",), {}, ["MODEL_URL"]),
+    ],
+)
+def test_an_environment_gets_the_keys_that_are_passed_and_so_do_its_programs(passed, options, here):
+    name = "tests.unit.planted_environments:Variables"
+    spec = EnvironmentSpec(name, {"names": NAMES, **options}, 60.0, passed_variables=passed)
+
+    async def ask() -> str:
+        pool = EnvironmentPool(spec, workers=1)
+        try:
+            environment = await pool.open()
+            return await environment.reset(Problem(1, "3+5", "8", (1,)))
+        finally:
+            pool.close()
+
+    in_programs = [*passed, *options.values()]
+    assert json.loads(asyncio.run(ask())) == [here, in_programs]
 
 
 @pytest.mark.usefixtures("keys")
