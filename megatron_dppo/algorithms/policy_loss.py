@@ -10,16 +10,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms import rules, sequence_rules, table
+from megatron_dppo.algorithms import projection, rules, sequence_rules, table
 from megatron_dppo.algorithms.inputs import ANCHORS, Anchor, TokenInputs, rollout, trained_tokens
 from megatron_dppo.algorithms.rules import (
     LARGEST_LOG_RATIO,
     PENALTIES,
+    Correction,
     Mask,
     Penalty,
     StepBound,
@@ -35,13 +37,15 @@ class Algorithm(table.AlgorithmFacts):
 
     ``mask``: True where a token trains. ``weight``: w in M min(w, C) A grad log pi. ``step_bound``: finds what the
     mask reads of all tokens of an optimiser step; None where it reads nothing of them. ``penalties``:
-    additive terms with their coefficients.
+    additive terms with their coefficients. ``correction``: an additive term of the algorithm's own; None where it has
+    none.
     """
 
     mask: Mask
     weight: Weight
     step_bound: StepBound | None
     penalties: tuple[tuple[float, Penalty], ...]
+    correction: Correction | None = None
 
     @property
     def anchor(self) -> Anchor:
@@ -63,16 +67,21 @@ def build_algorithm(
     """The preset ``name`` with its functions; arguments and ValueErrors are those of ``algorithm_facts``."""
     facts = table.algorithm_facts(name, options, settings)
     preset, numbers, anchor = facts.preset, facts.numbers, ANCHORS[facts.preset.anchor]
-    of_mask, of_weight, of_step = (
+    of_mask, of_weight = (
         {n: value for n, value in numbers.items() if table.OPTIONS[n].role in (role, "both")}
-        for role in ("mask", "weight", "step")
+        for role in ("mask", "weight")
+    )
+    of_step, of_correction = (
+        {n: value for n, value in numbers.items() if table.OPTIONS[n].role == role}
+        for role in ("step", "correction")
     )
     step_bound = None if preset.step_bound is None else getattr(rules, preset.step_bound)
-    module = sequence_rules if preset.sequences else rules
-    mask, weight = (
-        getattr(module if hasattr(module, name) else rules, name)
-        for name in (preset.mask, preset.weight)
-    )
+    modules = (sequence_rules, projection, rules) if preset.sequences else (projection, rules)
+    mask, weight = (_function(modules, name) for name in (preset.mask, preset.weight))
+    correction = None
+    if preset.correction is not None:
+        function = _function((sequence_rules,), preset.correction)
+        correction = partial(function, anchor=anchor, **of_correction)
     return Algorithm(
         name=name,
         preset=preset,
@@ -81,7 +90,14 @@ def build_algorithm(
         weight=partial(weight, anchor=anchor, **of_weight),
         step_bound=step_bound and partial(step_bound, **of_step),
         penalties=tuple((numbers[n], term) for n, term in PENALTIES.items() if numbers.get(n)),
+        correction=correction,
     )
+
+
+def _function(modules: Sequence[ModuleType], name: str) -> Callable[..., Any]:
+    """The function with that name in the first of ``modules`` that has one."""
+    owner = next(module for module in modules if hasattr(module, name))
+    return getattr(owner, name)
 
 
 @dataclass(frozen=True)
@@ -167,6 +183,9 @@ def policy_loss(
     loss = (value + slope * (used - used.detach())).sum()
     if algorithm.preset.centers:
         loss = loss + _centered(algorithm, inputs, decisions, token_scale)
+    if algorithm.preset.projects:
+        further, added = _projected(algorithm, inputs, decisions, token_scale)
+        loss, metrics = loss + further, metrics + added
     return LossSums(loss, metrics, inputs.loss_mask & ~decisions.trains)
 
 
@@ -183,6 +202,35 @@ def _centered(
     return (slope.to(topk.dtype) * (topk - topk.detach())).sum()
 
 
+def _projected(
+    algorithm: Algorithm, inputs: TokenInputs, decisions: Decisions, token_scale: Tensor | None
+) -> tuple[Tensor, MetricSums]:
+    """TROLL's part of the loss, and its metrics: the regression KL(pi || p) of trained tokens, and the difference that
+    the projection makes to the surrogate's gradient, which has the value 0.
+    """
+    assert inputs.topk_log_probs is not None
+    numbers = algorithm.numbers
+    with torch.no_grad():
+        found = projection.projected(inputs, numbers["kl_bound"])
+        trains = decisions.trains
+        surrogate = -torch.where(trains, decisions.capped * inputs.advantages, 0.0).double()
+        distance = numbers["regression"] * torch.where(trains, found.distance, 0.0)
+        columns = numbers["regression"] * found.distance_slopes
+        columns = columns + surrogate[..., None] * found.of_columns
+        columns = torch.where(trains[..., None], columns, 0.0)
+        own = surrogate * (found.of_sampled - 1) + columns[..., -1]
+        metrics = MetricSums(sums={names.PENALTY: distance.sum()})
+        if token_scale is not None:
+            scale = token_scale.double()
+            distance, own, columns = scale * distance, scale * own, scale[..., None] * columns
+    dtype = inputs.log_probs.dtype
+    used = torch.where(own != 0, inputs.log_probs, 0.0)
+    others = columns[..., :-1]
+    topk = torch.where(others != 0, inputs.topk_log_probs[..., :-1], 0.0)
+    loss = (distance.to(dtype) + own.to(dtype) * (used - used.detach())).sum()
+    return loss + (others.to(topk.dtype) * (topk - topk.detach())).sum(), metrics
+
+
 def _coefficients(
     algorithm: Algorithm, inputs: TokenInputs, decisions: Decisions
 ) -> tuple[Tensor, Tensor, MetricSums]:
@@ -192,11 +240,14 @@ def _coefficients(
     lost = inputs.loss_mask & (inputs.log_probs.isnan() | inputs.advantages.isnan())
     surrogate = torch.where(lost, torch.nan, surrogate)
     sums = {names.LOSS: surrogate.sum(dtype=torch.float64)}
-    if not algorithm.penalties:
+    if not algorithm.penalties and algorithm.correction is None:
         return surrogate, surrogate, MetricSums(sums=sums)
     counted = inputs.loss_mask & decisions.finite
     log_ratio = torch.where(counted, inputs.log_probs - inputs.rollout_log_probs, 0.0)
     terms = [(c, *term(log_ratio)) for c, term in algorithm.penalties]
+    if algorithm.correction is not None:
+        value, derivative = (torch.where(counted, x, 0.0) for x in algorithm.correction(inputs))
+        terms.append((1.0, value.to(surrogate.dtype), derivative.to(surrogate.dtype)))
     penalty = torch.stack([c * value for c, value, _ in terms]).sum(0)
     slope = torch.stack([c * derivative for c, _, derivative in terms]).sum(0)
     sums[names.PENALTY] = penalty.sum(dtype=torch.float64)

@@ -451,6 +451,9 @@ Penalty = Callable[[Tensor], tuple[Tensor, Tensor]]
 """log r = log pi - log mu -> (value of an additive term of the token's loss, its derivative by log pi). Holds for every
 trained token, whatever the advantage, those that a mask blocks included."""
 
+Correction = Callable[[TokenInputs], tuple[Tensor, Tensor]]
+"""(value of a row's own additive term at each token, derivative of their sum by each log pi), float64."""
+
 LARGEST_LOG_RATIO = 20.0
 """Exponents of penalties above it count as it: e^20 = 4.9e8, whose square, summed over a batch, is a float32."""
 

@@ -9,6 +9,9 @@ response: its tokens were sampled one after another, those of another branch bef
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -23,6 +26,7 @@ from megatron_dppo.algorithms.inputs import (
     sequence_maxima,
     sequence_means,
     sequence_quantile,
+    sequence_totals,
     trained_tokens,
 )
 from megatron_dppo.algorithms.rules import importance_ratio, inside, inward, measured, ratio_clip
@@ -223,3 +227,71 @@ def prefix_budget(
     spent_before = before(inputs, prefix_totals(inputs, spent), 0.0)
     allowed = (largest + budget * weights_before - spent_before).clamp(max=largest)
     return (inward(inputs, anchor) | (spent <= allowed)) & distance.isfinite()
+
+
+# TRIAGE (arXiv 2610.07043): what engine and trainer disagree on counts where the update would widen it.
+
+GATE_TIERS = ((-0.5, 0.3), (-1.5, 0.1))
+"""Mean of log pi' - log mu of a segment -> its weight below that."""
+TAIL_GAP = -6.0
+"""log pi' - log mu below which a token is in the tail; two of them leave a segment the least weight."""
+REPAIR_TARGET, REPAIR_SCALE = -0.03, math.sqrt(0.0005)
+"""Mean of log pi - log mu below which a segment is repaired, and beta of the penalty, the bound of its slope."""
+
+
+def _segments(inputs: TokenInputs, size: int) -> TokenInputs:
+    """``inputs`` whose sequences are runs of ``size`` trained tokens of a branch; the last one may be shorter."""
+    inputs = of_branches(inputs)
+    assert inputs.sequence_ids is not None
+    place = prefix_totals(inputs, torch.ones_like(inputs.log_probs)) - 1
+    number = (place.clamp(min=0) / size).floor().flatten()
+    ids = inputs.sequence_ids.flatten()
+    begins = (ids.diff() != 0) | (number.diff() != 0)
+    numbered = torch.nn.functional.pad(begins.long().cumsum(0), (1, 0))
+    return replace(inputs, sequence_ids=numbered.view_as(inputs.sequence_ids))
+
+
+@torch.no_grad()
+def gated_ratio(inputs: TokenInputs, anchor: Anchor, *, gate_segment: float) -> Tensor:
+    """w = g r: TRIAGE's gate g at tokens with pi' < mu in segments of ``gate_segment`` tokens whose mean advantage is
+    negative, where lowering pi widens the gap; elsewhere 1.
+
+    g is the smaller of two numbers of the segment: by its mean of log pi' - log mu (``GATE_TIERS``), and 1 - 0.9
+    min(k / 2, 1), k the tokens of it in the tail (``TAIL_GAP``).
+
+    Read: the authors' description of their code and its default numbers (InfiXAI/TRIAGE, METHODS and TRAINING), with
+    the scopes that they reported (``q3`` and ``adv_positive``). There the ratio is pi / pi' times min(pi' / mu, 2),
+    here r = pi / mu with the cap; there the loss is divided by the sum of the weights, here by the aggregation's count.
+    Not read: the paper's text.
+    """
+    segments = _segments(inputs, int(gate_segment))
+    gap = (anchor(inputs) - inputs.rollout_log_probs).double()
+    mean, advantage = sequence_means(segments, gap), sequence_means(segments, inputs.advantages)
+    gate = torch.ones_like(gap)
+    for below, weight in GATE_TIERS:
+        gate = torch.where(mean < below, weight, gate)
+    tail = sequence_totals(segments, (gap < TAIL_GAP).double())
+    gate = torch.minimum(gate, 1 - 0.9 * (tail / 2).clamp(max=1))
+    gate = torch.where((advantage < 0) & (gap < 0), gate, 1.0)
+    return importance_ratio(inputs, anchor) * gate.to(inputs.log_probs.dtype)
+
+
+@torch.no_grad()
+def repair(
+    inputs: TokenInputs, anchor: Anchor, *, repair_segment: float, repair: float
+) -> tuple[Tensor, Tensor]:
+    """TRIAGE's repair at each token: ``repair`` times beta^2 (sqrt(1 + (q / beta)^2) - 1), q = max(target - d, 0). d is
+    the mean of log pi - log mu over its segment of ``repair_segment`` tokens, whose mean advantage is positive. And the
+    derivative of the sum over tokens by each log pi, at most ``repair`` times beta in size.
+
+    In the authors' code it is a mean over segments of the whole update, here each token has its segment's value: with
+    ``token-mean`` the same, but that a last, shorter segment counts less. Sources: ``gated_ratio``'s.
+    """
+    segments = _segments(inputs, int(repair_segment))
+    gap = (inputs.log_probs - inputs.rollout_log_probs).double()
+    mean, advantage = sequence_means(segments, gap), sequence_means(segments, inputs.advantages)
+    missing = torch.where(advantage > 0, REPAIR_TARGET - mean, 0.0).clamp(min=0)
+    # A segment with a token that is no number is left as it is.
+    missing = torch.where(missing.isfinite(), missing, 0.0)
+    root = (1 + (missing / REPAIR_SCALE).square()).sqrt()
+    return repair * REPAIR_SCALE**2 * (root - 1), -repair * missing / root

@@ -30,13 +30,14 @@ Tail = Literal["one", "uniform", "proportional"]
 """What PDM takes the ids outside of TopK(mu) for: one token; as many equally likely ones; tokens whose mu / pi is that
 of their whole, whatever pi is at each, which takes the sum of pi^2 over the vocabulary."""
 EstimatorName = Literal["k1-on-policy", "k2", "k3", "k3-on-policy", "reverse-k3-on-policy"]
-Role = Literal["mask", "weight", "both", "step", "cap", "topk", "penalty"]
+Role = Literal["mask", "weight", "both", "step", "cap", "topk", "penalty", "correction"]
 
 
 @dataclass(frozen=True)
 class Option:
     """``meaning``; ``role``: the part of the algorithm that takes the number, both: mask and weight, step: what is
-    found of a whole step; its range, ``low`` excluded unless ``includes_low``, ``high`` included.
+    found of a whole step, correction: the row's own additive term; its range, ``low`` excluded unless
+    ``includes_low``, ``high`` included.
     """
 
     meaning: str
@@ -97,6 +98,15 @@ OPTIONS: dict[str, Option] = {
     "largest_shift": Option(
         "largest mean of |pi' / mu - 1| of a response whose tokens train whatever A is", "mask"
     ),
+    "gate_segment": Option(
+        "tokens of a segment that is judged by its gap of log pi' and log mu", "weight", whole=True
+    ),
+    "repair_segment": Option(
+        "tokens of a segment whose gap of log pi and log mu is repaired", "correction", whole=True
+    ),
+    "repair": Option("coefficient of the repair term", "correction", includes_low=True),
+    "kl_bound": Option("largest KL(p || mu), nats, of the projected policy p", "weight"),
+    "regression": Option("coefficient of KL(pi || p)", "correction", includes_low=True),
     "weight_min": Option("w_min: what a response's last token counts", "mask", 0, 1),
     "budget_low": Option("least mean divergence of a prefix that is allowed", "mask", 0, 1, True),
     "budget_high": Option("largest mean divergence of a prefix that is allowed", "mask", 0, 1),
@@ -130,8 +140,10 @@ class Preset:
     ``fixed``: arguments of the mask that are no option. ``divergence``: what the mask compares with its threshold, for
     records of a step; None where it measures none. ``whole_vocabulary``: it is taken over the anchor's whole
     distribution in TopK(mu)'s place. ``sequences``: the rule looks at whole responses. ``centers``: the score is
-    centered (``rules.centering``), with a gradient through TopK(mu). ``step_bound``: the function in
+    centered (``rules.centering``), with a gradient through TopK(mu). ``projects``: pi is projected
+    (``projection.py``), with a gradient through TopK(mu) too. ``step_bound``: the function in
     ``rules.py`` that finds of all tokens of an optimiser step what the mask reads, which costs a pass without gradient.
+    ``correction``: the function in ``sequence_rules.py`` of an additive term that is the row's own.
     """
 
     mask: str = "train_all"
@@ -144,6 +156,8 @@ class Preset:
     whole_vocabulary: bool = False
     sequences: bool = False
     centers: bool = False
+    projects: bool = False
+    correction: str | None = None
     step_bound: str | None = None
 
     def numbers(self, settings: Settings) -> dict[str, float]:
@@ -275,6 +289,25 @@ PRESETS: dict[str, Preset] = {
     ),
     "score-centering": Preset(stability={"ratio_cap": 2.0, "topk": 32}, centers=True),
     "off-policy-sequence-mask": _of_sequences("drifted_sequence", {"drift_threshold": 0.1}),
+    "triage": Preset(
+        "ratio_clip",
+        {
+            **CLIP_HIGHER,
+            "ratio_cap": 2.0,
+            "gate_segment": 64,
+            "repair_segment": 128,
+            "repair": 0.015,
+        },
+        anchor="recomputed",
+        weight="gated_ratio",
+        correction="repair",
+        sequences=True,
+    ),
+    "troll": Preset(
+        stability={"kl_bound": 0.05, "regression": 1.0, **TOPK},
+        weight="projected_ratio",
+        projects=True,
+    ),
 }
 """``algorithm.name`` -> its row.
 
@@ -304,7 +337,12 @@ class AlgorithmFacts:
     @property
     def reads_topk(self) -> bool:
         """Whether the algorithm looks at the Top-K tensors, whatever they hold."""
-        return self.preset.centers or self.preset.divergence in ("topk_tv", "topk_kl")
+        return self.needs_topk_gradient or self.preset.divergence in ("topk_tv", "topk_kl")
+
+    @property
+    def needs_topk_gradient(self) -> bool:
+        """The loss has a gradient through log pi at TopK(mu)."""
+        return self.preset.centers or self.preset.projects
 
     @property
     def needs_sum_squares(self) -> bool:

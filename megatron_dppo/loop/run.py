@@ -155,7 +155,7 @@ class Run:
         )
         with self.timer("start"), patience("others start"):
             topk = self.topk > 0 or algorithm.needs_recomputed_distribution
-            spec = StatsSpec(topk, True, algorithm.preset.centers, algorithm.needs_sum_squares)
+            spec = StatsSpec(topk, True, algorithm.needs_topk_gradient, algorithm.needs_sum_squares)
             self.trainer = Trainer(config, spec)
             files = model_files(config.model.hf_checkpoint, config.lora.start_from)
             self.hashes = BackgroundHashes(files, self.trainer.topology)

@@ -360,6 +360,8 @@ RULES: dict[str, dict[str, float]] = {
     "m2po-areal": {"second_moment": 0.4},
     "vaco": {"largest_shift": 0.4, "clip_low": 0.9, "clip_high": 9},
     "score-centering": {"topk": 4, "ratio_cap": 0.8},
+    "triage": {"gate_segment": 3, "repair_segment": 4, "repair": 1.0},
+    "troll": {"topk": 4, "kl_bound": 0.002},
 }
 RULE_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "packed otherwise": ({}, {"budget": 64}),
@@ -461,7 +463,7 @@ def test_rules_of_whole_responses_train_alike_in_every_layout(tmp_path: Path) ->
     assert not wrong
     steps = torch.load(tmp_path / "ruled.pt", weights_only=True)["metrics"]
     for name, metrics in zip(RULES, steps, strict=True):
-        blocks = name not in ("minpro", "score-centering")
+        blocks = name not in ("minpro", "score-centering", "triage", "troll")
         tokens = metrics["policy/tokens"]
         assert (0.02 * tokens < metrics["mask/masked"] < 0.98 * tokens) == blocks, name
 

@@ -39,7 +39,7 @@ BLOCKED, PPO_ONLY, OWN_ONLY = "mask/masked", "mask/ppo_only", "mask/dppo_only"
 OTHER_WEIGHTS = {"gspo", "drpo", "bpo", "sapo", "gmpo", "minpro", "score-centering"}
 """Presets whose weight is not pi / mu, or not all of the gradient."""
 SAME_RATIO = [name for name in PRESETS if name not in OTHER_WEIGHTS]
-UNMASKED = ("pg-is", "pg-tis", "cispo", "drpo", "sapo", "minpro", "score-centering")
+UNMASKED = ("pg-is", "pg-tis", "cispo", "drpo", "sapo", "minpro", "score-centering", "troll")
 BUILT = [build_algorithm(name) for name in PRESETS]
 CARRIED = {a.name: "whole" if a.needs_full_distribution else f"top {a.topk}" for a in BUILT}
 """What of TopK(mu) the batch has that a preset is replayed on."""

@@ -173,4 +173,14 @@ GOLDEN = {
         {"drift_threshold": 0.1, "ratio_cap": INF}, {"drift_threshold": 0.1, "ratio_cap": INF},
         "chosen", OWN,
     ),
+    "triage": golden(
+        {**STUDY, "ratio_cap": 2.0, "gate_segment": 64, "repair_segment": 128, "repair": 0.015},
+        {**STUDY, "ratio_cap": 2.0, "gate_segment": 64, "repair_segment": 128, "repair": 0.015},
+        "2610.07043, its authors' code", OWN,
+    ),
+    "troll": golden(
+        {"kl_bound": 0.05, "regression": 1.0, "topk": 20, "ratio_cap": INF},
+        {"kl_bound": 0.05, "regression": 1.0, "topk": 20, "ratio_cap": INF},
+        "2510.03817, its authors' code; chosen (K as DPPO's)", OWN,
+    ),
 }  # fmt: skip

@@ -729,3 +729,131 @@ def test_a_token_s_factor_scales_its_centering_too():
     (quarter,) = torch.autograd.grad(scaled, pi, retain_graph=True)
     (whole,) = torch.autograd.grad(policy_loss(algorithm, x).loss, pi)
     torch.testing.assert_close(quarter, whole / 4)
+
+
+# --- TRIAGE
+
+
+def gate_by_loop(gaps, advantages, size):
+    """The gate of one branch's trained tokens, in plain Python."""
+    gates = []
+    for start in range(0, len(gaps), size):
+        part = gaps[start : start + size]
+        signs = advantages[start : start + size]
+        mean = sum(part) / len(part)
+        tier = 0.1 if mean < -1.5 else 0.3 if mean < -0.5 else 1.0
+        weight = min(tier, 1 - 0.9 * min(sum(g < -6 for g in part) / 2, 1))
+        is_judged = sum(signs) < 0
+        gates += [weight if is_judged and g < 0 else 1.0 for g in part]
+    return gates
+
+
+def repair_by_loop(gaps, advantages, size):
+    """Value and slope of the repair of one branch's trained tokens, by the published formula with coefficient 1."""
+    beta, found = math.sqrt(0.0005), []
+    for start in range(0, len(gaps), size):
+        part = gaps[start : start + size]
+        q = max(-0.03 - sum(part) / len(part), 0)
+        q = q if sum(advantages[start : start + size]) > 0 else 0.0
+        root = math.sqrt(1 + (q / beta) ** 2)
+        found += [(beta**2 * (root - 1), -q / root)] * len(part)
+    return found
+
+
+def far_responses(seed):
+    """Five packed responses with gaps of pi' and of pi that reach into the tail; some tokens do not train."""
+    rng = random.Random(seed)
+    ids = [n for n in range(5) for _ in range(rng.randint(1, 14))]
+    mask = [rng.random() > 0.2 for _ in ids]
+    mu = [rng.uniform(-1.0, -0.1) for _ in ids]
+    old = [m + rng.choice((-7.0, -2.0, -0.6, -0.2, 0.05)) for m in mu]
+    pi = [o + rng.gauss(0, 0.1) for o in old]
+    signs = [rng.choice((-1.0, 1.0)) for _ in range(5)]
+    x = TokenInputs(
+        log_probs=torch.tensor(pi, dtype=F64).requires_grad_(),
+        rollout_log_probs=torch.tensor(mu, dtype=F64),
+        recomputed_log_probs=torch.tensor(old, dtype=F64),
+        advantages=torch.tensor([signs[n] for n in ids], dtype=F64),
+        loss_mask=torch.tensor(mask),
+        sequence_ids=torch.tensor(ids),
+    )
+    return x, [[i for i, n in enumerate(ids) if n == number and mask[i]] for number in range(5)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_triage_is_that_of_a_loop_over_segments(seed):
+    x, rows_of = far_responses(seed)
+    weight = sequence_rules.gated_ratio(x, recomputed, gate_segment=3)
+    value, slope = sequence_rules.repair(x, recomputed, repair_segment=4, repair=0.5)
+    gates = []
+    for rows in rows_of:
+        signs = x.advantages[rows].tolist()
+        old = (x.recomputed_log_probs - x.rollout_log_probs)[rows].tolist()
+        new = (x.log_probs - x.rollout_log_probs)[rows].detach()
+        gate = gate_by_loop(old, signs, 3)
+        expected = [g * math.exp(r) for g, r in zip(gate, new.tolist(), strict=True)]
+        assert weight[rows].tolist() == pytest.approx(expected)
+        repaired = repair_by_loop(new.tolist(), signs, 4)
+        assert value[rows].tolist() == pytest.approx([0.5 * v for v, _ in repaired])
+        assert slope[rows].tolist() == pytest.approx([0.5 * s for _, s in repaired])
+        gates += gate
+    assert {0.1, 1.0} <= set(gates)
+
+
+def test_the_repair_s_slope_is_the_derivative_of_its_sum():
+    x, _ = far_responses(3)
+    log_probs = (x.rollout_log_probs + 0.02 * torch.linspace(-4, 0, len(x.log_probs))).detach()
+    at = lambda values: replace(x, log_probs=values)  # noqa: E731
+    value = lambda y: sequence_rules.repair(y, recomputed, repair_segment=4, repair=1.0)[0]  # noqa: E731
+    _, slope = sequence_rules.repair(at(log_probs), recomputed, repair_segment=4, repair=1.0)
+    assert slope.min() < -0.01
+    for i in torch.nonzero(x.loss_mask).flatten().tolist():
+        step = torch.zeros_like(log_probs)
+        step[i] = 1e-6
+        ends = [value(at(log_probs + s * step))[x.loss_mask].sum() for s in (1, -1)]
+        assert slope[i].item() == pytest.approx(((ends[0] - ends[1]) / 2e-6).item(), abs=1e-6)
+
+
+def test_triage_at_its_bounds_by_hand():
+    """A segment of two, A < 0: means of -0.5 and -1.5 are in the tier above; a gap of -6 is not yet in the tail."""
+
+    def gate(*gaps, advantage=-1.0):
+        mu = torch.full((len(gaps),), -0.25, dtype=F64)
+        old = mu + torch.tensor(gaps, dtype=F64)
+        x = TokenInputs(
+            log_probs=mu, rollout_log_probs=mu, recomputed_log_probs=old,
+            advantages=torch.full_like(mu, advantage), loss_mask=torch.ones(len(gaps), dtype=torch.bool),
+            sequence_ids=torch.zeros(len(gaps), dtype=torch.int64),
+        )  # fmt: skip
+        return sequence_rules.gated_ratio(x, recomputed, gate_segment=2).tolist()
+
+    assert gate(-0.5, -0.5) == [1.0, 1.0]
+    assert gate(-0.75, -0.5) == [pytest.approx(0.3)] * 2
+    assert gate(-1.5, -1.5) == [pytest.approx(0.3)] * 2
+    assert gate(-2.0, -1.5) == [pytest.approx(0.1)] * 2
+    # One in the tail: 0.55; beside +6.5 the mean is 0, and the raised token keeps its weight.
+    assert gate(-6.5, 6.5) == [pytest.approx(0.55), 1.0]
+    assert gate(-6.0, 6.0) == [1.0, 1.0]
+    # A third token is a segment of its own; with A > 0 nothing is gated.
+    assert gate(-2.0, -2.0, -0.25) == [pytest.approx(0.1), pytest.approx(0.1), 1.0]
+    assert gate(-2.0, -2.0, advantage=1.0) == [1.0, 1.0]
+
+
+def test_triage_s_repair_reaches_the_loss_and_stops_at_numbers_that_are_none():
+    x, _ = far_responses(1)
+    plain = policy_loss(build_algorithm("triage", {"repair": 0.0}), x)
+    repaired = policy_loss(build_algorithm("triage", {"repair": 2.0}), x)
+    value, slope = sequence_rules.repair(x, recomputed, repair_segment=128, repair=2.0)
+    counted = x.loss_mask
+    assert repaired.metrics.values()["loss/penalty"] == pytest.approx(float(value[counted].sum()))
+    assert float(value[counted].sum()) > 0
+    slopes = [
+        torch.autograd.grad(sums.loss, x.log_probs, retain_graph=True)[0]
+        for sums in (plain, repaired)
+    ]
+    torch.testing.assert_close(slopes[1] - slopes[0], torch.where(counted, slope, 0.0))
+    lost = x.rollout_log_probs.clone()
+    lost[torch.nonzero(counted)[0]] = -math.inf
+    sums = policy_loss(build_algorithm("triage"), replace(x, rollout_log_probs=lost))
+    assert sums.loss.isfinite()
+    assert torch.autograd.grad(sums.loss, x.log_probs)[0].isfinite().all()

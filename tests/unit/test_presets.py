@@ -94,13 +94,13 @@ def test_what_each_algorithm_costs_is_declared():
     assert {n for n, a in built.items() if a.needs_recomputed} == {
         "minirl", "minirl-tis", "dppo-decoupled-binary-tv", "dppo-decoupled-binary-kl",
         "mask-0.5-recompute", "icepop", "recomputed-exact-tv", "recomputed-exact-kl",
-        "geometric-mask", "vaco",
+        "geometric-mask", "vaco", "triage",
     }  # fmt: skip
     assert {n: a.topk for n, a in built.items() if a.topk} == {
         **dict.fromkeys(
             [
                 *("dppo-topk-tv", "dppo-topk-kl", "cppo-topk-tv", "cppo-topk-kl"),
-                *("pdm-aggregated", "pdm-uniform", "pdm-tail"),
+                *("pdm-aggregated", "pdm-uniform", "pdm-tail", "troll"),
             ],
             20,
         ),
@@ -116,14 +116,18 @@ def test_what_each_algorithm_costs_is_declared():
         "recomputed-exact-kl",
     }
     assert {n for n, a in built.items() if a.reads_topk} == {
-        n for n in PRESETS if "topk" in n or "exact" in n or "pdm" in n or "center" in n
+        n for n in PRESETS if any(word in n for word in ("topk", "exact", "pdm", "center", "troll"))
     }
     assert {n for n, a in built.items() if a.step_bound} == {"m2po", "m2po-areal"}
     assert {n for n, a in built.items() if a.needs_sum_squares} == {"pdm-tail"}
     assert {n for n, row in PRESETS.items() if row.centers} == {"score-centering"}
+    assert {n for n, row in PRESETS.items() if row.projects} == {"troll"}
+    assert {n for n, a in built.items() if a.needs_topk_gradient} == {"score-centering", "troll"}
+    assert {n for n, a in built.items() if a.correction} == {"triage"}
     assert {n for n, row in PRESETS.items() if row.sequences} == {
         "gspo", "cppo-binary-tv", "cppo-topk-tv", "cppo-binary-kl", "cppo-topk-kl", "gmpo", "minpro",
         "trm-max", "trm-mean", "geometric-mask", "vaco", "off-policy-sequence-mask",
+        "triage",
     }  # fmt: skip
 
 
@@ -239,7 +243,9 @@ RANGES = {
     ),
     "sequence_high": "[1, inf]",
     **dict.fromkeys(["mismatch_low", "kl_coefficient", "log_ratio_coefficient"], "[0, inf]"),
+    **dict.fromkeys(["regression", "repair"], "[0, inf]"),
     **dict.fromkeys(["mismatch_high", "penalty_threshold", "ratio_cap", "topk"], "(0, inf]"),
+    **dict.fromkeys(["gate_segment", "repair_segment", "kl_bound"], "(0, inf]"),
 }
 """Square brackets include the end."""
 

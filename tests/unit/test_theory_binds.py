@@ -147,7 +147,7 @@ RADIUS = {
     "ppo": 0.1, "grpo": 0.1, "icepop": 0.1, "geometric-mask": 0.1, "vaco": 0.1,
     # r of the rising token may reach 1.28: the falling one has stopped at 0.8 by then.
     **dict.fromkeys(["grpo-clip-higher", "minirl", "minirl-tis", "relax-high", "relax-low",
-                     "relax-both"], 0.14),
+                     "relax-both", "triage"], 0.14),
     **{name: 0.15 for name in PRESETS if name.endswith("-tv")},
     **{name: KL_RADIUS for name in PRESETS if name.endswith("-kl")},
     "gspo": 2e-4,

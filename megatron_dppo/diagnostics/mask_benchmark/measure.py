@@ -253,14 +253,14 @@ def copy_bandwidth(device: str, numel: int, dtype: torch.dtype) -> float:
 NEVER = {
     "tv_threshold": 1.0, "kl_threshold": 1e9, "clip_low": 1.0, "clip_high": 1e9, "log_clip": 1e9,
     "budget_high": 1.0, "budget_low": 1.0, "largest_k2": 1e9, "mean_k3": 1e9, "drift_threshold": 1e9,
-    "sequence_low": 0.0, "sequence_high": 1e9, "second_moment": 1e9, "largest_shift": 1e9,
+    "kl_bound": 1e9, "sequence_low": 0.0, "sequence_high": 1e9, "second_moment": 1e9, "largest_shift": 1e9,
 }  # fmt: skip
 """Thresholds that no token exceeds: every mask runs and blocks nothing."""
 MASKS = (
     "dppo-binary-tv", "dppo-binary-kl", "dppo-topk-tv", "dppo-topk-kl", "dppo-symmetric", "kpop", "bpo", "sapo",
     "gspo", "gmpo", "minpro", "trm-max", "trm-mean", "geometric-mask", "off-policy-sequence-mask",
     "cppo-binary-tv", "cppo-topk-tv", "pdm-aggregated", "pdm-uniform", "pdm-tail", "score-centering",
-    "m2po", "m2po-areal", "vaco", "dppo-exact-tv", "dppo-exact-kl", "pdm-exact",
+    "m2po", "m2po-areal", "vaco", "triage", "troll", "dppo-exact-tv", "dppo-exact-kl", "pdm-exact",
 )  # fmt: skip
 QUADRATIC = "pg-is + (log r)^2"
 RESPONSE_TOKENS = 128
@@ -326,7 +326,7 @@ class Update:
         assert stats.entropy is not None
         topk = stats.topk_log_probs
         if topk is not None:
-            topk = topk if self.algorithm.preset.centers else topk.detach()
+            topk = topk if self.algorithm.needs_topk_gradient else topk.detach()
             topk = torch.cat([topk, stats.log_probs.detach()[:, None]], 1)
         return TokenInputs(
             log_probs=stats.log_probs,

@@ -1,0 +1,132 @@
+"""TROLL's projection of pi onto a KL ball around mu (arXiv 2510.03817), over TopK(mu), the sampled token and "other".
+
+Legend: K = ids of TopK(mu); P = K + 2 points: TopK(mu), the sampled token where TopK(mu) lacks it, and "other", which
+has the rest of each distribution. l = log pi and m = log mu at the points.
+
+The projection is the distribution p that is nearest to pi in KL(p || pi) among those with KL(p || mu) <= bound. Where
+pi itself is one, p = pi. Elsewhere p is proportional to pi^(1 - x) mu^x, and x in (0, 1] is found by halving. With the
+constraint differentiated too, and d = m - l, means and covariances under p:
+
+    d log p(y) = (1 - x) [ dl(y) - E dl - (d(y) - E d) Cov(d, dl) / Var(d) ].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms.inputs import Anchor, TokenInputs, rollout
+from megatron_dppo.algorithms.rules import topk_of
+
+HALVINGS = 60
+"""Of the interval in which x is looked for: float64 has no more digits."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Of each token, float64 and without gradient.
+
+    ``log_ratio``: log p(y) - log mu(y) at the sampled token y. ``distance``: KL(pi || p), 0 where pi is not projected.
+    ``of_sampled``: d log p(y) / d log pi(y), the part that is y's own. ``of_columns`` ``[..., K + 1]``: the rest of the
+    derivative of log p(y), by log pi at TopK(mu) and at y. ``distance_slopes`` ``[..., K + 1]``: d KL(pi || p) by the
+    same, with p fixed. The last column is 0 where TopK(mu) holds y.
+    """
+
+    log_ratio: Tensor
+    distance: Tensor
+    of_sampled: Tensor
+    of_columns: Tensor
+    distance_slopes: Tensor
+
+
+@torch.no_grad()
+def projected(inputs: TokenInputs, kl_bound: float) -> Projection:
+    """Project pi at each token; tokens within ``kl_bound`` nats keep their own log-probability.
+
+    Read: the paper's method in two descriptions of it, and the configuration of the authors' code
+    (NiklasFreymuth/troll), whose bound of 0.05, regression of 1 and K of up to 256 it has. There the centre is pi' of
+    the trainer, and what is left out of the sparse distribution counts as next to nothing; here it is mu, with the
+    bucket "other" of the Top-K divergences. Not read: the paper's text and the library that solves the projection
+    (pbecker93/discrete_trpl).
+    """
+    columns = topk_of(inputs, rollout)
+    log_pi, log_mu = _points(*columns)
+    x = _interpolation(log_pi, log_mu, kl_bound)
+    p = _mix(log_pi, log_mu, x).exp()
+    keeps = x == 0
+    spread = torch.where(p > 0, log_mu - log_pi, 0.0)
+    centred = spread - (p * spread).sum(-1, keepdim=True)
+    variance = (p * centred.square()).sum(-1, keepdim=True).clamp(min=1e-300)
+    own_pi, own_mu = (c[..., -1:].detach().double() for c in columns[:2])
+    own_centred = own_mu - own_pi - (p * spread).sum(-1, keepdim=True)
+    scale = (1 - x)[..., None]
+    # By the points as if they were free; then "other", whose probability is 1 less the others', is put back.
+    of_points = -scale * p * (1 + own_centred * centred / variance)
+    log_p = _mix(log_pi, log_mu, x)
+    gaps = torch.where(p > 0, log_pi - log_p, 0.0)
+    pi = log_pi.exp()
+    of_columns = of_points[..., :-1] - of_points[..., -1:] * pi[..., :-1] / pi[..., -1:]
+    distance_slopes = pi[..., :-1] * (gaps[..., :-1] - gaps[..., -1:])
+    own = (1 - x) * own_pi[..., 0] + x * own_mu[..., 0] - _normaliser(log_pi, log_mu, x)
+    return Projection(
+        log_ratio=torch.where(keeps, own_pi[..., 0], own) - own_mu[..., 0],
+        distance=torch.where(keeps, 0.0, (pi * gaps).sum(-1)),
+        of_sampled=1 - x,
+        of_columns=torch.where(keeps[..., None], 0.0, of_columns),
+        distance_slopes=torch.where(keeps[..., None], 0.0, distance_slopes),
+    )
+
+
+@torch.no_grad()
+def projected_ratio(inputs: TokenInputs, anchor: Anchor, *, kl_bound: float) -> Tensor:
+    """w = p(y) / mu(y) with the projected policy p: TROLL's importance ratio."""
+    return projected(inputs, kl_bound).log_ratio.exp().to(inputs.log_probs.dtype)
+
+
+def _points(topk: Tensor, rollout_topk: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """log pi and log mu at the P points, [..., P] float64, normalised; -inf where a column is not valid."""
+    smallest = 4 * torch.finfo(topk.dtype).eps
+    points = []
+    for log_probs in (topk, rollout_topk):
+        log_p = torch.where(valid, log_probs.detach().double().clamp(max=0), -torch.inf)
+        rest = (1 - log_p.exp().sum(-1, keepdim=True)).clamp(min=smallest).log()
+        points.append(torch.cat([log_p, rest], -1).log_softmax(-1))
+    return points[0], points[1]
+
+
+def _interpolation(log_pi: Tensor, log_mu: Tensor, kl_bound: float) -> Tensor:
+    """x of each token: 0 where KL(pi || mu) is within the bound, else the one at which the mixture's is the bound."""
+    zero = torch.zeros_like(log_pi[..., 0])
+    far = _kl(log_pi, log_mu, zero) > kl_bound
+    low, high = zero, torch.where(far, 1.0, zero)
+    for _ in range(HALVINGS):
+        middle = 0.5 * (low + high)
+        is_outside = _kl(log_pi, log_mu, middle) > kl_bound
+        low = torch.where(is_outside, middle, low)
+        high = torch.where(is_outside, high, middle)
+    return high
+
+
+def _normaliser(log_pi: Tensor, log_mu: Tensor, x: Tensor) -> Tensor:
+    return _unnormalised(log_pi, log_mu, x).logsumexp(-1)
+
+
+def _mix(log_pi: Tensor, log_mu: Tensor, x: Tensor) -> Tensor:
+    """log of the distribution proportional to pi^(1 - x) mu^x."""
+    return _unnormalised(log_pi, log_mu, x).log_softmax(-1)
+
+
+def _unnormalised(log_pi: Tensor, log_mu: Tensor, x: Tensor) -> Tensor:
+    weight = x[..., None]
+    absent = log_mu == -torch.inf
+    mixed = (1 - weight) * log_pi + weight * torch.where(absent, 0.0, log_mu)
+    return torch.where(absent, -torch.inf, mixed)
+
+
+def _kl(log_pi: Tensor, log_mu: Tensor, x: Tensor) -> Tensor:
+    """KL(mixture || mu), nats."""
+    log_p = _mix(log_pi, log_mu, x)
+    present = log_p > -torch.inf
+    return torch.where(present, log_p.exp() * (log_p - log_mu), 0.0).sum(-1)
