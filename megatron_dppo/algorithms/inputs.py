@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms.table import AnchorName
+from megatron_dppo.algorithms.table import AdvantageName, AnchorName
 
+SMALLEST_DEVIATION = 1e-6
+"""Added to a group's standard deviation before it divides."""
 PER_TOKEN = (
     "rollout_log_probs",
     "advantages",
@@ -224,13 +226,22 @@ def _scan(
     return scanned.view_as(values)
 
 
-def group_relative(rewards: Sequence[float] | Tensor, group_size: int) -> Tensor:
+def group_relative(
+    rewards: Sequence[float] | Tensor, group_size: int, advantage: AdvantageName = "group-mean"
+) -> Tensor:
     """A_i = R_i - mean of the rewards of its group; no division by the standard deviation (arXiv
     2602.04879, section 2).
 
-    ``rewards`` ``[N]``: the responses of a prompt stand together, ``group_size`` of them; the mean
-    includes the response itself. Returns float32 ``[N]``. A group whose rewards are all equal gets
-    exactly 0.
+    Args:
+        rewards: ``[N]``; the responses of a prompt stand together, ``group_size`` of them.
+        group_size: responses to a prompt.
+        advantage: ``group-mean``: the mean includes the response itself; ``leave-one-out``: it is that of the others
+            (RLOO, arXiv 2402.14740), which is G / (G - 1) times the first; ``group-standardized``: the first divided by
+            the group's standard deviation (of G - 1 degrees of freedom) plus 1e-6 (GRPO, arXiv 2402.03300). A group of
+            one has no others, and gets 0.
+
+    Returns:
+        float32 ``[N]``. A group whose rewards are all equal gets exactly 0.
 
     Raises ValueError where N is not a multiple of ``group_size``, or a reward is not finite.
     """
@@ -248,20 +259,29 @@ def group_relative(rewards: Sequence[float] | Tensor, group_size: int) -> Tensor
     groups = values.view(-1, group_size)
     centred = groups - groups.mean(1, keepdim=True)
     constant = (groups == groups[:, :1]).all(1, keepdim=True)
+    others = max(group_size - 1, 1)
+    if advantage == "leave-one-out":
+        centred = centred * (group_size / others)
+    if advantage == "group-standardized":
+        deviation = (centred.square().sum(1, keepdim=True) / others).sqrt()
+        centred = centred / (deviation + SMALLEST_DEVIATION)
     # The mean's rounding would give a gradient to a group that has none.
     return torch.where(constant, 0.0, centred).flatten().float()
 
 
-def turn_relative(returns: Sequence[Sequence[float]], group_size: int) -> list[list[float]]:
+def turn_relative(
+    returns: Sequence[Sequence[float]], group_size: int, advantage: AdvantageName = "group-mean"
+) -> list[list[float]]:
     """A_ik = G_ik - mean over the group's j of G_j,min(k, K_j): a turn's return beside those of the others' turns of
     its number; a response that ended before counts with its last turn.
 
     ``returns``: by response G_i1 .. G_iK, what it earned from that turn on, as ``group_relative`` takes rewards. A_i1
-    is what ``group_relative`` makes of the whole rewards. Where only last turns earn anything, so is every A_ik.
+    is what ``group_relative`` makes of the whole rewards. Where only last turns earn anything, so is every A_ik. With
+    another ``advantage`` than the mean, the turns of a number are compared as ``group_relative`` says.
     """
     longest = max(map(len, returns), default=0)
     columns = [
-        group_relative([g[min(k, len(g) - 1)] for g in returns], group_size).tolist()
+        group_relative([g[min(k, len(g) - 1)] for g in returns], group_size, advantage).tolist()
         for k in range(longest)
     ]
     return [[columns[k][i] for k in range(len(g))] for i, g in enumerate(returns)]

@@ -29,6 +29,8 @@ AggregationName = Literal[
 Tail = Literal["one", "uniform", "proportional"]
 """What PDM takes the ids outside of TopK(mu) for: one token; as many equally likely ones; tokens whose mu / pi is that
 of their whole, whatever pi is at each, which takes the sum of pi^2 over the vocabulary."""
+AdvantageName = Literal["group-mean", "leave-one-out", "group-standardized"]
+"""What a response's reward is compared with: ``inputs.group_relative``."""
 EstimatorName = Literal["k1-on-policy", "k2", "k3", "k3-on-policy", "reverse-k3-on-policy"]
 Role = Literal["mask", "weight", "both", "step", "cap", "topk", "penalty", "correction"]
 

@@ -334,6 +334,7 @@ def check_config(
         _algorithm(algorithm),
         _aggregation(algorithm),
         _reference(algorithm),
+        length_penalty_faults(algorithm, rollout),
         data_file_faults(config.data),
         prompt_form_faults(config.data, rollout.stop),
         reward_faults(config.reward),
@@ -488,6 +489,17 @@ def _aggregation(algorithm: schema.AlgorithmConfig) -> layout.Faults:
         yield (
             f"algorithm.aggregation_constant: got {algorithm.aggregation_constant} with aggregation "
             f"{algorithm.aggregation!r}, expected null: only 'sequence-mean-with-constant' divides by it"
+        )
+
+
+def length_penalty_faults(
+    algorithm: schema.AlgorithmConfig, rollout: schema.RolloutConfig
+) -> layout.Faults:
+    """Why responses can't be penalized by their length as the configuration says."""
+    if algorithm.overlong_tokens > rollout.max_response_tokens:
+        yield (
+            f"algorithm.overlong_tokens: got {algorithm.overlong_tokens}, expected at most "
+            f"rollout.max_response_tokens, {rollout.max_response_tokens}"
         )
 
 

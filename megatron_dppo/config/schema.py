@@ -178,6 +178,15 @@ class AlgorithmConfig(Section):
     truncated_responses: Literal["as-verified", "zero-reward", "drop"] = "zero-reward"
     """What a response that hit the length limit earns: ``zero-reward``: 0, or its reward where that is less; ``drop``:
     no gradient, but it stays in the baseline."""
+    overlong_tokens: int = Field(default=0, ge=0)
+    """Tokens before ``rollout.max_response_tokens`` over which a response's reward falls by up to 1, linearly in its
+    length (DAPO's soft overlong penalty); at the limit it is 1. 0: none. It comes after ``truncated_responses``."""
+    length_penalty: float = Field(default=0.0, ge=0)
+    """What a response of ``rollout.max_response_tokens`` tokens loses of its reward; a shorter one loses its share."""
+    advantage: table.AdvantageName = "group-mean"
+    """What a reward is compared with: the mean of its group; the mean of the others (RLOO); the mean, in the group's
+    standard deviations (GRPO). Dividing by the deviation weighs prompts of nearly equal rewards more (Dr. GRPO, arXiv
+    2503.20783, calls that a bias of difficulty)."""
 
     def facts(self) -> table.AlgorithmFacts:
         """The row with the numbers in force. Raises ValueError for a name, an option or a value that is none."""

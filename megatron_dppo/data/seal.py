@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from megatron_dppo.algorithms.inputs import group_relative, turn_relative
+from megatron_dppo.algorithms.table import AdvantageName
 from megatron_dppo.data.trajectory import Outline, Problem, Stamp, Trajectory
 from megatron_dppo.system.errors import RunError
 
@@ -64,6 +65,7 @@ class Origin:
     around a prompt. ``group_size``: responses to a prompt. ``problems``: of the training set, by id. ``credit``: as
     ``environment.credit``. ``generation_tokens``: the last ones of a prompt, before which an environment may put a
     first observation; None without an environment. ``makes_prompts``: an environment does, in place of the problems'.
+    ``advantage``: as ``algorithm.advantage``.
     """
 
     sampling: Mapping[str, Any]
@@ -73,6 +75,7 @@ class Origin:
     credit: str = "trajectory"
     generation_tokens: int | None = None
     makes_prompts: bool = False
+    advantage: AdvantageName = "group-mean"
 
     def has_prompt(self, t: Trajectory) -> bool:
         """Whether ``t`` answers the prompt of its problem, or that and an environment's first observation, or one that
@@ -184,9 +187,10 @@ def sampling_faults(
             yield f"{name}: {len(others)} responses were asked for with {others[0]!r}, expected {value!r}"
 
 
-def advantage_faults(outlines: Sequence[Outline], group_size: int) -> Iterator[str]:
+def advantage_faults(outlines: Sequence[Outline], origin: Origin) -> Iterator[str]:
     """Advantages that are not those of their group's rewards."""
-    expected = group_relative([t.reward for t in outlines], group_size).tolist()
+    rewards = [t.reward for t in outlines]
+    expected = group_relative(rewards, origin.group_size, origin.advantage).tolist()
     for t, advantage in zip(outlines, expected, strict=True):
         if t.advantage != advantage:
             yield f"{t}: advantage: got {t.advantage:g}, expected {advantage:g} by its group's rewards"
@@ -207,7 +211,7 @@ def credit_faults(trajectories: Sequence[Trajectory], origin: Origin) -> Iterato
         if len(of_turns) != t.turns or of_turns[0] != t.reward:
             yield f"{t}: returns of turns: got {of_turns}, expected {t.turns}, the first {t.reward:g}"
             return
-    expected = turn_relative(returns, origin.group_size)
+    expected = turn_relative(returns, origin.group_size, origin.advantage)
     for t, by_turn in zip(trajectories, expected, strict=True):
         if not np.array_equal(t.advantages, t.by_token(by_turn)):
             yield f"{t}: advantages: got others than {by_turn}, those of its turns"

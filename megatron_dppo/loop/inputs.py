@@ -123,6 +123,7 @@ class RunData:
             environment.credit,
             generation_tokens,
             makes_prompts(environment.name),
+            self._config.algorithm.advantage,
         )
 
     @property

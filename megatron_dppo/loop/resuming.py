@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.data_schema import RewardConfig, RewardTerm
-from megatron_dppo.config.schema import CheckpointConfig, RunConfig, TrainConfig
+from megatron_dppo.config.schema import AlgorithmConfig, CheckpointConfig, RunConfig, TrainConfig
 from megatron_dppo.loop import inputs
 from megatron_dppo.metrics import records
 from megatron_dppo.rewards.answers import hand_over
@@ -204,6 +204,7 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
         "algorithm.reference_importance_weights": algorithm.reference_importance_weights,
         "algorithm.reference_kl": algorithm.reference_kl,
         "algorithm.truncated_responses": algorithm.truncated_responses,
+        **_advantage_identity(algorithm),
         "data.train (SHA-256)": data_sha256,
         "data.train (keys)": [
             [file.prompt_key, file.answer_key, *filter(None, [file.metadata_key])]
@@ -225,6 +226,15 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
 def _argument_identity(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The chat template's arguments, where there are any: earlier checkpoints have no such key."""
     return {"data.chat_template_arguments": dict(arguments)} if arguments else {}
+
+
+def _advantage_identity(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """What decides on the advantages beside the rewards; as little as differs from defaults, as checkpoints of before
+    have none of it."""
+    usual = AlgorithmConfig()
+    keys = ("advantage", "overlong_tokens", "length_penalty")
+    values = {key: getattr(algorithm, key) for key in keys}
+    return {f"algorithm.{k}": v for k, v in values.items() if v != getattr(usual, k)}
 
 
 _WHERE = ("url", "api_key_variable")

@@ -458,7 +458,7 @@ class BatchSeals:
         by_rank = all_gather_json(report)
         faults = [fault for of_rank, *_ in by_rank for fault in of_rank]
         faults += seals.group_faults(batch.outlines, size)
-        faults += seals.advantage_faults(batch.outlines, size)
+        faults += seals.advantage_faults(batch.outlines, self.origin)
         faults += seals.seed_faults([seed for _, _, of_rank, _ in by_rank for seed in of_rank])
         faults += [] if saved is None else seals.file_faults(saved, step, self.origin)
         before, self._before = self._before, [whole for _, whole, *_ in by_rank]

@@ -35,9 +35,12 @@ def with_rewards(
     group_size: int,
     algorithm: AlgorithmConfig,
     credit: Credit = "trajectory",
+    *,
+    most_tokens: int,
 ) -> list[Trajectory]:
     """The same with the rewards that ``scores`` (one for each) come to, and advantages within groups of
-    ``group_size`` neighbours: of whole responses and, by ``credit``, of each turn.
+    ``group_size`` neighbours: of whole responses and, by ``credit``, of each turn. ``most_tokens``:
+    ``rollout.max_response_tokens``, by which penalties on length are measured.
     """
     if not trajectories:
         return []
@@ -48,10 +51,11 @@ def with_rewards(
     ]
     rewards = [
         # Where rewards may be negative, 0 would be a prize.
-        min(0.0, value) if zeroed and t.truncated else value
+        (min(0.0, value) if zeroed and t.truncated else value)
+        - length_penalties(t.sampled, most_tokens, algorithm)
         for t, value in zip(trajectories, values, strict=True)
     ]
-    advantages = group_relative(rewards, group_size).tolist()
+    advantages = group_relative(rewards, group_size, algorithm.advantage).tolist()
     scored = [
         t.scored(reward, advantage, components=score.components, reason=score.reason)
         for t, reward, advantage, score in zip(
@@ -64,8 +68,19 @@ def with_rewards(
         returns_by_turn(t, score.value, t.reward - value)
         for t, score, value in zip(scored, scores, values, strict=True)
     ]
-    by_turn = turn_relative(returns, group_size)
+    by_turn = turn_relative(returns, group_size, algorithm.advantage)
     return [t.credited(g, a) for t, g, a in zip(scored, returns, by_turn, strict=True)]
+
+
+def length_penalties(tokens: int, most_tokens: int, algorithm: AlgorithmConfig) -> float:
+    """What a response of ``tokens`` loses of its reward by its length: the soft overlong penalty (DAPO, arXiv
+    2503.14476, Eq. 13: 0 up to ``overlong_tokens`` before the limit, then linear, 1 from the limit on), and its share
+    of ``length_penalty``."""
+    overlong = 0.0
+    if algorithm.overlong_tokens:
+        begins = most_tokens - algorithm.overlong_tokens
+        overlong = min(max(tokens - begins, 0) / algorithm.overlong_tokens, 1.0)
+    return overlong + algorithm.length_penalty * tokens / most_tokens
 
 
 def returns_by_turn(t: Trajectory, score: float, lost: float) -> list[float]:
@@ -204,7 +219,15 @@ class ScoredGeneration:
         inputs = [problems[i // size].reward_input(t.text) for i, t in enumerate(self._responses)]
         require(list(scores.values()), inputs)
         self._count(list(scores.values()))
-        return with_rewards(self._responses, list(scores.values()), size, algorithm, credit)
+        most_tokens = self._job.sampling.max_new_tokens
+        return with_rewards(
+            self._responses,
+            list(scores.values()),
+            size,
+            algorithm,
+            credit,
+            most_tokens=most_tokens,
+        )
 
     def _replace(self, lacking: Collection[Hashable], number: int) -> None:
         """Have the responses with these keys drawn anew, and scored."""

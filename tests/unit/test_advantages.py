@@ -49,3 +49,32 @@ def test_where_the_last_turn_alone_earns_a_turn_has_the_whole_responses_advantag
     found = turn_relative([[1.0] * 4, [0.0] * 2, [1.0]], 3)
     assert found == [[whole[0]] * 4, [whole[1]] * 2, [whole[2]]]
     assert turn_relative([[0.1, 0.3], [0.1]], 1) == [[0.0, 0.0], [0.0]]
+
+
+def test_leave_one_out_compares_with_the_others_alone():
+    # Others' means: 0, 1/2, 1/2; and by RLOO's formula.
+    rewards = [1.0, 0.0, 0.0]
+    found = group_relative(rewards, 3, "leave-one-out").tolist()
+    assert found == pytest.approx([1.0, -0.5, -0.5])
+    assert group_relative([0.1] * 7, 7, "leave-one-out").eq(0).all()
+    assert group_relative([3.0], 1, "leave-one-out").tolist() == [0.0]
+
+
+def test_standardized_advantages_are_in_the_groups_deviations():
+    # Deviations of two degrees of freedom: sqrt(2/3 / 2) and, of the tenfold, ten times that.
+    unit = (2 / 3 / 2) ** 0.5
+    found = group_relative([1.0, 0.0, 0.0, 10.0, 0.0, 0.0], 3, "group-standardized").tolist()
+    expected = [2 / 3 / (unit + 1e-6), -1 / 3 / (unit + 1e-6), -1 / 3 / (unit + 1e-6)]
+    assert found[:3] == pytest.approx(expected, rel=1e-6)
+    assert found[3:] == pytest.approx(expected, rel=1e-5)
+    assert torch.tensor([1.0, 0.0, 0.0]).std().item() == pytest.approx(unit)
+    assert group_relative([0.1] * 7, 7, "group-standardized").eq(0).all()
+    assert group_relative([3.0], 1, "group-standardized").tolist() == [0.0]
+
+
+def test_turns_are_compared_as_whole_responses_are():
+    returns = [[1.0, 0.5], [0.0], [0.6, 0.6], [0.2]]
+    for kind in ("leave-one-out", "group-standardized"):
+        found = turn_relative(returns, 2, kind)
+        assert [g[0] for g in found] == group_relative([1.0, 0.0, 0.6, 0.2], 2, kind).tolist()
+        assert found[0][1] == group_relative([0.5, 0.0], 2, kind)[0]

@@ -235,7 +235,7 @@ def test_a_branch_that_begins_with_a_sampled_token_is_refused():
 def test_a_response_has_one_reward_and_one_place_in_its_group():
     """Rewards 1.5, 0 in a group of two: A = 0.75, -0.75, of each token in every branch."""
     batch = [joined(turn_rewards=(0.5, 0.0, 0.0)), FIRST]
-    scored = with_rewards(batch, [Score(1.0), Score(0.0)], 2, AlgorithmConfig())
+    scored = with_rewards(batch, [Score(1.0), Score(0.0)], 2, AlgorithmConfig(), most_tokens=16)
     assert [(t.reward, t.advantage) for t in scored] == [(1.5, 0.75), (0.0, -0.75)]
     assert pack(scored).advantages[pack(scored).loss_mask].tolist() == [0.75] * 4 + [-0.75] * 3
     assert [b.advantage for b in scored[0].branches] == [0.75, 0.75]

@@ -90,6 +90,10 @@ REFUSED = [
         "optimizer.schedule: got 'constant' with decay_steps 5 (int) and min_lr 0.0, expected",
     ),
     (
+        ["algorithm.overlong_tokens=1000000"],
+        "algorithm.overlong_tokens: got 1000000, expected at most rollout.max_response_tokens",
+    ),
+    (
         ["optimizer.schedule=linear", "optimizer.decay_steps=9", "optimizer.min_lr=1"],
         "optimizer.min_lr: got 1.0, expected at most optimizer.lr",
     ),

@@ -60,7 +60,7 @@ def test_the_largest_rewards_of_every_turn_have_finite_advantages():
     for credit in ("trajectory", "turn"):
         other = replace(t, turn_rewards=(-LARGEST_REWARD,) * 4)
         as_verified = AlgorithmConfig(truncated_responses="as-verified")
-        group = with_rewards([t, other], [Score(0.0)] * 2, 2, as_verified, credit)
+        group = with_rewards([t, other], [Score(0.0)] * 2, 2, as_verified, credit, most_tokens=16)
         assert [float(np.float32(x.advantage) ** 2) for x in group] == [
             pytest.approx(16 * LARGEST_REWARD**2)
         ] * 2

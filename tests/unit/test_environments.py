@@ -462,7 +462,9 @@ def test_what_turns_earn_is_added_to_what_the_rewards_give_the_last_one():
     whole = [episode((0.25, 0.5)), episode((0.5,))]
     batch = [*whole, episode((0.75,), "length"), episode((-0.25,), "length")]
     scores = [Score(1.0), Score(0.0), Score(0.0), Score(0.0)]
-    scored = with_rewards(batch, scores, 4, AlgorithmConfig(truncated_responses="zero-reward"))
+    scored = with_rewards(
+        batch, scores, 4, AlgorithmConfig(truncated_responses="zero-reward"), most_tokens=16
+    )
     assert [t.reward for t in scored] == [1.75, 0.5, 0.0, -0.25]
     assert [t.advantage for t in scored] == [1.25, 0.0, -0.5, -0.75]
 
@@ -482,7 +484,9 @@ def test_by_turn_each_token_has_what_its_turn_and_later_ones_earn():
         turns_of([1, 2], (0.75, 0.5), finish_reason="length"),
     ]
     settings = AlgorithmConfig(truncated_responses="zero-reward")
-    scored = with_rewards(batch, [Score(1.0), Score(0.0), Score(0.0)], 3, settings, "turn")
+    scored = with_rewards(
+        batch, [Score(1.0), Score(0.0), Score(0.0)], 3, settings, "turn", most_tokens=16
+    )
     second = [1.5 - 1.25 / 3, -0.75 - 1.25 / 3]
     assert [t.advantage for t in scored] == [1.0, -0.25, -0.75]
     assert [t.advantages.tolist() for t in scored] == [
@@ -492,14 +496,14 @@ def test_by_turn_each_token_has_what_its_turn_and_later_ones_earn():
     ]
     assert scored[0].advantages_by_turn == pytest.approx([1.0, second[0]])
     with pytest.raises(ValueError, match="1 values of turns, expected 2"):
-        with_rewards([turns_of([1, 1], (0.5,))], [Score(0.0)], 1, settings, "turn")
+        with_rewards([turns_of([1, 1], (0.5,))], [Score(0.0)], 1, settings, "turn", most_tokens=16)
 
 
 def test_a_group_of_equal_rewards_may_differ_in_its_turns():
     batch = [turns_of([1, 1], (1.0, 0.0)), turns_of([1, 1], (0.0, 1.0))]
     flat = {}
     for credit in ("turn", "trajectory"):
-        group = with_rewards(batch, [Score(0.0)] * 2, 2, AlgorithmConfig(), credit)
+        group = with_rewards(batch, [Score(0.0)] * 2, 2, AlgorithmConfig(), credit, most_tokens=16)
         assert GroupRow.of([Outline.of(t) for t in group]) == GroupRow.of(group)
         flat[credit] = GroupRow.of(group).flat
     # The second turns earned 0 and 1.

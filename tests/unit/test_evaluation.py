@@ -142,8 +142,11 @@ def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None
         Problem(1, "p", "3", (9,)),
         Problem(2, "p", "5", (9,)),
     ]
+    evaluation, template, algorithm = sections(settings(tmp_path, top_p=0.5))
+    # What a run takes from long responses is no part of what they are worth.
+    shaped = algorithm.model_copy(update={"length_penalty": 7.0, "overlong_tokens": 3})
     evaluator = Evaluator(
-        {"test": problems[:2], "hard": problems[1:]}, *sections(settings(tmp_path, top_p=0.5)), TOPOLOGY,
+        {"test": problems[:2], "hard": problems[1:]}, evaluation, template, shaped, TOPOLOGY,
         engine, scorer, sample_maker(problems),
     )  # fmt: skip
     engine.version = 6
@@ -191,7 +194,7 @@ class Given:
 
 
 def scored(responses: list[Trajectory], folder: Path, **algorithm: Any) -> list[Trajectory]:
-    job = GenerationJob([PROBLEM], len(responses), None)  # type: ignore[arg-type]
+    job = GenerationJob([PROBLEM], len(responses), SamplingParams(4))
     engine: Any = Given(responses)
     generation = ScoredGeneration(engine, Scorer(EXACT), job, "")
     generation.wait(3)
@@ -334,12 +337,12 @@ def test_a_truncated_response_never_gains_by_it(tmp_path: Path) -> None:
     cut = response(PROBLEM, 0, "x", finish_reason="length")
     chosen = settings(tmp_path).algorithm.model_copy(update={"truncated_responses": "zero-reward"})
     for value, reward in ((-3.0, -3.0), (2.0, 0.0)):
-        (found,) = with_rewards([cut], [Score(value)], 1, chosen)
+        (found,) = with_rewards([cut], [Score(value)], 1, chosen, most_tokens=16)
         assert found.reward == reward
 
 
 def test_a_generation_frees_its_responses_with_itself() -> None:
-    job = GenerationJob([PROBLEM], 1, None)  # type: ignore[arg-type]
+    job = GenerationJob([PROBLEM], 1, SamplingParams(4))
 
     class Keeping:
         def start(self, job: GenerationJob, description: str, on_response: Any, order: int) -> Any:

@@ -19,7 +19,7 @@ from megatron_dppo.loop.learning import (
     check_carried_topk,
     pack_mini_batch,
 )
-from megatron_dppo.loop.scoring import with_rewards
+from megatron_dppo.loop.scoring import length_penalties, with_rewards
 from megatron_dppo.model.shape import SequenceCost
 from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.trainer.token_loss import make_token_loss
@@ -143,10 +143,36 @@ def test_every_response_has_one_place_and_the_denominator_is_global(dp_size):
 def test_what_a_truncated_response_earns(setting, rewards, advantages):
     batch = answers(truncated=(1,))[:4]
     algorithm = AlgorithmConfig(truncated_responses=setting)
-    scored = with_rewards(batch, [Score(1.0)] * 4, GROUP, algorithm)
+    scored = with_rewards(batch, [Score(1.0)] * 4, GROUP, algorithm, most_tokens=16)
     assert [t.reward for t in scored] == rewards
     assert [t.advantage for t in scored] == advantages
     assert all(t.reward == t.advantage == 0 for t in batch)  # what was given has not changed
+
+
+def test_a_length_costs_what_the_configuration_says():
+    """Of 100 tokens at most, 20 of them overlong: 0 up to 80, 1/4 at 85, 1 at 100, and beyond it no more than 1."""
+    overlong = AlgorithmConfig(overlong_tokens=20)
+    lengths = (1, 80, 85, 100, 130)
+    found = [length_penalties(n, 100, overlong) for n in lengths]
+    assert found == pytest.approx([0, 0, 0.25, 1, 1])
+    both = AlgorithmConfig(overlong_tokens=20, length_penalty=0.4)
+    found = [length_penalties(n, 100, both) for n in lengths]
+    assert found == pytest.approx([0.004, 0.32, 0.25 + 0.34, 1.4, 1.52])
+    assert length_penalties(100, 100, AlgorithmConfig()) == 0
+
+
+def test_a_penalty_comes_after_what_a_truncated_response_earns_and_before_advantages():
+    batch = answers(truncated=(1,))[:2]
+    most = max(t.sampled for t in batch)
+    algorithm = AlgorithmConfig(length_penalty=0.5)
+    scored = with_rewards(batch, [Score(1.0)] * 2, 2, algorithm, most_tokens=most)
+    expected = [1 - 0.5 * batch[0].sampled / most, 0 - 0.5 * batch[1].sampled / most]
+    assert [t.reward for t in scored] == pytest.approx(expected)
+    difference = expected[0] - expected[1]
+    assert [t.advantage for t in scored] == pytest.approx([difference / 2, -difference / 2])
+    alone = AlgorithmConfig(length_penalty=0.5, advantage="leave-one-out")
+    scored = with_rewards(batch, [Score(1.0)] * 2, 2, alone, most_tokens=most)
+    assert [t.advantage for t in scored] == pytest.approx([difference, -difference])
 
 
 def test_another_number_of_topk_ids_than_asked_for_is_refused():

@@ -17,7 +17,14 @@ from safetensors.numpy import load, save
 
 from megatron_dppo.algorithms.inputs import group_relative, turn_relative
 from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, load_batch, save_batch
-from megatron_dppo.data.seal import AlteredWeightsError, Origin, Seal, SealError, row_digest
+from megatron_dppo.data.seal import (
+    AlteredWeightsError,
+    Origin,
+    Seal,
+    SealError,
+    advantage_faults,
+    row_digest,
+)
 from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
 from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet.generation import SamplingSeeds
@@ -249,6 +256,18 @@ def test_a_fault_is_named_before_training(name):
         checks().check(STEP, batch_of(fault(made())))
     assert str(caught.value).startswith(f"the batch of step {STEP} is not what its seal says")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("advantage", ["leave-one-out", "group-standardized"])
+def test_advantages_are_those_that_the_run_makes(advantage):
+    """The same batch is refused by a run that makes its advantages otherwise."""
+    origin, batch = replace(ORIGIN, advantage=advantage), made()
+    expected = group_relative([t.reward for t in batch], GROUP, advantage).tolist()
+    others = [replace(t, advantage=a) for t, a in zip(batch, expected, strict=True)]
+    outlines, usual = ([Outline.of(t) for t in of] for of in (others, batch))
+    assert not list(advantage_faults(outlines, origin))
+    assert list(advantage_faults(outlines, ORIGIN))
+    assert list(advantage_faults(usual, origin))
 
 
 def test_a_batch_that_comes_twice_is_refused():
