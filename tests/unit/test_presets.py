@@ -265,8 +265,9 @@ def test_every_option_takes_its_range_with_these_ends(name):
         assert words in option.fault(high + 1e-9)
 
 
-def test_only_topk_is_a_whole_number():
-    assert [name for name, option in OPTIONS.items() if option.whole] == ["topk"]
+def test_counts_are_whole_numbers():
+    whole = [name for name, option in OPTIONS.items() if option.whole]
+    assert whole == ["gate_segment", "repair_segment", "topk"]
 
 
 def test_bounds_of_the_mismatch_may_meet():
