@@ -16,7 +16,7 @@ from megatron_dppo.algorithms.policy_loss import LONGEST_SURPRISE
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.sampling import TrainingFiles
-from megatron_dppo.data.trajectory import TrajectoryFacts
+from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts
 from megatron_dppo.loop.scoring import Selection
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import FREQUENCY_SUMS
@@ -37,7 +37,8 @@ STALE_ANCHOR = (
 
 class GroupRow(NamedTuple):
     """Sums over a group's responses. ``flat``: all of them, and their turns, earned the same. ``distinct``: different
-    ones. ``twins``: ordered pairs of equal rare ones, less those that independent draws are expected to have."""
+    ones. ``twins``: ordered pairs of equal rare ones, less those that independent draws are expected to have.
+    ``concentration``: of the group (``concentration_of``)."""
 
     responses: int
     reward: float
@@ -50,6 +51,7 @@ class GroupRow(NamedTuple):
     branches: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    concentration: float | None = None
 
     @classmethod
     def of(cls, group: Sequence[TrajectoryFacts]) -> GroupRow:
@@ -65,7 +67,41 @@ class GroupRow(NamedTuple):
             branches=sum(len(t.branch_lengths) for t in group),
             prompt_tokens=sum(t.prompt_tokens for t in group),
             cached_tokens=sum(t.cached_tokens for t in group),
+            concentration=concentration_of(group),
         )
+
+
+def concentration_of(group: Sequence[TrajectoryFacts]) -> float | None:
+    """|sum_i v_i|^2 / sum_i |v_i|^2 over a group's responses, v_i the sum over its tokens of e_y - mu: the gradient of
+    its log-probability by a bias of the logits. None where no response has TopK(mu), or all v_i are 0.
+
+    Responses that are drawn apart and differ have a value near 1, n equal ones n. What TopK(mu) and the sampled token
+    leave out counts as 0.
+
+    The Mirrored Entanglement Index of Mesh Learning (arXiv 2610.02835): read in its authors' code
+    (Ayanami-0123/Open-Mesh-Learning, ``_compute_mei_mean_for_batch``), which takes pi of the trainer over the whole
+    vocabulary. Not read: the paper's text.
+    """
+    responses = [t for t in group if isinstance(t, Trajectory) and "topk_ids" in t.columns]
+    if len(responses) < len(group) or not group:
+        return None
+    size = 1 + max(
+        max(t.response_ids.max(initial=0), t.column("topk_ids").max(initial=0)) for t in responses
+    )
+    directions = np.stack([_direction(t, int(size)) for t in responses])
+    together, apart = np.square(directions.sum(0)).sum(), np.square(directions).sum()
+    return float(together / apart) if apart > 0 else None
+
+
+def _direction(t: Trajectory, size: int) -> np.ndarray:
+    """v of a response, float64 [``size``]."""
+    ids, sampled = t.column("topk_ids"), t.response_ids
+    valid = ids >= 0
+    expected = np.bincount(ids[valid], np.exp(t.column("topk_log_probs")[valid]), minlength=size)
+    is_new = ~((ids == sampled[:, None]) & valid).any(1)
+    own = np.exp(t.column("rollout_log_probs")[is_new])
+    expected += np.bincount(sampled[is_new], own, minlength=size)
+    return np.bincount(sampled, minlength=size) - expected
 
 
 RARE = 0.01
@@ -105,7 +141,14 @@ def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
         }
         | _cache_figures(rows)
         | _branch_figures(rows, responses)
+        | _concentration_figures(rows)
     )
+
+
+def _concentration_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
+    """Nothing where no response has TopK(mu)."""
+    known = [row.concentration for row in rows if row.concentration is not None]
+    return {names.CONCENTRATION: sum(known) / len(known)} if known else {}
 
 
 def _branch_figures(rows: Sequence[GroupRow], responses: int) -> dict[str, float]:

@@ -233,6 +233,18 @@ ZERO_VARIANCE_GROUPS = _metric(
         high=0.8,
     ),
 )
+CONCENTRATION = _metric(
+    "rollout/concentration",
+    "how alike the responses to a prompt are: |sum v|^2 / sum |v|^2, v of a response the sum of e_y - mu over its "
+    "tokens; mean over groups. 1: drawn apart; the size of the group: all equal. Only where TopK(mu) is carried",
+    normal=NormalRange(
+        "concentration of a group's responses",
+        "The responses to a prompt have become alike: the policy may be giving up other ways to solve it, of which "
+        "accuracy says nothing until late. Compare with the run's first steps: Mesh Learning (arXiv 2610.02835) warns "
+        "from the mean of a healthy model plus three standard deviations on, 1.013 for long answers. Chosen bound.",
+        high=1.5,
+    ),
+)
 REWARD_TIMEOUTS = _metric(
     "reward/timeouts", "checks that exceeded reward.timeout_s, since the record before"
 )

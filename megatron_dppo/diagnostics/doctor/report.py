@@ -31,7 +31,8 @@ from megatron_dppo.diagnostics.explain.explanation import TokenTexts
 from megatron_dppo.diagnostics.explain.page import response_block, tables_page, token_span
 from megatron_dppo.diagnostics.pages import SummaryTable
 from megatron_dppo.loop.inputs import RunData
-from megatron_dppo.loop.rollout_figures import is_coarse
+from megatron_dppo.loop.rollout_figures import generated_figures, is_coarse, rows_of
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import progress
 
 SHOWN, TOKENS, RESPONSES = 6, 12, 8
@@ -161,9 +162,23 @@ class Doctor:
             draws=draws,
             prompt_faults=prompt_faults,
             texts=TokenTexts(load_tokenizer(self._config.model.hf_checkpoint)),
-            facts=[f"{self._config.model.dtype}, temperature {self._config.temperature:g}"],
+            facts=[
+                f"{self._config.model.dtype}, temperature {self._config.temperature:g}",
+                *self._concentration(),
+            ],
             unexamined=dict(self._unexamined),
         )
+
+    def _concentration(self) -> list[str]:
+        """How alike the responses of groups are, in words; nothing where the batch lacks TopK(mu)."""
+        rows = rows_of(self._batch, self._config.rollout.group_size)
+        value = generated_figures(rows).get(names.CONCENTRATION)
+        if value is None:
+            return []
+        normal = names.METRICS[names.CONCENTRATION].normal
+        assert normal is not None
+        verdict = f"above {normal.high:g}: {normal.why}" if value > normal.high else "normal"
+        return [f"{normal.label} {value:.3f}: {verdict}"]
 
     def diagnose(self, step: int) -> tuple[list[Diagnosis], Draws | None]:
         """Of each side, and of the draws."""
