@@ -211,20 +211,29 @@ def test_rows_without_a_gradient_are_nothing_to_the_backward_pass(counted):
     assert (weight.grad == 0).all()
 
 
-@pytest.mark.parametrize("through", ["log_probs", "topk_log_probs"])
+@pytest.mark.parametrize("through", ["log_probs", "topk_log_probs", "entropy"])
 def test_only_rows_with_a_gradient_are_computed_again(through):
     """Of 36 tokens in chunks of 6, those of the last chunk are kept; 8 of the others have a gradient: two products."""
     pairs, ids, topk, *_ = problem(tokens=36)
     ((hidden, weight),) = leaves(pairs)
     stats = head_stats(
-        [HeadFactor(hidden, weight)], ids, vocab_size=V, topk_ids=topk, options=HeadOptions(6)
-    )
+        [HeadFactor(hidden, weight)], ids, vocab_size=V, topk_ids=topk, with_entropy=True,
+        options=HeadOptions(6),
+    )  # fmt: skip
     gradient = torch.zeros_like(getattr(stats, through))
     gradient[:16:2] = 1.0
     products = Products()
     with products:
         getattr(stats, through).backward(gradient)
     assert products.rows == [6, 6, 2, 2]  # logits and hidden gradient of 6 rows, then of 2
+    twins = leaves(pairs, torch.float64)
+    dense = dense_head_stats(
+        [HeadFactor(*pair) for pair in twins], ids, vocab_size=V, topk_ids=topk, with_entropy=True
+    )
+    finite = torch.where(gradient != 0, getattr(dense, through), 0.0)
+    finite.backward(gradient.double())
+    for found, expected in zip((hidden, weight), twins[0], strict=True):
+        assert error(found.grad, expected.grad) < LIMITS[torch.float32]
 
 
 class Products(LiveTensors):
@@ -239,6 +248,26 @@ class Products(LiveTensors):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_) and len(result) <= 6:
             self.rows.append(len(result))
         return result
+
+
+def test_nothing_that_is_kept_for_the_backward_pass_outlives_it():
+    """Statistics that are still referenced hold neither the last chunk's logits nor what autograd saved."""
+    pairs, ids, topk, *_, weights = problem()
+    ((hidden, weight),) = leaves(pairs)
+    with LiveTensors() as live:
+        stats = head_stats(
+            [HeadFactor(hidden, weight)], ids, vocab_size=V, topk_ids=topk, with_entropy=True,
+            options=HeadOptions(9),
+        )  # fmt: skip
+        before = live._bytes
+        loss_of(stats, weights).backward()
+        kept = live._bytes
+    results = (stats.log_probs, stats.topk_log_probs, stats.entropy, stats.faults)
+    gradients = hidden.grad.nbytes + weight.grad.nbytes
+    of_results = sum(x.untyped_storage().nbytes() for x in results)
+    assert before > of_results + 9 * COLUMNS * 4  # the buffer of logits
+    of_ids = 2 * T * (1 + K) * 8  # ids, and their columns
+    assert kept - gradients <= of_results + of_ids + 64
 
 
 def test_a_second_pass_over_one_graph_gives_the_same():

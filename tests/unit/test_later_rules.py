@@ -721,6 +721,26 @@ def test_centering_is_nothing_on_policy_and_adds_no_value():
     assert (gradient == 0).all()
 
 
+def test_the_centering_of_a_token_that_does_not_train_has_no_gradient():
+    """Of two tokens that centering moves, one is blocked by a number that is none, or outside the loss mask."""
+    pi, mu = two_policies(6)
+    both = centered_inputs(
+        pi.expand(2, -1), mu.expand(2, -1), torch.tensor([1, 1]), 3, torch.ones(2, dtype=F64)
+    )
+    algorithm = build_algorithm("score-centering", {"ratio_cap": 0.5})
+    (twice,) = torch.autograd.grad(policy_loss(algorithm, both).loss, pi, retain_graph=True)
+    once = twice / 2
+    topk = rules.centering(both, 0.5)
+    assert (topk.abs().sum(-1) > 0.01).all()
+    mask = torch.tensor([True, False])
+    lost = both.rollout_log_probs.clone()
+    lost[1] = -math.inf
+    for blocked in (replace(both, loss_mask=mask), replace(both, rollout_log_probs=lost)):
+        loss = policy_loss(algorithm, blocked).loss
+        (found,) = torch.autograd.grad(loss, pi, retain_graph=True)
+        torch.testing.assert_close(found, once)
+
+
 def test_a_token_s_factor_scales_its_centering_too():
     pi, mu = two_policies(6)
     x = centered_inputs(pi[None], mu[None], torch.tensor([1]), 3, torch.ones(1, dtype=F64))

@@ -229,6 +229,33 @@ def test_what_the_algorithm_needs_is_recomputed_before_the_first_step(watch, nam
             torch.testing.assert_close(picked[trained], values[trained])
 
 
+@pytest.mark.parametrize("name", ["m2po", "m2po-areal"])
+def test_a_bound_is_found_of_each_step_under_the_weights_before_it(watch, name) -> None:
+    """Each mini-batch's tokens have the bound of its own (log r)^2, which the step before has changed."""
+    one = watch(name, {"second_moment": 0.3})
+    train, expected = one.trainer.train_mini_batch, []
+
+    def with_own_bound(micro_batches: Any, *words: Any, **keywords: Any) -> Any:
+        values = one.trainer.log_probs(micro_batches)
+        pairs = [
+            ((p.cpu() - b.column("rollout_log_probs"))[b.loss_mask], b.advantages[b.loss_mask])
+            for b, p in zip(micro_batches, values, strict=True)
+        ]
+        log_ratio, advantages = (torch.cat(part) for part in zip(*pairs, strict=True))
+        bound = one.learner._algorithm.step_bound
+        expected.append(bound(log_ratio, advantages, lambda total: total))
+        return train(micro_batches, *words, **keywords)
+
+    one.trainer.train_mini_batch = with_own_bound
+    one.learner.learn(one.plan(samples()))
+    for (step, _), value in zip(one.steps, expected, strict=True):
+        for batch in step["micro_batches"]:
+            bounds = batch.column("step_bound").tolist()
+            assert bounds == pytest.approx([value] * batch.num_tokens, rel=1e-6)
+    assert len({round(value, 6) for value in expected}) == len(expected) > 1
+    assert all(0 < value < float("inf") for value in expected)
+
+
 def recorded(trajectory: Trajectory) -> Trajectory:
     experts = np.tile(np.array([[0, 1]], np.uint8), (trajectory.length - 1, 1, 1))
     return trajectory.with_columns(routed_experts=experts)
