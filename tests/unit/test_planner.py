@@ -524,6 +524,21 @@ def test_search_ranks_what_fits_and_says_how_to_get_there():
     assert len(close[0].changes) == min(len(p.changes) for p in found)
 
 
+@pytest.mark.parametrize(("given", "is_suggested"), [("null", False), ("false", True)])
+def test_a_proposal_names_no_value_that_the_recipe_has_already(given, is_suggested):
+    """Without a value the optimizer is distributed by itself: in bfloat16, over several replicas."""
+    overrides = (f"optimizer.distributed={given}",)
+    base = recipe("qwen3_30b_a3b_base", *overrides)
+    found = nearest(search(Question(base, MOE, H100)), 40)
+    replicated = [p for p in found if p.question.config.parallel.data > 1]
+    assert replicated
+    for proposal in replicated:
+        assert ("optimizer.distributed=true" in proposal.changes) == is_suggested
+    for change in {change for proposal in found for change in proposal.changes}:
+        changed = recipe("qwen3_30b_a3b_base", *overrides, change)
+        assert changed.model_dump() != base.model_dump()
+
+
 def test_bars_of_a_picture_add_up_to_the_plan():
     plan = plan_run(facts(), H100)
     drawn = bars(plan)

@@ -227,9 +227,11 @@ def _changed(
 
 def _changes(before: Question, after: Question) -> Iterator[str]:
     for section in ("parallel", "training", "optimizer", "engine"):
-        old, new = getattr(before.config, section), getattr(after.config, section)
+        new = getattr(after.config, section)
+        # What the other changes alone would give.
+        unchanged = after.config.model_copy(update={section: getattr(before.config, section)})
         for key in type(new).model_fields:
-            if _meaning(old, key) != _meaning(new, key):
+            if _meaning(unchanged, section, key) != _meaning(after.config, section, key):
                 value = getattr(new, key)
                 yield f"{section}.{key}=" + ("" if value is None else str(value).lower())
     if _engine_tensor(before) != _engine_tensor(after):
@@ -250,8 +252,13 @@ def _engine_tensor(question: Question) -> int:
     return int(question.config.sglang.get("tp_size") or 1)
 
 
-def _meaning(section: Any, key: str) -> Any:
-    """A field's value, its default filled in where that depends on others."""
-    if key == "expert_tensor":
-        return section.sizes.expert_tensor_size
-    return section.started if key == "servers" else getattr(section, key)
+def _meaning(config: TrainConfig, section: str, key: str) -> Any:
+    """A key's value, its default filled in where that depends on others: a default is no change to suggest."""
+    match section, key:
+        case "parallel", "expert_tensor":
+            return config.parallel.sizes.expert_tensor_size
+        case "optimizer", "distributed":
+            return config.distributed_optimizer
+        case "engine", "servers":
+            return config.engine.started
+    return getattr(getattr(config, section), key)
