@@ -224,7 +224,7 @@ def counts_text(found: Mapping[str, Verdict], claims: Sequence[Claim]) -> list[s
     words = Counter(found[claim.name].word for claim in claims if claim.tests)
     texts = [f"{words[word]} {word.value}" for word in Word if words[word]]
     if words[None]:
-        texts.append(f"{words[None]} registered and not run")
+        texts.append(f"{words[None]} registered with runs missing")
     return [f"Of {sum(words.values())} claims: {', '.join(texts)}.\n"]
 
 
