@@ -21,18 +21,19 @@ class Section(BaseModel):
 
 
 class ProblemFile(Section):
-    """A file of problems: JSON Lines, or Parquet, with a prompt and an answer in each record."""
+    """A file of problems: JSON Lines, CSV or Parquet, with a prompt and an answer in each record."""
 
     path: str
-    """JSONL or Parquet file."""
+    """JSONL, CSV (or TSV) or Parquet file; text may be compressed by gzip."""
     prompt_key: str | None = None
     """Where a record has its prompt, text or chat messages; ``a.b`` for a field of a structure. Empty: under a usual
     name, docs/data.md#records."""
     answer_key: str | None = None
-    """Where it has its answer. Empty: under a usual name."""
+    """Where it has its answer; ``conversations[-1].value`` for the last message of a conversation. Empty: under a usual
+    name."""
     metadata_key: str | None = None
-    """Where it has an object of whatever else a reward may see. Empty: ``metadata``, ``extra_info`` or ``info``, where
-    there is one."""
+    """Where it has an object of whatever else a reward may see; ``*``: all columns of the record. Empty: ``metadata``,
+    ``extra_info`` or ``info``, where there is one."""
 
 
 class TrainingFile(ProblemFile):

@@ -20,13 +20,13 @@ from megatron_dppo.data.records import (
     Prompt,
     UnansweredError,
     answer_of,
-    is_columnar,
     keys,
     metadata_of,
     prompt_of,
     read_records,
     shorten,
     text_of,
+    unit_of,
 )
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
@@ -207,7 +207,7 @@ def load_problems(
         raise DataError(
             f"{path}: all {len(prompts)} prompts are longer than max_prompt_tokens={max_prompt_tokens}"
         )
-    unit = "row" if is_columnar(Path(path)) else "line"
+    unit = unit_of(Path(path))
     remaining = {problem.problem_id for problem in problems}
     dropped = len(prompts) - len(problems)
     lacking = tuple(row for row in unanswered.items() if row[0] in remaining)
@@ -473,7 +473,7 @@ def _complaints(
     timeout_s: float,
 ) -> dict[str, dict[int, str]]:
     """What is wrong with answers, by file and problem."""
-    sees_answers_alone = set(form.reads) <= {"response", "answer"}
+    sees_answers_alone = set(form.reads) <= {"response", "answer"} and not form.columns
     keys: dict[tuple[str, int], Hashable] = {}
     inputs: dict[Hashable, RewardInput] = {}
     for path, problems in sets.items():

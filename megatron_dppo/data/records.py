@@ -1,14 +1,19 @@
-"""Files of records in every format that is read: JSON Lines, JSON, Parquet, Arrow; and what of a record is a problem's
-prompt, answer and metadata.
+"""Files of records in every format that is read: JSON Lines, JSON, CSV, Parquet, Arrow; and what of a record is a
+problem's prompt, answer and metadata.
 
 The first bytes decide, not the name: published files have many. One error names file and line.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
 import hashlib
+import io
 import json
 import math
+import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date, time, timedelta
@@ -23,6 +28,8 @@ Record = dict[str, Any]
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
 """The first four bytes of each format; ``datasets`` saves streams."""
 COLUMNAR = (PARQUET, ARROW_FILE, ARROW_STREAM)
+GZIP = b"\x1f\x8b"
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 # Rows that are Python objects at one time: published files have millions.
 _BATCH = 4096
 
@@ -41,8 +48,9 @@ def read_records(path: Path) -> tuple[list[Record], list[str], str]:
         with open(path, "rb") as file:
             return records, locations, hashlib.file_digest(file, "sha256").hexdigest()
     content = _content(path)
-    records, locations = _parse_lines(path, content)
-    return records, locations, hashlib.sha256(content).hexdigest()
+    digest = hashlib.sha256(content).hexdigest()
+    records, locations = _parse_text_file(path, _decompressed(path, content))
+    return records, locations, digest
 
 
 def columns_of(path: Path) -> list[str]:
@@ -70,7 +78,57 @@ def is_columnar(path: Path) -> bool:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-# --- JSON
+def unit_of(path: Path) -> str:
+    """What a record of the file is called in messages, ``line`` or ``row``."""
+    return "row" if is_columnar(path) or _delimiter(path) is not None else "line"
+
+
+# --- JSON and CSV, perhaps compressed by gzip
+
+
+def _delimiter(path: Path) -> str | None:
+    """What separates the columns of a CSV file; None for other files. ``.csv.gz`` is one too."""
+    name = path.name.lower().removesuffix(".gz")
+    return _DELIMITERS.get(Path(name).suffix)
+
+
+def _decompressed(path: Path, content: bytes) -> bytes:
+    if not content.startswith(GZIP):
+        return content
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: no readable gzip file: {error}") from error
+
+
+def _parse_text_file(path: Path, content: bytes) -> tuple[list[Record], list[str]]:
+    """The objects of a JSONL or CSV file and the place of each in words."""
+    delimiter = _delimiter(path)
+    if delimiter is None:
+        return _parse_lines(path, content)
+    return _parse_table(path, content, delimiter)
+
+
+def _parse_table(path: Path, content: bytes, delimiter: str) -> tuple[list[Record], list[str]]:
+    """The rows of a CSV file, whose first line names the columns. Values are text; empty ones are none."""
+    try:
+        text = content.decode("utf-8-sig")
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        rows = list(reader)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {error.start}: {error.reason}") from error
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
+    if not rows:
+        raise DataError(f"{path}: the file is empty, expected a line of column names and rows")
+    locations = [f"{path}, row {number}" for number in range(1, len(rows) + 1)]
+    for row, where in zip(rows, locations, strict=True):
+        # DictReader keeps what is beyond the named columns under None.
+        if None in row or None in row.values():
+            count = len(reader.fieldnames or ())
+            raise DataError(f"{where}: expected {count} columns, as the first line names")
+    records = [{key: value or None for key, value in row.items()} for row in rows]
+    return records, locations
 
 
 def _parse_lines(path: Path, content: bytes) -> tuple[list[Record], list[str]]:
@@ -108,9 +166,9 @@ def _parse_text(text: bytes, where: str) -> Any:
 
 
 def _objects(path: Path) -> list[Record]:
-    content = _content(path)
+    content = _decompressed(path, _content(path))
     try:
-        return _parse_lines(path, content)[0]
+        return _parse_text_file(path, content)[0]
     except DataError:
         if path.suffix != ".json":
             raise
@@ -195,6 +253,9 @@ ANSWER_KEYS: Keys = (
 )
 METADATA_KEYS = ("metadata", "extra_info", "info")
 """The first that is an object, or its JSON as text."""
+EVERY_COLUMN = "*"
+"""As the key of metadata: all columns of a record."""
+_CONVERSATIONS = ("messages", "conversations", "prompt")
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """ShareGPT's names of roles; other roles stay."""
 
@@ -235,7 +296,7 @@ def answer_of(record: Mapping[str, Any], key: str | None = None) -> str:
     Raises UnansweredError where there is no answer, or two.
     """
     if key is not None:
-        if key.split(".")[0] not in record and key not in record:
+        if _steps(key)[0] not in record and key not in record:
             raise UnansweredError(f"no {key!r}, found {keys(record)}")
         return _answer(value_at(record, key), key)
     values = _values(record, ANSWER_KEYS)
@@ -248,14 +309,31 @@ def answer_of(record: Mapping[str, Any], key: str | None = None) -> str:
     expected = ", ".join(repr(name) for names in ANSWER_KEYS[:-1] for name in names)
     raise UnansweredError(
         f"no answer; expected {expected}, or a 'solution' with #### or \\boxed, found {keys(record)}"
+        f"{_last_message_hint(record)}"
     )
 
 
+def _last_message_hint(record: Mapping[str, Any]) -> str:
+    """How to name the answer that a conversation ends with; empty where none does."""
+    for name, value in record.items():
+        if name.lower() not in _CONVERSATIONS or not isinstance(value, list) or not value:
+            continue
+        message = _message(value[-1])
+        if message is not None and message["role"] == "assistant":
+            field = "content" if "content" in value[-1] else "value"
+            key = f"{name}[-1].{field}"
+            return f". Where the last message is the answer, set the file's answer_key: {key}"
+    return ""
+
+
 def metadata_of(record: Mapping[str, Any], where: str, key: str | None = None) -> Mapping[str, Any]:
-    """The object under ``key``; None: under one of ``METADATA_KEYS``, and empty where none is an object.
+    """The object under ``key``, or all columns where that is ``*``; None: under one of ``METADATA_KEYS``, and empty
+    where none is an object.
 
     Raises DataError where there is none under ``key``, or it holds what JSON can't.
     """
+    if key == EVERY_COLUMN:
+        return {name: _as_json(value, f"{where}: {name!r}") for name, value in record.items()}
     for name in METADATA_KEYS if key is None else (key,):
         value = value_at(record, name)
         if isinstance(value, str) and value.lstrip().startswith("{"):
@@ -369,11 +447,19 @@ def _text_of_parts(parts: list[Any]) -> str | None:
 
 def _answer(value: object, key: str) -> str:
     answer = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if _is_number(answer):
+    if isinstance(answer, Decimal) and answer.is_finite():
+        answer = _decimal_text(answer)
+    elif _is_number(answer):
         answer = str(int(answer) if answer == int(answer) else answer)
     if not isinstance(answer, str) or not answer.strip():
         raise UnansweredError(f"{key!r} is {shorten(value)}, expected text or a number")
     return answer
+
+
+def _decimal_text(value: Decimal) -> str:
+    """A decimal without an exponent and without zeros at its end: ``5.00`` is 5."""
+    text = format(value, "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
@@ -386,13 +472,26 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def value_at(record: Mapping[str, Any], path: str) -> Any:
-    """The value under ``a``, or under ``a.b`` in a structure; None where it is not there."""
+    """The value under ``a``, under ``a.b`` in a structure, or under ``a[-1]`` in a list; None where it is not there."""
     if path in record:
         return record[path]
     value: Any = record
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
+    for step in _steps(path):
+        if isinstance(step, int):
+            is_there = isinstance(value, list) and -len(value) <= step < len(value)
+            value = value[step] if is_there else None
+        else:
+            value = value.get(step) if isinstance(value, Mapping) else None
     return value
+
+
+def _steps(path: str) -> list[str | int]:
+    """``a[-1].b`` as a, -1, b."""
+    steps: list[str | int] = []
+    for part in path.split("."):
+        name, *places = re.split(r"\[(-?\d+)\]", part)
+        steps += [name, *map(int, places[::2])]
+    return steps
 
 
 def keys(record: Mapping[str, Any]) -> str:

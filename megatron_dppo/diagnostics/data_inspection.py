@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data import problems
-from megatron_dppo.data.records import DataError, is_columnar, read_records
+from megatron_dppo.data.records import DataError, keys, read_records, unit_of
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards import RewardInput, find_reward
@@ -151,7 +151,7 @@ def _answers(
         Problem(i, text, answer, (), (), metadata)
         for i, (text, answer, metadata) in enumerate(rows)
     )
-    unit = "row" if is_columnar(Path(inspection.path)) else "line"
+    unit = unit_of(Path(inspection.path))
     given = problems.ProblemSet(
         chosen, 0, "", len(texts), unit=unit, unanswered=tuple(unanswered.items())
     )
@@ -296,11 +296,17 @@ def read_checks(path: Path) -> list[RewardCheck]:
     solved = []
     for number, (record, where) in enumerate(zip(records, locations, strict=True), start=1):
         if "answer" not in record:
-            raise DataError(f"{where}: no 'answer'")
+            raise DataError(
+                f"{where}: no 'answer', expected the final answer there and a worked solution under 'solution'; found "
+                f"{keys(record)}"
+            )
         if isinstance(record.get("solution"), str):
             solved.append(RewardCheck(number, record["solution"], str(record["answer"]), 1.0))
     if not solved:
-        raise DataError(f"{path}: no line has a 'solution'")
+        raise DataError(
+            f"{path}: no line has a 'solution', expected a worked solution as text there, whose answer is the line's "
+            f"'answer'; the first line has {keys(records[0])}"
+        )
     answers = [check.answer for check in solved]
     wrong = ((check, _wrong_answer(check.answer, answers)) for check in solved)
     return solved + [check._replace(answer=w, expected=0.0) for check, w in wrong if w is not None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Real
@@ -74,10 +74,12 @@ class RewardForm(NamedTuple):
 
     ``reads``: the parameters that it is given, by name: fields of RewardInput; ``record``, all of it; ``records``, a
     list of these, for which it returns a list. ``is_async``: it is a coroutine function, and waits for others.
+    ``columns``: further parameters, which are named as columns of the problem's metadata.
     """
 
     reads: tuple[str, ...]
     is_async: bool
+    columns: tuple[str, ...] = ()
 
     @property
     def takes_many(self) -> bool:
@@ -102,8 +104,8 @@ class BoundReward:
 
     @classmethod
     def of(cls, target: Callable[..., Any], options: Mapping[str, Any]) -> Self:
-        """Raises ValueError where a parameter is neither a field, ``record(s)``, nor an option that is given or has a
-        default; or where an option has no parameter."""
+        """A parameter that is neither a field, ``record(s)``, nor an option that is given or has a default is a column
+        of the problem's metadata. Raises ValueError where an option has no parameter, or no parameter is a field."""
         try:
             # A class keeps what its calls share; its constructor takes the options.
             if isinstance(target, type):
@@ -113,7 +115,8 @@ class BoundReward:
             reads = tuple(name for name in parameters if name in (*FIELDS, RECORD, RECORDS))
             if clash := sorted(options.keys() & set(reads)):
                 raise TypeError(f"the option {clash[0]!r} has the name of what a reward reads")
-            inspect.signature(target).bind(**dict.fromkeys(reads), **options)
+            columns = _columns_of(parameters, {*reads, *options}) if RECORDS not in reads else ()
+            inspect.signature(target).bind(**dict.fromkeys((*reads, *columns)), **options)
         except TypeError as error:
             raise ValueError(
                 f"{error}; expected parameters named {', '.join(FIELDS)}, {RECORD} or {RECORDS}, and options"
@@ -126,7 +129,7 @@ class BoundReward:
         # Of an object it is the method's.
         called = target if inspect.isroutine(target) else type(target).__call__
         is_async = inspect.iscoroutinefunction(called)
-        return cls(partial(target, **options), RewardForm(reads, is_async))
+        return cls(partial(target, **options), RewardForm(reads, is_async, columns))
 
     def __call__(self, inputs: Sequence[RewardInput]) -> Any:
         """What the function returns; an awaitable of it where it is asynchronous."""
@@ -136,6 +139,13 @@ class BoundReward:
         values = {
             name: given if name == RECORD else getattr(given, name) for name in self.form.reads
         }
+        for name in self.form.columns:
+            if name not in given.metadata:
+                raise ValueError(
+                    f"the reward reads {name!r}, and the problem's metadata has {sorted(given.metadata)}; with the "
+                    "file's metadata_key: '*' it has all columns of the record"
+                )
+            values[name] = given.metadata[name]
         return self.function(**values)
 
 
@@ -147,6 +157,19 @@ def _made(kind: type[Any], options: Mapping[str, Any]) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise ValueError(f"its constructor raised {reason_of(error)}") from error
+
+
+def _columns_of(
+    parameters: Mapping[str, inspect.Parameter], known: Collection[str]
+) -> tuple[str, ...]:
+    """Names of the parameters that a call must give and that are not ``known``; behind a ``*`` they are options."""
+    return tuple(
+        name
+        for name, parameter in parameters.items()
+        if name not in known
+        and parameter.default is parameter.empty
+        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    )
 
 
 @dataclass(frozen=True)
@@ -235,6 +258,7 @@ REWARDS: dict[str, Reward] = {
     ),
     "reward_model": Reward(f"{_HTTP}:RewardModel"),
     "judge": Reward(f"{_HTTP}:Judge"),
+    "verl": Reward("megatron_dppo.rewards.verl:ComputeScore"),
     "reasoning_gym": Reward(f"{_GYM}:score"),
 }
 

@@ -388,8 +388,8 @@ class _Worker:
                         raise VerifierError(
                             f"a {self._name} worker did not start in {START_LIMIT_S:g} s"
                         )
-                    reads, is_async = json.loads(self._connection.recv_bytes())
-                    self._form = RewardForm(tuple(reads), is_async)
+                    reads, is_async, columns = json.loads(self._connection.recv_bytes())
+                    self._form = RewardForm(tuple(reads), is_async, tuple(columns))
                 except (EOFError, OSError):
                     self._end()
                     raise self._error() from None

@@ -18,6 +18,7 @@ import zlib
 from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.rewards import RewardInput, RewardResult, RewardUnavailableError
 
@@ -194,6 +195,22 @@ class Counting:
         if self.seen[response] <= self.fails:
             raise self.error(f"away for the {self.seen[response]}. time")
         return float(self.seen[response])
+
+
+def with_columns(response: str, difficulty: int, factor: int = 1) -> float:
+    return float(len(response) * difficulty * factor)
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, bonus: float = 0
+) -> Any:
+    """In verl's form."""
+    if solution_str == "plain":
+        return 0.25
+    is_right = solution_str == ground_truth
+    is_of_train = data_source == "gsm8k" and extra_info["split"] == "train"
+    score = is_right + bonus
+    return {"score": score, "acc": is_right, "of_train": float(is_of_train), "pred": solution_str}
 
 
 def unnamed(text: str, gold: str) -> float:

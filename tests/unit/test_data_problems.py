@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 from datetime import date, datetime
@@ -32,6 +33,7 @@ from megatron_dppo.data.records import (
     answer_of,
     metadata_of,
     prompt_of,
+    read_records,
 )
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.rewards import RewardInput
@@ -633,3 +635,87 @@ def test_a_response_beyond_the_embedding_is_refused_with_its_line(tmp_path):
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     with pytest.raises(DataError, match=rf"{path}, line 2: .* {rows} "):
         load_pairs(path, tokenizer, form=PromptForm(False), embedding_rows=rows)
+
+
+def problems_of(path, tokenizer, **keys_of):
+    form = PromptForm(apply_chat_template=False)
+    keys = DataKeys(**keys_of)
+    loaded = load_problems(path, tokenizer, max_prompt_tokens=100, form=form, keys_of=keys)
+    return [(problem.prompt, problem.answer) for problem in loaded.problems]
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [("5.00", "5"), ("2.50", "2.5"), ("-0.125", "-0.125"), ("1E+3", "1000"), ("100", "100")],
+)
+def test_decimal_answers(value, answer):
+    assert answer_of({"answer": Decimal(value)}) == answer
+
+
+def test_a_decimal_that_is_no_number_is_no_answer():
+    with pytest.raises(UnansweredError):
+        answer_of({"answer": Decimal("NaN")})
+
+
+def test_text_files_may_be_compressed(tmp_path, tokenizer):
+    path = tmp_path / "set.jsonl.gz"
+    content = gzip.compress(b'{"prompt": "1+1", "answer": "2"}\n{"prompt": "1", "answer": 3}\n')
+    path.write_bytes(content)
+    assert problems_of(path, tokenizer) == [("1+1", "2"), ("1", "3")]
+    assert read_records(path)[2] == hashlib.sha256(content).hexdigest()
+    path.write_bytes(content[:-10])
+    with pytest.raises(DataError, match=f"{path}: no readable gzip"):
+        problems_of(path, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "delimiter"), [("set.csv", ","), ("set.tsv", "\t"), ("A.CSV.gz", ",")]
+)
+def test_a_table_with_names_in_its_first_line(tmp_path, tokenizer, name, delimiter):
+    path = tmp_path / name
+    rows = ["question,answer,level", '"1+1, ""or"" 2\n?",2,a', "3,,b"]
+    content = ("\ufeff" + "\r\n".join(row.replace(",", delimiter) for row in rows)).encode()
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    text = '1+1, "or" 2\n?'.replace(",", delimiter)
+    assert problems_of(path, tokenizer) == [(text, "2"), ("3", "")]
+    loaded = load_problems(path, tokenizer, max_prompt_tokens=100, form=PromptForm(False))
+    assert [row for row, _ in loaded.unanswered] == [1]
+    assert loaded.place(1) == "row 2"
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [("a,b\n", "set.csv: .* empty"), ("prompt,answer\n1,2\n1\n", "row 2: .* 2 columns"),
+     ("prompt,answer\n1,2,3\n", "row 1: .* 2 columns"), ('prompt,answer\n"1,2', "set.csv, line .: not CSV")],
+)  # fmt: skip
+def test_a_table_that_is_none_is_named(tmp_path, tokenizer, content, where):
+    path = tmp_path / "set.csv"
+    path.write_text(content)
+    with pytest.raises(DataError, match=where):
+        problems_of(path, tokenizer)
+
+
+SHAREGPT = {"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]}
+
+
+def test_the_last_message_of_a_conversation_as_the_answer(tmp_path, tokenizer):
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps(SHAREGPT) + "\n")
+    key = "conversations[-1].value"
+    assert problems_of(path, tokenizer, answer=key) == [("1+1?", "2")]
+    with pytest.raises(UnansweredError) as raised:
+        answer_of(SHAREGPT)
+    assert key in str(raised.value)
+    with pytest.raises(UnansweredError) as raised:
+        answer_of({"conversations": SHAREGPT["conversations"][:1]})
+    assert key not in str(raised.value)
+    with pytest.raises(UnansweredError):
+        answer_of(SHAREGPT, "conversations[2].value")
+
+
+def test_all_columns_as_metadata():
+    record = {"prompt": "1", "level": Decimal("2.0"), "tags": ["a"], "metadata": {"b": 1}}
+    expected = {"prompt": "1", "level": "2.0", "tags": ["a"], "metadata": {"b": 1}}
+    assert metadata_of(record, "line 1", "*") == expected
+    with pytest.raises(DataError, match="line 1: 'image' holds bytes"):
+        metadata_of({"image": b"1"}, "line 1", "*")

@@ -45,6 +45,7 @@ def test_unusable_files(tmp_path, capsys):
     path = tmp_path / "x.jsonl"
     for content, message in (
         ("{", "line 1: not JSON"),
+        ('{"question": "1", "answer": "2"}', r"'solution'.*\['answer', 'question'\]"),
         ('{"solution": "1"}', "line 1: no 'answer'"),
         ('{"answer": "1"}', "no line has a 'solution'"),
     ):

@@ -35,6 +35,33 @@ def test_a_reward_gets_what_its_parameters_name():
         assert verifier.score([given])[0].value == pytest.approx(3.23)
 
 
+def test_a_reward_reads_columns_by_the_names_of_its_parameters():
+    given = RewardInput("abc", metadata={"difficulty": 2, "other": 5})
+    with verifier_of("with_columns", options={"factor": 10}) as verifier:
+        assert verifier.form() == RewardForm(("response",), is_async=False, columns=("difficulty",))
+        assert [score.value for score in verifier.score([given])] == [60.0]
+        (lacking,) = verifier.check([RewardInput("abc", metadata={"other": 5})])
+        assert "'difficulty'" in (lacking.refusal or "")
+        assert "['other']" in (lacking.refusal or "")
+
+
+def test_a_function_of_verl_gets_what_verl_gives_it():
+    options = {"function": PLANTED + "compute_score", "arguments": {"bonus": 0.5}}
+    metadata = {"data_source": "gsm8k", "extra_info": {"split": "train"}}
+    with Verifier("verl", 60.0, 1, options=options) as verifier:
+        given = [
+            RewardInput("7", "7", metadata=metadata),
+            RewardInput("8", "7", metadata=metadata),
+            RewardInput("plain", "7", metadata={"data_source": "x"}),
+        ]
+        right, wrong, plain = verifier.score(given)
+        assert right == Score(1.5, components={"acc": 1.0, "of_train": 1.0})
+        assert wrong == Score(0.5, components={"acc": 0.0, "of_train": 1.0})
+        assert plain == Score(0.25)
+        (lacking,) = verifier.check([RewardInput("7", "7", metadata={"split": "train"})])
+        assert "data_source" in (lacking.refusal or "")
+
+
 def test_options_are_keyword_arguments():
     with verifier_of("with_options", options={"longest": 3, "penalty": 0.5}) as verifier:
         assert [s.value for s in verifier.score([RewardInput("abc"), RewardInput("abcdef")])] == [
@@ -46,7 +73,7 @@ def test_options_are_keyword_arguments():
 @pytest.mark.parametrize(
     ("name", "options", "complaint"),
     [
-        ("unnamed", {}, "missing a required argument: 'text'; expected parameters named response, answer, prompt"),
+        ("unnamed", {}, r"its parameters are \['text', 'gold'\], expected some of response, answer, prompt"),
         ("with_options", {}, "missing a required argument: 'longest'"),
         ("with_options", {"longest": 1, "shortest": 2}, "unexpected keyword argument 'shortest'"),
         ("Counting", {"times": 2}, "unexpected keyword argument 'times'"),
