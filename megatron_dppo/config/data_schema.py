@@ -169,6 +169,9 @@ class EnvironmentConfig(Section):
     max_turns: int = Field(default=8, gt=0)
     """Turns of the policy, each of at most ``rollout.max_response_tokens``; an episode that has used them up is
     truncated."""
+    cut_turns: Literal["end", "answer"] = "end"
+    """After a turn that ``rollout.max_response_tokens`` cuts off: the episode ends as truncated, or the environment
+    answers the turn and the episode goes on."""
     max_tokens: int | None = Field(default=None, gt=0)
     """Tokens of an episode with its prompt, of all its branches together; one that gets there is truncated. Empty: as
     many as prompt, turns and observations may have in one."""

@@ -88,10 +88,10 @@ class Trajectory:
     environment's turn is not). ``columns``: arrays by the names of ``data/columns.py``. ``sample_index``: the
     answer's number in its group. ``text``: of the turn that was sampled last. ``reward`` and ``advantage`` are 0 until
     it is verified. ``stamp``: None where nothing says what made it. ``components``, ``reason``: of the reward, where it
-    was scored by this process and says so. Of the way to it, and in no file: ``prompt_tokens`` of all calls that it
-    took, ``cached_tokens`` of these that the engine had in its prefix cache; ``turn_rewards`` by an environment, of the
-    turns as they lie; ``turn_times``, the place of each in the order in which they were sampled (empty: that they lie
-    in); and whether the run's rewards score ``text`` beside.
+    was scored by this process and says so. ``ended_by``: the limit that cut an episode off, in words. Of the way to it,
+    and in no file: ``prompt_tokens`` of all calls that it took, ``cached_tokens`` of these that the engine had in its
+    prefix cache; ``turn_rewards`` by an environment, of the turns as they lie; ``turn_times``, the place of each in the
+    order in which they were sampled (empty: that they lie in); and whether the run's rewards score ``text`` beside.
 
     Raises ValueError where shapes or types disagree with each other or with a declaration, where the first token of
     a branch counts as sampled (nothing predicts it), and where the advantage is not finite.
@@ -111,6 +111,7 @@ class Trajectory:
     reason: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    ended_by: str = ""
     turn_rewards: tuple[float, ...] = ()
     turn_times: tuple[int, ...] = ()
     wants_score: bool = True

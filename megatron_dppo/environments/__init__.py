@@ -38,8 +38,8 @@ class EnvironmentFaultError(RunError):
 @dataclass(frozen=True)
 class Turn:
     """What the policy said. ``text``: without the token that ended it; ``token_ids``: with it. ``is_truncated``: it
-    was cut off at the length limit, and is the last one whatever the environment answers. ``prompt_tokens``: how many
-    stand before it."""
+    was cut off at the length limit, and is the last one unless ``environment.cut_turns`` is ``answer``.
+    ``prompt_tokens``: how many stand before it."""
 
     text: str
     token_ids: tuple[int, ...]

@@ -42,12 +42,13 @@ log = logging.getLogger(__name__)
 class EpisodeLimits:
     """``turns``: of the policy. ``tokens``: of a trajectory with its prompt, all branches together.
     ``observation_tokens``: of what an environment may say at once, the template's included. ``retries``: after so many
-    further faults a sample is given up."""
+    further faults a sample is given up. ``answers_cut_turns``: an episode goes on after a turn that was cut off."""
 
     turns: int
     tokens: int
     observation_tokens: int
     retries: int
+    answers_cut_turns: bool = False
 
 
 @dataclass(eq=False)
@@ -55,7 +56,8 @@ class _Episode:
     """``observation``: the first one, which ``request`` has; ``last``: the newest. ``past``: turns with what the
     environment answered; ``branch_numbers``: of the turns that were sampled. ``branches``: all tokens of each so far.
     ``turn``: sampled, and not yet answered. ``delta``: what stands before the next one; of a new branch all its
-    prompt."""
+    prompt. ``turn_limit``: the key that bounds the turn that is sampled; ``ended_by``: the limit that ended it, in
+    words."""
 
     request: GenerationRequest
     observation: Observation = ""
@@ -65,7 +67,9 @@ class _Episode:
     branch_numbers: list[int] = field(default_factory=list)
     turn: Turn | None = None
     delta: Sequence[int] = ()
+    turn_limit: str = ""
     ended: FinishReason | None = None
+    ended_by: str = ""
 
     def __post_init__(self) -> None:
         self.begin()
@@ -97,6 +101,7 @@ class Episodes:
     limits: EpisodeLimits
     faults: Counter[str] = field(default_factory=Counter)
     _taken: Counter[str] = field(default_factory=Counter)
+    _has_warned: bool = False
 
     def take_faults(self) -> Counter[str]:
         """``faults`` since this was asked last."""
@@ -215,14 +220,28 @@ class Episodes:
             before = len(answer.prompt_ids)
             episode.turn = turn = Turn(answer.text, ids, answer.truncated, before)
         step = await environment.step(turn)
-        if turn.is_truncated:
-            episode.ended = "length"
+        if turn.is_truncated and (step.done or not self.limits.answers_cut_turns):
+            self._end_cut(episode, turn, is_done=step.done)
         elif step.done:
             episode.ended = "stop"
         else:
             self._go_on(episode, turn, step)
         episode.past.append((turn, step))
         episode.turn = None
+
+    def _end_cut(self, episode: _Episode, turn: Turn, *, is_done: bool) -> None:
+        """The end after a turn that was cut off. ``is_done``: the environment would have ended it too."""
+        episode.ended = "length"
+        number, tokens = len(episode.past) + 1, len(turn.token_ids)
+        episode.ended_by = f"turn {number} was cut off at {tokens} tokens ({episode.turn_limit})"
+        if is_done or self._has_warned:
+            return
+        self._has_warned = True
+        log.warning(
+            "an episode ended because its %s; environment.cut_turns=answer lets the environment answer such a turn. "
+            "Further ones are only counted (rollout/truncated)",
+            episode.ended_by,
+        )
 
     def _go_on(self, episode: _Episode, turn: Turn, step: Step) -> None:
         """The tokens before the next turn, or the end where no turn or no token is left for it."""
@@ -244,17 +263,25 @@ class Episodes:
                 "an observation of no tokens, expected one: nothing would tell two turns apart"
             )
         episode.delta = delta
-        is_last = len(episode.past) + 1 == limits.turns
-        if is_last or episode.length + len(delta) >= limits.tokens:
+        if len(episode.past) + 1 == limits.turns:
             episode.ended = "length"
+            episode.ended_by = f"all {limits.turns} turns were used (environment.max_turns)"
+        elif episode.length + len(delta) >= limits.tokens:
+            episode.ended = "length"
+            episode.ended_by = f"no token was left of {limits.tokens} (environment.max_tokens)"
 
     def _request(self, episode: _Episode) -> GenerationRequest:
         """What is asked of the engine for the next turn."""
         first, said = episode.request, episode.last
         before = episode.length + len(episode.delta)
-        most = min(first.sampling.max_new_tokens, self.limits.tokens - before)
+        limits = {
+            "rollout.max_response_tokens": first.sampling.max_new_tokens,
+            "environment.max_tokens": self.limits.tokens - before,
+        }
         if isinstance(said, ChatCall) and said.max_tokens is not None:
-            most = min(most, said.max_tokens)
+            limits["the call's max_tokens"] = said.max_tokens
+        episode.turn_limit = min(limits, key=limits.__getitem__)
+        most = limits[episode.turn_limit]
         number, seed = episode.branch, first.sampling.seed
         if number and seed is not None:
             # A server draws by seed and position: the same prompt twice would have the same answer.
@@ -280,6 +307,7 @@ def _finished(episode: _Episode) -> Trajectory:
     return replace(
         Trajectory.of_branches(episode.branches),
         finish_reason=episode.ended,
+        ended_by=episode.ended_by,
         text=turn.text if step.scored_text is None else step.scored_text,
         turn_rewards=tuple(float(episode.past[time][1].reward) for time in times),
         turn_times=tuple(times),

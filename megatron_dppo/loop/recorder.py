@@ -115,11 +115,11 @@ class SampleMaker:
         # Of several turns with what was said between them.
         response = self._data.text_of(t.token_ids[len(t.prompt_ids) :])
         if t.truncated and self._zeroed:
-            reason = (
-                "cut off at the length limit, which earns at most 0 (algorithm.truncated_responses)"
-            )
+            cut = t.ended_by or "cut off at the length limit"
+            reason = f"{cut}, which earns at most 0 (algorithm.truncated_responses)"
         else:
             reason = t.reason or self._reason(t, response, problem)
+            reason += f"; {t.ended_by}" if t.ended_by else ""
         if len(t.branch_lengths) > 1:
             reason += f"; {len(t.branch_lengths)} branches, end to end"
         if len(t.turn_rewards) > 1:

@@ -470,6 +470,7 @@ class Run:
             config.longest(prompt, max(rollout.max_response_tokens, evaluated)),
             config.max_observation_tokens,
             config.retries,
+            answers_cut_turns=config.cut_turns == "answer",
         )
         return Episodes(EnvironmentPool(spec, config.workers), turns, limits)
 

@@ -272,7 +272,9 @@ TRUNCATED = _metric(
     normal=NormalRange(
         "truncated responses",
         "Many responses reach the length limit: raise rollout.max_response_tokens, or check "
-        "whether responses have become longer without need. The bound is this project's choice.",
+        "whether responses have become longer without need. With an environment that limit bounds each turn, and a "
+        "turn that is cut off ends its episode (environment.cut_turns); samples say which limit it was. The bound is "
+        "this project's choice.",
         high=0.1,
     ),
     line=Line("length", "truncated (right axis)", "second", scale=100, right=True),

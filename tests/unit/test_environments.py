@@ -235,9 +235,51 @@ def test_the_last_turn_gets_the_tokens_that_are_left():
     assert (t.length, t.finish_reason, t.turns) == (tokens, "length", 2)
 
 
-def test_a_truncated_turn_is_the_last_one():
-    (t,), _ = play(Engine({0: ["1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9"]}))
-    assert (t.turns, t.sampled, t.finish_reason, t.turn_rewards) == (1, 16, "length", (0.1,))
+LONG = "1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9"
+
+
+def test_a_truncated_turn_is_the_last_one(caplog):
+    """And the log and the response say which limit it was."""
+    (first, second), _ = play(Engine({0: [LONG], 1: [LONG]}), problems=2)
+    for t in (first, second):
+        assert (t.turns, t.sampled, t.finish_reason, t.turn_rewards) == (1, 16, "length", (0.1,))
+        assert "turn 1 " in t.ended_by
+        assert "rollout.max_response_tokens" in t.ended_by
+    (warning,) = [r.getMessage() for r in caplog.records if "cut_turns" in r.getMessage()]
+    assert first.ended_by in warning
+
+
+def test_a_truncated_turn_is_answered_where_the_run_says_so():
+    """The template ends the turn that the policy did not, and only that token is not sampled."""
+    limits = replace(LIMITS, answers_cut_turns=True)
+    engine = Engine({0: [LONG, "5", "6"]})
+    (t,), _ = play(engine, limits=limits)
+    cut = engine.tokenizer(LONG)["input_ids"][:16]
+    turns = [[*engine.tokenizer(text)["input_ids"], IM_END] for text in ("5", "6")]
+    gaps = [[IM_END, *between(engine, "1")], between(engine, "2")]
+    expected = [*PROBLEM.prompt_ids, *cut, *gaps[0], *turns[0], *gaps[1], *turns[1]]
+    assert t.token_ids.tolist() == expected
+    assert (t.turns, t.sampled, t.finish_reason, t.ended_by) == (3, 16 + 2 + 2, "stop", "")
+    assert t.turn_rewards == (0.1, 0.2, 0.3)
+    assert not t.loss_mask[3 + 16]
+
+
+@pytest.mark.parametrize(
+    ("limits", "key"),
+    [
+        (replace(LIMITS, turns=2), "environment.max_turns"),
+        (replace(LIMITS, tokens=20), "environment.max_tokens"),
+        (replace(LIMITS, tokens=10), "environment.max_tokens"),
+        (replace(LIMITS, tokens=10, answers_cut_turns=True), "environment.max_tokens"),
+    ],
+)
+def test_an_episode_says_which_limit_ended_it(limits, key):
+    (t,), _ = play(
+        Engine({0: [LONG, "5", "6"]} if limits.tokens == 10 else {0: ["4", "5", "6"]}),
+        limits=limits,
+    )
+    assert key in t.ended_by
+    assert t.finish_reason == "length"
 
 
 # --- environments that fail

@@ -87,6 +87,16 @@ def test_a_sample_says_what_the_response_earned_and_why() -> None:
     assert "ended without a score" in verified.of_step(3, {}, {})[2].reason
 
 
+def test_a_sample_of_an_episode_says_which_limit_ended_it() -> None:
+    row = replace(trajectory(2, cut=True, text="2=2"), ended_by="turn 1 was cut off (some.key)")
+    for zeroes in (True, False):
+        samples = maker(zeroes_truncated=zeroes)
+        samples.take(3, batch_of([row]))
+        (sample,) = samples.of_step(3, {}, {})
+        assert "some.key" in sample.reason
+        assert ("algorithm.truncated_responses" in sample.reason) is zeroes
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
