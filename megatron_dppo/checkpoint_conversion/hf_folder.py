@@ -363,12 +363,13 @@ def export_files(folder: Path) -> tuple[list[str], list[str]]:
     certified: set[str] = set()
     if (folder / CERTIFICATE).is_file():
         certified = set(certificate_of(read_body(folder / CERTIFICATE)).files)
-    sent, left = [], []
+    sent_names: list[str] = []
+    other_names: list[str] = []
     for path in sorted(folder.iterdir()):
         is_usual = any(fnmatch(path.name, pattern) for pattern in _EXPORTED)
         is_model = path.is_file() and (is_usual or path.name in certified)
-        (sent if is_model else left).append(path.name)
-    return sent, left
+        (sent_names if is_model else other_names).append(path.name)
+    return sent_names, other_names
 
 
 def upload(

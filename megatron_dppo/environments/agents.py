@@ -550,16 +550,18 @@ def _plain(message: Any, where: str) -> dict[str, Any]:
 
 
 def _text_of(content: Any, where: str) -> str:
-    """The text of a message's ``content``: text, null, or a list of parts that are text."""
+    """Return the text of a message's ``content``: text, null, or a list of text parts."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = content if isinstance(content, list) else [content]
-    texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        for part in parts
-    ]
-    if not isinstance(content, list) or not all(isinstance(text, str) for text in texts):
-        raise RefusedCallError(400, f"{where}: got {_shortened(content)}, expected text alone")
+    parts = content if isinstance(content, list) else [None]
+    texts = []
+    for part in parts:
+        text = None
+        if isinstance(part, dict) and part.get("type") == "text":
+            text = part.get("text")
+        if not isinstance(text, str):
+            raise RefusedCallError(400, f"{where}: got {_shortened(content)}, expected text alone")
+        texts.append(text)
     return "".join(texts)
 
 

@@ -284,8 +284,11 @@ USABLE_NUMBER = f"a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}
 
 def is_usable(value: Any) -> bool:
     """Whether a value can be a reward, or a part of one: a finite number, and no sum of such numbers overflows."""
-    # An integer beyond the floats has no float, but can be compared with one. NaN compares as false.
-    return isinstance(value, Real) and bool(-LARGEST_REWARD <= value <= LARGEST_REWARD)
+    if not isinstance(value, Real):
+        return False
+    # Compare without a conversion: an integer can be too large for a float. NaN compares as false.
+    number: Any = value
+    return bool(-LARGEST_REWARD <= number <= LARGEST_REWARD)
 
 
 def _shown(value: Any) -> str:
