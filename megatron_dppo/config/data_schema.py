@@ -163,7 +163,7 @@ class EnvironmentConfig(Section):
     """Further arguments of the class."""
     credit: Credit = "trajectory"
     """What a token's advantage is of: the whole trajectory's reward, or what was earned from its turn on, each compared
-    with the group's; docs/environments.md#credit."""
+    with the group's; docs/environments.md#credit. Turns are paired as the branches lie, not by time."""
     role: str = "user"
     """Role of what the environment says, as the chat template knows it: ``user``, ``tool``."""
     max_turns: int = Field(default=8, gt=0)

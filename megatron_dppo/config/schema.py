@@ -115,7 +115,8 @@ class RolloutConfig(Section):
     """Requests in flight from one data-parallel leader."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Longest time for one response before it is aborted and asked for again, without that of weight updates and of a
-    trainer's turn. Empty: what the longest response takes at 10 tokens/s, and at least 600."""
+    trainer's turn. Empty: what the longest response takes at 10 tokens/s, and at least 600. The second draw may be
+    shorter, so a limit that long responses reach favours short ones; each is a warning in the log."""
     responses_per_call: int = Field(default=1, gt=0)
     """Responses that share one HTTP call. More saves the engine work where responses are a few
     dozen tokens; they then finish, time out and are lost together."""

@@ -12,6 +12,7 @@ import asyncio
 import functools
 import heapq
 import itertools
+import logging
 import threading
 import time
 import uuid
@@ -30,6 +31,8 @@ from megatron_dppo.engine.continuation import Continuation, Decode
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams, seed_of
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.async_runner import AsyncRunner
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -532,6 +535,8 @@ class _Generation:
             except TimeoutError:
                 reason = f"no response within {self.limits.request_timeout_s} s"
                 failures += 1
+                # Short responses are favoured by it: no figure of the batch shows that.
+                log.warning("request %s: %s; it is drawn again", requests[0].key, reason)
                 await self.client.abort(rid, len(indices))
             except errors.AbortedError as error:
                 reason = str(error)

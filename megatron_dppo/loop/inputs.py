@@ -28,6 +28,7 @@ from megatron_dppo.data.problems import (
     without,
 )
 from megatron_dppo.data.records import DataError
+from megatron_dppo.data.reward_trial import reward_faults
 from megatron_dppo.data.seal import Origin, text_digest
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import makes_prompts
@@ -164,6 +165,16 @@ class RunData:
             return bad_answers(self._sets, self._config.reward, scores=False)
         results = handed_over(self.scored)
         return bad_answers(self._sets, self._config.reward) if results is None else results
+
+    def reward_faults(self) -> list[str]:
+        """What the rewards fail on (``data/reward_trial.py``), of the first training file; a run that replays scores
+        nothing."""
+        if self._config.rollout.replay_from is not None:
+            return []
+        file = self._config.data.train_files[0]
+        longest = self._config.rollout.max_response_tokens
+        problem_set = self._sets[_name(file)]
+        return list(reward_faults(file.path, problem_set, self._config.reward, longest))
 
     def settle(self, bad: BadAnswers) -> None:
         """Refuse bad answers or leave their problems out, as configured, and refuse training sets of fewer problems

@@ -379,15 +379,17 @@ def _set_aside(directory: str, *, rollouts: bool) -> None:
 
 # What a start would stumble over after its first seconds: inputs, data, answers, checkpoints.
 
-_NEEDED_FOR_DATA = ("data", "model.hf_checkpoint", "reward")
-"""Keys without which the data can't be read and scored."""
+_NEEDED_FOR_DATA = ("data", "model.hf_checkpoint")
+"""Keys without which the data can't be read."""
+_NEEDED_FOR_SCORES = ("reward",)
+"""Keys without which nothing can be scored."""
 
 
 def data_and_resume_faults(
     config: TrainConfig, refused: Sequence[str] = (), answers: str | None = None
 ) -> list[str]:
-    """Compare inputs with their hashes where a list has them, open the data, score every gold answer with
-    the reward, and see where the run would resume.
+    """Compare inputs with their hashes where a list has them, open the data, try the rewards, score every gold answer
+    with them, and see where the run would resume.
 
     Loads no weights, starts nothing but reward workers, writes nothing but ``answers``: a file for the
     run that follows, which then need not score them again. ``refused``: what other checks have refused; what can't
@@ -400,12 +402,18 @@ def data_and_resume_faults(
     if not any(fault.startswith(_NEEDED_FOR_DATA) for fault in refused):
         with _noting(faults, "data"):
             data = inputs.RunData(config)
-            bad = data.bad_answers()
-            if answers is not None:
-                hand_over(Path(answers), data.scored, bad)
-            data.settle(bad)
+            # Each stage by itself, so that a fault of one hides no other's.
             with _noting(faults, "run.resume"):
                 check_resume(config, data.train.sha256)
+            if any(fault.startswith(_NEEDED_FOR_SCORES) for fault in refused):
+                return faults
+            with _noting(faults, "reward"):
+                faults += data.reward_faults()
+            with _noting(faults, "data"):
+                bad = data.bad_answers()
+                if answers is not None:
+                    hand_over(Path(answers), data.scored, bad)
+                data.settle(bad)
     return faults
 
 

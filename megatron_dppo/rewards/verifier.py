@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
 # Longest time for a worker to import its reward; long, because machines start many at once.
 START_LIMIT_S = 300.0
+_PACKAGE = Path(__file__).parents[1]
 BACK_OFF_S = 0.5
 """Before the second attempt at a reward that could not be had; doubled for each further one."""
 LONGEST_BACK_OFF_S = 60.0
@@ -585,7 +586,27 @@ def main() -> None:
     start = json.loads(connection.recv_bytes())
     receive_passed(start["variables"])
     processes.bound_memory(start["memory_gib"], is_final=True)
-    serve(connection, start["name"], start["timeout_s"], start["options"])
+    try:
+        serve(connection, start["name"], start["timeout_s"], start["options"])
+    except Exception as error:
+        sys.stderr.write(users_traceback(error))
+        # As an exception that nothing catches: the verifier reads what was written.
+        sys.exit(1)
+
+
+def users_traceback(error: Exception) -> str:
+    """The traceback from the first frame on that is neither this package's nor the standard library's asyncio's.
+
+    All of it where there is no such frame.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = (str(_PACKAGE), str(Path(asyncio.__file__).parent))
+    first = next((i for i, f in enumerate(frames) if not f.filename.startswith(own)), 0)
+    shown = error.__traceback__
+    for _ in range(first):
+        assert shown is not None
+        shown = shown.tb_next
+    return "".join(traceback.format_exception(type(error), error, shown))
 
 
 if __name__ == "__main__":

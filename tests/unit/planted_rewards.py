@@ -273,3 +273,20 @@ class FailingToStart:
 
     def __call__(self, response: str) -> float:
         return 0.0
+
+
+def last_line(response: str, answer: str) -> float:
+    """Fails on an empty response, which has no line."""
+    return float(response.splitlines()[-1] == answer)
+
+
+def boxed(response: str) -> float:
+    """Fails on a formula that is not closed, as a truncated response has one."""
+    return float(response.partition("{")[2].index("}")) if "{" in response else 0.0
+
+
+def short_only(response: str) -> float:
+    """Refuses a long response."""
+    if len(response) > 200:
+        raise ValueError("too long for this reward")
+    return 0.0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -236,3 +237,43 @@ def test_a_finished_run_has_nothing_to_do(train, config):
     answer = train(*words)
     assert answer.returncode == 0
     assert answer.stdout.startswith(f"nothing to do: the run in {directory} is at its last step, 2")
+
+
+PLANTED = "tests.unit.planted_rewards"
+
+
+@pytest.mark.parametrize(
+    ("reward", "kind", "error"),
+    [
+        ("last_line", "an empty response", "IndexError"),
+        ("boxed", "a truncated response", "ValueError|substring not found"),
+        ("short_only", "a long response", "too long for this reward"),
+    ],
+)
+def test_check_tries_a_reward_with_what_a_policy_says(train, config, reward, kind, error):
+    """A bug would end the run hours later: the row, the answer and the reward's own frames are named now."""
+    answer = train("--check", f"reward.name={PLANTED}:{reward}")
+    assert answer.returncode == 2
+    assert kind in answer.stderr
+    assert re.search(error, answer.stderr)
+    assert f"{config.parent / 'train.jsonl'}, line 1" in answer.stderr
+    assert "planted_rewards.py" in answer.stderr
+    assert "verifier.py" not in answer.stderr
+
+
+def test_check_names_the_faults_of_every_stage(train, config):
+    """Of values, of a reward's name, of the data, of what a resume would find."""
+    data, directory = config.parent / "no_prompt.jsonl", config.parent / "trained_before"
+    data.write_text('{"prompt": 5, "answer": "2"}\n')
+    words = ["environment.name=os:getcwd", "reward.name=nope", f"data.train={data}"]
+    answer = train("--check", *words)
+    assert answer.returncode == 2
+    assert "environment.name: " in answer.stderr
+    assert "reward.name: " in answer.stderr
+    assert f"{data}, line 1" in answer.stderr
+    directory.mkdir()
+    (directory / "last_checkpoint.json").write_text('{"step": 20}')
+    words = [f"reward.name={PLANTED}:last_line", f"run.directory={directory}"]
+    answer = train("--check", *words)
+    assert "an empty response" in answer.stderr
+    assert "run.resume: " in answer.stderr

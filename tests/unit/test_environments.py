@@ -541,6 +541,16 @@ def test_by_turn_each_token_has_what_its_turn_and_later_ones_earn():
         with_rewards([turns_of([1, 1], (0.5,))], [Score(0.0)], 1, settings, "turn", most_tokens=16)
 
 
+def test_turns_of_branches_are_paired_as_they_lie_and_not_by_time():
+    """The first response's second turn lies third, in a branch of its own: it is compared with the other's third.
+    Returns as they lie: (0.7, 0.4, 0.6) and (0.3, 0.3, 0.1)."""
+    branched = turns_of([1, 1, 1], (0.1, 0.4, 0.2), turn_times=(0, 2, 1))
+    straight = turns_of([1, 1, 1], (0.0, 0.2, 0.1))
+    scored = with_rewards([branched, straight], [Score(0.0)] * 2, 2, AlgorithmConfig(), "turn")
+    assert scored[0].advantages_by_turn == pytest.approx([0.2, 0.05, 0.25])
+    assert scored[1].advantages_by_turn == pytest.approx([-0.2, -0.05, -0.25])
+
+
 def test_a_group_of_equal_rewards_may_differ_in_its_turns():
     batch = [turns_of([1, 1], (1.0, 0.0)), turns_of([1, 1], (0.0, 1.0))]
     flat = {}
