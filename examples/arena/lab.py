@@ -122,7 +122,13 @@ class Lab:
             versions = np.full(t.sampled, version, np.int32)
             trajectories.append(t.with_columns(weight_version=versions))
             scores.append(Score(task.reward(problem, t.response_ids)))
-        return with_rewards(trajectories, scores, rollout.group_size, self.config.algorithm)
+        return with_rewards(
+            trajectories,
+            scores,
+            rollout.group_size,
+            self.config.algorithm,
+            most_tokens=rollout.max_response_tokens,
+        )
 
 
 def _trajectory(
