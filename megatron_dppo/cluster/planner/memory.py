@@ -1,4 +1,4 @@
-"""What a trainer rank's GPU, a server's GPU and a node's host memory hold."""
+"""Count the bytes in the memory of a trainer rank's GPU, of a server's GPU and of a node's host."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from megatron_dppo.model.shape import (
 CHANNELS = 16
 """Channels of a communicator over NVLink and InfiniBand. Assumption: NCCL chooses between 8 and 32."""
 CONNECTIONS = 2
-"""Receiving connections of a rank in each channel: of the ring and of the tree. Assumption."""
+"""Receiving connections of a rank in each channel: one for the ring and one for the tree. Assumption."""
 _LL = 8 * 512 * 8 * 16
 _LL128 = 120 * 640 * 8 * 8
 _SIMPLE = 4 * devices.MIB
@@ -57,9 +57,10 @@ PER_COMMUNICATOR = CHANNELS * CONNECTIONS * (_LL + _LL128 + _SIMPLE)
 
 
 def trainer_communicator_bytes(layout: Layout, *, sends: bool) -> int:
-    """Bytes on a trainer rank, of the communicators that it uses: the world's, one for each parallel dimension of more
-    than one rank, and (``sends``) its own with all engine ranks. Megatron-Core makes more groups; NCCL allocates for
-    those that are used.
+    """Return the bytes of the communicators that a trainer rank uses.
+
+    A rank uses the world's communicator, one for each parallel dimension of more than one rank, and (``sends``) one
+    that it shares with all engine ranks. Megatron-Core makes more groups; NCCL allocates only for those that are used.
     """
     sizes = (
         layout.tensor,
@@ -69,14 +70,14 @@ def trainer_communicator_bytes(layout: Layout, *, sends: bool) -> int:
         layout.expert,
         layout.expert_data,
     )
-    used = sum(size > 1 for size in sizes) + (layout.expert_tensor > 1 and layout.expert > 1)
-    # Gradients are reduced over both together.
-    used += layout.context > 1 and layout.data > 1
-    return (int(layout.world_size > 1) + used + int(sends)) * PER_COMMUNICATOR
+    groups = sum(size > 1 for size in sizes) + (layout.expert_tensor > 1 and layout.expert > 1)
+    # Gradients are reduced over a joint group of the data and context dimensions.
+    groups += layout.context > 1 and layout.data > 1
+    return (int(layout.world_size > 1) + groups + int(sends)) * PER_COMMUNICATOR
 
 
 def engine_communicator_bytes(tensor: int, senders: int) -> int:
-    """Bytes on an engine rank: its server's own group, and one with every sender of weights."""
+    """Return the bytes of an engine rank's communicators: its server's own group, and one with each weight sender."""
     return (int(tensor > 1) + senders) * PER_COMMUNICATOR
 
 
@@ -87,7 +88,7 @@ _PARAMETER_PAD, _BUCKET_PAD = 64, 128
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that live through a whole run on one rank, by ``TrainerPart``."""
+    """Bytes that stay allocated on one rank during the whole run, by ``TrainerPart``."""
 
     weights: int
     reference: int
@@ -100,59 +101,65 @@ class StateBytes:
 
 
 def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
-    """Weights, a reference policy's, gradient buffer and optimizer state of each rank of ``stage``.
+    """Return the bytes of weights, reference policy, gradient buffers and optimizer state on each rank of ``stage``.
 
     - weights: elements x 2 (bfloat16) or 4 (float32).
-    - gradients: elements x 4: ``grad_reduce_in_fp32=True`` in ``trainer/model.py``, or x 2; one buffer for dense and
-      one for experts' parameters (``_ParamAndGradBuffer``).
+    - gradients: elements x 4 (``grad_reduce_in_fp32=True`` in ``trainer/model.py``) or x 2; dense and expert
+      parameters have a buffer each (``_ParamAndGradBuffer``).
     - optimizer: Adam's two fp32 moments, 8 bytes, and for bfloat16 a fp32 master, 4 bytes (megatron.core
       ``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``); a float32 parameter is its own master.
-      ``optimizer.distributed`` cuts these by the ranks that have the same: ``data`` x ``context`` for dense
-      parameters, ``expert_data`` for experts.
-    - With the distributed optimizer weights and gradients live in buffers in which each parameter starts at a multiple
-      of 64 elements and the end is padded to one of lcm(replicas, 128) (``_pad_start_of_param_if_needed``,
+      ``optimizer.distributed`` divides these bytes by the number of ranks with the same parameters: ``data`` x
+      ``context`` for dense parameters, ``expert_data`` for experts.
+    - With the distributed optimizer, weights and gradients are stored in buffers: each parameter starts at a multiple
+      of 64 elements, and the end is padded to a multiple of lcm(replicas, 128) (``_pad_start_of_param_if_needed``,
       ``_pad_end_of_bucket_if_needed``).
-    - With adapters all this is of them alone; the frozen weights lie where they were made.
-    - A reference policy is a copy of those of the model's own parameters that are trained; of the adapters, too, where
-      they start from a folder (``ReferenceWeights``).
+    - With adapters, only the adapters have such buffers; the frozen weights stay in the tensors of the model.
+    - A reference policy copies the trained ones of the model's own parameters, and also the adapters where they start
+      from a folder (``ReferenceWeights``).
     """
-    parameters, frozen = rank_parameters(trainer.shape, trainer.layout, stage), 0
-    changed = parameters.elements
+    parameters, frozen_elements = rank_parameters(trainer.shape, trainer.layout, stage), 0
+    base_elements = parameters.elements
     if trainer.trained is not None:
-        changed = trainer.trained.trained_base(trainer.shape, trainer.layout)
-        frozen = parameters.elements - changed
+        base_elements = trainer.trained.trained_base(trainer.shape, trainer.layout)
+        frozen_elements = parameters.elements - base_elements
         parameters = trainer.trained.parameters(trainer.shape, trainer.layout, stage)
-    padded = [
+    padded_sizes = [
         _buffer_elements(counts, replicas) if trainer.distributed else elements(counts)
         for counts, replicas in _groups(parameters, trainer.layout)
     ]
-    buffered = sum(padded)
-    copied = changed if trainer.reference else 0
+    buffer_elements = sum(padded_sizes)
+    reference_elements = base_elements if trainer.reference else 0
     if trainer.reference_adapters:
-        copied = parameters.elements
-    shared = [
+        reference_elements = parameters.elements
+    shard_sizes = [
         size // replicas if trainer.distributed else size
-        for size, (_, replicas) in zip(padded, _groups(parameters, trainer.layout), strict=True)
+        for size, (_, replicas) in zip(
+            padded_sizes, _groups(parameters, trainer.layout), strict=True
+        )
     ]
     return StateBytes(
-        weights=(frozen + buffered) * trainer.item_bytes,
-        reference=copied * trainer.item_bytes,
-        gradients=buffered * trainer.gradient_bytes,
-        optimizer=round(sum(shared) * trainer.optimizer_bytes),
+        weights=(frozen_elements + buffer_elements) * trainer.item_bytes,
+        reference=reference_elements * trainer.item_bytes,
+        gradients=buffer_elements * trainer.gradient_bytes,
+        optimizer=round(sum(shard_sizes) * trainer.optimizer_bytes),
     )
 
 
 @dataclass(frozen=True)
 class ParkedBytes:
-    """Of one rank. ``device``: that its GPU has fewer while ``parts`` are parked. ``host``: pinned, from the first time
-    on; each part has a buffer of its own, which torch's CachingHostAllocator rounds up to a power of two."""
+    """Bytes of one rank's parked state.
+
+    ``device``: bytes that parking frees on the GPU. ``host``: bytes of pinned host memory, which stays allocated after
+    the first parking; each part has a buffer of its own, which torch's CachingHostAllocator rounds up to a power of
+    two.
+    """
 
     device: int
     host: int
 
 
 def parked_bytes(state: StateBytes, parts: Collection[TrainerPart] = TRAINER_PARTS) -> ParkedBytes:
-    """Of a rank with ``state``, by ``trainer/parking.py``."""
+    """Return the bytes that a rank with ``state`` moves when ``trainer/parking.py`` parks ``parts``."""
     sizes: dict[TrainerPart, int] = {part: getattr(state, part) for part in parts}
     return ParkedBytes(
         device=sum(sizes.values()),
@@ -167,20 +174,20 @@ def _groups(parameters: RankParameters, layout: Layout) -> list[tuple[Counts, in
 
 
 def _buffer_elements(counts: Counts, replicas: int) -> int:
-    """Elements of one buffer of the distributed optimizer; every parameter but the last is followed by its padding."""
+    """Return the elements of one buffer of the distributed optimizer, with the padding of each parameter and of the end."""
     total = sum(devices.ceil_to(size, _PARAMETER_PAD) * count for size, count in counts)
     return devices.ceil_to(total, math.lcm(replicas, _BUCKET_PAD))
 
 
-# All that one trainer rank's GPU holds at the worst moment of a step.
+# Peak memory of one trainer rank's GPU during a step.
 
 _COLUMN_PIECE = 64 * devices.MIB
-"""``PIECE_BYTES`` of loop/exchange.py: columns travel over the device in pieces."""
+"""``PIECE_BYTES`` of loop/exchange.py: ranks exchange columns over the GPUs in pieces of this size."""
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """One GPU of a pipeline stage, by part; bytes."""
+    """Bytes on one GPU of a pipeline stage, by part."""
 
     stage: int
     state: StateBytes
@@ -192,32 +199,36 @@ class RankBytes:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by part at the worst moment of training: with the logits, or with a recomputed layer."""
-        live = self.activations
-        head = live.head + live.logits
-        at_logits = head > live.recomputed
+        """Bytes by part at the peak of training: while the logits exist, or while a layer is recomputed."""
+        activations = self.activations
+        head = activations.head + activations.logits
+        is_peak_at_logits = head > activations.recomputed
         return {
             "weights": self.state.weights + self.state.reference,
             "gradients": self.state.gradients,
             "optimizer": self.state.optimizer,
-            "activations": live.layers + (0 if at_logits else live.recomputed),
-            "logits": head if at_logits else 0,
-            "working": live.working,
+            "activations": activations.layers
+            + (0 if is_peak_at_logits else activations.recomputed),
+            "logits": head if is_peak_at_logits else 0,
+            "working": activations.working,
             "communicators": self.communicators,
             "context": self.context + self.fragmentation,
         }
 
     @property
     def total(self) -> int:
-        """At the worst moment: of training, or, where that is more, of a weight update."""
+        """Peak memory: the larger of training and a weight update."""
         steady = self.state.total + self.communicators + self.context
         training = self.activations.total + self.fragmentation
         return steady + max(training, self.update_buckets)
 
 
 def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
-    """Of each rank of ``stage``. Update: a bucket that is gathered, one that is sent, and one on its way to the
-    engine's layout; columns on the way between ranks are smaller and earlier."""
+    """Return the bytes on the GPU of each rank of ``stage``.
+
+    A weight update holds three buckets: one that is gathered, one that is converted to the engine's layout, and one
+    that is sent. The exchange of columns between ranks holds two pieces, at another time.
+    """
     activations = activation_bytes(facts.trainer, stage, facts.rollout.topk)
     sends = facts.engine.servers > 0 and not facts.schedule.is_colocated
     return RankBytes(
@@ -231,7 +242,7 @@ def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
     )
 
 
-# A server's GPUs: weights, KV cache, what is left for everything else; sequences that run at once.
+# Memory of a server's GPUs: weights, KV cache and the reserved rest; and the sequences that run at once.
 
 _ITEM = 2
 _FEW_RUNNING, _MOST_RUNNING = 2048, 4096
@@ -240,9 +251,12 @@ _CHUNKED_PREFILL = 8192
 
 @dataclass(frozen=True)
 class EngineBytes:
-    """One GPU of a server. ``reserved``: what ``mem_fraction_static`` leaves free, for activations, CUDA graphs and
-    communicators. ``kv_tokens``: of the whole server. ``sequences``: that run at once, at the mean length; ``longest``:
-    if all were as long as they may be."""
+    """Bytes on one GPU of a server, and the sequences that the server runs.
+
+    ``reserved``: bytes that ``mem_fraction_static`` leaves free for activations, CUDA graphs and communicators.
+    ``kv_tokens``: tokens in the KV cache of the whole server. ``sequences``: sequences of mean length that run at once;
+    ``longest``: the same for sequences that reach both length limits.
+    """
 
     weights: int
     kv_pool: int
@@ -255,15 +269,15 @@ class EngineBytes:
 
 @cache
 def weight_bytes(shape: ModelShape, layout: mapping.EngineLayout) -> int:
-    """bf16 weights of an engine rank: the family's rows by SGLang's own cuts (``Rule.in_engine``)."""
+    """Return the bytes of an engine rank's bf16 weights: the family's rules, split as SGLang does (``in_engine``)."""
     mapping.check_engine_layout(shape, layout)
-    family, each = family_of(shape), shape.num_layers
-    rules = [(rule, each) for rule in family.layer]
+    family, layers = family_of(shape), shape.num_layers
+    rules = [(rule, layers) for rule in family.layer]
     rules += [(family.embedding, 1), (family.final_norm, 1)]
     if not shape.tied_embeddings or mapping.keeps_untied_output(shape):
         rules.append((family.embedding, 1))
     total = sum(_elements(rule, shape, layout.tensor) * count for rule, count in rules)
-    experts = each * shape.num_experts // layout.expert
+    experts = layers * shape.num_experts // layout.expert
     total += sum(_elements(rule, shape, layout.expert_tensor) * experts for rule in family.expert)
     return total * _ITEM
 
@@ -273,16 +287,22 @@ def _elements(rule: Rule, shape: ModelShape, size: int) -> int:
 
 
 def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
-    """Of one GPU: 2 x layers x key-value heads of the rank (at least one) x head size x bytes of an element (SGLang's
-    ``MHATokenToKVPool``)."""
+    """Return the bytes of a token in the KV cache of one GPU.
+
+    The formula is 2 x layers x key-value heads of the rank (at least one) x head size x bytes of an element (SGLang's
+    ``MHATokenToKVPool``).
+    """
     heads = max(1, shape.num_query_groups // engine.tensor)
     layers = -(-shape.num_layers // engine.pipeline)
     return 2 * layers * heads * shape.head_dim * engine.kv_bytes
 
 
 def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
-    """``mem_fraction_static`` as SGLang 0.5.23 chooses it (``arg_groups/memory_hook.py``): MiB kept free = 512 + 1.5 x
-    chunked prefill + 128 x TP x PP + 2 x largest batch with a CUDA graph, and on GPUs above 60 GiB at least 10 GiB."""
+    """Return the ``mem_fraction_static`` that SGLang 0.5.23 chooses (``arg_groups/memory_hook.py``).
+
+    SGLang keeps free, in MiB: 512 + 1.5 x chunked prefill + 128 x TP x PP + 2 x largest batch with a CUDA graph, and
+    on GPUs above 60 GiB at least 10 GiB.
+    """
     memory = device.memory / devices.MIB
     chunk = chunk_tokens(engine, device)
     graphs = 512 if engine.tensor >= 4 or memory >= 160 * 1024 else 256
@@ -293,7 +313,7 @@ def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
 
 
 def chunk_tokens(engine: EngineFacts, device: devices.Device) -> int:
-    """Tokens of a prefill's pass, as SGLang chooses them."""
+    """Return the tokens in one chunk of a prefill: the configured number, or the one that SGLang chooses."""
     large = device.memory >= 160 * 1024 * devices.MIB
     return engine.chunked_prefill or (2 * _CHUNKED_PREFILL if large else _CHUNKED_PREFILL)
 
@@ -301,9 +321,10 @@ def chunk_tokens(engine: EngineFacts, device: devices.Device) -> int:
 def engine_bytes(
     shape: ModelShape, engine: EngineFacts, rollout: RolloutFacts, device: devices.Device
 ) -> EngineBytes:
-    """KV pool = fraction x free memory before the weights - weights; tokens = pool / bytes of a token.
+    """Return the bytes on one GPU of a server, and the sequences that run on the server at once.
 
-    Sequences at once: tokens / mean length, at most ``max_running_requests``, whose default is
+    KV pool = fraction x memory that is free before the weights are loaded - weights; tokens = pool / bytes of a token.
+    Sequences at once = tokens / mean length, at most ``max_running_requests``, whose default is
     clamp(512 x tokens / context, 2048, 4096) (``model_executor/pool_configurator.py``).
     """
     weights = (
@@ -327,27 +348,33 @@ def engine_bytes(
 
 
 def capture_host_bytes(shape: ModelShape, kv_tokens: int) -> int:
-    """Pinned host memory in which a server with R3 keeps the experts of every token of its KV pool: int32 [tokens,
-    layers, k] (``state_capturer/base.py``, ``BaseHostCache``)."""
+    """Return the bytes of pinned host memory in which a server with R3 stores its routing capture.
+
+    The buffer holds the experts of each token in the KV pool: int32 [tokens, layers, k] (``state_capturer/base.py``,
+    ``BaseHostCache``).
+    """
     return kv_tokens * shape.num_layers * shape.experts_per_token * 4
 
 
 LEAST_RESERVED = 3 * devices.GIB
-"""Bytes beside static memory and communicators that a server needs for activations of a prefill chunk and CUDA graphs.
-Assumption; SGLang's own estimate is the 10 GiB and more of ``default_fraction``."""
+"""Bytes that a server needs for the activations of a prefill chunk and for CUDA graphs, in addition to static memory
+and communicators. Assumption; SGLang's own estimate is the 10 GiB and more of ``default_fraction``."""
 
 
-# Bytes of a rollout batch's per-token columns: on the wire from the engines, and in the ranks' host memory.
+# Bytes of a rollout batch's per-token columns: in the servers' HTTP replies, and in the ranks' host memory.
 
 _TOKEN = 4 + 1
-"""Token id int32 and loss mask, bytes."""
+"""Bytes of a token: its int32 id and its loss mask."""
 _BASE64 = 4 / 3
 
 
 @dataclass(frozen=True)
 class ColumnBytes:
-    """Of one rollout batch. ``routing`` and ``topk``: in memory, once; ``*_wire``: as servers of a run answer.
-    ``replicas``: what only the replica that trains holds, tokens included, all replicas together.
+    """Bytes of the columns of one rollout batch.
+
+    ``routing`` and ``topk``: bytes of one copy in memory; ``*_wire``: bytes in the HTTP replies of the run's servers.
+    ``replicas``: bytes of the columns that only the replica that trains on them holds, with the tokens, summed over
+    all replicas.
     """
 
     routing: float
@@ -358,10 +385,11 @@ class ColumnBytes:
 
 
 def column_bytes(shape: ModelShape, rollout: RolloutFacts) -> ColumnBytes:
-    """Rows x bytes of a row, by the declarations in ``data/columns.py``, at the mean lengths.
+    """Return rows x bytes of a row for each column that ``data/columns.py`` declares, at the mean lengths.
 
-    Routing (R3): layers x experts of a token, uint8 up to 256 experts, for every token but the last; the same beside
-    the JSON on the wire. Top-K: K ids int32 and K log-probabilities fp32 for every sampled token; on the wire base64.
+    Routing (R3): layers x experts of a token, uint8 up to 256 experts, for each token but the last; a server sends the
+    same bytes outside the JSON. Top-K: K int32 ids and K fp32 log-probabilities for each sampled token; a server sends
+    them in base64.
     """
     routing = topk = 0.0
     if rollout.routing:
@@ -381,24 +409,27 @@ def column_bytes(shape: ModelShape, rollout: RolloutFacts) -> ColumnBytes:
 
 
 def routing_bytes_per_token(shape: ModelShape) -> int:
-    """Of the recorded experts in memory."""
+    """Return the bytes of a token's routing capture in memory."""
     narrow, wide = ROUTED_EXPERTS.dtypes
     trailing = (len(shape.moe_layers), shape.experts_per_token)
     return Form(narrow if shape.num_experts <= 256 else wide, trailing).row_bytes
 
 
 def _rows(column: Column, rollout: RolloutFacts) -> float:
-    each = rollout.mean_response if column.rows is Rows.SAMPLED else rollout.mean_length - 1
-    return rollout.responses * each
+    rows = rollout.mean_response if column.rows is Rows.SAMPLED else rollout.mean_length - 1
+    return rollout.responses * rows
 
 
-# Which GPUs train and which serve: the placement of a run (``launch.placement``), counted by node.
+# The placement of a run (``launch.placement``), counted by node: the GPUs that train and the GPUs that serve.
 
 
 @dataclass(frozen=True)
 class NodeRoles:
-    """What one node's GPUs do. ``ranks``: the trainer's there. ``engine``: GPUs that serve; ``servers``: the numbers of
-    their servers."""
+    """The roles of one node's GPUs.
+
+    ``ranks``: the trainer ranks on the node. ``engine``: the number of GPUs that serve; ``servers``: the indexes of
+    their servers.
+    """
 
     node: int
     ranks: tuple[int, ...]
@@ -412,7 +443,7 @@ class NodeRoles:
 
 
 def node_roles(roles: Roles, cluster: devices.Cluster) -> tuple[tuple[NodeRoles, ...], list[str]]:
-    """By node what its GPUs do, and why the roles don't fit the nodes: one of the two is empty."""
+    """Return the roles of each node's GPUs and the reasons why they do not fit the nodes; one of both is empty."""
     names = [str(node) for node in range(cluster.nodes)]
     hosts = tuple(Host(name, name, cluster.gpus_per_node) for name in names)
     try:
@@ -448,18 +479,21 @@ def _by_node(placement: Placement, cluster: devices.Cluster) -> tuple[NodeRoles,
 # Host memory of a node: processes, a batch's columns, copies for a checkpoint, the engines' pinned buffers.
 
 TRAINER_PROCESS = 4 * devices.GIB
-"""Python, torch, CUDA's host side and pinned NCCL buffers of a rank. Assumption; 0.5 GiB were measured without CUDA."""
+"""Bytes of a rank's Python, torch, CUDA host memory and pinned NCCL buffers. Assumption; 0.5 GiB measured without
+CUDA."""
 ENGINE_PROCESS = 8 * devices.GIB
-"""The same of a server's GPU, with its share of scheduler, tokenizer and detokenizer. Assumption."""
+"""The same for each GPU of a server, with its share of scheduler, tokenizer and detokenizer. Assumption."""
 COPIES = 2
-"""Of a batch's columns: the batch that is trained on, and the packs made of it (and with staleness the next one)."""
+"""Copies of a batch's columns: the batch that is trained on, and the packs made of it. Staleness adds the batches that
+generation is ahead."""
 
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Of one node, which may train, serve or do both.
+    """Bytes of host memory on one node, which may train, serve or do both.
 
-    ``checkpoint``: pinned copies of what the ranks write (``trainer/checkpoint/saving.py``), 0 without the background.
+    ``checkpoint``: pinned copies of the tensors that the ranks write (``trainer/checkpoint/saving.py``), 0 where
+    checkpoints are not written in the background.
     ``parked``: pinned copies of the ranks' state, 0 where servers have GPUs of their own.
     """
 
@@ -477,13 +511,19 @@ class HostBytes:
 def host_bytes(
     facts: RunFacts, columns: ColumnBytes, node: NodeRoles, capture: int, parked: int = 0
 ) -> HostBytes:
-    """Of one node. ``capture``: bytes of R3's pinned buffer of each engine GPU, 0 without R3. ``parked``: bytes of
-    state that a rank keeps here while a server has its GPU.
+    """Return the bytes of host memory on ``node``.
 
-    batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share a host's
-    copy where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state, 14 bytes
-    an element that it shares with its replicas (12 in float32); with adapters, of them alone. It copies into one pinned
-    buffer, which torch's CachingHostAllocator rounds up to a power of two.
+    batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share one copy
+    on a host where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state. An
+    element takes 14 bytes (12 in float32), divided among its replicas; with adapters, only their elements count. The
+    rank copies into one pinned buffer, which torch's CachingHostAllocator rounds up to a power of two.
+
+    Args:
+        facts: The run.
+        columns: The columns of one rollout batch.
+        node: The roles of the node's GPUs.
+        capture: Bytes of R3's pinned buffer for each engine GPU, 0 without R3.
+        parked: Bytes of state that a rank keeps in host memory while a server has its GPU.
     """
     copies = COPIES + facts.schedule.staleness
     per_rank = columns.replicas / facts.trainer.layout.data
@@ -499,12 +539,12 @@ def host_bytes(
 
 
 def _copied(facts: RunFacts) -> int:
-    """What a rank of the first stage writes: with its replicas it shares out what they all hold."""
+    """Return the bytes that a rank writes to a checkpoint; replicas divide the tensors that they all hold."""
     layout, trained = facts.trainer.layout, facts.trainer.trained
     if trained is None:
         counts = rank_parameters(facts.trainer.shape, layout, 0)
         experts = elements(counts.experts) * layout.expert * layout.expert_tensor
-        written = (elements(counts.dense) * layout.tensor + experts) * layout.pipeline
+        model_elements = (elements(counts.dense) * layout.tensor + experts) * layout.pipeline
     else:
-        written = trained.elements(facts.trainer.shape)
-    return round(checkpoint_bytes(written, facts.trainer.dtype) / layout.world_size)
+        model_elements = trained.elements(facts.trainer.shape)
+    return round(checkpoint_bytes(model_elements, facts.trainer.dtype) / layout.world_size)
