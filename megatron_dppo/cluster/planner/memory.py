@@ -174,7 +174,7 @@ def _groups(parameters: RankParameters, layout: Layout) -> list[tuple[Counts, in
 
 
 def _buffer_elements(counts: Counts, replicas: int) -> int:
-    """Return the elements of one buffer of the distributed optimizer, with the padding of each parameter and of the end."""
+    """Return the elements of one buffer of the distributed optimizer, with the padding of parameters and end."""
     total = sum(devices.ceil_to(size, _PARAMETER_PAD) * count for size, count in counts)
     return devices.ceil_to(total, math.lcm(replicas, _BUCKET_PAD))
 
