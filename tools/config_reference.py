@@ -15,6 +15,7 @@ from megatron_dppo.config.errors import expectation
 from megatron_dppo.config.forwarded import DDP, MEGATRON, OPTIMIZER, SGLANG, ForwardedTable
 from megatron_dppo.config.loading import dump_yaml
 from megatron_dppo.config.schema import SupervisedConfig, TrainConfig
+from megatron_dppo.metrics.table import linked
 
 _INTRODUCTION = """\
 # Configuration
@@ -30,11 +31,11 @@ that the program is started in.
 
 def reference() -> str:
     """Every section and key of both kinds of run: what it takes, its default, its meaning."""
-    parts = [_INTRODUCTION, "## `megatron-dppo train`\n", *_sections(TrainConfig)]
+    parts = ["## `megatron-dppo train`\n", *_sections(TrainConfig)]
     parts += ["## `megatron-dppo supervised`\n", _summary(SupervisedConfig)]
     annotations = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
     parts += _sections(SupervisedConfig, annotations)
-    return "\n".join(parts)
+    return "\n".join([_INTRODUCTION, linked("\n".join(parts))])
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:

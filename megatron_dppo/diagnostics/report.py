@@ -56,6 +56,10 @@ FEW_POINTS = 30
 """Up to this number of steps every step has a dot, and lines are not smoothed."""
 LEGEND_WIDTH = 72
 """Characters of a legend that fit over a panel in one row; a line's sample counts as six."""
+WHOLE = 1.01
+"""Upper end of an axis of shares: a line at 1 is seen in its full width."""
+PERCENT = (0, 100 * WHOLE)
+"""Ends of an axis of shares in percent."""
 STEP_AXIS = "step"
 """Label of the horizontal axis of every panel that shows steps."""
 
@@ -147,16 +151,14 @@ def plot_metrics(
     return handles
 
 
-def plot_on_the_right(
-    axes: Axes, runs: list[RunRecords], panel: str, limits: tuple[float, float], unit: str
-) -> list[Line2D]:
-    """Draw the panel's metrics on a right axis that covers at least ``limits``; returns legend handles."""
+def plot_on_the_right(axes: Axes, runs: list[RunRecords], panel: str, unit: str) -> list[Line2D]:
+    """Draw the panel's shares on a right axis; returns legend handles."""
     metrics = in_panel(panel, right=True)
     if not is_recorded(runs, *(metric.name for metric in metrics)):
         return []
     right = axes.twinx()
     handles = plot_metrics(right, runs, metrics)
-    right.set_ylim(limits[0], max(limits[1], right.get_ylim()[1]))
+    right.set_ylim(*PERCENT)
     right.set_ylabel(unit)
     right.spines[["top"]].set_visible(False)
     return handles
@@ -248,8 +250,9 @@ def draw_reward(axes: Axes, runs: list[RunRecords]) -> None:
         _remark(
             axes, "no evaluation in this run" if len(runs) == 1 else "no evaluation in these runs"
         )
+    least, largest = axes.dataLim.intervaly
     bottom, top = axes.get_ylim()
-    axes.set_ylim(min(0.0, bottom), max(1.0, top))
+    axes.set_ylim(bottom if least < 0 else 0.0, top if largest > 1 else WHOLE)
     mark_empty(axes, handles)
     finish(axes, "Reward and held-out accuracy", "mean", handles)
 
@@ -275,17 +278,20 @@ def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
         for upper, colour in bounds:
             axes.axhline(upper, color=colour, linestyle=":", linewidth=1.2)
         axes.set_ylim(bottom / 3, max(top * 3, *(2 * upper for upper, _ in bounds)))
-    handles += plot_on_the_right(axes, runs, "gap", (0, 101), "routed alike, % of tokens x layers")
+    handles += plot_on_the_right(axes, runs, "gap", "routed alike, % of tokens x layers")
     mark_empty(axes, handles)
     unit = "probability, log axis (dotted: bounds)"
     finish(axes, "Mean |pi - mu| (trainer against engine)", unit, handles)
 
 
 def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw the share of tokens that the trust region masks, by sign of the advantage."""
+    """Draw the share of tokens that the trust region masks, by sign of the advantage.
+
+    Its axis ends where the lines do: what is normal, below 1%, could not be read on one up to 100%.
+    """
     handles = plot_metrics(axes, runs, in_panel("masked"))
     if handles:
-        axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
+        axes.set_ylim(0, min(max(axes.get_ylim()[1], 0.1), PERCENT[1]))
         handles += _band(axes, runs, names.MASKED_POSITIVE, 100, "%")
     flat = [series(run.records, names.ZERO_VARIANCE_GROUPS)[1] for run in runs]
     without_advantage = all(flat) and {share for shares in flat for share in shares} == {1.0}
@@ -300,7 +306,7 @@ def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
     if handles:
         axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
         _remark(axes, "expected: a slow fall, no cliff")
-    handles += plot_on_the_right(axes, runs, "entropy", (0, 101), "different, % of a group")
+    handles += plot_on_the_right(axes, runs, "entropy", "different, % of a group")
     mark_empty(axes, handles)
     finish(axes, "Entropy", "nats per token", handles if len(runs) == 1 else [])
 
@@ -315,8 +321,7 @@ def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
 
 def draw_memory(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the most memory that a rank took; right axis: the ranks' idle share."""
-    idle = ((0, 10), "% of FLOPs")
-    _draw_from_zero(axes, runs, "memory", "Peak memory and idle ranks", "GiB", idle)
+    _draw_from_zero(axes, runs, "memory", "Peak memory and idle ranks", "GiB", "% of FLOPs")
 
 
 def _draw_from_zero(
@@ -325,14 +330,17 @@ def _draw_from_zero(
     panel: str,
     title: str,
     unit: str,
-    right: tuple[tuple[float, float], str] | None = None,
+    right: str | None = None,
 ) -> None:
-    """``right``: limits and unit of the right axis."""
-    handles = plot_metrics(axes, runs, in_panel(panel))
-    if handles:
+    """``right``: unit of the shares on the right axis. An axis of shares goes from 0 to 100%."""
+    metrics = in_panel(panel)
+    handles = plot_metrics(axes, runs, metrics)
+    if handles and all(metric.share for metric in metrics):
+        axes.set_ylim(*PERCENT)
+    elif handles:
         axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     if right is not None:
-        handles += plot_on_the_right(axes, runs, panel, *right)
+        handles += plot_on_the_right(axes, runs, panel, right)
     mark_empty(axes, handles)
     finish(axes, title, unit, handles)
 
@@ -342,14 +350,14 @@ draw_length = partial(
     panel="length",
     title="Response length and truncation",
     unit="tokens",
-    right=((0, 5), "% truncated"),
+    right="% truncated",
 )
 draw_age = partial(
     _draw_from_zero,
     panel="age",
     title="Age of the tokens",
     unit="weight versions",
-    right=((0, 5), "% interrupted"),
+    right="% interrupted",
 )
 draw_waiting = partial(_draw_from_zero, panel="waiting", title="Waiting", unit="% of the time")
 draw_update_seconds = partial(

@@ -36,7 +36,7 @@ from megatron_dppo.metrics.progress import NormalityCheck
 from megatron_dppo.metrics.records import Record, phase_table, read_records, series, step_of
 from megatron_dppo.metrics.samples import about, printable, read_samples
 from megatron_dppo.metrics.summary import RunInfo, environment_faults
-from megatron_dppo.metrics.table import METRICS
+from megatron_dppo.metrics.table import METRICS, accuracy_set
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.lease import LEASE_FILE
 
@@ -52,7 +52,8 @@ _MOST_TOKENS = 20
 _MOST_LINES = 30
 _MOST_FAULTS = 10
 Json = dict[str, Any]
-_MEANING = {row.recorded_as or name: row.meaning for name, row in METRICS.items()}
+_ROWS = {row.recorded_as or name: row for name, row in METRICS.items()}
+_MEANING = {name: row.meaning for name, row in _ROWS.items()}
 
 
 def thinned(steps: list[int], values: list[float], most: int = MOST_POINTS) -> list[list[float]]:
@@ -115,6 +116,7 @@ class RunView:
             "step": step_of(recorded[-1]) if recorded else None,
             "steps": self._steps(),
             "names": [[n, _MEANING.get(n, "")] for n in _names(recorded)],
+            "axes": _axes(_names(recorded)),
             "phases": self._phases(recorded),
             "masked": self._masked(),
             "fleet": self._fleet(),
@@ -246,6 +248,13 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 def _names(recorded: Sequence[Record]) -> list[str]:
     metrics = {name: None for record in recorded for name in record if name != "step"}
     return sorted(metrics, key=lambda name: (name.startswith("time/"), name))
+
+
+def _axes(metrics: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Ends of the axis of those that are shares."""
+    known = {name: _ROWS[name].axis() for name in metrics if name in _ROWS}
+    axes = {name: axis for name, axis in known.items() if axis is not None}
+    return axes | {name: (0.0, 1.0) for name in metrics if accuracy_set(name) is not None}
 
 
 class WatchServer(ThreadingHTTPServer):

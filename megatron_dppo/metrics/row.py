@@ -9,6 +9,9 @@ from typing import Literal
 Dtype = Literal["float32", "bfloat16"]
 Stroke = Literal["first", "second", "third", "bound"]
 
+SMALL_SHARE = 0.05
+"""A share whose upper bound is below this value can't be read on an axis from 0 to 1."""
+
 
 @dataclass(frozen=True)
 class NormalRange:
@@ -67,6 +70,16 @@ class Metric:
     def show(self, value: float) -> str:
         """``value`` as text with the metric's unit."""
         return f"{100 * value:.3g}%" if self.share else f"{value:.3g}"
+
+    def axis(self) -> tuple[float, float] | None:
+        """Ends that the axis of a share has at least; None for a metric that is no share.
+
+        They are 0 and 1, or 0 and the metric's upper bound where that bound is a small share.
+        """
+        if not self.share:
+            return None
+        high = 1.0 if self.normal is None else self.normal.upper("float32")
+        return 0.0, high if high < SMALL_SHARE else 1.0
 
     def range_text(self, dtype: Dtype) -> str:
         """The normal range as text; empty where the metric has no bounds."""

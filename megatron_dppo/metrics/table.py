@@ -8,6 +8,7 @@ loop, the engine's session and weight updates add the others. Loads no torch and
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from megatron_dppo.metrics.row import Line, Metric, NormalRange
@@ -557,6 +558,11 @@ check.
 """
 
 
+def linked(text: str) -> str:
+    """``text`` for a page of docs/, where each page that it names as ``docs/NAME.md`` is a link."""
+    return re.sub(r"\bdocs/(\w+\.md)(#[\w-]+)?", r"[\1](\1\2)", text)
+
+
 def reference() -> str:
     rows = []
     for row in METRICS.values():
@@ -567,7 +573,7 @@ def reference() -> str:
             normal = [f"at most {row.normal.most_rise:g} times the mean of the steps before"] * 2
         text = normal[0] if normal[0] == normal[1] else f"{normal[0]} ({normal[1]})"
         divisor = f"`{row.divisor}`" if row.divisor else ""
-        meaning = row.meaning.replace("|", "\\|")
+        meaning = linked(row.meaning).replace("|", "\\|")
         rows.append(f"| `{row.recorded_as or row.name}` | {meaning} | {divisor} | {text} |\n")
     return _INTRODUCTION + "".join(rows)
 

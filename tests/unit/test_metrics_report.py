@@ -20,6 +20,7 @@ from megatron_dppo.diagnostics.report import (
     draw_arithmetic,
     draw_gap,
     draw_masked,
+    draw_reward,
     draw_update_bytes,
     draw_update_seconds,
     fold_short_phases,
@@ -166,6 +167,34 @@ def test_every_legend_is_inside_the_picture_and_tells_lines_apart(count):
                 if isinstance(h, Line2D)
             ]
             assert len(looks) == len(set(looks)), axes.get_title(loc="left")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
+def test_an_axis_of_shares_goes_from_none_to_all(share):
+    shares = (
+        names.ROUTING_AGREEMENT, names.TRUNCATED, names.DISTINCT, names.INTERRUPTED, names.IDLE_SHARE,
+        names.TRAINERS_WAITED, names.PREFIX_CACHED, names.MFU, names.REWARD,
+    )  # fmt: skip
+    record = many_figures(1) | dict.fromkeys(shares, share)
+    record |= {names.STALENESS: 1.0, names.STALENESS_MAX: 1, names.TURNS: 2.0}
+    record[names.accuracy("held_out")] = share
+    figure = _draw([RunRecords("run", [record])], "title")
+    ends = {axes.get_ylabel(): axes.get_ylim() for axes in figure.axes}
+    assert ends.pop("mean") == pytest.approx((0, 1), abs=0.02)
+    percent = [unit for unit in ends if "%" in unit and unit != "% of tokens"]
+    assert len(percent) == 8
+    for unit in percent:
+        assert ends[unit] == pytest.approx((0, 100), abs=2), unit
+
+
+def test_a_reward_outside_of_0_to_1_is_seen_whole():
+    axes = Figure().subplots()
+    draw_reward(
+        axes, [RunRecords("run", [{"step": 1, names.REWARD: -1.0}, {"step": 2, names.REWARD: 3.0}])]
+    )
+    low, high = axes.get_ylim()
+    assert low < -1
+    assert high > 3
 
 
 def test_a_healthy_run_stays_within_the_bounds_drawn_for_it():

@@ -51,6 +51,27 @@ def test_the_site_is_built_and_every_link_in_it_leads_somewhere(tmp_path):
     assert loaded == []
 
 
+CODE = r"^```.*?^```|^    .*?$"
+LINK = r"\[[^\]]*\]\([^)]*\)"
+
+
+def test_a_page_that_is_named_in_prose_is_a_link():
+    """Code names pages as files, and so does a page that says how it is written."""
+    for path in (ROOT / "docs").glob("*.md"):
+        text = re.sub(CODE, "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+        named = re.findall(r"\bdocs/(\w+\.md)\b", re.sub(LINK, "", text))
+        assert set(named) <= {path.name}, path
+
+
+def test_keys_in_tables_stay_in_one_piece(tmp_path):
+    done = build(tmp_path / "site", ROOT / "mkdocs.yml")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "site" / "configuration.html").read_text()
+    (style,) = re.findall(r'href="(site\.css)"', page)
+    (rule,) = re.findall(r"td code[^{]*{([^}]*)}", (tmp_path / "site" / style).read_text())
+    assert "white-space: nowrap" in rule
+
+
 def test_a_broken_link_ends_the_build(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text("# Here\n\n[there](there.md) [below](#below)\n")
@@ -73,7 +94,10 @@ print(json.dumps([[list(o.get("data", {})), o.get("text", "")] for o in outputs]
 
 
 def executed(folder: Path, seconds: float, **variables: str) -> list[tuple[list[str], str]]:
-    """Kinds and text of each output of the notebook, which runs in ``folder``."""
+    """Kinds and text of each output of the notebook, whose kernel starts where Jupyter starts it: in the notebook's own
+    folder of the clone, which is ``folder``."""
+    start = folder / NOTEBOOK.parent.relative_to(ROOT)
+    start.mkdir(parents=True)
     kernels = folder / "jupyter" / "kernels" / "python3"
     kernels.mkdir(parents=True)
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -85,7 +109,7 @@ def executed(folder: Path, seconds: float, **variables: str) -> list[tuple[list[
     )  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", EXECUTE, str(NOTEBOOK), str(seconds)], env=variables,
-        capture_output=True, text=True, check=False, timeout=seconds + 60, cwd=folder,
+        capture_output=True, text=True, check=False, timeout=seconds + 60, cwd=start,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [(kinds, "".join(text)) for kinds, text in json.loads(done.stdout.splitlines()[-1])]

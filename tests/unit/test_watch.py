@@ -32,6 +32,7 @@ from megatron_dppo.metrics.records import (
     StepLines,
 )
 from megatron_dppo.metrics.samples import Sample
+from megatron_dppo.metrics.table import METRICS
 from tests.browser import browser_tab
 from tests.unit.config_files import minimal
 
@@ -123,9 +124,15 @@ def test_what_is_told_of_a_run(tmp_path):
         assert state["lines"] == [WARNED]
         assert state["faults"] == [["games", 3, HOSTILE]]
         ((step, finding, _),) = state["unusual"]
-        assert (step, finding) == (4, "truncated responses 50%: expected at most 10% in bfloat16")
+        assert (step, finding) == (4, "truncated responses 50%: expected at most 10%")
         meanings = dict(state["names"])
         assert meanings["reward/mean"] == "mean reward of all generated groups"
+        assert state["axes"] == {
+            "rollout/truncated": [0, 1],
+            "evaluation/sums/accuracy": [0, 1],
+        }
+        # What is normal is below 1%.
+        assert METRICS["mask/masked_positive"].axis() == (0, 0.01)
         curves = get(f"{url}curves?name=time/train_s&name=no/such")
         assert curves == {"time/train_s": [[0, 1, 2, 3, 4], [1, 2, 3, 1, 2]], "no/such": [[], []]}
 
@@ -328,6 +335,9 @@ def test_the_page_in_a_browser(tmp_path, width, height):
             assert await tab.ask(WIDEST) <= width
             assert await tab.ask(SMALLEST_TEXT) >= 10
             assert await tab.ask(f"({LEFTMOST_LABEL})()") >= 0
+            assert await tab.ask("ends([0, 1], [0, 0])") == [0, 1]
+            assert await tab.ask("ends([0, 0.01], [0.02, 0.03])") == [0, 0.03]
+            assert await tab.ask("ends(undefined, [2, 4])") == [2, 4]
             await tab.picture(tmp_path / "page.png")
             # A kind, a metric, a step that comes while it is open.
             await tab.ask(
