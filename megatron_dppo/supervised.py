@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dppo.config import SupervisedConfig, check_supervised_config, load_as, resolved_yaml
+from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.machine import set_allocator, this_machine
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.launch.library_checks import CHECK, check_everything_supervised, check_in_child
@@ -79,6 +80,8 @@ def _run(config: SupervisedConfig, fence: RunFence) -> None:
         form=form,
         embedding_rows=embedding_rows(config.model.hf_checkpoint),
     )
+    if warning := data_files(config.data.train).warning:
+        log.warning("%s", warning)
     with patience("others start"):
         trainer = Trainer(config)
     fence.join()

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_dppo.algorithms.table import PRESETS, carried_topk
 from megatron_dppo.config import forwarded, layout, schema
+from megatron_dppo.config.data_files import data_files, repeated_files
 from megatron_dppo.config.data_schema import EnvironmentConfig, RewardConfig, Section
 from megatron_dppo.config.errors import ConfigError, given
 from megatron_dppo.config.lora import (
@@ -53,16 +54,17 @@ def data_file_faults(data: schema.DataConfig) -> layout.Faults:
     }
     files |= {f"data.evaluation.{name}": file.path for name, file in data.evaluation_files.items()}
     for key, path in files.items():
-        if not Path(path).is_file():
+        if fault := data_files(path).fault:
             yield (
-                f"{key}: got {path!r}, expected a JSONL or Parquet file, relative to {Path.cwd()}; "
-                "docs/data.md tells how published sets are prepared"
+                f"{key}: got {path!r}, expected {fault}; docs/data.md tells how published sets are prepared"
             )
     if not data.train_files:
         yield "data.train: got an empty list, expected at least one file"
     paths = [file.path for file in data.train_files]
     if repeated := sorted({path for path in paths if paths.count(path) > 1}):
         yield f"data.train: {repeated[0]!r} is there twice, expected each file once; see weight"
+    elif twice := next(repeated_files(paths), None):
+        yield f"data.train: {twice!r} is in two of the paths, expected each file once; see weight"
     weighted = [file.weight is not None for file in data.train_files]
     if any(weighted) and not all(weighted):
         lacking = weighted.index(False)
@@ -388,8 +390,8 @@ def check_supervised_config(config: schema.SupervisedConfig, source: str = "conf
         *schedule_faults(config.optimizer),
         *template_argument_faults(config.data.chat_template_arguments),
     ]
-    if not Path(config.data.train).is_file():
-        faults.append(f"data.train: got {config.data.train!r}, expected a JSONL or Parquet file")
+    if fault := data_files(config.data.train).fault:
+        faults.append(f"data.train: got {config.data.train!r}, expected {fault}")
     if training.sequences_per_step < parallel.data:
         faults.append(
             f"training.sequences_per_step: got {training.sequences_per_step}, expected at "

@@ -21,10 +21,11 @@ class Section(BaseModel):
 
 
 class ProblemFile(Section):
-    """A file of problems: JSON Lines, CSV or Parquet, with a prompt and an answer in each record."""
+    """Files of problems: JSON Lines, CSV or Parquet, with a prompt and an answer in each record."""
 
     path: str
-    """JSONL, CSV (or TSV) or Parquet file; text may be compressed by gzip."""
+    """JSONL, CSV (or TSV) or Parquet file, text perhaps compressed by gzip; or a folder with such files, or a glob
+    (``data/part-*.parquet``), which are read in the order of their names."""
     prompt_key: str | None = None
     """Where a record has its prompt, text or chat messages; ``a.b`` for a field of a structure. Empty: under a usual
     name, docs/data.md#records."""
@@ -58,9 +59,9 @@ class DataConfig(Section):
     """Problems to train and to be evaluated on, and how they are put to the model; docs/data.md."""
 
     train: TrainingFiles
-    """JSONL or Parquet file of training problems, or a list of such files."""
+    """JSONL, CSV or Parquet file of training problems, a folder or a glob of such files, or a list of any of these."""
     evaluation: dict[str, EvaluationFile] = Field(default_factory=dict)
-    """Name -> file of held-out problems; null takes a set away that another file names."""
+    """Name -> file, folder or glob of held-out problems; null takes a set away that another file names."""
     max_prompt_tokens: int = Field(default=1024, gt=0)
     """Longer prompts are dropped at load, and counted. A start is refused where fewer problems are left than
     ``rollout.prompts_per_step``."""

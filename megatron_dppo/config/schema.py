@@ -520,7 +520,7 @@ class SupervisedDataConfig(Section):
     """Pairs to imitate; JSON Lines or Parquet with a prompt and a response in each record."""
 
     train: str
-    """JSONL or Parquet file."""
+    """JSONL, CSV or Parquet file, a folder with such files, or a glob."""
     apply_chat_template: bool = True
     """Wrap a plain-text prompt as one user message in the tokenizer's chat template."""
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)

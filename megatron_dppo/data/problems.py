@@ -5,8 +5,10 @@ of a prompt, and checked for answers that no response could match.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,16 +19,16 @@ from megatron_dppo.config.checks import PLACEHOLDER
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data.records import (
     DataError,
+    FilePart,
     Prompt,
     UnansweredError,
     answer_of,
     keys,
     metadata_of,
     prompt_of,
-    read_records,
+    read_all_records,
     shorten,
     text_of,
-    unit_of,
 )
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
@@ -92,10 +94,10 @@ class DataKeys:
 
 
 class ProblemRecords(NamedTuple):
-    """The problems of a file as it has them, by position.
+    """The problems of a data path as its files have them, by position.
 
     ``unanswered``: what is wrong with answers that are none. ``locations``: the place of each in words. ``sha256``: of
-    the file.
+    the file, or of all files. ``parts``: the files in their order.
     """
 
     prompts: list[Prompt]
@@ -104,6 +106,7 @@ class ProblemRecords(NamedTuple):
     unanswered: dict[int, str]
     locations: list[str]
     sha256: str
+    parts: tuple[FilePart, ...]
 
 
 @dataclass(frozen=True)
@@ -113,10 +116,10 @@ class ProblemSet:
     Attributes:
         problems: with prompts within the length limit.
         dropped: number of problems with longer prompts, which are left out.
-        sha256: of the file's bytes; a resumed run compares it.
-        records: number of records in the file, with those left out.
+        sha256: of the file's bytes, or of all files' hashes in their order; a resumed run compares it.
+        records: number of records in the files, with those left out.
         bad_answers: number of problems left out because no response could match their answer.
-        unit: what a record is called in messages, ``line`` or ``row``.
+        parts: the files in their order; empty for a set that is from no file.
         unanswered: ids of those problems whose answer is missing, empty or of another type, each with the reason.
     """
 
@@ -125,23 +128,35 @@ class ProblemSet:
     sha256: str
     records: int
     bad_answers: int = 0
-    unit: str = "line"
+    parts: tuple[FilePart, ...] = ()
     unanswered: tuple[tuple[int, str], ...] = ()
 
     def place(self, problem_id: int) -> str:
-        """Where the problem stands in its file, in words."""
-        return f"{self.unit} {problem_id + 1}"
+        """Where the problem stands in its file, in words; with the file's path where the set has several."""
+        if len(self.parts) < 2:
+            unit = self.parts[0].unit if self.parts else "line"
+            return f"{unit} {problem_id + 1}"
+        ends = list(accumulate(part.records for part in self.parts))
+        index = bisect_right(ends, problem_id)
+        part = self.parts[index]
+        start = ends[index] - part.records
+        return f"{part.path}, {part.unit} {problem_id - start + 1}"
+
+    def location(self, path: str, problem_id: int) -> str:
+        """The file and the place of the problem in it, of a set that is read from ``path``."""
+        place = self.place(problem_id)
+        return place if len(self.parts) > 1 else f"{path}, {place}"
 
     def __len__(self) -> int:
         return len(self.problems)
 
 
 def read_problems(path: str | Path, keys_of: DataKeys = DataKeys()) -> ProblemRecords:
-    """The problems of a file, not yet tokenised.
+    """The problems of a file, a folder or a glob, not yet tokenised.
 
     What is accepted: ``load_problems``. Raises DataError for a record that is not a problem.
     """
-    records, locations, sha256 = read_records(Path(path))
+    records, locations, sha256, parts = read_all_records(path)
     located = list(zip(records, locations, strict=True))
     prompts = [prompt_of(record, where, keys_of.prompt) for record, where in located]
     answers, unanswered = [], {}
@@ -152,7 +167,7 @@ def read_problems(path: str | Path, keys_of: DataKeys = DataKeys()) -> ProblemRe
             answers.append("")
             unanswered[position] = str(error)
     metadata = [metadata_of(record, where, keys_of.metadata) for record, where in located]
-    return ProblemRecords(prompts, answers, metadata, unanswered, locations, sha256)
+    return ProblemRecords(prompts, answers, metadata, unanswered, locations, sha256, parts)
 
 
 def load_problems(
@@ -167,11 +182,11 @@ def load_problems(
     """Read and tokenise problems: one record for each, with a prompt and an answer.
 
     What of a record is its prompt, its answer and its metadata: ``records.PROMPT_KEYS``, ``ANSWER_KEYS`` and
-    ``METADATA_KEYS``. ``problem_id`` counts all problems of the file from 0, dropped ones included, so the line is one
-    more. In JSON Lines a byte-order mark and blank lines at the end are ignored.
+    ``METADATA_KEYS``. ``problem_id`` counts all problems from 0, file after file, dropped ones included: in a
+    single file the line is one more. In JSON Lines a byte-order mark and blank lines at the end are ignored.
 
     Args:
-        path: of the file.
+        path: of the file, the folder or the glob; config/data_files.py.
         tokenizer: for the prompts.
         max_prompt_tokens: problems with longer prompts are dropped.
         form: how the problems are put to the model.
@@ -182,7 +197,7 @@ def load_problems(
         DataError: a record is not a problem, no problem is within the limit, or a prompt has a token beyond the
             embedding.
     """
-    prompts, answers, metadata, unanswered, locations, sha256 = read_problems(path, keys_of)
+    prompts, answers, metadata, unanswered, locations, sha256, parts = read_problems(path, keys_of)
     # Without a key an answer may lack: not every reward needs one.
     if keys_of.answer is not None and len(unanswered) == len(prompts):
         raise DataError(f"{locations[0]}: {unanswered[0]}; no record of the file has an answer")
@@ -207,11 +222,10 @@ def load_problems(
         raise DataError(
             f"{path}: all {len(prompts)} prompts are longer than max_prompt_tokens={max_prompt_tokens}"
         )
-    unit = unit_of(Path(path))
     remaining = {problem.problem_id for problem in problems}
     dropped = len(prompts) - len(problems)
     lacking = tuple(row for row in unanswered.items() if row[0] in remaining)
-    return ProblemSet(problems, dropped, sha256, len(prompts), unit=unit, unanswered=lacking)
+    return ProblemSet(problems, dropped, sha256, len(prompts), parts=parts, unanswered=lacking)
 
 
 def load_pairs(
@@ -227,7 +241,7 @@ def load_pairs(
     token is appended to its ids. Raises DataError for a record that is not such a pair, and as ``load_problems`` for a
     token beyond the ``embedding_rows``.
     """
-    records, locations, _ = read_records(Path(path))
+    records, locations, *_ = read_all_records(path)
     prompts = [prompt_of(record, where) for record, where in zip(records, locations, strict=True)]
     responses = [_response(record, where) for record, where in zip(records, locations, strict=True)]
     if tokenizer.eos_token_id is None:
@@ -508,7 +522,9 @@ def _complaints(
 def refuse_bad_answers(bad: BadAnswers, sets: Mapping[str, ProblemSet]) -> None:
     """Raise DataError naming file and line of the first ones in ``sets``, where there are any."""
     faults = [
-        f"{path}, {sets[path].place(row)}: {why}" for path, rows in bad.items() for row, why in rows
+        f"{sets[path].location(path, row)}: {why}"
+        for path, rows in bad.items()
+        for row, why in rows
     ]
     if faults:
         more = f" (and {len(faults) - _SHOWN} more)" if len(faults) > _SHOWN else ""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.config.data_files import DESCRIPTIONS
 from megatron_dppo.data.records import DataError, columns_of, shorten, stream_records, value_at
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards.answers import gold_answer, holds_answer
@@ -266,7 +267,6 @@ def final_answer(text: str, schema: Schema, published: PublishedSet) -> str:
 # --- the files and rows that ``--from`` stands for: a file, a folder, or a name on the hub
 
 _FORMATS = (".parquet", ".jsonl", ".json", ".arrow")
-_NO_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|test|validation|valid|dev)(?=[/_.-]|$)", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -311,7 +311,7 @@ def _files_in(folder: Path, published: PublishedSet, split: str | None) -> list[
     paths = [
         path
         for path in sorted(folder.rglob("*"))
-        if path.suffix in _FORMATS and path.name not in _NO_DATA and path.is_file()
+        if path.suffix in _FORMATS and path.name not in DESCRIPTIONS and path.is_file()
         if not any(part.startswith(".") for part in path.relative_to(folder).parts)
     ]
     chosen = [p for p in paths if set(p.relative_to(folder).parts) & set(published.configs)]

@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
+from megatron_dppo.config.data_files import data_files
 from megatron_dppo.rewards.answers import holds_answer
 from megatron_dppo.system.errors import RunError
 
@@ -38,6 +39,30 @@ class DataError(RunError, ValueError):
     """A data set cannot be used; the message names the file, the line (from 1) and the fault."""
 
 
+class FilePart(NamedTuple):
+    """One of the files that a set of records is from.
+
+    ``records``: their number. ``unit``: what one is called in messages, ``line`` or ``row``.
+    """
+
+    path: str
+    records: int
+    unit: str
+
+
+class RecordSet(NamedTuple):
+    """The records of a data path.
+
+    ``locations``: the place of each in words. ``sha256``: of the file's bytes, or of all files' hashes. ``parts``: the
+    files in their order.
+    """
+
+    records: list[Record]
+    locations: list[str]
+    sha256: str
+    parts: tuple[FilePart, ...]
+
+
 def read_records(path: Path) -> tuple[list[Record], list[str], str]:
     """The objects of a file, the place of each in words, and the SHA-256 of the file's bytes."""
     if is_columnar(path):
@@ -51,6 +76,33 @@ def read_records(path: Path) -> tuple[list[Record], list[str], str]:
     digest = hashlib.sha256(content).hexdigest()
     records, locations = _parse_text_file(path, _decompressed(path, content))
     return records, locations, digest
+
+
+def read_all_records(path: str | Path) -> RecordSet:
+    """The objects of a file, or of all files of a folder or a glob, file after file.
+
+    Raises DataError where there is no file, or one can't be read.
+    """
+    expanded = data_files(path)
+    if not expanded.files:
+        raise DataError(f"{path}: expected {expanded.fault}")
+    records: list[Record] = []
+    locations: list[str] = []
+    hashes, parts = [], []
+    for file in expanded.files:
+        new_records, new_locations, digest = read_records(file)
+        records += new_records
+        locations += new_locations
+        hashes.append(digest)
+        parts.append(FilePart(str(file), len(new_records), unit_of(file)))
+    return RecordSet(records, locations, joined_sha256(hashes), tuple(parts))
+
+
+def joined_sha256(hashes: Sequence[str]) -> str:
+    """One hash for files in this order, from their own; a single file keeps its own."""
+    if len(hashes) == 1:
+        return hashes[0]
+    return hashlib.sha256(json.dumps(list(hashes)).encode()).hexdigest()
 
 
 def columns_of(path: Path) -> list[str]:

@@ -45,7 +45,7 @@ def reward_faults(
         for kind, response in responses.items():
             fault = _fault(term, problem.reward_input(response))
             if fault is not None:
-                where = f"{path}, {problem_set.place(problem.problem_id)}"
+                where = problem_set.location(path, problem.problem_id)
                 answer = shorten(problem.answer)
                 yield f"reward {name}: {kind} to {where}, whose answer is {answer}: {fault}"
                 break

@@ -6,8 +6,6 @@ A sampler is the same on every rank, and its state plain JSON values.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.data.problems import ProblemSet
+from megatron_dppo.data.records import joined_sha256
 
 
 def joined(sets: Sequence[ProblemSet]) -> ProblemSet:
@@ -36,9 +35,10 @@ def joined(sets: Sequence[ProblemSet]) -> ProblemSet:
     return ProblemSet(
         problems=tuple(moved),
         dropped=sum(s.dropped for s in sets),
-        sha256=hashlib.sha256(json.dumps([s.sha256 for s in sets]).encode()).hexdigest(),
+        sha256=joined_sha256([s.sha256 for s in sets]),
         records=sum(s.records for s in sets),
         bad_answers=sum(s.bad_answers for s in sets),
+        parts=tuple(part for s in sets for part in s.parts),
     )
 
 

@@ -163,9 +163,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     generating.add_argument("--out", required=True, help="JSON Lines file to write")
 
-    inspecting = commands.add_parser("inspect", help="what a run would make of a file of problems")
+    inspecting = commands.add_parser("inspect", help="what a run would make of problems")
     inspecting.set_defaults(run=_inspect)
-    inspecting.add_argument("file", help="JSON Lines or Parquet file of problems")
+    inspecting.add_argument("file", help="file, folder or glob of problems")
     inspecting.add_argument("--tokenizer", help="folder; without it lengths are characters")
     inspecting.add_argument(
         "--against", nargs="+", default=[], metavar="FILE", help="evaluation files to compare with"

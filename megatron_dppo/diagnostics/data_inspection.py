@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data import problems
-from megatron_dppo.data.records import DataError, keys, read_records, unit_of
+from megatron_dppo.data.records import DataError, keys, read_records
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards import RewardInput, find_reward
@@ -37,7 +38,7 @@ class Inspection:
     """What is to be looked at, and how.
 
     Attributes:
-        path: file of problems.
+        path: file of problems, or a folder or a glob of such files.
         keys: where its records have prompt and answer.
         form: how problems are put to the model.
         tokenizer: None: lengths are characters, and prompts are shown without a chat template.
@@ -64,6 +65,8 @@ def inspect(inspection: Inspection) -> Iterator[str]:
     texts = [problems.text_of(prompt) for prompt in prompts]
     repeated = len(texts) - len({" ".join(text.split()) for text in texts})
     yield f"{inspection.path}: {len(prompts):,} problems, {repeated:,} repeated"
+    if warning := data_files(inspection.path).warning:
+        yield warning
     yield from _lengths(inspection, prompts, locations)
     if inspection.tokenizer is not None:
         yield from _special_tokens(inspection.tokenizer, prompts, locations)
@@ -151,9 +154,8 @@ def _answers(
         Problem(i, text, answer, (), (), metadata)
         for i, (text, answer, metadata) in enumerate(rows)
     )
-    unit = unit_of(Path(inspection.path))
     given = problems.ProblemSet(
-        chosen, 0, "", len(texts), unit=unit, unanswered=tuple(unanswered.items())
+        chosen, 0, "", len(texts), parts=records.parts, unanswered=tuple(unanswered.items())
     )
     bad = problems.bad_answers({inspection.path: given}, inspection.reward)[inspection.path]
     final = find_reward(inspection.reward.name).final

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_dppo.config.data_files import data_files, label_of
 from megatron_dppo.config.data_schema import ProblemFile
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data import sampling
@@ -83,7 +84,8 @@ class RunData:
             raise DataError("; ".join(refusals))
         self.train = sampling.joined(self.train_parts)
         self.files = sampling.TrainingFiles(
-            [file.path for file in data.train_files], [part.records for part in self.train_parts]
+            [label_of(file.path) for file in data.train_files],
+            [part.records for part in self.train_parts],
         )
 
     @property
@@ -218,6 +220,8 @@ class RunData:
             keys_of=DataKeys(file.prompt_key, file.answer_key, file.metadata_key),
             embedding_rows=embedding_rows(self._config.model.hf_checkpoint),
         )
+        if warning := data_files(file.path).warning:
+            log.warning("%s", warning)
         if problem_set.dropped:
             log.warning(
                 "%s: %d of %d prompts are longer than data.max_prompt_tokens = %d and were left out; %d "

@@ -46,6 +46,29 @@ def run_data(tmp_path: Path):
     return make
 
 
+def test_a_run_reads_the_files_of_folders(run_data, tmp_path, caplog):
+    """A resume compares the hash of all of them, and a bad answer is placed in its file."""
+    for folder, answers in {"sums": ("1", "$"), "more": ("2", "3")}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "README.md").touch()
+        for name, answer in zip("ab", answers, strict=True):
+            text = json.dumps({"prompt": answer, "answer": answer})
+            (tmp_path / folder / f"{name}.jsonl").write_text(text)
+    train = [{"path": f"{tmp_path}/sums/"}, {"path": f"{tmp_path}/more/*"}]
+    train[1]["path"] += ".jsonl"
+    with caplog.at_level("WARNING"):
+        data = run_data([], train=train)
+    assert [p.answer for p in data.train.problems] == ["1", "$", "2", "3"]
+    assert [data.files.of(i) for i in range(4)] == ["sums", "sums", "more", "more"]
+    assert data.train.place(3) == f"{tmp_path}/more/b.jsonl, line 1"
+    assert "README.md" in caplog.text
+    with pytest.raises(DataError, match=f"{tmp_path}/sums/b.jsonl, line 1: "):
+        data.settle(data.bad_answers())
+    before = data.train.sha256
+    (tmp_path / "more" / "c.jsonl").write_text('{"prompt": "4", "answer": "4"}')
+    assert run_data([], train=train).train.sha256 != before
+
+
 def test_a_chat_templates_arguments_reach_prompts_and_turns(run_data):
     """And what saved rollouts remember of the template, which stays as it was without arguments."""
     rows = [{"prompt": f"{i}", "answer": "1"} for i in range(3)]

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from megatron_dppo.config import ConfigError, check_config, load_config
-from megatron_dppo.config.schema import EngineConfig
+from megatron_dppo.config.checks import check_supervised_config
+from megatron_dppo.config.schema import EngineConfig, SupervisedConfig
 from megatron_dppo.model.layout import padded_vocab_size
 from tests.unit.config_files import DENSE, MOE, minimal, write_config
 
@@ -47,6 +48,67 @@ def test_the_layout_of_a_valid_configuration_in_a_line(tmp_path):
 )
 def test_padded_vocabulary(vocab, tensor, padded):
     assert padded_vocab_size(vocab, tensor) == padded
+
+
+def test_a_folder_or_a_glob_of_data_files_passes(tmp_path, check):
+    folder = tmp_path / "math"
+    folder.mkdir()
+    for name in ("a.jsonl", "b.csv.gz", ".hidden", "README.md"):
+        (folder / name).touch()
+    check(f"data.train={folder}/")
+    check(f"data.train={folder}/[ab].*", f"data.evaluation.held_out={folder}")
+    check(f"data.train=[{{path: {folder}/a.*}}, {{path: {folder}/b*}}]")
+
+
+@pytest.mark.parametrize(("pattern", "is_found"), [("", True), ("*.jsonl", True), ("*.csv", False)])
+def test_the_pairs_of_a_supervised_run_may_be_a_folder_or_a_glob(tmp_path, pattern, is_found):
+    tree = minimal(tmp_path)
+    tree["data"] = {"train": f"{tmp_path}/{pattern}"}
+    tree["training"] = {"sequences_per_step": 1, "micro_batch_tokens": 512}
+    del tree["rollout"]
+    config = SupervisedConfig.model_validate(tree)
+    if is_found:
+        check_supervised_config(config)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_supervised_config(config)
+    assert [fault.partition(":")[0] for fault in caught.value.faults] == ["data.train"]
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern"), [([], ""), ([".hidden.jsonl", "README.md"], ""), (["a.csv"], "*.jsonl")]
+)
+def test_a_path_without_data_files_is_refused_with_its_key(tmp_path, problems, content, pattern):
+    folder = tmp_path / "math"
+    folder.mkdir()
+    for name in content:
+        (folder / name).touch()
+    path = f"{folder}/{pattern}"
+    faults = problems(f"data.train={path}", f"data.evaluation.sums={path}")
+    assert [fault.partition(":")[0] for fault in faults] == ["data.train", "data.evaluation.sums"]
+    assert all(repr(path) in fault for fault in faults)
+    assert ("README.md" in faults[0]) == ("README.md" in content)
+    assert "hidden" not in faults[0]
+
+
+def test_a_link_that_leads_nowhere_in_a_folder_is_named(tmp_path, problems):
+    folder = tmp_path / "math"
+    folder.mkdir()
+    (folder / "a.jsonl").touch()
+    (folder / "b.jsonl").symlink_to("gone.jsonl")
+    (fault,) = problems(f"data.train={folder}")
+    assert fault.startswith("data.train:")
+    assert f"{folder}/b.jsonl" in fault
+
+
+def test_a_file_that_two_paths_name_is_refused(tmp_path, problems):
+    folder = tmp_path / "math"
+    folder.mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (folder / name).touch()
+    (fault,) = problems(f"data.train=[{{path: {folder}/}}, {{path: {folder}/b.jsonl}}]")
+    assert fault.startswith("data.train:")
+    assert f"{folder}/b.jsonl" in fault
 
 
 def test_a_further_reward_has_a_name_of_its_own(check, problems):

@@ -86,6 +86,15 @@ def test_the_report(files, capsys):
         assert f"--- {train}, line {line}\n{prompt.format(text)}" in told
 
 
+def test_the_report_of_a_folder_names_the_file_of_a_line(files, capsys):
+    main(["inspect", str(files), "--against", f"{files}/held_*"])
+    told = capsys.readouterr().out
+    assert f"{files}: 5 problems, 2 repeated" in told
+    assert "tokenizer" in told
+    assert f"{files}/train.jsonl, line 2: the answer has 0 characters" in told
+    assert f"{files}/train.jsonl, line 4 and {files}/held_out.jsonl, line 1" in told
+
+
 def test_arguments_of_the_chat_template_are_seen_in_the_prompts(files, capsys):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template += "{% if enable_thinking is false %}<quiet>{% endif %}{{ word }}"

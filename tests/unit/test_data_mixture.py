@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dppo.config.data_files import label_of
 from megatron_dppo.data.problems import ProblemSet
+from megatron_dppo.data.records import FilePart
 from megatron_dppo.data.sampling import TrainingFiles, WeightedSampler, joined
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.loop.rollout_figures import file_figures
@@ -27,6 +30,28 @@ def test_problems_count_on_from_file_to_file():
     assert (found.dropped, found.records, found.bad_answers) == (3, 8, 3)
     assert found.sha256 != joined([other, one, one]).sha256
     assert joined([one]) is one
+
+
+def test_a_joined_set_places_a_problem_in_its_file():
+    one = replace(part(0, 2, records=3), parts=(FilePart("a.jsonl", 3, "line"),))
+    other = replace(
+        part(0, records=4), parts=(FilePart("b.csv", 2, "row"), FilePart("c.jsonl", 2, "line"))
+    )
+    assert one.location("a.jsonl (q)", 2) == "a.jsonl (q), line 3"
+    places = [joined([one, other]).place(i) for i in range(7)]
+    assert places == [
+        "a.jsonl, line 1", "a.jsonl, line 2", "a.jsonl, line 3", "b.csv, row 1", "b.csv, row 2",
+        "c.jsonl, line 1", "c.jsonl, line 2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("data/math/", "math"), ("data/part-*.parquet", "part"), ("data/math/*.jsonl", "math"),
+     ("data/a.jsonl", "a"), ("*", "data"), ("*.jsonl.gz", "data")],
+)  # fmt: skip
+def test_folders_and_globs_have_names_for_metrics(path, name):
+    assert TrainingFiles([label_of(path)], [1]).names == [name]
 
 
 def test_what_each_file_gave_to_a_batch():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 from datetime import date, datetime
 from decimal import Decimal
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dppo.config.data_files import data_files
 from megatron_dppo.data.problems import (
     DataKeys,
     ProblemSet,
@@ -693,6 +695,89 @@ def test_a_table_that_is_none_is_named(tmp_path, tokenizer, content, where):
     path.write_text(content)
     with pytest.raises(DataError, match=where):
         problems_of(path, tokenizer)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Data files of four formats, and entries that are none."""
+    folder = tmp_path / "math"
+    (folder / "sub.jsonl").mkdir(parents=True)
+    (folder / "b.jsonl").write_text(
+        '{"prompt": "1", "answer": "1"}\n{"prompt": "2", "answer": ""}\n'
+    )
+    (folder / "a.csv").write_text("prompt,answer\n3,3\n")
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "4", "answer": "4"}'))
+    pq.write_table(pa.table({"prompt": ["5"], "answer": ["5"]}), folder / "d.PARQUET")
+    for name in (".hidden.jsonl", "README.md", "state.json"):
+        (folder / name).write_text("not data")
+    return folder
+
+
+ALL_ANSWERS = [("3", "3"), ("1", "1"), ("2", ""), ("4", "4"), ("5", "5")]
+
+
+def test_a_folder_is_read_file_by_file_in_the_order_of_names(folder, tokenizer):
+    assert problems_of(f"{folder}/", tokenizer) == ALL_ANSWERS
+    expanded = data_files(folder)
+    assert [file.name for file in expanded.files] == ["a.csv", "b.jsonl", "c.jsonl.gz", "d.PARQUET"]
+    assert expanded.unread == ("README.md", "state.json", "sub.jsonl")
+    assert all(name in expanded.warning for name in expanded.unread)
+
+
+def test_a_glob_is_read_file_by_file(folder, tokenizer):
+    assert problems_of(f"{folder}/[ab].*", tokenizer) == ALL_ANSWERS[:3]
+    assert problems_of(f"{folder.parent}/**/?.jsonl*", tokenizer) == ALL_ANSWERS[1:4]
+    assert problems_of(f"{folder}/b.*", tokenizer) == ALL_ANSWERS[1:3]
+
+
+def test_a_file_whose_name_is_a_pattern_is_that_file(folder, tokenizer):
+    (folder / "[b].jsonl").write_text('{"prompt": "6", "answer": "6"}')
+    assert problems_of(f"{folder}/[b].jsonl", tokenizer) == [("6", "6")]
+
+
+@pytest.mark.parametrize("path", ["empty", "*.none"])
+def test_no_file_in_a_folder_or_a_glob(folder, tokenizer, path):
+    (folder / "empty").mkdir()
+    with pytest.raises(DataError, match=re.escape(f"{folder}/{path}: ")):
+        problems_of(f"{folder}/{path}", tokenizer)
+
+
+def test_a_problem_of_a_folder_has_the_place_in_its_file(folder, tokenizer):
+    path = f"{folder}/"
+    found = load_problems(path, tokenizer, max_prompt_tokens=100, form=PromptForm(False))
+    places = [found.place(problem.problem_id) for problem in found.problems]
+    expected = [
+        "a.csv, row 1", "b.jsonl, line 1", "b.jsonl, line 2", "c.jsonl.gz, line 1", "d.PARQUET, row 1",
+    ]  # fmt: skip
+    assert places == [f"{folder}/{place}" for place in expected]
+    with pytest.raises(DataError, match=f"{folder}/b.jsonl, line 2: bad"):
+        refuse_bad_answers({path: [[2, "bad"]]}, {path: found})
+    (folder / "b.jsonl").write_text('{"prompt": "1", "answer": "1"}\n[]\n')
+    with pytest.raises(DataError, match=f"{folder}/b.jsonl, line 2"):
+        problems_of(path, tokenizer)
+
+
+def test_the_hash_of_a_folder_covers_all_files_and_their_order(folder, tokenizer):
+    def hash_of(path):
+        form = PromptForm(False)
+        return load_problems(path, tokenizer, max_prompt_tokens=100, form=form).sha256
+
+    whole = hash_of(folder)
+    assert whole == hash_of(f"{folder}/?.*")
+    assert hash_of(folder / "b.jsonl") == hash_of(f"{folder}/b.*")
+    (folder / "a.csv").rename(folder / "e.csv")
+    moved = hash_of(folder)
+    (folder / "e.csv").write_text("prompt,answer\n3,4\n")
+    changed = hash_of(folder)
+    (folder / "f.jsonl").write_text(GOOD)
+    assert len({whole, moved, changed, hash_of(folder)}) == 4
+
+
+def test_pairs_of_a_folder(tmp_path, tokenizer):
+    for name, text in (("b.jsonl", "2"), ("a.jsonl", "1")):
+        (tmp_path / name).write_text(json.dumps({"prompt": text, "response": text}))
+    pairs = load_pairs(tmp_path, tokenizer, form=PromptForm(False))
+    assert [tokenizer.decode(prompt) for prompt, _ in pairs] == ["1", "2"]
 
 
 SHAREGPT = {"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]}

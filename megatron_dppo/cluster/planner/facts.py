@@ -13,6 +13,7 @@ from typing import Any, Literal
 from megatron_dppo.algorithms.table import AlgorithmFacts
 from megatron_dppo.cluster.planner.devices import ceil_to
 from megatron_dppo.config import ConfigError
+from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.config.schema import (
     EngineConfig,
@@ -392,7 +393,7 @@ def facts_of(
     evaluation = None
     if files := config.data.evaluation_files:
         evaluation = EvaluationFacts(
-            problems=sum(_count_problems(Path(file.path)) for file in files.values()),
+            problems=sum(_count_problems(file.path) for file in files.values()),
             samples=config.evaluation.samples_per_prompt,
             longest_response=longest_of(
                 config.evaluation.max_response_tokens or settings.max_response_tokens
@@ -437,9 +438,14 @@ def _topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) -> int:
     return configured or algorithm.topk
 
 
-def _count_problems(path: Path) -> int:
-    if path.suffix != ".jsonl" or not path.is_file():
+def _count_problems(path: str) -> int:
+    files = data_files(path).files
+    if not files or any(file.suffix != ".jsonl" or not file.is_file() for file in files):
         return EVALUATION_PROBLEMS
+    return sum(_count_lines(file) for file in files)
+
+
+def _count_lines(path: Path) -> int:
     with path.open("rb") as lines:
         return sum(1 for line in lines if line.strip())
 

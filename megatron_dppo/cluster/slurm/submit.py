@@ -21,6 +21,7 @@ from megatron_dppo.cluster.slurm.commands import SlurmError, allocation_variable
 from megatron_dppo.cluster.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
 from megatron_dppo.cluster.slurm.status import UNKNOWN, job_state
 from megatron_dppo.config.checks import check_config
+from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.forwarded import SGLANG, LibraryMissingError
 from megatron_dppo.config.loading import load_config, resolved_yaml
@@ -425,8 +426,18 @@ class Submission:
             "run.directory": self.directory,
             "model.hf_checkpoint": Path(config.model.hf_checkpoint),
         }
-        paths |= {f"data: {file.path}": Path(file.path) for file in files}
+        for file in files:
+            paths |= _paths_of_data(file.path)
         yield from site_faults(self.site, config.engine.python, paths)
+
+
+def _paths_of_data(path: str) -> dict[str, Path]:
+    """A file of each folder that a data path takes files from, by a name for messages."""
+    expanded = data_files(path)
+    if not expanded.is_several:
+        return {f"data: {path}": Path(path)}
+    first_files = {file.parent: file for file in reversed(expanded.files)}
+    return {f"data: {file}": file for file in reversed(first_files.values())}
 
 
 PYTHON_VARIABLE = "MEGATRON_DPPO_PYTHON"

@@ -1,0 +1,127 @@
+"""The files of a data path: of ``data.train``, of an evaluation set, or on the command line of a tool.
+
+A path is a file, a folder with data files, or a glob. Every reader and every check expands it here.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_TEXT_ENDINGS = (".jsonl", ".json", ".csv", ".tsv")
+DATA_ENDINGS = (*_TEXT_ENDINGS, *(f"{ending}.gz" for ending in _TEXT_ENDINGS), ".parquet", ".arrow")
+"""Endings of the files that are read of a folder, in any case. A file that is named itself may have any."""
+DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+"""Files that ``datasets`` writes beside its data."""
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """The files that a data path names.
+
+    Attributes:
+        path: the path as it was given.
+        files: sorted by name. A path that is neither a folder nor a glob is its own only file, whether it exists or
+            not.
+        unread: names of other entries of a folder, which are no data files. Hidden ones are not among them.
+    """
+
+    path: str
+    files: tuple[Path, ...]
+    unread: tuple[str, ...] = ()
+
+    @property
+    def is_several(self) -> bool:
+        """Whether the path is a folder or a glob."""
+        return self.files != (Path(self.path),)
+
+    @property
+    def warning(self) -> str | None:
+        """The entries of the folder that are not read, in words; None where all are."""
+        if not self.unread:
+            return None
+        return (
+            f"{self.path}: these entries are no data files and are not read: {_listed(self.unread)}"
+        )
+
+    @property
+    def fault(self) -> str | None:
+        """Why nothing can be read, after "got PATH, expected"; None where there are files."""
+        if not self.files:
+            endings = ", ".join(DATA_ENDINGS)
+            if not os.path.isdir(self.path):
+                return f"a file that matches this pattern, relative to {Path.cwd()}"
+            found = _listed(self.unread) if self.unread else "no file"
+            return f"data files in this folder ({endings}), found {found}"
+        lost = [file for file in self.files if not os.path.isfile(file)]
+        if not lost:
+            return None
+        if self.is_several:
+            return f"files alone, but {lost[0]} is none"
+        return f"a JSONL or Parquet file, relative to {Path.cwd()}"
+
+
+def data_files(path: str | Path) -> DataFiles:
+    """Expand a data path into its files; nothing is opened.
+
+    A folder's own data files are taken, not those of folders in it. A glob (``*``, ``?``, ``[...]``; ``**`` for folders
+    at any depth) takes every file that it matches. Hidden files are left out.
+    """
+    name = str(path)
+    if os.path.isdir(name):
+        return _files_of_folder(name)
+    if os.path.isfile(name) or not glob.has_magic(name):
+        return DataFiles(name, (Path(name),))
+    matches = sorted(set(glob.glob(name, recursive=True)))
+    return DataFiles(name, tuple(Path(match) for match in matches if not os.path.isdir(match)))
+
+
+def label_of(path: str) -> str:
+    """A path whose last part can name metrics: a glob's without its wildcards, or else its folder's."""
+    if os.path.exists(path) or not glob.has_magic(path):
+        return path
+    for part in reversed(Path(path).parts):
+        stem = part.removesuffix(".gz")
+        stem = stem.rpartition(".")[0] or stem
+        label = "".join(c for c in stem if c not in "*?[]!").strip("-_. ")
+        if label:
+            return label
+    return "data"
+
+
+def repeated_files(paths: Sequence[str]) -> Iterator[str]:
+    """The files that two of the paths name, one of them as a folder or a glob."""
+    path_of: dict[Path, DataFiles] = {}
+    for path in paths:
+        expanded = data_files(path)
+        for file in expanded.files:
+            earlier = path_of.setdefault(file, expanded)
+            if earlier.path != path and (earlier.is_several or expanded.is_several):
+                yield str(file)
+
+
+def _files_of_folder(folder: str) -> DataFiles:
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        names = []
+    names = [name for name in names if not name.startswith(".")]
+    data_names = [name for name in names if _is_data_file(folder, name)]
+    unread = tuple(name for name in names if name not in data_names)
+    return DataFiles(folder, tuple(Path(folder, name) for name in data_names), unread)
+
+
+def _is_data_file(folder: str, name: str) -> bool:
+    # A link that leads nowhere counts: a check or the reader reports it.
+    if name in DESCRIPTIONS or os.path.isdir(os.path.join(folder, name)):
+        return False
+    return name.lower().endswith(DATA_ENDINGS)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
