@@ -1,8 +1,8 @@
-"""Compute what a recipe takes on a cluster, and whether it fits.
+"""Compute the memory, traffic and time of a recipe on a cluster, and decide whether it fits.
 
-``megatron-dppo plan RECIPE.yaml [key.path=value ...] --gpu h100 --nodes 4`` reads the recipe and the model's
-config.json, nothing else. It prints the memory of every rank, server and host, the bytes and seconds of a step, and
-whether all of it fits: as tables, as JSON, and the memory as a picture. Exit codes: 0 it fits, 2 refused.
+``megatron-dppo plan RECIPE.yaml [key.path=value ...] --gpu h100 --nodes 4`` reads only the recipe and the model's
+config.json. The command prints the memory of each rank, server and host, the bytes and seconds of a step, and whether
+the recipe fits. The output is tables or JSON, and a picture of the memory. Exit codes: 0 it fits, 2 refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from megatron_dppo.system.errors import RunError
 
 
 def print_plan(console: Console, plan: RunPlan) -> None:
-    """Every part of the plan, and the verdict last."""
+    """Print all parts of the plan, and then the verdict."""
     for text in _head(plan):
         console.print(text, highlight=False)
     for table in (
@@ -71,7 +71,7 @@ def print_plan(console: Console, plan: RunPlan) -> None:
 
 
 def print_verdict(console: Console, plan: RunPlan) -> None:
-    """Whether it fits and what is nearest to its bound, or everything that stands against it."""
+    """Print that the plan fits, with its limits, or print all of its faults."""
     if plan.fits:
         console.print("It fits.", highlight=False)
         console.print(f"Limits: {plan.memory_limit}; {plan.time_limit}.", highlight=False)
@@ -82,7 +82,7 @@ def print_verdict(console: Console, plan: RunPlan) -> None:
 
 
 def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
-    """The layouts of a search, best first, each with the overrides that turn the recipe into it."""
+    """Print the layouts of a search, best first, with the overrides that change the recipe to each of them."""
     table = figures_table(
         "Layouts that fit",
         *("step", "GPU idle", "placement", "staleness", "generate", "train", "rank", "layout"),
@@ -139,8 +139,8 @@ def _ranks(plan: RunPlan) -> Table:
     table = figures_table("A trainer rank's GPU, GiB", "stage", *names, "total", "of")
     for rank in plan.ranks:
         cells = [f"{size / 2**30:.1f}" for size in rank.parts.values()]
-        total, whole = rank.total / 2**30, plan.cluster.device.memory / 2**30
-        table.add_row(str(rank.stage), *cells, f"{total:.1f}", f"{whole:.1f}")
+        total, device_memory = rank.total / 2**30, plan.cluster.device.memory / 2**30
+        table.add_row(str(rank.stage), *cells, f"{total:.1f}", f"{device_memory:.1f}")
     return table
 
 
@@ -173,15 +173,15 @@ def _hosts(plan: RunPlan) -> Table | None:
 
 
 def _data(plan: RunPlan) -> Table:
-    columns, moved = plan.columns, plan.traffic
+    columns, traffic = plan.columns, plan.traffic
     table = figures_table("What moves", "what", "bytes", "seconds")
     table.add_row(
         "a weight update, to each engine GPU",
-        gb(moved.update),
-        f"{moved.update_seconds:.1f} ({moved.buckets} bucket{'s' if moved.buckets > 1 else ''})",
+        gb(traffic.update),
+        f"{traffic.update_seconds:.1f} ({traffic.buckets} bucket{'s' if traffic.buckets > 1 else ''})",
     )
-    table.add_row("of them, between trainer ranks first", gb(moved.gathered), "in these")
-    table.add_row("a checkpoint", gb(moved.checkpoint), f"{moved.checkpoint_seconds:.0f}")
+    table.add_row("of them, between trainer ranks first", gb(traffic.gathered), "in these")
+    table.add_row("a checkpoint", gb(traffic.checkpoint), f"{traffic.checkpoint_seconds:.0f}")
     table.add_row(
         "R3 routing a step: in memory; on the wire",
         f"{gb(columns.routing)}; {gb(columns.routing_wire)}",
@@ -218,11 +218,11 @@ def _rates(plan: RunPlan) -> str | None:
 def _shared(plan: RunPlan) -> str | None:
     if not plan.shared:
         return None
-    most = max(plan.shared, key=lambda stage: stage.travels)
-    parked = ", ".join(most.parked) or "nothing"
+    sizes = max(plan.shared, key=lambda stage: stage.travels)
+    parts = ", ".join(sizes.parked) or "nothing"
     return (
-        f"Parked while servers generate (engine.parked): {parked}, {gib(most.travels)} to the host and back; a GPU "
-        f"then holds {gib(most.generating)}, {gib(most.training)} in training and {gib(most.updating)} in an update."
+        f"Parked while servers generate (engine.parked): {parts}, {gib(sizes.travels)} to the host and back; a GPU "
+        f"then holds {gib(sizes.generating)}, {gib(sizes.training)} in training and {gib(sizes.updating)} in an update."
     )
 
 
@@ -230,11 +230,11 @@ def _evaluation(plan: RunPlan) -> str | None:
     evaluation, seconds = plan.facts.evaluation, plan.seconds
     if evaluation is None or seconds is None or not seconds.evaluation:
         return None
-    each = seconds.evaluation
+    per_step = seconds.evaluation
     return (
-        f"Evaluation: {evaluation.problems} problems x {evaluation.samples} take {each * evaluation.every:.0f} s, "
-        f"before the first step and every {evaluation.every} steps: {each:.0f} s for each step, "
-        f"{each / seconds.total:.0%} of it."
+        f"Evaluation: {evaluation.problems} problems x {evaluation.samples} take {per_step * evaluation.every:.0f} s, "
+        f"before the first step and every {evaluation.every} steps: {per_step:.0f} s for each step, "
+        f"{per_step / seconds.total:.0%} of it."
     )
 
 
@@ -246,9 +246,9 @@ def _print_assumptions(console: Console, plan: RunPlan) -> None:
     }
     text = "; ".join(f"{name} {value:g}" for name, value in assumptions.items())
     console.print(f"Assumed: {text}. Formulas and sources: docs/planner.md.", highlight=False)
-    ignored = sorted(plan.facts.not_counted)
-    if ignored:
-        console.print(f"Not counted: {', '.join(ignored)}.", highlight=False)
+    uncounted_settings = sorted(plan.facts.not_counted)
+    if uncounted_settings:
+        console.print(f"Not counted: {', '.join(uncounted_settings)}.", highlight=False)
 
 
 _COLOURS = {
@@ -259,7 +259,7 @@ _COLOURS = {
 
 
 def bars(plan: RunPlan) -> dict[str, dict[str, float]]:
-    """Bar -> part -> GiB, from the top: each trainer stage, then a server's GPU."""
+    """Return bar -> part -> GiB, in the order of the picture: each trainer stage, then a server's GPU."""
     parts_by_bar = {
         f"trainer, stage {rank.stage}": {part: size / GIB for part, size in rank.parts.items()}
         for rank in plan.ranks
@@ -275,31 +275,36 @@ def bars(plan: RunPlan) -> dict[str, dict[str, float]]:
 
 
 def draw(plan: RunPlan, path: str | Path) -> None:
-    """Write the picture as PNG."""
+    """Draw the memory of each GPU by part, and write the picture to ``path`` as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    drawn = bars(plan)
-    figure = Figure(figsize=(9, 1.6 + 0.55 * len(drawn)))
+    parts_by_bar = bars(plan)
+    figure = Figure(figsize=(9, 1.6 + 0.55 * len(parts_by_bar)))
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for row, parts in enumerate(drawn.values()):
-        left = 0.0
+    for row, parts in enumerate(parts_by_bar.values()):
+        start = 0.0
         for part, size in parts.items():
-            axes.barh(row, size, left=left, color=_COLOURS[part], edgecolor="white", height=0.6)
+            axes.barh(row, size, left=start, color=_COLOURS[part], edgecolor="white", height=0.6)
             if size > 3.5:
-                axes.text(left + size / 2, row, f"{size:.0f}", ha="center", va="center", fontsize=8)
-            left += size
-    whole = plan.cluster.device.memory / GIB
-    axes.axvline(whole, color="black", linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(drawn)), list(drawn))
+                center = start + size / 2
+                axes.text(center, row, f"{size:.0f}", ha="center", va="center", fontsize=8)
+            start += size
+    device_memory = plan.cluster.device.memory / GIB
+    axes.axvline(device_memory, color="black", linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(parts_by_bar)), list(parts_by_bar))
     axes.invert_yaxis()
-    axes.set_xlim(0, max(whole, *(sum(parts.values()) for parts in drawn.values())) * 1.03)
+    widths = [sum(parts.values()) for parts in parts_by_bar.values()]
+    axes.set_xlim(0, max(device_memory, *widths) * 1.03)
     axes.set_xlabel(f"GiB of a GPU; dashed: {plan.cluster.device.name}")
-    used = [part for part in _COLOURS if any(part in parts for parts in drawn.values())]
-    handles = [Rectangle((0, 0), 1, 1, color=_COLOURS[part]) for part in used]
-    figure.legend(handles, used, loc="upper center", ncol=5, fontsize=8, frameon=False)
+    part_names = []
+    for part in _COLOURS:
+        if any(part in parts for parts in parts_by_bar.values()):
+            part_names.append(part)
+    handles = [Rectangle((0, 0), 1, 1, color=_COLOURS[part]) for part in part_names]
+    figure.legend(handles, part_names, loc="upper center", ncol=5, fontsize=8, frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.42 / figure.get_figheight()))
@@ -313,7 +318,7 @@ def _seconds_json(seconds: StepSeconds) -> dict[str, float]:
 
 
 def plan_json(plan: RunPlan) -> dict[str, Any]:
-    """Every number of a plan as plain values; bytes and seconds."""
+    """Return all numbers of a plan as plain values, in bytes and seconds."""
     seconds = plan.seconds
     return {
         "limits": [plan.memory_limit, plan.time_limit],
@@ -335,13 +340,13 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
 
 
 SHOWN = 4
-"""Layouts of each schedule."""
+"""The number of printed layouts of each schedule after ``--search``."""
 NEAREST = 3
 WIDTH = 118
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan; the process's exit code: 0 it fits, 2 refused."""
+    """Plan a recipe and return the process's exit code: 0 it fits, 2 refused."""
     options = _parser().parse_intermixed_args(arguments)
     try:
         config = load_config(options.recipe, options.overrides)
@@ -368,7 +373,10 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 
 
 def _weights(question: Question, options: argparse.Namespace) -> int:
-    """Print a weight update's plan of buckets for every rank; 2 where it would not be a whole update."""
+    """Print the plan of a weight update's buckets for all ranks.
+
+    The returned exit code is 2 where the plan has problems, for example an element that no rank sends.
+    """
     if faults := question.layout_faults():
         raise ConfigError(faults, options.recipe)
     plan = weight_plan(question.facts(), question.cluster.gpus_per_node)
@@ -381,26 +389,26 @@ def _plan(question: Question, options: argparse.Namespace) -> int:
     plan = None if faults else question.plan()
     if plan is not None:
         faults = list(plan.faults)
-    shown: list[Proposal] = []
+    proposals: list[Proposal] = []
     if options.search:
-        shown = best_of_each(search_schedules(question), SHOWN)
+        proposals = best_of_each(search_schedules(question), SHOWN)
     elif faults:
-        shown = nearest(search(question), NEAREST)
-    searched = options.search or faults
-    larger = least_nodes(question) if searched and not shown else None
+        proposals = nearest(search(question), NEAREST)
+    needs_proposals = options.search or faults
+    larger_cluster = least_nodes(question) if needs_proposals and not proposals else None
     if options.meta:
-        planned = [] if plan is None else [question]
-        faults += _meta_faults([*planned, *(proposal.question for proposal in shown)])
+        own_question = [] if plan is None else [question]
+        faults += _meta_faults([*own_question, *(proposal.question for proposal in proposals)])
     if options.png and plan is not None:
         draw(plan, options.png)
     steps = question.config.run.steps
     if options.json:
-        print(json.dumps(_as_json(steps, plan, faults, shown, larger), indent=1))
+        print(json.dumps(_as_json(steps, plan, faults, proposals, larger_cluster), indent=1))
     else:
-        _print(steps, plan, faults, shown, options)
-        if searched and not shown:
-            print(_none_fits(question.cluster, options.gpu, larger))
-    return 2 if faults or (options.search and not shown) else 0
+        _print(steps, plan, faults, proposals, options)
+        if needs_proposals and not proposals:
+            print(_none_fits(question.cluster, options.gpu, larger_cluster))
+    return 2 if faults or (options.search and not proposals) else 0
 
 
 def _none_fits(cluster: Cluster, gpu: str, larger: Cluster | None) -> str:
@@ -425,12 +433,12 @@ def _print(
     else:
         print_plan(console, plan)
         if plan.fits and plan.seconds is not None:
-            idle = [
+            idle_texts = [
                 f"{name} idle {share:.0%} of a step; " for name, share in plan.seconds.idle.items()
             ]
-            waits = "".join(idle) if plan.facts.engine.servers else ""
+            idle_text = "".join(idle_texts) if plan.facts.engine.servers else ""
             text = (
-                f"{waits}{plan.gpu_hours:,.1f} GPU-hours a step. The run's {steps:,} steps: "
+                f"{idle_text}{plan.gpu_hours:,.1f} GPU-hours a step. The run's {steps:,} steps: "
                 f"{plan.gpu_hours * steps:,.0f} GPU-hours, idle GPUs and evaluation included."
             )
             console.print(text, highlight=False, soft_wrap=True)
@@ -440,7 +448,7 @@ def _print(
 
 
 def _meta_faults(questions: Sequence[Question]) -> list[str]:
-    """Build each layout's modules on the meta device; what differs from the conversion's rules."""
+    """Build each layout's modules on the meta device and list the differences from the conversion's rules."""
     from megatron_dppo.trainer.model import compare
 
     faults: list[str] = []

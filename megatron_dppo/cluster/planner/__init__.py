@@ -1,5 +1,5 @@
-"""What a run takes and how long it lasts, computed from its recipe and config.json alone: no weights, no GPU, no torch.
+"""Compute the memory, traffic and time of a run from its recipe and config.json, without weights, GPU or torch.
 
-Every part of the answer is a pure function in a file of its own; ``cluster/plan.py`` prints them, docs/planner.md
-says where each formula is from and how it was checked.
+Each file has pure functions for one part of the plan, and ``cluster/plan.py`` prints the parts. docs/planner.md lists
+the source of each formula and how it was checked.
 """

@@ -1,4 +1,4 @@
-"""Memory of a rank that grows with a micro-batch: what layers and head keep for backward, and what passes work in."""
+"""Count a rank's memory that grows with a micro-batch: activations of layers and head, and working memory of passes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from megatron_dppo.model.adapters import AdaptedLinear, adapted_linears
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.layout import Layout, padded_vocab_size
 
-# What the layers' kernels keep for the backward pass, per token: Transformer Engine's on GPUs,
-# torch's on CPUs.
+# Bytes per token that a layer's kernels keep for the backward pass: Transformer Engine's kernels on
+# GPUs, torch's on CPUs.
 # Legend: h = hidden size, q = query size, kv = key (or value) size, f = MLP size, k = experts of
-# a token, E = experts, b = bytes of an activation; all of this rank.
+# a token, E = experts, b = bytes of an activation; all sizes are those of one rank.
 
 _FLOAT = 4
 _INDEX = 8
@@ -20,9 +20,11 @@ _INDEX = 8
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """Sizes on one rank. ``rows``: share of a micro-batch's tokens in which the rank holds hidden states (1 / TP with
-    sequence parallelism). ``assignments``: (token, expert) pairs on the rank for each token of the micro-batch, when
-    all experts are asked alike."""
+    """The sizes of a layer on one rank.
+
+    ``rows``: share of a micro-batch's tokens whose hidden states the rank holds (1 / TP with sequence parallelism).
+    ``assignments``: (token, expert) pairs on the rank for each token of the micro-batch, with balanced experts.
+    """
 
     hidden: int
     query: float
@@ -40,8 +42,10 @@ class LocalSizes:
 
     @classmethod
     def of(cls, trainer: TrainerFacts, qk_norm: bool) -> LocalSizes:
-        """Of a rank of ``facts``. With expert tensor parallelism a rank computes a slice for the tokens of its whole
-        group."""
+        """Return the sizes on a rank of ``trainer``.
+
+        With expert tensor parallelism, a rank computes its slice of an expert for the tokens of its whole group.
+        """
         shape, layout = trainer.shape, trainer.layout
         sizes, tensor = shape.sizes(), layout.tensor
         rows = 1 / tensor if trainer.sequence_parallel else 1.0
@@ -64,9 +68,11 @@ class LocalSizes:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes per token of a micro-batch that one layer keeps. ``input``: what full recomputation keeps of the layer.
-    ``core``: what the core attention keeps beside its inputs and output. ``recomputed``: what selective recomputation
-    drops of everything."""
+    """Bytes that one layer keeps for each token of a micro-batch.
+
+    ``input``: the bytes that full recomputation keeps. ``projections``, ``core``: the bytes of the projections with
+    their norms, and of the core attention. ``recomputed``: the part of the sum that selective recomputation drops.
+    """
 
     input: float
     norms: float
@@ -77,11 +83,11 @@ class LayerBytes:
     recomputed: float
 
     def kept(self, recompute: str) -> float:
-        """Bytes per token between forward and backward under a setting of ``training.recompute``."""
+        """Return the bytes per token between forward and backward under ``training.recompute`` = ``recompute``."""
         if recompute == "full":
             return self.input
-        everything = self.norms + self.projections + self.core + self.mlp + self.router
-        return everything - (self.recomputed if recompute == "selective" else 0)
+        total = self.norms + self.projections + self.core + self.mlp + self.router
+        return total - (self.recomputed if recompute == "selective" else 0)
 
     @property
     def whole(self) -> float:
@@ -90,15 +96,19 @@ class LayerBytes:
 
 
 def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
-    """Layers of ``get_gpt_decoder_block_spec`` with Transformer Engine (derived from megatron-core 0.16.1's use of it,
-    not measured).
+    """Return the bytes of a layer of ``get_gpt_decoder_block_spec`` with Transformer Engine.
 
-    - Norms fused into linears, and the one before the router, keep input and output of the norm, b each, and 4 bytes.
-    - Queries and keys before their norms (where the family has them) and after the rotary embedding, values: b each.
-    - Flash attention: its output (which the projection shares) and a fp32 log-sum-exp a head.
-    - SwiGLU keeps its fused input, 2f, and the second linear its input, f; experts also their permuted input, h.
-    - Selective recomputation drops of a mixture the experts' f and the output of the norm before the router
-      (``moe_act``, ``layernorm``), of a dense model the log-sum-exp (``core_attn``).
+    The formulas are derived from the use of Transformer Engine in megatron-core 0.16.1, not measured.
+
+    - A norm that is fused into a linear, and the norm before the router, keep their input and output, b each, and 4
+      bytes.
+    - Attention keeps queries and keys before their norms (where the family has these) and after the rotary embedding,
+      and values: b each.
+    - Flash attention keeps its output (which the projection shares) and a fp32 log-sum-exp for each head.
+    - SwiGLU keeps its fused input, 2f, and the second linear keeps its input, f; experts also keep their permuted
+      input, h.
+    - Selective recomputation drops the experts' f and the output of the norm before the router in an MoE model
+      (``moe_act``, ``layernorm``), and the log-sum-exp in a dense model (``core_attn``).
     """
     norm = (2 * s.hidden * s.item + _FLOAT) * s.rows
     rotated = (s.query + 2 * s.kv) * s.item
@@ -120,19 +130,21 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
 
 
 def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
-    """Layers of ``trainer/cpu``, measured by ``tests/distributed/test_planner_memory.py``.
+    """Return the bytes of a layer of ``trainer/cpu``, measured by ``tests/distributed/test_planner_memory.py``.
 
-    - ``rms_norm`` keeps two fp32 tensors of its size and a fp32 number a row; its consumer keeps the output, b.
+    - ``rms_norm`` keeps two fp32 tensors of its size and one fp32 number for each row; the next module keeps the
+      output, b.
     - The rotary embedding keeps a cosine and a sine for queries and for keys: 4 head sizes, b.
-    - scaled_dot_product_attention keeps padded queries, keys, values and output, b, a fp32 log-sum-exp a head, and
-      three int64 rows of indices; selective recomputation keeps queries, keys and the fused projection instead.
+    - scaled_dot_product_attention keeps padded queries, keys, values and output, b each, a fp32 log-sum-exp for each
+      head, and three int64 rows of indices. Selective recomputation instead keeps queries, keys and the fused
+      projection.
     - SwiGLU keeps 2f (the fused input) + 2f (activation, linear part) + f (product); with routing weights another f.
     """
     norm = (s.hidden * (2 * _FLOAT + s.item) + _FLOAT) * s.rows
     heads = s.query + s.kv
     qk_norm = heads * 2 * _FLOAT + heads / s.head_dim * _FLOAT if s.qk_norm else 0.0
     fused = (s.query + 2 * s.kv) * s.item
-    # The keys' norm keeps its input itself, a view of the fused projection.
+    # In fp32, the norms of queries and keys also keep their inputs, which are views of the fused projection.
     if s.item == _FLOAT:
         qk_norm += (s.query + s.kv) * s.item if s.qk_norm else 0.0
     rotary = 4 * s.head_dim * s.item
@@ -152,54 +164,60 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
 
 
 def _router(s: LocalSizes, row_id_map: float) -> float:
-    """Probabilities (fp32) and map (1 byte) of all experts, of the chosen ones id (int64) and probability (fp32), and
-    the fused permutation's int32 map."""
-    chosen = s.experts_per_token * (_INDEX + _FLOAT)
-    return (s.experts * (_FLOAT + 1) + chosen + row_id_map) * s.rows
+    """Return the bytes that a router keeps for each token.
+
+    The router keeps the probabilities (fp32) and the map (1 byte) of all experts, the ids (int64) and probabilities
+    (fp32) of the selected experts, and the int32 map of the fused permutation.
+    """
+    topk_bytes = s.experts_per_token * (_INDEX + _FLOAT)
+    return (s.experts * (_FLOAT + 1) + topk_bytes + row_id_map) * s.rows
 
 
-# What frozen layers with adapters keep for the backward pass, beside or instead of what trained
-# layers keep.
+# Bytes that frozen layers with adapters keep for the backward pass: the differences from trained
+# layers.
 
 
 def with_adapters(trained: LayerBytes, s: LocalSizes, trainer: TrainerFacts) -> LayerBytes:
-    """``trained``, of a layer whose weights are trained, as it is with adapters on frozen ones.
+    """Convert ``trained``, the bytes of a layer with trained weights, to those of a frozen layer with adapters.
 
-    - A frozen norm of torch's keeps one fp32 tensor of its size less. A norm that is fused into an adapted linear is
-      computed a second time for the adapter, which keeps its input in fp32 where it is bfloat16; Transformer Engine
-      keeps of a frozen one what it keeps of a trained one (assumed), and the second one's input and output.
-    - An adapter keeps its inner products, rank for each of its matrices, and, where several are fused, A and B as it
-      has laid them together: once for a micro-batch.
-    - The input that a frozen linear doesn't keep, its adapter does; of linears without adapters this counts too much.
+    - A frozen norm of torch keeps one fp32 tensor of its size less. A norm that is fused into an adapted linear is
+      computed a second time for the adapter, and this second norm keeps its input in fp32 where the model is bfloat16.
+      A frozen norm of Transformer Engine keeps as much as a trained one (assumed), and the second norm keeps its input
+      and output.
+    - An adapter keeps its inner products, ``rank`` values for each of its matrices. Where several matrices are fused,
+      it also keeps A and B as concatenated tensors, once for each micro-batch.
+    - An adapter keeps the input that its frozen linear does not keep. For linears without adapters, the formula counts
+      that input although nothing keeps it.
     """
     assert trainer.trained is not None
     adapters = trainer.trained.adapters
     linears = adapted_linears(adapters, trainer.shape, trainer.layout, 0)
     layer = [linear for linear in linears if linear.layer == 0]
-    fused = sum(_has_norm(linear) for linear in layer)
+    fused_norms = sum(_has_norm(linear) for linear in layer)
     if trainer.transformer_engine:
-        norms = fused * (2 * s.hidden * s.item + _FLOAT) * s.rows
+        norms = fused_norms * (2 * s.hidden * s.item + _FLOAT) * s.rows
         heads = 0.0
     else:
-        again = fused if s.item < _FLOAT else 0
-        norms = (again - 2) * s.hidden * _FLOAT * s.rows
+        second_norms = fused_norms if s.item < _FLOAT else 0
+        norms = (second_norms - 2) * s.hidden * _FLOAT * s.rows
         heads = -_FLOAT * (s.query + s.kv) if s.qk_norm else 0.0
-    inner = {True: 0.0, False: 0.0}
+    # Key: whether the adapter belongs to attention.
+    adapter_bytes = {True: 0.0, False: 0.0}
     for linear in layer:
         rows = s.assignments if linear.of_experts else 1.0
         products = len(linear.parts) * adapters.rank * s.item * rows
-        laid_out = _laid_out(linear, adapters.rank) * s.item / trainer.rank_tokens
-        inner[_is_attention(linear)] += products + laid_out
+        fused_factors = _laid_out(linear, adapters.rank) * s.item / trainer.rank_tokens
+        adapter_bytes[_is_attention(linear)] += products + fused_factors
     return replace(
         trained,
         norms=trained.norms + norms,
-        projections=trained.projections + heads + inner[True],
-        mlp=trained.mlp + inner[False],
+        projections=trained.projections + heads + adapter_bytes[True],
+        mlp=trained.mlp + adapter_bytes[False],
     )
 
 
 def _laid_out(linear: AdaptedLinear, rank: int) -> int:
-    """Elements of A and B of a linear in which several matrices are fused."""
+    """Return the elements of the concatenated A and B of a linear in which several matrices are fused."""
     if linear.axis == 1:
         return 0
     width = len(linear.parts) * rank
@@ -211,19 +229,20 @@ def _is_attention(linear: AdaptedLinear) -> bool:
 
 
 def _has_norm(linear: AdaptedLinear) -> bool:
-    """Whether the norm before it is part of the linear: column-parallel ones but the experts'."""
+    """Return whether the linear is fused with the norm before it: column-parallel linears, except those of experts."""
     return linear.axis == 0 and not linear.of_experts
 
 
-# Megatron-Core's pipeline schedules: how many micro-batches a stage holds at once, and how long
-# stages idle.
+# Megatron-Core's pipeline schedules: the number of micro-batches that a stage holds at once, and
+# the time in which stages are idle.
 
 
 def chunks_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
-    """Forward passes of a model chunk whose backward pass has not run yet, at most, on ``stage``.
+    """Return the largest number of forward passes of a model chunk on ``stage`` whose backward pass has not run yet.
 
-    One more than the warm-up of ``get_pp_rank_microbatches`` (pipeline_parallel/schedules.py): P - p - 1 for 1F1B,
-    2 (P - p - 1) + (v - 1) P for v interleaved chunks; never more than there are.
+    The number is one more than the warm-up of ``get_pp_rank_microbatches`` (pipeline_parallel/schedules.py), which is
+    P - p - 1 for 1F1B and 2 (P - p - 1) + (v - 1) P for v interleaved chunks. All forward passes of a step are the
+    upper bound.
     """
     stages, chunks = layout.pipeline, layout.chunks
     if stages == 1:
@@ -235,43 +254,52 @@ def chunks_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
 
 
 def bubble(layout: Layout, micro_batches: int) -> float:
-    """Idle over busy time of a pipeline: (P - 1) / (v M) (Narayanan et al., arXiv 2104.04473, section 2.2)."""
+    """Return a pipeline's idle time / busy time: (P - 1) / (v M) (Narayanan et al., arXiv 2104.04473, section 2.2)."""
     return (layout.pipeline - 1) / (layout.chunks * micro_batches)
 
 
 # Memory of the last stage's head: final norm, a chunk of logits, statistics of the policy.
 
 _STATISTICS = 8 + 8 + 8 + 8 + 6 * 4
-"""Bytes per token beside logits: log-sum-exp fp64, place, target id and its column int64, and fp32 rows (log pi, mu,
-advantage, loss, mask, gradient)."""
+"""Bytes of statistics per token: log-sum-exp fp64; place, target id and its column int64; and six fp32 rows (log pi,
+mu, advantage, loss, mask, gradient)."""
 _TOPK = 8 + 8 + 4 + 4 + 8 + 4 + 4
 """Bytes per token and Top-K id: ids and columns int64, owned and reduced logits fp32, log pi fp64 and fp32, mu."""
 
 
 def logits_bytes(trainer: TrainerFacts) -> int:
-    """Logits of one chunk of a micro-batch: tokens / CP x padded vocabulary / TP.
+    """Return the bytes of the logits of one chunk of a micro-batch: tokens / CP x padded vocabulary / TP logits.
 
-    ``vocab_parallel/head.py`` keeps one chunk's from the forward to the backward pass, and writes those of the others
-    and all gradients over them; the kernels hold rows in registers. Of fp32 logits the products of the backward pass
-    take a copy in the model's type.
+    ``vocab_parallel/head.py`` keeps the logits of one chunk from the forward to the backward pass. The logits of other
+    chunks and all gradients overwrite them, and the kernels hold rows in registers. The matrix products of the backward
+    pass copy fp32 logits to the model's dtype.
     """
     tensor = trainer.layout.tensor
     columns = padded_vocab_size(trainer.shape.vocab_size, tensor) // tensor
-    copied = trainer.item_bytes if trainer.logit_bytes > trainer.item_bytes else 0
-    return min(trainer.rank_tokens, trainer.chunk_tokens) * columns * (trainer.logit_bytes + copied)
+    copy_bytes = trainer.item_bytes if trainer.logit_bytes > trainer.item_bytes else 0
+    return (
+        min(trainer.rank_tokens, trainer.chunk_tokens)
+        * columns
+        * (trainer.logit_bytes + copy_bytes)
+    )
 
 
 def statistics_bytes(trainer: TrainerFacts, topk: int) -> int:
-    """Statistics, and the packed row that tensor-parallel ranks reduce: 3 fp32 a rank (``vocab_parallel/wire.py``).
-    Context-parallel ranks compute those of their own tokens and gather them: all have the loss of all tokens."""
+    """Return the bytes of the statistics of a micro-batch.
+
+    Tensor-parallel ranks also reduce a packed row: 3 fp32 for each rank (``vocab_parallel/wire.py``). Context-parallel
+    ranks compute the statistics of their own tokens and gather all of them, because each rank needs the loss of all
+    tokens.
+    """
     slots = 12 * trainer.layout.tensor if trainer.layout.tensor > 1 else 0
     return trainer.tokens * (_STATISTICS + slots + _TOPK * (topk + 1 if topk else 0))
 
 
 def head_bytes(trainer: TrainerFacts, topk: int) -> int:
-    """What the last stage keeps of one micro-batch between the last layer and its backward pass, beside logits.
+    """Return the bytes that the last stage keeps between the last layer and its backward pass, without the logits.
 
-    Final norm as layers count norms; with sequence parallelism its output is gathered, tokens x hidden.
+    The bytes are those of one micro-batch. The final norm counts like a layer's norm; with sequence parallelism, its
+    output is gathered: tokens x hidden.
     """
     hidden = trainer.shape.hidden_size
     rows = 1 / trainer.layout.tensor if trainer.sequence_parallel else 1.0
@@ -287,11 +315,12 @@ BUSIEST_RANK = 1.25
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes on one rank at the worst moment of a step.
+    """Bytes of activations on one rank at the peak of a step.
 
-    ``layers``: tensors of all micro-batches in flight. ``head``: final norm and statistics of one micro-batch,
-    ``logits``: of one chunk of it. ``recomputed``: one layer in whole, beside what full recomputation kept; it never
-    meets the head, so the larger of the two counts. ``working``: gradients and temporaries.
+    ``layers``: tensors of all micro-batches in flight. ``head``: final norm and statistics of one micro-batch;
+    ``logits``: logits of one chunk of it. ``recomputed``: all tensors of one layer that full recomputation runs again;
+    they and the head do not exist at the same time, so that the larger of the two counts. ``working``: gradients and
+    temporaries.
     """
 
     layers: int
@@ -302,17 +331,20 @@ class ActivationBytes:
 
     @property
     def saved(self) -> int:
-        """What autograd holds at most; the kept chunk of logits is not its own."""
+        """Peak bytes that autograd keeps; the kept chunk of logits is not autograd's."""
         return self.layers + max(self.head, self.recomputed)
 
     @property
     def total(self) -> int:
-        """And what passes work in."""
+        """Peak bytes of all activations, with logits and working memory."""
         return self.layers + max(self.head + self.logits, self.recomputed) + self.working
 
 
 def layer_bytes(trainer: TrainerFacts, busiest: float = 1.0) -> LayerBytes:
-    """What one layer keeps per token of a micro-batch; ``busiest``: a rank's experts' tokens over the mean."""
+    """Return the bytes that one layer keeps for each token of a micro-batch.
+
+    ``busiest``: tokens of the rank's experts / the mean over ranks.
+    """
     sizes = LocalSizes.of(
         trainer, family_of(trainer.shape).has_layer_parameter("self_attention.q_layernorm.weight")
     )
@@ -328,12 +360,12 @@ def layer_bytes(trainer: TrainerFacts, busiest: float = 1.0) -> LayerBytes:
 def activation_bytes(
     trainer: TrainerFacts, stage: int, topk: int = 0, busiest: float = BUSIEST_RANK
 ) -> ActivationBytes:
-    """Of each rank of ``stage``, for micro-batches of ``trainer.tokens`` tokens.
+    """Return the bytes of activations on each rank of ``stage``, for micro-batches of ``trainer.tokens`` tokens.
 
-    kept = chunks in flight x layers of a chunk x tokens / CP x bytes that a layer keeps under the recompute setting.
-    Full recomputation runs each layer's forward again before its backward (``uniform``, one layer), so
-    one layer's whole set lives beside the kept inputs. Working memory: gradients with respect to the widest tensors of
-    a layer's backward pass, the experts' (or the MLP's) input and fused product.
+    layers = chunks in flight x layers of a chunk x tokens / CP x bytes that a layer keeps under the recompute setting.
+    Full recomputation runs each layer's forward again before its backward (``uniform``, one layer), so that all tensors
+    of one layer exist in addition to the kept inputs. The working memory holds the gradients with respect to the widest
+    tensors of a layer's backward pass: the input and the fused product of the experts (or of the MLP).
     """
     layer = layer_bytes(trainer, busiest)
     layers = trainer.shape.num_layers // (trainer.layout.pipeline * trainer.layout.chunks)
@@ -350,9 +382,12 @@ def activation_bytes(
 
 
 def _exchanged(trainer: TrainerFacts, sizes: LocalSizes) -> float:
-    """Elements per token of a rank's own. A ring (``AttnFuncWithCPAndKVP2P`` of Transformer Engine 2.11) has the keys
-    and values of all C ranks and an output for each of its C steps, of which those after the first are of half the
-    tokens, until it adds them up; an all-to-all has what it sends and what it receives."""
+    """Return the elements that context parallelism exchanges for each of a rank's own tokens.
+
+    A ring (``AttnFuncWithCPAndKVP2P`` of Transformer Engine 2.11) holds the keys and values of all C ranks. It also
+    holds an output for each of its C steps until it adds them up; the outputs after the first have half of the tokens.
+    An all-to-all holds the tensors that it sends and those that it receives.
+    """
     ranks = trainer.layout.context
     if ranks == 1:
         return 0.0
@@ -362,12 +397,16 @@ def _exchanged(trainer: TrainerFacts, sizes: LocalSizes) -> float:
 
 
 def _working(trainer: TrainerFacts, busiest: float) -> float:
-    """Per token of a context-parallel rank: gradients of the widest layer, h + 2f for each (token, expert) pair, of the
-    hidden states gathered over tensor-parallel ranks, and what attention exchanges over context-parallel ones."""
+    """Return the bytes of working memory for each token of a context-parallel rank.
+
+    The working memory holds the gradients of the widest layer (for experts: 2h + 2f for each (token, expert) pair),
+    those of the hidden states that tensor-parallel ranks gather (2h), and the tensors that attention exchanges between
+    context-parallel ranks.
+    """
     sizes = LocalSizes.of(trainer, False)
-    gathered = 2 * sizes.hidden + _exchanged(trainer, sizes)
+    gathered_elements = 2 * sizes.hidden + _exchanged(trainer, sizes)
     if trainer.shape.is_moe:
-        wide = sizes.assignments * busiest * (2 * sizes.hidden + 2 * sizes.expert_ffn)
+        gradients = sizes.assignments * busiest * (2 * sizes.hidden + 2 * sizes.expert_ffn)
     else:
-        wide = 2 * sizes.ffn
-    return (gathered + wide) * sizes.item
+        gradients = 2 * sizes.ffn
+    return (gathered_elements + gradients) * sizes.item

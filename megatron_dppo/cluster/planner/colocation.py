@@ -1,4 +1,4 @@
-"""A GPU that a trainer rank and a server share in turns: what the rank must park in host memory, and its price."""
+"""Plan a GPU on which a trainer rank and a server take turns: the state that the rank parks, its bytes and seconds."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from megatron_dppo.cluster.planner.facts import RunFacts
 from megatron_dppo.model.shape import TrainerPart
 
 HOST_LINK = 24 * GIB
-"""Bytes/s between a GPU and pinned host memory in one direction: 24.4 GiB/s out and 23.5 back over PCIe 4 x16, measured
-in torch_memory_saver#111. PCIe 5 doubles it."""
+"""Bytes/s between a GPU and pinned host memory in one direction. torch_memory_saver#111 measured 24.4 GiB/s to the host
+and 23.5 back over PCIe 4 x16; PCIe 5 doubles the rate."""
 HAND_OVER = 3.0
-"""Seconds of both switches of a step beside the bytes: barriers, the engine's requests to release and to resume, the
-allocators' pages. Assumption."""
+"""Seconds that both switches of a step add to the transfer of bytes: barriers, the requests that make the engine
+release and resume its memory, the allocators' pages. Assumption."""
 KEPT_BY_SERVER = 2 * GIB
-"""Bytes that a server keeps after it released weights and KV cache: CUDA graphs and workspaces. Assumption."""
+"""Bytes that a server keeps after it has released weights and KV cache: CUDA graphs and workspaces. Assumption."""
 
 
 _WAYS: dict[TrainerPart, int] = {"gradients": 0, "reference": 1, "optimizer": 2, "weights": 2}
-"""How often a parked part travels in a step, by ``trainer/parking.py``; the cheapest first."""
+"""The number of times that ``trainer/parking.py`` copies a parked part in a step; the cheapest part first."""
 
 
 @dataclass(frozen=True)
 class SharedBytes:
-    """One GPU of a colocated run. ``parked``: the parts of a rank's state that leave it while the server generates;
-    ``travels``: bytes that go out and that come back in a step; ``host``: that they keep pinned. ``training``,
-    ``generating``: what is on the GPU in each turn; ``updating``: during a weight update between the two.
+    """Bytes of one GPU of a colocated run.
+
+    ``parked``: the parts of a rank's state that leave the GPU while the server generates. ``travels``: bytes that a
+    step copies to the host and back. ``host``: bytes of pinned host memory for the parked parts. ``training``,
+    ``generating``: bytes on the GPU in each turn; ``updating``: bytes during the weight update between the turns.
     """
 
     parked: tuple[TrainerPart, ...]
@@ -42,41 +44,56 @@ class SharedBytes:
 def shared_bytes(
     rank: memory.RankBytes, engine: memory.EngineBytes, communicators: int, room: int
 ) -> SharedBytes:
-    """The least that a rank must park on a GPU of ``room`` bytes, beside a server whose own communicators take
-    ``communicators``.
+    """Return the smallest set of parts that a rank must park so that it shares a GPU with a server.
 
-    While the server generates it holds its context, its weights, its KV cache, ``LEAST_RESERVED`` to work in and its
-    communicators; the rank holds its context, its communicators and the state that isn't parked; activations are
-    gone. Parked in the order of their price: gradients, which never travel; a reference policy's weights, which only
-    come back; the optimizer's state; the weights. While the rank trains, the server keeps its context, communicators
-    and ``KEPT_BY_SERVER``; in a weight update its weights, too, and the rank its own and
-    ``update_buckets``.
+    While the server generates, it holds its context, weights, KV cache, communicators and ``LEAST_RESERVED`` of working
+    memory. The rank then holds its context, its communicators and the state that is not parked, but no activations.
+
+    The parts are parked in the order of their cost: gradients, which are never copied; a reference policy's weights,
+    which are only copied back; the optimizer's state; the weights.
+
+    While the rank trains, the server keeps its context, communicators and ``KEPT_BY_SERVER``. During a weight update,
+    the server also holds its weights, and the rank its own weights and ``update_buckets``.
+
+    Args:
+        rank: Memory of the rank.
+        engine: Memory of the server's GPU.
+        communicators: Bytes of the server's own communicators.
+        room: Bytes of the GPU's memory.
     """
     fixed = CONTEXT + communicators
     server = fixed + engine.weights + max(0, engine.kv_pool) + memory.LEAST_RESERVED
-    left = rank.context + rank.communicators
-    generating = server + left + rank.state.total
-    travels, parked = 0, []
-    for part, ways in _WAYS.items():
+    rank_fixed = rank.context + rank.communicators
+    generating = server + rank_fixed + rank.state.total
+    travels, parked_parts = 0, []
+    for part, copies in _WAYS.items():
         if generating <= room:
             break
         size = getattr(rank.state, part)
         generating -= size
-        travels += ways * size
-        parked.append(part)
-    there = rank.state.total - sum(getattr(rank.state, p) for p in parked if p != "weights")
+        travels += copies * size
+        parked_parts.append(part)
+    # The weights of the rank are back on the GPU during a weight update.
+    update_state = rank.state.total - sum(
+        getattr(rank.state, p) for p in parked_parts if p != "weights"
+    )
     return SharedBytes(
-        parked=tuple(parked),
+        parked=tuple(parked_parts),
         travels=travels,
-        host=memory.parked_bytes(rank.state, parked).host,
+        host=memory.parked_bytes(rank.state, parked_parts).host,
         training=rank.total + fixed + KEPT_BY_SERVER,
         generating=generating,
-        updating=left + there + rank.update_buckets + fixed + engine.weights + KEPT_BY_SERVER,
+        updating=rank_fixed
+        + update_state
+        + rank.update_buckets
+        + fixed
+        + engine.weights
+        + KEPT_BY_SERVER,
     )
 
 
 def shared_ranks(facts: RunFacts, device: Device) -> tuple[SharedBytes, ...]:
-    """Of each pipeline stage; none where trainer and servers have GPUs of their own."""
+    """Return the shared GPU of each pipeline stage; empty where trainer and servers have GPUs of their own."""
     if not facts.schedule.is_colocated or not facts.engine.servers:
         return ()
     shape = facts.trainer.shape
@@ -90,16 +107,19 @@ def shared_ranks(facts: RunFacts, device: Device) -> tuple[SharedBytes, ...]:
 
 
 def switch_seconds(facts: RunFacts, device: Device) -> float:
-    """Of a step: what is parked goes to the host and comes back, the stage with the most; and a fixed part. Weights of
-    the server don't travel: they are dropped, and come with the update."""
-    shared = shared_ranks(facts, device)
-    if not shared:
+    """Return the seconds in which a step parks state in host memory and copies it back, plus a fixed part.
+
+    The stage with the most bytes counts. The server's weights are not copied: the server drops them and receives them
+    again in the weight update.
+    """
+    stages = shared_ranks(facts, device)
+    if not stages:
         return 0.0
-    return max(stage.travels for stage in shared) / HOST_LINK + HAND_OVER
+    return max(stage.travels for stage in stages) / HOST_LINK + HAND_OVER
 
 
 def sharing_faults(shared: tuple[SharedBytes, ...], device: Device) -> Iterator[str]:
-    """Why trainer and server don't fit on one GPU in turns, a line each."""
+    """List the reasons why trainer and server cannot take turns on one GPU, one line for each."""
     room = f"expected at most the {gib(device.memory)} of a {device.name}"
     for stage, sizes in enumerate(shared):
         if sizes.generating > device.memory:

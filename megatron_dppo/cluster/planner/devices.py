@@ -1,4 +1,4 @@
-"""The machines that a plan is made for: GPUs by name, with what their makers publish; and the units it counts in."""
+"""Describe the machines of a plan: GPUs by name, with their makers' figures, and the units of the plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_dppo.system.compute import PEAKS
 
-# Memory is told in GiB, what travels or is stored in GB, as the makers and the tools tell them.
+# Memory is printed in GiB, and transfers and storage in GB, as makers and tools do.
 
 GIB = 2**30
 GB = 10**9
@@ -15,19 +15,19 @@ MIB = 2**20
 
 
 def gib(count: float) -> str:
-    """Bytes of memory as GiB, one decimal; three where they are few."""
+    """Format bytes of memory in GiB with one decimal, or three decimals below 0.1 GiB."""
     value = count / GIB
     return f"{value:.1f} GiB" if value >= 0.1 or not value else f"{value:.3f} GiB"
 
 
 def gb(count: float) -> str:
-    """Bytes that travel or are stored, as GB."""
+    """Format bytes of a transfer or of storage in GB."""
     value = count / GB
     return f"{value:.1f} GB" if value >= 0.1 or not value else f"{value:.3f} GB"
 
 
 def power_of_two(count: int) -> int:
-    """The least power of two that is not below ``count``; 0 of none."""
+    """Return the smallest power of two that is at least ``count``; 0 for a ``count`` of 0."""
     return 1 << (count - 1).bit_length() if count else 0
 
 
@@ -39,9 +39,9 @@ def ceil_to(value: int, multiple: int) -> int:
 class Device:
     """One GPU and its share of a node.
 
-    ``memory``: bytes that nvidia-smi shows as total. ``flops``: dense bf16 FLOP/s. ``hbm``, ``nvlink``,
-    ``network``: bytes/s of the GPU's memory, of its NVLinks in one direction, of its network port.
-    ``host_memory``: bytes of a node with eight.
+    ``memory``: bytes that nvidia-smi shows as total. ``flops``: dense bf16 FLOP/s. ``hbm``, ``nvlink``, ``network``:
+    bytes/s of the GPU's memory, of its NVLinks in one direction, and of its network port. ``host_memory``: bytes of
+    host memory of a node with eight GPUs. ``source``: the documents that the figures are from.
     """
 
     name: str
@@ -91,7 +91,7 @@ DEVICES: dict[str, Device] = {
         "network and host as DGX H200's",
     ),
 }  # fmt: skip
-"""By the name that ``--gpu`` takes. Memory: nvidia-smi's total of these boards."""
+"""GPUs by the name that ``--gpu`` accepts. The memory is the total that nvidia-smi shows for these boards."""
 
 _BOARDS = {
     r"A100\b.*40GB": "a100-40gb",
@@ -106,9 +106,11 @@ _BOARDS = {
 
 
 def device_named(name: str) -> Device | None:
-    """The board by the name that its driver gives it, such as ``NVIDIA H100 80GB HBM3``; None for another one: a
-    GH200 is no H200, and an A100 may have 64 GB."""
-    # More specific patterns come first: an H100 PCIe has 80 GB, too.
+    """Return the GPU for the name that its driver reports, such as ``NVIDIA H100 80GB HBM3``.
+
+    The result is None for a GPU that is not in the table: a GH200 is not an H200, and some A100s have 64 GB.
+    """
+    # Try the more specific patterns first: an H100 PCIe has 80 GB, too.
     for pattern, board in _BOARDS.items():
         if re.search(rf"\b{pattern}\b", name, re.IGNORECASE):
             return DEVICES[board]
@@ -116,23 +118,26 @@ def device_named(name: str) -> Device | None:
 
 
 LINK_EFFICIENCY = 0.7
-"""Share of NVLink's or the network's rate that collectives reach. Assumption; none of them overlaps computation."""
+"""Share of NVLink's or the network's rate that collectives reach. Assumption; no collective overlaps computation."""
 NETWORK_LATENCY = 5e-6
-"""Seconds from one node to the next in a small collective. NCCL's own model (``hwLat``, network, tree of protocol LL,
-``src/graph/tuning.cc``); ``--network-latency-us`` replaces it."""
+"""Seconds from one node to the next in a small collective. The value is from NCCL's own model (``hwLat``, network, tree
+of protocol LL, ``src/graph/tuning.cc``); ``--network-latency-us`` replaces it."""
 
 CONTEXT = GIB // 2
 """Bytes of a process's CUDA context, kernels and libraries (cuBLAS workspace included). Assumption: 0.3 to 0.6 GiB on
 these boards."""
 FRAGMENTATION = 0.05
-"""Share of activations and working memory that torch's caching allocator can't use. Assumption, with
-expandable segments; docs/planner.md."""
+"""Share of activations and working memory that torch's caching allocator loses to fragmentation. Assumption, with
+expandable segments; see docs/planner.md."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """``nodes`` nodes of ``gpus_per_node`` GPUs of one kind. ``host_memory``: bytes of each node.
-    ``network_latency``: seconds from one node to the next."""
+    """A cluster of ``nodes`` nodes with ``gpus_per_node`` GPUs of one kind.
+
+    ``host_memory``: bytes of each node, 0 for the device's default. ``network_latency``: seconds from one node to the
+    next.
+    """
 
     device: Device
     nodes: int
@@ -146,5 +151,5 @@ class Cluster:
 
     @property
     def node_memory(self) -> int:
-        """``host_memory``, by default the device's."""
+        """Bytes of host memory of each node: ``host_memory``, or the device's default."""
         return self.host_memory or self.device.host_memory

@@ -1,5 +1,8 @@
-"""The facts of a run that the formulas take, read off a checked configuration and its model once; and the parameters
-of a trainer rank, all and those that are trained, counted from the tables without making them."""
+"""Collect the facts of a run that the formulas need, and count the parameters of a trainer rank.
+
+The facts are read once from a checked configuration and its model. The parameters, all of them and the trained ones,
+are counted from the tables of the model family, without allocating them.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +35,16 @@ from megatron_dppo.model.mapping import shard_of
 from megatron_dppo.model.shape import ITEM_BYTES, OPTIMIZER_BYTES, ModelShape
 
 Counts = tuple[tuple[int, int], ...]
-"""(elements, how many parameters have that size) of one group of parameters."""
+"""(elements of a parameter, number of parameters of that size) pairs of one group of parameters."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """How generation and training share time and GPUs.
 
-    ``placement``: servers have GPUs of their own (``separate``), or take turns with the trainer on all of them
-    (``colocated``). ``staleness``: batches that generation may be ahead. ``drains``: an update waits until every
-    running response has ended; otherwise they go on after it.
+    ``placement``: servers have GPUs of their own (``separate``), or take turns with the trainer on all GPUs
+    (``colocated``). ``staleness``: batches that generation may be ahead. ``drains``: a weight update waits until each
+    running response has ended; otherwise the responses continue after it.
     """
 
     placement: Literal["separate", "colocated"] = "separate"
@@ -65,10 +68,10 @@ COLOCATED = Schedule("colocated")
 
 @dataclass(frozen=True)
 class RankParameters:
-    """One rank of a pipeline stage holds ``dense`` and ``experts``.
+    """The parameters of one rank of a pipeline stage.
 
-    The two differ in who else holds them: dense ones the ``data`` replicas, experts the ``expert_data`` replicas.
-    Without expert parallelism Megatron-Core keeps experts among the dense ones; so does this.
+    The two groups have different replicas: ``data`` ranks hold the same dense parameters, ``expert_data`` ranks the
+    same experts. Without expert parallelism, experts count as dense parameters, as in Megatron-Core.
     """
 
     dense: Counts
@@ -85,9 +88,9 @@ def elements(counts: Counts) -> int:
 
 @lru_cache(maxsize=4096)
 def rank_parameters(shape: ModelShape, layout: Layout, stage: int) -> RankParameters:
-    """What every rank of pipeline stage ``stage`` holds; ranks of a stage hold equally much.
+    """Count the parameters of each rank of pipeline stage ``stage``; all ranks of a stage hold the same number.
 
-    Counted as ``model.mapping.local_parameters`` lists them: the family's rows, cut by their splits.
+    The counts agree with the list of ``model.mapping.local_parameters``: the family's rules, divided by their splits.
     """
     family = family_of(shape)
     layers = shape.num_layers // layout.pipeline
@@ -119,20 +122,23 @@ def _counted(rules: Iterable[tuple[Rule, int]], shape: ModelShape, size: int) ->
 
 @dataclass(frozen=True)
 class Trained:
-    """What of a model is trained beside the frozen rest."""
+    """The trained parameters of a model whose other parameters are frozen."""
 
     adapters: Adapters
     routers: bool
 
     @classmethod
     def of(cls, lora: LoraConfig, shape: ModelShape) -> Trained | None:
-        """As the section says; None where everything is trained."""
+        """Return the trained parameters that the section configures; None where all parameters are trained."""
         adapters = adapters_of(lora, shape)
         return None if adapters is None else cls(adapters, lora.train_router)
 
     def parameters(self, shape: ModelShape, layout: Layout, stage: int) -> RankParameters:
-        """The trained parameters of every rank of ``stage``: A and B of each adapted matrix, those of a rank's experts
-        stacked in one; then the routers."""
+        """Count the trained parameters of each rank of ``stage``.
+
+        Each adapted matrix has A and B, each of which stacks all experts of the rank in one parameter. The routers
+        follow.
+        """
         dense: list[tuple[int, int]] = []
         experts: list[tuple[int, int]] = []
         rank = self.adapters.rank
@@ -140,8 +146,8 @@ class Trained:
             is_whole = linear.of_experts and not linear.experts
             group = experts if linear.experts and layout.expert > 1 else dense
             for part in linear.parts:
-                for which in (LORA_A, LORA_B):
-                    dims = part.whole(which, rank) if is_whole else part.local(which, rank)
+                for factor in (LORA_A, LORA_B):
+                    dims = part.whole(factor, rank) if is_whole else part.local(factor, rank)
                     group.append((math.prod(dims) * max(1, len(linear.experts)), 1))
         if self.routers:
             layers = shape.num_layers // layout.pipeline
@@ -152,15 +158,15 @@ class Trained:
         return trained_elements(shape, self.adapters, routers=self.routers)
 
     def trained_base(self, shape: ModelShape, layout: Layout) -> int:
-        """Elements of the model's own parameters, the routers', that are trained."""
+        """Count the elements of the model's own parameters that are trained: those of the routers."""
         layers = shape.num_layers // layout.pipeline
         return shape.num_experts * shape.hidden_size * layers if self.routers else 0
 
 
 PACKING = 0.9
-"""Share of a micro-batch's token budget that sequences fill. Assumption: whole sequences of many lengths."""
+"""Share of a micro-batch's token budget that sequences fill. Assumption: sequences of many lengths are not split."""
 EVALUATION_PROBLEMS = 30
-"""Of a held-out set whose file is not here, as in AIME. Assumption."""
+"""Problems of a held-out set whose file is missing on this machine, as many as in AIME. Assumption."""
 _COUNTED = {
     "megatron": {"fp8", "fp8_recipe", "cp_comm_type"},
     "megatron_ddp": {"grad_reduce_in_fp32"},
@@ -169,17 +175,20 @@ _COUNTED = {
         "kv_cache_dtype", "base_gpu_id",
     },
 }  # fmt: skip
-"""Keys of the libraries' tables that a formula reads."""
+"""Keys in the configuration's library tables that a formula reads."""
 
 
 @dataclass(frozen=True)
 class TrainerFacts:
-    """The trainer's side. ``tokens``: of the longest micro-batch; a sequence longer than the budget has one to itself.
-    ``micro_batches``: of one replica in one optimiser step. ``exchange``: how attention brings the keys and values of
-    other context-parallel ranks, ``p2p`` or ``a2a``. ``trained``: where not everything is.
-    ``reference``: the weights that training started from are kept, ``reference_adapters``: adapters among them.
-    ``gradient_bytes``: of a trained parameter's gradient. ``chunk_tokens``: whose logits exist at a time,
-    ``logit_bytes``: of one of them."""
+    """The facts of the trainer.
+
+    ``tokens``: tokens of the longest micro-batch; a sequence longer than the budget has a micro-batch of its own.
+    ``micro_batches``: micro-batches of one replica in one optimiser step. ``exchange``: how context-parallel ranks
+    exchange keys and values for attention, ``p2p`` or ``a2a``. ``trained``: the trained parameters, None for all.
+    ``reference``: whether the trainer keeps the initial weights as a reference policy; ``reference_adapters``: whether
+    these include adapters. ``gradient_bytes``: bytes of a gradient's element. ``chunk_tokens``: tokens whose logits
+    exist at the same time; ``logit_bytes``: bytes of one logit.
+    """
 
     shape: ModelShape
     layout: Layout
@@ -205,21 +214,23 @@ class TrainerFacts:
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens of the longest micro-batch that one context-parallel rank has."""
+        """Tokens of the longest micro-batch on one context-parallel rank."""
         return self.tokens // self.layout.context
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of a trained parameter's optimizer state."""
+        """Bytes of the optimizer state of one trained element."""
         return OPTIMIZER_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class RolloutFacts:
-    """The data of one step. Lengths in tokens: ``longest_*`` are limits, ``mean_response`` an assumption or a
-    measurement. ``steps``: optimiser steps in a rollout batch. ``topk``: K of TopK(mu) that every response token
-    carries, 0 for none. ``recompute_pass``: the trainer computes log-probabilities of the whole batch at the
-    rollout's weights before it trains."""
+    """The facts of one rollout batch.
+
+    Lengths are in tokens: ``longest_*`` are limits, ``mean_*`` assumptions or measurements. ``steps``: optimiser steps
+    for a rollout batch. ``topk``: K of the TopK(mu) that each response token carries, 0 for none. ``recompute_pass``:
+    whether the trainer, before it trains, computes the log-probabilities of the whole batch at the rollout's weights.
+    """
 
     prompts: int
     group_size: int
@@ -245,12 +256,12 @@ class RolloutFacts:
 
     @property
     def mean_length(self) -> float:
-        """Tokens of a sequence, prompt and response."""
+        """Mean tokens of a sequence, prompt and response."""
         return self.mean_prompt + self.mean_response
 
     @property
     def tokens(self) -> float:
-        """Tokens of a rollout batch, prompts counted with every response."""
+        """Tokens of a rollout batch; each response counts with its prompt."""
         return self.responses * self.mean_length
 
     @property
@@ -261,7 +272,10 @@ class RolloutFacts:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The servers that the run starts. ``memory_fraction``: SGLang's ``mem_fraction_static``, None as it chooses."""
+    """The servers that the run starts.
+
+    ``memory_fraction``: SGLang's ``mem_fraction_static``; None where SGLang chooses it.
+    """
 
     servers: int
     tensor: int
@@ -279,7 +293,7 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class EvaluationFacts:
-    """``problems`` of all held-out sets, ``samples`` of each, every ``every`` steps."""
+    """An evaluation: every ``every`` steps, ``samples`` responses for each of the ``problems`` of all held-out sets."""
 
     problems: int
     samples: int
@@ -289,10 +303,11 @@ class EvaluationFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A whole run. ``not_counted``: settings of the libraries that change memory or time and that no formula reads.
+    """The facts of a whole run.
 
-    ``ranks_per_sender``: ranks of a node, of which one sends weights; 1: every holder sends. ``updates_adapters``:
-    whether weight updates send adapters alone.
+    ``not_counted``: settings of the libraries that no formula reads although they may change memory or time.
+    ``ranks_per_sender``: the number of consecutive ranks of which one sends weights: the ranks of a node, or 1 where
+    each holder sends. ``updates_adapters``: whether weight updates send only adapters.
     """
 
     trainer: TrainerFacts
@@ -314,9 +329,12 @@ class RunFacts:
         return senders(self.trainer.layout, self.ranks_per_sender)
 
     def batches(self) -> dict[str, float]:
-        """Batch arithmetic: an optimiser step takes responses / steps (``per_step``), a replica that / DP; leaders,
-        one a replica, generate responses / DP. Tokens at the mean lengths; ``longest_tokens``: of a batch in which
-        every sequence reaches both limits."""
+        """Return the sizes of batches.
+
+        An optimiser step trains on responses / steps (``per_step``), and a replica on that / DP (``replica``). Each
+        replica has one leader, which requests responses / DP (``per_leader``). ``tokens`` is for mean lengths,
+        ``longest_tokens`` for a batch in which each sequence reaches both limits.
+        """
         rollout, data = self.rollout, self.trainer.layout.data
         per_step = rollout.responses // rollout.steps
         return {
@@ -333,9 +351,12 @@ class RunFacts:
 
 
 def senders(layout: Layout, ranks_per_sender: int = 1) -> int:
-    """Trainer ranks that send weights: the first holder of each shard of the experts, or of each stage where they are
-    not spread; of those, one in each run of ``ranks_per_sender`` ranks (``weight_sync/strategies.py``,
-    ``model.gather_plan.node_receivers``)."""
+    """Count the trainer ranks that send weights.
+
+    Candidates are the first holder of each shard of the experts, or of each stage without expert parallelism. One
+    candidate in each block of ``ranks_per_sender`` consecutive ranks sends (``weight_sync/strategies.py``,
+    ``model.gather_plan.node_receivers``).
+    """
     holders = (
         stage * layout.stage_ranks + expert * layout.expert_tensor
         for stage in range(layout.pipeline)
@@ -354,11 +375,21 @@ def facts_of(
     ranks_per_node: int = 8,
     schedule: Schedule | None = None,
 ) -> RunFacts:
-    """The facts of ``config``, whose layout must have passed its checks. Raises ConfigError for an unknown algorithm.
+    """Return the facts of a run.
 
-    ``mean_response``, ``mean_prompt``: tokens; by default half of the longest response and a quarter of the longest
-    prompt. ``schedule``: in place of the configuration's. Micro-batches: a replica's tokens / (a micro-batch's x
-    ``PACKING``), at least 1.
+    The number of micro-batches is a replica's tokens / (a micro-batch's tokens x ``PACKING``), at least 1.
+
+    Args:
+        config: The configuration; its layout must have passed its checks.
+        shape: The shape of the model.
+        mean_response: Mean tokens of a response; by default half of the longest response.
+        mean_prompt: Mean tokens of a prompt; by default a quarter of the longest prompt.
+        gpu: Whether the trainer's layers are Transformer Engine's; otherwise they are torch's.
+        ranks_per_node: Trainer ranks on a node.
+        schedule: A schedule that replaces the configuration's.
+
+    Raises:
+        ConfigError: The algorithm is unknown.
     """
     try:
         algorithm = config.algorithm.facts()
@@ -369,6 +400,7 @@ def facts_of(
     longest_prompt = config.data.max_prompt_tokens
 
     def longest_of(turn: int) -> int:
+        """Return the largest number of tokens after the prompt, for turns of ``turn`` sampled tokens."""
         return config.environment.longest(longest_prompt, turn) - longest_prompt
 
     longest_response = longest_of(settings.max_response_tokens)
@@ -386,10 +418,10 @@ def facts_of(
         max_concurrent=settings.max_concurrent_requests,
     )
     per_step = training.prompts_per_mini_batch * rollout.group_size
-    # The search tries worlds that no replica fits into; their checks name them.
-    share = -(-per_step // max(1, config.parallel.data))
+    # The search tries worlds that are too small for one replica (``data`` = 0); the layout checks reject them.
+    replica_responses = -(-per_step // max(1, config.parallel.data))
     budget = max(training.micro_batch_tokens, rollout.longest)
-    micro_batches = max(1, round(share * rollout.mean_length / (budget * PACKING)))
+    micro_batches = max(1, round(replica_responses * rollout.mean_length / (budget * PACKING)))
     evaluation = None
     if files := config.data.evaluation_files:
         evaluation = EvaluationFacts(
@@ -412,27 +444,33 @@ def facts_of(
         bucket_bytes=config.weight_sync.bucket_mib * 2**20,
         checkpoint_every=config.checkpoint.every,
         checkpoint_background=config.checkpoint.background,
-        not_counted=tuple(
-            f"{table}.{key}"
-            for table, counted in _COUNTED.items()
-            for key in getattr(config, table)
-            if key not in counted
-        ),
+        not_counted=_uncounted_settings(config),
         ranks_per_sender=1 if config.weight_sync.senders == "holders" else ranks_per_node,
         updates_adapters=updates_adapters(config.lora),
         evaluation=evaluation,
     )
 
 
+def _uncounted_settings(config: TrainConfig) -> tuple[str, ...]:
+    """List the settings of the libraries that no formula reads, as ``table.key``."""
+    settings = []
+    for table, counted_keys in _COUNTED.items():
+        for key in getattr(config, table):
+            if key not in counted_keys:
+                settings.append(f"{table}.{key}")
+    return tuple(settings)
+
+
 def schedule_of(rollout: RolloutConfig, engine: EngineConfig) -> Schedule:
-    """As the configuration says. Where generation isn't ahead no update finds a response in flight."""
+    """Return the configured schedule. Without staleness, no response is running when a weight update begins."""
     drains = rollout.interrupt == "drain" or rollout.max_staleness == 0
     return Schedule(engine.placement, rollout.max_staleness, drains=drains)
 
 
 def _topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) -> int:
-    # Not ``carried_topk``, which refuses a vocabulary that is too large for the wire: the check of the configuration
-    # tells it, and a plan still tells what it would take. A recomputed distribution takes TopK(mu)'s place.
+    # Do not call ``carried_topk`` here: it rejects a vocabulary that is too large to send with the responses. The check
+    # of the configuration reports that error, and a plan can still show the bytes. A recomputed distribution replaces
+    # TopK(mu).
     if algorithm.preset.whole_vocabulary:
         return vocab_size
     return configured or algorithm.topk
@@ -453,7 +491,15 @@ def _count_lines(path: Path) -> int:
 def trainer_facts(
     config: PolicyConfig, shape: ModelShape, micro_batches: int, longest: int, *, gpu: bool = True
 ) -> TrainerFacts:
-    """``longest``: tokens of the longest sequence. ``gpu``: Transformer Engine's layers, else torch's."""
+    """Return the facts of the trainer.
+
+    Args:
+        config: The configuration of the policy.
+        shape: The shape of the model.
+        micro_batches: Micro-batches of one replica in one optimiser step.
+        longest: Tokens of the longest sequence.
+        gpu: Whether the layers are Transformer Engine's; otherwise they are torch's.
+    """
     sizes, dtype = config.parallel.sizes, config.model.dtype
     sequence_parallel = sizes.sequence_parallel(shape)
     tokens = max(config.training.micro_batch_tokens, longest)
@@ -479,7 +525,7 @@ def trainer_facts(
 
 
 def _token_multiple(sizes: LayoutSizes, sequence_parallel: bool) -> int:
-    """Of a micro-batch that context- and tensor-parallel ranks share."""
+    """Return the number that divides a micro-batch's tokens, so that context- and tensor-parallel ranks share them."""
     context = 2 * sizes.context if sizes.context > 1 else 1
     return context * (sizes.tensor if sequence_parallel else 1)
 
@@ -499,9 +545,14 @@ def _engine_facts(servers: int, table: Mapping[str, Any]) -> EngineFacts:
 
 
 def shape_of(checkpoint: str, known_models: str | Path) -> ModelShape:
-    """Of ``checkpoint/config.json``; where that is missing, of ``known_models/<its name, small letters>/config.json``.
+    """Return the shape of the model in ``checkpoint``.
 
-    Raises ModelConfigError where neither is there, UnsupportedModelError for a model outside the tables.
+    The function reads ``checkpoint/config.json`` or, where that file is missing, the file
+    ``known_models/<the checkpoint's name in lower case>/config.json``.
+
+    Raises:
+        ModelConfigError: Both files are missing.
+        UnsupportedModelError: The model is not in the tables.
     """
     folder = Path(checkpoint)
     stand_in = Path(known_models) / folder.name.lower()

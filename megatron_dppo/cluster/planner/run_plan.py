@@ -1,4 +1,4 @@
-"""Whether a run fits its machines: every part of the plan in one record, and what is wrong, in words."""
+"""Decide whether a run fits its machines: collect all parts of the plan, and describe each fault in a sentence."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ from megatron_dppo.model.mapping import EngineLayout, check_engine_layout
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A plan. ``engine`` None: the run starts no servers, or they can't hold the model. ``hosts``: of the nodes, in
-    order. ``shared``: what trainer and server that take turns on a GPU leave there, by stage. ``misplaced``: why the
-    roles don't fit the nodes; ``too_large``: what exceeds a memory; a line each."""
+    """The plan of a run.
+
+    ``engine``: None where the run starts no servers, or where they cannot hold the model. ``hosts``: host memory of
+    each node, in order. ``shared``: for each stage, the memory of a GPU on which trainer and server take turns.
+    ``misplaced``: the reasons why the roles do not fit the nodes. ``too_large``: the memories that are exceeded. Both
+    have one line for each fault.
+    """
 
     facts: RunFacts
     cluster: Cluster
@@ -43,22 +47,22 @@ class RunPlan:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Everything that stands against it."""
+        """All faults of the plan."""
         return self.misplaced + self.too_large
 
     @property
     def fits(self) -> bool:
-        """Whether nothing stands against it."""
+        """Whether the plan has no fault."""
         return not self.faults
 
     @property
     def gpu_hours(self) -> float:
-        """Of a step, on all GPUs of the cluster; 0 where the time is unknown."""
+        """GPU hours of a step on all GPUs of the cluster; 0 where the time is unknown."""
         return 0.0 if self.seconds is None else self.seconds.total * self.cluster.gpus / 3600
 
     @property
     def gpu_idle(self) -> float:
-        """Share of the time of all GPUs of trainer and servers that is waited away; 0 without servers."""
+        """Share of the time in which the GPUs of trainer and servers wait; 0 without servers."""
         engine = self.facts.engine
         if self.seconds is None or not engine.servers:
             return 0.0
@@ -67,7 +71,7 @@ class RunPlan:
 
     @property
     def gpus(self) -> int:
-        """That train or serve; those that do both once."""
+        """The number of GPUs that train or serve; a GPU that does both counts once."""
         ranks, engine = self.facts.trainer.layout.world_size, self.facts.engine
         serving = engine.servers * engine.gpus
         return max(ranks, serving) if self.facts.schedule.is_colocated else ranks + serving
@@ -79,7 +83,7 @@ class RunPlan:
 
     @property
     def memory_limit(self) -> str:
-        """The memory that is nearest to its bound, in a line."""
+        """The memory with the largest used share, as a text of one line."""
         device = self.cluster.device
         shares = {f"GPUs of trainer stage {self.fullest.stage}": self.fullest.total / device.memory}
         if self.hosts:
@@ -89,58 +93,61 @@ class RunPlan:
 
     @property
     def time_limit(self) -> str:
-        """The longest phase of a step, and what makes a server's sequences wait."""
+        """The longest phase of a step, and the reason why a server's sequences wait, as a text of one line."""
         if self.seconds is None:
             return "time unknown"
-        name, longest = max(self.seconds.phases.items(), key=lambda phase: phase[1])
-        text = f"{name}, {longest / self.seconds.total:.0%} of a step"
+        name, seconds = max(self.seconds.phases.items(), key=lambda phase: phase[1])
+        text = f"{name}, {seconds / self.seconds.total:.0%} of a step"
         engine = self.engine
         if name == "generation" and engine is not None:
-            waiting = self.facts.rollout.responses // self.facts.engine.servers
-            if engine.sequences < waiting:
-                text += (
-                    f"; {engine.sequences} of a server's {waiting} sequences run at once (KV cache)"
-                )
+            requests = self.facts.rollout.responses // self.facts.engine.servers
+            if engine.sequences < requests:
+                text += f"; {engine.sequences} of a server's {requests} sequences run at once (KV cache)"
         return text
 
 
 def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> RunPlan:
-    """The plan of ``facts`` on ``cluster``; ``storage``: bytes/s of the shared file system."""
+    """Plan the run ``facts`` on ``cluster``; ``storage``: bytes/s of the shared file system."""
     nodes, misplaced = memory.node_roles(facts.roles, cluster)
     ranks = tuple(memory.rank_bytes(facts, stage) for stage in range(facts.trainer.layout.pipeline))
     columns = memory.column_bytes(facts.trainer.shape, facts.rollout)
-    moved = traffic(facts, cluster.device, storage)
+    transfers = traffic(facts, cluster.device, storage)
     engine, too_large = _engine(facts, cluster)
-    capture = 0
+    capture_bytes = 0
     if engine is not None and facts.rollout.routing:
-        capture = memory.capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
-    shared = () if engine is None else shared_ranks(facts, cluster.device)
-    parked = max((stage.host for stage in shared), default=0)
-    hosts = tuple(memory.host_bytes(facts, columns, node, capture, parked) for node in nodes)
+        capture_bytes = memory.capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
+    shared_bytes = () if engine is None else shared_ranks(facts, cluster.device)
+    parked_bytes = max((stage.host for stage in shared_bytes), default=0)
+    hosts = tuple(
+        memory.host_bytes(facts, columns, node, capture_bytes, parked_bytes) for node in nodes
+    )
     too_large += [*_rank_faults(ranks, cluster), *_host_faults(hosts, cluster)]
     if facts.schedule.is_colocated:
-        too_large += sharing_faults(shared, cluster.device)
+        too_large += sharing_faults(shared_bytes, cluster.device)
     else:
         too_large += _sharing_faults(facts, ranks, engine, cluster)
-    is_timed = engine is not None or not facts.engine.servers
+    is_time_known = engine is not None or not facts.engine.servers
     return RunPlan(
         facts=facts,
         cluster=cluster,
         nodes=nodes,
         ranks=ranks,
         engine=engine,
-        shared=shared,
+        shared=shared_bytes,
         hosts=hosts,
         columns=columns,
-        traffic=moved,
-        seconds=step_seconds(facts, cluster, moved) if is_timed else None,
+        traffic=transfers,
+        seconds=step_seconds(facts, cluster, transfers) if is_time_known else None,
         misplaced=tuple(misplaced),
         too_large=tuple(too_large),
     )
 
 
 def _engine(facts: RunFacts, cluster: Cluster) -> tuple[memory.EngineBytes | None, list[str]]:
-    """A server's GPU, and what is wrong with it; None where there is no server, or it can't hold the model."""
+    """Return the memory of a server's GPU, and its faults.
+
+    The memory is None where the run starts no server, or where the server's layout cannot hold the model.
+    """
     engine, shape = facts.engine, facts.trainer.shape
     if not engine.servers:
         return None, []
@@ -150,17 +157,17 @@ def _engine(facts: RunFacts, cluster: Cluster) -> tuple[memory.EngineBytes | Non
         return None, [f"sglang: {error}"]
     parts = memory.engine_bytes(shape, engine, facts.rollout, cluster.device)
     groups = memory.engine_communicator_bytes(engine.tensor, facts.senders)
-    longest, faults = facts.rollout.longest, []
-    if parts.kv_tokens < longest:
+    sequence_tokens, faults = facts.rollout.longest, []
+    if parts.kv_tokens < sequence_tokens:
         faults.append(
             f"engine GPU memory: {gib(parts.weights)} of weights leave a KV cache of {parts.kv_tokens:,} tokens in "
-            f"mem_fraction_static {parts.fraction}, expected at least one sequence of {longest:,}"
+            f"mem_fraction_static {parts.fraction}, expected at least one sequence of {sequence_tokens:,}"
         )
-    least = groups + memory.LEAST_RESERVED
-    if parts.reserved < least:
+    minimum = groups + memory.LEAST_RESERVED
+    if parts.reserved < minimum:
         faults.append(
             f"engine GPU memory: mem_fraction_static {parts.fraction} leaves {gib(parts.reserved)} free, expected at "
-            f"least {gib(least)}: {gib(groups)} of communicators and {gib(least - groups)} to work in"
+            f"least {gib(minimum)}: {gib(groups)} of communicators and {gib(minimum - groups)} to work in"
         )
     return parts, faults
 
@@ -182,7 +189,7 @@ def _sharing_faults(
     engine: memory.EngineBytes | None,
     cluster: Cluster,
 ) -> Iterator[str]:
-    """Servers that begin at a rank's GPU (``sglang.base_gpu_id``) share its memory."""
+    """Report servers that start on a rank's GPU (``sglang.base_gpu_id``) and do not fit in its memory with the rank."""
     first = facts.roles.first_device
     if engine is None or first is None or first >= facts.roles.ranks:
         return
@@ -206,12 +213,12 @@ def _host_faults(hosts: tuple[memory.HostBytes, ...], cluster: Cluster) -> Itera
 
 
 def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
-    """Start check: the run's memory must fit in that of ``machine``. A machine with unknown GPUs has no fault."""
+    """Check at the start that the run fits in the memory of ``machine``; a machine with unknown GPUs has no fault."""
     gpu = machine.gpus > 0
     try:
         facts = facts_of(config, load_model_shape(config.model.hf_checkpoint), gpu=gpu)
     except (ConfigError, ModelError):
-        # The checks of the configuration tell what can't be read.
+        # The checks of the configuration report files that cannot be read.
         return StartCheck(summary="memory: unknown")
     trainer, engine = facts.trainer, facts.engine
     stages, world = range(trainer.layout.pipeline), trainer.layout.world_size
@@ -219,13 +226,13 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
     try:
         rank = memory.weight_bytes(trainer.shape, EngineLayout(engine.tensor, engine.expert))
     except ModelError:
-        # Of a layout that the engine would refuse: what the servers take is unknown here, and named elsewhere.
+        # The engine rejects this layout, so that the servers' bytes are unknown. Another check reports the layout.
         rank = 0
     servers = engine.servers * engine.tensor * rank
-    live = activation_bytes(trainer, 0).saved
+    activations = activation_bytes(trainer, 0).saved
     line = (
         f"memory: {world} ranks, each of weights {gib(states[0].weights)}, gradients {gib(states[0].gradients)}, "
-        f"optimizer {gib(states[0].optimizer)}, activations up to {gib(live)}; {engine.servers} servers with "
+        f"optimizer {gib(states[0].optimizer)}, activations up to {gib(activations)}; {engine.servers} servers with "
         f"weights of {gib(servers / max(1, engine.servers))}"
     )
     if gpu:
@@ -234,20 +241,20 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
             unknown = "the GPUs are of a kind that the planner does not know"
             return StartCheck(summary=f"{line}; whether that fits is not judged: {unknown}")
         cluster = Cluster(device, 1, machine.gpus, machine.memory_bytes)
-        judged = f"{line}; judged as {device.name} of {gib(device.memory)}"
-        return StartCheck(plan_run(facts, cluster).too_large, judged)
-    needed = sum(state.total for state in states) * trainer.layout.stage_ranks + servers
-    if needed <= machine.memory_bytes:
+        summary = f"{line}; judged as {device.name} of {gib(device.memory)}"
+        return StartCheck(plan_run(facts, cluster).too_large, summary)
+    total = sum(state.total for state in states) * trainer.layout.stage_ranks + servers
+    if total <= machine.memory_bytes:
         return StartCheck(summary=line)
     fault = (
         f"memory: weights, gradients and optimizer of {world} ranks and the weights of {engine.servers} servers take "
-        f"{gib(needed)}, this machine has {gib(machine.memory_bytes)}"
+        f"{gib(total)}, this machine has {gib(machine.memory_bytes)}"
     )
     return StartCheck([fault], line)
 
 
 def device_here(folder: Path = Path("/proc/driver/nvidia/gpus")) -> Device | None:
-    """The kind of this machine's first GPU, by the name that its driver gives it; None for an unknown one."""
+    """Return the kind of this machine's first GPU, by the name that its driver reports; None for an unknown kind."""
     for entry in sorted(folder.glob("*/information")):
         return device_named(entry.read_text(encoding="utf-8"))
     return None

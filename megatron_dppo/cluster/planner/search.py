@@ -1,4 +1,4 @@
-"""A recipe on a cluster: whether its layout is one at all, its plan, and the layouts that fit, best first."""
+"""Plan a recipe on a cluster: check its layout, compute its plan, and search the layouts that fit, best first."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 _RECOMPUTE = ("none", "selective", "full")
 MOST_TENSOR = 8
 LEAST_CONTEXT = 8192
-"""Tokens of the longest sequence below which a rank's attention takes less time than the exchange for it.
-Assumption."""
+"""The smallest part of the longest sequence, in tokens, for which a context-parallel rank's attention takes longer than
+the exchange of keys and values. Assumption."""
 MOST_NODES = 16
-"""Up to which more nodes are looked for."""
+"""The largest number of nodes that the search for a larger cluster tries."""
 FULLEST = 0.9
-"""Share of a GPU's memory up to which a layout is proposed: the planner is right within 10%."""
+"""The largest used share of a GPU's memory in a proposed layout: the planner is accurate within 10%."""
 
 
 @dataclass(frozen=True)
 class Question:
     """A recipe on a cluster.
 
-    ``mean_response``, ``mean_prompt``: assumed or measured, tokens; None: as ``facts_of`` assumes. ``storage``:
-    bytes/s of the shared file system. ``other``: a schedule in place of the recipe's.
+    ``mean_response``, ``mean_prompt``: assumed or measured tokens; None for the assumptions of ``facts_of``.
+    ``storage``: bytes/s of the shared file system. ``other``: a schedule that replaces the recipe's.
     """
 
     config: TrainConfig
@@ -59,8 +59,8 @@ class Question:
         return self.other or schedule_of(self.config.rollout, self.config.engine)
 
     def layout_faults(self) -> list[str]:
-        """What is wrong with the layout by itself, with the model, and with the batch sizes; no file is looked at."""
-        # Batch sizes are shared out over replicas, of which a wrong world has no number.
+        """List the faults of the layout: alone, for the model, and for the batch sizes. The checks read no file."""
+        # Check the batch sizes only in a valid world: an invalid one has no number of replicas to divide them by.
         config = self.config
         sizes, per_step = config.parallel.sizes, config.training.prompts_per_mini_batch
         batch = batch_faults(config.rollout, per_step, config.parallel.data)
@@ -74,7 +74,7 @@ class Question:
         return faults
 
     def facts(self) -> RunFacts:
-        """Of the run. The layout must be one."""
+        """Return the facts of the run. The layout must be valid."""
         return facts_of(
             self.config,
             self.shape,
@@ -85,13 +85,13 @@ class Question:
         )
 
     def plan(self) -> RunPlan:
-        """The plan. The layout must be one."""
+        """Return the plan of the run. The layout must be valid."""
         return plan_run(self.facts(), self.cluster, self.storage)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A layout that fits. ``changes``: what differs from the recipe, as overrides of the command line."""
+    """A layout that fits. ``changes``: the differences from the recipe, as overrides for the command line."""
 
     changes: tuple[str, ...]
     question: Question
@@ -104,12 +104,12 @@ class Proposal:
 
 
 def schedules(question: Question) -> tuple[Schedule, ...]:
-    """On-policy, stale and colocated, and the recipe's own where it is none of them."""
+    """Return the on-policy, stale and colocated schedules, and the recipe's own where it is another one."""
     return tuple(dict.fromkeys((ON_POLICY, STALE, COLOCATED, question.schedule)))
 
 
 def search_schedules(question: Question) -> list[Proposal]:
-    """Every layout that fits under any of ``schedules``, by expected seconds of a step."""
+    """Return each layout that fits under any of ``schedules``, sorted by the expected seconds of a step."""
     proposals: list[Proposal] = []
     for schedule in schedules(question):
         proposals += _fitting(replace(question, other=schedule), question)
@@ -117,39 +117,42 @@ def search_schedules(question: Question) -> list[Proposal]:
 
 
 def best_of_each(proposals: list[Proposal], count: int) -> list[Proposal]:
-    """The first ``count`` of each schedule, in their order."""
+    """Return the first ``count`` proposals of each schedule, in the given order."""
     counts: Counter[Schedule] = Counter()
-    best = []
+    best_proposals = []
     for proposal in proposals:
         counts[proposal.question.schedule] += 1
         if counts[proposal.question.schedule] <= count:
-            best.append(proposal)
-    return best
+            best_proposals.append(proposal)
+    return best_proposals
 
 
 def search(question: Question) -> list[Proposal]:
-    """Every valid layout of the cluster's GPUs that fits under the question's schedule, by expected seconds of a step.
+    """Return each valid layout of the cluster's GPUs that fits, sorted by the expected seconds of a step.
 
-    Tried: trainer and engine shares in halves of a node, tensor, context (while each rank has ``LEAST_CONTEXT`` tokens
-    of the longest sequence), pipeline, virtual pipeline and expert sizes, the three recompute settings, the servers'
-    tensor sizes. All else stays as the recipe says; the optimizer is distributed.
+    The schedule is the question's. The search tries the GPUs of trainer and engine in steps of half a node; the tensor,
+    context (while each rank has ``LEAST_CONTEXT`` tokens of the longest sequence), pipeline, virtual pipeline and
+    expert sizes; the three recompute settings; and the servers' tensor sizes. The optimizer is distributed. All other
+    settings are the recipe's.
     """
     return sorted(_fitting(question, question), key=lambda proposal: proposal.seconds)
 
 
 def least_nodes(question: Question) -> Cluster | None:
-    """The cluster with the fewest more nodes of its kind on which some layout fits; None where none of ``MOST_NODES``
-    does."""
+    """Return the smallest larger cluster of the same nodes on which some layout fits.
+
+    The result is None where no layout fits on up to ``MOST_NODES`` nodes.
+    """
     for nodes in range(question.cluster.nodes + 1, MOST_NODES + 1):
-        larger = replace(question.cluster, nodes=nodes)
-        widened = replace(question, cluster=larger)
-        if next(_fitting(widened, widened), None) is not None:
-            return larger
+        larger_cluster = replace(question.cluster, nodes=nodes)
+        larger_question = replace(question, cluster=larger_cluster)
+        if next(_fitting(larger_question, larger_question), None) is not None:
+            return larger_cluster
     return None
 
 
 def nearest(proposals: list[Proposal], count: int) -> list[Proposal]:
-    """Those with the fewest changes to the recipe, the fastest of them first."""
+    """Return the ``count`` proposals with the fewest changes to the recipe; equal ones are sorted by speed."""
     return sorted(proposals, key=lambda p: (len(p.changes), p.seconds))[:count]
 
 
@@ -170,7 +173,10 @@ def _candidates(question: Question) -> Iterator[Question]:
 
 
 def _layouts(world: int, question: Question) -> Iterator[LayoutSizes]:
-    """The layouts of ``world`` ranks that hold the model; expert tensor parallelism as it follows from the rest."""
+    """Yield the layouts of ``world`` ranks that can hold the model.
+
+    The size of expert tensor parallelism follows from the other sizes.
+    """
     shape, config = question.shape, question.config
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     longest = config.environment.longest(prompt, response)
@@ -181,7 +187,7 @@ def _layouts(world: int, question: Question) -> Iterator[LayoutSizes]:
     for tensor, pipeline, virtual, expert, context in product(
         _tensors(), _POWERS, (None, 2, 4), experts, contexts
     ):
-        # Sizes alone first: a plan takes far longer than both checks.
+        # Check the sizes before anything is planned: a plan takes far longer than both checks.
         sizes = LayoutSizes(world, tensor, pipeline, virtual, expert, context=context)
         if not size_faults(sizes) and not model_faults(sizes, shape):
             yield sizes
@@ -192,7 +198,10 @@ def _tensors() -> tuple[int, ...]:
 
 
 def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
-    """(trainer ranks, servers, GPUs of a server) of the whole cluster, in halves of a node, or all of it twice."""
+    """Yield (trainer ranks, servers, GPUs of a server) for the whole cluster.
+
+    Trainer and servers divide the GPUs in steps of half a node; where they are colocated, each uses all GPUs.
+    """
     config, cluster = question.config, question.cluster
     if not config.engine.started or config.rollout.replay_from is not None:
         yield cluster.gpus, 0, 1
@@ -219,20 +228,20 @@ def _changed(
         "optimizer": {"distributed": True},
         "engine": {"servers": servers},
     }
-    changed = {
+    new_sections = {
         name: getattr(config, name).model_copy(update=values) for name, values in sections.items()
     }
-    return replace(question, config=config.model_copy(update={**changed, "sglang": table}))
+    return replace(question, config=config.model_copy(update={**new_sections, "sglang": table}))
 
 
 def _changes(before: Question, after: Question) -> Iterator[str]:
     for section in ("parallel", "training", "optimizer", "engine"):
-        new = getattr(after.config, section)
-        # What the other changes alone would give.
-        unchanged = after.config.model_copy(update={section: getattr(before.config, section)})
-        for key in type(new).model_fields:
-            if _meaning(unchanged, section, key) != _meaning(after.config, section, key):
-                value = getattr(new, key)
+        new_section = getattr(after.config, section)
+        # Compare with a configuration that has all changes but this section's: a default may depend on the others.
+        base_config = after.config.model_copy(update={section: getattr(before.config, section)})
+        for key in type(new_section).model_fields:
+            if _meaning(base_config, section, key) != _meaning(after.config, section, key):
+                value = getattr(new_section, key)
                 yield f"{section}.{key}=" + ("" if value is None else str(value).lower())
     if _engine_tensor(before) != _engine_tensor(after):
         yield f"sglang.tp_size={_engine_tensor(after)}"
@@ -253,7 +262,7 @@ def _engine_tensor(question: Question) -> int:
 
 
 def _meaning(config: TrainConfig, section: str, key: str) -> Any:
-    """A key's value, its default filled in where that depends on others: a default is no change to suggest."""
+    """Return a key's value, or the default that follows from other keys: a default is not a change to propose."""
     match section, key:
         case "parallel", "expert_tensor":
             return config.parallel.sizes.expert_tensor_size

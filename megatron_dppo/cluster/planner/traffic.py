@@ -1,4 +1,4 @@
-"""Bytes and seconds of a weight update and of a checkpoint; the update's own plan of buckets, for every rank."""
+"""Compute bytes and seconds of a weight update and of a checkpoint, and each rank's plan of the update's buckets."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from megatron_dppo.model.mapping import parameters
 from megatron_dppo.model.resharding import check_sources
 from megatron_dppo.model.shape import checkpoint_bytes
 
-# Bytes and seconds of a weight update and of a checkpoint, at stated bandwidths.
+# Bytes and seconds of a weight update and of a checkpoint, at assumed bandwidths.
 
 BROADCAST_EFFICIENCY = 0.6
 """Share of a network port's rate that a broadcast of large buckets reaches. Assumption."""
 BUCKET_LATENCY = 0.02
-"""Seconds of HTTP, hashing and loading for each bucket that do not overlap. Assumption."""
+"""Seconds of HTTP, hashing and loading for each bucket that do not overlap with the broadcast. Assumption."""
 FIXED_UPDATE = 1.0
 """Seconds to drain, to compare canaries and to commit. Assumption."""
 STORAGE = 5 * GB
-"""Bytes/s at which all writers together reach a shared file system. Assumption; ``--storage-gbps`` replaces it."""
+"""Bytes/s at which all writers together write to a shared file system. Assumption; ``--storage-gbps`` replaces it."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """``update``: bytes of a weight update, which every engine GPU receives whole. ``gathered``: of them, what moves
-    between trainer ranks first, at most. ``checkpoint``: bytes of weights and optimizer state."""
+    """Bytes and seconds of a weight update and of a checkpoint.
+
+    ``update``: bytes of a weight update, all of which each engine GPU receives. ``gathered``: the upper bound of the
+    bytes that trainer ranks gather before they send. ``checkpoint``: bytes of weights and optimizer state.
+    """
 
     update: int
     gathered: int
@@ -42,68 +45,78 @@ class Traffic:
 
 
 def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffic:
-    """Update: every engine GPU receives all weights; senders broadcast in turn, so seconds = bytes / (a network port's
-    rate x efficiency) + buckets x latency + a fixed part. Servers on the ranks' own
-    GPUs, that need no port, are counted alike. Gathered first, within nodes where one rank of each sends:
-    all but the sender's own shards; a holder has whole experts with expert tensor parallelism 1. Adapters alone are
-    gathered on one rank, written and read: seconds = 2 x bytes / the storage's rate + the fixed part.
+    """Return the bytes and seconds of a weight update and of a checkpoint.
 
-    Checkpoint: elements x (2 + 12) for bfloat16 (weights, fp32 master, two moments), x (4 + 8) for float32, over the
-    storage's bytes/s; with adapters, of them alone.
+    Weight update: each engine GPU receives all weights. The senders broadcast one after the other, so that seconds =
+    bytes / (a network port's rate x efficiency) + buckets x latency + a fixed part. The formula is the same for servers
+    on the ranks' own GPUs, although these need no port. Before a sender broadcasts, it gathers all shards but its own,
+    within its node where one rank of each node sends. With expert tensor parallelism 1, a holder has whole experts.
+
+    Adapter update: one rank gathers the adapters and writes them, and the servers read them: seconds = 2 x bytes / the
+    storage's rate + the fixed part.
+
+    Checkpoint: bytes = elements x (2 + 12) for bfloat16 (weights, fp32 master, two moments) or elements x (4 + 8) for
+    float32, and seconds = bytes / the storage's rate. With adapters, only their elements count.
     """
     trainer = facts.trainer
-    count = parameters(trainer.shape)
-    stored = count if trainer.trained is None else trainer.trained.elements(trainer.shape)
-    state = checkpoint_bytes(stored, trainer.dtype)
+    model_elements = parameters(trainer.shape)
+    trained_elements = (
+        model_elements if trainer.trained is None else trainer.trained.elements(trainer.shape)
+    )
+    state_bytes = checkpoint_bytes(trained_elements, trainer.dtype)
     if facts.updates_adapters:
-        sent = gathered = stored * trainer.item_bytes
-        buckets, wire = 1, 2 * sent / storage
+        update_bytes = gathered_bytes = trained_elements * trainer.item_bytes
+        buckets, seconds = 1, 2 * update_bytes / storage
     else:
-        sent, gathered = count * trainer.item_bytes, _gathered(facts)
-        buckets = facts.senders * math.ceil(sent / facts.senders / facts.bucket_bytes)
-        wire = sent / (device.network * BROADCAST_EFFICIENCY) + buckets * BUCKET_LATENCY
+        update_bytes, gathered_bytes = model_elements * trainer.item_bytes, _gathered(facts)
+        buckets = facts.senders * math.ceil(update_bytes / facts.senders / facts.bucket_bytes)
+        seconds = update_bytes / (device.network * BROADCAST_EFFICIENCY) + buckets * BUCKET_LATENCY
     return Traffic(
-        update=sent,
-        gathered=gathered,
+        update=update_bytes,
+        gathered=gathered_bytes,
         buckets=buckets,
-        update_seconds=wire + FIXED_UPDATE,
-        checkpoint=state,
-        checkpoint_seconds=state / storage,
+        update_seconds=seconds + FIXED_UPDATE,
+        checkpoint=state_bytes,
+        checkpoint_seconds=state_bytes / storage,
     )
 
 
 def _gathered(facts: RunFacts) -> int:
-    """Bytes of all weights that move between trainer ranks."""
+    """Return the bytes of weights that trainer ranks send to each other before a weight update."""
     shape, layout = facts.trainer.shape, facts.trainer.layout
     experts = (
         shape.num_layers * shape.num_experts * 3 * shape.hidden_size * shape.moe_ffn_hidden_size
     )
-    spread = (parameters(shape) - experts) * (layout.tensor - 1) / layout.tensor
-    whole_share = facts.senders / (layout.expert * layout.pipeline) / layout.expert_tensor
-    spread += experts * (1 - whole_share)
-    return round(spread * facts.trainer.item_bytes)
+    gathered_elements = (parameters(shape) - experts) * (layout.tensor - 1) / layout.tensor
+    # Share of the experts' elements that the senders hold before they gather.
+    sender_share = facts.senders / (layout.expert * layout.pipeline) / layout.expert_tensor
+    gathered_elements += experts * (1 - sender_share)
+    return round(gathered_elements * facts.trainer.item_bytes)
 
 
-# A weight update on paper: the very plan of buckets that the ranks make, counted and checked for every rank.
+# The exact plan of a weight update: the same plan of buckets that the ranks make, counted and checked for every rank.
 
 _COPIES = 2
-"""Buffers of gathered buckets that take turns on a sender (``checkpoint_conversion.gathering.Buffers``)."""
+"""Buffers for gathered buckets that a sender uses in turn (``checkpoint_conversion.gathering.Buffers``)."""
 
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """What one update moves; bytes.
+    """The transfers of one weight update, in bytes.
 
     Attributes:
-        ranks, tensors, buckets: how many.
-        weights: of all tensors.
-        sent: to engines, by sending rank.
-        gathered: what ranks exchange so that senders have whole tensors; ``gathered_bound``: the fewest that any
-            choice of senders needs; ``gathered_between_nodes``: of it, what leaves a node.
-        largest_bucket: of all.
-        sender_memory: that the fullest sender's buckets take: two gathered ones and what is coming in.
-        engine_communicators: NCCL's buffers on an engine GPU for groups with senders.
-        problems: why it would not be a whole update; a line each.
+        ranks: Number of trainer ranks.
+        tensors: Number of tensors.
+        buckets: Number of buckets.
+        weights: Bytes of all tensors.
+        sent: Bytes that each sender sends to engines, by the sender's rank.
+        gathered: Bytes that ranks exchange so that senders have whole tensors.
+        gathered_bound: The fewest bytes that any choice of senders must gather.
+        gathered_between_nodes: The bytes of ``gathered`` that leave a node.
+        largest_bucket: Bytes of the largest bucket.
+        sender_memory: Peak bytes of buckets on a sender: two gathered buckets, and the shards that it receives.
+        engine_communicators: Bytes of NCCL's buffers on an engine GPU for the groups with senders.
+        problems: The reasons why the update would be incomplete or wrong, one line for each.
     """
 
     ranks: int
@@ -142,7 +155,7 @@ class WeightPlan:
 
 
 def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
-    """The update of ``facts`` whose trainer has ``ranks_per_node`` ranks on each node."""
+    """Return the plan of a weight update of ``facts``, with ``ranks_per_node`` trainer ranks on each node."""
     trainer, item = facts.trainer, facts.trainer.item_bytes
     plan = gather_plan.hf_buckets_plan(
         trainer.shape,
@@ -152,15 +165,15 @@ def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
         spread=True,
         ranks_per_node=facts.ranks_per_sender,
     )
-    sent: Counter[int] = Counter()
+    sent_bytes: Counter[int] = Counter()
     for bucket in plan:
-        sent[bucket.receiver] += bucket.elements * item
+        sent_bytes[bucket.receiver] += bucket.elements * item
     return WeightPlan(
         ranks=trainer.layout.world_size,
         tensors=sum(len(bucket.tensors) for bucket in plan),
         buckets=len(plan),
-        weights=sum(sent.values()),
-        sent=dict(sent),
+        weights=sum(sent_bytes.values()),
+        sent=dict(sent_bytes),
         gathered=sum(gather_plan.elements_between_nodes(b, 1) for b in plan) * item,
         gathered_bound=gather_plan.fewest_gathered_elements(trainer.shape, trainer.layout) * item,
         gathered_between_nodes=sum(
@@ -172,15 +185,19 @@ def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
             _COPIES * b.elements + gather_plan.elements_between_nodes(b, 1) for b in plan
         )
         * item,
-        engine_communicators=len(sent) * PER_COMMUNICATOR,
+        engine_communicators=len(sent_bytes) * PER_COMMUNICATOR,
         problems=tuple(plan_faults(plan)),
     )
 
 
 def plan_faults(plan: Sequence[gather_plan.Bucket]) -> Iterator[str]:
-    """Tensors that come twice, and elements that come from no rank or from two."""
-    names = Counter(tensor.name for bucket in plan for tensor in bucket.tensors)
-    yield from (f"{name} is in {count} buckets" for name, count in names.items() if count > 1)
+    """Report tensors that are in two buckets, and elements that no rank or more than one rank sends."""
+    counts: Counter[str] = Counter()
+    for bucket in plan:
+        counts.update(tensor.name for tensor in bucket.tensors)
+    for name, count in counts.items():
+        if count > 1:
+            yield f"{name} is in {count} buckets"
     for bucket in plan:
         for tensor in bucket.tensors:
             try:
