@@ -3,13 +3,13 @@
     checkpoints/step_000020/               complete: its manifest names every file with its size
     checkpoints/step_000040.partial-7/     being written, or left by a crash
     checkpoints/step_000040.replaced-7/    an older folder of that step, to be deleted
-    checkpoints/step_000040.damaged-1/     what a start fell back past; nothing deletes it
-    checkpoints/step_000040.suspect/       complete, but of a run that a fault of numbers ended: for the
-                                           doctor, no start loads it; the next one replaces it
+    checkpoints/step_000040.damaged-1/     a damaged checkpoint that a start skipped; it is never deleted
+    checkpoints/step_000040.suspect/       complete, but saved when a numerical fault ended the run: the doctor
+                                           reads it, no start loads it, the next suspect one replaces it
 
 A checkpoint is written into a partial folder (manifest last), synced to the disk and then renamed, so
-a folder of the first form is complete even if the writer crashed. Not collective: global rank 0
-calls these functions.
+a folder of the first form is complete even if the writer crashed. These functions are not collective:
+only global rank 0 calls them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LEFTOVER = re.compile(r"step_\d+\.(?:partial|replaced)-(\d+)")
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint folder. ``serial``: number of the save in its directory, from 1."""
+    """A checkpoint folder. ``serial`` numbers the saves of a directory, from 1."""
 
     path: Path
     step: int
@@ -46,12 +46,12 @@ class StoredCheckpoint:
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Files of a checkpoint are not those that were written."""
+    """The files of a checkpoint differ from those that were written."""
 
 
 @dataclass(frozen=True)
 class UnusableCheckpoint:
-    """A folder that is named like a complete checkpoint and is none. ``reason`` names its file."""
+    """A folder with the name of a complete checkpoint that cannot be loaded. ``reason`` names the faulty file."""
 
     path: Path
     step: int
@@ -60,16 +60,16 @@ class UnusableCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointSurvey:
-    """What a directory holds: complete checkpoints, the last written one at the end, and unusable ones."""
+    """The contents of a directory: complete checkpoints, in the order of writing, and unusable ones."""
 
     complete: tuple[StoredCheckpoint, ...]
     unusable: tuple[UnusableCheckpoint, ...]
 
 
 class CheckpointDirectory:
-    """The checkpoint folders of one run; the ``keep`` last written are kept.
+    """The checkpoint folders of one run; only the ``keep`` last written ones are kept.
 
-    Ordered by ``serial``, not by step: a run that restarted from an earlier step in the same
+    The folders are ordered by ``serial``, not by step: a run that restarted from an earlier step in the same
     directory resumes from its own checkpoints.
     """
 
@@ -80,7 +80,7 @@ class CheckpointDirectory:
         self.keep = keep
 
     def complete(self) -> list[StoredCheckpoint]:
-        """Complete checkpoints, in the order of writing.
+        """List the complete checkpoints, in the order of writing.
 
         A published folder whose files are missing or have other sizes is logged and skipped.
         """
@@ -90,7 +90,7 @@ class CheckpointDirectory:
         return list(survey.complete)
 
     def survey(self) -> CheckpointSurvey:
-        """Complete checkpoints and unusable ones. Reads manifests and sizes, not what is in the files."""
+        """List complete and unusable checkpoints. Only manifests and file sizes are read, not the files' content."""
         complete, unusable = [], []
         for path in self._folders():
             if match := _COMPLETE.fullmatch(path.name):
@@ -106,19 +106,19 @@ class CheckpointDirectory:
         return CheckpointSurvey(tuple(complete), tuple(unusable))
 
     def set_aside(self, path: Path) -> Path:
-        """Rename a damaged checkpoint, so that it is neither loaded nor deleted; its new path."""
+        """Rename a damaged checkpoint, so that it is neither loaded nor deleted. Return its new path."""
         count = 1
         while (target := path.with_name(f"{path.name}.damaged-{count}")).exists():
             count += 1
         return path.rename(target)
 
     def begin(self, step: int) -> StoredCheckpoint:
-        """Remove leftovers of crashed saves; make and return a new partial folder for ``step``."""
+        """Remove the leftovers of crashed saves, then create and return a new partial folder for ``step``."""
         self.directory.mkdir(parents=True, exist_ok=True)
         serial = 1 + max([stored.serial for stored in self.complete()], default=0)
         for path in self._folders():
             if match := _LEFTOVER.fullmatch(path.name):
-                # One that was replaced may be newer than all that are complete.
+                # A replaced folder may be newer than every complete one, so its serial counts too.
                 serial = max(serial, int(match[1]) + 1)
                 log.warning("removing what an interrupted save left: %s", path)
                 shutil.rmtree(path)
@@ -129,13 +129,19 @@ class CheckpointDirectory:
     def publish(
         self, partial: StoredCheckpoint, manifest: dict[str, Any], *, suspect: bool = False
     ) -> Path:
-        """Write the manifest and rename the folder to its final name, which is returned.
+        """Write the manifest and rename the folder to its final name.
 
-        ``manifest["files"]`` must name every file; all of them must be on the disk already. ``suspect``: under a name
-        that :meth:`survey` does not read; it replaces other suspect ones.
+        Args:
+            partial: the folder that :meth:`begin` returned.
+            manifest: its ``files`` must name every file, and all of them must already be synced to the disk.
+            suspect: publish under a name that :meth:`survey` ignores, and delete the older suspect folders.
+
+        Returns:
+            The final path.
         """
         write_manifest(partial.path, {**manifest, "step": partial.step, "serial": partial.serial})
-        # The manifest's name too, before the folder's own: a power cut must not leave a checkpoint without one.
+        # Sync the manifest's directory entry before the rename: a power cut must not leave a published folder
+        # without a manifest.
         sync_to_disk(partial.path)
         if suspect:
             target = suspect_folder(self.directory, partial.step)
@@ -145,8 +151,8 @@ class CheckpointDirectory:
             target = self.directory / _name(partial.step)
         replaced = self.directory / f"{_name(partial.step)}.replaced-{partial.serial}"
         if target.exists():
-            # A folder that is not empty can't be replaced by a rename: between the two this step has none, but older
-            # ones are there.
+            # A rename cannot replace a folder that is not empty, so two renames are needed. A crash between them
+            # leaves no checkpoint of this step, but the older ones remain.
             os.rename(target, replaced)
         os.rename(partial.path, target)
         sync_to_disk(self.directory)
@@ -174,25 +180,25 @@ class CheckpointDirectory:
 
 
 def suspect_folder(directory: Path, step: int) -> Path:
-    """Where the weights of ``step`` lie that a fault of numbers ended the run with."""
+    """Return the folder for the checkpoint of ``step`` that is saved when a numerical fault ends the run."""
     return directory / f"{_name(step)}{_SUSPECT}"
 
 
 def suspect_folders(directory: Path) -> list[Path]:
-    """Complete checkpoints of runs that a fault of numbers ended, by step."""
+    """List the checkpoints that were saved when a numerical fault ended a run, sorted by step."""
     return sorted(directory.glob(f"step_??????{_SUSPECT}"))
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Write ``content`` with the format version and a checksum of itself."""
-    # As a reader will see it.
+    # Encode and decode first, so that the checksum covers the values that a reader decodes.
     content = json.loads(json.dumps({"format": FORMAT, **content}))
     text = json.dumps({**content, "sha256": _digest(content)}, indent=1, sort_keys=True)
     write_synced(folder / MANIFEST, text + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a published folder. Raises DamagedCheckpointError if it is missing or altered."""
+    """Read the manifest of a published folder. Raise DamagedCheckpointError if it is missing or altered."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -201,8 +207,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DamagedCheckpointError(f"{path}: damaged: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        given = content.get("format") if isinstance(content, dict) else content
-        raise DamagedCheckpointError(f"{path}: format is {given!r}, this version reads {FORMAT}")
+        given_format = content.get("format") if isinstance(content, dict) else content
+        raise DamagedCheckpointError(
+            f"{path}: format is {given_format!r}, this version reads {FORMAT}"
+        )
     if content.pop("sha256", None) != _digest(content):
         raise DamagedCheckpointError(
             f"{path}: altered: its content does not match its own checksum"

@@ -1,12 +1,13 @@
-"""A save that needs neither the trainer nor its collectives: copying, writing, agreeing, publishing.
+"""One save of a checkpoint, without the trainer: copy, write, exchange file records, publish.
 
-It may run in a thread of its own on every rank. All that it says to other ranks goes through a gloo
-group that nothing else uses meanwhile.
+A save may run in a thread of its own on every rank. Its collectives use a gloo group that nothing else
+uses at the same time, so they cannot mix with those of training.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import threading
@@ -39,14 +40,17 @@ log = logging.getLogger(__name__)
 
 MIB = 2**20
 Fence = Callable[[ProcessGroup | None], None]
-"""Raises on every rank of the group (None: all) what forbids a change in the directory. Collective over the group."""
+"""Raises FencedError on every rank of the group (None: all ranks) if another start of the run took over, so that this
+one must not change the directory. Collective over the group."""
 
 
 @dataclass
 class RankPart:
-    """What this rank writes.
+    """The part of a checkpoint that this rank writes.
 
-    ``blocks``: elements on the CPU, or wherever the trainer holds them. ``written``: bytes of blocks so far.
+    ``blocks``: their tensors are on the CPU, or on the device where the trainer holds them. ``objects``: Megatron's
+    extra states, by key. ``generators``: states of the random generators, as JSON. ``written``: bytes of blocks
+    written so far.
     """
 
     blocks: Sequence[tuple[TensorBlock, Tensor]]
@@ -56,13 +60,13 @@ class RankPart:
 
     @property
     def bytes(self) -> int:
-        """Of all blocks."""
+        """Total bytes of all blocks."""
         return sum(block.bytes for block, _ in self.blocks)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A published checkpoint. ``bytes``: of all its files; ``seconds``: from the first byte to its name."""
+    """A published checkpoint. ``bytes``: size of all its files; ``seconds``: duration of the save until the rename."""
 
     path: Path
     step: int
@@ -72,7 +76,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class SaveTarget:
-    """Where a save goes, and how much room it needs and had, bytes."""
+    """The folder that a save writes to, and the disk space that it needs and that was free, in bytes."""
 
     folders: CheckpointDirectory
     partial: StoredCheckpoint
@@ -82,16 +86,16 @@ class SaveTarget:
 
 @dataclass(eq=False)
 class SaveTask:
-    """One save of one rank. ``run`` is collective over ``group``.
+    """One rank's part in a save. ``run`` is collective over ``group``.
 
     Args:
-        target: the unfinished folder.
-        part: what this rank writes.
-        manifest: all but the files; of global rank 0.
-        group: gloo, of all ranks, in their order.
-        fence: called before anything gets its name or is deleted.
-        published: called with the step on rank 0 once the checkpoint has its name.
-        suspect: publish under a name that no start loads, and leave the other checkpoints as they are.
+        target: the partial folder and its disk space.
+        part: the blocks, objects and generator states that this rank writes.
+        manifest: the manifest without its ``files``; only that of global rank 0 is used.
+        group: a gloo group of all ranks, in the order of global ranks.
+        fence: called before a folder is renamed or deleted.
+        published: called on rank 0 with the step once the checkpoint has its final name.
+        suspect: publish under a name that no start loads, and leave the other checkpoints unchanged.
     """
 
     target: SaveTarget
@@ -103,11 +107,13 @@ class SaveTask:
     suspect: bool = False
 
     def run(self) -> Saved:
-        """Write, publish, then delete the older ones beyond what is kept.
+        """Write and publish the checkpoint, then delete the oldest checkpoints, so that ``keep`` remain.
 
-        Raises CheckpointError on every rank where one could not write; FencedError where another start took over.
+        Raises:
+            CheckpointError: a rank could not write; raised on every rank.
+            FencedError: another start of the run took over.
         """
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         partial, folders = self.target.partial, self.target.folders
         try:
             path, size = self._write_and_publish()
@@ -122,7 +128,7 @@ class SaveTask:
         if not self.suspect:
             self.fence(self.group)
             collectives.on_rank_0(self._prune, self.group, error=CheckpointError)
-        return Saved(path, partial.step, size, time.perf_counter() - began)
+        return Saved(path, partial.step, size, time.perf_counter() - start_time)
 
     def _write_and_publish(self) -> tuple[Path, int]:
         folder = self.target.partial.path
@@ -132,14 +138,17 @@ class SaveTask:
             lambda: self._write(folder), self.group, error=CheckpointError
         )
         parts = collectives.all_gather_json(records, self.group)
-        # To rank 0 alone, which writes the headers: the lists grow with the number of ranks.
-        every = collectives.gather_json(items, self.group)
+        # Gather the items on rank 0 only, which writes the headers: their number grows with the number of ranks.
+        items_of_ranks = collectives.gather_json(items, self.group)
         headers = collectives.on_rank_0(
-            lambda: self._write_headers(folder, every), self.group, error=CheckpointError
+            lambda: self._write_headers(folder, items_of_ranks), self.group, error=CheckpointError
         )
-        files = {name: record for part in (*parts, headers) for name, record in part.items()}
+        files: dict[str, Any] = {}
+        for part in (*parts, headers):
+            files.update(part)
+        # Check the fence immediately before publishing: another start may have taken over during the minutes of
+        # writing.
         self.fence(self.group)
-        # Fenced just now: writing takes minutes, in which another start may have taken the run.
         path = collectives.on_rank_0(
             lambda: self._publish(files), self.group, error=CheckpointError
         )
@@ -151,7 +160,7 @@ class SaveTask:
         with HashedFile(path) as hashed:
             file = BlockFile(hashed)
             for block, values in self.part.blocks:
-                # Block by block: without a copy beforehand the host never holds more than one.
+                # Copy one block at a time, so that a save without a host copy holds only one block on the host.
                 file.add(block, values.cpu())
                 self.part.written += block.bytes
             for key, value in self.part.objects.items():
@@ -159,9 +168,11 @@ class SaveTask:
         generators = write_hashed(folder / rng_file(rank), self.part.generators.encode())
         return {path.name: hashed.record, rng_file(rank): generators}, file.items
 
-    def _write_headers(self, folder: Path, every: list[list[StoredItem]] | None) -> dict[str, Any]:
-        assert every is not None, "global rank 0 has all ranks' items"
-        items = (item for rank in every for item in rank)
+    def _write_headers(
+        self, folder: Path, items_of_ranks: list[list[StoredItem]] | None
+    ) -> dict[str, Any]:
+        assert items_of_ranks is not None, "global rank 0 has all ranks' items"
+        items = itertools.chain.from_iterable(items_of_ranks)
         return write_headers(folder, items, self.target.partial.step)
 
     def _publish(self, files: dict[str, Any]) -> str:
@@ -179,24 +190,24 @@ class SaveTask:
 
 
 def rng_file(rank: int) -> str:
-    """Name of the file of a rank's random generators."""
+    """Return the name of the file that holds the states of a rank's random generators."""
     return f"rng_{rank:05d}.json"
 
 
 _SHOWN_AFTER_S = 1.0
 _POLL_S = 0.2
-# For this rank's thread to end once another rank's has failed.
+# After another rank's save failed, this rank waits so long for its own thread to end.
 _END_S = 10.0
 
 
 class PendingSave:
-    """Runs ``task`` in a thread from construction on."""
+    """A save that runs in a thread of its own; the constructor starts the thread."""
 
     def __init__(self, task: SaveTask) -> None:
         self._task = task
         self._saved: Saved | None = None
         self._error: BaseException | None = None
-        # A daemon: where other ranks died, this one must be able to end.
+        # The thread is a daemon, so that this process can exit when other ranks have died.
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -204,34 +215,39 @@ class PendingSave:
         try:
             self._saved = self._task.run()
         except BaseException as error:
-            # Whatever it is: a thread that ended without a word would keep the other ranks waiting.
+            # Keep any exception for ``report``: if the thread ended without one, the other ranks would wait forever.
             self._error = error
 
     def report(self) -> dict[str, Any] | None:
-        """For the other ranks, as JSON: None while it is being written, else whether and why it failed."""
+        """Return this rank's result as JSON for the other ranks: None during the save, then its error, if any."""
         if self._error is not None:
-            expected = isinstance(self._error, (CheckpointError, FencedError))
-            kind = "" if expected else f"{type(self._error).__name__}: "
+            is_expected = isinstance(self._error, (CheckpointError, FencedError))
+            prefix = "" if is_expected else f"{type(self._error).__name__}: "
             return {
-                "error": f"{kind}{self._error}",
+                "error": f"{prefix}{self._error}",
                 "fenced": isinstance(self._error, FencedError),
             }
         return None if self._saved is None else {"error": None, "fenced": False}
 
     def settle(self, reports: list[dict[str, Any] | None]) -> Saved | None:
-        """What was saved, once every rank has reported; None before.
+        """Return the published checkpoint once every rank has reported its result; None before that.
 
-        Raises CheckpointError where a rank failed, FencedError where the run was succeeded.
+        Args:
+            reports: ``report`` of every rank, in the order of ranks.
+
+        Raises:
+            CheckpointError: a rank failed.
+            FencedError: another start of the run took over.
         """
-        failed = [report for report in reports if report is not None and report["error"]]
-        if failed:
+        failures = [report for report in reports if report is not None and report["error"]]
+        if failures:
             self._thread.join(_END_S)
-            kind = FencedError if failed[0]["fenced"] else CheckpointError
-            raise kind(failed[0]["error"]) from self._error
+            error_type = FencedError if failures[0]["fenced"] else CheckpointError
+            raise error_type(failures[0]["error"]) from self._error
         return None if None in reports else self._saved
 
     def wait(self) -> None:
-        """Wait for this rank's thread, which waits for the others'; the progress is shown."""
+        """Wait for this rank's thread, which itself waits for the other ranks' threads, and show a progress bar."""
         self._thread.join(_SHOWN_AFTER_S)
         if not self._thread.is_alive():
             return
@@ -242,7 +258,7 @@ class PendingSave:
                 bar.update(completed=part.written // MIB)
 
     def abandon(self) -> None:
-        """Wait for this rank's thread where nobody will ask for its result any more."""
+        """Wait for this rank's thread at the end of a run, and log its error: no caller reads its result."""
         if self._error is None:
             self.wait()
         if self._error is not None:
@@ -250,9 +266,9 @@ class PendingSave:
 
 
 class HostCopy:
-    """One flat buffer that holds a rank's blocks; kept between saves, which all take the same.
+    """A copy of a rank's blocks in one flat host buffer, which is reused: every save needs the same size.
 
-    Fresh memory costs several times what the copy into it does, and more where it is pinned for a GPU.
+    Allocating the memory takes several times as long as the copy, and longer if it is pinned for a GPU.
     """
 
     def __init__(self) -> None:
@@ -261,10 +277,10 @@ class HostCopy:
     def take(
         self, blocks: Sequence[tuple[TensorBlock, Tensor]]
     ) -> list[tuple[TensorBlock, Tensor]]:
-        """``blocks`` with their elements copied into the buffer. What an earlier call returned is overwritten."""
+        """Copy ``blocks`` into the buffer and return the copies. They overwrite those of an earlier call."""
         starts, end = aligned([block.bytes for block, _ in blocks])
         if self._buffer.numel() < end:
-            # The old one is let go of first: two would double the memory.
+            # Free the old buffer first: holding both would double the memory.
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = platform.host_buffer(end)
         copies = []
