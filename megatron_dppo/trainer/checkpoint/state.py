@@ -1,13 +1,13 @@
-"""What a rank holds of a checkpoint's tensors (weights, and Adam's state by parameter), and its share of writing them.
+"""The blocks of a checkpoint's tensors (weights, and Adam's state by parameter) that a rank holds, and those it writes.
 
-Replicas hold the same weights (and with the plain optimizer the same state): each writes a share, so
-that every element is written once. With the distributed optimizer each writes the slices that it
-updates. Nothing is sent between ranks for that.
+Replicas hold the same weights (and with the plain optimizer the same state): each replica writes a share, so
+that every element is written once. With the distributed optimizer each rank writes the state slices that it
+updates. Every rank computes its share by itself, without communication.
 
-Adam's state has one form for every optimizer class, layout and dtype: each parameter's ``exp_avg`` and
+Adam's state has the same form for every optimizer class, layout and dtype: each parameter's ``exp_avg`` and
 ``exp_avg_sq`` (and the fp32 master of a bfloat16 parameter) is fp32, in the parameter's order of elements. A
-rank sees the slices that it updates itself: whole parameters with the plain optimizer, flat slices of them
-with the distributed one.
+rank has the state that it updates: whole parameters with the plain optimizer, flat slices of them with the
+distributed one.
 
 Megatron-Core's own optimizer state dicts (0.16.1) are not used; docs/checkpoints.md says why.
 """
@@ -48,9 +48,9 @@ STATE_PREFIX = "optimizer.state."
 
 @dataclass(frozen=True)
 class StateSlice:
-    """Adam's state of some elements of ``parameter``, from ``start`` on.
+    """Adam's state of consecutive elements of ``parameter``, from element ``start`` on.
 
-    ``tensors``: by name, 1-D, as they lie in the optimizer: what is copied into them is its state.
+    ``tensors``: 1-D views of the optimizer's tensors, by name; a copy into a view changes the optimizer's state.
     """
 
     parameter: Parameter
@@ -59,9 +59,9 @@ class StateSlice:
 
 
 def state_slices(optimizer: ChainedOptimizer) -> list[StateSlice]:
-    """The state of all that this rank updates. Not collective.
+    """Return the state of all elements that this rank updates. Not collective.
 
-    State that the optimizer has not allocated yet is set to zeros, the values before its first step.
+    State that the optimizer has not allocated yet is allocated as zeros, its values before the first step.
     """
     slices = []
     for part in _parts(optimizer):
@@ -73,7 +73,7 @@ def state_slices(optimizer: ChainedOptimizer) -> list[StateSlice]:
                     state["step"] = torch.tensor(0.0)
             tensors = {name: state[name] for name in MOMENTS}
             if shard.parameter.dtype is not torch.float32:
-                # A float32 parameter is its own master, and is written as the weight.
+                # A float32 parameter is its own master, so the checkpoint has it as the weight.
                 tensors[MASTER] = shard.main
             flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
             slices.append(StateSlice(shard.parameter, shard.start, flat))
@@ -92,24 +92,24 @@ def set_steps(optimizer: ChainedOptimizer, steps: int) -> None:
 
 
 def optimizer_steps(optimizer: ChainedOptimizer) -> set[int]:
-    """The step counts of this rank's parameters (or parameter groups); one element if they agree."""
+    """Return the step counts of this rank's parameters (or parameter groups); one element if all agree."""
     counts: list[Any] = []
     for part in _parts(optimizer):
         inner = part.optimizer
-        counts += [g["step"] for g in _counted_groups(part) if "step" in g]
+        counts += [group["step"] for group in _counted_groups(part) if "step" in group]
         counts += [state["step"] for state in inner.state.values() if "step" in state]
     return {int(count) for count in counts}
 
 
 def _counted_groups(part: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Those whose steps Transformer Engine's Adam counts: it passes over groups of which this rank has nothing."""
+    """Return the groups whose steps Transformer Engine's Adam counts: it skips those without a parameter here."""
     return [group for group in part.optimizer.param_groups if group["params"]]
 
 
 class _Shard(NamedTuple):
     """The part of one parameter that one optimizer on this rank updates.
 
-    ``main``: the tensor that it updates: the parameter, its fp32 copy, or (distributed optimizer) a
+    ``main``: the tensor that the optimizer updates: the parameter, its fp32 copy, or (distributed optimizer) a
     flat slice of either that begins at element ``start`` of the parameter.
     """
 
@@ -119,6 +119,7 @@ class _Shard(NamedTuple):
 
 
 def _parts(optimizer: ChainedOptimizer) -> list[MegatronOptimizer]:
+    """Return the chained optimizers that have parameters on this rank."""
     return [p for p in optimizer.chained_optimizers if not getattr(p, "is_stub_optimizer", False)]
 
 
@@ -157,7 +158,7 @@ def _counts_per_parameter(part: MegatronOptimizer) -> bool:
 
 
 class LocalBlock(NamedTuple):
-    """A block and its elements on this rank: contiguous, of the box's shape, as they lie in the trainer."""
+    """A block and its elements on this rank: a contiguous view of the trainer's tensor, in the box's shape."""
 
     block: TensorBlock
     values: Tensor
@@ -165,7 +166,11 @@ class LocalBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class RankState:
-    """``blocks``: all that this rank holds. ``share``: those that it writes; ``objects``: what else, by key."""
+    """This rank's part of a checkpoint.
+
+    ``blocks``: all blocks that this rank holds. ``share``: the blocks that it writes. ``objects``: the modules' extra
+    states that it writes, by key.
+    """
 
     blocks: list[LocalBlock]
     share: list[LocalBlock]
@@ -174,9 +179,9 @@ class RankState:
 
 @dataclass(frozen=True)
 class _LocalTensor:
-    """A local tensor with all that a checkpoint holds of it.
+    """A parameter or buffer of this rank, as the blocks of a checkpoint.
 
-    ``is_main``: no rank outside its replicas writes it. ``replica``: which of them this rank is.
+    ``is_main``: only this rank's data-parallel replicas write the tensor. ``replica``: this rank's index among them.
     """
 
     weight: list[LocalBlock]
@@ -187,24 +192,25 @@ class _LocalTensor:
 
 
 def named_chunks(chunks: list[GPTModel]) -> list[tuple[str, GPTModel]]:
-    """This rank's model chunks, by the names under which a checkpoint's state has them."""
+    """Return this rank's model chunks with their names in a checkpoint's state."""
     return [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 
 def model_state(chunks: list[GPTModel]) -> dict[str, Any]:
-    """Megatron's sharded state dict of this rank's chunks, of live tensors. Not collective."""
+    """Return Megatron's sharded state dict of this rank's chunks, with the live tensors. Not collective."""
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     return {name: c.sharded_state_dict(metadata=metadata) for name, c in named_chunks(chunks)}
 
 
 def rank_state(model: dict[str, Any], optimizer: ChainedOptimizer) -> RankState:
-    """What this rank holds of weights and optimizer. ``model``: Megatron's sharded state dict, of live tensors.
+    """Return this rank's blocks of weights and optimizer state. Not collective.
 
-    Replicas must call it alike: each finds its share by itself.
+    ``model`` is Megatron's sharded state dict with the live tensors. All replicas must pass equal arguments, because
+    each computes its own share from them.
     """
     slices: dict[int, list[StateSlice]] = {}
     for state in state_slices(optimizer):
-        # By identity: tensors compare element by element.
+        # Key the slices by the parameter's identity, because ``==`` of tensors compares elements.
         slices.setdefault(id(state.parameter), []).append(state)
     tensors, objects = [], {}
     for sharded in nested_values(model):
@@ -217,88 +223,98 @@ def rank_state(model: dict[str, Any], optimizer: ChainedOptimizer) -> RankState:
             raise TypeError(f"Megatron's state dict holds {type(sharded)}, expected sharded ones")
     # Replicas of the plain optimizer hold the same state.
     split_state = not any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
-    return RankState(
-        blocks=[block for tensor in tensors for block in (*tensor.weight, *tensor.state)],
-        share=list(_share(tensors, split_state=split_state)),
-        objects=objects,
-    )
+    blocks: list[LocalBlock] = []
+    for tensor in tensors:
+        blocks += [*tensor.weight, *tensor.state]
+    share = list(_share(tensors, split_state=split_state))
+    return RankState(blocks=blocks, share=share, objects=objects)
 
 
 def _local_tensor(
     sharded: ShardedTensor | ShardedTensorFactory, slices: Iterable[StateSlice]
 ) -> _LocalTensor:
     regions = _regions(sharded)
-    state = [
-        block
-        for one in slices
-        for name, values in one.tensors.items()
-        for block in _blocks(regions, f"{STATE_PREFIX}{name}.", values, one.start)
-    ]
-    replica = sharded.replica_id if isinstance(sharded.replica_id, tuple) else (sharded.replica_id,)
+    state: list[LocalBlock] = []
+    for state_slice in slices:
+        for name, values in state_slice.tensors.items():
+            state += _blocks(regions, f"{STATE_PREFIX}{name}.", values, state_slice.start)
+    replica_id = sharded.replica_id
+    replica = replica_id if isinstance(replica_id, tuple) else (replica_id,)
     return _LocalTensor(
         weight=list(_blocks(regions, "", sharded.data.detach().view(-1), 0)),
         state=state,
         is_main=not any(replica[:-1]),
-        # So Megatron marks what other ranks than the data-parallel ones hold replicas of.
+        # Megatron marks expert parameters by allreduce=False: the expert-data-parallel ranks hold their replicas.
         is_expert=not getattr(sharded.data, "allreduce", True),
         replica=replica[-1],
     )
 
 
 def _regions(sharded: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, TensorBlock]]:
-    """(first element, block) of what a local tensor fills: one, or one for each tensor that is fused in it."""
+    """Return (first element, block) of each checkpoint tensor in a local tensor: several if they are fused in it."""
     base = sharded.data
-    is_one = isinstance(sharded, ShardedTensor)
+    is_single = isinstance(sharded, ShardedTensor)
     regions = []
-    for one in [sharded] if is_one else nested_values({"": sharded.build()}):
-        # What a factory builds are views of the fused parameter: their addresses tell where they lie in it.
-        start, rest = divmod(one.data.data_ptr() - base.data_ptr(), base.dtype.itemsize)
-        if rest or not one.data.is_contiguous():
-            raise TypeError(f"{one.key}: not rows of the parameter that holds it")
-        sizes = (*(1,) * one.prepend_axis_num, *one.local_shape)
-        box = Box(tuple(one.global_offset), sizes)
-        dims = tuple(one.global_shape)
-        regions.append(
-            (start, TensorBlock(one.key, dims, box, base.dtype, one.allow_shape_mismatch))
-        )
+    for tensor in [sharded] if is_single else nested_values({"": sharded.build()}):
+        # A factory builds views of the fused parameter, so their addresses give their positions in it.
+        start, rest = divmod(tensor.data.data_ptr() - base.data_ptr(), base.dtype.itemsize)
+        if rest or not tensor.data.is_contiguous():
+            raise TypeError(f"{tensor.key}: not rows of the parameter that holds it")
+        sizes = (*(1,) * tensor.prepend_axis_num, *tensor.local_shape)
+        box = Box(tuple(tensor.global_offset), sizes)
+        dims = tuple(tensor.global_shape)
+        block = TensorBlock(tensor.key, dims, box, base.dtype, tensor.allow_shape_mismatch)
+        regions.append((start, block))
     return regions
 
 
 def _blocks(
     regions: list[tuple[int, TensorBlock]], prefix: str, values: Tensor, start: int
 ) -> Iterator[LocalBlock]:
-    """``values`` (1-D), which are elements ``start ..`` of the local tensor, as blocks."""
+    """Split ``values`` (1-D), the elements of a local tensor from ``start`` on, into blocks.
+
+    Args:
+        regions: (first element, block) of each checkpoint tensor in the local tensor.
+        prefix: put before the tensor's key, for optimizer state.
+        values: the elements; the blocks are views of them.
+        start: position of the first of ``values`` in the local tensor.
+    """
     for first, region in regions:
         low = max(start, first)
         high = min(start + values.numel(), first + region.box.elements)
         offset = low - start
         for box in flat_boxes(region.box.sizes, low - first, high - first):
-            moved = tuple(a + b for a, b in zip(region.box.offsets, box.offsets, strict=True))
+            offsets = tuple(a + b for a, b in zip(region.box.offsets, box.offsets, strict=True))
             block = replace(
-                region, key=prefix + region.key, box=Box(moved, box.sizes), dtype=values.dtype
+                region, key=prefix + region.key, box=Box(offsets, box.sizes), dtype=values.dtype
             )
             yield LocalBlock(block, values[offset : offset + box.elements].view(box.sizes))
             offset += box.elements
 
 
 def _share(tensors: list[_LocalTensor], *, split_state: bool) -> Iterator[LocalBlock]:
-    """What this rank writes. ``split_state``: replicas share out the state with the weights."""
-    main = [tensor for tensor in tensors if tensor.is_main and tensor.weight]
+    """Yield the blocks that this rank writes.
+
+    ``split_state``: replicas hold the same optimizer state and divide it among themselves, as they do the weights.
+    """
+    main_tensors = [tensor for tensor in tensors if tensor.is_main and tensor.weight]
     if not split_state:
-        yield from (block for tensor in main for block in tensor.state)
+        for tensor in main_tensors:
+            yield from tensor.state
     replicas_of = {
         False: parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         True: parallel_state.get_expert_data_parallel_world_size(),
     }
-    # Apart, because the replicas of experts are other ranks.
+    # Experts are divided separately, because their replicas are other ranks than those of the remaining tensors.
     for is_expert, replicas in replicas_of.items():
-        alike = [
-            (tensor, [*tensor.weight, *tensor.state] if split_state else tensor.weight)
-            for tensor in main
-            if tensor.is_expert == is_expert
-        ]
-        sizes = [sum(block.bytes for block, _ in blocks) for _, blocks in alike]
+        candidates: list[tuple[_LocalTensor, list[LocalBlock]]] = []
+        for tensor in main_tensors:
+            if tensor.is_expert == is_expert:
+                state = tensor.state if split_state else []
+                candidates.append((tensor, [*tensor.weight, *state]))
+        sizes = [sum(block.bytes for block, _ in blocks) for _, blocks in candidates]
         for replica, indices in enumerate(partition_by_cost(sizes, replicas)):
-            for tensor, blocks in (alike[i] for i in indices):
+            for i in indices:
+                tensor, blocks = candidates[i]
                 if tensor.replica == replica:
                     yield from blocks

@@ -8,7 +8,7 @@ Files of one checkpoint:
                                 weights and optimizer in Megatron's torch_dist format
     rng_<rank>.json             the rank's random generators
 
-docs/checkpoints.md tells the whole.
+docs/checkpoints.md describes the format and the order of writing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Estimate for indices, generators and the manifest.
+# Estimated size of the index files, the generators' states and the manifest.
 _SLACK_BYTES = saving.MIB
 _SEED_STRIDE = 1_000_003
 _SURVEY = TypeAdapter(CheckpointSurvey)
@@ -71,16 +71,16 @@ _STORED = TypeAdapter(StoredCheckpoint)
 
 
 class CheckpointStore:
-    """Saves and loads the checkpoints of a run in ``directory``; keeps the ``keep`` last written.
+    """Saves and loads the checkpoints of a run in ``directory``, where the ``keep`` last written ones are kept.
 
-    Every method but ``figures`` and ``close`` is collective; a failure on one rank raises CheckpointError on all.
+    Every method except ``figures`` and ``close`` is collective; a failure on one rank raises CheckpointError on all.
 
     Args:
-        directory: the checkpoints' folder.
-        keep: complete checkpoints that are kept.
+        directory: folder of all checkpoints of the run.
+        keep: number of complete checkpoints to keep.
         fence: called before each change in the directory; see ``saving.Fence``.
-        background: whether ``save`` returns when the state is copied to host memory; else when it is published.
-        published: called with the step on global rank 0, in any thread, once a checkpoint has its name.
+        background: True: ``save`` returns once the state is copied to host memory; False: once it is published.
+        published: called on global rank 0 with the step once a checkpoint has its final name, from any thread.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class CheckpointStore:
         self._fence = fence
         self._background = background
         self._published = published
-        # Of its own: the writing thread's collectives must not meet the training's in one group.
+        # The writing thread needs a group of its own, so that its collectives cannot mix with those of training.
         self._group = dist.new_group(
             backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc=BACKGROUND
         )
@@ -106,38 +106,38 @@ class CheckpointStore:
 
     @property
     def directory(self) -> Path:
-        """The checkpoints' folder."""
+        """The folder of all checkpoints of the run."""
         return self._folders.directory
 
     def survey(self) -> CheckpointSurvey:
-        """What is there as global rank 0 sees it, the same on every rank."""
+        """Survey the directory on global rank 0 and return its result on every rank."""
         survey = collectives.on_rank_0(
             lambda: _SURVEY.dump_python(self._folders.survey(), mode="json"), error=CheckpointError
         )
         return _SURVEY.validate_python(survey)
 
     def set_aside(self, path: Path) -> None:
-        """Give a damaged checkpoint a name under which nothing takes it for one, or deletes it."""
+        """Rename a damaged checkpoint, so that it is neither loaded nor deleted."""
         collectives.on_rank_0(lambda: str(self._folders.set_aside(path)), error=CheckpointError)
 
     def save(
         self, trainer: Trainer, step: int, state: dict[str, Any], *, suspect: bool = False
     ) -> None:
-        """Write a checkpoint, publish it, then delete the older ones beyond ``keep``; first wait for the last save.
+        """Wait for the previous save, write and publish a checkpoint, then delete the oldest beyond ``keep``.
 
-        In the background, what is written is the trainer's state at this call. A crash at any point leaves the older
-        checkpoints unchanged and no folder that ``survey`` would call complete.
+        A background save writes the trainer's state at the time of this call. A crash at any point leaves the older
+        checkpoints unchanged, and leaves no incomplete folder that ``survey`` would list as complete.
 
         Args:
-            trainer: whose weights, optimizer, schedule and generators are saved.
+            trainer: its weights, optimizer, schedule and generators are saved.
             step: number of the step.
-            state: of the loop; plain JSON, the same on every rank.
-            suspect: keep it for the doctor, under a name that no start loads; no older checkpoint is deleted for it.
+            state: state of the loop; plain JSON, the same on every rank.
+            suspect: keep the checkpoint for the doctor, under a name that no start loads, and delete no older one.
 
         Raises:
             ValueError: ``state`` differs between ranks.
             ParkedError: the trainer is parked.
-            CheckpointError: a rank could not write this one, or the one before it.
+            CheckpointError: a rank could not write this checkpoint or the previous one.
             FencedError: another start of the run took over; no checkpoint was changed.
         """
         trainer.check_resident("save a checkpoint")
@@ -156,7 +156,7 @@ class CheckpointStore:
             self._folders,
             partial,
             needed=sum(collectives.all_gather_json(share_bytes)) + _SLACK_BYTES,
-            # Asked once for all: with less room than it needs, all ranks together write without a copy.
+            # Rank 0 measures the free space for all ranks, so that all of them agree on whether to make a host copy.
             free=collectives.on_rank_0(
                 lambda: shutil.disk_usage(partial.path).free, error=CheckpointError
             ),
@@ -176,9 +176,10 @@ class CheckpointStore:
             self.finish()
 
     def poll(self) -> None:
-        """Raise what the save in the background failed with, on any rank; let go of it once it is published.
+        """Check the background save: forget it once it is published, and raise its error if it failed on any rank.
 
-        Raises CheckpointError or FencedError, as ``save``.
+        Raises:
+            CheckpointError, FencedError: as ``save``.
         """
         if (pending := self._pending) is None:
             return
@@ -198,23 +199,23 @@ class CheckpointStore:
             )
 
     def finish(self) -> None:
-        """Wait until the last save is published. Raises as ``poll``."""
+        """Wait until the last save is published; raise the errors that ``poll`` raises."""
         if self._pending is not None:
             self._pending.wait()
             self.poll()
 
     def figures(self) -> dict[str, float]:
-        """Metrics of what was published since the last call. Not collective."""
-        saved, self._saved = self._saved, []
-        if not saved:
+        """Return metrics of the checkpoints that were published since the last call. Not collective."""
+        checkpoints, self._saved = self._saved, []
+        if not checkpoints:
             return {}
         return {
-            names.CHECKPOINT_BYTES: sum(one.bytes for one in saved),
-            names.CHECKPOINT_WRITTEN: sum(one.seconds for one in saved),
+            names.CHECKPOINT_BYTES: sum(checkpoint.bytes for checkpoint in checkpoints),
+            names.CHECKPOINT_WRITTEN: sum(checkpoint.seconds for checkpoint in checkpoints),
         }
 
     def close(self) -> None:
-        """Let a save that is being written end, also where the run failed. Not collective."""
+        """Wait for an unfinished save to end, also after the run has failed. Not collective."""
         if self._pending is not None:
             self._pending.abandon()
             self._pending = None
@@ -223,14 +224,14 @@ class CheckpointStore:
         """Load weights, optimizer, schedule, step count and generators into ``trainer``.
 
         The layout may differ from the saved one; then the generators are seeded from the run's seed
-        and the step count. Each rank reads what it holds. Load only trusted checkpoints.
+        and the step count. Each rank reads only its own blocks. Load only trusted checkpoints.
 
         Returns:
             The loop's ``state`` as it was saved.
 
         Raises:
             DamagedCheckpointError: a file is damaged; nothing was loaded.
-            CheckpointError: the model differs.
+            CheckpointError: the checkpoint has another model or reference policy, or cannot be read.
         """
         trainer.check_resident("load a checkpoint")
         folder = checkpoint.path
@@ -277,11 +278,10 @@ def _fill(state: RankState, folder: Path) -> None:
 
 
 def _load_objects(trainer: Trainer, model: dict[str, Any], folder: Path) -> None:
-    """Load the modules' extra states, which Transformer Engine has; Megatron's loader knows their form."""
-    objects = {
-        name: {key: value for key, value in chunk.items() if isinstance(value, ShardedObject)}
-        for name, chunk in model.items()
-    }
+    """Load the extra states of Transformer Engine's modules with Megatron's loader, which can decode them."""
+    objects: dict[str, dict[str, ShardedObject]] = {}
+    for name, chunk_state in model.items():
+        objects[name] = {k: v for k, v in chunk_state.items() if isinstance(v, ShardedObject)}
     if collectives.any_rank(any(objects.values())):
         loaded = dist_checkpointing.load(objects, str(folder))
         for name, chunk in named_chunks(trainer.chunks):
@@ -289,14 +289,14 @@ def _load_objects(trainer: Trainer, model: dict[str, Any], folder: Path) -> None
 
 
 def _model_state(trainer: Trainer) -> dict[str, Any]:
-    """What a checkpoint holds of the model: all of it, or the adapters of a frozen one."""
+    """Return the sharded state of the model that a checkpoint holds: all weights, or only the adapters with LoRA."""
     if trainer.adapted is not None:
         return trainer.adapted.sharded()
     return model_state(trainer.chunks)
 
 
 def rng_state() -> dict[str, Any]:
-    """States of Python's, numpy's, torch's and the device's generators, and of Megatron's streams."""
+    """Return the states of Python's, numpy's, torch's and the device's generators, and of Megatron's streams."""
     version, state, gauss = random.getstate()
     legacy = np.random.get_state(legacy=False)
     streams = tensor_parallel.get_cuda_rng_tracker().get_states()
@@ -310,13 +310,13 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Inverse of :func:`rng_state`: every generator continues bit for bit from ``state``."""
+    """Set every generator to ``state`` of :func:`rng_state`; each continues bit for bit."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     legacy = state["numpy"]
     key = np.array(legacy["state"]["key"], dtype=np.uint32)
     np.random.set_state({**legacy, "state": {**legacy["state"], "key": key}})
-    # Without CUDA the device's generator is torch's CPU generator.
+    # Set torch's generator after the device's: without CUDA both are torch's CPU generator.
     megatron_random._set_cuda_rng_state(_tensor(state["device"]))
     torch.set_rng_state(_tensor(state["torch"]))
     streams = {name: _tensor(text) for name, text in state["streams"].items()}
@@ -332,7 +332,7 @@ def _tensor(text: str) -> torch.Tensor:
 
 
 def facts(trainer: Trainer) -> dict[str, Any]:
-    """Of a manifest: the trainer's counts, model, layout and settings."""
+    """Return the trainer's entries of a manifest: counts, model, layout and settings."""
     return {
         "step_count": trainer.step_count,
         "scheduler_steps": trainer.scheduler.num_steps,
@@ -346,39 +346,39 @@ def facts(trainer: Trainer) -> dict[str, Any]:
 
 def check_step_count(trainer: Trainer) -> None:
     """Raise CheckpointError unless optimizer and trainer count the same steps."""
-    counted = optimizer_steps(trainer.optimizer)
-    if counted - {trainer.step_count}:
+    step_counts = optimizer_steps(trainer.optimizer)
+    if step_counts - {trainer.step_count}:
         raise CheckpointError(
-            f"the optimizer counts {sorted(counted)} steps, the trainer {trainer.step_count}"
+            f"the optimizer counts {sorted(step_counts)} steps, the trainer {trainer.step_count}"
         )
 
 
 def check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
-    """Raise CheckpointError for another model or reference policy; log other optimizer settings, which are allowed."""
-    if different := _differences(manifest["model"], _model_facts(trainer)):
-        raise CheckpointError(f"{folder} holds another model: {'; '.join(different)}")
+    """Raise CheckpointError if the model or the reference policy differs; log optimizer settings that differ."""
+    if model_differences := _differences(manifest["model"], _model_facts(trainer)):
+        raise CheckpointError(f"{folder} holds another model: {'; '.join(model_differences)}")
     if "reference_sha256" not in manifest:
         raise CheckpointError(
             f"{folder}: manifest.json has no reference_sha256, expected that of the reference policy or null; a "
             "version before the first release wrote it"
         )
-    saved, present = manifest["reference_sha256"], trainer.reference_sha256
-    # One that only one of both has is a difference of the configuration, which RunState.check_identity names.
-    if saved is not None and present is not None and saved != present:
+    saved_hash, current_hash = manifest["reference_sha256"], trainer.reference_sha256
+    # A hash on one side only comes from a difference of the configuration, which RunState.check_identity reports.
+    if saved_hash is not None and current_hash is not None and saved_hash != current_hash:
         raise CheckpointError(
             f"{folder} was trained with another reference policy: the SHA-256 of what the run started from "
-            f"(model.hf_checkpoint, lora.start_from) is {present} here and {saved} in the checkpoint"
+            f"(model.hf_checkpoint, lora.start_from) is {current_hash} here and {saved_hash} in the checkpoint"
         )
-    changed = _differences(manifest["optimizer"], trainer.config.optimizer.model_dump())
-    if changed and trainer.topology.rank == 0:
-        log.warning("resuming with other optimizer settings: %s", "; ".join(changed))
+    setting_changes = _differences(manifest["optimizer"], trainer.config.optimizer.model_dump())
+    if setting_changes and trainer.topology.rank == 0:
+        log.warning("resuming with other optimizer settings: %s", "; ".join(setting_changes))
 
 
 def _restore_generators(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
-    """Set this rank's random generators to the saved state; under another layout than the saved one, seed them
+    """Set this rank's random generators to the saved state; if the layout differs from the saved one, seed them
     from the run's seed and the step count. Collective."""
-    saved, topology = Layout(**manifest["layout"]), trainer.topology
-    if saved == trainer.layout:
+    saved_layout, topology = Layout(**manifest["layout"]), trainer.topology
+    if saved_layout == trainer.layout:
         path = folder / saving.rng_file(topology.rank)
         restore_rng_state(
             collectives.on_every_rank(
@@ -392,7 +392,7 @@ def _restore_generators(trainer: Trainer, manifest: dict[str, Any], folder: Path
         log.info(
             "%s was written under the layout %s, this run has %s: random generators start from seed %d",
             folder,
-            saved.describe(),
+            saved_layout.describe(),
             trainer.layout.describe(),
             seed,
         )
@@ -406,6 +406,7 @@ def _model_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def _differences(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
+    """Describe each key whose value differs between the checkpoint (``saved``) and this run (``present``)."""
     names = sorted(saved.keys() | present.keys())
     return [
         f"{name} is {present.get(name)!r} here and {saved.get(name)!r} in the checkpoint"
