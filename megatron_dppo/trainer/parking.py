@@ -1,20 +1,21 @@
-"""Parking: what a trainer holds through a run leaves the device, for the engine to use it, and comes back.
+"""Parking: move the trainer's long-lived tensors from the device to the host, so that the engine can use the memory,
+and move them back.
 
-    weights     the parameters, frozen ones too
+    weights     the parameters, including frozen ones
     reference   the frozen copies of a reference policy
-    gradients   the gradient buffers: not copied, zero when they come back
+    gradients   the gradient buffers: not copied, zero after unparking
     optimizer   Adam's moments, and the fp32 main parameters of bfloat16 ones
 
-A storage is copied into one flat host buffer of its part, which is kept for the next time, and its bytes are let go of
-(``resize_(0)``); back, it takes bytes again and the copy. Tensors and views stay the same objects and see the new
-bytes, so that Megatron-Core's map of parameters, gradient buckets and shards to each other holds. What never changes
-is copied once: frozen weights and reference copies.
+``park`` copies each storage into a flat host buffer, one per part and reused by later calls, and frees the storage's
+bytes (``resize_(0)``). ``unpark`` allocates the bytes again and copies them back. Tensors and views stay the same
+objects and see the new bytes, so that Megatron-Core's maps between parameters, gradient buckets and shards stay valid.
+Frozen weights and reference copies never change, so they are copied to the host only once.
 
-What stays on the device: modules' buffers (a rotary embedding's frequencies), Adam's step counts, NCCL's communicators.
+These stay on the device: modules' buffers (a rotary embedding's frequencies), Adam's step counts, NCCL's communicators.
 
-bfloat16 weights are copied, not rounded anew from the fp32 parameters, though these 2 of 14 bytes could be spared: with
-the distributed optimizer a rank has a slice of these only, so that weights could come back neither alone, for an update
-of the engines, nor without a collective.
+bfloat16 weights are copied, although rounding the fp32 main parameters would save 2 of 14 bytes. With the distributed
+optimizer a rank has only a slice of the main parameters: restoring weights from them would take a collective, and an
+update of the engines could not restore the weights alone.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ if TYPE_CHECKING:
 
 
 class ParkedError(RuntimeError):
-    """A use of what is parked, or parking and unparking in a wrong order: a fault of the caller. Nothing was done."""
+    """The caller used a parked part, or parked and unparked in the wrong order. Nothing was changed."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What one call did. ``bytes``: by part, that the device has fewer or more; ``copied``: that were copied."""
+    """The result of one call of ``park`` or ``unpark``.
+
+    ``bytes``: device memory that was freed or allocated, by part. ``copied``: bytes that were copied.
+    """
 
     bytes: Mapping[TrainerPart, int]
     copied: int
@@ -56,21 +60,33 @@ def held_tensors(
     optimizer: ChainedOptimizer,
     reference: Sequence[Tensor],
 ) -> dict[TrainerPart, list[Tensor]]:
-    """All that lives through a run on this rank's device, by part; a storage is in one part only."""
-    weights = [p for chunk in chunks for p in chunk.parameters()]
-    buffers = [b for c in ddp_chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+    """Return the tensors that stay on this rank's device through a run, by part; a storage is in one part only.
+
+    Args:
+        chunks: the GPTModels of this rank.
+        ddp_chunks: the same in Megatron's DDP wrappers, which own the gradient buffers.
+        optimizer: its state and main parameters are included.
+        reference: the copies of a reference policy.
+    """
+    weights: list[Tensor] = []
+    for chunk in chunks:
+        weights += chunk.parameters()
+    gradients: list[Tensor] = []
+    for ddp_chunk in ddp_chunks:
+        for buffer in (*ddp_chunk.buffers, *ddp_chunk.expert_parallel_buffers):
+            gradients.append(buffer.grad_data)
     # An fp32 parameter is its own main parameter.
     weight_keys = {_key(p) for p in weights}
     return {
         "weights": weights,
         "reference": list(reference),
-        "gradients": [buffer.grad_data for buffer in buffers],
+        "gradients": gradients,
         "optimizer": [t for t in _optimizer_tensors(optimizer) if _key(t) not in weight_keys],
     }
 
 
 def check_no_transfer(chunks: Iterable[DistributedDataParallel]) -> None:
-    """Raise ParkedError where weights are still being gathered, or gradients reduced, in the background."""
+    """Raise ParkedError while weights are gathered, or gradients reduced, in the background."""
     for chunk in chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             if group.param_gather_handle is not None or group.grad_reduce_handle is not None:
@@ -92,7 +108,8 @@ def _optimizer_tensors(optimizer: ChainedOptimizer) -> Iterable[Tensor]:
 class Parker:
     """Moves parts to the host and back; not collective.
 
-    ``tensors_by_part``: of the time of the call. ``parked``: the parts that are away.
+    ``tensors_by_part`` returns the trainer's present tensors; every ``park`` calls it. ``parked``: the parts that are
+    on the host.
     """
 
     def __init__(
@@ -100,59 +117,73 @@ class Parker:
     ) -> None:
         self._tensors_by_part = tensors_by_part
         self._copies = {part: _HostCopy() for part in COPIED_PARTS}
-        self._away: dict[TrainerPart, list[_Storage]] = {}
+        self._parked_storages: dict[TrainerPart, list[_Storage]] = {}
 
     @property
     def parked(self) -> frozenset[TrainerPart]:
-        return frozenset(self._away)
+        """The parts that are on the host."""
+        return frozenset(self._parked_storages)
 
     def check(self, action: str, *parts: TrainerPart) -> None:
-        """Raise ParkedError where one of ``parts`` (none: of all) is parked. ``action``: what needs it."""
-        if missing := [part for part in parts or TRAINER_PARTS if part in self._away]:
-            raise ParkedError(f"can't {action}: {', '.join(missing)} of the trainer are parked")
+        """Raise ParkedError if one of ``parts`` (none given: any part) is parked. ``action`` needs them."""
+        required_parts = parts or TRAINER_PARTS
+        if parked_parts := [part for part in required_parts if part in self._parked_storages]:
+            raise ParkedError(
+                f"can't {action}: {', '.join(parked_parts)} of the trainer are parked"
+            )
 
     def park(self, parts: Collection[TrainerPart] = TRAINER_PARTS) -> Moved:
-        """Let go of the bytes of ``parts``.
+        """Copy ``parts`` to the host and free their bytes on the device. After an error nothing is parked.
 
-        Raises ParkedError where one is parked already, and what the host's memory raises where it has no room (OSError,
-        RuntimeError); nothing is parked then.
+        Raises:
+            ParkedError: one of ``parts`` is already parked.
+            OSError, RuntimeError: the host has not enough memory.
         """
         self.check("park", *parts)
-        began, tensors = time.perf_counter(), self._tensors_by_part()
+        start_time, tensors = time.perf_counter(), self._tensors_by_part()
         storages = {part: _storages(part, tensors[part]) for part in TRAINER_PARTS if part in parts}
         copied = sum(self._copies[p].take(storages[p]) for p in storages if p in COPIED_PARTS)
         platform.wait_for_copies()
-        for storage in (s for part in storages.values() for s in part):
-            storage.bytes.resize_(0)
-        self._away |= storages
+        for part_storages in storages.values():
+            for storage in part_storages:
+                storage.bytes.resize_(0)
+        self._parked_storages |= storages
         self._settle(storages)
-        return _moved(storages, copied, began)
+        return _moved(storages, copied, start_time)
 
     def unpark(self, parts: Collection[TrainerPart] | None = None) -> Moved:
-        """Take the bytes of ``parts`` again (None: of all that are parked), with what was in them; gradients are zero.
+        """Move ``parts`` (None: all parked ones) back to the device, gradients as zeros. After an error all stay parked.
 
-        Raises ParkedError where one is not parked, and torch.OutOfMemoryError where the device has no room: all stay
-        parked then.
+        Raises:
+            ParkedError: one of ``parts`` is not parked, or no part is.
+            torch.OutOfMemoryError: the device has not enough memory.
         """
-        wanted = self._away.keys() if parts is None else parts
-        resident = [part for part in wanted if part not in self._away]
-        if resident or not wanted:
-            raise ParkedError(f"can't unpark {', '.join(resident) or 'a trainer'}: not parked")
-        began = time.perf_counter()
-        storages = {part: self._away[part] for part in TRAINER_PARTS if part in wanted}
-        _take_bytes([s for part in storages.values() for s in part])
+        wanted_parts = self._parked_storages.keys() if parts is None else parts
+        resident_parts = [part for part in wanted_parts if part not in self._parked_storages]
+        if resident_parts or not wanted_parts:
+            raise ParkedError(
+                f"can't unpark {', '.join(resident_parts) or 'a trainer'}: not parked"
+            )
+        start_time = time.perf_counter()
+        storages: dict[TrainerPart, list[_Storage]] = {}
+        all_storages: list[_Storage] = []
+        for part in TRAINER_PARTS:
+            if part in wanted_parts:
+                storages[part] = self._parked_storages[part]
+                all_storages += storages[part]
+        _allocate(all_storages)
         copied = 0
-        for part, ours in storages.items():
+        for part, part_storages in storages.items():
             if part in COPIED_PARTS:
-                copied += self._copies[part].give(ours)
+                copied += self._copies[part].restore(part_storages)
             else:
-                for storage in ours:
+                for storage in part_storages:
                     storage.flat().zero_()
         platform.wait_for_copies()
         for part in storages:
-            del self._away[part]
+            del self._parked_storages[part]
         self._settle(storages)
-        return _moved(storages, copied, began)
+        return _moved(storages, copied, start_time)
 
     def _settle(self, parts: Iterable[TrainerPart]) -> None:
         for part in parts:
@@ -163,19 +194,19 @@ class Parker:
 
 @dataclass(frozen=True)
 class _Storage:
-    """``size``: its bytes when it is not parked. ``constant``: nothing changes what is in it."""
+    """A storage of the trainer. ``size``: its bytes while it is not parked. ``constant``: its content never changes."""
 
     bytes: UntypedStorage
     size: int
     constant: bool
 
     def flat(self) -> Tensor:
-        """All of it, uint8 [size]."""
+        """Return a view of the whole storage, uint8 [size]."""
         return torch.empty(0, dtype=torch.uint8, device=self.bytes.device).set_(self.bytes)
 
 
 class _HostCopy:
-    """The host's copy of one part's storages, in one buffer that is made anew only where their sizes change."""
+    """A copy of one part's storages in one host buffer, which is allocated again only if their sizes change."""
 
     def __init__(self) -> None:
         self._memory: platform.HostMemory | None = None
@@ -183,30 +214,33 @@ class _HostCopy:
         self._starts: list[int] = []
 
     def take(self, storages: Sequence[_Storage]) -> int:
-        """Copy ``storages`` into it, constant ones the first time; the bytes that were copied."""
+        """Copy ``storages`` to the host, constant ones only the first time. Return the copied bytes."""
         sizes = [s.size for s in storages]
         is_first = self._memory is None or sizes != self._sizes
         if is_first:
-            # The old one is let go of first: two would double the memory.
+            # Free the old buffer first: holding both would double the memory.
             self._memory = None
             self._starts, end = aligned(sizes)
             self._memory, self._sizes = platform.HostMemory(end), sizes
-        changed = [is_first or not s.constant for s in storages]
-        return self._copy(storages, changed, to_host=True)
+        needs_copy = [is_first or not s.constant for s in storages]
+        return self._copy(storages, needs_copy, to_host=True)
 
-    def give(self, storages: Sequence[_Storage]) -> int:
-        """Copy it back; the bytes that were copied."""
+    def restore(self, storages: Sequence[_Storage]) -> int:
+        """Copy all ``storages`` back to the device. Return the copied bytes."""
         return self._copy(storages, [True] * len(storages), to_host=False)
 
     def settle(self) -> None:
+        """Tell the host memory that the buffer is not used for a while; see ``HostMemory.settle``."""
         if self._memory is not None:
             self._memory.settle()
 
-    def _copy(self, storages: Sequence[_Storage], chosen: Sequence[bool], *, to_host: bool) -> int:
+    def _copy(
+        self, storages: Sequence[_Storage], needs_copy: Sequence[bool], *, to_host: bool
+    ) -> int:
         assert self._memory is not None
         copied = 0
-        for storage, start, is_chosen in zip(storages, self._starts, chosen, strict=True):
-            if is_chosen:
+        for storage, start, is_copied in zip(storages, self._starts, needs_copy, strict=True):
+            if is_copied:
                 host, device = self._memory.bytes[start : start + storage.size], storage.flat()
                 target, source = (host, device) if to_host else (device, host)
                 target.copy_(source, non_blocking=True)
@@ -215,20 +249,24 @@ class _HostCopy:
 
 
 def _key(tensor: Tensor) -> int:
+    """Return the identity of the tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
 def _storages(part: TrainerPart, tensors: Sequence[Tensor]) -> list[_Storage]:
-    """The storages behind ``tensors``, each once."""
-    changing = {_key(t) for t in tensors if t.requires_grad or part not in ("weights", "reference")}
-    unique = {_key(t): t.untyped_storage() for t in tensors}
-    storages = [_Storage(s, s.nbytes(), key not in changing) for key, s in unique.items()]
+    """Return the storages of ``tensors``, each once."""
+    is_trained_part = part not in ("weights", "reference")
+    variable_keys = {_key(t) for t in tensors if t.requires_grad or is_trained_part}
+    storage_by_key = {_key(t): t.untyped_storage() for t in tensors}
+    storages = []
+    for key, storage in storage_by_key.items():
+        storages.append(_Storage(storage, storage.nbytes(), constant=key not in variable_keys))
     assert all(s.bytes.resizable() for s in storages), "a storage that is not torch's own"
     return storages
 
 
-def _take_bytes(storages: Sequence[_Storage]) -> None:
-    """Allocate for all of ``storages`` or, where one fails, for none."""
+def _allocate(storages: Sequence[_Storage]) -> None:
+    """Allocate the bytes of all ``storages``; if one allocation fails, free them all again and raise its error."""
     try:
         for storage in storages:
             storage.bytes.resize_(storage.size)
@@ -239,6 +277,10 @@ def _take_bytes(storages: Sequence[_Storage]) -> None:
         raise
 
 
-def _moved(storages: Mapping[TrainerPart, Sequence[_Storage]], copied: int, began: float) -> Moved:
-    sizes = {part: sum(s.size for s in ours) for part, ours in storages.items()}
-    return Moved(sizes, copied, time.perf_counter() - began)
+def _moved(
+    storages: Mapping[TrainerPart, Sequence[_Storage]], copied: int, start_time: float
+) -> Moved:
+    sizes: dict[TrainerPart, int] = {}
+    for part, part_storages in storages.items():
+        sizes[part] = sum(storage.size for storage in part_storages)
+    return Moved(sizes, copied, time.perf_counter() - start_time)

@@ -68,14 +68,14 @@ def test_all_storages_hold_nothing_and_come_back(held: Held, parker: Parker) -> 
 def test_gradients_are_zero_whatever_the_bytes_they_get_hold(
     held: Held, parker: Parker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = parking._take_bytes
+    take = parking._allocate
 
     def take_used_bytes(storages: list[parking._Storage]) -> None:
         take(storages)
         for storage in storages:
             storage.flat().fill_(7)
 
-    monkeypatch.setattr(parking, "_take_bytes", take_used_bytes)
+    monkeypatch.setattr(parking, "_allocate", take_used_bytes)
     parker.park()
     parker.unpark()
     assert not held.gradients.any()
@@ -145,7 +145,7 @@ def test_without_room_on_the_device_all_stays_parked(held: Held) -> None:
     mine.resize_(0)
     storages = [parking._Storage(s, size, constant=False) for s in (mine, Full())]
     with pytest.raises(torch.OutOfMemoryError):
-        parking._take_bytes(storages)
+        parking._allocate(storages)
     assert mine.nbytes() == 0
 
 
