@@ -1,8 +1,9 @@
-"""The trainer of the policy: model, optimizer and weights. Methods are collective unless stated."""
+"""The trainer of the policy: model, optimizer and weights. Methods are collective unless their docstring says not."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -42,38 +43,40 @@ from megatron_dppo.vocab_parallel.policy_stats import FAULTS, describe
 
 
 class ReferenceWeights:
-    """A copy of every parameter that training changes. Make it once the weights are loaded and before they are trained.
+    """A copy of every parameter that training changes. Construct it after the weights are loaded, before training.
 
-    ``with_adapters`` False: but for the adapters, which start as nothing and are left out of a reference's pass.
+    ``with_adapters``: copy the adapters too. If it is False, they start without effect, and the reference policy's
+    forward pass omits them.
     """
 
     def __init__(self, chunks: list[GPTModel], *, with_adapters: bool = False) -> None:
-        self._copies: list[tuple[Parameter, Tensor]] = [
-            (p, p.data.clone())
-            for chunk in chunks
-            for name, p in chunk.named_parameters()
-            if p.requires_grad and (with_adapters or f".{CHILD}." not in name)
-        ]
+        self._copies: list[tuple[Parameter, Tensor]] = []
+        for chunk in chunks:
+            for name, p in chunk.named_parameters():
+                is_adapter = f".{CHILD}." in name
+                if p.requires_grad and (with_adapters or not is_adapter):
+                    self._copies.append((p, p.data.clone()))
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The copies."""
         return [copy for _, copy in self._copies]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it the model computes with the copies."""
-        present = [p.data for p, _ in self._copies]
+        """Let the model compute with the copies inside this context."""
+        trained_data = [p.data for p, _ in self._copies]
         for p, copy in self._copies:
             p.data = copy
         try:
             yield
         finally:
-            for (p, _), data in zip(self._copies, present, strict=True):
+            for (p, _), data in zip(self._copies, trained_data, strict=True):
                 p.data = data
 
 
 def start_digest(digest: str, start_from: str | None) -> str:
-    """SHA-256 (hex) of ``digest``, the model's, and the bytes of ``lora.start_from``."""
+    """Return the SHA-256 (hex) of the model's ``digest`` and of the adapters in ``lora.start_from``."""
     if start_from is None:
         return digest
     adapters = sha256_of(Path(start_from) / PEFT_WEIGHTS)
@@ -90,7 +93,7 @@ class StepResult:
 
     Attributes:
         metrics: sums over the trained tokens of all replicas.
-        grad_norm: global L2 norm before clipping.
+        grad_norm: global L2 norm of the gradient before clipping.
         lr: learning rate of this step.
     """
 
@@ -104,23 +107,24 @@ class Trainer:
 
     Attributes:
         topology: position and process groups of this rank.
-        adapted: the model's adapters, where ``lora.rank`` asks for some; else None.
+        adapted: the policy's LoRA adapters; None if ``lora.rank`` is 0.
         shape, layout: dimensions of the model; its parallel sizes.
-        chunks, ddp_chunks: the GPTModels of this rank, unwrapped and in their wrappers.
-        optimizer, scheduler: Megatron-Core's.
-        step_count: optimiser steps so far.
-        reference_sha256: of the tensors that the reference policy was loaded from; None without one.
+        chunks, ddp_chunks: the GPTModels of this rank, without and with Megatron's wrappers.
+        optimizer, scheduler: the optimizer and the schedule of Megatron-Core.
+        step_count: number of optimiser steps so far.
+        reference_sha256: hash of the tensors that the reference policy was loaded from; None without a reference.
         share: the tokens of a micro-batch that this rank's layers compute.
-        input_rows: those of a pack's recorded routing that it needs; None: all.
-        pad_multiple: T of a micro-batch must be a multiple of it, and each of its sequences of
-            ``share.sequence_multiple``.
-        micro_batch_multiple: the number of micro-batches must be a multiple of it.
+        input_rows: the rows of a pack's recorded routing that this rank needs; None: all rows.
+        pad_multiple: T of a micro-batch must be a multiple of this number, and the length of each sequence a multiple
+            of ``share.sequence_multiple``.
+        micro_batch_multiple: the number of micro-batches must be a multiple of this number.
     """
 
     def __init__(self, config: PolicyConfig, stats_spec: step.StatsSpec | None = None) -> None:
-        """Join the process group, build the model, load ``config.model.hf_checkpoint``. Collective.
+        """Join the process group, build the model and load ``config.model.hf_checkpoint``. Collective.
 
-        Raises ValueError if the layout does not fit the model, the world size or Megatron-Core.
+        Raises:
+            ValueError: the layout does not fit the model, the world size or Megatron-Core.
         """
         self.config = config
         self.stats_spec = stats_spec or step.StatsSpec()
@@ -171,7 +175,8 @@ class Trainer:
             topology.cp_rank,
             *((topology.tp_size, topology.tp_rank) if is_sequence_parallel else (1, 0)),
         )
-        # What equal lengths append to a micro-batch moves the cut between tensor-parallel ranks.
+        # An interleaved schedule pads micro-batches to equal length, which moves the boundaries between the token
+        # shares of tensor-parallel ranks: then every rank needs all rows.
         self.input_rows = None if self.layout.chunks > 1 else self.share.rows
         self._replay: ModelReplay | None = None
         if config.router_replay:
@@ -222,25 +227,28 @@ class Trainer:
         is_last: bool = True,
         check: Callable[[MetricSums], None] = lambda metrics: None,
     ) -> StepResult:
-        """One optimiser step on L = (sum of ``token_loss`` over all replicas' tokens) / denominator.
+        """Do one optimiser step on L = (sum of ``token_loss`` over all replicas' tokens) / denominator.
 
         Args:
-            micro_batches: of this replica; the same number on every rank. With
+            micro_batches: the micro-batches of this replica; the same number on every rank. With
                 ``rollout.router_replay`` tokens go to the experts recorded in them.
-            token_loss: sum of the loss over the tokens of one micro-batch.
+            token_loss: computes the sum of the loss over the tokens of one micro-batch.
             denominator: a global count, the same on every rank.
-            is_last: the weights are read before the next pass; false: another mini-batch follows at once, whose
-                forward pass may gather what other replicas updated (``overlap_param_gather``).
-            check: called with the metrics, the same on every rank, before the update; what it raises prevents it.
+            is_last: True: complete the weights now, because they are read before the next forward pass. False: another
+                mini-batch follows directly, and its forward pass may gather the weights that other replicas updated
+                (``overlap_param_gather``).
+            check: called before the update with the metrics, which are the same on every rank; an exception from it
+                prevents the update.
 
         Raises (on every rank, before the update):
             NonFiniteLossError: a loss or the gradient norm is not finite.
             ValueError: ranks disagree, or a token id is outside the vocabulary.
         """
         self.check_resident("train")
-        # Gradients are summed over the replicas: nothing else would show that one of them divided by another number.
+        # Compare the denominators, because gradients are summed over the replicas: a replica that divided by another
+        # number would go unnoticed.
         agree(denominator, "the loss's denominator")
-        batches = self._placed(micro_batches)
+        batches = self._place_micro_batches(micro_batches)
         for chunk in self.ddp_chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -252,7 +260,7 @@ class Trainer:
         metrics += self.routing_agreement()
         check(metrics)
         grad_norm = model.prepare_step(self.optimizer)
-        # On all ranks, and before the update: weights and moments that took a NaN can't be taken back.
+        # Raise on all ranks and before the update, because a NaN in weights and moments cannot be undone.
         if bad_losses or not math.isfinite(grad_norm):
             raise step.NonFiniteLossError(grad_norm, self._culprits(results, batches))
         lr = model.apply_step(self.optimizer, self.scheduler, grad_norm)
@@ -264,47 +272,48 @@ class Trainer:
     def log_probs(
         self, micro_batches: list[PackedBatch], temperature: float | None = None
     ) -> list[Tensor]:
-        """log pi of every target under the current weights, nats, without gradient.
+        """Compute log pi of every target under the current weights, nats, without gradient.
 
         Args:
-            micro_batches: of this replica; the same number on every rank.
-            temperature: default: ``config.temperature``.
+            micro_batches: the micro-batches of this replica; the same number on every rank.
+            temperature: divides the logits; None: ``config.temperature``.
 
         Returns:
             fp32 [T] for each micro-batch, on the trainer's device; the same on all ranks of a
             replica.
 
-        Raises (on every rank alike):
-            NonFiniteLogProbsError: the logits are no distribution.
-            ValueError: a token id lies outside the vocabulary.
+        Raises (on every rank):
+            NonFiniteLogProbsError: the logits are not a distribution.
+            ValueError: a token id is outside the vocabulary.
         """
         return self._log_probs(micro_batches, temperature, topk=False)
 
     def reference_log_probs(self, micro_batches: list[PackedBatch]) -> list[Tensor]:
-        """As ``log_probs``, under the weights that training started from, those of ``lora.start_from`` included; other
-        adapters started as nothing and are left out.
+        """Compute ``log_probs`` under the weights that training started from, with the adapters of ``lora.start_from``.
+        Other adapters start without effect and are omitted.
 
-        Raises ValueError where the configuration asks for no reference.
+        Raises:
+            ValueError: the configuration has no reference policy.
         """
         if self._reference is None:
             raise ValueError("algorithm.reference_kl is 0: no reference policy is kept")
         self.check_resident("score by the reference policy", "weights", "reference")
-        left_out = None if self._starts_adapted else self.adapted
-        adapters = nullcontext() if left_out is None else left_out.frozen()
-        with self._reference.in_place(), adapters:
+        omitted_adapters = None if self._starts_adapted else self.adapted
+        without_adapters = nullcontext() if omitted_adapters is None else omitted_adapters.frozen()
+        with self._reference.in_place(), without_adapters:
             return self.log_probs(micro_batches)
 
     def topk_log_probs(self, micro_batches: list[PackedBatch]) -> list[Tensor]:
-        """As ``log_probs``, of the ids in each micro-batch's column ``topk_ids``: fp32 [T, K]."""
+        """Compute log pi of the ids in each micro-batch's column ``topk_ids``, as ``log_probs`` does: fp32 [T, K]."""
         return self._log_probs(micro_batches, None, topk=True)
 
     def _log_probs(
         self, micro_batches: list[PackedBatch], temperature: float | None, *, topk: bool
     ) -> list[Tensor]:
         self.check_resident("score", "weights")
-        batches = self._placed(micro_batches)
+        batches = self._place_micro_batches(micro_batches)
         for chunk in self.ddp_chunks:
-            # Adapters may have dropout, with which these would be another policy's.
+            # Disable the adapters' dropout: with it the log-probabilities would be those of another policy.
             chunk.eval()
         stats = (
             self._stats if temperature is None else replace(self._stats, temperature=temperature)
@@ -312,20 +321,22 @@ class Trainer:
         log_probs, faults = step.forward_log_probs(
             self.ddp_chunks, batches, stats, self._replay, topk=topk
         )
-        # Before the stages' broadcast: a rank that raised alone would leave the others waiting in it.
+        # Check on all ranks before the broadcast over pipeline stages: if one rank alone raised, the others would
+        # wait in the broadcast.
         self._check_faults(faults)
         if self.topology.pp_size > 1:
-            # The last stage alone has computed them; every rank of a replica goes on with the same.
+            # Only the last stage has computed the values: broadcast them to every rank of the replica.
             sizes = [b.num_tokens for b in batches]
-            shape = (sum(sizes), *(batches[0].column("topk_ids").shape[1:] if topk else ()))
+            columns = batches[0].column("topk_ids").shape[1:] if topk else ()
+            shape = (sum(sizes), *columns)
             flat = torch.cat(log_probs) if log_probs else torch.empty(shape, device=self.device)
             dist.broadcast(flat, self.topology.last_stage_rank, self.topology.pipeline_group)
             log_probs = list(flat.split(sizes))
-        # Without what made the micro-batches equally long for an interleaved schedule.
+        # Remove the padding that gave the micro-batches equal length for an interleaved schedule.
         return [x[: b.num_tokens] for x, b in zip(log_probs, micro_batches, strict=True)]
 
     def _check_faults(self, faults: list[Tensor]) -> None:
-        """Raise on every rank where any rank's statistics have faults. Collective."""
+        """Raise on every rank if any rank's statistics have faults. Collective."""
         counts = torch.zeros(len(FAULTS), device=self.device)
         if faults:
             counts += torch.stack(faults).sum(0)
@@ -340,55 +351,64 @@ class Trainer:
 
     @property
     def replayed_layers(self) -> list[int]:
-        """Places, among the model's layers that route, of those that this rank replays."""
+        """Indices of the layers that this rank replays, among the model's layers with a router."""
         return self._replay.layers if self._replay else []
 
     def routing_agreement(self) -> MetricSums:
-        """``r3/`` sums of the last micro-batches, reduced over all ranks; empty without router replay.
+        """Return the ``r3/`` sums of the last micro-batches, reduced over all ranks; empty without router replay.
 
         Collective.
         """
         return self._replay.agreement() if self._replay else MetricSums()
 
     def weights(self) -> Mapping[ParameterKey, Tensor]:
-        """This rank's present weights by (chunk, name), adapters merged into them. Not collective."""
-        plain = self.base_weights()
-        return plain if self.adapted is None else MergedWeights(plain, self.adapted.modules)
+        """Return this rank's current weights by (chunk, name), with the adapters merged into them. Not collective."""
+        base_weights = self.base_weights()
+        if self.adapted is None:
+            return base_weights
+        return MergedWeights(base_weights, self.adapted.modules)
 
     def weights_digest(self) -> str:
-        """Hash of all ranks' parameters, adapters as what they are, and of who holds which: bit for bit the same
-        weights under the same layout. Collective."""
+        """Hash all ranks' parameters, with adapters as parameters of their own, and their placement on ranks.
+
+        Equal hashes mean bit for bit the same weights under the same layout. Collective.
+        """
         self.check_resident("hash weights", "weights")
         parameters = {
             f"{chunk}/{name}": p.detach()
             for (chunk, name), p in model.named_parameters(self.chunks).items()
         }
         hashes = {name: TiledHash(p.numel() * p.element_size()) for name, p in parameters.items()}
-        # One kernel for all of a rank's parameters.
+        # Hash all parameters of a rank in one kernel.
         add_parts([(hashes[name], p, 0) for name, p in parameters.items()])()
-        # Each rank's in one: thousands of tensors on each of hundreds of ranks are not to be gathered in every step.
+        # Combine the hashes of each rank into one, so that a step does not gather the hashes of thousands of tensors
+        # from hundreds of ranks.
         digest_by_rank = all_gather_json(
             text_digest([[name, h.hexdigest()] for name, h in hashes.items()])
         )
         return text_digest(digest_by_rank)
 
     def weights_form(self) -> str:
-        """Hash of who holds which parameters, and of their shapes and dtypes; values are not read. Hashes of
-        :meth:`weights_digest` can be compared where their forms are equal. Collective."""
+        """Hash the names, shapes and dtypes of all ranks' parameters and their placement on ranks, without the values.
+
+        Two hashes of :meth:`weights_digest` can be compared if their forms are equal. Collective.
+        """
         parameters = model.named_parameters(self.chunks).items()
         form = [[chunk, name, list(p.shape), str(p.dtype)] for (chunk, name), p in parameters]
         return text_digest(all_gather_json(text_digest(form)))
 
     def base_weights(self) -> Mapping[ParameterKey, Tensor]:
-        """This rank's weights without any adapters: with ``lora``, the frozen ones. Not collective."""
+        """Return this rank's weights without adapters; with LoRA these are the frozen weights. Not collective."""
         self.check_resident("read weights", "weights")
         return {key: p.data for key, p in model.named_parameters(self.chunks).items()}
 
     def export_hf(self, out_dir: str | Path) -> None:
         """Write the current weights, tokenizer and configuration as a Hugging Face folder.
 
-        The folder is renamed into place when complete. Raises CheckpointError on every rank where
-        one cannot write.
+        The folder is renamed into place when complete.
+
+        Raises:
+            CheckpointError: a rank could not write; raised on every rank.
         """
         hugging_face.export_hf(
             self.weights(),
@@ -399,14 +419,14 @@ class Trainer:
         )
 
     def held_tensors(self) -> dict[TrainerPart, list[Tensor]]:
-        """All that lives on this rank's device through the run, by part. Not collective."""
+        """Return the tensors that stay on this rank's device through a run, by part. Not collective."""
         reference = [] if self._reference is None else self._reference.tensors
         return held_tensors(self.chunks, self.ddp_chunks, self.optimizer, reference)
 
     def park(self, parts: Collection[TrainerPart] = TRAINER_PARTS) -> Moved:
         """Move ``parts`` to the host, between two passes; see ``Parker.park``. Not collective.
 
-        A checkpoint that is being written in the background doesn't mind: it has its copy since ``save`` returned.
+        A background save of a checkpoint may still be running: it has had a copy of its own since ``save`` returned.
         """
         check_no_transfer(self.ddp_chunks)
         if "gradients" in parts:
@@ -419,11 +439,11 @@ class Trainer:
 
     @property
     def parked(self) -> frozenset[TrainerPart]:
-        """What is parked."""
+        """The parts that are parked."""
         return self._parker.parked
 
     def check_resident(self, action: str, *parts: TrainerPart) -> None:
-        """Raise ParkedError where one of ``parts`` (none: of all), which ``action`` uses, is parked. Not collective."""
+        """Raise ParkedError if one of ``parts`` (none given: any), which ``action`` needs, is parked. Not collective."""
         self._parker.check(action, *parts)
 
     def close(self) -> None:
@@ -432,21 +452,23 @@ class Trainer:
 
     @cached_property
     def device(self) -> torch.device:
-        """Device of the model. Not collective."""
+        """The device of the model. Not collective."""
         return platform.current().device
 
     def packed(self, trajectories: Sequence[Trajectory]) -> list[PackedBatch]:
-        """All of them as one micro-batch, and empty ones after it, as many as the schedule takes. Not collective."""
-        first = pack(
+        """Pack ``trajectories`` into one micro-batch; append the empty ones that the schedule needs. Not collective."""
+        packed_batch = pack(
             trajectories,
             pad_multiple=self.pad_multiple,
             sequence_multiple=self.share.sequence_multiple,
         )
-        empty = pack([], pad_multiple=self.pad_multiple)
-        return [first, *[empty] * (self.micro_batch_multiple - 1)]
+        empty_batch = pack([], pad_multiple=self.pad_multiple)
+        return [packed_batch, *[empty_batch] * (self.micro_batch_multiple - 1)]
 
-    def _placed(self, micro_batches: list[PackedBatch]) -> list[PackedBatch]:
-        # Experts exchange tokens in every micro-batch: a rank with fewer would block all others.
+    def _place_micro_batches(self, micro_batches: list[PackedBatch]) -> list[PackedBatch]:
+        """Check and pad the micro-batches, load their recorded routing and move them to the device. Collective."""
+        # Compare the counts, because experts exchange tokens in every micro-batch: a rank with fewer of them would
+        # block all others.
         agree(len(micro_batches), "the number of micro-batches")
         step.check_micro_batches(
             micro_batches,
@@ -462,18 +484,19 @@ class Trainer:
         if self._replay is not None:
             self._replay.load(micro_batches)
         elif any(RECORDING in b.columns for b in micro_batches):
-            # Trained by other experts than it was sampled with, the batch would look like any other.
+            # Reject the batch: without replay other experts than in the rollout would train on it, unnoticed.
             raise ValueError("a micro-batch carries recorded routing without rollout.router_replay")
         return [b.without(RECORDING).to(self.device) for b in micro_batches]
 
     def _reduce(self, results: step.MicroBatchResults) -> tuple[MetricSums, bool]:
-        """Metrics over all replicas, and whether any loss is not finite; the same on all ranks.
+        """Return the metrics over all replicas and whether any loss is not finite; the same on all ranks.
 
-        Raises ValueError on all ranks if a token id was outside the vocabulary.
+        Raises:
+            ValueError: a token id is outside the vocabulary; raised on all ranks.
         """
         metrics = results.metrics
         if metrics is not None:
-            # Among the metrics, so that their one reduction carries them and the device is not asked once more.
+            # Add the fault counts to the metrics: one reduction carries both, without another device synchronization.
             metrics = metrics.add(_NONFINITE, (~torch.stack(results.losses).isfinite()).sum())
             for name, count in zip(_FAULTS, torch.stack(results.faults).sum(0), strict=True):
                 metrics = metrics.add(name, count)
@@ -486,9 +509,10 @@ class Trainer:
         return MetricSums(sums, reduced.maxima, reduced.minima), bad_losses
 
     def _culprits(self, results: step.MicroBatchResults, batches: list[PackedBatch]) -> list[dict]:
+        """Gather the sequences with a non-finite loss from all replicas, for NonFiniteLossError. Collective."""
         topology = self.topology
         nonfinite = results.nonfinite(batches) if topology.is_first_of_stage else []
         entries = [
             {"dp_rank": topology.dp_rank, "micro_batch": i, "sequences": s} for i, s in nonfinite
         ]
-        return [entry for rank in all_gather_json(entries) for entry in rank]
+        return list(itertools.chain.from_iterable(all_gather_json(entries)))
