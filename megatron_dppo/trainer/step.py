@@ -1,4 +1,4 @@
-"""Forward and backward over a mini-batch of packed micro-batches, on Megatron's pipeline schedules, and its sums.
+"""Forward and backward passes over a mini-batch of packed micro-batches on Megatron's schedules, and its metrics.
 
 T = tokens of a micro-batch, V = vocabulary, TP = tensor-parallel size.
 """
@@ -41,10 +41,12 @@ from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 
 
 def model_inputs(batch: PackedBatch, rank_batch: PackedBatch | None = None) -> dict[str, Any]:
-    """Arguments of ``GPTModel.forward``: one row of T tokens, sequences told apart by cu_seqlens. ``rank_batch``: of
-    this rank under context parallelism; cu_seqlens and positions tell of the whole ``batch``.
+    """Return the arguments of ``GPTModel.forward``: one row of T tokens, divided into sequences by cu_seqlens.
 
-    No labels: the last stage returns its hidden states, [1, T, H] in the model's dtype (``leave_out_logits``).
+    ``rank_batch`` has this rank's tokens under context parallelism; cu_seqlens describes the whole ``batch``.
+
+    There are no labels: the last stage returns its hidden states, [1, T, H] in the model's dtype
+    (``leave_out_logits``).
     """
     rank_batch = rank_batch or batch
     longest = _table_length(batch.max_seqlen, batch.num_tokens)
@@ -52,8 +54,8 @@ def model_inputs(batch: PackedBatch, rank_batch: PackedBatch | None = None) -> d
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
-        # Where Transformer Engine is told the padding apart from the tokens, it computes wrongly under context
-        # parallelism; as tokens that nothing attends to, padding does no harm.
+        # Count padding as tokens: if it is separated from them, Transformer Engine computes wrong results under
+        # context parallelism. Padding does no harm as tokens, because no other token attends to it.
         cu_seqlens_q_padded=batch.cu_seqlens,
         cu_seqlens_kv_padded=batch.cu_seqlens,
         max_seqlen_q=longest,
@@ -68,36 +70,37 @@ def model_inputs(batch: PackedBatch, rank_batch: PackedBatch | None = None) -> d
 
 
 def _table_length(longest: int, tokens: int) -> int:
-    """Positions of the rotary embedding's table: a power of two not below ``longest``.
+    """Return the number of positions in the rotary embedding's table: a power of two, at least ``longest``.
 
-    Megatron-Core keeps the tables of 32 lengths, 64 MiB each at 128k tokens. A table as long as the micro-batch would
-    be taken for one of all its sequences, end to end.
+    Powers of two keep the number of lengths small: Megatron-Core caches the tables of 32 lengths, 64 MiB each at 128k
+    tokens. The length is doubled if it equals the number of ``tokens`` of several sequences, because Megatron-Core
+    would apply such a table to the micro-batch as one sequence.
     """
     length = 1 << (longest - 1).bit_length()
     return 2 * length if length == tokens != longest else length
 
 
 def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
-    """``batch`` made ``tokens`` long by one more sequence at its end, of token 0, without loss."""
-    missing = tokens - batch.num_tokens
-    if missing == 0:
+    """Pad ``batch`` to ``tokens`` tokens: append one sequence of token 0, which has no loss."""
+    padding_tokens = tokens - batch.num_tokens
+    if padding_tokens == 0:
         return batch
 
-    def longer(value: Tensor, fill: int = 0) -> Tensor:
-        return F.pad(value, (0, 0) * (value.dim() - 1) + (0, missing), value=fill)
+    def pad_rows(value: Tensor, fill: int = 0) -> Tensor:
+        return F.pad(value, (0, 0) * (value.dim() - 1) + (0, padding_tokens), value=fill)
 
     return replace(
         batch,
-        token_ids=longer(batch.token_ids),
-        position_ids=torch.cat([batch.position_ids, torch.arange(missing)]),
-        target_ids=longer(batch.target_ids),
+        token_ids=pad_rows(batch.token_ids),
+        position_ids=torch.cat([batch.position_ids, torch.arange(padding_tokens)]),
+        target_ids=pad_rows(batch.target_ids),
         cu_seqlens=F.pad(batch.cu_seqlens, (0, 1), value=tokens),
-        max_seqlen=max(batch.max_seqlen, missing),
-        loss_mask=longer(batch.loss_mask),
-        advantages=longer(batch.advantages),
+        max_seqlen=max(batch.max_seqlen, padding_tokens),
+        loss_mask=pad_rows(batch.loss_mask),
+        advantages=pad_rows(batch.advantages),
         sequence_index=F.pad(batch.sequence_index, (0, 1), value=-1),
-        columns={n: longer(x, declared(n).fill) for n, x in batch.columns.items()},
-        valid={n: longer(x) for n, x in batch.valid.items()},
+        columns={n: pad_rows(x, declared(n).fill) for n, x in batch.columns.items()},
+        valid={n: pad_rows(x) for n, x in batch.valid.items()},
     )
 
 
@@ -108,7 +111,7 @@ def check_micro_batches(
     count_multiple: int,
     sequence_multiple: int = 1,
 ) -> None:
-    """Raise ValueError unless the batches fit context and sequence parallelism and the pipeline's schedule."""
+    """Raise ValueError unless the micro-batches fit context and sequence parallelism and the pipeline schedule."""
     if not batches or len(batches) % count_multiple:
         raise ValueError(
             f"{len(batches)} micro-batches, expected a positive multiple of {count_multiple}"
@@ -129,8 +132,8 @@ def check_micro_batches(
 class NonFiniteLossError(RunError, ValueError):
     """A loss or the gradient norm is not finite; raised on every rank before the optimiser step.
 
-    ``culprits``: for each micro-batch with a non-finite loss {"dp_rank", "micro_batch",
-    "sequences"} (positions in the batch); empty if only the gradient norm is not finite.
+    ``culprits`` has an entry {"dp_rank", "micro_batch", "sequences"} for each micro-batch with a non-finite loss
+    (sequences are positions in the batch); it is empty if only the gradient norm is not finite.
     """
 
     def __init__(self, grad_norm: float, culprits: list[dict[str, Any]]) -> None:
@@ -147,17 +150,17 @@ class NonFiniteLossError(RunError, ValueError):
 
 
 class NonFiniteLogProbsError(RunError, ValueError):
-    """Log-probabilities asked for without training come from logits that are no distribution: NaN,
-    +inf, or nothing but -inf. Raised on every rank alike.
+    """Log-probabilities that were computed without training come from logits that are not a distribution: NaN,
+    +inf, or only -inf. Raised on every rank.
     """
 
 
 @dataclass(frozen=True)
 class StatsSpec:
-    """Which policy statistics a loss needs beside the sampled tokens' log-probabilities.
+    """The policy statistics that a loss needs in addition to the sampled tokens' log-probabilities.
 
-    ``topk``: log-probabilities at the batch's ``topk_ids``, ``topk_gradient``: with gradient. ``entropy``: of each
-    token's distribution. ``squares``: sum of its squared probabilities.
+    ``topk``: log-probabilities at the batch's ``topk_ids``. ``topk_gradient``: these with gradient. ``entropy``: the
+    entropy of each token's distribution. ``squares``: the sum of the distribution's squared probabilities.
     """
 
     topk: bool = False
@@ -168,7 +171,7 @@ class StatsSpec:
 
 @dataclass(frozen=True)
 class StatsFunction:
-    """``head_stats`` with all that stays the same in a run. ``last_chunk``: this rank's last model chunk."""
+    """``head_stats`` with the arguments that stay the same in a run. ``last_chunk``: this rank's last model chunk."""
 
     last_chunk: GPTModel
     topology: Topology
@@ -180,10 +183,15 @@ class StatsFunction:
     def __call__(
         self, hidden: Tensor, batch: PackedBatch, spec: StatsSpec | None = None
     ) -> PolicyStats:
-        """Statistics of the trained tokens, 0 elsewhere, from hidden states [1, T, H]; ``spec`` replaces the run's
-        own.
+        """Compute the statistics of the trained tokens from hidden states [1, T, H]; they are 0 at other tokens.
 
-        Raises ValueError where it wants TopK(mu) and the batch has none.
+        Args:
+            hidden: hidden states of the last stage, [1, T, H].
+            batch: the micro-batch of this rank.
+            spec: used in place of the run's own ``spec``; None: the run's own.
+
+        Raises:
+            ValueError: ``spec.topk`` is set and the batch has no ``topk_ids``.
         """
         spec = spec or self.spec
         stats = head_stats(
@@ -205,7 +213,7 @@ class StatsFunction:
 
 @dataclass
 class MicroBatchResults:
-    """What the last stage keeps of each micro-batch, in order; empty on other stages."""
+    """Results of the last stage: summed metrics, and one list entry for each micro-batch; empty on other stages."""
 
     metrics: MetricSums | None = None
     losses: list[Tensor] = field(default_factory=list)
@@ -213,16 +221,16 @@ class MicroBatchResults:
     faults: list[Tensor] = field(default_factory=list)
 
     def nonfinite(self, batches: list[PackedBatch]) -> list[tuple[int, list[int]]]:
-        """(micro-batch, sequences) of each loss that is not finite.
+        """Return (micro-batch, sequences) for each loss that is not finite.
 
-        Sequences: those with a trained token whose log-probability is not finite; where there is
-        none (the loss itself made it), all that train.
+        The sequences are those with a trained token whose log-probability is not finite. If there is none, so that
+        the loss function itself produced the value, they are all sequences with trained tokens.
         """
         sequences = []
         for i, loss in enumerate(self.losses):
             if not torch.isfinite(loss):
-                bad = ~torch.isfinite(self.log_probs[i]) & batches[i].loss_mask
-                tokens = bad if bool(bad.any()) else batches[i].loss_mask
+                bad_tokens = ~torch.isfinite(self.log_probs[i]) & batches[i].loss_mask
+                tokens = bad_tokens if bool(bad_tokens.any()) else batches[i].loss_mask
                 sequences.append((i, _sequences_of(batches[i], tokens)))
         return sequences
 
@@ -235,10 +243,17 @@ def forward_backward(
     denominator: float,
     replay: ModelReplay | None = None,
 ) -> MicroBatchResults:
-    """Accumulate the gradient of the summed loss / denominator in the buffers, then reduce them.
+    """Accumulate the gradient of the summed loss / denominator in the buffers, then reduce them. Collective.
 
-    Collective; on return gradients are summed over tokens, micro-batches and replicas. ``replay``
-    holds the recordings of ``batches``.
+    On return the gradients are summed over tokens, micro-batches and replicas.
+
+    Args:
+        chunks: this rank's model chunks in Megatron's DDP wrappers.
+        batches: the micro-batches of this replica.
+        stats: computes the policy statistics of a micro-batch.
+        token_loss: computes the summed loss of a micro-batch.
+        denominator: divides the loss.
+        replay: has loaded the recorded routing of ``batches``; None without router replay.
     """
     results = MicroBatchResults()
     topology = stats.topology
@@ -270,11 +285,11 @@ def forward_log_probs(
     *,
     topk: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """log pi of each batch's trained targets, fp32 [T], 0 elsewhere, and its ``PolicyStats.faults``; on the last stage
-    only, empty lists elsewhere.
+    """Compute log pi of each micro-batch's trained targets, fp32 [T] with 0 at other tokens, and its
+    ``PolicyStats.faults``. Other stages than the last return empty lists.
 
-    ``topk``: at its ``topk_ids`` instead, fp32 [T, K]. An id outside the vocabulary or a NaN in
-    the logits gives NaN and is counted among the faults, for the caller to stop on.
+    With ``topk`` log pi is computed at the ``topk_ids`` instead, fp32 [T, K]. An id outside the vocabulary or a NaN in
+    the logits gives NaN and is counted in the faults, which the caller must check.
     """
     log_probs: list[Tensor] = []
     faults: list[Tensor] = []
@@ -283,9 +298,9 @@ def forward_log_probs(
     def keep(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         own_stats = stats(hidden, own_batch(batch, topology), StatsSpec(topk=topk))
         policy = whole_stats(own_stats, batch, topology)
-        wanted = policy.topk_log_probs if topk else policy.log_probs
-        assert wanted is not None
-        log_probs.append(wanted.float())
+        batch_log_probs = policy.topk_log_probs if topk else policy.log_probs
+        assert batch_log_probs is not None
+        log_probs.append(batch_log_probs.float())
         faults.append(policy.faults)
         zero = torch.zeros((), device=hidden.device)
         return zero, zero.int(), {}
@@ -303,10 +318,12 @@ def _run_schedule(
     *,
     forward_only: bool,
 ) -> None:
+    """Run Megatron's pipeline schedule over ``batches``, with ``loss_of(batch, hidden states)`` on the last stage."""
+
     def forward_step(
-        numbered: Iterator[tuple[int, PackedBatch]], model: DistributedDataParallel
+        numbered_batches: Iterator[tuple[int, PackedBatch]], model: DistributedDataParallel
     ) -> tuple:
-        number, batch = next(numbered)
+        number, batch = next(numbered_batches)
         inputs = model_inputs(batch, own_batch(batch, topology))
         if model.config.bf16:
             inputs["fp32_output"] = False
@@ -320,8 +337,8 @@ def _run_schedule(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks,
         num_microbatches=len(batches),
-        # All are equal in an interleaved pipeline; in a plain one shapes travel with the tensors. Megatron-Core
-        # divides it by the sizes of context and sequence parallelism.
+        # Micro-batches have equal lengths in an interleaved pipeline; in a plain one the shapes are sent with the
+        # tensors. Megatron-Core divides the length by the sizes of context and sequence parallelism.
         seq_length=max(b.num_tokens for b in batches),
         micro_batch_size=1,
         forward_only=forward_only,
@@ -331,16 +348,17 @@ def _run_schedule(
 
 
 def _sequences_of(batch: PackedBatch, tokens: Tensor) -> list[int]:
+    """Return the positions in the batch of the sequences that contain ``tokens`` (bool [T])."""
     positions = tokens.nonzero().squeeze(1).to(batch.cu_seqlens.dtype)
     rows = torch.searchsorted(batch.cu_seqlens, positions, right=True) - 1
     return sorted(set(batch.sequence_index[rows].tolist()))
 
 
 def reduce_metrics(metrics: MetricSums | None, topology: Topology) -> MetricSums:
-    """Reduce sums, maxima and minima over all replicas; returned on every rank. Collective.
+    """Reduce sums, maxima and minima over all replicas and return them on every rank. Collective.
 
-    One all-reduce over the replicas; with PP > 1 also two broadcasts of the names (JSON) and one of
-    the result to the other stages. ``metrics``: of this replica on the last stage, else None.
+    The function does one all-reduce over the replicas; with PP > 1 also two broadcasts of the names (JSON) and one of
+    the result to the other stages. ``metrics``: this replica's metrics on the last stage, None on other stages.
     """
     names, vector = MetricNames(), torch.empty(0)
     device = platform.current().device
@@ -350,8 +368,8 @@ def reduce_metrics(metrics: MetricSums | None, topology: Topology) -> MetricSums
         dist.all_reduce(vector, group=topology.data_group)
     if topology.pp_size > 1:
         source, group = topology.last_stage_rank, topology.pipeline_group
-        received = broadcast_json(asdict(names), source, group)
-        names = MetricNames(**{kind: tuple(keys) for kind, keys in received.items()})
+        names_by_kind = broadcast_json(asdict(names), source, group)
+        names = MetricNames(**{kind: tuple(keys) for kind, keys in names_by_kind.items()})
         if metrics is None:
             size = names.vector_size(topology.dp_size)
             vector = torch.empty(size, dtype=torch.float64, device=device)
@@ -360,10 +378,10 @@ def reduce_metrics(metrics: MetricSums | None, topology: Topology) -> MetricSums
 
 
 def reduce_masked_tokens(counts: MaskedTokenCounts, topology: Topology) -> list[MaskedToken]:
-    """The ids that the mask blocked most often over all replicas; on every rank. Collective.
+    """Return the token ids that the mask blocked most often over all replicas, on every rank. Collective.
 
-    ``counts``: of this replica on the last stage (the same on all ranks of its tensor group); unused
-    on other stages.
+    ``counts``: this replica's counts on the last stage (the same on all ranks of its tensor group); ignored on other
+    stages.
     """
     tokens: list[MaskedToken] = []
     if topology.is_last_stage and counts.counts is not None:

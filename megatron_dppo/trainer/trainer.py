@@ -443,7 +443,7 @@ class Trainer:
         return self._parker.parked
 
     def check_resident(self, action: str, *parts: TrainerPart) -> None:
-        """Raise ParkedError if one of ``parts`` (none given: any), which ``action`` needs, is parked. Not collective."""
+        """Raise ParkedError if one of ``parts`` (none given: any), which ``action`` needs, is parked; not collective."""
         self._parker.check(action, *parts)
 
     def close(self) -> None:
