@@ -1,8 +1,10 @@
-"""Hugging Face weights into this rank's parameters, and the trained ones back, as a folder.
+"""Load Hugging Face weights into this rank's parameters, and export the trained weights as a Hugging Face folder.
 
-A file of an export is written by one rank, so that ranks on several hosts never write to the same. Its tensors
-are gathered there; a thread writes them while the next ones are gathered. Last, a run's export of its policy: adapters
-are merged into it, and written a second time by themselves, as PEFT's folder; transformers may check it.
+Each file of an export is written by one rank, so that ranks on several hosts never write to the same file. That rank
+gathers the file's tensors, and a thread writes them while the next ones are gathered.
+
+``export`` writes the policy of a run: adapters are merged into the weights, and are also written alone, as a PEFT
+folder. A check with transformers can follow, which compares its log-probabilities with the trainer's.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -56,11 +58,14 @@ log = logging.getLogger(__name__)
 def load_hf(
     chunks: list[GPTModel], shape: ModelShape, layout: Layout, rank: int, hf_dir: str | Path
 ) -> None:
-    """Fill every parameter of this rank from ``hf_dir``, reading only the slices that it holds.
+    """Fill every parameter of this rank from ``hf_dir``, reading only the slices that the rank holds.
 
-    Rows that pad the vocabulary become zero. Raises CheckpointError where a tensor of ``hf_dir`` is
-    not of the name and shape that its config.json asks for, or holds NaN, ValueError where the model's parameters
-    and the table disagree.
+    Rows that pad the vocabulary become zero.
+
+    Raises:
+        CheckpointError: the name or shape of a tensor in ``hf_dir`` does not match its config.json, or a tensor is not
+            finite.
+        ValueError: the model's parameters differ from those of the conversion table.
     """
     parameters = named_parameters(chunks)
     table = {(p.chunk, p.name): p for p in local_parameters(shape, layout, rank)}
@@ -79,7 +84,7 @@ def load_hf(
                     f"rank {rank}: {key} has shape {tuple(parameter.shape)} in the model, expected "
                     f"{tuple(entry.shape)}"
                 )
-            # What no segment fills pads the vocabulary.
+            # Zero the parameter first: rows that no segment fills pad the vocabulary.
             parameter.zero_()
             for segment in entry.segments:
                 part = reader.read(segment.hf_name, segment.dim, segment.hf_start, segment.length)
@@ -88,15 +93,15 @@ def load_hf(
 
 
 def shared_digest(folder: str | Path, topology: Topology) -> str:
-    """SHA-256 (hex) over all tensors of ``folder``, of which each rank reads its share. Collective."""
+    """Return the SHA-256 (hex) over all tensors of ``folder``; each rank reads a share of them. Collective."""
     digests = torch_dist.tensor_digests(folder, topology.rank, topology.world_size)
     return torch_dist.combined_digest(collectives.all_gather_json(digests))
 
 
 BUCKET_BYTES = 256 * 2**20
-"""Gathered at a time; a rank holds up to three: one that is gathered, one that waits, one that is written."""
-# How many times longer a byte takes to the disk than between ranks. Assumption; it only spreads
-# the files.
+"""Size of a bucket of tensors; a rank holds up to three: one is gathered, one waits and one is written."""
+# Time to write a byte to the disk, relative to the time to send it between ranks. The figure is an assumption; it only
+# affects which ranks write which files.
 _WRITE_OVER_GATHER = 4
 
 Files = Mapping[str, Mapping[str, tensor_store.TensorSpec]]
@@ -112,19 +117,20 @@ def export_hf(
     side_files_from: str | Path,
     max_shard_bytes: int = hf_folder.DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Write all weights into ``out_dir``. Collective.
+    """Write all weights into ``out_dir``, with a certificate. Collective.
 
-    The folder appears whole or not at all, with a certificate. Names, index and bytes don't depend on the layout.
+    The folder is published only when it is complete. File names, index and bytes do not depend on the layout.
 
     Args:
         values: this rank's parameters by (chunk, name).
         rank: this process's global rank.
-        model: its shape, its layout, and the dtype of the parameters.
-        out_dir: the folder; it must not exist, or be empty.
-        side_files_from: folder with config and tokenizer.
-        max_shard_bytes: of a file.
+        model: shape and layout of the model, and the dtype of the parameters.
+        out_dir: the folder to write; it must not exist or must be empty.
+        side_files_from: folder from which configuration and tokenizer are copied.
+        max_shard_bytes: largest size of a file.
 
-    Raises CheckpointError on every rank where one can't write.
+    Raises:
+        CheckpointError: a rank could not write; raised on every rank.
     """
     shape, layout, dtype = model
     specs = {name: tensor_store.TensorSpec(dims, dtype) for name, dims in hf_tensors(shape).items()}
@@ -134,11 +140,12 @@ def export_hf(
         with _staged(out_dir, rank, specs) as folder:
             share = {file: files[file] for file, writer in writer_of.items() if writer == rank}
             shares = collectives.all_gather_json(_write(folder, share, plan, rank, values))
-            digests = {name: digest for part in shares for name, digest in part.items()}
-            name = str(dtype).removeprefix("torch.")
-            certificate = Certificate(
-                "huggingface", shape, name, name, {n: digests[n] for n in specs}
-            )
+            digests: dict[str, str] = {}
+            for share_digests in shares:
+                digests.update(share_digests)
+            dtype_name = str(dtype).removeprefix("torch.")
+            ordered_digests = {name: digests[name] for name in specs}
+            certificate = Certificate("huggingface", shape, dtype_name, dtype_name, ordered_digests)
             collectives.on_rank_0(
                 lambda: hf_folder.complete_folder(folder, files, side_files_from),
                 error=CheckpointError,
@@ -153,9 +160,10 @@ def export_hf(
 def export_plan(
     files: Files, shape: ModelShape, layout: Layout, item_bytes: int
 ) -> tuple[list[Bucket], dict[str, int]]:
-    """The buckets to gather, each on the rank that writes its tensors; the rank that writes each file.
+    """Plan the buckets, each gathered on the rank that writes its tensors, and the rank that writes each file.
 
-    A file goes where it is written soonest: to a rank with little to write that holds much of it.
+    Each file is assigned to the rank that would finish it first: one that has little to write and holds a large part
+    of the file.
     """
     sources = {tensor.name: tensor for tensor in gather_plan(shape, layout)}
     load = [0] * layout.world_size
@@ -178,13 +186,13 @@ def export_plan(
 def _staged(
     out_dir: str | Path, rank: int, specs: Mapping[str, tensor_store.TensorSpec]
 ) -> Iterator[Path]:
-    """The folder to fill, which rank 0 makes and publishes; collective at its begin and end."""
+    """Provide a folder that rank 0 creates at the start and publishes at the end; both are collective."""
     staged = hf_folder.StagedFolder(out_dir, sum(spec.bytes for spec in specs.values()))
     with ExitStack() as stack:
         yield Path(
             collectives.on_rank_0(lambda: str(stack.enter_context(staged)), error=CheckpointError)
         )
-        # Closing it publishes the folder.
+        # Closing the stack publishes the folder.
         collectives.on_rank_0(stack.close, error=CheckpointError)
 
 
@@ -195,32 +203,44 @@ def _write(
     rank: int,
     values: Mapping[ParameterKey, Tensor],
 ) -> dict[str, str]:
-    """Gather all tensors and write this rank's ``share`` of the files; SHA-256 of their tensors. Collective."""
+    """Gather all tensors and write this rank's ``share`` of the files. Collective.
+
+    Args:
+        folder: the staged folder.
+        share: the files that this rank writes.
+        plan: the buckets of all ranks, in the order of gathering.
+        rank: this process's global rank.
+        values: this rank's parameters by (chunk, name).
+
+    Returns:
+        SHA-256 (hex) of each tensor of ``share``, by name.
+    """
     with ExitStack() as stack:
         writer = collectives.on_every_rank(
             lambda: stack.enter_context(_FileWriter(folder, share)), error=CheckpointError
         )
-        total, done = sum(bucket.elements for bucket in plan), 0
-        with progress("export, millions of weights", total // 10**6) as bar:
+        total_elements, written_elements = sum(bucket.elements for bucket in plan), 0
+        with progress("export, millions of weights", total_elements // 10**6) as bar:
             for bucket, gathered in zip(plan, gather(plan, rank, values), strict=True):
                 writer.add(gathered.tensors)
-                done += bucket.elements
-                bar.update(completed=done // 10**6)
+                written_elements += bucket.elements
+                bar.update(completed=written_elements // 10**6)
         collectives.on_every_rank(writer.finish, error=CheckpointError)
         return writer.digests
 
 
 class _FileWriter:
-    """Writes tensors to the files that they belong to, in a thread, one bucket behind. A context manager.
+    """Writes tensors to their files in a thread, one bucket behind the gathering. A context manager.
 
-    After a failed write it takes tensors and drops them: the ranks must go through all buckets together.
+    After a failed write the thread discards further tensors, because all ranks must go through all buckets together;
+    ``finish`` raises the error.
     """
 
     def __init__(self, folder: Path, files: Files) -> None:
         self._folder, self._files = folder, files
         self._stack = ExitStack()
         self._writer_of: dict[str, tensor_store.SafetensorsFileWriter] = {}
-        # One waits beside the one that is written: the gathers must not run ahead of the disk.
+        # One bucket may wait while another is written: this bound keeps gathering from running ahead of the disk.
         self._buckets: queue.Queue[list[tuple[str, Tensor]] | None] = queue.Queue(1)
         self._error: BaseException | None = None
         self.digests: dict[str, str] = {}
@@ -239,12 +259,12 @@ class _FileWriter:
         return self
 
     def add(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """Have whole tensors written, which must not change afterwards; waits while two buckets are on their way."""
+        """Queue whole tensors, which must not change afterwards; block while one bucket is written and one waits."""
         if tensors:
             self._buckets.put(tensors)
 
     def finish(self) -> None:
-        """Wait for the disk. Raises what a write failed with."""
+        """Wait until all tensors are on the disk; raise the error of a failed write."""
         self._end()
         if self._error is not None:
             raise self._error
@@ -255,7 +275,7 @@ class _FileWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end()
         if kind is not None or self._error is not None:
-            # Incomplete files must not open.
+            # Close the files with an error, so that nothing can read them as complete.
             self._stack.__exit__(OSError, OSError(), None)
 
     def _end(self) -> None:
@@ -274,11 +294,8 @@ class _FileWriter:
                             tensor_store.byte_view(rows)
                         ).hexdigest()
             except BaseException as error:
-                # Raised by finish: the ranks must go through all buckets together.
+                # Keep the error for ``finish``: the ranks must go through all buckets together.
                 self._error = error
-
-
-# --- a run's export, and its check: log-probabilities by transformers against the trainer's
 
 
 def max_log_prob_difference(
@@ -287,68 +304,76 @@ def max_log_prob_difference(
     trajectories: Sequence[Trajectory],
     temperature: float,
 ) -> float:
-    """max |log pi_trainer - log pi_transformers| over the sampled tokens, nats. Collective.
+    """Compute max |log pi_trainer - log pi_transformers| over the sampled tokens, nats. Collective.
 
-    transformers loads ``folder`` on rank 0, in the exported dtype, on the CPU.
+    Rank 0 loads ``folder`` with transformers, in the exported dtype, on the CPU.
 
     Args:
-        trainer: whose weights were exported.
+        trainer: the trainer whose weights were exported.
         folder: the exported Hugging Face folder.
-        trajectories: what to compare on.
+        trajectories: the sequences to compare.
         temperature: divides the logits on both sides.
     """
-    light = [t.without(*t.columns) for t in trajectories]
-    batches = trainer.packed(light)
-    ours = trainer.log_probs(batches)[0].cpu()[batches[0].loss_mask]
+    sequences = [t.without(*t.columns) for t in trajectories]
+    batches = trainer.packed(sequences)
+    trainer_values = trainer.log_probs(batches)[0].cpu()[batches[0].loss_mask]
     difference = None
     if trainer.topology.rank == 0:
-        theirs = torch.cat(transformers_log_probs(folder, light, temperature))
-        difference = (ours.double() - theirs.double()).abs().max().item()
+        transformers_values = torch.cat(transformers_log_probs(folder, sequences, temperature))
+        difference = (trainer_values.double() - transformers_values.double()).abs().max().item()
     return broadcast_json(difference, src=0)
 
 
 def transformers_log_probs(
     folder: str | Path, trajectories: Sequence[Trajectory], temperature: float
 ) -> list[torch.Tensor]:
-    """log pi of each sampled token by transformers, nats: one fp32 tensor [N] for each trajectory."""
+    """Compute log pi of each sampled token with transformers, nats: one fp32 tensor [N] for each trajectory."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # As somebody else would load it: in the type that its config.json names.
+    # Load the folder with the defaults, as its users do: in the dtype that its config.json names.
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    answers = []
+    results = []
     for trajectory in trajectories:
         ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))
-        sampled = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
+        positions = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
         with torch.no_grad():
-            # The logits of a position are of the token after it.
-            logits = model(ids[None]).logits[0, sampled - 1].float()
+            # The logits at a position predict the next token.
+            logits = model(ids[None]).logits[0, positions - 1].float()
         log_probs = torch.log_softmax(logits / temperature, -1)
-        answers.append(log_probs.gather(1, ids[sampled][:, None])[:, 0])
-    return answers
+        results.append(log_probs.gather(1, ids[positions][:, None])[:, 0])
+    return results
 
 
 ADAPTERS_FOLDER = "adapters"
 SEQUENCES_TO_CHECK = 16
-"""Number of examples that the check compares."""
+"""Number of sequences that the check compares."""
 
 
 Example = tuple[int, list[int], list[bool]]
-"""Position in the batch, tokens and loss mask of a trajectory without branches, as plain values."""
+"""Position in the batch, tokens and loss mask of a trajectory's first branch, as plain values."""
 
 
 def examples_of(trajectories: Mapping[int, Trajectory]) -> list[Example]:
-    """The first trajectories of a batch that are on this rank; copies, of a batch that goes."""
-    first = [
-        (p, trajectories[p].branches[0]) for p in range(SEQUENCES_TO_CHECK) if p in trajectories
-    ]
-    return [(p, t.token_ids.tolist(), t.loss_mask.tolist()) for p, t in first]
+    """Copy those of a batch's first ``SEQUENCES_TO_CHECK`` trajectories that are on this rank.
+
+    The copies outlive the batch, which is freed.
+    """
+    examples = []
+    for position in range(SEQUENCES_TO_CHECK):
+        if position in trajectories:
+            branch = trajectories[position].branches[0]
+            examples.append((position, branch.token_ids.tolist(), branch.loss_mask.tolist()))
+    return examples
 
 
 def gathered_examples(examples: Sequence[Example]) -> list[Trajectory]:
-    """Those of all ranks, in order, on every rank. Collective."""
-    by_position = {p: t for share in all_gather_json(list(examples)) for p, *t in share}
+    """Gather the examples of all ranks and return them on every rank, in the order of positions. Collective."""
+    by_position: dict[int, list[Any]] = {}
+    for share in all_gather_json(list(examples)):
+        for position, *columns in share:
+            by_position[position] = columns
     return [Trajectory(0, 0, *by_position[position]) for position in sorted(by_position)]
 
 
@@ -357,15 +382,15 @@ def export(
     trainer: Trainer,
     examples: Sequence[Trajectory | Problem] | None,
 ) -> float | None:
-    """Write ``<directory>/hf``, its adapters beside it, and check it on ``examples``. Collective.
+    """Write ``<directory>/hf`` and the adapters next to it, then check the export on ``examples``. Collective.
 
     Args:
-        directory: of the run.
-        trainer: whose weights are exported.
-        examples: sequences for the check, the first ``SEQUENCES_TO_CHECK`` are used; None: no check.
+        directory: folder of the run.
+        trainer: its weights are exported.
+        examples: sequences for the check, which uses the first ``SEQUENCES_TO_CHECK``; None: no check.
 
     Returns:
-        Largest difference of a log-probability between trainer and export, nats; None without check.
+        Largest difference of a log-probability between trainer and export, nats; None without a check.
     """
     folder = Path(directory) / EXPORT_FOLDER
     _clear(folder, trainer)
@@ -376,13 +401,16 @@ def export(
         trainer.adapted.export(adapters, trainer.config.model.hf_checkpoint)
     if examples is None:
         return None
-    compared = [_compared(example) for example in examples[:SEQUENCES_TO_CHECK]]
-    return max_log_prob_difference(trainer, folder, compared, trainer.config.temperature)
+    sequences = [_check_sequence(example) for example in examples[:SEQUENCES_TO_CHECK]]
+    return max_log_prob_difference(trainer, folder, sequences, trainer.config.temperature)
 
 
 def upload_export(directory: str, repository: str, steps: int) -> None:
-    """Send ``<directory>/hf``, of a run of ``steps`` steps, to huggingface.co. A failure is told with the command that
-    repeats it, and not raised. Until one or the other the run is not finished."""
+    """Upload ``<directory>/hf``, of a run of ``steps`` steps, to huggingface.co.
+
+    A failed upload is logged with the command that repeats it; the error is not raised. After the upload or its failure
+    the run counts as finished.
+    """
     folder = Path(directory) / EXPORT_FOLDER
     log.info("sending %s to %s", folder, repository)
     try:
@@ -401,8 +429,8 @@ def _clear(folder: Path, trainer: Trainer) -> None:
     barrier()
 
 
-def _compared(example: Trajectory | Problem) -> Trajectory:
-    """What the check compares on: a trajectory, or all of a problem's prompt but its first token."""
+def _check_sequence(example: Trajectory | Problem) -> Trajectory:
+    """Return the sequence to compare: the trajectory, or a problem's prompt with its first token as the prompt."""
     if isinstance(example, Trajectory):
         return example
     return Trajectory.of_response(example.prompt_ids[:1], example.prompt_ids[1:])

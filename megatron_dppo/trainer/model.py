@@ -1,7 +1,7 @@
-"""This rank's model chunks and their optimizer, as Megatron-Core has them; an update in two parts: norm, then step.
+"""Build this rank's Megatron-Core model chunks and their optimizer, and apply an update in two parts: norm, then step.
 
-The modules of any rank of any layout can also be made on the meta device, to compare them with the conversion's rules:
-no memory is taken and no other process is needed, for torch's fake process group stands for a world of any size.
+The modules of any rank of any layout can also be built on the meta device, to compare their parameters with the
+conversion rules. That takes no memory and no other process: torch's fake process group simulates a world of any size.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from megatron_dppo.trainer.megatron_config import megatron_sizes, transformer_co
 from megatron_dppo.vocab_parallel.head import HeadFactor
 
 LayerSpec = Callable[[TransformerConfig, int | None], Any]
-"""``(config, vp_stage)`` -> the layers of one chunk."""
+"""Function from ``(config, vp_stage)`` to the layer spec of one chunk."""
 
 
 def build_chunks(
     transformer: TransformerConfig, shape: ModelShape, spec: LayerSpec | None = None
 ) -> list[GPTModel]:
-    """Build this rank's part of the model: one GPTModel, unwrapped, for each virtual stage, on its device.
+    """Build this rank's part of the model on its device: one unwrapped GPTModel for each virtual stage.
 
-    ``spec``: its layers; None: the platform's.
+    ``spec`` chooses the layers; None: the layer spec of the platform.
     """
     chunks = make_chunks(transformer, shape, spec)
     return [chunk.to(platform.current().device) for chunk in chunks]
@@ -64,17 +64,20 @@ def build_chunks(
 def make_chunks(
     transformer: TransformerConfig, shape: ModelShape, spec: LayerSpec | None = None
 ) -> list[GPTModel]:
-    """The same where they are made: on torch's default device."""
-    virtual = transformer.virtual_pipeline_model_parallel_size
-    stages = [None] if virtual is None else list(range(virtual))
+    """Build the chunks of :func:`build_chunks` on torch's default device."""
+    stage_count = transformer.virtual_pipeline_model_parallel_size
+    stages = [None] if stage_count is None else list(range(stage_count))
     layers = spec or platform.current().decoder_spec
     return [_build_chunk(transformer, shape, stage, layers) for stage in stages]
 
 
 def leave_out_logits(chunks: Sequence[GPTModel]) -> None:
-    """Let the last stage return what its output layer would read, [1, T, H], in place of logits: ``head_factors``
-    takes the layer's part from there. What brings the layer's input from other tensor-parallel ranks, and sums its
-    gradient over them, stays; and so do hooks on the layer (a gather of its weights that was put off)."""
+    """Make the last stage return the input of its output layer, [1, T, H], instead of logits.
+
+    ``head_factors`` then provides the layer for computing statistics from this input. The layer still gathers its
+    input from the tensor-parallel ranks and sums the gradient over them, and its hooks still run (such as a deferred
+    gather of its weights).
+    """
     for chunk in chunks:
         if chunk.post_process:
             layer = chunk.output_layer
@@ -95,11 +98,13 @@ def _output_layer_input(
 
 
 def head_factors(chunk: GPTModel, hidden: Tensor) -> list[HeadFactor]:
-    """The output layer of a last stage, for the ``hidden`` states [T, H] that its forward pass has just handed on; and
-    its adapter, if it has one."""
+    """Return the factors of the output layer, and of its adapter if it has one, for ``hidden``.
+
+    ``chunk`` is the last stage; ``hidden`` [T, H] are the states that its latest forward pass returned.
+    """
     layer = chunk.output_layer
-    tied = chunk.share_embeddings_and_output_weights
-    weight = chunk.shared_embedding_or_output_weight() if tied else layer.weight
+    is_tied = chunk.share_embeddings_and_output_weights
+    weight = chunk.shared_embedding_or_output_weight() if is_tied else layer.weight
     factors = [HeadFactor(hidden, weight, _main_gradient(weight))]
     adapter = dict(layer.named_children()).get(CHILD)
     if isinstance(adapter, HeadAdapter) and (factor := adapter.take_factor()):
@@ -108,12 +113,15 @@ def head_factors(chunk: GPTModel, hidden: Tensor) -> list[HeadFactor]:
 
 
 def _main_gradient(weight: Parameter) -> Tensor | None:
-    """Where Megatron's DDP sums the gradient of ``weight``; it is told that the sum is not its own to make."""
+    """Return the buffer in which Megatron's DDP sums the gradient of ``weight``; None without gradient.
+
+    The function marks the weight, so that DDP does not add its ``.grad``: the head adds the gradient to the buffer.
+    """
     if not (torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "main_grad")):
         return None
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    # A tied weight's .grad is the embedding's, which DDP still adds. Any other must have one, which DDP drops: this
-    # one takes no memory.
+    # The .grad of a tied weight is the embedding's gradient, which DDP still adds. DDP requires a .grad of any other
+    # weight and then drops it, so set an expanded scalar, which takes no memory.
     if not getattr(weight, "zero_out_wgrad", False):
         weight.grad = weight.new_zeros(()).expand(weight.shape)
     return weight.main_grad
@@ -128,19 +136,22 @@ def wrap_chunks(
 ) -> list[DistributedDataParallel]:
     """Wrap each chunk in Float16Module (bfloat16 only) and in DDP with fp32 gradient buffers.
 
-    ``options``: fields of DistributedDataParallelConfig, in place of ours.
+    ``options``: fields of DistributedDataParallelConfig, which override the defaults of this function.
     """
-    ours = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": distributed_optimizer}
-    ddp = DistributedDataParallelConfig(**{**ours, **options})
+    defaults = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": distributed_optimizer}
+    ddp = DistributedDataParallelConfig(**{**defaults, **options})
     wrapped = []
     for i, chunk in enumerate(chunks):
         module = Float16Module(transformer, chunk) if transformer.bf16 else chunk
-        # As in Megatron-LM: later chunks' communication is hidden by the computation of others anyway.
+        # Disable bucketing for later chunks, as Megatron-LM does: the computation of other chunks already overlaps
+        # their communication.
         wrapped.append(DistributedDataParallel(transformer, ddp, module, disable_bucketing=i > 0))
-    # Gradients of all micro-batches but the last only add up: reducing each would send them all.
+    # Accumulate the gradients of all micro-batches except the last without reducing them: otherwise every micro-batch
+    # would send its gradients.
     if ddp.overlap_grad_reduce:
-        without = [chunk.no_sync for chunk in wrapped]
-        transformer.no_sync_func = without if len(without) > 1 else without[0]
+        no_sync_functions = [chunk.no_sync for chunk in wrapped]
+        is_interleaved = len(no_sync_functions) > 1
+        transformer.no_sync_func = no_sync_functions if is_interleaved else no_sync_functions[0]
     return wrapped
 
 
@@ -162,7 +173,8 @@ def _build_chunk(
     )
     if shape.rope_scaling is not None:
         rope = model.rotary_pos_emb
-        # GPTModel's own option sets three of these four numbers to those of Llama 3.1.
+        # Scale the frequencies here, because GPTModel's own option fixes three of these four numbers to those of
+        # Llama 3.1.
         rope.inv_freq = rope._apply_scaling(
             rope.inv_freq,
             factor=shape.rope_scaling.factor,
@@ -175,8 +187,11 @@ def _build_chunk(
 
 @dataclass(frozen=True)
 class MetaComparison:
-    """What was found in the modules of some ranks. ``faults``: a line for each parameter that the rules lack, that
-    the modules lack, or whose shape differs."""
+    """The result of comparing the modules of some ranks with the conversion rules.
+
+    ``faults`` has a line for each parameter that only the modules or only the rules have, or whose shape differs.
+    ``parameters`` and ``elements`` count the parameters of the modules and their elements.
+    """
 
     layout: str
     ranks: tuple[int, ...]
@@ -185,7 +200,7 @@ class MetaComparison:
     faults: tuple[str, ...]
 
     def summary(self) -> str:
-        """In a line."""
+        """Return the result in one line."""
         verdict = f"{len(self.faults)} differ" if self.faults else "all as the rules say"
         return (
             f"{self.layout}: Megatron's modules of ranks {', '.join(map(str, self.ranks))}, {self.parameters:,} "
@@ -194,8 +209,11 @@ class MetaComparison:
 
 
 def compare(config: PolicyConfig, shape: ModelShape) -> MetaComparison:
-    """Build the first and the last rank of ``config``'s layout, and compare every parameter's name and shape with
-    ``model.mapping.local_parameters``. The process must be in no process group."""
+    """Compare the parameters of the first and the last rank of ``config``'s layout with the conversion rules.
+
+    The function builds both ranks' modules on the meta device and compares the name and shape of every parameter with
+    ``model.mapping.local_parameters``. The process must not be in a process group.
+    """
     layout = Layout.of(config.parallel.sizes)
     ranks = tuple(sorted({0, layout.world_size - 1}))
     transformer = transformer_config(config, shape, layout)
@@ -213,15 +231,19 @@ def compare(config: PolicyConfig, shape: ModelShape) -> MetaComparison:
 
 
 def named_parameters(chunks: list[GPTModel]) -> dict[ParameterKey, Parameter]:
-    """Parameters of this rank by (chunk, name)."""
-    return {(i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+    """Return the parameters of this rank by (chunk, name)."""
+    parameters: dict[ParameterKey, Parameter] = {}
+    for i, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            parameters[i, name] = parameter
+    return parameters
 
 
 def meta_parameters(
     transformer: TransformerConfig, shape: ModelShape, layout: Layout, rank: int
 ) -> dict[tuple[int, str], tuple[int, ...]]:
-    """(chunk, name) -> shape of every parameter of ``rank``'s GPTModels."""
-    # Tensors on the meta device have no values to draw.
+    """Build ``rank``'s GPTModels on the meta device and return the shape of every parameter by (chunk, name)."""
+    # Skip the initialization: tensors on the meta device have no values.
     transformer = replace(transformer, perform_initialization=False)
     with _fake_world(layout, rank), torch.device("meta"):
         parameters = named_parameters(make_chunks(transformer, shape))
@@ -231,7 +253,7 @@ def meta_parameters(
 def differences(
     shapes: dict[tuple[int, str], tuple[int, ...]], expected: dict[tuple[int, str], tuple[int, ...]]
 ) -> Iterator[str]:
-    """A line for each parameter whose shape is not the expected one, or that only one side has."""
+    """Yield a line for each parameter whose shape is not the expected one, or that only one side has."""
     for key in sorted(shapes.keys() | expected.keys()):
         if shapes.get(key) != expected.get(key):
             yield (
@@ -242,7 +264,7 @@ def differences(
 
 @contextmanager
 def _fake_world(layout: Layout, rank: int) -> Iterator[None]:
-    """This process as ``rank`` of a world whose collectives do nothing."""
+    """Make this process ``rank`` of a world whose collectives do nothing, inside this context."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         parallel_state.initialize_model_parallel(
@@ -264,11 +286,18 @@ def build_optimizer(
     *,
     distributed: bool,
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """Build Adam with decoupled weight decay (none on norms and biases) and its schedule.
+    """Build Adam with decoupled weight decay (none on norms and biases) and its learning-rate schedule.
 
     The learning rate of step n = 1, 2, ... is ``lr * n / W`` in a warm-up of W steps, then ``min_lr + c (lr - min_lr)``
-    with c = 1 (constant), 1 - x (linear) or (1 + cos(pi x)) / 2 (cosine), x = (n - W) / (decay_steps - W) up to 1. It
-    depends on n alone, so a resumed run goes on in it. ``options``: further fields of Megatron-Core's OptimizerConfig.
+    with c = 1 (constant), 1 - x (linear) or (1 + cos(pi x)) / 2 (cosine), x = (n - W) / (decay_steps - W) up to 1. The
+    rate depends on n alone, so a resumed run continues the schedule.
+
+    Args:
+        config: learning rates, schedule, betas, weight decay and clipping.
+        chunks: this rank's model chunks in Megatron's DDP wrappers.
+        dtype: dtype of the parameters.
+        options: further fields of Megatron-Core's OptimizerConfig.
+        distributed: whether to use the distributed optimizer.
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -295,7 +324,7 @@ def build_optimizer(
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.warmup_steps,
-        # A constant rate has no end, but Megatron-Core asks for one.
+        # Megatron-Core requires a number of decay steps, also for a constant rate.
         lr_decay_steps=config.decay_steps or sys.maxsize,
         lr_decay_style=config.schedule,
         start_wd=config.weight_decay,
@@ -308,7 +337,7 @@ def build_optimizer(
 
 @torch.no_grad()
 def prepare_step(optimizer: ChainedOptimizer) -> float:
-    """Copy the reduced gradients to the optimizer; returns the global L2 norm. Collective."""
+    """Copy the reduced gradients to the optimizer and return their global L2 norm. Collective."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
@@ -317,12 +346,12 @@ def prepare_step(optimizer: ChainedOptimizer) -> float:
 def apply_step(
     optimizer: ChainedOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float
 ) -> float:
-    """Clip the gradients, whose norm is ``grad_norm``, and update; returns the learning rate."""
-    # Before the update: else step 1 had the rate of step 0, which is 0 in a warm-up.
+    """Clip the gradients, whose norm is ``grad_norm``, update the weights and return the learning rate."""
+    # Advance the schedule before the update: otherwise step 1 would use the rate of step 0, which is 0 in a warm-up.
     scheduler.step(increment=1)
     for part in optimizer.chained_optimizers:
         parameters = [] if part.is_stub_optimizer else part.get_parameters()
-        # By the norm that was checked: Megatron's own step would compute it again, over all ranks.
+        # Clip by the norm that was checked: Megatron's own step would compute it again over all ranks.
         if parameters and part.config.clip_grad > 0:
             decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, decoupled)
@@ -331,8 +360,8 @@ def apply_step(
 
 
 def complete_weights(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Gather the weights that other replicas updated, where ``overlap_param_gather`` has put it off until a forward
-    pass asks for them. Collective."""
+    """Gather the weights that other replicas updated now, where ``overlap_param_gather`` would defer the gather to the
+    next forward pass. Collective."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)

@@ -152,7 +152,7 @@ class Parker:
         return _moved(storages, copied, start_time)
 
     def unpark(self, parts: Collection[TrainerPart] | None = None) -> Moved:
-        """Move ``parts`` (None: all parked ones) back to the device; gradients become zero. On an error all stay parked.
+        """Move ``parts`` (None: all parked ones) back to the device; gradients become 0. On an error all stay parked.
 
         Raises:
             ParkedError: one of ``parts`` is not parked, or no part is.

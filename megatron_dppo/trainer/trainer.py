@@ -443,7 +443,7 @@ class Trainer:
         return self._parker.parked
 
     def check_resident(self, action: str, *parts: TrainerPart) -> None:
-        """Raise ParkedError if one of ``parts`` (none given: any), which ``action`` needs, is parked; not collective."""
+        """Raise ParkedError if one of ``parts`` (none given: any), needed by ``action``, is parked. Not collective."""
         self._parker.check(action, *parts)
 
     def close(self) -> None:
