@@ -94,6 +94,7 @@ def check_no_transfer(chunks: Iterable[DistributedDataParallel]) -> None:
 
 
 def _optimizer_tensors(optimizer: ChainedOptimizer) -> Iterable[Tensor]:
+    """Yield the main parameters and the state tensors on the device; step counts (0-D) are omitted."""
     device = platform.current().device
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False):
@@ -125,7 +126,7 @@ class Parker:
         return frozenset(self._parked_storages)
 
     def check(self, action: str, *parts: TrainerPart) -> None:
-        """Raise ParkedError if one of ``parts`` (none given: any part) is parked. ``action`` needs them."""
+        """Raise ParkedError if one of ``parts`` (none given: any part) is parked. ``action`` goes into the message."""
         required_parts = parts or TRAINER_PARTS
         if parked_parts := [part for part in required_parts if part in self._parked_storages]:
             raise ParkedError(
@@ -133,7 +134,7 @@ class Parker:
             )
 
     def park(self, parts: Collection[TrainerPart] = TRAINER_PARTS) -> Moved:
-        """Copy ``parts`` to the host and free their bytes on the device. After an error nothing is parked.
+        """Copy ``parts`` to the host and free their bytes on the device. After an error no further part is parked.
 
         Raises:
             ParkedError: one of ``parts`` is already parked.
@@ -186,6 +187,7 @@ class Parker:
         return _moved(storages, copied, start_time)
 
     def _settle(self, parts: Iterable[TrainerPart]) -> None:
+        """Release host and device memory that is not used after ``parts`` were moved."""
         for part in parts:
             if part in self._copies:
                 self._copies[part].settle()

@@ -158,23 +158,22 @@ class Trainer:
             )
         self._reference = None
         self.reference_sha256: str | None = None
-        self._starts_adapted = config.lora.start_from is not None
+        self._starts_with_adapters = config.lora.start_from is not None
         if config.keeps_reference:
-            self._reference = ReferenceWeights(self.chunks, with_adapters=self._starts_adapted)
-            checkpoint = config.model.hf_checkpoint
-            self.reference_sha256 = start_digest(
-                self.adapted.base_sha256
-                if self.adapted
-                else hugging_face.shared_digest(checkpoint, self.topology),
-                config.lora.start_from,
+            self._reference = ReferenceWeights(
+                self.chunks, with_adapters=self._starts_with_adapters
             )
+            if self.adapted:
+                base_digest = self.adapted.base_sha256
+            else:
+                base_digest = hugging_face.shared_digest(config.model.hf_checkpoint, self.topology)
+            self.reference_sha256 = start_digest(base_digest, config.lora.start_from)
         topology = self.topology
-        is_sequence_parallel = sizes.sequence_parallel(self.shape)
-        self.share = TokenShare(
-            topology.cp_size,
-            topology.cp_rank,
-            *((topology.tp_size, topology.tp_rank) if is_sequence_parallel else (1, 0)),
-        )
+        # Tensor-parallel ranks divide the tokens only with sequence parallelism.
+        tp_size, tp_rank = 1, 0
+        if sizes.sequence_parallel(self.shape):
+            tp_size, tp_rank = topology.tp_size, topology.tp_rank
+        self.share = TokenShare(topology.cp_size, topology.cp_rank, tp_size, tp_rank)
         # An interleaved schedule pads micro-batches to equal length, which moves the boundaries between the token
         # shares of tensor-parallel ranks: then every rank needs all rows.
         self.input_rows = None if self.layout.chunks > 1 else self.share.rows
@@ -298,7 +297,7 @@ class Trainer:
         if self._reference is None:
             raise ValueError("algorithm.reference_kl is 0: no reference policy is kept")
         self.check_resident("score by the reference policy", "weights", "reference")
-        omitted_adapters = None if self._starts_adapted else self.adapted
+        omitted_adapters = None if self._starts_with_adapters else self.adapted
         without_adapters = nullcontext() if omitted_adapters is None else omitted_adapters.frozen()
         with self._reference.in_place(), without_adapters:
             return self.log_probs(micro_batches)

@@ -196,7 +196,7 @@ def rng_file(rank: int) -> str:
 
 _SHOWN_AFTER_S = 1.0
 _POLL_S = 0.2
-# After another rank's save failed, this rank waits so long for its own thread to end.
+# Time that a rank waits for its own thread to end after another rank's save failed.
 _END_S = 10.0
 
 

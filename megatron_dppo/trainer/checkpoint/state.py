@@ -221,7 +221,7 @@ def rank_state(model: dict[str, Any], optimizer: ChainedOptimizer) -> RankState:
             tensors.append(_local_tensor(sharded, slices.get(id(sharded.data), ())))
         else:
             raise TypeError(f"Megatron's state dict holds {type(sharded)}, expected sharded ones")
-    # Replicas of the plain optimizer hold the same state.
+    # With the plain optimizer all replicas hold the same state, so they can divide the writing.
     split_state = not any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
     blocks: list[LocalBlock] = []
     for tensor in tensors:
@@ -280,6 +280,7 @@ def _blocks(
         start: position of the first of ``values`` in the local tensor.
     """
     for first, region in regions:
+        # Elements [low, high) of the local tensor are in both ``values`` and the region.
         low = max(start, first)
         high = min(start + values.numel(), first + region.box.elements)
         offset = low - start
@@ -301,19 +302,19 @@ def _share(tensors: list[_LocalTensor], *, split_state: bool) -> Iterator[LocalB
     if not split_state:
         for tensor in main_tensors:
             yield from tensor.state
-    replicas_of = {
+    # Number of replicas by ``is_expert``. Experts are divided separately, because their replicas are other ranks.
+    replica_counts = {
         False: parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         True: parallel_state.get_expert_data_parallel_world_size(),
     }
-    # Experts are divided separately, because their replicas are other ranks than those of the remaining tensors.
-    for is_expert, replicas in replicas_of.items():
+    for is_expert, replica_count in replica_counts.items():
         candidates: list[tuple[_LocalTensor, list[LocalBlock]]] = []
         for tensor in main_tensors:
             if tensor.is_expert == is_expert:
                 state = tensor.state if split_state else []
                 candidates.append((tensor, [*tensor.weight, *state]))
         sizes = [sum(block.bytes for block, _ in blocks) for _, blocks in candidates]
-        for replica, indices in enumerate(partition_by_cost(sizes, replicas)):
+        for replica, indices in enumerate(partition_by_cost(sizes, replica_count)):
             for i in indices:
                 tensor, blocks = candidates[i]
                 if tensor.replica == replica:

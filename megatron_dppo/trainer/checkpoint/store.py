@@ -266,12 +266,14 @@ class CheckpointStore:
 
 
 def _checked_manifest(folder: Path) -> dict[str, Any]:
+    """Read the manifest and compare the sizes of the files with it."""
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
     return manifest
 
 
 def _fill(state: RankState, folder: Path) -> None:
+    """Read all blocks of this rank from ``folder`` into the trainer's tensors."""
     with StoredBlocks(folder) as stored:
         for block, values in state.blocks:
             stored.fill(block, values)
@@ -324,10 +326,12 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
 
 def _text(state: torch.Tensor) -> str:
+    """Encode the bytes of a generator's state as hexadecimal text."""
     return state.cpu().numpy().tobytes().hex()
 
 
 def _tensor(text: str) -> torch.Tensor:
+    """Decode the state that :func:`_text` encoded."""
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8).clone()
 
 
