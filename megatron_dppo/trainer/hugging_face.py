@@ -166,7 +166,7 @@ def export_plan(
     of the file.
     """
     sources = {tensor.name: tensor for tensor in gather_plan(shape, layout)}
-    load = [0] * layout.world_size
+    assigned_bytes = [0] * layout.world_size
     writer_of: dict[str, int] = {}
     tensors: dict[int, list[TensorSources]] = {}
     for file, specs in files.items():
@@ -175,9 +175,12 @@ def export_plan(
             for rank, elements in elements_held(sources[name]).items():
                 held_bytes[rank] += elements * item_bytes
         size = sum(spec.bytes for spec in specs.values())
-        cost = [load[r] + (size - held_bytes[r]) // _WRITE_OVER_GATHER for r in range(len(load))]
-        writer = writer_of[file] = cost.index(min(cost))
-        load[writer] += size
+        costs = []
+        for rank in range(layout.world_size):
+            gather_cost = (size - held_bytes[rank]) // _WRITE_OVER_GATHER
+            costs.append(assigned_bytes[rank] + gather_cost)
+        writer = writer_of[file] = costs.index(min(costs))
+        assigned_bytes[writer] += size
         tensors.setdefault(writer, []).extend(sources[name] for name in specs)
     return buckets_in_turn(tensors, BUCKET_BYTES, item_bytes), writer_of
 
@@ -187,11 +190,13 @@ def _staged(
     out_dir: str | Path, rank: int, specs: Mapping[str, tensor_store.TensorSpec]
 ) -> Iterator[Path]:
     """Provide a folder that rank 0 creates at the start and publishes at the end; both are collective."""
-    staged = hf_folder.StagedFolder(out_dir, sum(spec.bytes for spec in specs.values()))
+    total_bytes = sum(spec.bytes for spec in specs.values())
+    staged_folder = hf_folder.StagedFolder(out_dir, total_bytes)
     with ExitStack() as stack:
-        yield Path(
-            collectives.on_rank_0(lambda: str(stack.enter_context(staged)), error=CheckpointError)
+        path = collectives.on_rank_0(
+            lambda: str(stack.enter_context(staged_folder)), error=CheckpointError
         )
+        yield Path(path)
         # Closing the stack publishes the folder.
         collectives.on_rank_0(stack.close, error=CheckpointError)
 

@@ -49,8 +49,8 @@ def model_inputs(batch: PackedBatch, rank_batch: PackedBatch | None = None) -> d
     (``leave_out_logits``).
     """
     rank_batch = rank_batch or batch
-    longest = _table_length(batch.max_seqlen, batch.num_tokens)
-    packed = PackedSeqParams(
+    table_length = _table_length(batch.max_seqlen, batch.num_tokens)
+    packed_params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
@@ -58,14 +58,14 @@ def model_inputs(batch: PackedBatch, rank_batch: PackedBatch | None = None) -> d
         # context parallelism. Padding does no harm as tokens, because no other token attends to it.
         cu_seqlens_q_padded=batch.cu_seqlens,
         cu_seqlens_kv_padded=batch.cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        max_seqlen_q=table_length,
+        max_seqlen_kv=table_length,
     )
     return {
         "input_ids": rank_batch.token_ids[None],
         "position_ids": rank_batch.position_ids[None],
         "attention_mask": None,
-        "packed_seq_params": packed,
+        "packed_seq_params": packed_params,
     }
 
 
