@@ -1,5 +1,5 @@
-"""The engine's half of a weight update: SGLang's control endpoints, its bucket format, its own LoRA; which of its
-memory is let go of."""
+"""Control the weights of an SGLang server: its control endpoints, its bucket format, its LoRA adapters, and the release
+of its memory."""
 
 from __future__ import annotations
 
@@ -38,24 +38,22 @@ _State = Literal["resident", "released", "unknown"]
 
 
 class MemoryOrderError(RuntimeError):
-    """A call that the server would not survive, or that needs memory which was released: a fault of the caller. Nothing
-    was sent."""
+    """The caller requested a call that would end the server, or that needs released memory; the call was not sent."""
 
 
 class Occupation:
-    """Which memory of the server at ``url`` is let go of, as its client knows: SGLang's tags, each in a state of its
-    own.
+    """The client's view of which memory of the server at ``url`` is released, with one state for each of SGLang's tags.
 
         resident --release--> released --restore--> resident
             \\                    \\
-             a call that failed: unknown, for good
+             a failed call: unknown, for good
 
-    SGLang 0.5.23 checks none of it. Restoring what was not released ends its scheduler (KeyError), and so does a
-    release while requests run (an assertion); a second release, or weights that are sent into released memory, would on
-    a GPU. So a call in a wrong order is never sent. A server that was started anew is all resident, and has a new
-    client.
+    SGLang 0.5.23 does not check the order of calls. A restore of memory that is not released ends its scheduler
+    (KeyError), and so does a release while requests run (an assertion). A second release, or weights that are sent into
+    released memory, would end it on a GPU. Therefore this class rejects a call in a wrong order before it is sent. A
+    restarted server has a new client, and all its memory is resident.
 
-    ``released``: the tags whose memory it has let go of.
+    ``released``: the tags whose memory is released.
     """
 
     def __init__(self, url: str) -> None:
@@ -67,53 +65,62 @@ class Occupation:
         return frozenset(tag for tag, state in self._states.items() if state == "released")
 
     def check(self, action: str, *tags: MemoryTag) -> None:
-        """Raise MemoryOrderError where one of ``tags`` (none: of all), which ``action`` needs, is not resident, and
-        EngineLostError where that is not known."""
+        """Check that the memory of ``tags``, which ``action`` needs, is resident. No tags: all tags.
+
+        Raises MemoryOrderError if it is not, and EngineLostError if its state is unknown.
+        """
         self._expect("resident", action, tags or TAGS)
 
     @contextmanager
     def changing(
         self, action: str, before: _State, after: _State, tags: Collection[MemoryTag]
     ) -> Iterator[None]:
-        """Around the call, the ``action``, that takes ``tags`` from one state to another. Raises as ``check``, before
-        it, where one of them is not in the first."""
+        """Wrap the call that moves ``tags`` from the state ``before`` to the state ``after``.
+
+        Raises as ``check``, before the call, if a tag is not in the state ``before``.
+        """
         self._expect(before, action, tags)
-        # Whether a call that fails has been carried out can't be told.
+        # After a failed call, the client cannot tell whether the server carried it out.
         self._states |= dict.fromkeys(tags, "unknown")
         yield
         self._states |= dict.fromkeys(tags, after)
 
     def _expect(self, state: _State, action: str, tags: Collection[MemoryTag]) -> None:
+        """Raise, naming ``action``, unless all ``tags`` are known to SGLang and in ``state``."""
         if not tags or not set(tags) <= set(TAGS):
             raise ValueError(f"{action}: got {sorted(tags)}, expected some of {', '.join(TAGS)}")
         states = {tag: self._states[tag] for tag in TAGS if tag in tags}
-        if unknown := [tag for tag, actual in states.items() if actual == "unknown"]:
+        if unknown_tags := [tag for tag, actual in states.items() if actual == "unknown"]:
             raise EngineLostError(
-                f"{self._url}: can't {action}: a call that released or restored {', '.join(unknown)} failed, and the "
-                "server must be started anew"
+                f"{self._url}: can't {action}: a call that released or restored {', '.join(unknown_tags)} failed, "
+                "and the server must be started anew"
             )
-        if wrong := [f"{tag} is {actual}" for tag, actual in states.items() if actual != state]:
-            raise MemoryOrderError(f"{self._url}: can't {action}: {', '.join(wrong)}")
+        if faults := [f"{tag} is {actual}" for tag, actual in states.items() if actual != state]:
+            raise MemoryOrderError(f"{self._url}: can't {action}: {', '.join(faults)}")
 
 
 PROBE = "rotary_emb.inv_freq"
-"""A tensor that no model has and that SGLang's models take and drop: older checkpoints carry it."""
+"""Name of a tensor that SGLang's models accept and ignore, because older checkpoints contain it; no model has it."""
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Matrix of the engine -> matrices of the checkpoint whose rows it holds one after another."""
+"""Fused matrix of the engine -> the checkpoint's matrices whose rows it holds one after another."""
 _IDLE_WAIT_S = 5.0
+"""Longest time that one flush call waits for running requests."""
 _LEAVE_S = 5.0
+"""Time limit of the call to leave a broadcast group."""
 _SLACK_S = 10.0
+"""Time added to ``timeout_s`` for calls that move weights or memory."""
 _SHARING = threading.Lock()
+"""Guards torch's sharing strategy, which is global to the process."""
 _DEVICE_ARGUMENT = 6
-"""Of ``rebuild_cuda_tensor``'s arguments: the device's index."""
+"""Position of the device index among the arguments of ``rebuild_cuda_tensor``."""
 
 
 @dataclass(frozen=True)
 class WireHeader:
-    """What tells the tensors of a bucket's flat bytes apart: SGLang's ``flattened_bucket``."""
+    """The names, dtypes and shapes of the tensors in a bucket's flat bytes, for SGLang's ``flattened_bucket``."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -122,11 +129,11 @@ class WireHeader:
 
 
 class EngineWeights:
-    """Weight control of one SGLang server (0.5.23), which must be up; made by ``connect``.
+    """Weight control of one running SGLang server (0.5.23); made by ``connect``.
 
-    Coroutines speak to the server, each in bounded time; they raise EngineLostError where it does not
-    answer, EngineRequestError where it refuses, and EngineAnswerError where its answer is another than SGLang's.
-    Methods that are not coroutines are local.
+    Coroutines send requests to the server, each with a time limit. They raise EngineLostError if the server does not
+    respond, EngineRequestError if it rejects the request, and EngineAnswerError if the response does not have SGLang's
+    form. Methods that are not coroutines are local.
     """
 
     def __init__(
@@ -156,18 +163,18 @@ class EngineWeights:
         timeout_s: float = 600.0,
         patience_s: float = CONTROL_TIMEOUT_S,
     ) -> Self:
-        """Ask a server for its layout and take over ``client``, which ``close`` closes.
+        """Read a server's layout and take ownership of ``client``, which ``close`` closes.
 
         Args:
-            client: opens the server under its admin key.
-            shape: of the model that both hold.
-            dtype: of the trainer's weights, "float32" or "bfloat16"; the server must hold the same.
-            timeout_s: bounds every call that moves, hashes or scores weights.
-            patience_s: bounds every other call: one that a hung scheduler does not answer.
+            client: connects to the server with its admin key.
+            shape: the shape of the model that trainer and server hold.
+            dtype: dtype of the trainer's weights, "float32" or "bfloat16"; the server's must be the same.
+            timeout_s: time limit of every call that moves, hashes or scores weights.
+            patience_s: time limit of every other call, after which a scheduler that does not respond counts as hung.
 
         Raises:
-            EngineMismatchError: weights of this server's layout or type can't be verified.
-            EngineError: it does not answer as it must.
+            EngineMismatchError: weights of this server's layout or dtype cannot be verified.
+            EngineError: the server does not respond, or not as SGLang does.
         """
         try:
             info = await client.get_json("/server_info", timeout_s=patience_s)
@@ -188,33 +195,33 @@ class EngineWeights:
 
     @property
     def device(self) -> str:
-        """Type of the device that holds the engine's weights, "cpu" or "cuda"."""
+        """The type of the device that holds the engine's weights, "cpu" or "cuda"."""
         return self.tensors.device
 
     @property
     def ranks(self) -> int:
-        """Engine ranks that join a broadcast group."""
+        """The number of engine ranks that join a broadcast group."""
         return self.tensors.ranks
 
     @property
     def layout(self) -> tuple[int, str]:
-        """Engines that share it have the same checksums."""
+        """The number of ranks and the device type; engines with the same layout have the same checksums."""
         return self.ranks, self.device
 
     # --- serving
 
     async def answers(self, timeout_s: float) -> bool:
-        """Whether the server answers at all within ``timeout_s``."""
+        """Return whether the server responds within ``timeout_s``."""
         return await self.client.answers(timeout_s)
 
     async def schedules(self, timeout_s: float) -> bool:
-        """Whether its scheduler answers within ``timeout_s``; a paused one does."""
+        """Return whether the server's scheduler responds within ``timeout_s``; a paused scheduler does."""
         return await self.client.schedules(timeout_s)
 
     async def pause_when_idle(self, timeout_s: float) -> bool:
-        """Let running requests finish, then hold back new ones; none is aborted or cut in two.
+        """Wait for running requests to finish, then pause; no request is aborted or interrupted.
 
-        Returns False where some still run after ``timeout_s``: generation then goes on as before.
+        Returns False, with generation resumed, if requests still run after ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -222,21 +229,24 @@ class EngineWeights:
             if await self._flush(0):
                 return True
             await self.resume()
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 return False
             # SGLang's flush waits for the running requests.
-            await self._flush(min(left, _IDLE_WAIT_S))
+            await self._flush(min(remaining_s, _IDLE_WAIT_S))
 
     async def pause(self) -> None:
-        """Hold back every request, running ones too."""
+        """Pause generation: the server holds back every request, including running ones."""
         await self._order("/pause_generation", {"mode": "in_place"})
 
     async def interrupt(self) -> None:
-        """Pause in the middle of responses: they keep their tokens, go back into the queue without keys and values, and
-        go on after ``resume``, which computes those anew with the weights of that time."""
-        # Mode ``in_place`` would go on with keys and values of the old weights, and give the token whose result was
-        # still pending the new version's name.
+        """Pause in the middle of responses.
+
+        Running requests keep their tokens and return to the queue without keys and values. After ``resume`` the server
+        recomputes those with its weights at that time.
+        """
+        # Mode ``in_place`` would continue with keys and values of the old weights, and would label the token whose
+        # result was still pending with the new version.
         await self._order("/pause_generation", {"mode": "retract"})
         await self.flush()
 
@@ -245,7 +255,7 @@ class EngineWeights:
         await self._order("/continue_generation")
 
     async def set_version(self, label: str) -> None:
-        """Set the ``weight_version`` that answers carry; what the server confirms must be it."""
+        """Set the ``weight_version`` of the server's responses, and check that the server reports ``label``."""
         await self._order(
             "/update_weight_version", {"new_version": label, "abort_all_requests": False}
         )
@@ -260,16 +270,16 @@ class EngineWeights:
             return str(info["weight_version"])
 
     async def flush(self) -> None:
-        """Drop the cached keys and values of the old weights. Raises EngineAnswerError if it can't."""
+        """Drop the cached keys and values of the old weights. Raises EngineAnswerError if requests still run."""
         if not await self._flush(0):
             raise EngineAnswerError(f"{self.url}: the cache of the old weights was not flushed")
 
     async def score(
         self, prompts: Sequence[Sequence[int]], adapter: str | None = None
     ) -> list[list[float]]:
-        """log p(token | tokens before it) at temperature 1 of all but the first, by prompt (nats).
+        """Return, by prompt, log p(token | tokens before it) of all tokens but the first, at temperature 1 (nats).
 
-        ``adapter``: name of the engine's adapters to score with.
+        ``adapter``: name of the adapter in the engine to score with; None: the model without adapters.
         """
         self.occupation.check("score")
         body: dict[str, Any] = {
@@ -291,16 +301,17 @@ class EngineWeights:
             raise EngineAnswerError(f"{self.url}/generate: log-probs of other tokens than asked")
         return log_probs
 
-    # --- memory that a trainer on the same GPUs takes meanwhile
+    # --- release of memory to a trainer on the same GPUs
 
     async def release(self, tags: Collection[MemoryTag] = TAGS) -> None:
-        """Let go of the memory of ``tags`` and hold back every request; what is in it is lost.
+        """Pause the server and release the memory of ``tags``; its contents are lost.
 
-        No request may run: finish them (``pause_when_idle``), or pause in mode ``retract``; waiting ones keep their
-        tokens. Raises MemoryOrderError, and EngineAnswerError where requests run: it is paused then, with its memory.
+        No request may run, so first finish them (``pause_when_idle``) or interrupt them (``interrupt``); waiting
+        requests keep their tokens. Raises MemoryOrderError, and EngineAnswerError if requests run: then the server is
+        paused and keeps its memory.
         """
         self.occupation.check("release", *tags)
-        # Paused and flushed, it runs nothing and can start nothing: the server would not survive the call otherwise.
+        # A paused and flushed server runs no request and starts none; a running request would end the server.
         await self.pause()
         if not await self._flush(0):
             raise EngineAnswerError(f"{self.url}: can't release memory: requests are running")
@@ -308,19 +319,29 @@ class EngineWeights:
             await self._bare_order("/release_memory_occupation", {"tags": list(tags)})
 
     async def restore(self, tags: Collection[MemoryTag] | None = None) -> None:
-        """Take the memory of ``tags`` (None: of all that is released) again: empty key-value cache, weights that an
-        update must bring. It stays paused. Raises MemoryOrderError."""
-        chosen = (self.occupation.released or TAGS) if tags is None else tags
-        with self.occupation.changing("restore", "released", "resident", chosen):
-            await self._bare_order("/resume_memory_occupation", {"tags": list(chosen)})
+        """Allocate the memory of ``tags`` again (None: all released tags). The server stays paused.
+
+        The key-value cache is empty afterwards, and a weight update must send the weights. Raises MemoryOrderError.
+        """
+        restored_tags = (self.occupation.released or TAGS) if tags is None else tags
+        with self.occupation.changing("restore", "released", "resident", restored_tags):
+            await self._bare_order("/resume_memory_occupation", {"tags": list(restored_tags)})
 
     # --- the broadcast group
 
     async def open_group(
         self, address: str, port: int, name: str, backend: str, *, first_rank: int, size: int
     ) -> None:
-        """Have the engine's ranks, from ``first_rank`` of ``size`` on, join the broadcast group ``name`` of
-        torch.distributed's ``backend`` whose rendezvous is at ``address``; returns when all of it have joined."""
+        """Make the engine's ranks join a broadcast group, and return when all ranks of the group have joined.
+
+        Args:
+            address: host of the group's rendezvous.
+            port: port of the group's rendezvous.
+            name: the group's name.
+            backend: a backend of torch.distributed.
+            first_rank: rank in the group of the engine's first rank; its other ranks follow.
+            size: number of ranks in the group.
+        """
         body = {
             "master_address": address,
             "master_port": port,
@@ -332,7 +353,7 @@ class EngineWeights:
         await self._long_order("/init_weights_update_group", body)
 
     async def close_group(self, name: str) -> None:
-        """Have every engine rank leave the broadcast group ``name``; not waited for long."""
+        """Make every engine rank leave the broadcast group ``name``, within a short time limit."""
         await self.client.control_json(
             "/destroy_weights_update_group", {"group_name": name}, timeout_s=_LEAVE_S
         )
@@ -340,7 +361,7 @@ class EngineWeights:
     # --- weights
 
     async def begin(self) -> None:
-        """Open an update session; one that a failed update left open is closed first."""
+        """Open an update session, after closing a session that a failed update left open."""
         self.occupation.check("update weights", "weights")
         try:
             await self._order("/begin_weight_update")
@@ -349,7 +370,7 @@ class EngineWeights:
             await self._order("/begin_weight_update")
 
     async def receive(self, header: WireHeader, group: str) -> None:
-        """Have the engine join the broadcast of a bucket and load it; returns when it has."""
+        """Make the engine join the broadcast of a bucket, and return when the bucket is loaded."""
         body = {
             "names": header.names,
             "dtypes": header.dtypes,
@@ -369,7 +390,7 @@ class EngineWeights:
         await self._move("/update_weights_from_tensor", body)
 
     async def load_folder(self, folder: str) -> None:
-        """Have the engine load the safetensors of ``folder``, which must hold every weight."""
+        """Make the engine load the safetensors of ``folder``, which must hold every weight."""
         body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
         await self._move("/update_weights_from_disk", body)
 
@@ -377,7 +398,7 @@ class EngineWeights:
         await self._move("/end_weight_update", {})
 
     async def checksums(self) -> list[dict[str, str]]:
-        """Checksum by engine tensor, for each engine rank, of what the engine holds now."""
+        """Return, for each engine rank, the checksum of each tensor that the engine holds now."""
         answer = await self._move("/weights_checker", {"action": "checksum"})
         with self._reading("/weights_checker"):
             by_rank = {
@@ -392,33 +413,37 @@ class EngineWeights:
 
     async def check_tensors(self) -> None:
         pairs = zip(await self.checksums(), self.tensors.sizes, strict=True)
-        for rank, (actual, sizes) in enumerate(pairs):
-            lacks, has = sorted(sizes.keys() - actual.keys()), sorted(actual.keys() - sizes.keys())
-            if lacks or has:
+        for rank, (checksums, sizes) in enumerate(pairs):
+            missing_names, extra_names = (
+                sorted(sizes.keys() - checksums.keys()),
+                sorted(checksums.keys() - sizes.keys()),
+            )
+            if missing_names or extra_names:
                 raise EngineMismatchError(
                     f"{self.url}: engine rank {rank} holds another model: it lacks "
-                    f"{len(lacks)} tensors ({', '.join(lacks[:2])}), and has {len(has)} that are not the "
-                    f"run's ({', '.join(has[:2])})"
+                    f"{len(missing_names)} tensors ({', '.join(missing_names[:2])}), and has {len(extra_names)} "
+                    f"that are not the run's ({', '.join(extra_names[:2])})"
                 )
 
-    # --- adapters, loaded and dropped by name while the engine serves the frozen model
+    # --- LoRA adapters, loaded and dropped by name while the engine serves the frozen model
 
     async def load_adapter(self, name: str, folder: str) -> dict[str, str]:
-        """Have the engine load ``folder``, in PEFT's format, as ``name``; SHA-256 by tensor of what it then holds.
+        """Make the engine load the adapter in ``folder``, in PEFT's format, as ``name``.
 
-        A request names the adapters that it wants; one that names adapters that are not there is refused, never
-        answered without them. Raises EngineAnswerError where the server can't tell the digests.
+        Returns the SHA-256 of each tensor that the engine then holds. A request names its adapter; the server rejects a
+        request whose adapter is not loaded, and never answers it without the adapter. Raises EngineAnswerError if the
+        server's response has no digests.
         """
-        # SGLang's other route takes tensors over HTTP and unpickles them, so it is not used.
+        # SGLang's other endpoint receives tensors over HTTP and unpickles them, so it is not used.
         answer = await self._move("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
-        loaded = answer.get("loaded_adapters") or {}
-        if ADAPTER_DIGESTS not in loaded:
+        loaded_adapters = answer.get("loaded_adapters") or {}
+        if ADAPTER_DIGESTS not in loaded_adapters:
             raise EngineAnswerError(
                 f"{self.url}/load_lora_adapter does not say the digests of what it loaded, expected a server that "
                 "was started by megatron_dppo.engine.launch_server"
             )
         with self._reading("/load_lora_adapter"):
-            return dict(json.loads(loaded[ADAPTER_DIGESTS]))
+            return dict(json.loads(loaded_adapters[ADAPTER_DIGESTS]))
 
     async def drop_adapters(self, keep: str | None = None) -> None:
         for name in await self.adapter_names():
@@ -433,11 +458,11 @@ class EngineWeights:
     # --- the bytes of a bucket, and their checksums
 
     def inputs(self, name: str) -> list[str]:
-        """The names under which the engine must be sent a Hugging Face tensor."""
+        """Return the names under which a Hugging Face tensor must be sent to the engine."""
         return engine_inputs(self.tensors.shape, name)
 
     def header(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> WireHeader:
-        """How a bucket of these Hugging Face tensors (names, shapes) lies in its flat bytes."""
+        """Return the header of a bucket of these Hugging Face tensors (names, shapes)."""
         inputs = [(n, tuple(dims)) for name, dims in tensors for n in self.inputs(name)]
         return WireHeader(
             tuple(name for name, _ in inputs),
@@ -447,16 +472,16 @@ class EngineWeights:
         )
 
     def probe_header(self) -> WireHeader:
-        """Of a bucket that changes nothing, with which a group's first connections are made."""
+        """Return the header of a bucket that changes no weight; a group's first connections are made with it."""
         return WireHeader((PROBE,), (self._dtype_name,), ((1,),), self._dtype.itemsize)
 
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        """The pieces, 1-D ``uint8``, that make a bucket's flat bytes as its ``header`` says."""
+        """Return the pieces, 1-D ``uint8``, of a bucket's flat bytes, in the order of its ``header``."""
         parts = [t for name, t in bucket for _ in self.inputs(name)]
         return [t.detach().reshape(-1).view(torch.uint8) for t in parts]
 
     def expected(self) -> ExpectedChecksums:
-        """An empty accumulator of what ``checksums`` must say after the next complete update."""
+        """Return an empty accumulator of the values that ``checksums`` must return after the next complete update."""
         return ExpectedChecksums(self.tensors, self._dtype)
 
     @property
@@ -464,7 +489,7 @@ class EngineWeights:
         return str(self._dtype).removeprefix("torch.")
 
     async def _order(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        """A call that neither moves weights nor generates."""
+        """Send a call that neither moves weights nor generates."""
         await self.client.control_json(path, body, timeout_s=self._patience)
 
     async def _move(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -472,18 +497,19 @@ class EngineWeights:
         return await self._long_order(path, body)
 
     async def _long_order(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        # Whoever waits for several calls keeps the time itself, and says more.
+        # A caller that waits for several engines has a time limit of its own and a more detailed error. The slack lets
+        # that limit end first.
         limit = self._timeout + _SLACK_S
         return await self.client.control_json(path, body, timeout_s=limit)
 
     async def _bare_order(self, path: str, body: Mapping[str, Any]) -> None:
-        """A call that copies or maps memory, and answers null."""
+        """Send a call that copies or maps memory; its response is null."""
         answer = await self.client.control(path, body, timeout_s=self._timeout + _SLACK_S)
         if orjson.loads(answer or b"null") is not None:
             raise EngineAnswerError(f"{self.url}{path}: answered {answer[:200]!r}, expected null")
 
     async def _flush(self, wait_s: float) -> bool:
-        """Flush the cache; False where requests still run after ``wait_s``."""
+        """Flush the cache; return False if requests still run after ``wait_s``."""
         try:
             limit = wait_s + self._patience
             await self.client.control(f"/flush_cache?timeout={wait_s}", timeout_s=limit)
@@ -493,7 +519,7 @@ class EngineWeights:
 
     @contextmanager
     def _reading(self, path: str) -> Iterator[None]:
-        """An answer of another form is the engine's fault, where the same error elsewhere would be ours."""
+        """Convert the errors of reading a response of unexpected form to EngineAnswerError, which blames the engine."""
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -502,22 +528,22 @@ class EngineWeights:
 
 
 def fused_module(module: str) -> tuple[str, int]:
-    """The engine's module that holds the rows of the checkpoint's ``module``, and which of its parts they are."""
-    parent, _, last = module.rpartition(".")
+    """Return the engine's module that holds the rows of the checkpoint's ``module``, and the index of that part."""
+    parent, _, leaf = module.rpartition(".")
     for fused, members in FUSED.items():
-        if last in members:
-            return f"{parent}.{fused}", members.index(last)
+        if leaf in members:
+            return f"{parent}.{fused}", members.index(leaf)
     return module, 0
 
 
-# --- a bucket handed to an engine on the same host as a handle of memory, not as bytes
+# --- buckets in shared memory: an engine on the same host receives a handle of the memory instead of the bytes
 
-# SGLang unpickles what it is given; this side only pickles, and imports nothing of SGLang. On a GPU the handle is
-# one of CUDA IPC: written after SGLang's and torch's sources, not yet run on a GPU.
+# SGLang unpickles the handle. This process only pickles it, and imports nothing of SGLang. On a GPU the handle is one
+# of CUDA IPC: that path is written after SGLang's and torch's sources and not yet run on a GPU.
 
 
 def shared_empty(size: int, device: torch.device | str) -> Tensor:
-    """``size`` bytes that another process can open; on a CPU in a file under ``/dev/shm``."""
+    """Allocate ``size`` bytes that another process can open; on a CPU they are in a file under ``/dev/shm``."""
     if torch.device(device).type != "cpu":
         return torch.empty(size, dtype=torch.uint8, device=device)
     with _file_system_sharing():
@@ -525,9 +551,10 @@ def shared_empty(size: int, device: torch.device | str) -> Tensor:
 
 
 def shared_payloads(header: WireHeader, dtype: torch.dtype, data: Tensor, ranks: int) -> list[str]:
-    """One serialised handle of ``data`` for each engine rank, in base64."""
+    """Return one serialised handle of ``data`` for each engine rank, in base64."""
     bucket = {"flattened_tensor": data, "metadata": _metadata(header, dtype)}
-    # A handle counts as one holder of the memory until its rank has opened and dropped it: each needs its own.
+    # Each rank needs its own handle: a handle counts as one reference to the memory until its rank has opened and
+    # dropped it.
     with _file_system_sharing():
         return [base64.b64encode(_Pickler.dumps(bucket)).decode() for _ in range(ranks)]
 
@@ -535,18 +562,18 @@ def shared_payloads(header: WireHeader, dtype: torch.dtype, data: Tensor, ranks:
 def named_by_uuid(
     rebuild: Callable[..., Any], arguments: tuple[Any, ...], uuid_of: Callable[[int], str]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """torch's recipe for a tensor in another process, with a CUDA device named by its UUID."""
+    """Return torch's recipe for rebuilding a tensor in another process, with a CUDA device named by its UUID."""
     if rebuild is not reductions.rebuild_cuda_tensor:
         return rebuild, arguments
-    # An index means another device to a process with another CUDA_VISIBLE_DEVICES; SGLang takes a UUID in its place
+    # A device index names another device in a process with another CUDA_VISIBLE_DEVICES. SGLang accepts a UUID instead
     # (sglang.srt.utils.patch_torch).
-    changed = list(arguments)
-    changed[_DEVICE_ARGUMENT] = uuid_of(changed[_DEVICE_ARGUMENT])
-    return rebuild, tuple(changed)
+    new_arguments = list(arguments)
+    new_arguments[_DEVICE_ARGUMENT] = uuid_of(new_arguments[_DEVICE_ARGUMENT])
+    return rebuild, tuple(new_arguments)
 
 
 def _metadata(header: WireHeader, dtype: torch.dtype) -> list[SimpleNamespace]:
-    """What SGLang reads of its ``FlattenedTensorMetadata``, in a type that its unpickler admits."""
+    """Return the fields of SGLang's ``FlattenedTensorMetadata`` that it reads, in a type that its unpickler admits."""
     entries, end = [], 0
     for name, dims in zip(header.names, header.shapes, strict=True):
         shape = torch.Size(dims)
@@ -571,12 +598,13 @@ def _uuid(device: int) -> str:
 
 @contextmanager
 def _file_system_sharing() -> Iterator[None]:
-    # torch's other strategy sends file descriptors, which can't cross to a process that is no child: they kill the
-    # server. The strategy is the process's: one thread allocates a bucket while another hands over the one before.
+    # torch's other strategy sends file descriptors, which only a child process can receive; they would end the server.
+    # The strategy is global to the process, hence the lock: one thread allocates a bucket while another thread sends
+    # the previous one.
     with _SHARING:
-        before = torch.multiprocessing.get_sharing_strategy()
+        previous_strategy = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy("file_system")
         try:
             yield
         finally:
-            torch.multiprocessing.set_sharing_strategy(before)
+            torch.multiprocessing.set_sharing_strategy(previous_strategy)

@@ -1,12 +1,13 @@
-"""A batch's way from the leaders that generate it to the ranks that train on it.
+"""Send a batch from the leaders that generate it to the ranks that train on it.
 
-``announce`` tells every rank the outlines of all trajectories: lengths, scores, weight versions. Tokens and columns
+``announce`` sends the outlines of all trajectories to every rank: lengths, scores, weight versions. Tokens and columns
 stay with the leader that generated them (recorded routing alone takes 384 bytes a token for Qwen3-30B-A3B). Once the
-plan of the step says which replica trains on what, ``ColumnExchange`` sends each array once to every host of that
-replica, into memory that the replica's ranks there share, and every receiver compares a hash with the owner's.
+plan of the step assigns trajectories to replicas, ``ColumnExchange`` sends each array once to every host of its
+replica, into memory that the replica's ranks on that host share. The receiving rank compares the array's hash with
+the owner's.
 
-What travels is a ``ColumnPart``: one array of one trajectory. Recorded routing has a part for each pipeline stage,
-which needs no other layers; other columns go to the stages that read them (``data/columns.py``).
+The unit of transfer is a ``ColumnPart``: one array of one trajectory. Recorded routing has one part for each pipeline
+stage, because a stage needs no other layers. Other columns go to the stages that read them (``data/columns.py``).
 """
 
 from __future__ import annotations
@@ -30,24 +31,25 @@ from megatron_dppo.trainer.collectives import all_gather_json, any_rank, barrier
 from megatron_dppo.trainer.topology import Topology
 
 TOKENS = {"token_ids": Form("int32", ()), "loss_mask": Form("bool", ())}
-"""What a trajectory has beside columns; a row a token."""
+"""The arrays of a trajectory that are not columns, with one row for each token."""
 LAYERS = "moe_layers"
-"""The trailing size of columns that are cut by pipeline stage."""
-# Arrays travel in pieces of at most this size, or of one: no device has room for a step's.
+"""The trailing dimension of the columns that are split by pipeline stage."""
+# Arrays are sent in pieces of at most this many bytes, or one array at a time: the arrays of a whole step do not fit
+# on a device.
 PIECE_BYTES = 64 * 2**20
 
 
 class ExchangeError(RunError):
-    """A column is missing, belongs to another model, or changed on its way."""
+    """A column is missing, belongs to another model, or changed during the transfer."""
 
 
 def owner(position: int, topology: Topology) -> int:
-    """Data-parallel rank whose leader answers the problem at ``position`` of a batch."""
+    """Return the data-parallel rank whose leader generates the responses to the problem at ``position``."""
     return position % topology.dp_size
 
 
 def own_positions(positions: Sequence[int], topology: Topology) -> list[int]:
-    """Those of ``positions`` that this rank answers: none on ranks that are no leader."""
+    """Return those of ``positions`` whose problems this rank owns: none on ranks that are not leaders."""
     return [p for p in positions if topology.is_leader and owner(p, topology) == topology.dp_rank]
 
 
@@ -57,13 +59,14 @@ def announce(
     group_size: int,
     positions: Sequence[int],
 ) -> tuple[list[Outline], dict[int, Trajectory]]:
-    """Outlines of all leaders' trajectories, and this rank's ``trajectories`` by position. Collective.
+    """Return the outlines of all leaders' trajectories, and this rank's ``trajectories`` by position. Collective.
 
-    Groups are in the order of ``positions``: those of the groups in the batch as generated, which say who has them.
+    ``positions``: where each group stood in the batch as generated, which determines its owner. The outlines follow
+    the order of ``positions``.
     """
     rows_by_rank = all_gather_json([Outline.of(t) for t in trajectories])
     rows = {leader: iter(rows_by_rank[leader]) for leader in topology.leaders}
-    remaining = iter(trajectories if topology.is_leader else ())
+    own_trajectories = iter(trajectories if topology.is_leader else ())
     outlines: list[Outline] = []
     by_position: dict[int, Trajectory] = {}
     for position in positions:
@@ -71,16 +74,18 @@ def announce(
         for _ in range(group_size):
             outlines.append(Outline.from_json(next(rows[leader])))
             if leader == topology.rank:
-                by_position[len(outlines) - 1] = next(remaining)
+                by_position[len(outlines) - 1] = next(own_trajectories)
     return outlines, by_position
 
 
-# --- what travels
+# --- column parts and their directory
 
 
 class ColumnPart(NamedTuple):
-    """One array of the trajectory at ``position``. ``stage``: the pipeline stage whose layers it holds; 0 of what is
-    not cut by layers."""
+    """One array of the trajectory at ``position``.
+
+    ``stage``: the pipeline stage whose layers the array holds; 0 for a column that is not split by layers.
+    """
 
     position: int
     name: str
@@ -89,14 +94,17 @@ class ColumnPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Stages:
-    """The pipeline stages of a replica. ``count``: how many. ``layers``: by stage, the indices in a recording that it
-    replays; empty: recordings are not cut."""
+    """The pipeline stages of a replica.
+
+    ``count``: number of stages. ``layers``: for each stage, the layer indices of a recording that the stage replays;
+    empty if recordings are not split.
+    """
 
     count: int = 1
     layers: Sequence[Sequence[int]] = ()
 
     def cuts(self, name: str) -> bool:
-        """Whether the column has a part for each stage."""
+        """Return whether the column has one part for each stage."""
         return bool(self.layers) and name not in TOKENS and LAYERS in declared(name).trailing[:1]
 
     def parts(self, position: int, name: str) -> list[ColumnPart]:
@@ -110,7 +118,7 @@ class Stages:
         return is_read and (not self.cuts(part.name) or part.stage == stage)
 
     def form(self, part: ColumnPart, forms: Mapping[str, Form]) -> Form:
-        """Type and trailing shape of the part's array."""
+        """Return the dtype and the trailing shape of the part's array."""
         form = TOKENS.get(part.name) or forms[part.name]
         if not self.cuts(part.name):
             return form
@@ -143,25 +151,30 @@ class Stages:
         )
 
     def _joined(self, by_stage: Mapping[int, np.ndarray]) -> np.ndarray:
-        """A column: the one part there is, or all layers in their order."""
-        first = next(iter(by_stage.values()))
+        """Return the column: its only part, or the layers of all parts in the model's order."""
+        first_part = next(iter(by_stage.values()))
         if len(by_stage) == 1:
-            return first
-        whole = np.empty((len(first), sum(map(len, self.layers)), *first.shape[2:]), first.dtype)
+            return first_part
+        column = np.empty(
+            (len(first_part), sum(map(len, self.layers)), *first_part.shape[2:]), first_part.dtype
+        )
         for stage, array in by_stage.items():
-            whole[:, list(self.layers[stage])] = array
-        return whole
+            column[:, list(self.layers[stage])] = array
+        return column
 
 
 @dataclass(frozen=True)
 class Share:
-    """One buffer for all that a host group receives: by part the first byte and the one after its last."""
+    """The layout of the buffer that one host group receives.
+
+    ``spans``: for each part, its first byte and the byte after its last. ``size``: bytes of the buffer.
+    """
 
     spans: Mapping[ColumnPart, tuple[int, int]]
     size: int
 
     def pieces(self, parts: Iterable[ColumnPart], limit: int) -> Iterator[list[ColumnPart]]:
-        """``parts``, neighbours in the buffer, in runs of at most ``limit`` bytes, or of one part."""
+        """Yield ``parts``, which are adjacent in the buffer, in pieces of at most ``limit`` bytes or of one part."""
         piece: list[ColumnPart] = []
         for part in parts:
             if piece and self.spans[part][1] - self.spans[piece[0]][0] > limit:
@@ -172,16 +185,17 @@ class Share:
             yield piece
 
     def extent(self, piece: Sequence[ColumnPart]) -> tuple[int, int]:
-        """The first byte of a piece and the one after its last."""
+        """Return the first byte of a piece and the byte after its last."""
         return self.spans[piece[0]][0], self.spans[piece[-1]][1]
 
 
 @dataclass(frozen=True)
 class PartDirectory:
-    """The parts of a batch, their forms, and who holds them: the same on every rank.
+    """The parts of a batch, their forms, and the ranks that hold them; the same on every rank.
 
-    ``forms``: by column what all its whole arrays have in common. ``positions``: by column, of the trajectories that
-    have it. ``holders``: by part the global ranks of the leaders that hold it, with the hash of it.
+    ``forms``: for each column, the form that all its unsplit arrays share. ``positions``: for each column, the
+    positions of the trajectories that have it. ``holders``: for each part, the global ranks of the leaders that hold
+    it, each with the hash of its array.
     """
 
     outlines: Sequence[Outline]
@@ -200,10 +214,18 @@ class PartDirectory:
         stages: Stages,
         sizes: Mapping[str, int],
     ) -> Self:
-        """Of what every leader has: its ``trajectories`` by position, and the ``arrays`` of their parts. Collective.
+        """Build the directory from what every leader holds. Collective.
 
-        ``sizes``: what trailing sizes must be, by their declared names. Raises ExchangeError, on all
-        ranks, where arrays do not fit them or each other.
+        Args:
+            outlines: of all trajectories of the batch, by position.
+            trajectories: this leader's trajectories, by position.
+            arrays: the arrays of this leader's trajectories, by part.
+            topology: the layout of ranks.
+            stages: the pipeline stages of a replica.
+            sizes: the required trailing sizes, by their declared names.
+
+        Raises:
+            ExchangeError: on all ranks, if arrays do not match ``sizes`` or each other.
         """
         columns: dict[tuple[str, Form], list[int]] = {}
         for position, t in trajectories.items():
@@ -214,36 +236,37 @@ class PartDirectory:
             hashes.setdefault((part.name, part.stage), []).append((part.position, digest(array)))
         rows_by_rank = all_gather_json([list(columns.items()), list(hashes.items())])
         forms, faults = dict[str, Form](), list[str]()
-        present: dict[str, set[int]] = {}
-        for (name, row), positions in (c for r in topology.leaders for c in rows_by_rank[r][0]):
-            form = Form(row[0], tuple(row[1]))
-            if fault := _misfit(name, form, forms.setdefault(name, form), sizes):
-                faults += [f"{_name_of(position, outlines)}: {fault}" for position in positions]
-            present.setdefault(name, set()).update(positions)
-        faults = faults or _incomplete(forms, present, len(outlines))
+        positions_of: dict[str, set[int]] = {}
+        for leader in topology.leaders:
+            for (name, row), positions in rows_by_rank[leader][0]:
+                form = Form(row[0], tuple(row[1]))
+                if fault := _misfit(name, form, forms.setdefault(name, form), sizes):
+                    faults += [f"{_name_of(position, outlines)}: {fault}" for position in positions]
+                positions_of.setdefault(name, set()).update(positions)
+        faults = faults or _incomplete(forms, positions_of, len(outlines))
         if faults:
-            # Several leaders may hold the same trajectory, and say the same of it.
+            # Several leaders may hold the same trajectory and report the same fault.
             raise ExchangeError("\n".join(dict.fromkeys(faults)))
         holders: dict[ColumnPart, dict[int, str]] = {}
         for leader in topology.leaders:
             for (name, stage), entries in rows_by_rank[leader][1]:
                 for position, hashed in entries:
                     holders.setdefault(ColumnPart(position, name, stage), {})[leader] = hashed
-        return cls(outlines, stages, dict(sorted(forms.items())), present, holders)
+        return cls(outlines, stages, dict(sorted(forms.items())), positions_of, holders)
 
     def source(self, part: ColumnPart, target: int) -> int:
-        """The rank that ``target`` has the part from: itself, or the first that holds it."""
+        """Return the rank that sends the part to ``target``: the lowest holder, or ``target`` itself if it holds it."""
         holders = self.holders[part]
         return target if target in holders else min(holders)
 
     def shape(self, part: ColumnPart) -> tuple[int, ...]:
-        """Of the part's array: the rows are known from the outline, the rest from ``forms``."""
+        """Return the shape of the part's array: the rows from the outline, the trailing shape from ``forms``."""
         outline = self.outlines[part.position]
         rows = outline.length if part.name in TOKENS else row_count(declared(part.name), outline)
         return (rows, *self.stages.form(part, self.forms).trailing)
 
     def share(self, parts: Sequence[ColumnPart]) -> Share:
-        """A buffer for ``parts`` in their order; whoever knows them knows where they lie."""
+        """Lay out a buffer for ``parts`` in their order; every rank computes the same layout from the same parts."""
         sizes = [self.shape(p)[0] * self.stages.form(p, self.forms).row_bytes for p in parts]
         starts, total = aligned(sizes)
         spans = {
@@ -253,7 +276,7 @@ class PartDirectory:
         return Share(spans, total)
 
     def views(self, share: Share, buffer: np.ndarray) -> dict[ColumnPart, np.ndarray]:
-        """The arrays in a ``buffer`` of uint8 [size]; writing to them writes to it."""
+        """Return the arrays as views of ``buffer``, uint8 [size]."""
         return {
             part: buffer[begin:end]
             .view(self.stages.form(part, self.forms).dtype)
@@ -262,7 +285,7 @@ class PartDirectory:
         }
 
     def altered(self, received: Mapping[ColumnPart, np.ndarray], rank: int) -> list[str]:
-        """A line for each array that no holder has sent so."""
+        """Return one fault for each received array whose hash differs from the hashes of all its holders."""
         lines = []
         for part, array in received.items():
             holders, hashed = self.holders[part], digest(array)
@@ -282,7 +305,7 @@ def _name_of(position: int, outlines: Sequence[Outline]) -> str:
 def _incomplete(
     forms: Mapping[str, Form], present: Mapping[str, set[int]], trajectories: int
 ) -> list[str]:
-    """What makes the columns no batch of that many trajectories."""
+    """Return why the columns cannot form a batch of that many trajectories; empty if they can."""
     try:
         sizes_of(forms)
         for name, positions in present.items():
@@ -293,26 +316,27 @@ def _incomplete(
 
 
 def _misfit(name: str, form: Form, first: Form, sizes: Mapping[str, int]) -> str | None:
-    """What is wrong with the form of an array, beside the first one's of this column."""
+    """Return how ``form`` differs from ``sizes`` or from the column's ``first`` form; None if it fits both."""
     for size, value in zip(declared(name).trailing, form.trailing, strict=True):
         if value != sizes.get(size, value):
             return f"{name} has {size} {value}, expected {sizes[size]}"
     if form != first:
-        shown, others = (
+        form_text, first_text = (
             f"{f.dtype} [rows, {', '.join(map(str, f.trailing))}]" for f in (form, first)
         )
-        return f"{name} is {shown}, that of others {others}"
+        return f"{name} is {form_text}, that of others {first_text}"
     return None
 
 
-# --- who receives
+# --- host groups: the ranks that receive
 
 
 @dataclass(frozen=True)
 class HostGroup:
-    """Ranks of one replica that share a host's memory: the lowest, ``head``, receives for all.
+    """The ranks of one replica that share a host's memory; the lowest rank, ``head``, receives for all of them.
 
-    ``stages``: pipeline stages that are there. ``free``: bytes that may be taken of the ``memory``.
+    ``stages``: the pipeline stages of these ranks. ``memory``: the name of the shared memory. ``free``: the bytes of
+    it that may be allocated.
     """
 
     replica: int
@@ -323,12 +347,12 @@ class HostGroup:
 
     @property
     def head(self) -> int:
-        """The lowest rank; where a replica's leader is, the leader."""
+        """The lowest rank of the group: the replica's leader, if the group contains it."""
         return self.ranks[0]
 
 
 def host_groups(rows: Sequence[Sequence]) -> list[HostGroup]:
-    """In the order of their heads, from (replica, stage, memory, free bytes) of each rank."""
+    """Return the host groups, ordered by head, from each rank's (replica, stage, memory, free bytes)."""
     ranks_of: dict[tuple[int, str], list[int]] = {}
     for rank, (replica, _, memory, _) in enumerate(rows):
         ranks_of.setdefault((replica, memory), []).append(rank)
@@ -347,34 +371,42 @@ def host_groups(rows: Sequence[Sequence]) -> list[HostGroup]:
 def with_room(
     groups: Sequence[HostGroup], sizes: Mapping[int, int], stage_of: Sequence[int]
 ) -> list[HostGroup]:
-    """``groups`` where each memory takes what its groups want (``sizes`` by head); others as single
-    ranks, which receive for themselves. ``stage_of``: by rank."""
-    needed: dict[str, int] = {}
+    """Return the groups whose shared memory has room; split the other groups into single ranks.
+
+    A single rank receives into memory of its own.
+
+    Args:
+        groups: the host groups of all replicas.
+        sizes: for each head, the bytes that its group receives.
+        stage_of: for each rank, its pipeline stage.
+    """
+    needed_bytes: dict[str, int] = {}
     for group in groups:
         if len(group.ranks) > 1:
-            needed[group.memory] = needed.get(group.memory, 0) + sizes[group.head]
-    fitting: list[HostGroup] = []
+            needed_bytes[group.memory] = needed_bytes.get(group.memory, 0) + sizes[group.head]
+    fitting_groups: list[HostGroup] = []
     for group in groups:
-        if needed.get(group.memory, 0) <= group.free:
-            fitting.append(group)
+        if needed_bytes.get(group.memory, 0) <= group.free:
+            fitting_groups.append(group)
             continue
-        fitting += [
+        fitting_groups += [
             replace(group, ranks=(rank,), stages=frozenset([stage_of[rank]]))
             for rank in group.ranks
         ]
-    return sorted(fitting, key=lambda group: group.head)
+    return sorted(fitting_groups, key=lambda group: group.head)
 
 
-# --- the way
+# --- the transfer
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """A batch as this rank has it.
+    """A batch as this rank receives it.
 
-    ``trajectories``: by position, those that it needs, with the columns that its pipeline stage reads and
-    recorded routing of the stage's layers. ``forms``: of all columns of the batch, whole, the same on every
-    rank. ``positions``: by column, of the trajectories that have it, wherever that is.
+    ``trajectories``: by position, the trajectories that this rank needs, with the columns that its pipeline stage reads
+    and the recorded routing of the stage's layers. ``forms``: the forms of all columns of the batch before they are
+    split, the same on every rank. ``positions``: for each column, the positions of the trajectories that have it, on
+    whichever rank.
     """
 
     outlines: Sequence[Outline]
@@ -387,8 +419,8 @@ class Delivery:
 class ColumnExchange:
     """Moves trajectories between the replicas of ``topology``.
 
-    ``sizes``: what trailing sizes of columns must be, by their declared names; others are free.
-    ``stages``: the pipeline stages, and which layers of a recording each replays.
+    ``sizes``: the required trailing sizes of columns, by their declared names; sizes without an entry are free.
+    ``stages``: the pipeline stages, and the layers of a recording that each replays.
     """
 
     topology: Topology
@@ -403,34 +435,50 @@ class ColumnExchange:
         *,
         gather: bool = False,
     ) -> Delivery:
-        """The batch with the trajectories that this rank needs, and no others. Collective.
+        """Return the batch with exactly the trajectories that this rank needs. Collective.
 
-        ``trajectories``: by position, what this rank has if it is a leader. ``needed``: positions by data-parallel
-        rank. ``gather``: global rank 0 gets all. Raises ExchangeError, on all ranks, naming the trajectory.
+        Args:
+            outlines: of all trajectories of the batch, by position.
+            trajectories: the trajectories of this rank if it is a leader, by position.
+            needed: for each data-parallel rank, the positions that it trains on.
+            gather: whether global rank 0 receives all trajectories.
+
+        Raises:
+            ExchangeError: on all ranks, naming the trajectory at fault.
         """
         topology, stages = self.topology, self.stages
-        mine = trajectories if topology.is_leader else {}
+        own_trajectories = trajectories if topology.is_leader else {}
         arrays: dict[ColumnPart, np.ndarray] = {}
-        for position, trajectory in mine.items():
+        for position, trajectory in own_trajectories.items():
             arrays |= stages.split(position, trajectory)
-        directory = PartDirectory.gather(outlines, mine, arrays, topology, stages, self.sizes)
+        directory = PartDirectory.gather(
+            outlines, own_trajectories, arrays, topology, stages, self.sizes
+        )
         positions_of = [frozenset(positions) for positions in needed]
 
         def parts_for(
             ranks: Sequence[int], replica: int, of_stages: Collection[int]
         ) -> list[ColumnPart]:
-            """What the ranks of a replica, in these pipeline stages, need together; in order."""
+            """Return the sorted parts that these ranks of a replica, in these pipeline stages, need together."""
             if gather and 0 in ranks:
                 return sorted(directory.holders)
-            kinds = {part[1:]: part for part in directory.holders}
-            read = {k for k, p in kinds.items() if any(stages.needs(p, s) for s in of_stages)}
+            # Parts of the same name and stage are needed by the same pipeline stages.
+            example_parts = {(part.name, part.stage): part for part in directory.holders}
+            needed_kinds = set()
+            for kind, part in example_parts.items():
+                if any(stages.needs(part, stage) for stage in of_stages):
+                    needed_kinds.add(kind)
             positions = positions_of[replica]
-            return sorted(p for p in directory.holders if p.position in positions and p[1:] in read)
+            parts = []
+            for part in directory.holders:
+                if part.position in positions and (part.name, part.stage) in needed_kinds:
+                    parts.append(part)
+            return sorted(parts)
 
         @cache
         def share_of(group: HostGroup) -> Share:
             parts = parts_for(group.ranks, group.replica, group.stages)
-            # What comes from one rank lies together, so that it travels in one piece.
+            # Parts from the same source are adjacent in the buffer, so that they are sent in one piece.
             return directory.share(sorted(parts, key=lambda p: directory.source(p, group.head)))
 
         rows = all_gather_json([topology.dp_rank, topology.pp_rank, memory_name(), free_bytes()])
@@ -459,7 +507,7 @@ class ColumnExchange:
         directory: PartDirectory,
         arrays: Mapping[ColumnPart, np.ndarray],
     ) -> dict[ColumnPart, np.ndarray]:
-        """The arrays of this rank's ``group``, checked by its head. ``shares``: by head."""
+        """Receive the arrays of this rank's ``group``; its head verifies them. ``shares``: by head. Collective."""
         rank, share = self.topology.rank, shares[group.head]
         is_head = rank == group.head
         shared = _shared_buffer(share.size if is_head and len(group.ranks) > 1 else None)
@@ -476,7 +524,7 @@ class ColumnExchange:
             paths = all_gather_json(None if shared is None else str(shared.path))
             if not is_head:
                 views = directory.views(share, mapped(paths[group.head], share.size))
-            # The file loses its name below, and all must have it mapped by then.
+            # ``hide`` below unlinks the file, so all ranks of the group must have mapped it by then.
             barrier()
         finally:
             if shared is not None:
@@ -485,8 +533,10 @@ class ColumnExchange:
 
 
 def _shared_buffer(size: int | None) -> SharedBuffer | None:
-    """One for this rank's group; None: it shares nothing. Collective. Raises ExchangeError on all ranks
-    where the memory was taken meanwhile."""
+    """Allocate the shared buffer of this rank's group; return None where ``size`` is None. Collective.
+
+    Raises ExchangeError, on all ranks, if another process allocated the memory meanwhile.
+    """
     buffer, fault = None, None
     try:
         buffer = None if size is None else SharedBuffer(size)
@@ -506,10 +556,17 @@ def transfer(
     buffer: np.ndarray,
     rank: int,
 ) -> None:
-    """Fill ``buffer``, of this rank's share if it heads a group. Collective.
+    """Fill ``buffer`` with this rank's share, if this rank is the head of a group. Collective.
 
-    ``shares``: by the rank of each group's head. In rounds: everybody sends to the one ``distance`` further on,
-    among those that send or receive.
+    In round ``distance``, each rank that sends or receives sends to the rank ``distance`` places after it and receives
+    from the rank ``distance`` places before it.
+
+    Args:
+        directory: the parts of the batch and their holders.
+        shares: the layout of each host group's buffer, by the rank of the group's head.
+        arrays: the arrays that this rank holds.
+        buffer: uint8 [size of this rank's share].
+        rank: this global rank.
     """
     if rank in shares:
         for part, (begin, end) in shares[rank].spans.items():
@@ -520,7 +577,7 @@ def transfer(
     if rank not in members:
         return
     index = members.index(rank)
-    # One buffer for all pieces that are sent: memory that is new each time costs more than the copy.
+    # Reuse one buffer for all sent pieces: allocating memory for each piece costs more than the copy.
     outbox = np.empty(0, np.uint8)
 
     def pieces(source: int, target: int) -> list[list[ColumnPart]]:
@@ -533,18 +590,18 @@ def transfer(
     for distance in range(1, len(members)):
         target = members[(index + distance) % len(members)]
         origin = members[(index - distance) % len(members)]
-        for leaving, coming in zip_longest(pieces(rank, target), pieces(origin, rank)):
+        for sent_piece, received_piece in zip_longest(pieces(rank, target), pieces(origin, rank)):
             payload = landing = None
-            if leaving is not None:
-                begin, end = shares[target].extent(leaving)
+            if sent_piece is not None:
+                begin, end = shares[target].extent(sent_piece)
                 if len(outbox) < end - begin:
                     outbox = np.zeros(end - begin, np.uint8)
                 payload = outbox[: end - begin]
-                for part in leaving:
-                    first, last = shares[target].spans[part]
-                    payload[first - begin : last - begin] = _bytes(arrays[part])
-            if coming is not None:
-                landing = buffer[slice(*shares[rank].extent(coming))]
+                for part in sent_piece:
+                    part_begin, part_end = shares[target].spans[part]
+                    payload[part_begin - begin : part_end - begin] = _bytes(arrays[part])
+            if received_piece is not None:
+                landing = buffer[slice(*shares[rank].extent(received_piece))]
             _send_and_receive(payload, target, landing, origin)
 
 
@@ -555,16 +612,20 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 def _send_and_receive(
     payload: np.ndarray | None, target: int, landing: np.ndarray | None, origin: int
 ) -> None:
-    """Send ``payload`` and fill ``landing`` at the same time."""
+    """Send ``payload`` to ``target`` while receiving ``landing`` from ``origin``."""
     device = platform.current().device
     operations = []
     if payload is not None:
         operations.append(dist.P2POp(dist.isend, torch.from_numpy(payload).to(device), target))
     if landing is not None:
-        here = torch.from_numpy(landing)
-        received = here if here.device == device else torch.empty_like(here, device=device)
+        host_tensor = torch.from_numpy(landing)
+        received = (
+            host_tensor
+            if host_tensor.device == device
+            else torch.empty_like(host_tensor, device=device)
+        )
         operations.append(dist.P2POp(dist.irecv, received, origin))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-    if landing is not None and received is not here:
-        here.copy_(received)
+    if landing is not None and received is not host_tensor:
+        host_tensor.copy_(received)

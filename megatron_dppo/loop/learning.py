@@ -1,4 +1,4 @@
-"""The learning half of a step: a batch through its mini-batches, each one optimiser step."""
+"""Train on a batch: cut it into mini-batches and take one optimiser step for each."""
 
 from __future__ import annotations
 
@@ -55,26 +55,28 @@ from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.trainer.trainer import Trainer
 
-# What the loss saw of each token of a step, for the saved batch: from the ranks that compute logits to global rank 0.
+# --- loss columns: the inputs and results of the loss for each token, sent to global rank 0 for the saved batch
 
 LossColumns = dict[int, dict[str, np.ndarray]]
-"""By position in the batch, the ``LOSS_COLUMNS`` of a response that trained."""
+"""The ``LOSS_COLUMNS`` of each trained response, by its position in the batch."""
 
 
 KEPT_TOPK = 64
-"""Largest K of TopK(mu) at which log pi is kept: 4 K bytes a token, beside the 8 K that the engine's have."""
+"""Largest K for which log pi at TopK(mu) is kept: 4 K bytes a token, in addition to the engine's 8 K bytes."""
 
 
 class LossRecord:
-    """Keeps, on the device, what the loss of ``algorithm`` sees, until ``collect``: some 60 bytes a token, and log pi
-    at the engine's TopK(mu)."""
+    """Keeps the inputs and results of the loss of ``algorithm`` on the device until ``collect``.
+
+    The record takes about 60 bytes a token, plus log pi at the engine's TopK(mu).
+    """
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
         self._parts: list[tuple[packing.PackedBatch, dict[str, Tensor]]] = []
 
     def add(self, batch: packing.PackedBatch, inputs: TokenInputs, sums: LossSums) -> None:
-        """Keep a micro-batch's tokens. No device sync."""
+        """Keep the statistics of a micro-batch's tokens, without a device sync."""
         assert sums.blocked is not None
         statistics = {
             "loss_log_probs": inputs.log_probs.detach().float(),
@@ -84,20 +86,25 @@ class LossRecord:
             "loss_divergence": self._algorithm.divergence(inputs),
             "loss_trains": inputs.loss_mask & ~sums.blocked,
         }
-        # Top-K and recorded routing would lie on the device until the step's end.
-        light = replace(batch, columns={}, valid={})
-        self._parts.append((light, {name: x for name, x in statistics.items() if x is not None}))
+        # Drop the columns: Top-K and recorded routing would stay on the device until the end of the step.
+        batch_without_columns = replace(batch, columns={}, valid={})
+        self._parts.append(
+            (batch_without_columns, {name: x for name, x in statistics.items() if x is not None})
+        )
 
     def _topk(self, inputs: TokenInputs) -> Tensor | None:
-        """log pi [T, K] at the ids in the batch's file; a recomputed policy's TopK are others."""
+        """Return log pi [T, K] at the TopK ids of the batch's file.
+
+        Returns None if K exceeds ``KEPT_TOPK``, or if the TopK come from a recomputed policy, whose ids differ.
+        """
         if inputs.topk_log_probs is None or self._algorithm.needs_recomputed_distribution:
             return None
-        # The last one is the sampled token.
-        of_engine = inputs.topk_log_probs[:, :-1].detach().float()
-        return of_engine if of_engine.shape[1] <= KEPT_TOPK else None
+        # The last column is the sampled token.
+        log_probs = inputs.topk_log_probs[:, :-1].detach().float()
+        return log_probs if log_probs.shape[1] <= KEPT_TOPK else None
 
     def collect(self, topology: Topology) -> LossColumns:
-        """Everything kept since the last call, of all replicas, on global rank 0; elsewhere empty.
+        """Return the columns of all replicas since the last call on global rank 0; elsewhere an empty dict.
 
         Collective.
         """
@@ -107,7 +114,7 @@ class LossRecord:
         self._parts = []
         is_source = topology.is_last_stage and topology.is_first_of_stage
         all_columns: LossColumns = {}
-        # One replica after another: no rank holds more than one message at a time.
+        # The replicas send one after another, so that a rank holds at most one message at a time.
         for rank, sends in enumerate(all_gather_json(is_source)):
             if sends:
                 blob = broadcast_bytes(
@@ -118,20 +125,20 @@ class LossRecord:
 
 
 def by_response(batch: packing.PackedBatch, statistics: Mapping[str, Tensor]) -> LossColumns:
-    """The rows of each response's sampled tokens. ``statistics``: tensors [T] beside ``batch``."""
+    """Return the rows of each response's sampled tokens. ``statistics``: tensors [T], aligned with ``batch``."""
     rows = torch.nonzero(batch.loss_mask).squeeze(1)
     arrays = {name: x[rows].cpu().numpy() for name, x in statistics.items()}
-    # Rows before each sequence's end: the rows of one sequence lie next to each other.
+    # The number of rows before each sequence's end: the rows of one sequence are adjacent.
     ends = torch.searchsorted(rows, batch.cu_seqlens[1:].to(rows)).cpu().numpy()
     columns: LossColumns = {}
     for position, start, end in zip(
         batch.sequence_index.tolist(), [0, *ends[:-1]], ends, strict=True
     ):
         if end > start:
-            before = columns.get(position, {})
-            # There are some where it has another branch.
+            # A response with several branches has rows from an earlier branch.
+            earlier_rows = columns.get(position, {})
             columns[position] = {
-                name: np.concatenate([before.get(name, x[:0]), x[start:end]])
+                name: np.concatenate([earlier_rows.get(name, x[:0]), x[start:end]])
                 for name, x in arrays.items()
             }
     return columns
@@ -149,17 +156,19 @@ def _decoded(blob: bytes) -> LossColumns:
     return columns
 
 
-# From a batch of trajectories to packed micro-batches: one mini-batch is one optimiser step on whole groups.
+# --- plan and packing: a mini-batch is one optimiser step on whole groups
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How micro-batches must be cut for this trainer.
+    """The constraints of this trainer on micro-batches.
 
-    ``count_multiple``: the interleaved schedule takes micro-batches in rounds of the pipeline's size.
-    ``pad_multiple``, ``sequence_multiple``: ranks that share the tokens of a micro-batch, or of each sequence, have
-    equally many. ``input_rows``: this rank's, of columns of the input. ``cost``: by which ranks and micro-batches are
-    balanced.
+    ``count_multiple``: the number of micro-batches is a multiple of it, because the interleaved schedule takes them in
+    rounds of the pipeline's size.
+    ``pad_multiple``, ``sequence_multiple``: the tokens of a micro-batch, and of each sequence, are padded to multiples
+    of these, because ranks that share the tokens need equally many.
+    ``input_rows``: this rank's rows of the input columns.
+    ``cost``: the cost of a sequence, by which ranks and micro-batches are balanced.
     """
 
     dp_rank: int
@@ -173,11 +182,11 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class MiniBatchPlan:
-    """Who trains on what in one optimiser step.
+    """The assignment of trajectories to ranks and micro-batches in one optimiser step.
 
-    ``positions``: in the batch, by data-parallel rank and micro-batch. ``denominator``: as in MiniBatch. ``cost``:
-    of all sequences, as the layout counts it. ``idle``: share of the ranks' time in which they would wait for each
-    other if time were cost.
+    ``positions``: positions in the batch, by data-parallel rank and micro-batch. ``denominator``: as in MiniBatch.
+    ``cost``: total cost of all sequences, in the unit of ``BatchLayout.cost``. ``idle``: share of their time in which
+    the ranks would wait for each other if time were proportional to cost.
     """
 
     positions: list[list[list[int]]]
@@ -186,20 +195,23 @@ class MiniBatchPlan:
     idle: float
 
     def of_rank(self, dp_rank: int) -> set[int]:
-        """Positions that the replica ``dp_rank`` trains on."""
+        """Return the positions that the replica ``dp_rank`` trains on."""
         return {position for rows in self.positions[dp_rank] for position in rows}
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """This rank's micro-batches of one optimiser step, and the global number that divides the summed loss."""
+    """This rank's micro-batches of one optimiser step.
+
+    ``denominator``: divides the loss that is summed over all ranks.
+    """
 
     micro_batches: list[packing.PackedBatch]
     denominator: float
 
 
 def trains(trajectory: TrajectoryFacts, config: AlgorithmConfig) -> bool:
-    """Whether the response has a gradient: all do, unless truncated ones are dropped by the configuration."""
+    """Return whether the response has a gradient: truncated responses have none if the configuration drops them."""
     return not (trajectory.truncated and config.truncated_responses == "drop")
 
 
@@ -210,10 +222,10 @@ def plan_mini_batches(
     algorithm: AlgorithmConfig,
     layout: BatchLayout,
 ) -> list[MiniBatchPlan]:
-    """Cut a batch, groups adjacent, into optimiser steps. Reads no columns.
+    """Cut a batch, groups adjacent, into optimiser steps, without reading columns.
 
-    Every rank computes the same plan from the same trajectories; the denominator counts all ranks' samples, so the
-    gradient does not depend on the layout or on the packing. A mini-batch in which nothing trains is left out.
+    Every rank computes the same plan from the same trajectories. The denominator counts all ranks' samples, so the
+    gradient does not depend on the layout or on the packing. A mini-batch in which no response trains is left out.
     """
     size = training.prompts_per_mini_batch * rollout.group_size
     constant = algorithm.aggregation_constant or rollout.max_response_tokens
@@ -221,17 +233,17 @@ def plan_mini_batches(
     plans = []
     for start in range(0, len(batch), size):
         part = batch[start : start + size]
-        trained = [t.sampled for t in part if trains(t, algorithm)]
-        denominator = denominator_of(trained, constant)
+        trained_lengths = [t.sampled for t in part if trains(t, algorithm)]
+        denominator = denominator_of(trained_lengths, constant)
         if denominator == 0:
             continue
-        # Branches of a response stay together: rules of whole responses see all of it.
-        of_branches = [
+        # The branches of a response stay in one micro-batch, because some rules need the whole response.
+        branch_lengths = [
             [packing.padded_length(n, layout.sequence_multiple) for n in t.branch_lengths]
             for t in part
         ]
-        lengths = list(map(sum, of_branches))
-        costs = [sum(map(layout.cost, branches)) for branches in of_branches]
+        lengths = list(map(sum, branch_lengths))
+        costs = [sum(map(layout.cost, branches)) for branches in branch_lengths]
         plan = packing.plan_mini_batch(
             lengths,
             costs,
@@ -253,11 +265,16 @@ def pack_mini_batch(
     algorithm: AlgorithmConfig,
     forms: Mapping[str, Form],
 ) -> MiniBatch:
-    """This rank's share of ``plan``.
+    """Pack this rank's share of ``plan``.
 
-    ``batch``: by position, at least this rank's. ``forms``: of the columns of all ranks' batch.
+    Args:
+        batch: trajectories by position, at least those that this rank trains on.
+        plan: the assignment of trajectories to ranks and micro-batches.
+        layout: the trainer's constraints on micro-batches.
+        algorithm: whether truncated responses train.
+        forms: the forms of the columns of the batch of all ranks.
     """
-    packed = [
+    micro_batches = [
         packing.pack(
             [batch[i] for i in rows],
             indices=rows,
@@ -269,19 +286,19 @@ def pack_mini_batch(
         )
         for rows in plan.positions[layout.dp_rank]
     ]
-    return MiniBatch(packed, plan.denominator)
+    return MiniBatch(micro_batches, plan.denominator)
 
 
 Columns = dict[str, torch.Tensor]
-"""Further columns of one micro-batch, by name."""
+"""Additional columns of one micro-batch, by name."""
 
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """A batch as this rank needs it, and who trains on what.
+    """The part of a batch that this rank needs, and the plans of its mini-batches.
 
-    ``figures``: metrics of the recorded routing, empty where none is replayed. ``is_stale``: whether older weights
-    than the trainer's sampled some of it.
+    ``figures``: metrics of the recorded routing, empty if no routing is replayed. ``is_stale``: whether some tokens of
+    the batch were sampled by older weights than the trainer's.
     """
 
     delivery: Delivery
@@ -291,17 +308,18 @@ class PlannedBatch:
 
     @property
     def trajectories(self) -> Mapping[int, Trajectory]:
-        """Those that this rank needs; all on global rank 0 where ``rollout.save`` wants them."""
+        """The trajectories that this rank needs, by position; global rank 0 has all of them with ``rollout.save``."""
         return self.delivery.trajectories
 
 
 class Learner:
-    """Turns batches into optimiser steps by ``algorithm``. ``topk``: K of the batches' TopK(mu), 0: none.
+    """Trains on batches with ``algorithm``. ``topk``: K of the batches' TopK(mu), 0 if they carry none.
 
-    Of the last batch: ``most_masked``, the tokens that the mask blocked most often, the same on every rank;
-    ``masked_by_response``, how many of each response it blocked, on the ranks that computed their loss;
-    ``loss_columns``, what the loss saw of each token, by position in the batch, on global rank 0 of a run with
-    ``rollout.save``.
+    Three attributes describe the last batch:
+    ``most_masked``: the tokens that the mask blocked most often, the same on every rank.
+    ``masked_by_response``: the number of blocked tokens of each response, on the ranks that computed their loss.
+    ``loss_columns``: inputs and results of the loss for each token, by position in the batch, on global rank 0 of a run
+    with ``rollout.save``.
     """
 
     def __init__(
@@ -353,23 +371,25 @@ class Learner:
         )
 
     def plan(self, batch: RolloutBatch) -> PlannedBatch:
-        """Who trains on what, and each trajectory with those who need it. Collective.
+        """Plan the mini-batches of ``batch``, and deliver each trajectory to the ranks that train on it. Collective.
 
-        ``batch`` is left without its own trajectories: nothing is in memory twice.
-        Raises ExchangeError where a column is missing, another model's, or changed on its way, and
-        BatchFormatError where the batch carries another number of Top-K ids than the run asks for.
+        The trajectories are removed from ``batch``, so that no trajectory is in memory twice.
+
+        Raises:
+            ExchangeError: a column is missing, belongs to another model, or changed during the transfer.
+            BatchFormatError: the batch carries another number of Top-K ids than the run requires.
         """
         outlines = batch.outlines
         config = self._config
         plans = plan_mini_batches(
             outlines, config.training, config.rollout, config.algorithm, self.layout
         )
-        needed = [
+        needed_positions = [
             set[int]().union(*(plan.of_rank(rank) for plan in plans))
             for rank in range(self.layout.dp_size)
         ]
         delivery = self._exchange.deliver(
-            outlines, batch.trajectories, needed, gather=config.rollout.save
+            outlines, batch.trajectories, needed_positions, gather=config.rollout.save
         )
         is_stale = batch.figures.get(names.STALENESS_MAX, 0) > 0
         batch.trajectories.clear()
@@ -386,54 +406,60 @@ class Learner:
         return PlannedBatch(delivery, plans, figures, is_stale)
 
     def learn(self, batch: PlannedBatch) -> dict[str, float]:
-        """Train on a batch; its metrics as means over all its tokens. Collective.
+        """Train on a batch and return its metrics as means over all its tokens. Collective.
 
-        Log-probabilities at the rollout's weights are recomputed before the first update, and only where the
-        algorithm needs them: as its anchor, or of the whole vocabulary (fp32 [tokens, V] in memory); likewise the
-        reference policy's. Raises NonFiniteLossError and GapError before the step that would have applied it, and
-        NonFiniteLogProbsError where recomputed ones are none.
+        Log-probabilities at the rollout's weights are recomputed before the first update, and only if the algorithm
+        needs them: as its anchor, or for the whole vocabulary (fp32 [tokens, V] in memory). The same holds for the
+        reference policy's log-probabilities.
+
+        Raises:
+            NonFiniteLossError, GapError, FrequencyError: before the optimiser step on the mini-batch at fault.
+            NonFiniteLogProbsError: a recomputed log-probability is not finite.
         """
-        began = time.perf_counter()
-        recomputed = [self._recomputed(batch, plan) for plan in batch.plans]
+        start_time = time.perf_counter()
+        recomputed_columns = [self._recomputed(batch, plan) for plan in batch.plans]
         self._masked.clear()
         self._masked_responses = MaskedResponses()
-        total, first, grad_norms, lr = MetricSums(), None, [], 0.0
-        for plan, further in zip(batch.plans, recomputed, strict=True):
-            mini = _with_columns(self._packed(batch, plan), further)
+        total_sums, first_sums, grad_norms, lr = MetricSums(), None, [], 0.0
+        for plan, columns in zip(batch.plans, recomputed_columns, strict=True):
+            mini = _with_columns(self._packed(batch, plan), columns)
             mini = with_step_bound(mini, self._trainer, self._algorithm.step_bound)
             result = self._trainer.train_mini_batch(
                 mini.micro_batches,
                 self._loss,
                 mini.denominator,
                 is_last=plan is batch.plans[-1],
-                check=partial(self._check, batch, is_first=first is None),
+                check=partial(self._check, batch, is_first=first_sums is None),
             )
-            first = result.metrics if first is None else first
-            total = total + result.metrics
+            first_sums = result.metrics if first_sums is None else first_sums
+            total_sums = total_sums + result.metrics
             grad_norms.append(result.grad_norm)
             lr = result.lr
         self.most_masked = reduce_masked_tokens(self._masked, self._trainer.topology)
         self.masked_by_response = self._masked_responses.counts()
         if self._seen is not None:
             self.loss_columns = self._seen.collect(self._trainer.topology)
-        if first is None:
-            # Every mini-batch was left out: no response of the batch trains.
+        if first_sums is None:
+            # The plan has no mini-batch, because no response of the batch trains.
             return batch.figures
         return {
-            **_measured(means(total.values())),
+            **_measured(means(total_sums.values())),
             **batch.figures,
-            **_of_the_first(means(first.values())),
+            **_of_the_first(means(first_sums.values())),
             **self._canary.figures(),
             names.GRAD_NORM: sum(grad_norms) / len(grad_norms),
             names.GRAD_NORM_MAX: max(grad_norms),
             names.LEARNING_RATE: lr,
             names.OPTIMIZER_STEPS: len(batch.plans),
             names.IDLE_SHARE: sum(plan.idle for plan in batch.plans) / len(batch.plans),
-            **self._speed(batch, time.perf_counter() - began),
+            **self._speed(batch, time.perf_counter() - start_time),
         }
 
     def _check(self, batch: PlannedBatch, metrics: MetricSums, *, is_first: bool) -> None:
-        """Raise GapError or FrequencyError, on every rank; ``loss_columns`` then tell what the loss saw until there."""
+        """Check the sums of a mini-batch before its optimiser step.
+
+        Raises GapError or FrequencyError, on every rank; ``loss_columns`` then hold the tokens up to this mini-batch.
+        """
         try:
             if is_first:
                 gap = means(metrics.values()).get(names.GAP, math.nan)
@@ -446,13 +472,16 @@ class Learner:
             raise
 
     def _speed(self, batch: PlannedBatch, seconds: float) -> dict[str, float]:
-        """Arithmetic of the optimiser steps (recomputation and passes without gradient don't count), and memory."""
+        """Return the speed of the optimiser steps and the peak memory.
+
+        Recomputation and passes without gradient do not count as arithmetic.
+        """
         backward = FROZEN_BACKWARD_FORWARDS if self._config.lora.rank else BACKWARD_FORWARDS
         flops = (1 + backward) * sum(plan.cost for plan in batch.plans)
         world = self._trainer.layout.world_size
         return {
             **arithmetic_speed(flops, seconds, world, platform.peak_flops()),
-            # The fullest rank is the one that ends a run.
+            # Report the largest peak of all ranks: a run ends when one rank is out of memory.
             names.PEAK_MEMORY: max(all_gather_json(platform.peak_memory_bytes())) / 2**30,
         }
 
@@ -466,18 +495,25 @@ class Learner:
             )
 
     def _packed(self, batch: PlannedBatch, plan: MiniBatchPlan) -> MiniBatch:
-        """This rank's share of one optimiser step. Packs are made anew when they are used: those of a
-        whole step would take as much memory as the step's columns."""
-        replayed, delivery = self._config.router_replay, batch.delivery
+        """Pack this rank's share of one optimiser step.
+
+        Pack again for each use: the packed micro-batches of a whole step would take as much memory as its columns.
+        """
+        replays_routing, delivery = self._config.router_replay, batch.delivery
         own_positions = plan.of_rank(self.layout.dp_rank)
-        trained = {p: delivery.trajectories[p] for p in own_positions}
-        if not replayed:
-            trained = {p: t.without(RECORDING) for p, t in trained.items()}
-        return pack_mini_batch(trained, plan, self.layout, self._config.algorithm, delivery.forms)
+        trajectories = {p: delivery.trajectories[p] for p in own_positions}
+        if not replays_routing:
+            trajectories = {p: t.without(RECORDING) for p, t in trajectories.items()}
+        return pack_mini_batch(
+            trajectories, plan, self.layout, self._config.algorithm, delivery.forms
+        )
 
     def _recomputed(self, batch: PlannedBatch, plan: MiniBatchPlan) -> list[Columns]:
-        """By micro-batch, what the algorithm needs of the policy at the rollout's weights and the engine
-        doesn't say; empty where it needs nothing."""
+        """Recompute, for each micro-batch, the columns that the algorithm needs and the engine does not return.
+
+        The columns are log-probabilities of the policy at the rollout's weights and of the reference policy. The list
+        is empty if the algorithm needs none.
+        """
         algorithm, keeps_reference = self._algorithm, self._config.keeps_reference
         is_needed = algorithm.needs_recomputed or algorithm.needs_recomputed_distribution
         if not (is_needed or keeps_reference):
@@ -490,9 +526,9 @@ class Learner:
                 columns["recomputed_log_probs"] = _where_trained(b, p)
         if self._algorithm.needs_recomputed_distribution:
             size = self._trainer.shape.vocab_size
-            asking = [_with_whole_vocabulary(b, size) for b in batches]
-            values = self._trainer.topk_log_probs(asking)
-            for b, p, columns in zip(asking, values, columns_by_batch, strict=True):
+            full_batches = [_with_whole_vocabulary(b, size) for b in batches]
+            values = self._trainer.topk_log_probs(full_batches)
+            for b, p, columns in zip(full_batches, values, columns_by_batch, strict=True):
                 columns |= {"topk_ids": b.column("topk_ids"), "topk_log_probs": p.cpu()}
         if keeps_reference:
             values = self._trainer.reference_log_probs(batches)
@@ -502,19 +538,19 @@ class Learner:
 
 
 def stages_of(trainer: Trainer, *, replays: bool) -> Stages:
-    """The pipeline stages, and where recorded routing is replayed, which of its layers each needs. Collective."""
+    """Return the pipeline stages, with the layers of recorded routing that each needs if ``replays``. Collective."""
     topology = trainer.topology
     if topology.pp_size == 1 or not replays:
         return Stages(topology.pp_size)
-    ranks_by_stage = {
+    layers_by_stage = {
         stage: layers
         for stage, layers in all_gather_json([topology.pp_rank, trainer.replayed_layers])
     }
-    return Stages(topology.pp_size, [ranks_by_stage[stage] for stage in range(topology.pp_size)])
+    return Stages(topology.pp_size, [layers_by_stage[stage] for stage in range(topology.pp_size)])
 
 
 def _with_columns(mini: MiniBatch, further: Sequence[Columns]) -> MiniBatch:
-    """The mini-batch with ``further`` columns of each micro-batch, if there are any."""
+    """Return the mini-batch with the ``further`` columns of each micro-batch; unchanged if there are none."""
     if not further:
         return mini
     batches = [b.with_columns(**c) for b, c in zip(mini.micro_batches, further, strict=True)]
@@ -522,13 +558,16 @@ def _with_columns(mini: MiniBatch, further: Sequence[Columns]) -> MiniBatch:
 
 
 def with_step_bound(mini: MiniBatch, trainer: Trainer, step_bound: StepBound | None) -> MiniBatch:
-    """With what ``step_bound`` finds of all tokens of this optimiser step, if there is one; collective."""
+    """Add the column ``step_bound``, computed from all tokens of this optimiser step. Collective.
+
+    Returns ``mini`` unchanged if the algorithm has no step bound, and on all pipeline stages but the last.
+    """
     if step_bound is None:
         return mini
     batches = mini.micro_batches
     log_probs = trainer.log_probs(batches)
     if not trainer.topology.is_last_stage:
-        # Only the last one has log mu, and the loss.
+        # Only the last pipeline stage has log mu and computes the loss.
         return mini
     log_ratios = [
         (_where_trained(b, p) - b.column("rollout_log_probs"))[b.loss_mask]
@@ -549,15 +588,15 @@ def with_step_bound(mini: MiniBatch, trainer: Trainer, step_bound: StepBound | N
 def arithmetic_speed(
     flops: float, seconds: float, ranks: int, peak: float | None
 ) -> dict[str, float]:
-    """FLOP/s of a rank as metrics; its share of ``peak`` FLOP/s only where that is known."""
+    """Return the FLOP/s of a rank as metrics, with its share of ``peak`` FLOP/s if the peak is known."""
     rate = flops / seconds / ranks
     return {names.TFLOPS: rate / 1e12} | ({} if peak is None else {names.MFU: rate / peak})
 
 
 def check_carried_topk(forms: Mapping[str, Form], topk: int) -> None:
-    """Raise BatchFormatError where a batch's Top-K has not ``topk`` ids a token; 0: whatever it has.
+    """Raise BatchFormatError unless the batch carries ``topk`` Top-K ids for each token; 0 accepts any number.
 
-    Fewer would make another divergence of the algorithm, under its name.
+    With fewer ids the algorithm would compute another divergence under the same name.
     """
     width = sizes_of(forms).get("topk", 0)
     if topk and width != topk:
@@ -568,17 +607,17 @@ def check_carried_topk(forms: Mapping[str, Form], topk: int) -> None:
 
 
 def _where_trained(batch: packing.PackedBatch, log_probs: torch.Tensor) -> torch.Tensor:
-    """``log_probs`` [T] on the batch's device, 0 outside its loss mask."""
+    """Return ``log_probs`` [T] on the batch's device, with 0 outside its loss mask."""
     return torch.where(batch.loss_mask, log_probs.to(batch.loss_mask.device), 0.0)
 
 
 def _with_whole_vocabulary(batch: packing.PackedBatch, size: int) -> packing.PackedBatch:
-    """``batch`` with every id of the vocabulary as its TopK ids; their log-probabilities are still to come."""
+    """Return ``batch`` with every id of the vocabulary as TopK id, without their log-probabilities."""
     return batch.with_columns(topk_ids=torch.arange(size).expand(batch.num_tokens, size))
 
 
 def _of_the_first(values: dict[str, float]) -> dict[str, float]:
-    """What the first mini-batch's means tell under names of their own: nothing has moved the weights yet."""
+    """Return the first mini-batch's metrics that have their own names: they are measured before any weight update."""
     figures = {names.GAP_ON_POLICY: values[names.GAP]}
     if names.ROUTING_AGREEMENT in values:
         figures[names.ROUTING_AGREEMENT_FIRST] = values[names.ROUTING_AGREEMENT]
@@ -586,5 +625,5 @@ def _of_the_first(values: dict[str, float]) -> dict[str, float]:
 
 
 def _measured(values: dict[str, float]) -> dict[str, float]:
-    """``values`` without the means over no token, such as the masked share of A < 0 where every advantage is 0."""
+    """Return ``values`` without NaN: means over no token, e.g. the masked share of A < 0 if every advantage is 0."""
     return {name: value for name, value in values.items() if not math.isnan(value)}

@@ -1,4 +1,4 @@
-"""What a run writes down: console table, metric files, samples, report and summary on rank 0; traces on any rank."""
+"""Write a run's output: console table, metric files, samples, report and summary on rank 0; traces on any rank."""
 
 from __future__ import annotations
 
@@ -31,35 +31,41 @@ from megatron_dppo.system.files import Closing
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
 
-# Which responses of a step are kept as text, and how they get to rank 0.
+# --- samples: the choice of the responses of a step that are kept as text, and their way to rank 0
 
 KEPT = 4
-"""Responses of a training step, and of an evaluation on one set; the most masked one comes on top."""
+"""Number of responses kept of a training step, and of an evaluation on one set. The response with the most masked
+tokens is kept in addition."""
 _KINDS: tuple[Callable[[TrajectoryFacts | Sample, float], bool], ...] = (
     lambda t, mean: t.reward > mean,
     lambda t, mean: t.reward <= mean and not t.truncated,
     lambda t, mean: t.truncated,
 )
-"""By a response and the mean reward."""
+"""Predicates of a response and the mean reward; ``chosen`` keeps one response for each."""
 
 
 def chosen(responses: Sequence[TrajectoryFacts | Sample], step: int) -> list[int]:
-    """Positions of at most ``KEPT`` responses: one that earned more than their mean, one that ended by itself and
-    didn't, and a truncated one, where there are any; the others as they come.
+    """Return the positions of at most ``KEPT`` responses.
 
-    Drawn by the step's number: every rank chooses alike, and each step shows other problems.
+    If there are any, these are one with a reward above the mean, one that ended by itself with a reward of at most the
+    mean, and one that is truncated; then others in random order. The step's number seeds the order, so that every rank
+    chooses the same responses, and each step shows other problems.
     """
     order = list(range(len(responses)))
     random.Random(step).shuffle(order)
     mean = sum(t.reward for t in responses) / max(1, len(responses))
-    firsts = [next((p for p in order if kind(responses[p], mean)), None) for kind in _KINDS]
-    return list(dict.fromkeys([*(p for p in firsts if p is not None), *order]))[:KEPT]
+    positions = [next((p for p in order if kind(responses[p], mean)), None) for kind in _KINDS]
+    return list(dict.fromkeys([*(p for p in positions if p is not None), *order]))[:KEPT]
 
 
 class SampleMaker:
-    """Makes the samples of a run from its trajectories. ``reward``: the first one's name; ``data``: its problems
-    and tokenizer; ``zeroes_truncated``: a truncated response earned nothing. ``is_alone``: no other reward and no
-    environment adds to the first one.
+    """Makes the samples of a run from its trajectories.
+
+    Args:
+        reward: name of the first reward.
+        data: the run's problems and tokenizer.
+        zeroes_truncated: whether truncated responses earn at most 0.
+        is_alone: whether no other reward and no environment adds to the first reward.
     """
 
     def __init__(
@@ -72,36 +78,41 @@ class SampleMaker:
         self._taken: dict[int, Sample] = {}
 
     def take(self, step: int, batch: RolloutBatch) -> None:
-        """Choose those of a batch before a learner empties it: what trains nothing goes nowhere else."""
+        """Make the samples of a batch before the learner removes its trajectories.
+
+        Responses that do not train are delivered to no rank, so they are not available later.
+        """
         positions = [p for p in chosen(batch.outlines, step) if p in batch.trajectories]
         self._taken = {p: self._trained(step, batch.trajectories[p]) for p in positions}
 
     def of_step(
         self, step: int, trajectories: Mapping[int, Trajectory], masked: Mapping[int, int]
     ) -> list[Sample]:
-        """Those of the batch that was taken, and of its responses the one with the most masked tokens. Collective.
+        """Return the samples that ``take`` chose, and that of the response with the most masked tokens. Collective.
 
-        ``trajectories``: this rank's, by position in the batch. ``masked``: tokens of each response that the loss
-        masked, as far as this rank computed it.
+        ``trajectories``: this rank's, by position in the batch. ``masked``: the number of masked tokens of each
+        response whose loss this rank computed.
         """
-        most = max(masked, key=lambda p: masked[p], default=None)
-        further = {}
-        if most is not None and most in trajectories:
-            further = {most: self._trained(step, trajectories[most])}
-        rows = [[[p, s.to_json()] for p, s in part.items()] for part in (self._taken, further)]
+        most_masked = max(masked, key=lambda p: masked[p], default=None)
+        own_candidates = {}
+        if most_masked is not None and most_masked in trajectories:
+            own_candidates = {most_masked: self._trained(step, trajectories[most_masked])}
+        rows = [
+            [[p, s.to_json()] for p, s in part.items()] for part in (self._taken, own_candidates)
+        ]
         shares = all_gather_json([*rows, list(masked.items())])
         counts = {p: count for *_, pairs in shares for p, count in pairs}
         candidates = {p: line for _, lines, _ in shares for p, line in lines}
         lines = {p: line for taken, *_ in shares for p, line in taken}
         if candidates:
-            most = max(candidates, key=lambda p: counts[p])
-            lines.setdefault(most, candidates[most])
+            most_masked = max(candidates, key=lambda p: counts[p])
+            lines.setdefault(most_masked, candidates[most_masked])
         return [Sample.from_json(line | {"masked": counts.get(p, 0)}) for p, line in lines.items()]
 
     def of_evaluation(
         self, step: int, name: str, problems: Sequence[Problem], scored: Sequence[Trajectory]
     ) -> list[Sample]:
-        """Those of a held-out set's responses on this rank. ``problems``: of the same responses."""
+        """Return samples of a held-out set's responses on this rank. ``problems``: the problem of each response."""
         return [
             self._sample(step, name, problems[i], scored[i], None) for i in chosen(scored, step)
         ]
@@ -112,7 +123,7 @@ class SampleMaker:
     def _sample(
         self, step: int, name: str, problem: Problem, t: Trajectory, advantage: float | None
     ) -> Sample:
-        # Of several turns with what was said between them.
+        # An episode of several turns includes the text between the turns.
         response = self._data.text_of(t.token_ids[len(t.prompt_ids) :])
         if t.truncated and self._zeroed:
             cut = t.ended_by or "cut off at the length limit"
@@ -143,7 +154,10 @@ class SampleMaker:
         )
 
     def _reason(self, t: Trajectory, response: str, problem: Problem) -> str:
-        """By the first reward's own score, where that is known: not from a file, which has the sum alone."""
+        """Return the first reward's reason for its score, or the name of what scored the response.
+
+        The score is unknown for a response from a file, which holds only the sum of the rewards.
+        """
         if not t.wants_score:
             return "by the environment"
         value = t.components.get(self._component)
@@ -155,7 +169,7 @@ class SampleMaker:
         return self._reward.reason(t.text or response, answer, value)
 
 
-# Traces of single steps, for whoever wants to know where the time and the memory go.
+# --- profiles: traces of the time and the memory of single steps
 
 log = logging.getLogger(__name__)
 
@@ -163,8 +177,10 @@ PROFILE_FOLDER = "profile"
 
 
 class StepProfiler:
-    """Writes ``<run directory>/profile/step<N>-rank<R>.json.gz`` for the steps and ranks of ``config``,
-    and with ``memory`` on a GPU ``.memory.pickle`` beside it."""
+    """Writes ``<run directory>/profile/step<N>-rank<R>.json.gz`` for the steps and ranks of ``config``.
+
+    With ``memory``, on a GPU, it also writes a ``.memory.pickle`` beside the trace.
+    """
 
     def __init__(self, config: ProfileConfig, directory: str | Path, rank: int) -> None:
         self._memory = config.memory
@@ -174,7 +190,7 @@ class StepProfiler:
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """Trace the block if ``step`` is asked for. A trace that can't be written is a warning."""
+        """Trace the block if ``config`` names ``step``. Log a warning if the trace cannot be written."""
         if step not in self._steps:
             yield
             return
@@ -205,7 +221,7 @@ class StepProfiler:
 
 
 _MOST_REASONS = 20
-"""Of a step; the others are counted together."""
+"""Largest number of reasons in a step's row of environment faults; further reasons are counted together."""
 OTHER_REASONS = "other reasons"
 COUNTS = (names.WEIGHT_UPDATES, names.WEIGHT_UPDATES_VERIFIED)
 
@@ -217,21 +233,21 @@ class RecordingError(RunError):
 class Recorder(Closing):
     """Writes the metrics of each step; does nothing on ranks other than 0. A context manager.
 
-    What a step can't write is kept in ``failure``, and nothing more is written: all ranks end the run together, once
-    a checkpoint of the step is saved. A line that is half written stays the last one of its file, which a resumed run
-    drops.
+    If a write within a step fails, ``failure`` holds the error and nothing more is written: all ranks end the run
+    together, after a checkpoint of the step is saved. An incomplete line stays the last line of its file, and a resumed
+    run drops it.
 
     Args:
-        run: its folder and length.
-        info: what it is called in report and summary.
-        evaluates: the run has held-out sets, and an engine to answer them.
+        run: the run's folder and length.
+        info: the run's description in report and summary.
+        evaluates: whether the run has held-out sets and an engine to evaluate them.
         rank: global rank.
-        first_step: the last step that is recorded already; 0 for a fresh run.
+        first_step: the last step that the files already hold; 0 for a new run.
         text_of: token ids -> text, for ``masked_tokens.jsonl``.
         fence: called before each change of a file; raises once another start of the run has taken over.
-        mark: of the checkpoint that the run goes on from, see ``mark``; records that differ are told of.
-        tracking: which experiment trackers are told, too; empty: TensorBoard.
-        config: what they are told of the run's configuration.
+        mark: the ``mark`` of the checkpoint that the run resumes from; records that differ from it cause a warning.
+        tracking: the experiment trackers that also receive the metrics; default: TensorBoard.
+        config: the part of the run's configuration that the trackers receive.
     """
 
     def __init__(
@@ -271,22 +287,24 @@ class Recorder(Closing):
         self._console = StepTable(info.dtype, run.steps)
 
     def _open(self, resume_step: int, mark: Mapping[str, Any]) -> None:
-        """Open the files; a resumed run whose records are gone says so and goes on."""
-        where = self._run.directory
+        """Open the files; log a warning if records of a resumed run are missing."""
+        directory = self._run.directory
         with self._writing("records"):
-            self._writer = records.MetricsWriter(where, resume_step=resume_step)
-            self._masked = records.StepLines(Path(where) / records.MASKED_TOKENS_FILE, resume_step)
-            self._samples = records.StepLines(Path(where) / records.SAMPLES_FILE, resume_step)
-            faults = Path(where) / records.ENVIRONMENT_FAULTS_FILE
-            self._faults = records.StepLines(faults, resume_step)
-            recorded = len(records.read_records(where))
+            self._writer = records.MetricsWriter(directory, resume_step=resume_step)
+            self._masked = records.StepLines(
+                Path(directory) / records.MASKED_TOKENS_FILE, resume_step
+            )
+            self._samples = records.StepLines(Path(directory) / records.SAMPLES_FILE, resume_step)
+            faults_file = Path(directory) / records.ENVIRONMENT_FAULTS_FILE
+            self._faults = records.StepLines(faults_file, resume_step)
+            record_count = len(records.read_records(directory))
             self._compare(mark)
-        if recorded < resume_step:
+        if record_count < resume_step:
             log.warning(
                 "%s/%s holds %d of the %d records before step %d; report and summary will lack them",
-                where,
+                directory,
                 records.RECORDS_FILE,
-                recorded,
+                record_count,
                 resume_step,
                 resume_step,
             )
@@ -294,14 +312,14 @@ class Recorder(Closing):
     def _opened_trackers(
         self, tracking: TrackingConfig, config: Mapping[str, Any], resume_step: int
     ) -> Trackers:
-        where = Path(self._run.directory)
+        directory = Path(self._run.directory)
         try:
             builders = find_trackers(tracking.trackers)
             run = TrackedRun(
-                run_id(where),
+                run_id(directory),
                 tracking.project,
-                tracking.name or where.resolve().name,
-                where,
+                tracking.name or directory.resolve().name,
+                directory,
                 config,
                 resume_step,
             )
@@ -310,11 +328,11 @@ class Recorder(Closing):
         return Trackers(builders, run)
 
     def _compare(self, mark: Mapping[str, Any]) -> None:
-        """Warn where the records are there and not those that were written: they are shown, nothing trains on them."""
-        recorded = records.read_records(self._run.directory)
-        if not mark or not recorded:
+        """Log a warning if records were altered since the checkpoint; they are shown, but training ignores them."""
+        rows = records.read_records(self._run.directory)
+        if not mark or not rows:
             return
-        if records.sha256_until(recorded, mark["step"]) != mark["sha256"]:
+        if records.sha256_until(rows, mark["step"]) != mark["sha256"]:
             log.warning(
                 "%s/%s was altered since the checkpoint: its records up to step %d are not those that were "
                 "written; training goes on from the checkpoint alone, report and summary show what is there",
@@ -327,30 +345,33 @@ class Recorder(Closing):
         self._stack.close()
 
     def lacks_evaluation(self, since: int) -> bool:
-        """Whether no record of step ``since`` or later has an evaluation (stopped in between), and the last one, of the
-        step that the run goes on from, may get it."""
+        """Return whether the last record lacks an evaluation that this start of the run should add.
+
+        So if no record of step ``since`` or later has an evaluation (the run was stopped before it), and the last
+        record is that of the step that the run resumes from.
+        """
         if self._writer is None or not self._evaluates:
             return False
-        recorded = records.read_records(self._run.directory)
-        if not recorded or records.step_of(recorded[-1]) != self._first_step:
+        rows = records.read_records(self._run.directory)
+        if not rows or records.step_of(rows[-1]) != self._first_step:
             return False
         return all(
             records.mean_accuracy(record) is None
-            for record in recorded
+            for record in rows
             if records.step_of(record) >= since
         )
 
     def complete(self, step: int, values: Mapping[str, float]) -> None:
-        """Add ``values`` that came later to the last record, that of ``step``; counts are summed.
+        """Add later ``values`` to the last record, that of ``step``; counts are summed.
 
-        A record that was taken away under the run is a warning.
+        Logs a warning if the record was deleted during the run.
         """
         if self._writer is not None and self.failure is None:
             with self._keeping_failure("metrics"):
                 try:
-                    added = self._writer.complete(step, values, COUNTS)
+                    completed_values = self._writer.complete(step, values, COUNTS)
                     if self._trackers is not None:
-                        self._trackers.scalars(step, added)
+                        self._trackers.scalars(step, completed_values)
                 except records.RecordsError as error:
                     log.warning(
                         "report and summary will lack the evaluation of step %d: %s", step, error
@@ -359,27 +380,27 @@ class Recorder(Closing):
         self._console.step(step, accuracies)
 
     def mark(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of ``step`` remembers of the records: until which step, and their hash.
+        """Return the position in the records that a checkpoint of ``step`` stores: a step, and the hash up to it.
 
-        Where the last one lacks its evaluation, which a later start may add, until the one before it.
+        The step is the last one whose record is complete: if the last record lacks its evaluation, which a later start
+        may add, the position is the step before it.
         """
         try:
-            recorded = records.read_records(self._run.directory)
-        except (
-            records.RecordsError
-        ):  # it was taken away, or damaged, under the run: no reason not to save
+            rows = records.read_records(self._run.directory)
+        except records.RecordsError:
+            # Records that were deleted or damaged during the run must not prevent a checkpoint.
             return {}
-        last = recorded[-1] if recorded else {}
-        if self._evaluates and records.mean_accuracy(last) is None:
-            step = min(step, records.step_of(last) - 1) if recorded else step
-        return {"step": step, "sha256": records.sha256_until(recorded, step)}
+        last_row = rows[-1] if rows else {}
+        if self._evaluates and records.mean_accuracy(last_row) is None:
+            step = min(step, records.step_of(last_row) - 1) if rows else step
+        return {"step": step, "sha256": records.sha256_until(rows, step)}
 
     def carry_over(self, values: Mapping[str, float]) -> None:
-        """Keep the counts in ``values`` for the next record: a resumed run writes no record of its start."""
+        """Keep the counts in ``values`` for the next record, because a resumed run writes no record of its start."""
         self._carried = {k: values[k] for k in COUNTS if k in values}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record ``values`` of ``step`` (0: before training)."""
+        """Write the record of ``step`` with ``values``; step 0 is before training."""
         record = dict(values)
         for name, count in self._carried.items():
             record[name] = record.get(name, 0) + count
@@ -392,35 +413,36 @@ class Recorder(Closing):
         self._console.step(step, record)
 
     def write_masked_tokens(self, step: int, tokens: Sequence[MaskedToken]) -> None:
-        """Record the tokens that the step's mask blocked most often."""
+        """Write the tokens that the step's mask blocked most often."""
 
         def lines() -> list[dict[str, Any]]:
-            named = [{**token, "text": self._text_of([token["id"]])} for token in tokens]
-            return [{"step": step, "tokens": named}]
+            rows = [{**token, "text": self._text_of([token["id"]])} for token in tokens]
+            return [{"step": step, "tokens": rows}]
 
         self._append(self._masked, lines, "masked tokens")
 
     def write_environment_faults(self, step: int, environment: str, faults: Counter[str]) -> None:
-        """Record what went wrong with environments of this name since the last call."""
+        """Write the ``faults``, counts by reason, of the environment with this name since the last call."""
         if not faults:
             return
         reasons = Counter[str]()
         for reason, count in faults.most_common():
-            shown = reason.removeprefix(f"{environment}: ")
-            reasons[shown if len(reasons) < _MOST_REASONS else OTHER_REASONS] += count
+            reason_text = reason.removeprefix(f"{environment}: ")
+            reasons[reason_text if len(reasons) < _MOST_REASONS else OTHER_REASONS] += count
         line = {"step": step, "environment": environment, "faults": reasons}
         self._append(self._faults, lambda: [line], "faults of environments")
 
     def write_samples(self, samples: Sequence[Sample]) -> None:
-        """Record ``samples``, and show one of a training step every few steps."""
+        """Write ``samples``, and print one of a training step every ``show_sample_every`` steps."""
         self._append(self._samples, lambda: [sample.to_json() for sample in samples], "samples")
         if samples and self._trackers is not None:
             self._trackers.samples(samples[0].step, [sample.to_json() for sample in samples])
         every = self._run.show_sample_every
-        trained = [sample for sample in samples if sample.set == TRAINING]
-        if trained and every and trained[0].step % every == 0:
-            turn = trained[0].step // every  # the first is a right one, the second a wrong one, ...
-            self._console.note(console_lines(trained[turn % len(trained)]))
+        training_samples = [sample for sample in samples if sample.set == TRAINING]
+        if training_samples and every and training_samples[0].step % every == 0:
+            # Rotate through the kinds of samples: first a right one, then a wrong one, ...
+            index = training_samples[0].step // every
+            self._console.note(console_lines(training_samples[index % len(training_samples)]))
 
     def _append(
         self,
@@ -428,24 +450,27 @@ class Recorder(Closing):
         lines: Callable[[], Sequence[Mapping[str, Any]]],
         called: str,
     ) -> None:
-        """``lines``: made on the rank that writes, and where no other start has taken over."""
+        """Append to ``file``. ``lines`` is called only on the writing rank, and only while this start owns the run."""
         if file is not None and self.failure is None:
             with self._keeping_failure(called):
                 file.write(lines())
 
     @contextmanager
     def _writing(self, called: str) -> Iterator[None]:
-        """Around each change of files. Raises RecordingError, which begins with ``called``, where it fails."""
+        """Wrap each change of files. Raises RecordingError, whose text begins with ``called``, if the block fails."""
         self._fence()
         try:
             yield
         except OSError as error:
-            where = self._run.directory
-            raise RecordingError(f"{called} in {where}: {error.strerror}") from error
+            directory = self._run.directory
+            raise RecordingError(f"{called} in {directory}: {error.strerror}") from error
 
     @contextmanager
     def _keeping_failure(self, called: str) -> Iterator[None]:
-        """As ``_writing`` within a step: rank 0 alone would leave the others in a collective."""
+        """Wrap a change of files within a step, and keep the error in ``failure``.
+
+        An exception on rank 0 alone would leave the other ranks waiting in a collective.
+        """
         try:
             with self._writing(called):
                 yield
@@ -456,34 +481,34 @@ class Recorder(Closing):
         """Write ``report.png`` and ``summary.json``, and finish the trackers."""
         if self._writer is None:
             return
-        where = self._run.directory
+        directory = self._run.directory
         with self._writing("report and summary"):
-            if not any(records.step_of(record) for record in records.read_records(where)):
+            if not any(records.step_of(record) for record in records.read_records(directory)):
                 log.warning("no report and no summary: no trained step is recorded")
                 return
-            reports = draw_reports(Path(where))
+            reports = draw_reports(Path(directory))
             summary = write_summary(
-                where, self._info, hf_export_max_logprob_diff=hf_export_max_logprob_diff
+                directory, self._info, hf_export_max_logprob_diff=hf_export_max_logprob_diff
             )
         if self._trackers is not None:
             for name, report in reports.items():
                 self._trackers.figure(name, report)
         self._stack.close()
         if faults := summary.environment_faults:
-            first, total = faults[0], sum(fault.count for fault in faults)
+            most_frequent, total = faults[0], sum(fault.count for fault in faults)
             log.warning(
                 "the environment %s failed %d times, most often (%d times): %s; the others are in %s",
-                first.environment,
+                most_frequent.environment,
                 total,
-                first.count,
-                first.reason,
-                Path(where) / records.SUMMARY_FILE,
+                most_frequent.count,
+                most_frequent.reason,
+                Path(directory) / records.SUMMARY_FILE,
             )
-        drawn = ", ".join(map(str, reports.values())) or "not drawn: no package registers one"
-        log.info("done: %d steps; report in %s", summary.steps, drawn)
+        report_text = ", ".join(map(str, reports.values())) or "not drawn: no package registers one"
+        log.info("done: %d steps; report in %s", summary.steps, report_text)
 
 
 def draw_reports(directory: Path) -> dict[str, Path]:
-    """Draw the run in ``directory`` by every registered report (``system/plugins.py``); the files by report's name."""
+    """Draw the run in ``directory`` with every registered report (``system/plugins.py``); return the files by name."""
     entries = plugins.find_plugins(plugins.RUN_REPORTS)
     return {name: plugins.load_plugin(entry)(directory) for name, entry in entries.items()}

@@ -1,5 +1,7 @@
-"""A rollout batch in figures, from a row for each generated group, and what a batch may not exceed: its staleness, and
-the gap between trainer and servers at equal weights.
+"""Compute the metrics of a rollout batch, and check its limits.
+
+The metrics come from one row for each generated group. The limits are the batch's staleness, the gap between trainer
+and servers at equal weights, and the frequency of its tokens.
 """
 
 from __future__ import annotations
@@ -26,19 +28,22 @@ from megatron_dppo.system.errors import RunError
 log = logging.getLogger(__name__)
 
 LARGEST_GAP = {"float32": 0.01, "bfloat16": 0.1}
-"""``rollout.largest_gap`` where it is not set, by the weights' type: 100 and 20 times the normal range's end. Where
-trainer and servers mean different models, sampled tokens of probability p differ by about p."""
+"""Default of ``rollout.largest_gap`` by the dtype of the weights: 100 and 20 times the upper end of the normal range.
+If trainer and servers hold different models, the probabilities of sampled tokens of probability p differ by about p."""
 STALE_ANCHOR = (
     "algorithm.name: %s anchors on log-probabilities recomputed by the trainer, which with "
     "rollout.max_staleness above 0 are no longer those of the weights that sampled; see docs/staleness.md"
 )
-"""A warning: such a mask does not see the distance that lies between mu and the recomputed policy."""
+"""A warning: the mask of such an algorithm ignores the distance between mu and the recomputed policy."""
 
 
 class GroupRow(NamedTuple):
-    """Sums over a group's responses. ``flat``: all of them, and their turns, earned the same. ``distinct``: different
-    ones. ``twins``: ordered pairs of equal rare ones, less those that independent draws are expected to have.
-    ``concentration``: of the group (``concentration_of``)."""
+    """Sums over a group's responses.
+
+    ``flat``: whether all responses, and all their turns, have the same reward. ``distinct``: number of different
+    responses. ``twins``: ordered pairs of equal rare responses, minus the number expected of independent draws
+    (``twins_beyond_chance``). ``concentration``: of the group (``concentration_of``).
+    """
 
     responses: int
     reward: float
@@ -72,15 +77,17 @@ class GroupRow(NamedTuple):
 
 
 def concentration_of(group: Sequence[TrajectoryFacts]) -> float | None:
-    """|sum_i v_i|^2 / sum_i |v_i|^2 over a group's responses, v_i the sum over its tokens of e_y - mu: the gradient of
-    its log-probability by a bias of the logits. None where no response has TopK(mu), or all v_i are 0.
+    """Return |sum_i v_i|^2 / sum_i |v_i|^2 over a group's responses i.
 
-    Responses that are drawn apart and differ have a value near 1, n equal ones n. What TopK(mu) and the sampled token
-    leave out counts as 0.
+    v_i is the sum of e_y - mu over the tokens y of response i: the gradient of its log-probability with respect to a
+    bias of the logits. Tokens that are neither in TopK(mu) nor sampled count as 0. Returns None if a response has no
+    TopK(mu), or if all v_i are 0.
 
-    The Mirrored Entanglement Index of Mesh Learning (arXiv 2610.02835): read in its authors' code
-    (Ayanami-0123/Open-Mesh-Learning, ``_compute_mei_mean_for_batch``), which takes pi of the trainer over the whole
-    vocabulary. Not read: the paper's text.
+    The value is near 1 for independent, different responses, and n for n equal responses.
+
+    The formula is the Mirrored Entanglement Index of Mesh Learning (arXiv 2610.02835), after its authors' code
+    (Ayanami-0123/Open-Mesh-Learning, ``_compute_mei_mean_for_batch``), which uses pi of the trainer over the whole
+    vocabulary. The paper's text was not consulted.
     """
     responses = [t for t in group if isinstance(t, Trajectory) and "topk_ids" in t.columns]
     if len(responses) < len(group) or not group:
@@ -89,44 +96,48 @@ def concentration_of(group: Sequence[TrajectoryFacts]) -> float | None:
         max(t.response_ids.max(initial=0), t.column("topk_ids").max(initial=0)) for t in responses
     )
     directions = np.stack([_direction(t, int(size)) for t in responses])
-    together, apart = np.square(directions.sum(0)).sum(), np.square(directions).sum()
-    return float(together / apart) if apart > 0 else None
+    norm_of_sum, sum_of_norms = np.square(directions.sum(0)).sum(), np.square(directions).sum()
+    return float(norm_of_sum / sum_of_norms) if sum_of_norms > 0 else None
 
 
 def _direction(t: Trajectory, size: int) -> np.ndarray:
-    """v of a response, float64 [``size``]."""
-    ids, sampled = t.column("topk_ids"), t.response_ids
-    valid = ids >= 0
-    expected = np.bincount(ids[valid], np.exp(t.column("topk_log_probs")[valid]), minlength=size)
-    is_new = ~((ids == sampled[:, None]) & valid).any(1)
-    own = np.exp(t.column("rollout_log_probs")[is_new])
-    expected += np.bincount(sampled[is_new], own, minlength=size)
-    return np.bincount(sampled, minlength=size) - expected
+    """Return v of a response, float64 [``size``] (see ``concentration_of``)."""
+    ids, sampled_ids = t.column("topk_ids"), t.response_ids
+    is_valid = ids >= 0
+    expected_counts = np.bincount(
+        ids[is_valid], np.exp(t.column("topk_log_probs")[is_valid]), minlength=size
+    )
+    is_outside_topk = ~((ids == sampled_ids[:, None]) & is_valid).any(1)
+    sampled_probs = np.exp(t.column("rollout_log_probs")[is_outside_topk])
+    expected_counts += np.bincount(sampled_ids[is_outside_topk], sampled_probs, minlength=size)
+    return np.bincount(sampled_ids, minlength=size) - expected_counts
 
 
 RARE = 0.01
-"""Probability of a response below which its repetition in a group tells anything: short answers repeat by chance."""
+"""Probability below which a response counts as rare. Likelier responses, such as short answers, repeat by chance."""
 
 
 def twins_beyond_chance(group: Sequence[TrajectoryFacts]) -> float:
-    """Ordered pairs of equal responses y with mu(y) < RARE in a group of n, less sum_i (n - 1) mu(y_i) over such y_i.
+    """Count ordered pairs of equal rare responses in a group of n, minus sum_i (n - 1) mu(y_i) over rare responses y_i.
 
-    Whatever the policy, independent draws have the mean 0: both terms have the mean n (n - 1) sum_y mu(y)^2. Each of
-    n rare responses that were drawn with the seed of another one adds 1.
+    A response y is rare if mu(y) < RARE.
+
+    For independent draws the mean is 0 under any policy: both terms have the mean n (n - 1) sum_y mu(y)^2. Each rare
+    response that was drawn with the seed of another response adds 1 for each response that shares its seed.
     """
-    rare = [t for t in group if t.log_prob < math.log(RARE)]
-    counts = Counter(t.response_digest for t in rare)
-    equal = sum(count * (count - 1) for count in counts.values())
-    return equal - (len(group) - 1) * sum(math.exp(t.log_prob) for t in rare)
+    rare_responses = [t for t in group if t.log_prob < math.log(RARE)]
+    counts = Counter(t.response_digest for t in rare_responses)
+    equal_pairs = sum(count * (count - 1) for count in counts.values())
+    return equal_pairs - (len(group) - 1) * sum(math.exp(t.log_prob) for t in rare_responses)
 
 
 def rows_of(batch: Sequence[TrajectoryFacts], group_size: int) -> list[GroupRow]:
-    """A row for each group of a batch, groups adjacent."""
+    """Return one row for each group of a batch, groups adjacent."""
     return [GroupRow.of(batch[i : i + group_size]) for i in range(0, len(batch), group_size)]
 
 
 def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
-    """The policy as all generated groups show it: what is dropped later would bias the curves."""
+    """Return the metrics of all generated groups: without the groups that a filter drops, they would be biased."""
     responses = sum(row.responses for row in rows)
     return (
         {
@@ -146,19 +157,19 @@ def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
 
 
 def _concentration_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
-    """Nothing where no response has TopK(mu)."""
-    known = [row.concentration for row in rows if row.concentration is not None]
-    return {names.CONCENTRATION: sum(known) / len(known)} if known else {}
+    """Return the mean concentration; empty if no group has TopK(mu)."""
+    values = [row.concentration for row in rows if row.concentration is not None]
+    return {names.CONCENTRATION: sum(values) / len(values)} if values else {}
 
 
 def _branch_figures(rows: Sequence[GroupRow], responses: int) -> dict[str, float]:
-    """Nothing where every response has one."""
+    """Return the mean number of branches; empty if every response has one branch."""
     branches = sum(row.branches for row in rows)
     return {names.BRANCHES: branches / responses} if branches > responses else {}
 
 
 def _cache_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
-    """Nothing of a batch that comes from a file."""
+    """Return the cached share of prompt tokens; empty for a batch from a file, which does not hold it."""
     prompt_tokens = sum(row.prompt_tokens for row in rows)
     if not prompt_tokens:
         return {}
@@ -166,16 +177,16 @@ def _cache_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
 
 
 def trained_figures(batch: Sequence[TrajectoryFacts]) -> dict[str, float]:
-    """Of the responses that are trained on."""
+    """Return the mean length of the responses that are trained on."""
     return {names.RESPONSE_LENGTH_TRAINED: sum(t.sampled for t in batch) / len(batch)}
 
 
 def file_figures(
     batch: Sequence[TrajectoryFacts], files: TrainingFiles, group_size: int
 ) -> dict[str, float]:
-    """The trained prompts of each training file and what they earned; nothing where there is one file.
+    """Return the number of trained prompts of each training file and their mean reward; empty if there is one file.
 
-    A file that no prompt of the batch is from has 0 prompts and no reward.
+    A file without a prompt in the batch has 0 prompts and no reward.
     """
     if len(files.names) == 1:
         return {}
@@ -190,10 +201,11 @@ def file_figures(
 def selection_figures(
     rows: Sequence[GroupRow], selection: Selection, rounds: int
 ) -> dict[str, float]:
-    """What the filter did, and the mean reward of what it left to train on."""
-    chosen = [rows[i] for i in selection.positions]
+    """Return the counts of the filter of groups, and the mean reward of the groups that train."""
+    trained_rows = [rows[i] for i in selection.positions]
     return {
-        names.REWARD_TRAINED: sum(r.reward for r in chosen) / sum(r.responses for r in chosen),
+        names.REWARD_TRAINED: sum(r.reward for r in trained_rows)
+        / sum(r.responses for r in trained_rows),
         names.GENERATION_ROUNDS: rounds,
         names.GROUPS_GENERATED: len(rows),
         names.GROUPS_DROPPED: selection.dropped,
@@ -203,7 +215,7 @@ def selection_figures(
 
 
 def speed_figures(tokens: float, seconds: float, waited: float) -> dict[str, float]:
-    """``seconds`` that the generation took, of which the trainer ``waited`` for it and did nothing else."""
+    """Return the speed of generation. ``waited``: the part of ``seconds`` in which the trainer only waited for it."""
     figures = {names.GENERATION_SECONDS: seconds, names.GENERATION_WAITED: waited}
     if seconds > 0:
         figures[names.TOKENS_PER_SECOND] = tokens / seconds
@@ -214,32 +226,32 @@ def speed_figures(tokens: float, seconds: float, waited: float) -> dict[str, flo
 def routing_figures(
     batch: Sequence[TrajectoryFacts], recorded: Collection[int], form: Form
 ) -> dict[str, float]:
-    """The recorded routing of a batch. ``recorded``: positions with a recording, wherever it lies."""
-    with_routing = [batch[position] for position in recorded]
+    """Return the metrics of recorded routing. ``recorded``: positions with a recording, on any rank."""
+    recorded_responses = [batch[position] for position in recorded]
     rows = sum(t.length - 1 for t in batch)
-    recorded_rows = sum(t.length - 1 for t in with_routing)
-    usable = recorded_rows - sum(t.discarded_rows for t in with_routing)
-    tokens = sum(t.length for t in with_routing)
+    recorded_rows = sum(t.length - 1 for t in recorded_responses)
+    usable_rows = recorded_rows - sum(t.discarded_rows for t in recorded_responses)
+    tokens = sum(t.length for t in recorded_responses)
     return {
         names.ROUTING_BYTES_PER_TOKEN: recorded_rows * form.row_bytes / tokens,
-        names.ROUTING_UNRECORDED: 1 - usable / rows,
-        names.ROUTING_DISCARDED: recorded_rows - usable,
+        names.ROUTING_UNRECORDED: 1 - usable_rows / rows,
+        names.ROUTING_DISCARDED: recorded_rows - usable_rows,
     }
 
 
-# --- how far behind the trainer the weights were that sampled a batch, token by token, and its bound
+# --- staleness of a batch's tokens, its bound, and the checks at equal weights
 #
-# A batch of step n is trained on from weight version n - 1. The staleness of a token is n - 1 less the version that
-# sampled it: 0 in synchronous runs, up to 1 where generation runs one step ahead. Without any, trainer and servers
-# must agree about the tokens; the guard here looks after that.
+# The batch of step n trains weight version n - 1. The staleness of a token is n - 1 minus the version that sampled it:
+# 0 in synchronous runs, up to 1 if generation runs one step ahead. At staleness 0, trainer and servers must agree about
+# the probabilities of tokens, which ``GapGuard`` checks.
 
 
 class StalenessError(RunError):
-    """A response was sampled by weights that a batch of this step may not come from."""
+    """A token of the batch was sampled by a weight version that is newer or staler than the step allows."""
 
 
 def staleness_figures(batch: Sequence[TrajectoryFacts], step: int) -> dict[str, float]:
-    """Mean and largest staleness over the response tokens of the batch of ``step``, in weight versions."""
+    """Return mean and largest staleness of the response tokens of the batch of ``step``, in weight versions."""
     spans = [span for t in batch for span in t.version_spans]
     staleness = np.array([step - 1 - span.weight_version for span in spans])
     tokens = np.array([span.end - span.start for span in spans])
@@ -248,13 +260,18 @@ def staleness_figures(batch: Sequence[TrajectoryFacts], step: int) -> dict[str, 
 
 
 def interruption_figures(batch: Sequence[TrajectoryFacts]) -> dict[str, float]:
-    """Responses that a weight update interrupted, as a share, and the tokens that were computed again for it: at each
-    change of version in the middle of a turn, all tokens before it. Nothing where no response was interrupted."""
-    interrupted = [t for t in batch if t.interruptions]
-    if not interrupted:
+    """Return the share of responses that a weight update interrupted, and the number of recomputed tokens.
+
+    All tokens before a change of version in the middle of a turn are recomputed. Empty if no response was interrupted.
+    """
+    interrupted_responses = [t for t in batch if t.interruptions]
+    if not interrupted_responses:
         return {}
-    again = sum(sum(t.interruptions) for t in interrupted)
-    return {names.INTERRUPTED: len(interrupted) / len(batch), names.RECOMPUTED_TOKENS: again}
+    recomputed_tokens = sum(sum(t.interruptions) for t in interrupted_responses)
+    return {
+        names.INTERRUPTED: len(interrupted_responses) / len(batch),
+        names.RECOMPUTED_TOKENS: recomputed_tokens,
+    }
 
 
 def check_staleness(batch: Sequence[TrajectoryFacts], step: int, max_staleness: int) -> None:
@@ -272,26 +289,27 @@ def check_staleness(batch: Sequence[TrajectoryFacts], step: int, max_staleness: 
 def with_gap_named(
     learned: Mapping[str, float], batch_figures: Mapping[str, float]
 ) -> dict[str, float]:
-    """``learned`` with the first mini-batch's gap under the name that it deserves.
+    """Return ``learned`` with the first mini-batch's gap renamed to ``GAP_STALE`` if the batch is stale.
 
-    It compares trainer and engine at equal weights only where the batch is not stale; else it shows what the
-    updates in between moved.
+    The gap compares trainer and engine at equal weights only if the batch is not stale. Otherwise it also contains the
+    weight updates since the batch was sampled.
     """
-    named = dict(learned)
-    if batch_figures[names.STALENESS_MAX] > 0 and names.GAP_ON_POLICY in named:
-        named[names.GAP_STALE] = named.pop(names.GAP_ON_POLICY)
-    return named
+    figures = dict(learned)
+    if batch_figures[names.STALENESS_MAX] > 0 and names.GAP_ON_POLICY in figures:
+        figures[names.GAP_STALE] = figures.pop(names.GAP_ON_POLICY)
+    return figures
 
 
 class GapError(RunError):
-    """Trainer and servers hold the same weights and disagree about the tokens beyond what rounding explains."""
+    """Trainer and servers differ in the probabilities of tokens by more than rounding explains, at equal weights."""
 
 
 class GapGuard:
-    """Looks at mean |pi - mu| of a batch's first mini-batch before it is trained on: warns outside the normal
-    range, and again where it has doubled; beyond ``rollout.largest_gap`` it stops the run.
+    """Checks mean |pi - mu| of each batch's first mini-batch before training on it.
 
-    Where the weights may differ (a stale batch, a replayed one), or the pass has dropout, it only warns.
+    The guard warns if the gap is outside the normal range, and again each time that it has doubled. Beyond
+    ``rollout.largest_gap`` it stops the run. For a replayed batch, or a forward pass with dropout, it only warns,
+    because the weights or activations may differ. It skips stale batches.
     """
 
     def __init__(
@@ -308,7 +326,10 @@ class GapGuard:
         self._warned = BY_METRIC[names.GAP_ON_POLICY].upper(self._dtype) / 2
 
     def check(self, gap: float, *, is_stale: bool) -> None:
-        """Raise GapError, on every rank alike where ``gap`` is the same on all of them. NaN: no token was trained."""
+        """Raise GapError if ``gap`` exceeds the limit. NaN: no token was trained.
+
+        ``gap`` must be the same on every rank, so that all ranks raise or none does.
+        """
         if is_stale or math.isnan(gap):
             return
         message = (
@@ -326,42 +347,45 @@ class GapGuard:
 
 
 class FrequencyError(RunError):
-    """Tokens are not drawn from the distribution that trainer and engine agree on."""
+    """Tokens were not sampled from the distribution that trainer and engine both compute."""
 
 
 LARGEST_EVIDENCE = 6.0
-"""log10. Beyond it a run stops: 1 of a million healthy runs at most, of whatever length."""
+"""Largest log10 of the evidence. A run stops beyond it: at most 1 of a million healthy runs, of any length."""
 _FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 _SIDES = {"more": FREQUENCY_SUMS[:2], "less": FREQUENCY_SUMS[2:]}
 
 
 class FrequencyCanary:
-    """Whether sampled tokens are as frequent as mu says: a test martingale over all tokens since the start.
+    """Tests whether sampled tokens are as frequent as mu predicts.
 
-    ``policy_loss._surprise`` gives numbers xi >= -c of each token, whose mean is at most 0 where it is drawn from mu.
-    For 0 <= a < 1, exp(a xi / c - psi(a) xi^2 / c^2) <= 1 + a xi / c with psi(a) = -log(1 - a) - a (Fan, Grama and Liu,
-    2015). So the product over tokens, exp(a sum xi / c - psi(a) sum xi^2 / c^2), is a nonnegative supermartingale that
-    begins at 1, and so is the mean over both signs and eight a. It ever reaches 10^6 with a probability of 10^-6 at
-    most (Ville): no assumption on lengths, on the spread of surprises or on how often one looks.
+    The test is a martingale over all tokens since the start. ``policy_loss._surprise`` computes numbers xi >= -c for
+    each token, whose mean is at most 0 if the token is drawn from mu. For 0 <= a < 1 (Fan, Grama and Liu, 2015),
 
-    It looks at no batch that is chosen by its rewards or lengths (``rollout.drop_zero_variance_groups``,
-    ``algorithm.truncated_responses: drop``), whose tokens are not drawn from mu. Of a replayed batch it only warns, and
-    of tokens that other weights sampled (``at_equal_weights`` False): where pi is many times mu at a rare token the cut
-    takes away what keeps the mean at 0, and nothing is proved.
+        exp(a xi / c - psi(a) xi^2 / c^2) <= 1 + a xi / c,    psi(a) = -log(1 - a) - a.
+
+    So the product over tokens, exp(a sum xi / c - psi(a) sum xi^2 / c^2), is a nonnegative supermartingale that begins
+    at 1, and so is its mean over both signs and eight values of a. The probability that this mean ever reaches 10^6 is
+    at most 10^-6 (Ville), without an assumption on lengths, on the spread of surprises or on the number of checks.
+
+    The test skips batches that are selected by rewards or lengths (``rollout.drop_zero_variance_groups``,
+    ``algorithm.truncated_responses: drop``), because their tokens are not distributed as mu. For a replayed batch, and
+    for tokens that other weights sampled (``at_equal_weights`` False), it only warns: if pi is many times mu at a rare
+    token, the cut of xi at its bound removes the terms that keep the mean at 0, and the evidence proves nothing.
     """
 
     def __init__(
         self, rollout: RolloutConfig, algorithm: AlgorithmConfig, *, at_equal_weights: bool = True
     ) -> None:
-        chosen = rollout.drop_zero_variance_groups or algorithm.truncated_responses == "drop"
-        self._looks = not chosen
+        is_filtered = rollout.drop_zero_variance_groups or algorithm.truncated_responses == "drop"
+        self._looks = not is_filtered
         self._stops = rollout.replay_from is None and at_equal_weights
         self._sums = dict.fromkeys(FREQUENCY_SUMS, 0.0)
         self._tokens = 0.0
         self._warned = False
 
     def check(self, sums: Mapping[str, float]) -> None:
-        """Add a mini-batch's sums, before it is trained on. Raises FrequencyError, on every rank alike."""
+        """Add a mini-batch's sums before training on it. Raises FrequencyError, on every rank."""
         if not self._looks or not self._sums.keys() <= sums.keys():
             return
         self._sums = {name: value + float(sums[name]) for name, value in self._sums.items()}
@@ -386,23 +410,23 @@ class FrequencyCanary:
 
     @property
     def evidence(self) -> float:
-        """log10 of the martingale."""
+        """The log10 of the martingale."""
         c = LONGEST_SURPRISE
         exponents = [
             a * self._sums[mean] / c + (math.log1p(-a) + a) * self._sums[square] / c**2
             for mean, square in _SIDES.values()
             for a in _FRACTIONS
         ]
-        # Of the largest first: the others' exponentials are then at most 1.
-        top = max(exponents)
-        mixed = sum(math.exp(e - top) for e in exponents) / len(exponents)
-        return (top + math.log(mixed)) / math.log(10)
+        # Subtract the largest exponent first, so that every exponential is at most 1.
+        largest_exponent = max(exponents)
+        mean_exponential = sum(math.exp(e - largest_exponent) for e in exponents) / len(exponents)
+        return (largest_exponent + math.log(mean_exponential)) / math.log(10)
 
     def figures(self) -> dict[str, float]:
         return {names.FREQUENCY_EVIDENCE: self.evidence} if self._tokens else {}
 
 
 def is_coarse(sglang: Mapping[str, Any], megatron: Mapping[str, Any]) -> bool:
-    """Whether engine or trainer computes with fewer bits than the weights' type has."""
-    narrow_cache = sglang.get("kv_cache_dtype", "auto") != "auto"
-    return bool(sglang.get("quantization")) or narrow_cache or megatron.get("fp8") is not None
+    """Return whether engine or trainer computes with fewer bits than the dtype of the weights has."""
+    has_narrow_cache = sglang.get("kv_cache_dtype", "auto") != "auto"
+    return bool(sglang.get("quantization")) or has_narrow_cache or megatron.get("fp8") is not None

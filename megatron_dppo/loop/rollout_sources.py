@@ -1,11 +1,14 @@
-"""What a rollout batch is, and where it comes from: the engine, in the step that trains on it or some steps ahead in
-the background; or batches that an earlier run saved.
+"""Rollout batches and their sources.
 
-The bound on staleness is a gate on the beginning of batches. Batch n is trained on from version n - 1, so it may begin
+``GeneratedRollouts`` samples batches from the engine, in the step that trains on them or some steps ahead in the
+background. ``ReplayedRollouts`` reads batches that an earlier run saved. ``BatchSeals`` verifies each batch before
+training.
+
+The bound on staleness decides when a batch may begin. Batch n trains weight version n - 1, so its generation may begin
 once the trainer holds version n - 1 - ``max_staleness``, and no token of it can be older. Batches are trained on in the
-order in which their prompts were drawn, so nothing is ever dropped for its age, and long responses are trained on as
-often as short ones. With servers that keep up there is no other order that keeps the bound: every batch begins as soon
-as the gate opens, and is as old as it may be when its turn comes.
+order in which their prompts were drawn, so no batch is ever dropped for its age, and long responses are trained on as
+often as short ones. If the servers keep up, no other order keeps the bound: every batch begins as soon as the bound
+allows it, and has the largest allowed staleness when it is trained on.
 """
 
 from __future__ import annotations
@@ -48,14 +51,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What a step trains on.
+    """The batch that a step trains on.
 
-    ``outlines``: of all trajectories, groups adjacent, the same on every rank. ``trajectories``: by position, those
-    that this rank holds as a leader; a learner takes them out as it delivers them.
-    ``figures``: metrics of the batch and of how it came about.
-    ``sampler``: the data's position right after this batch, where a run resumed after this step goes on.
+    ``outlines``: of all trajectories, groups adjacent, the same on every rank.
+    ``trajectories``: by position, the trajectories that this rank holds as a leader; the learner removes them when it
+    delivers them.
+    ``figures``: metrics of the batch and of its generation.
+    ``sampler``: the data sampler's state right after this batch; a run that resumes after this step continues there.
     ``seal``: of a saved batch, if its file has one; a generated batch gets its seal from ``BatchSeals``.
-    ``environment_faults``: what went wrong with environments since the batch before, on all ranks.
+    ``environment_faults``: counts of environment faults since the previous batch, by reason, over all ranks.
     """
 
     outlines: list[Outline]
@@ -67,32 +71,35 @@ class RolloutBatch:
 
 
 def gathered_faults(episodes: Episodes | None) -> Counter[str]:
-    """Of all ranks, since this was asked last. Collective where there are ``episodes``."""
+    """Return the environment faults of all ranks since the last call. Collective where there are ``episodes``."""
     if episodes is None:
         return Counter()
     return sum(map(Counter, all_gather_json(episodes.take_faults())), Counter[str]())
 
 
 class RolloutSource(Protocol):
-    """Where rollout batches come from. Every method is collective."""
+    """A source of rollout batches. Every method is collective."""
 
     def collect(self, step: int) -> RolloutBatch:
-        """The batch of ``step``; steps are asked for in order."""
+        """Return the batch of ``step``; the caller requests steps in order."""
 
     def settle(self, version: int) -> None:
-        """Wait for what an update may not interrupt; the trainer holds weights ``version`` by now."""
+        """Wait for the generation that a weight update may not interrupt; the trainer holds weights ``version``."""
 
     def run_ahead(self, version: int) -> None:
-        """Have further batches generated in the background, as many as weights ``version`` allow."""
+        """Start the generation of as many further batches in the background as weights ``version`` allow."""
 
 
 @dataclass
 class _Draft:
-    """A batch in the making. Groups are counted in the order in which their problems were drawn.
+    """A batch that is being generated. A group's position is the place of its problem in the order of drawing.
 
-    ``problems``, ``rows``: of all leaders, the same on every rank; a row follows when its group is judged.
-    ``groups``: this rank's by position. ``generation``: this rank's part of the latest round, which is
-    over once ``received``. ``drawn``: indices of its problems.
+    ``problems``, ``rows``: of all leaders, the same on every rank; a group gets its row when it is judged.
+    ``groups``: this rank's groups, by position. ``rounds``: rounds of generation that were started.
+    ``generation``: this rank's part of the latest round. ``received``: whether all its responses have arrived.
+    ``drawn``: indices of the batch's problems in the data. ``seconds``: duration of all rounds.
+    ``waited``: seconds that the trainer waited for responses. ``redrawn``: responses that were sampled again.
+    ``components``: sums of the reward's components.
     """
 
     step: int
@@ -115,16 +122,17 @@ class _Draft:
 
     @property
     def unjudged(self) -> range:
-        """Positions of the groups that no row tells of yet."""
+        """Positions of the groups that have no row yet."""
         return range(len(self.rows), len(self.problems))
 
 
 @dataclass
 class GeneratedRollouts:
-    """Batches from ``engine``. ``job``: a template that carries all but the problems and what their seeds are for.
+    """Generates batches with ``engine``. At most ``rollout.max_staleness`` batches run beside the requested one.
 
-    At most ``rollout.max_staleness`` batches are under way beside the one that is asked for. ``steps``: of the run.
-    ``episodes``: what ``job`` plays, if it does; ``credit``: as ``environment.credit``.
+    ``job``: a template with every field of a generation job except the problems and the purpose and positions of their
+    seeds. ``steps``: number of steps of the run. ``episodes``: the episodes that ``job`` plays, or None.
+    ``credit``: ``environment.credit``.
     """
 
     rollout: RolloutConfig
@@ -148,9 +156,9 @@ class GeneratedRollouts:
         self._clock = self._clocks()
 
     def collect(self, step: int) -> RolloutBatch:
-        """The batch of ``step``, verified and with advantages; meanwhile further ones are generated.
+        """Return the batch of ``step``, scored and with advantages, while further batches are generated.
 
-        Raises StalenessError, RunStoppedError and what an engine that can't be brought back raises.
+        Raises StalenessError, RunStoppedError and the error of an engine that cannot be restarted.
         """
         if not self._drafts:
             self._begin(step)
@@ -160,33 +168,35 @@ class GeneratedRollouts:
             self.run_ahead(step - 1)
         self._complete(draft, step - 1)
         self._drafts.popleft()
-        # What later batches have drawn by now, a resumed run draws for them anew.
-        ahead = [index for later in self._drafts for index in later.drawn]
-        position = self.sampler.state_dict(ahead)
-        # Before this batch's last rewards are waited for: the servers go on meanwhile.
+        # A resumed run draws the problems of later batches again, so the state is the one before them.
+        indices_ahead: list[int] = []
+        for later_draft in self._drafts:
+            indices_ahead += later_draft.drawn
+        sampler_state = self.sampler.state_dict(indices_ahead)
+        # Start further batches before waiting for this batch's last rewards, so that the servers stay busy.
         self.run_ahead(step - 1)
         if draft.unjudged:
             self._judge(draft, step - 1)
-        return self._hand_over(draft, position)
+        return self._hand_over(draft, sampler_state)
 
     def settle(self, version: int) -> None:
-        """Where updates don't interrupt, wait for all batches under way."""
+        """Wait for all running batches if weight updates do not interrupt them."""
         if self._drains:
             for draft in self._drafts:
                 self._complete(draft, version)
 
     def run_ahead(self, version: int) -> None:
-        """Begin every batch that ``version`` allows, unless the run ends before it."""
-        begun = self._drafts[-1].step if self._drafts else version + 1
-        last = min(version + 1 + self.rollout.max_staleness, self.steps)
-        for step in range(begun + 1, last + 1):
+        """Begin every batch that ``version`` allows, up to the run's last step."""
+        newest_step = self._drafts[-1].step if self._drafts else version + 1
+        last_step = min(version + 1 + self.rollout.max_staleness, self.steps)
+        for step in range(newest_step + 1, last_step + 1):
             self._begin(step)
 
-    # --- a batch's parts
+    # --- stages of a batch: rounds of generation, rewards, hand-over
 
     @property
     def _drains(self) -> bool:
-        """Whether updates wait for what is under way."""
+        """Whether weight updates wait for the running requests."""
         return self.rollout.interrupt == "drain"
 
     def _begin(self, step: int) -> None:
@@ -195,7 +205,7 @@ class GeneratedRollouts:
         self._ask(draft, self._quota.ask((), 0))
 
     def _complete(self, draft: _Draft, version: int) -> None:
-        """Wait for its responses. Further rounds of a filter, which rewards decide on, run here."""
+        """Wait for the draft's responses. If a filter needs further rounds, which depend on rewards, run them here."""
         if draft.received:
             return
         self._receive(draft, version)
@@ -207,10 +217,10 @@ class GeneratedRollouts:
                 self._judge(draft, version)
 
     def _ask(self, draft: _Draft, count: int) -> None:
-        """Start a round: ``count`` further problems, answered in the background."""
-        drawn = self.sampler.next(count)
-        draft.drawn += drawn
-        draft.problems += [self.problems[i] for i in drawn]
+        """Start a round of generation in the background, with ``count`` further problems."""
+        indices = self.sampler.next(count)
+        draft.drawn += indices
+        draft.problems += [self.problems[i] for i in indices]
         draft.rounds += 1
         draft.received = False
         positions = own_positions(draft.unjudged, self.topology)
@@ -219,60 +229,63 @@ class GeneratedRollouts:
             seeds = replace(seeds, purpose=f"step {draft.step}", positions=positions)
         problems = [draft.problems[p] for p in positions]
         job = replace(self.job, problems=problems, seeds=seeds)
-        again = f", round {draft.rounds}" if draft.rounds > 1 else ""
+        round_text = f", round {draft.rounds}" if draft.rounds > 1 else ""
         draft.generation = ScoredGeneration(
-            self.engine, self.scorer, job, f"step {draft.step}: generate{again}", draft.step
+            self.engine, self.scorer, job, f"step {draft.step}: generate{round_text}", draft.step
         )
 
     def _receive(self, draft: _Draft, version: int) -> None:
-        """Wait for the round's responses. ``version``: of the weights that the trainer holds."""
+        """Wait for the round's responses. ``version``: the weight version that the trainer holds."""
         assert draft.generation is not None
-        began = time.monotonic()
+        start_time = time.monotonic()
         with self.timer("generate"):
             draft.generation.wait(version)
-        waited = time.monotonic() - began
-        draft.waited += waited
-        self._waited_s += waited
+        waited_s = time.monotonic() - start_time
+        draft.waited += waited_s
+        self._waited_s += waited_s
         draft.received = True
 
     def _judge(self, draft: _Draft, version: int) -> None:
-        """Verify this rank's new groups, and tell every rank how all of them did. ``version``: as of ``_receive``."""
+        """Score this rank's new groups, and gather the rows of all new groups. ``version``: as in ``_receive``."""
         assert draft.generation is not None
-        new = own_positions(draft.unjudged, self.topology)
+        new_positions = own_positions(draft.unjudged, self.topology)
         with self.timer("reward"):
-            scored = draft.generation.scored(self.algorithm, self.credit, version=version)
+            responses = draft.generation.scored(self.algorithm, self.credit, version=version)
             draft.components.add(draft.generation.components.to_json())
-            draft.groups |= dict(zip(new, self._groups(scored), strict=True))
+            draft.groups |= dict(zip(new_positions, self._groups(responses), strict=True))
             rows_by_rank = all_gather_json(
                 [
-                    [rollout_figures.GroupRow.of(draft.groups[p]) for p in new],
+                    [rollout_figures.GroupRow.of(draft.groups[p]) for p in new_positions],
                     draft.generation.seconds,
                     draft.generation.redrawn,
                 ]
             )
-        shares = [iter(rows_by_rank[leader][0]) for leader in self.topology.leaders]
+        leader_rows = [iter(rows_by_rank[leader][0]) for leader in self.topology.leaders]
+        # Copy the range first: ``unjudged`` depends on ``rows``, which grows here.
         draft.rows += [
-            rollout_figures.GroupRow(*next(shares[owner(p, self.topology)]))
+            rollout_figures.GroupRow(*next(leader_rows[owner(p, self.topology)]))
             for p in list(draft.unjudged)
         ]
-        # A round lasts as long as its slowest leader's part.
+        # A round takes as long as the part of its slowest leader.
         draft.seconds += max(seconds for _, seconds, _ in rows_by_rank)
         draft.redrawn += sum(redrawn for *_, redrawn in rows_by_rank)
 
     def _hand_over(self, draft: _Draft, position: dict[str, Any]) -> RolloutBatch:
-        """The batch on every rank, and its figures."""
+        """Announce the batch to every rank and return it with its figures. ``position``: the sampler's state."""
         selection = self._quota.choose(draft.flat)
-        chosen = [t for p in selection.positions if p in draft.groups for t in draft.groups[p]]
+        own_trajectories: list[Trajectory] = []
+        for group_position in selection.positions:
+            own_trajectories += draft.groups.get(group_position, [])
         with self.timer("exchange"):
-            batch, trajectories = announce(
-                chosen, self.topology, self.job.group_size, selection.positions
+            outlines, trajectories = announce(
+                own_trajectories, self.topology, self.job.group_size, selection.positions
             )
-        rollout_figures.check_staleness(batch, draft.step, self.rollout.max_staleness)
+        rollout_figures.check_staleness(outlines, draft.step, self.rollout.max_staleness)
         figures = rollout_figures.generated_figures(draft.rows)
         figures |= draft.components.means()
-        figures |= rollout_figures.trained_figures(batch)
-        figures |= rollout_figures.staleness_figures(batch, draft.step)
-        figures |= rollout_figures.interruption_figures(batch)
+        figures |= rollout_figures.trained_figures(outlines)
+        figures |= rollout_figures.staleness_figures(outlines, draft.step)
+        figures |= rollout_figures.interruption_figures(outlines)
         if draft.redrawn:
             figures[names.REDRAWN] = draft.redrawn
         faults = gathered_faults(self.episodes)
@@ -283,25 +296,30 @@ class GeneratedRollouts:
         if self._quota.filtering:
             figures |= rollout_figures.selection_figures(draft.rows, selection, draft.rounds)
             self._warn_of_filling(draft, selection)
-        return RolloutBatch(batch, trajectories, figures, position, environment_faults=faults)
+        return RolloutBatch(outlines, trajectories, figures, position, environment_faults=faults)
 
     def _clocks(self) -> tuple[float, ...]:
-        """In seconds: now, how long trainers have waited for responses, and how long this rank's slots were
-        busy."""
+        """Return in seconds: the current time, the trainers' wait for responses, and this rank's busy slot time."""
         return time.monotonic(), self._waited_s, self.engine.busy_s
 
     def _waiting(self) -> dict[str, float]:
-        """Shares of the time since the batch before: when trainers waited for responses, and when a leader had nothing
-        to generate; means over the leaders."""
-        before, self._clock = self._clock, self._clocks()
-        elapsed, waited, busy = (now - then for now, then in zip(self._clock, before, strict=True))
-        elapsed = max(elapsed, 1e-9)
-        shares = all_gather_json([waited / elapsed, max(0.0, 1 - busy / elapsed)])
-        of_leaders = [shares[leader] for leader in self.topology.leaders]
-        means = [sum(column) / len(of_leaders) for column in zip(*of_leaders, strict=True)]
+        """Return the shares of the time since the previous batch in which trainers waited, and in which servers idled.
+
+        Trainers wait for responses; a leader's servers idle when it has nothing to generate. Both are means over the
+        leaders.
+        """
+        previous_clock, self._clock = self._clock, self._clocks()
+        elapsed_s, waited_s, busy_s = (
+            now - then for now, then in zip(self._clock, previous_clock, strict=True)
+        )
+        elapsed_s = max(elapsed_s, 1e-9)
+        shares = all_gather_json([waited_s / elapsed_s, max(0.0, 1 - busy_s / elapsed_s)])
+        leader_shares = [shares[leader] for leader in self.topology.leaders]
+        means = [sum(column) / len(leader_shares) for column in zip(*leader_shares, strict=True)]
         return {names.TRAINERS_WAITED: means[0], names.SERVERS_IDLE: means[1]}
 
     def _warn_of_filling(self, draft: _Draft, selection: Selection) -> None:
+        """Log a warning if groups of zero variance fill the batch because too few other groups were generated."""
         if selection.filled:
             log.warning(
                 "step %d: %d of %d groups have zero variance: %d rounds of generation (%d groups) found no more",
@@ -313,15 +331,16 @@ class GeneratedRollouts:
             )
 
     def _groups(self, trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+        """Split adjacent ``trajectories`` into their groups."""
         size = self.job.group_size
         return [list(trajectories[i : i + size]) for i in range(0, len(trajectories), size)]
 
 
 class ReplayedRollouts:
-    """The batches in the folder ``rollout.replay_from`` (``rollout.save`` of the run that generated them).
+    """Reads the batches in the folder ``rollout.replay_from`` (``rollout.save`` of the run that generated them).
 
-    Each leader reads the trajectories that it would have generated, and no others. The batches are checked against
-    the training ``problems`` that ``sampler`` draws, and the prompts of ``origin``.
+    Each leader reads exactly the trajectories that it would have generated. The batches are compared with the training
+    ``problems`` that ``sampler`` draws, and with the prompts of ``origin``.
     """
 
     def __init__(
@@ -341,18 +360,23 @@ class ReplayedRollouts:
         self._origin = origin
 
     def collect(self, step: int) -> RolloutBatch:
-        """The saved batch of ``step``. Raises BatchFormatError, on all ranks, where it is not there or another's."""
-        drawn, size = self._sampler.next(self._rollout.prompts_per_step), self._rollout.group_size
-        wanted = [self._problems[i] for i in drawn]
-        trajectories, seal = on_every_rank(lambda: self._read(step, wanted), error=BatchFormatError)
-        outlines, by_position = announce(trajectories, self._topology, size, range(len(wanted)))
+        """Return the saved batch of ``step``.
+
+        Raises BatchFormatError, on all ranks, if the batch is missing or was saved with other data.
+        """
+        indices, size = self._sampler.next(self._rollout.prompts_per_step), self._rollout.group_size
+        problems = [self._problems[i] for i in indices]
+        trajectories, seal = on_every_rank(
+            lambda: self._read(step, problems), error=BatchFormatError
+        )
+        outlines, by_position = announce(trajectories, self._topology, size, range(len(problems)))
         figures = rollout_figures.generated_figures(
             rollout_figures.rows_of(outlines, size)
         ) | rollout_figures.staleness_figures(outlines, step)
         return RolloutBatch(outlines, by_position, figures, self._sampler.state_dict(), seal)
 
     def _read(self, step: int, wanted: Sequence[Problem]) -> tuple[list[Trajectory], Seal | None]:
-        """This rank's trajectories, of the checked batch, and its seal."""
+        """Read this rank's trajectories and the seal, after a check of the batch. ``wanted``: the step's problems."""
         try:
             saved = SavedBatch(self._folder, step)
         except FileNotFoundError as error:
@@ -366,28 +390,30 @@ class ReplayedRollouts:
                 f"responses, expected {len(wanted)} prompts x group_size {size}"
             )
         if not self._rollout.drop_zero_variance_groups:
-            # What a filter replaced depends on rewards of responses that are not in the file.
+            # With a filter, the problems depend on the rewards of dropped responses, which are not in the file.
             self._check_order(step, saved.problems, wanted)
         groups = own_positions(range(len(wanted)), self._topology)
-        positions = (p * size + sample for p in groups for sample in range(size))
-        # What the loss saw is of the run that saved them.
+        positions: list[int] = []
+        for group in groups:
+            positions += range(group * size, (group + 1) * size)
+        # The loss columns belong to the run that saved the batch, so they are not read.
         trajectories = saved.read(positions, without=LOSS_COLUMNS)
         self._check_prompts(step, trajectories)
         return trajectories, saved.seal
 
     def settle(self, version: int) -> None:
-        """Nothing generates."""
+        """Return at once: no request is running."""
 
     def run_ahead(self, version: int) -> None:
-        """Nothing is to be generated."""
+        """Return at once: saved batches need no generation."""
 
     def _check_order(self, step: int, problems: Sequence[int], wanted: Sequence[Problem]) -> None:
-        answered = list(dict.fromkeys(problems))
-        expected = list(dict.fromkeys(p.problem_id for p in wanted))
-        if answered != expected:
+        saved_ids = list(dict.fromkeys(problems))
+        expected_ids = list(dict.fromkeys(p.problem_id for p in wanted))
+        if saved_ids != expected_ids:
             raise BatchFormatError(
                 f"rollout.replay_from: the batch of step {step} in {self._folder} answers problems "
-                f"{answered[:5]}..., expected {expected[:5]}...: it was saved with other data or another seed, "
+                f"{saved_ids[:5]}..., expected {expected_ids[:5]}...: it was saved with other data or another seed, "
                 "or with rollout.drop_zero_variance_groups"
             )
 
@@ -402,11 +428,11 @@ class ReplayedRollouts:
 
 @dataclass(eq=False)
 class BatchSeals:
-    """Makes the seal of each batch and holds the batch against it, before it is trained on. On every rank.
+    """Makes the seal of each batch, and compares the batch with it before training. Runs on every rank.
 
-    ``origin``: what the run's configuration says of every batch. ``keeps``: seals have the stamps of all responses,
-    for a batch's file; else none. ``replays``: batches come from files, of which early ones have no seal and are
-    trained on unchecked.
+    ``origin``: the properties that the run's configuration requires of every batch. ``keeps``: whether seals hold the
+    stamps of all responses, for a batch's file. ``replays``: whether batches come from files; files of early releases
+    have no seal, and such batches are trained on unchecked.
     """
 
     origin: Origin
@@ -418,36 +444,40 @@ class BatchSeals:
     _before: list[str] = field(default_factory=list, init=False)
 
     def remember(self, version: int, digest: str) -> None:
-        """The trainer's weights ``version`` have this hash. Versions too old to sample the next batch are forgotten."""
+        """Store ``digest``, the hash of the trainer's weights ``version``.
+
+        The hashes of versions too old to sample the next batch are deleted.
+        """
         oldest = version - self.max_staleness
         self._weights = {v: d for v, d in self._weights.items() if v >= oldest} | {version: digest}
 
     def check_weights(self, version: int, digest: str) -> None:
         """Raise AlteredWeightsError unless the weights ``version`` had this hash when they were made or loaded."""
-        expected = self._weights[version]
-        if digest != expected:
+        expected_hash = self._weights[version]
+        if digest != expected_hash:
             raise AlteredWeightsError(
-                f"the trainer's weights of step {version} have the hash {digest}, expected {expected}, the hash "
+                f"the trainer's weights of step {version} have the hash {digest}, expected {expected_hash}, the hash "
                 "that they had when they were made: memory was overwritten or is faulty. Nothing is trained on, "
                 "saved or exported from them; the same command goes on from the newest checkpoint"
             )
 
     def check(self, step: int, batch: RolloutBatch) -> Seal | None:
-        """The seal of the batch of ``step``, the same on every rank; None where its file has none. Collective.
+        """Verify the batch of ``step`` and return its seal, the same on every rank. Collective.
 
-        Raises SealError, on every rank, naming what is not as it was made.
+        Returns None, without a check, for a saved batch whose file has no seal. Raises SealError, on every rank, with
+        every property of the batch that differs from its seal or from ``origin``.
         """
-        saved, size = batch.seal, self.origin.group_size
-        if self.replays and saved is None:
+        saved_seal, size = batch.seal, self.origin.group_size
+        if self.replays and saved_seal is None:
             return None
-        versions = self._weights if saved is None else saved.weights
+        versions = self._weights if saved_seal is None else saved_seal.weights
         own_responses = sorted(batch.trajectories.items())
-        faults = [
-            f for _, t in own_responses for f in seals.response_faults(t, self.origin, versions)
-        ]
+        faults: list[str] = []
+        for _, trajectory in own_responses:
+            faults += seals.response_faults(trajectory, self.origin, versions)
         faults += seals.credit_faults([t for _, t in own_responses], self.origin)
         stamps = {position: t.stamp for position, t in own_responses if t.stamp is not None}
-        if saved is None:
+        if saved_seal is None:
             faults += seals.sampling_faults(list(stamps.values()), self.origin.sampling)
         report: list[Any] = [
             faults,
@@ -456,25 +486,30 @@ class BatchSeals:
             [[p, asdict(s)] for p, s in stamps.items()] if self.keeps else [],
         ]
         by_rank = all_gather_json(report)
-        faults = [fault for of_rank, *_ in by_rank for fault in of_rank]
+        faults = []
+        seeds = []
+        stamp_by_position: dict[int, dict[str, Any]] = {}
+        for rank_faults, _, rank_seeds, rank_stamps in by_rank:
+            faults += rank_faults
+            seeds += rank_seeds
+            stamp_by_position.update(rank_stamps)
         faults += seals.group_faults(batch.outlines, size)
         faults += seals.advantage_faults(batch.outlines, self.origin)
-        faults += seals.seed_faults([seed for _, _, of_rank, _ in by_rank for seed in of_rank])
-        faults += [] if saved is None else seals.file_faults(saved, step, self.origin)
-        before, self._before = self._before, [whole for _, whole, *_ in by_rank]
-        if self._before == before:
+        faults += seals.seed_faults(seeds)
+        faults += [] if saved_seal is None else seals.file_faults(saved_seal, step, self.origin)
+        previous_digests, self._before = self._before, [digest for _, digest, *_ in by_rank]
+        if self._before == previous_digests:
             faults.append("batch: all responses are those of the batch before")
         if faults:
             raise SealError.of(step, faults)
-        if saved is not None:
-            return saved
-        stamp_by_position = dict(pair for *_, of_rank in by_rank for pair in of_rank)
-        sampled = {s.weight_version for t in batch.outlines for s in t.version_spans}
+        if saved_seal is not None:
+            return saved_seal
+        sampled_versions = {s.weight_version for t in batch.outlines for s in t.version_spans}
         rows = {t.problem_id: self.origin.problems[t.problem_id] for t in batch.outlines}
         return Seal(
             step,
             self.origin.template,
-            {v: self._weights[v] for v in sorted(sampled | {step - 1})},
+            {v: self._weights[v] for v in sorted(sampled_versions | {step - 1})},
             {problem_id: seals.row_digest(problem) for problem_id, problem in rows.items()},
             [Stamp(**stamp_by_position[position]) for position in sorted(stamp_by_position)],
         )
