@@ -3,32 +3,33 @@
     megatron-dppo doctor runs/demo --step 3 --html doctor.html
     megatron-dppo doctor runs/demo --step 3 --parts --png parts.png
 
-The run must have been started with ``rollout.save=true``. The engine's mu, and pi as the loss saw it in the step's
-first mini-batch, are each compared with transformers in float32, which shares no code with either. A side that differs
-is compared with what transformers give where one thing is done in another way: weights of another version or of a part
-of them, temperature or filter, precision, positions, routing, keys and values of a cache. What comes nearest is named,
-and the tokens that show it. Where nothing explains a trainer of several processes but for rounding, and the same
-trainer in one does not differ, it is the layout.
+The run must have been started with ``rollout.save=true``. The command compares two sides with a reference: the
+engine's mu, and pi as the loss computed it in the step's first mini-batch. The reference is transformers in float32; it
+shares no code with engine or trainer. If a side differs, the command changes one thing at a time in the reference: the
+weights of another version or a part of them, temperature or filter, precision, positions, routing, keys and values of a
+cache. It names the change whose probabilities are nearest to the side's, and the tokens that show it. It names the
+parallel layout if a trainer of several processes differs by more than rounding, no change explains it, and the same
+trainer in one process does not differ.
 
-Then: whether the tokens were drawn as configured, by the likelihood of other samplers (mu and pi may agree on numbers
-that nothing was drawn from); whether responses of a group are copies; whether prompts are what tokenizer and template
-make.
+Then the command tests three things: whether the tokens were sampled as configured, by the likelihood of other samplers
+(mu and pi may agree even if the tokens were sampled from neither); whether responses of a group are copies; and whether
+the prompts are those that tokenizer and template make now.
 
-With ``--parts`` it says how much of mean |pi - mu| each cause makes up: pi is recomputed by the run's own trainer, on
-its device, with one more cause fixed in each pass:
+With ``--parts`` the command prints how much of mean |pi - mu| each cause makes up. The run's own trainer, on its
+device, recomputes pi with one more cause fixed in each pass:
 
-    nothing fixed        the weights that trained on it (not known: the newest), logits as they are, natural routing
+    nothing fixed        the weights that trained on the batch (unknown: the newest), raw logits, natural routing
     sampling transform   logits divided by rollout.temperature, as the engine does
     staleness            the weights that sampled the batch
     routing              experts as the engine recorded them (needs rollout.router_replay=true)
-    precision            the trainer in float32 (where the run is not, and not with --no-precision)
+    precision            the trainer in float32 (if the run is not in float32, and without --no-precision)
 
-The decrease of mean |pi - mu| by a fix is that cause's part; the rest before ``precision`` is numerics. A cause that is
-not possible in this run has no row.
+The decrease of mean |pi - mu| by a fix is the part of its cause; the rest before ``precision`` is numerics. A cause
+that is not possible in this run has no row.
 
-Without ``--step`` it is the last saved batch whose weights are known. They are found in the run: model.hf_checkpoint is
-version 0, a checkpoint of step N version N, and RUN/hf that of the last step; --weights N=FOLDER names others. The
-whole model must fit this machine's memory twice, in float32.
+Without ``--step`` the command uses the last saved batch whose weights are known. It finds weights in the run:
+model.hf_checkpoint is version 0, a checkpoint of step N is version N, and RUN/hf is the version of the last step;
+--weights N=FOLDER names others. Two copies of the whole model in float32 must fit in this machine's memory.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the options of the command."""
     parser = batch_parser("doctor", str(__doc__))
     parser.add_argument(
         "--weights", action="append", default=[], metavar="VERSION=FOLDER",
@@ -80,20 +82,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Examine, print and write; returns 0, or 2 if the input cannot be used."""
+    """Run the command; returns 0, or 2 if the input cannot be used."""
     options = parse(arguments)
-    # Read when torch is imported, which is later.
+    # Set the variable before torch is imported: torch reads it then.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return run_batch_command(report, options)
 
 
 def report(options: argparse.Namespace) -> None:
-    """Read the batch, examine it, write the requested files."""
+    """Read the batch, examine it, and write the requested files."""
     if options.html if options.parts else options.png:
         raise ValueError("--html is the page of all causes, --png the figure of --parts")
     config = load_config(options.run / "config.yaml")
     folder = options.run / ROLLOUTS_FOLDER
-    # Before torch is imported, which takes seconds.
+    # Check the step before torch is imported: the import takes seconds.
     step = saved_step(folder, options.step)
     from megatron_dppo.data.batch_file import load_batch
     from megatron_dppo.diagnostics.doctor.reference import KnownWeights
@@ -101,20 +103,23 @@ def report(options: argparse.Namespace) -> None:
     folders = weights_by_version(options, config)
     if options.step is None:
         step = last_examinable(saved_steps(folder), folders)
-    whole = load_batch(folder, step)
-    # In place, those without a token too: a position says which mini-batch a response was in.
-    batch = whole[: options.limit or None]
+    saved_batch = load_batch(folder, step)
+    # Keep responses without a token: the position of a response determines its mini-batch.
+    batch = saved_batch[: options.limit or None]
     if not any(t.sampled for t in batch):
         raise ValueError(f"{folder}: the batch of step {step} has no response token")
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-doctor-") as converted:
         weights = KnownWeights(folders, Path(config.model.hf_checkpoint), Path(converted))
-        case = Case(options, config, step, batch, len(whole), weights)
+        case = Case(options, config, step, batch, len(saved_batch), weights)
         (report_parts if options.parts else report_causes)(case)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is examined: of the ``size`` responses of the batch of ``step`` the first, ``batch``; and for whom."""
+    """The batch to examine, with the options and the configuration of its run.
+
+    ``batch`` has the first responses of the batch of ``step``, which has ``size`` responses in all.
+    """
 
     options: argparse.Namespace
     config: TrainConfig
@@ -124,14 +129,14 @@ class Case:
     weights: KnownWeights
 
     def write_json(self, text: str) -> None:
-        """Every figure, where ``--json`` says."""
+        """Write ``text``, every figure as JSON, to the file of ``--json`` if there is one."""
         if self.options.json:
             self.options.json.write_text(text, encoding="utf-8")
             print(f"{self.options.json}: every figure")
 
 
 def report_causes(case: Case) -> None:
-    """Which cause makes either side differ."""
+    """Find the cause that makes a side differ, and print and write the report."""
     from megatron_dppo.diagnostics.doctor import report as pages
 
     options, batch = case.options, case.batch
@@ -148,7 +153,7 @@ def report_causes(case: Case) -> None:
 
 
 def report_parts(case: Case) -> None:
-    """How much of mean |pi - mu| each cause makes up."""
+    """Measure how much of mean |pi - mu| each cause makes up, and print and write the figures."""
     import torch
 
     from megatron_dppo.diagnostics.doctor.diagnosis import engine_side
@@ -159,7 +164,7 @@ def report_parts(case: Case) -> None:
     if side is None:
         raise ValueError("no response of the batch has one weight version alone")
     batch = [t for i in side.positions if (t := case.batch[i]).sampled]
-    # What trained on the batch, where it is known.
+    # Use the weights that trained on the batch if they are known, else the newest.
     trained_by = case.step - 1 if case.step - 1 in known.folders else max(known.folders, default=0)
     folders = known.folder(side.version), known.folder(trained_by)
     try:
@@ -184,15 +189,20 @@ def report_parts(case: Case) -> None:
 
 
 def last_examinable(saved: Sequence[int], versions: Container[int]) -> int:
-    """The last of the ``saved`` steps whose batch was trained on from one of the known ``versions``; the last one where
-    none was."""
-    known = [step for step in saved if step - 1 in versions]
-    return known[-1] if known else saved[-1]
+    """Return the last of the ``saved`` steps that began with weights of one of the known ``versions``.
+
+    Returns the last saved step if no step did.
+    """
+    known_steps = [step for step in saved if step - 1 in versions]
+    return known_steps[-1] if known_steps else saved[-1]
 
 
 def weights_by_version(options: argparse.Namespace, config: TrainConfig) -> dict[int, Path]:
-    """Folders of weights, by the steps after which the policy had them. Of a run with adapters, whose checkpoints hold
-    nothing else, only the model that it began with, and where it began with adapters not even that."""
+    """Return the folders of weights by version, the number of steps after which the policy had them.
+
+    The checkpoints of a run with adapters have the adapters only. Such a run has version 0 alone, the model that it
+    began with; if it began with adapters (``lora.start_from``), it has none.
+    """
     from megatron_dppo.trainer.checkpoint.directory import suspect_folders
 
     folders: dict[int, Path] = {}
@@ -201,15 +211,16 @@ def weights_by_version(options: argparse.Namespace, config: TrainConfig) -> dict
     if not config.lora.rank:
         directory = options.run / CHECKPOINTS_FOLDER
         checkpoints = sorted(directory.glob("step_??????"))
-        # Where a step has both, the checkpoint that a start would load is later in the list and counts.
+        # If a step has both a suspect and a regular checkpoint, use the regular one, as a restart does: it is later in
+        # the list.
         for folder in [*suspect_folders(directory), *checkpoints]:
             folders[int(folder.name[len("step_") : len("step_000000")])] = folder
-    exported, last = options.run / EXPORT_FOLDER, config.run.steps
+    export_folder, last_step = options.run / EXPORT_FOLDER, config.run.steps
     is_recorded = (options.run / RECORDS_FILE).is_file()
-    is_finished = is_recorded and any(step_of(r) == last for r in read_records(options.run))
-    # Where this run has not come to its end, it is of an earlier one in this folder, or of fewer steps.
-    if is_finished and (exported / "config.json").is_file():
-        folders.setdefault(last, exported)
+    is_finished = is_recorded and any(step_of(r) == last_step for r in read_records(options.run))
+    # If this run has not finished, the export is from an earlier run in this folder, or from a run of fewer steps.
+    if is_finished and (export_folder / "config.json").is_file():
+        folders.setdefault(last_step, export_folder)
     for option in options.weights:
         version, separator, folder = option.partition("=")
         if not separator or not version.isdecimal():

@@ -1,8 +1,9 @@
-"""Which cause makes one side's probabilities differ from the reference's: of all that a cause would have made of them,
-what comes nearest; and whether the tokens were drawn as the configuration says.
+"""Find the cause that makes one side's probabilities differ from the reference's, and test whether the tokens were
+sampled as the configuration says.
 
-Two sides are examined, each by itself: the engine's mu, and the trainer's pi where its weights are known, in a step's
-first mini-batch. So a mistake that both make is seen as well as one that the other does not.
+Each possible cause is simulated in the reference. The cause whose probabilities are nearest to the side's is named. Two
+sides are examined separately: the engine's mu, and the trainer's pi in a step's first mini-batch if the weights of that
+mini-batch are known. Both are compared with the reference, so that an error that both sides make is found too.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from megatron_dppo.diagnostics.doctor.rounding import float8
 NOISE = 3e-6
 """Mean |p - reference| up to which two float32 implementations agree; measured ones are below 1e-6."""
 COARSE = 3.0
-"""How many times the gap between the reference and itself in bfloat16 is noise of a run in bfloat16."""
+"""The noise of a run in bfloat16, as a multiple of the gap between the reference in float32 and in bfloat16."""
 SPREADS, STRETCH = 2.0, 128
-"""Standard errors that the gap may be above the noise, between stretches of so many tokens."""
+"""The gap of a healthy side may exceed the noise by SPREADS standard errors, from stretches of STRETCH tokens."""
 EXPLAINED = 0.25
-"""Share of the gap that may be left where a cause is named."""
+"""A cause is named if at most this share of the gap is left when the reference simulates it."""
 EVIDENCE = 20.0
-"""log of the likelihood ratio from which another sampler is believed. Where tokens are drawn as configured, a given
-other one reaches it with a probability of at most exp(-20) (Markov: the ratio's expectation is 1)."""
+"""Log likelihood ratio above which another sampler is reported. If tokens are sampled as configured, the ratio of one
+other sampler reaches it with a probability of at most exp(-20) (Markov: the ratio's expectation is 1)."""
 FACTORS = (1, 2, 4, 8, 16)
-"""What a repetition may count, of which the most telling one is taken."""
+"""Values of ``a``, the weight of a repetition in ``repetition_evidence``; the value with the most evidence counts."""
 MICRO_BATCH = 2048
-"""Tokens that are scored at a time."""
+"""Largest number of tokens in one forward pass, padding included."""
 TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 TOP_P = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)
 TOP_K = (10, 20, 50, 100)
@@ -56,15 +57,18 @@ THETAS = (1e4, 5e5, 1e6, 1e7)
 ROUNDED = "all in bfloat16"
 EIGHT_BITS = "all in 8 bits (E4M3)"
 PARTS = ("embed_tokens", "self_attn", "norm", "mlp.gate.", ".experts.", "mlp.", "lm_head")
-"""Names of tensors that an update may have left out."""
+"""Parts of tensor names; a weight update may have missed the tensors of a part."""
 OF_WEIGHTS = ("staleness", "weights", "cache")
-"""Axes of alternatives with other weights, or another cache."""
+"""Axes of the alternatives that use other weights or another cache."""
 
 
 @dataclass(frozen=True)
 class SampledRun:
-    """What a run is configured to do: logits are divided by ``temperature``; tensors and experts are cut over so many
-    ranks."""
+    """The configuration of a run, as far as its probabilities depend on it.
+
+    ``temperature`` divides the logits; ``tensor`` and ``expert`` are the numbers of ranks that split the tensors and
+    the experts.
+    """
 
     temperature: float
     tensor: int
@@ -72,13 +76,13 @@ class SampledRun:
 
 
 def unchanged(_: Reference) -> AbstractContextManager[None]:
-    """The reference's own logits."""
+    """Leave the reference as it is."""
     return nullcontext()
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """What would have been computed if ``name`` had been done: logits under ``change``, sampled as ``sampling``."""
+    """A possible cause, ``name``: the reference computes logits under ``change`` and samples by ``sampling``."""
 
     axis: str
     name: str
@@ -88,7 +92,10 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Side:
-    """``log_probs``: of the sampled tokens of the trajectories at ``positions`` of the batch, one tensor each."""
+    """The engine or the trainer, with the probabilities that it computed by the weights of ``version``.
+
+    ``log_probs`` has one tensor for each trajectory at ``positions`` of the batch: log p of its sampled tokens.
+    """
 
     name: str
     version: int
@@ -98,9 +105,17 @@ class Side:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """On one side. ``gap``: mean |p - reference|; ``noise``: what rounding makes of it; ``spread``: what few stretches
-    of text may add; ``gaps``: what each alternative leaves of it, least first; ``cause``: the one that is named; None:
-    healthy, or unexplained. ``tokens``: the largest gap first."""
+    """The result for one side.
+
+    Attributes:
+        side, version: name of the side, and version of its weights.
+        gap: mean |p - reference|.
+        noise: the part of the gap that rounding explains.
+        spread: the part that the random differences between stretches of text explain.
+        gaps: the gap that is left with each alternative, by its name, smallest first.
+        cause: the alternative that is named; None if the side is healthy or its gap is unexplained.
+        tokens: all tokens, largest gap first.
+    """
 
     side: str
     version: int
@@ -122,15 +137,18 @@ class Diagnosis:
 
     @property
     def is_in_question(self) -> bool:
-        """Whether layout may be the cause: no other one explains all of the gap but rounding, or is of weights, which
-        a trainer that is loaded anew has right."""
+        """Return whether the parallel layout may be the cause.
+
+        It may not if the named cause explains the whole gap except for rounding, or if that cause lies in the weights:
+        a trainer that loads them again has the right ones.
+        """
         if self.cause is None or self.is_healthy:
             return not self.is_healthy
         return self.cause.axis not in OF_WEIGHTS and self.gaps[self.cause.name] > self.noise
 
     @property
     def columns(self) -> tuple[str, str]:
-        """What the two probabilities of a token are."""
+        """Names of the two probabilities of a token."""
         return ("own choice", "as recorded") if self.side == RECORDING else (self.side, "reference")
 
     @property
@@ -142,7 +160,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class TokenEvidence:
-    """A token that shows a cause: probabilities by the side, by the reference, and with the cause."""
+    """A token and its probabilities: the side's, the reference's, and the reference's with the cause."""
 
     response: int
     position: int
@@ -157,7 +175,7 @@ class TokenEvidence:
 
     @property
     def is_explained(self) -> bool:
-        """Whether the cause leaves no more of it than where a cause is named."""
+        """Return whether the cause explains this token's gap: at most EXPLAINED of it is left, or NOISE."""
         return self.with_cause is not None and abs(self.side - self.with_cause) <= max(
             EXPLAINED * self.gap, NOISE
         )
@@ -167,7 +185,7 @@ class TokenEvidence:
 
 
 def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) -> list[Alternative]:
-    """Every cause that is possible here and needs no other weights."""
+    """Return every cause that is possible in this run and needs no weights of another version."""
     sampling = at_temperature(run.temperature)
     transforms = [*samplers(run, reference.vocab_size)]
     for shards, count in _without_last(run, reference.vocab_size):
@@ -205,11 +223,11 @@ def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) ->
 def alternatives_of_version(
     run: SampledRun, reference: Reference, version: int, other: Reference
 ) -> list[Alternative]:
-    """What weights of ``version``, ``other``, may have to do with it: all of them, or a part."""
-    whole = partial(Reference.tensors_of, other=other, part="")
+    """Return the causes that need the weights of ``version``, ``other``: all of its weights are used, or a part."""
+    all_weights = partial(Reference.tensors_of, other=other, part="")
     prompts = partial(Reference.prompts_cached_by, other=other)
     changes: list[tuple[str, str, Change]] = [
-        ("staleness", "weights", whole),
+        ("staleness", "weights", all_weights),
         ("cache", "prompts' keys and values", prompts),
     ]
     for part in (p for p in PARTS if any(p in name for name in reference.tensors)):
@@ -227,7 +245,7 @@ def alternatives_of_version(
 
 
 def _ranks(run: SampledRun, reference: Reference) -> list[int]:
-    """Over how many the experts may have been cut."""
+    """Return the numbers of ranks over which the experts may have been split."""
     return [n for n in sorted({2, run.expert}) if n > 1] if reference.gates else []
 
 
@@ -239,19 +257,23 @@ ROUTINGS = (
     ("recorded experts of the token before", 0, 1),
     ("recorded experts of the token after", 0, -1),
 )
-"""(name, layers and tokens that rows are moved by)."""
+"""Name of the alternative, and the numbers of layers and tokens by which the recorded rows are shifted."""
 MOVED_RECORDINGS = tuple(name for name, *moved in ROUTINGS if any(moved))
 RECORDING = "recording"
-"""Name of the side that is p by the router's own choice, against p by the recorded one."""
+"""Name of the side that compares p with the router's own experts to p with the recorded experts."""
 
 
 def is_decisive(alternative: Alternative) -> bool:
-    """Whether it has a say in a side's being healthy, or costs nothing: the others are of sides that differ."""
+    """Return whether the alternative is scored for every side.
+
+    Such an alternative decides whether a side is healthy, or needs no forward pass of its own. The other alternatives
+    are scored only for a side that differs.
+    """
     return alternative.change is unchanged or alternative.name in (ROUNDED, EIGHT_BITS, RECORDED)
 
 
 def samplers(run: SampledRun, size: int) -> Iterator[tuple[str, Sampling]]:
-    """Other ways to draw from a vocabulary of ``size``."""
+    """Yield the name and transform of every other way to sample from a vocabulary of ``size`` tokens."""
     configured = run.temperature
     for temperature in dict.fromkeys((1.0, 1 / configured, *TEMPERATURES)):
         if temperature != configured:
@@ -265,24 +287,28 @@ def samplers(run: SampledRun, size: int) -> Iterator[tuple[str, Sampling]]:
 
 
 def _without_last(run: SampledRun, size: int) -> Iterator[tuple[int, int]]:
-    """Numbers of shards, and of ids without the last of them."""
+    """Yield numbers of shards of the vocabulary, each with the number of token ids before the last shard."""
     for shards in sorted({2, 4, 8, run.tensor} - {1}):
         yield shards, size - size // shards
 
 
 def _frequencies(reference: Reference) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """Yield the name and function of every change of the rotary frequencies."""
     for stretch in STRETCHES:
         yield f"positions times {stretch:g}", partial(torch.mul, other=stretch)
-    own = reference.rotary_frequencies
-    exponents = torch.arange(len(own)) / len(own)
+    frequencies = reference.rotary_frequencies
+    exponents = torch.arange(len(frequencies)) / len(frequencies)
     for theta in THETAS:
         unscaled = theta**-exponents
-        if not torch.allclose(unscaled, own, rtol=1e-4):
+        if not torch.allclose(unscaled, frequencies, rtol=1e-4):
             yield f"rotary base {theta:g}, unscaled", unscaled.to
 
 
 def _recorded_rows(trajectory: Trajectory, layers: int, tokens: int) -> Tensor | None:
-    """None where nothing was recorded, -1 in rows of other weights: there the trainer takes its own choice, too."""
+    """Return the recorded experts, shifted by ``tokens`` and ``layers``; None if the trajectory has none.
+
+    Rows that other weights recorded are -1: the trainer's router chooses the experts of those tokens itself.
+    """
     if "routed_experts" not in trajectory.columns:
         return None
     rows = torch.from_numpy(trajectory.column("routed_experts").astype(np.int64))
@@ -294,8 +320,10 @@ def _recorded_rows(trajectory: Trajectory, layers: int, tokens: int) -> Tensor |
 
 
 def engine_side(batch: Sequence[Trajectory]) -> Side | None:
-    """mu as it was returned, of the responses of the most frequent version that have no other. None where each has
-    several."""
+    """Return the engine's side: mu of the responses that one weight version sampled, the most frequent such version.
+
+    Returns None if every response was sampled by several versions.
+    """
     version_by_position = {
         i: spans[0].weight_version
         for i, t in enumerate(batch)
@@ -305,22 +333,25 @@ def engine_side(batch: Sequence[Trajectory]) -> Side | None:
         return None
     versions = list(version_by_position.values())
     version = max(set(versions), key=versions.count)
-    chosen = tuple(i for i, v in version_by_position.items() if v == version)
-    return Side("engine", version, chosen, _columns(batch, chosen, "rollout_log_probs"))
+    positions = tuple(i for i, v in version_by_position.items() if v == version)
+    return Side("engine", version, positions, _columns(batch, positions, "rollout_log_probs"))
 
 
 def trainer_side(batch: Sequence[Trajectory], step: int, mini_batch: int) -> Side | None:
-    """pi as the loss saw it in the step's first mini-batch of ``mini_batch`` responses: its weights are those of the
-    step before. None where no response of it had a gradient."""
-    first = enumerate(batch[:mini_batch])
-    chosen = tuple(i for i, t in first if "loss_log_probs" in t.columns)
-    if not chosen:
+    """Return the trainer's side: pi as the loss computed it in the step's first mini-batch of ``mini_batch`` responses.
+
+    The weights of this mini-batch are those of the step before. Returns None if no response of the mini-batch had a
+    gradient.
+    """
+    candidates = enumerate(batch[:mini_batch])
+    positions = tuple(i for i, t in candidates if "loss_log_probs" in t.columns)
+    if not positions:
         return None
-    return Side("trainer", step - 1, chosen, _columns(batch, chosen, "loss_log_probs"))
+    return Side("trainer", step - 1, positions, _columns(batch, positions, "loss_log_probs"))
 
 
 def _columns(batch: Sequence[Trajectory], chosen: Sequence[int], name: str) -> tuple[Tensor, ...]:
-    # Differences are as small as float32's rounding.
+    # Convert to float64: the differences to measure are as small as float32's rounding.
     return tuple(torch.from_numpy(batch[i].column(name).astype(np.float64)) for i in chosen)
 
 
@@ -333,14 +364,20 @@ def scores(
     batch: Sequence[Trajectory],
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Tensor]]:
-    """log p of the sampled tokens of each trajectory, float64 [N], by the alternative's name."""
+    """Compute log p of the sampled tokens of each trajectory under each alternative of ``chosen``.
+
+    Returns a list of float64 [N] tensors, one for each trajectory, by the alternative's name. ``advance`` is called
+    after each pass.
+    """
     by_name: dict[str, list[Tensor]] = {alternative.name: [] for alternative in chosen}
-    # Alternatives without a change share one pass.
+    # Neighbouring alternatives with the same change share one forward pass.
     for _, group in groupby(chosen, key=lambda alternative: alternative.change):
         members = list(group)
         with members[0].change(reference):
-            for some in _micro_batches(batch):
-                for t, logits in zip(some, reference.sampled_logits(some), strict=True):
+            for micro_batch in _micro_batches(batch):
+                for t, logits in zip(
+                    micro_batch, reference.sampled_logits(micro_batch), strict=True
+                ):
                     ids = torch.from_numpy(t.response_ids.astype(np.int64))[:, None]
                     for alternative in members:
                         log_probs = alternative.sampling(logits).gather(-1, ids)[:, 0]
@@ -350,9 +387,9 @@ def scores(
 
 
 def _micro_batches(batch: Sequence[Trajectory]) -> Iterator[Sequence[Trajectory]]:
-    """Of at most MICRO_BATCH tokens with their padding, and at least one trajectory."""
-    longest = max(t.length for t in batch)
-    count = max(1, MICRO_BATCH // longest)
+    """Yield parts of the batch with at most MICRO_BATCH tokens, padding included, and at least one trajectory."""
+    max_length = max(t.length for t in batch)
+    count = max(1, MICRO_BATCH // max_length)
     for start in range(0, len(batch), count):
         yield batch[start : start + count]
 
@@ -360,17 +397,25 @@ def _micro_batches(batch: Sequence[Trajectory]) -> Iterator[Sequence[Trajectory]
 def by_recording(
     natural: Sequence[Tensor], by_name: Mapping[str, list[Tensor]]
 ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """log p where experts are taken as recorded, and that by each alternative, ``NATURAL`` among them. What rounding
-    changes is added: it was computed with the router's own choice."""
-    others = dict(by_name)
-    recorded = others.pop(RECORDED)
+    """Make the recorded experts the reference, and the router's own choice an alternative.
+
+    Args:
+        natural: log p with the experts that the router chooses itself.
+        by_name: log p by each alternative's name, computed from ``natural``.
+
+    Returns:
+        log p with the recorded experts, and log p by each alternative's name, ``NATURAL`` among them. The difference
+        that rounding makes was computed with the router's own choice; it is added to log p with the recorded experts.
+    """
+    by_alternative = dict(by_name)
+    recorded = by_alternative.pop(RECORDED)
     for name in (ROUNDED, EIGHT_BITS):
-        others[name] = [
-            # A tie in routing may move it far, but not beyond certainty.
-            (r + changed - n).clamp(max=0.0)
-            for r, changed, n in zip(recorded, by_name[name], natural, strict=True)
+        by_alternative[name] = [
+            # A tie in routing may change the sum much; the clamp keeps p at most 1.
+            (r + rounded - n).clamp(max=0.0)
+            for r, rounded, n in zip(recorded, by_name[name], natural, strict=True)
         ]
-    return recorded, {**others, NATURAL: list(natural)}
+    return recorded, {**by_alternative, NATURAL: list(natural)}
 
 
 def judge(
@@ -381,12 +426,21 @@ def judge(
     chosen: Sequence[Alternative],
     rounding: str | None,
 ) -> Diagnosis:
-    """Name what makes ``side`` differ. ``plain``, ``by_alternative``: log p by the reference, of its trajectories.
-    ``rounding``: the alternative that is as coarse as the side may be; None: the side is in float32."""
-    probabilities, expected = joined(side.log_probs).exp(), joined(plain).exp()
-    whole = gap(probabilities, expected)
+    """Decide whether ``side`` differs from the reference, and name the cause.
+
+    Args:
+        side: the side to judge.
+        batch: all trajectories of the batch.
+        plain: log p by the reference, one tensor for each trajectory of the side.
+        by_alternative: the same with each alternative, by its name.
+        chosen: the alternatives that may be named.
+        rounding: name of the alternative that rounds as coarsely as a healthy side may; None if the side computes in
+            float32.
+    """
+    probabilities, reference = joined(side.log_probs).exp(), joined(plain).exp()
+    side_gap = gap(probabilities, reference)
     gaps = {name: gap(probabilities, joined(v).exp()) for name, v in by_alternative.items()}
-    rounded = gap(expected, joined(by_alternative[ROUNDED]).exp())
+    rounding_gap = gap(reference, joined(by_alternative[ROUNDED]).exp())
     noises = [torch.full_like(q, NOISE) for q in plain]
     if rounding is not None:
         noises = [
@@ -396,32 +450,34 @@ def judge(
     differences = zip(side.log_probs, plain, noises, strict=True)
     spread = _spread([(p.exp() - q.exp()).abs() - noise for p, q, noise in differences])
     noise = float(joined(noises).mean())
-    cause = _cause(whole, gaps, noise, rounded, chosen) if whole > noise + spread else None
+    cause = (
+        _cause(side_gap, gaps, noise, rounding_gap, chosen) if side_gap > noise + spread else None
+    )
     with_cause = None if cause is None else joined(by_alternative[cause.name]).exp()
     return Diagnosis(
         side=side.name,
         version=side.version,
-        gap=whole,
+        gap=side_gap,
         noise=noise,
         spread=spread,
         gaps=dict(sorted(gaps.items(), key=lambda item: item[1])),
         cause=cause,
-        tokens=_evidence(side, batch, probabilities, expected, with_cause),
+        tokens=_evidence(side, batch, probabilities, reference, with_cause),
     )
 
 
 def _spread(differences: Sequence[Tensor]) -> float:
-    """``SPREADS`` standard errors of the mean over all tokens, from sums over stretches of text.
+    """Return ``SPREADS`` standard errors of the mean over all tokens, from sums over stretches of text.
 
-    A router whose best experts are nearly equal takes another one where it rounds otherwise, and all that follows
-    differs. A side that is wrong is so in many places.
+    If a router's best experts score nearly equally, another rounding selects another expert, and all later tokens
+    differ. Such a difference is in few stretches; that of a side with an error is in many.
     """
     stretches = [part for d in differences for part in d.split(STRETCH) if len(part)]
     if len(stretches) < 2:
         return 0.0
     tokens = sum(map(len, stretches))
     mean = sum(float(part.sum()) for part in stretches) / tokens
-    # Less the mean: what is wrong everywhere alike has no spread, however long the stretches are.
+    # Subtract the mean, so that a difference that is equal everywhere has no spread, whatever the stretches' lengths.
     sums = torch.stack([part.sum() - mean * len(part) for part in stretches])
     return SPREADS * float(sums.std()) * math.sqrt(len(sums)) / tokens
 
@@ -433,22 +489,26 @@ def _cause(
     rounded: float,
     chosen: Sequence[Alternative],
 ) -> Alternative | None:
-    best = min(chosen, key=lambda alternative: gaps[alternative.name])
-    if gaps[best.name] <= max(noise, EXPLAINED * whole):
-        return best
-    # Two implementations in bfloat16 round in different places: only the size of the gap is the same.
+    """Return the alternative that explains the gap ``whole``, or None.
+
+    ``rounded`` is the gap between the reference and itself in bfloat16.
+    """
+    nearest = min(chosen, key=lambda alternative: gaps[alternative.name])
+    if gaps[nearest.name] <= max(noise, EXPLAINED * whole):
+        return nearest
+    # Two implementations in bfloat16 round in different places: only the sizes of their gaps are comparable.
     if rounded / COARSE <= whole <= rounded * COARSE:
         return next(alternative for alternative in chosen if alternative.name == ROUNDED)
     return None
 
 
 def joined(log_probs: Sequence[Tensor]) -> Tensor:
-    """Of all tokens, one trajectory after another."""
+    """Concatenate the tensors of all trajectories into one [tokens]."""
     return torch.cat(list(log_probs))
 
 
 def gap(p: Tensor, q: Tensor) -> float:
-    """Mean |p - q|."""
+    """Return mean |p - q|."""
     return float((p - q).abs().mean())
 
 
@@ -459,24 +519,23 @@ def _evidence(
     expected: Tensor,
     with_cause: Tensor | None,
 ) -> list[TokenEvidence]:
-    """All tokens, those with the largest gaps first."""
+    """Return the evidence of all tokens of the side, largest gap first."""
     ids = [batch[i].response_ids.tolist() for i in side.positions]
-    where = [
-        (i, n, token)
-        for i, tokens in zip(side.positions, ids, strict=True)
-        for n, token in enumerate(tokens)
-    ]
-    largest = (probabilities - expected).abs().argsort(descending=True, stable=True).tolist()
+    places: list[tuple[int, int, int]] = []
+    for response, tokens in zip(side.positions, ids, strict=True):
+        for position, token_id in enumerate(tokens):
+            places.append((response, position, token_id))
+    order = (probabilities - expected).abs().argsort(descending=True, stable=True).tolist()
     return [
         TokenEvidence(
-            response=where[k][0],
-            position=where[k][1],
-            token_id=where[k][2],
+            response=places[k][0],
+            position=places[k][1],
+            token_id=places[k][2],
             side=float(probabilities[k]),
             reference=float(expected[k]),
             with_cause=None if with_cause is None else float(with_cause[k]),
         )
-        for k in largest
+        for k in order
     ]
 
 
@@ -485,9 +544,16 @@ def _evidence(
 
 @dataclass(frozen=True)
 class Draws:
-    """``evidence``: log likelihood ratio of ``sampler`` to the configured one; None: none is likelier than chance
-    explains. ``copies``: pairs of equal responses of a group, by position in the batch; ``expected_copies``: how many
-    mu lets expect; ``copies_evidence``: as ``evidence``, that there are more."""
+    """How the tokens of a side were sampled.
+
+    Attributes:
+        tokens: number of tokens.
+        sampler: name of another sampler that is likelier than the configured one beyond chance; None if none is.
+        evidence: log likelihood ratio of the likeliest other sampler to the configured one.
+        copies: pairs of equal responses of a group, by position in the batch.
+        expected_copies: expected number of such pairs under mu.
+        copies_evidence: log likelihood ratio for more copies than mu explains, comparable to ``evidence``.
+    """
 
     tokens: int
     sampler: str | None
@@ -498,16 +564,17 @@ class Draws:
 
     @property
     def are_copies(self) -> bool:
-        """More equal responses than chance explains."""
+        """Return whether there are more equal responses than chance explains."""
         return self.copies_evidence > EVIDENCE
 
 
 def repetition_evidence(groups: Iterable[Sequence[tuple[Hashable, float]]]) -> float:
-    """How much speaks for more repetitions than independent draws have, of groups of (response, its log mu).
+    """Return the evidence that responses repeat more often than independent sampling explains.
 
-    A draw repeats an earlier one of its group with the probability p = sum of mu over these, each counted once. With R
-    repetitions in all, exp(a R) / prod (1 + p (e^a - 1)) has the mean 1 for every a: its logarithm, the largest over
-    ``FACTORS``, exceeds E with a probability of at most ``len(FACTORS)`` e^-E (Markov).
+    ``groups`` has one sequence of (response, its log mu) for each problem. A response repeats an earlier one of its
+    group with the probability p = sum of mu over the distinct earlier responses. With R repetitions in all, exp(a R) /
+    prod (1 + p (e^a - 1)) has the mean 1 for every a. The result is the largest logarithm over the values ``FACTORS``
+    of a; it exceeds E with a probability of at most ``len(FACTORS)`` e^-E (Markov).
     """
     repeated, chances = 0, []
     for group in groups:
@@ -525,11 +592,19 @@ def draws(
     configured: Sequence[Tensor],
     by_sampler: Mapping[str, Sequence[Tensor]],
 ) -> Draws:
-    """How the tokens of ``side`` were drawn. ``configured``: as they should be; of a side that is healthy its own
-    numbers, from which the reference may differ by as much as they are coarse."""
+    """Compare the configured sampler of ``side`` with other samplers, and count equal responses.
+
+    Args:
+        batch: all trajectories of the batch.
+        side: the engine's side.
+        configured: log p of the sampled tokens under the configured sampler. For a healthy side, pass its own values:
+            the reference differs from them by the side's rounding.
+        by_sampler: log p of the same tokens under each other sampler, by its name.
+    """
     trajectories = [batch[i] for i in side.positions]
     ids = [t.token_ids.tobytes() for t in trajectories]
-    # Equal responses count as often as they came: likely ones come often, and without them all would look hotter.
+    # Count equal responses as often as they occur: without the repeats of likely responses, the temperature would
+    # look higher than it is.
     base = float(joined(configured).sum())
     ratios = {name: float(joined(values).sum()) - base for name, values in by_sampler.items()}
     sampler = max(ratios, key=ratios.__getitem__)
@@ -537,22 +612,22 @@ def draws(
     for k, t in enumerate(trajectories):
         positions_by_problem.setdefault(t.problem_id, []).append(k)
     pairs = [pair for group in positions_by_problem.values() for pair in combinations(group, 2)]
-    whole = [float(log_probs.sum()) for log_probs in side.log_probs]
+    log_mu = [float(log_probs.sum()) for log_probs in side.log_probs]
     return Draws(
         tokens=len(joined(configured)),
         sampler=sampler if ratios[sampler] > EVIDENCE else None,
         evidence=ratios[sampler],
         copies=[(side.positions[a], side.positions[b]) for a, b in pairs if ids[a] == ids[b]],
         # P(b = a | a) = mu(a); either of the two may be the first.
-        expected_copies=sum((math.exp(whole[a]) + math.exp(whole[b])) / 2 for a, b in pairs),
+        expected_copies=sum((math.exp(log_mu[a]) + math.exp(log_mu[b])) / 2 for a, b in pairs),
         copies_evidence=repetition_evidence(
-            [(ids[k], whole[k]) for k in group] for group in positions_by_problem.values()
+            [(ids[k], log_mu[k]) for k in group] for group in positions_by_problem.values()
         ),
     )
 
 
 def prompt_faults(batch: Sequence[Trajectory], origin: Origin) -> list[str]:
-    """Responses whose prompt is not what the run's data, tokenizer, template and environment make now."""
+    """List the responses whose prompt differs from the one that data, tokenizer, template and environment make now."""
     return [
         f"{t}: its prompt of {len(t.prompt_ids)} tokens is not what data, tokenizer and template make now "
         f"({f'{len(problem.prompt_ids)} tokens' if problem else 'no such problem'})"

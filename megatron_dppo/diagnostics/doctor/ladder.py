@@ -1,8 +1,8 @@
-"""How much of mean |pi - mu| each cause makes up (``--parts``): passes over the batch, each with one more cause fixed.
+"""Split mean |pi - mu| of a batch into the parts of its causes (``--parts``).
 
-A rung of this ladder is one pass of the real Trainer over the batch. The gap is mean |pi - mu| over
-the response tokens; its decrease from one rung to the next is that cause's part. The gap of the last
-rung is numerics: kernels, order of summation and rounding.
+The trainer scores the batch in several passes, the rungs of a ladder; each pass has one more cause fixed. The gap is
+mean |pi - mu| over the response tokens. The decrease of the gap from one rung to the next is the part of the cause that
+was fixed. The gap of the last rung is numerics: kernels, order of summation and rounding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ START = "nothing fixed"
 
 @dataclass(frozen=True)
 class Rung:
-    """Settings of one pass; ``fixes``: the cause that it removes in addition to those before it."""
+    """Settings of one pass. ``fixes`` names the cause that this pass removes in addition to the earlier ones."""
 
     fixes: str
     weights: Path
@@ -53,11 +53,11 @@ class Measured:
     """Results of one pass.
 
     Attributes:
-        rung: its settings.
+        rung: settings of the pass.
         gap, gap_p99, gap_max: mean, 99th percentile and maximum of |pi - mu|.
-        moved: mean |pi - pi of the pass before|; shows also changes that cancel in ``gap``.
+        moved: mean |pi - pi of the pass before|; it also shows changes that cancel in ``gap``.
         ratio_low, ratio_high: 1st and 99th percentile of pi / mu.
-        agreement: share of recorded tokens x layers whose natural routing is the engine's.
+        agreement: share of recorded tokens x layers for which the trainer's own routing equals the engine's.
         log_probs: float64 [tokens], log pi of the response tokens in the batch's order.
     """
 
@@ -72,7 +72,7 @@ class Measured:
     log_probs: Tensor = field(repr=False)
 
     def as_json(self) -> dict[str, Any]:
-        """All values except ``log_probs``."""
+        """Return all values except ``log_probs``."""
         rung = {**asdict(self.rung), "weights": str(self.rung.weights)}
         values = {k: v for k, v in vars(self).items() if k not in ("rung", "log_probs")}
         return {**rung, **values}
@@ -87,14 +87,15 @@ def rungs(
     recorded: bool,
     precision: bool = True,
 ) -> list[Rung]:
-    """The passes for this batch; a cause that is not possible has none.
+    """Return the passes for this batch. A cause that is not possible in the run has no pass.
 
     Args:
-        dtype, temperature: of the run's model and of its rollouts.
+        dtype: dtype of the run's model.
+        temperature: temperature of the run's rollouts.
         rollout_policy: folder of the weights that sampled the batch.
-        policy: folder of the trainer's weights now.
-        recorded: whether a response has recorded routing.
-        precision: whether there is a pass in float32.
+        policy: folder of the trainer's weights, with which it trained on the batch.
+        recorded: whether any response has recorded routing.
+        precision: whether to add a pass in float32.
     """
     ladder = [Rung(START, policy, 1.0, False, dtype)]
     if temperature != 1:
@@ -114,45 +115,46 @@ def measure(
     micro_batch_tokens: int,
     batch: Sequence[Trajectory],
 ) -> Iterator[Measured]:
-    """Run the passes in order; a new trainer is built only if weights or dtype change.
+    """Run the passes in order, and build a new trainer only if weights or dtype change.
 
-    Raises ValueError if a model does not fit the batch.
+    Raises ValueError if a model does not match the batch.
     """
     mu = rollout_log_probs(batch).exp()
-    trainer, built, before = None, None, None
+    trainer, model_key, previous_pi = None, None, None
     for rung in ladder:
-        # One after another: two would not fit, and Megatron's groups are the whole process's.
-        if built != (rung.weights, rung.dtype):
+        # Close a trainer before the next is built: two do not fit in memory, and a process has one set of Megatron's
+        # process groups.
+        if model_key != (rung.weights, rung.dtype):
             if trainer is not None:
                 trainer.close()
-            trainer, built = build(rung), (rung.weights, rung.dtype)
+            trainer, model_key = build(rung), (rung.weights, rung.dtype)
         assert trainer is not None
         log_probs = log_probs_of(trainer, micro_batch_tokens, rung, batch)
         pi = log_probs.exp()
         gap, ratio = (pi - mu).abs(), pi / mu
         counts = trainer.routing_agreement().values()
-        compared = counts.get(names.COMPARED, 0)
+        compared_count = counts.get(names.COMPARED, 0)
         yield Measured(
             rung=rung,
             gap=float(gap.mean()),
-            moved=0.0 if before is None else float((pi - before).abs().mean()),
+            moved=0.0 if previous_pi is None else float((pi - previous_pi).abs().mean()),
             gap_p99=float(gap.quantile(0.99)),
             gap_max=float(gap.max()),
             ratio_low=float(ratio.quantile(0.01)),
             ratio_high=float(ratio.quantile(0.99)),
-            agreement=counts[names.ROUTING_AGREEMENT] / compared if compared else None,
+            agreement=counts[names.ROUTING_AGREEMENT] / compared_count if compared_count else None,
             log_probs=log_probs,
         )
-        before = pi
+        previous_pi = pi
     if trainer is not None:
         trainer.close()
 
 
 def parts(measured: Sequence[Measured]) -> dict[str, float]:
-    """Split the gap of the first pass: cause -> decrease by its fix, and ``numerics``: the rest.
+    """Split the gap of the first pass: map each cause to the decrease by its fix, and ``numerics`` to the rest.
 
-    A part is negative if the fix increased the gap. ``precision`` is not a part: it shows how much of
-    the numerics a float32 trainer would remove.
+    A part is negative if the fix increased the gap. ``precision`` is not a part: its pass shows how much of the
+    numerics a float32 trainer would remove.
     """
     causes = [m for m in measured if m.rung.fixes != "precision"]
     split = {b.rung.fixes: a.gap - b.gap for a, b in pairwise(causes)}
@@ -160,14 +162,14 @@ def parts(measured: Sequence[Measured]) -> dict[str, float]:
 
 
 def rollout_log_probs(batch: Sequence[Trajectory]) -> Tensor:
-    """log mu of all response tokens, nats, float64 [tokens]."""
-    # In float64 before any difference: |pi - mu| is as small as float32's rounding.
+    """Return log mu of all response tokens, in nats, float64 [tokens]."""
+    # Convert to float64 before any subtraction: |pi - mu| is as small as float32's rounding.
     log_probs = [t.column("rollout_log_probs") for t in batch]
     return torch.from_numpy(np.concatenate(log_probs).astype(np.float64))
 
 
 def trainer_of(config: TrainConfig, batch: Sequence[Trajectory], rung: Rung) -> Trainer:
-    """A Trainer of the run's model in this one process, with the rung's weights and dtype."""
+    """Build a Trainer of the run's model in this one process, with the rung's weights and dtype."""
     recorded = any("routed_experts" in t.columns for t in batch)
     model = config.model.model_copy(
         update={"hf_checkpoint": str(rung.weights), "dtype": rung.dtype}
@@ -177,7 +179,7 @@ def trainer_of(config: TrainConfig, batch: Sequence[Trajectory], rung: Rung) -> 
             update={
                 "model": model,
                 "parallel": ParallelConfig(),
-                # The weights are whole: adapters are in them.
+                # The folder has merged weights: the adapters are already in them.
                 "lora": LoraConfig(),
                 "rollout": config.rollout.model_copy(update={"router_replay": recorded}),
             }
@@ -188,11 +190,13 @@ def trainer_of(config: TrainConfig, batch: Sequence[Trajectory], rung: Rung) -> 
 def log_probs_of(
     trainer: Trainer, micro_batch_tokens: int, rung: Rung, batch: Sequence[Trajectory]
 ) -> Tensor:
-    """log pi of all response tokens, float64 [tokens], under the rung's temperature and routing."""
-    left_out = ("topk_ids", "topk_log_probs", *(() if rung.replay else ("routed_experts",)))
-    wanted = [t.without(*left_out) for t in batch]
-    plan = plan_micro_batches([t.length for t in wanted], micro_batch_tokens)
-    groups = [[wanted[i] for i in rows] for rows in plan]
+    """Compute log pi of all response tokens, float64 [tokens], with the rung's temperature and routing."""
+    unused_columns = ("topk_ids", "topk_log_probs", *(() if rung.replay else ("routed_experts",)))
+    trajectories = [t.without(*unused_columns) for t in batch]
+    plan = plan_micro_batches([t.length for t in trajectories], micro_batch_tokens)
+    groups: list[list[Trajectory]] = []
+    for rows in plan:
+        groups.append([trajectories[i] for i in rows])
     by_position: dict[int, Tensor] = {}
     values = trainer.log_probs([pack(group) for group in groups], temperature=rung.temperature)
     for rows, group, log_probs in zip(plan, groups, values, strict=True):
@@ -201,12 +205,9 @@ def log_probs_of(
     return torch.cat([by_position[i] for i in range(len(batch))])
 
 
-# --- as the command shows it
-
-
 @dataclass(frozen=True)
 class Parts:
-    """All passes over a batch, and what its gap is made of."""
+    """All passes over a batch, and its gap split into parts."""
 
     recorded: bool
     log_mu: Tensor
@@ -223,7 +224,7 @@ class Parts:
         *,
         precision: bool,
     ) -> Parts:
-        """Run the passes. Arguments as in ``rungs``; ``batch``: responses with a token."""
+        """Run the passes over ``batch``, responses with at least one token. See ``rungs`` for the other arguments."""
         recorded = any("routed_experts" in t.columns for t in batch)
         ladder = rungs(
             config.model.dtype,
@@ -243,14 +244,14 @@ class Parts:
 
     @property
     def routing(self) -> str:
-        """What is known of the routing, in a line."""
+        """Return a line about the agreement of the trainer's routing with the engine's."""
         if not self.recorded:
             return "no recorded routing in this batch: what routing does is part of the numerics"
         agreement = next(m.agreement for m in self.measured if m.agreement is not None)
         return f"at the rollout's weights {100 * agreement:.2f}% of tokens x layers route as the engine"
 
     def show(self, title: str, facts: Sequence[str]) -> None:
-        """Print facts and both tables."""
+        """Print the facts, then the table of passes and the table of parts."""
         console = show_facts(title, [*facts, self.routing], width=120)
         figures = ("mean |pi-mu|", "99%", "max", "pi/mu 1% .. 99%", "moved pi by")
         ladder = _table("pi with one more cause fixed in each row", "fixed", *figures)
@@ -275,7 +276,7 @@ class Parts:
         console.print(table)
 
     def to_text(self, step: int, responses: int) -> str:
-        """Every figure, JSON."""
+        """Return every figure as JSON text."""
         figures = {
             "step": step, "responses": responses, "tokens": len(self.log_mu), "parts": self.split,
             "rungs": [m.as_json() for m in self.measured],
@@ -296,8 +297,6 @@ def _share(part: float, total: float) -> str:
     return f"{100 * part / total:.1f}%" if total else ""
 
 
-# --- the figure: parts of the gap, and pi / mu and |pi - mu| of every token against mu (Figure 2 of arXiv 2602.04879)
-
 COLOURS = {
     "sampling transform": ORANGE,
     "staleness": VERMILION,
@@ -305,13 +304,13 @@ COLOURS = {
     "numerics": BLUE,
 }
 SMALLEST_GAP = 1e-9
-"""Smaller gaps are drawn at this value: a logarithmic axis has no zero."""
+"""Smaller gaps are drawn at this value, because a logarithmic axis has no zero."""
 NARROWEST_RATIO = 1.001
-"""The axis of pi / mu covers at least 1 / this to this; else rounding would fill it."""
+"""The axis of pi / mu covers at least 1 / this to this, so that rounding does not fill it."""
 WIDE_RATIO = 4.0
-"""If a ratio is above this or below 1 / this, the axis is logarithmic."""
+"""The axis of pi / mu is logarithmic if a ratio is above this or below 1 / this."""
 GROUPS, FEWEST = 16, 50
-"""Percentiles: largest number of groups of tokens, smallest number of tokens in a group."""
+"""Groups of tokens for the percentiles: the largest number of groups, and the smallest number of tokens in one."""
 DARKENING = LinearSegmentedColormap.from_list("tokens", ["#9ecae1", "#08306b"])
 
 
@@ -322,38 +321,42 @@ def draw(
     measured: Sequence[Measured],
     rollout_log_probs: np.ndarray,
 ) -> None:
-    """Write the PNG: a row of bars, then two panels for each of two passes in the run's dtype.
+    """Write the PNG: a row of bars for the parts, then two panels for each of two passes in the run's dtype.
 
-    The passes are the first (nothing fixed) and the last (all causes fixed but numerics).
+    The passes are the first (nothing fixed) and the last (all causes fixed but numerics). The panels show pi / mu and
+    |pi - mu| of every token against mu, as in Figure 2 of arXiv 2602.04879.
 
     Args:
-        path: of the PNG.
-        title: of the figure.
-        split: cause -> part of the gap.
+        path: path of the PNG.
+        title: title of the figure.
+        split: part of the gap, by cause.
         measured: all passes.
-        rollout_log_probs: [tokens], log mu.
+        rollout_log_probs: log mu, [tokens].
     """
-    in_type = [m for m in measured if m.rung.dtype == measured[0].rung.dtype]
-    shown = [in_type[0], in_type[-1]] if len(in_type) > 1 else in_type
+    candidates = [m for m in measured if m.rung.dtype == measured[0].rung.dtype]
+    passes = [candidates[0], candidates[-1]] if len(candidates) > 1 else candidates
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10.5, 2.4 + 3.9 * len(shown)), dpi=130)
+        figure = Figure(figsize=(10.5, 2.4 + 3.9 * len(passes)), dpi=130)
         figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
         figure.suptitle(title, fontsize=12, fontweight="bold")
-        grid = figure.add_gridspec(1 + len(shown), 2, height_ratios=[1, *[2.2] * len(shown)])
+        grid = figure.add_gridspec(1 + len(passes), 2, height_ratios=[1, *[2.2] * len(passes)])
         _draw_parts(figure.add_subplot(grid[0, :]), split, measured[0].gap)
-        rows = [[figure.add_subplot(grid[1 + i, j]) for j in (0, 1)] for i in range(len(shown))]
-        for (left, right), result in zip(rows, shown, strict=True):
+        rows: list[tuple[Axes, Axes]] = []
+        for i in range(1, len(passes) + 1):
+            rows.append((figure.add_subplot(grid[i, 0]), figure.add_subplot(grid[i, 1])))
+        for (left, right), result in zip(rows, passes, strict=True):
             log_pi = result.log_probs.numpy()
             _draw_ratio(left, rollout_log_probs, log_pi, _name(result, measured))
             _draw_gap(right, rollout_log_probs, log_pi, result.gap)
-        gaps = [right for _, right in rows]
-        limits = [axes.get_ylim() for axes in gaps]
-        for axes in gaps:
+        gap_panels = [right for _, right in rows]
+        limits = [axes.get_ylim() for axes in gap_panels]
+        for axes in gap_panels:
             axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
         FigureCanvasAgg(figure).print_png(path)
 
 
 def _name(result: Measured, measured: Sequence[Measured]) -> str:
+    """Return the name of a pass in the titles of its panels."""
     return "all but numerics fixed" if measured.index(result) else result.rung.fixes
 
 
@@ -376,16 +379,17 @@ def _draw_parts(axes: Axes, split: Mapping[str, float], total: float) -> None:
 
 
 def _draw_ratio(axes: Axes, log_mu: np.ndarray, log_pi: np.ndarray, name: str) -> None:
+    """Draw pi / mu of every token against mu, with its 1st and 99th percentile."""
     ratio = np.exp(log_pi - log_mu)
-    widest = max(ratio.max(), 1 / ratio.min())
-    _density(axes, log_mu, ratio, "log" if widest > WIDE_RATIO else "linear")
+    width = max(ratio.max(), 1 / ratio.min())
+    _density(axes, log_mu, ratio, "log" if width > WIDE_RATIO else "linear")
     axes.axhline(1, color="#444444", linewidth=0.8)
     for percent in (1, 99):
         (line,) = axes.plot(*_percentile(log_mu, ratio, percent), color=GREEN)
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 1 / NARROWEST_RATIO), max(high, NARROWEST_RATIO))
     if axes.get_yscale() == "linear":
-        # 0.9995, not "-5" beside a "1e-4 + 1".
+        # Write tick labels in full (0.9995), not as differences ("-5") from an offset ("1e-4 + 1").
         axes.ticklabel_format(axis="y", useOffset=False)
     _finish(axes, f"pi / mu   ({name})", "ratio")
     line.set_label("1st and 99th percentile")
@@ -393,12 +397,15 @@ def _draw_ratio(axes: Axes, log_mu: np.ndarray, log_pi: np.ndarray, name: str) -
 
 
 def _draw_gap(axes: Axes, log_mu: np.ndarray, log_pi: np.ndarray, mean: float) -> None:
+    """Draw |pi - mu| of every token against mu, with its 99th percentile and its mean."""
     gap = np.maximum(np.abs(np.exp(log_pi) - np.exp(log_mu)), SMALLEST_GAP)
     _density(axes, log_mu, gap, "log")
     (line,) = axes.plot(*_percentile(log_mu, gap, 99), color=GREEN, label="99th percentile")
-    flat = axes.axhline(max(mean, SMALLEST_GAP), color=VERMILION, ls="--", label=f"mean {mean:.1e}")
+    mean_line = axes.axhline(
+        max(mean, SMALLEST_GAP), color=VERMILION, ls="--", label=f"mean {mean:.1e}"
+    )
     _finish(axes, "|pi - mu|, the token's TV", "probability")
-    axes.legend(handles=[line, flat], frameon=False, fontsize=SMALL, loc="best")
+    axes.legend(handles=[line, mean_line], frameon=False, fontsize=SMALL, loc="best")
 
 
 def _density(
@@ -414,7 +421,10 @@ def _density(
 def _percentile(
     log_mu: np.ndarray, values: np.ndarray, percent: float
 ) -> tuple[list[float], list[float]]:
-    """A percentile of ``values`` against mu, over groups of equally many tokens of similar mu."""
+    """Return points of a percentile of ``values`` against mu, one for each group of tokens with similar mu.
+
+    All groups have the same number of tokens, give or take one.
+    """
     order = np.argsort(log_mu, kind="stable")
     groups = np.array_split(order, max(1, min(GROUPS, len(order) // FEWEST)))
     centres = [float(np.exp(np.median(log_mu[group]))) for group in groups]
@@ -422,6 +432,7 @@ def _percentile(
 
 
 def _finish(axes: Axes, title: str, unit: str) -> None:
+    """Set the title, the axis labels and the grid of a panel."""
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel("mu, the engine's probability of the token")
     axes.set_ylabel(unit)

@@ -1,5 +1,6 @@
-"""The reference: the model by transformers, in float32 and one response at a time, which shares no line with engine or
-trainer; and what it becomes where one thing is done in another way.
+"""Compute reference probabilities with transformers in float32, and the same with one thing changed.
+
+The reference shares no code with engine or trainer. Each change simulates one possible cause of a difference.
 
 Legend: S = tokens of a trajectory, N = sampled ones, V = vocabulary, E = experts, L = mixture-of-experts layers.
 """
@@ -24,10 +25,12 @@ from megatron_dppo.diagnostics.explain.explanation import Policy
 
 
 class KnownWeights:
-    """Weights of a run by version, the steps after which the policy had them.
+    """Weights of a run by version; a version is the number of steps after which the policy had these weights.
 
-    ``folders``: Hugging Face folders, or checkpoints, of which a folder under ``converted`` is made once, with the
-    configuration of ``start``, the folder that the run began with.
+    Args:
+        folders: Hugging Face folders or checkpoints, by version.
+        start: the Hugging Face folder that the run began with; its configuration is used for converted checkpoints.
+        converted: folder for converted checkpoints; each is converted once, when it is first needed.
     """
 
     def __init__(self, folders: Mapping[int, Path], start: Path, converted: Path) -> None:
@@ -35,35 +38,38 @@ class KnownWeights:
         self._start, self._converted = start, converted
 
     def lacking(self, version: int) -> str:
-        """What to say where ``version`` is not known."""
+        """Return the message that the weights of ``version`` are not known."""
         return (
             f"nobody has the weights of version {version}; --weights {version}=FOLDER names them, merged with their "
             f"adapters if they have some (known: {sorted(self.folders)})"
         )
 
     def reference(self, version: int) -> Reference:
-        """The model at ``version``. Raises as ``folder`` and ``Reference``."""
+        """Load the model with the weights of ``version``. Raises what ``folder`` and ``Reference`` raise."""
         return Reference(self.folder(version))
 
     def folder(self, version: int) -> Path:
-        """A Hugging Face folder. Raises ValueError where the version is not known, or what its reading raises."""
+        """Return the Hugging Face folder of ``version``, converted from a checkpoint if necessary.
+
+        Raises ValueError if the version is not known, and what the conversion raises.
+        """
         if version not in self.folders:
             raise ValueError(self.lacking(version))
         folder = self.folders[version]
         if (folder / "config.json").is_file():
             return folder
-        made = self._converted / f"version_{version}"
-        if not made.exists():
-            megatron_to_hf(folder, made, hf_config=self._start)
-        return made
+        converted_folder = self._converted / f"version_{version}"
+        if not converted_folder.exists():
+            megatron_to_hf(folder, converted_folder, hf_config=self._start)
+        return converted_folder
 
 
 Sampling = Callable[[Tensor], Tensor]
-"""Logits [N, V] -> log-probabilities [N, V] of what is sampled from; -inf where nothing is."""
+"""Logits [N, V] -> log-probabilities [N, V] of the distribution that is sampled from; -inf for excluded tokens."""
 
 
 class Reference(Policy):
-    """The model in ``folder``. Its alternatives are contexts: outside of them it is as it was.
+    """The model in ``folder``. Each change of the model is a context manager, and is undone at its end.
 
     Raises OSError or ValueError if transformers cannot load a model from the folder.
     """
@@ -75,11 +81,11 @@ class Reference(Policy):
 
     @torch.no_grad()
     def sampled_logits(self, batch: Sequence[Trajectory]) -> list[Tensor]:
-        """Float32 [N, V] of each: row i is what the i-th sampled token was drawn from."""
+        """Compute float32 logits [N, V] of each trajectory; row i predicts the i-th sampled token."""
         for trajectory in batch:
             self.check_ids(trajectory)
         branches = [branch for t in batch for branch in t.branches]
-        # Behind a sequence's end stands what no position before it can see.
+        # Pad with id 0 at the end: attention is causal, so that no real position sees the padding.
         ids = torch.zeros(len(branches), max(b.length for b in branches), dtype=torch.int64)
         for row, b in zip(ids, branches, strict=True):
             row[: b.length] = torch.from_numpy(b.token_ids.astype(np.int64))
@@ -90,25 +96,24 @@ class Reference(Policy):
             if self._cached_by is None
             else self._after_cache(ids, branches)
         )
-        of_branches = iter(
+        branch_logits = iter(
             row[torch.from_numpy(np.flatnonzero(b.loss_mask) - 1)].float()
             for row, b in zip(logits, branches, strict=True)
         )
-        return [torch.cat([next(of_branches) for _ in t.branch_lengths]) for t in batch]
+        return [torch.cat([next(branch_logits) for _ in t.branch_lengths]) for t in batch]
 
     def _ending(self, name: str) -> list[nn.Module]:
-        ends = f".{name}"
-        return [m for n, m in self._model.named_modules() if f".{n}".endswith(ends)]
-
-    # --- weights
+        """Return the modules whose last name parts are ``name``."""
+        suffix = f".{name}"
+        return [m for n, m in self._model.named_modules() if f".{n}".endswith(suffix)]
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters by name."""
+        """The parameters, by name."""
         return dict(self._model.named_parameters())
 
     def exchanged(self, first: str, second: str) -> AbstractContextManager[None]:
-        """The tensors whose names hold ``first`` in the place of those with ``second``, and the reverse."""
+        """Exchange the tensors whose names contain ``first`` with those that have ``second`` in its place."""
         pairs = [
             (tensor, self.tensors[name.replace(first, second)])
             for name, tensor in self.tensors.items()
@@ -117,16 +122,16 @@ class Reference(Policy):
         return _with_data([*((a, b.data) for a, b in pairs), *((b, a.data) for a, b in pairs)])
 
     def experts_moved(self, ranks: int) -> AbstractContextManager[None]:
-        """Each of ``ranks`` has the experts of the next."""
+        """Give each of ``ranks`` the experts of the next rank."""
         return self._changed(".experts.", lambda tensor: tensor.roll(len(tensor) // ranks, 0))
 
     def experts_of(self, other: Reference, rank: int, ranks: int) -> AbstractContextManager[None]:
-        """One rank's experts are the other's."""
-        theirs = iter([t for name, t in other.tensors.items() if ".experts." in name])
+        """Replace the experts of ``rank`` by those of the model ``other``."""
+        other_tensors = iter([t for name, t in other.tensors.items() if ".experts." in name])
 
         def mixed(tensor: Tensor) -> Tensor:
             parts = list(tensor.chunk(ranks))
-            parts[rank] = next(theirs).detach().chunk(ranks)[rank]
+            parts[rank] = next(other_tensors).detach().chunk(ranks)[rank]
             return torch.cat(parts)
 
         return self._changed(".experts.", mixed)
@@ -134,23 +139,26 @@ class Reference(Policy):
     def _changed(
         self, part: str, change: Callable[[Tensor], Tensor]
     ) -> AbstractContextManager[None]:
-        """``change`` of the tensors whose names hold ``part``."""
+        """Apply ``change`` to the tensors whose names contain ``part``."""
         return _with_data([(t, change(t.data)) for name, t in self.tensors.items() if part in name])
 
     def tensors_of(self, other: Reference, part: str) -> AbstractContextManager[None]:
-        """The tensors whose names hold ``part`` are the other's."""
+        """Replace the tensors whose names contain ``part`` by those of the model ``other``."""
         return _with_data(
             [(t, other.tensors[name].data) for name, t in self.tensors.items() if part in name]
         )
-
-    # --- arithmetic
 
     @contextmanager
     def rounded(
         self, part: str = "", *, results: bool = True, to: Callable[[Tensor], Tensor] | None = None
     ) -> Iterator[None]:
-        """Every linear, embedding and norm whose name holds ``part`` works on numbers ``to`` which are rounded (None:
-        bfloat16); ``results``: and gives them."""
+        """Round the inputs and weights of every linear, embedding and norm whose name contains ``part``.
+
+        Args:
+            part: part of the module names; empty for all modules.
+            results: whether to round the outputs of these modules too.
+            to: the rounding function; None for bfloat16.
+        """
         rounding = partial(_rounded, to=to or bfloat16)
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
@@ -164,16 +172,16 @@ class Reference(Policy):
             yield
 
     def in_bfloat16(self) -> AbstractContextManager[None]:
-        """Weights and all that is computed, sums of layers and what experts hand on too, are bfloat16."""
+        """Compute everything in bfloat16: weights, activations, the sums of layers and the outputs of experts."""
         return self._changed("", torch.Tensor.bfloat16)
 
     def frequencies(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-        """``change`` of the inverse frequencies of the rotary embedding."""
+        """Apply ``change`` to the inverse frequencies of the rotary embedding."""
         return _set(self._rotary, inv_freq=change(self.rotary_frequencies))
 
     @property
     def rotary_frequencies(self) -> Tensor:
-        """Inverse ones, of half as many numbers as a head has."""
+        """The inverse frequencies of the rotary embedding, [half the size of a head]."""
         frequencies: Tensor = self._rotary.inv_freq
         return frequencies
 
@@ -182,17 +190,18 @@ class Reference(Policy):
         (module,) = self._ending("rotary_emb")
         return module
 
-    # --- routing
-
     @property
     def gates(self) -> list[nn.Module]:
-        """The routers, layer by layer."""
+        """The routers, in the order of their layers."""
         return self._ending("mlp.gate") or self._ending("gate")
 
     @contextmanager
     def routed(self, rows_of: Callable[[Trajectory], Tensor | None]) -> Iterator[None]:
-        """Tokens go to the experts of ``rows_of``, int64 [S - 1, L, k]; the last one, those of a row of -1, and of a
-        trajectory without rows, by itself."""
+        """Route tokens to the experts that ``rows_of`` returns for a trajectory, int64 [S - 1, L, k].
+
+        The router itself chooses the experts of a trajectory's last token, of rows of -1, and of trajectories for which
+        ``rows_of`` returns None.
+        """
         with ExitStack() as hooks:
             for layer, gate in enumerate(self.gates):
                 hook = gate.register_forward_hook(
@@ -203,50 +212,56 @@ class Reference(Policy):
             yield
 
     def _rows_in(self, shape: Sequence[int], batch: Sequence[Trajectory]) -> Tensor:
-        """int64 [tokens, L, k] of a batch of that shape; -1 where a token goes where it wants."""
+        """Return the experts of all tokens of a padded batch, int64 [tokens, L, k]; -1 if the router itself chooses.
+
+        ``shape``: (sequences, padded length) of the batch.
+        """
         assert self._rows_of is not None
         parts = [self._rows_of(t) for t in batch]
-        recorded = next((part.shape[1:] for part in parts if part is not None), None)
-        rows = torch.full((*shape, *(recorded or (len(self.gates), 1))), -1)
+        row_shape = next((part.shape[1:] for part in parts if part is not None), None)
+        rows = torch.full((*shape, *(row_shape or (len(self.gates), 1))), -1)
         for row, part in zip(rows, parts, strict=True):
             if part is not None:
                 row[: len(part)] = part
         return rows.flatten(0, 1)
 
-    # --- cache
-
     def prompts_cached_by(self, other: Reference) -> AbstractContextManager[None]:
-        """Keys and values of every prompt, its last token left out, are the other's."""
+        """Use keys and values of the model ``other`` for every prompt, except for the prompt's last token."""
         return _set(self, _cached_by=other)
 
     def cached_in_bfloat16(self, *, prompts: bool) -> AbstractContextManager[None]:
-        """What is read of keys and values is what a cache in bfloat16 gives back: tokens are decoded from it one after
-        another, in place of one pass over the full prefix. ``prompts``: those of a prompt while it is read, too."""
+        """Round keys and values to bfloat16, as an engine does that decodes from a cache in bfloat16.
+
+        ``prompts`` selects whether keys and values are rounded in the pass over the prompt too, or only after it.
+        """
         return _set(self, _rounds_cache=True, _cached_by=None if prompts else self)
 
     def _cache(self) -> Any:
-        """Where the keys and values of a pass go; None: nowhere."""
+        """Return the cache for the keys and values of a pass; None if they are not rounded."""
         return _RoundedCache(config=self._model.config) if self._rounds_cache else None
 
     def _after_cache(self, ids: Tensor, batch: Sequence[Trajectory]) -> Tensor:
-        """Logits [B, S, V]."""
+        """Compute logits [B, S, V] in two passes a sequence: the prompt without its last token, then the rest.
+
+        The model ``_cached_by`` computes the first pass, and the second reads its keys and values.
+        """
         assert self._cached_by is not None
         logits = []
         for row, t in zip(ids[:, None], batch, strict=True):
-            cached = max(1, len(t.prompt_ids) - 1)
-            before = self._cached_by._model(row[:, :cached], use_cache=True)
-            cache = before.past_key_values
+            cached_tokens = max(1, len(t.prompt_ids) - 1)
+            prompt_pass = self._cached_by._model(row[:, :cached_tokens], use_cache=True)
+            cache = prompt_pass.past_key_values
             if self._rounds_cache:
                 cache = self._cache()
-                for layer, (keys, values, *_) in enumerate(before.past_key_values):
+                for layer, (keys, values, *_) in enumerate(prompt_pass.past_key_values):
                     cache.update(keys, values, layer)
-            after = self._model(row[:, cached:], past_key_values=cache)
-            logits.append(torch.cat([before.logits, after.logits], 1))
+            response_pass = self._model(row[:, cached_tokens:], past_key_values=cache)
+            logits.append(torch.cat([prompt_pass.logits, response_pass.logits], 1))
         return torch.cat(logits)
 
 
 class _RoundedCache(DynamicCache):
-    """transformers' own, in bfloat16."""
+    """A ``DynamicCache`` that rounds keys and values to bfloat16."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -257,7 +272,7 @@ class _RoundedCache(DynamicCache):
 
 @contextmanager
 def _set(target: Any, **values: Any) -> Iterator[None]:
-    """Inside, the attributes of ``target`` have ``values``; afterwards, what they had before."""
+    """Set attributes of ``target`` to ``values`` inside the context, and restore them at its end."""
     values_before = {name: getattr(target, name) for name in values}
     for name, value in values.items():
         setattr(target, name, value)
@@ -270,7 +285,7 @@ def _set(target: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def _with_data(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Inside, each first tensor has the data that stands beside it."""
+    """Replace the data of the first tensor of each pair by the second inside the context."""
     with ExitStack() as stack:
         for tensor, data in pairs:
             stack.enter_context(_set(tensor, data=data))
@@ -278,67 +293,68 @@ def _with_data(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 def _rounded(values: Any, to: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``to`` to a tensor of real numbers; return any other value unchanged."""
     is_real = isinstance(values, Tensor) and values.is_floating_point()
     return to(values) if is_real else values
 
 
 def _sent_to(gate: nn.Module, answer: tuple[Tensor, Tensor, Tensor], rows: Tensor) -> Any:
-    """The router's answer with experts as in ``rows`` [tokens, k], where they are not -1."""
-    logits, scores, chosen = answer
-    chosen = torch.where(rows < 0, chosen, rows)
-    taken = logits.float().softmax(-1).gather(-1, chosen)
-    # Mixtral always shares them out anew, and has no such setting.
+    """Return the router's output with the experts of ``rows`` [tokens, k]; a row of -1 keeps the router's choice."""
+    logits, scores, experts = answer
+    experts = torch.where(rows < 0, experts, rows)
+    weights = logits.float().softmax(-1).gather(-1, experts)
+    # Mixtral always normalises the weights, and has no setting for it.
     if getattr(gate, "norm_topk_prob", True):
-        taken = taken / taken.sum(-1, keepdim=True)
-    return logits, taken.to(scores.dtype), chosen
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights.to(scores.dtype), experts
 
 
 def at_temperature(temperature: float) -> Sampling:
-    """softmax(logits / temperature)."""
+    """Return the transform softmax(logits / temperature)."""
     return lambda logits: (logits.double() / temperature).log_softmax(-1)
 
 
 def nucleus(temperature: float, top_p: float) -> Sampling:
-    """The fewest tokens whose mass is at least ``top_p``, shared out anew."""
+    """Return the top-p transform: keep the fewest tokens whose mass is at least ``top_p``, and renormalise."""
 
     def sampling(logits: Tensor) -> Tensor:
-        ordered, order = at_temperature(temperature)(logits).sort(-1, descending=True)
-        before = ordered.exp().cumsum(-1) - ordered.exp()
-        kept = torch.where(before < top_p, ordered, -torch.inf).log_softmax(-1)
-        return torch.empty_like(kept).scatter_(-1, order, kept)
+        log_probs, order = at_temperature(temperature)(logits).sort(-1, descending=True)
+        mass_before = log_probs.exp().cumsum(-1) - log_probs.exp()
+        log_probs_kept = torch.where(mass_before < top_p, log_probs, -torch.inf).log_softmax(-1)
+        return torch.empty_like(log_probs_kept).scatter_(-1, order, log_probs_kept)
 
     return sampling
 
 
 def most_probable(temperature: float, count: int) -> Sampling:
-    """The ``count`` most probable tokens, shared out anew."""
+    """Return the top-k transform: keep the ``count`` most probable tokens, and renormalise."""
 
     def sampling(logits: Tensor) -> Tensor:
-        least = logits.topk(count, -1).values[:, -1:]
-        kept = logits.double().masked_fill(logits < least, -torch.inf)
-        return at_temperature(temperature)(kept)
+        threshold = logits.topk(count, -1).values[:, -1:]
+        kept_logits = logits.double().masked_fill(logits < threshold, -torch.inf)
+        return at_temperature(temperature)(kept_logits)
 
     return sampling
 
 
 def normaliser_of_first(temperature: float, count: int) -> Sampling:
-    """A sum of exponentials that lacks what follows the first ``count`` ids: as if a rank were forgotten."""
+    """Return a transform whose normaliser sums over the first ``count`` ids only, as if a shard were missing."""
 
     def sampling(logits: Tensor) -> Tensor:
-        scaled = logits.double() / temperature
-        return scaled - scaled[:, :count].logsumexp(-1, keepdim=True)
+        scaled_logits = logits.double() / temperature
+        return scaled_logits - scaled_logits[:, :count].logsumexp(-1, keepdim=True)
 
     return sampling
 
 
 def first_tokens(temperature: float, count: int) -> Sampling:
-    """The first ``count`` ids of the vocabulary alone."""
-    without_last = normaliser_of_first(temperature, count)
+    """Return the transform that samples from the first ``count`` ids of the vocabulary only."""
+    normalise = normaliser_of_first(temperature, count)
 
     def sampling(logits: Tensor) -> Tensor:
-        kept = without_last(logits)
-        kept[:, count:] = -torch.inf
-        return kept
+        log_probs = normalise(logits)
+        log_probs[:, count:] = -torch.inf
+        return log_probs
 
     return sampling
 

@@ -1,4 +1,4 @@
-"""The doctor: references by version as they are needed, the diagnoses, and how they are shown."""
+"""Examine the sides of a batch (class ``Doctor``), and show the result as text, tables, an HTML page and JSON."""
 
 from __future__ import annotations
 
@@ -36,16 +36,26 @@ from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import progress
 
 SHOWN, TOKENS, RESPONSES = 6, 12, 8
-"""What is shown of a side: alternatives, the nearest first; tokens, the largest gaps first; on the page, the responses
-that these are in."""
+"""How much the report shows of a side: alternatives, nearest first; tokens, largest gap first; and, on the page, the
+responses of the tokens with the largest gaps."""
 NEAREST = (-1, 1, -2, -4, -8)
-"""Versions from a side's own that are tried as stale or too new, where the run has them."""
+"""Offsets from a side's version to the versions that are tried as stale or too new weights, if the run has them."""
 LAYOUT = "the same trainer in one process does not differ"
 
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """``texts``: of token ids. ``facts``: about the batch. ``unexamined``: why not, by side or what else it is."""
+    """The result for a batch.
+
+    Attributes:
+        batch: the trajectories that were examined.
+        diagnoses: one for each side that was examined.
+        draws: how the engine sampled the tokens; None if it was not examined.
+        prompt_faults: one line for each prompt that differs.
+        texts: texts of token ids.
+        facts: lines about the batch.
+        unexamined: the reason why something was not examined, by its name (a side, ``prompts``, ...).
+    """
 
     batch: Sequence[Trajectory]
     diagnoses: Sequence[Diagnosis]
@@ -57,26 +67,28 @@ class DoctorReport:
 
     @property
     def conclusions(self) -> list[str]:
-        """``findings``, or what agrees: only what was examined."""
+        """Return ``findings``, or, without any, a line that says which sides agree with the reference."""
         examined = [v.side for v in self.diagnoses]
         if self.findings or not examined:
             return self.findings or ["neither side was examined: nothing is known of them"]
         if not {"engine", "trainer"} & self.unexamined.keys():
             return ["nothing is wrong: both sides agree with the reference"]
-        missing = " and ".join(side for side in self.unexamined if side in ("engine", "trainer"))
+        missing_sides = " and ".join(
+            side for side in self.unexamined if side in ("engine", "trainer")
+        )
         return [
-            f"{' and '.join(examined)}: nothing is wrong; the {missing} was not examined",
+            f"{' and '.join(examined)}: nothing is wrong; the {missing_sides} was not examined",
         ]
 
     @property
     def all_facts(self) -> list[str]:
-        """``facts``, and what was not examined."""
-        missing = [f"{name} not examined: {reason}" for name, reason in self.unexamined.items()]
-        return [*self.facts, *missing]
+        """Return ``facts``, and a line for each entry of ``unexamined``."""
+        reasons = [f"{name} not examined: {reason}" for name, reason in self.unexamined.items()]
+        return [*self.facts, *reasons]
 
     @property
     def findings(self) -> list[str]:
-        """What is wrong, a line each; empty where nothing is."""
+        """Return one line for each fault that was found."""
         lines = findings_of(self.diagnoses, self.draws)
         if self.prompt_faults:
             lines.append(
@@ -86,7 +98,7 @@ class DoctorReport:
 
 
 def findings_of(diagnoses: Sequence[Diagnosis], draws: Draws | None) -> list[str]:
-    """What is wrong with the sides and with how the tokens were drawn, a line each."""
+    """Return one line for each side that differs, and one for copied responses or for another sampler."""
     lines = [_sentence(v) for v in diagnoses if not v.is_healthy]
     if draws is not None and draws.are_copies:
         first, second = draws.copies[0]
@@ -103,21 +115,22 @@ def findings_of(diagnoses: Sequence[Diagnosis], draws: Draws | None) -> list[str
 
 
 def _sentence(diagnosed: Diagnosis) -> str:
+    """Return the line about a side that differs."""
     if diagnosed.cause is None:
         return (
             f"{diagnosed.side}: unexplained, mean |p - reference| {diagnosed.gap:.1e} at version "
             f"{diagnosed.version}; no alternative comes near"
         )
-    remaining = diagnosed.gaps[diagnosed.cause.name]
+    remaining_gap = diagnosed.gaps[diagnosed.cause.name]
     return (
         f"{diagnosed.side}: {diagnosed.axis}: {diagnosed.cause.name} (mean |p - reference| {diagnosed.gap:.1e}, "
-        f"{remaining:.1e} left of it)"
+        f"{remaining_gap:.1e} left of it)"
     )
 
 
 @dataclass(frozen=True)
 class Scores:
-    """log p of the batch's tokens at one version: by the reference, and by each alternative."""
+    """log p of the batch's tokens for one weight version: by the reference, ``plain``, and by each alternative."""
 
     vocab_size: int
     alternatives: Sequence[Alternative]
@@ -125,13 +138,13 @@ class Scores:
     by_name: Mapping[str, Sequence[Tensor]]
 
     def at(self, positions: Sequence[int]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Of these trajectories."""
+        """Return ``plain`` and ``by_name`` of the trajectories at ``positions``."""
         by_name = {name: [v[i] for i in positions] for name, v in self.by_name.items()}
         return [self.plain[i] for i in positions], by_name
 
 
 class Doctor:
-    """The batch and the weights that are known; a reference is loaded when it is needed."""
+    """Examine a batch with the known weights of its run; each reference model is loaded when it is first needed."""
 
     def __init__(
         self,
@@ -146,7 +159,7 @@ class Doctor:
         self._unexamined: dict[str, str] = {}
 
     def report(self, step: int) -> DoctorReport:
-        """Both sides of the batch of ``step`` against the reference, and its prompts."""
+        """Compare both sides of the batch of ``step`` with the reference, and its prompts with the run's data."""
         diagnoses, draws = self.diagnose(step)
         prompt_faults: list[str] = []
         try:
@@ -170,7 +183,7 @@ class Doctor:
         )
 
     def _concentration(self) -> list[str]:
-        """How alike the responses of groups are, in words; nothing where the batch lacks TopK(mu)."""
+        """Return a line about how similar the responses of a group are; no line if the batch lacks TopK(mu)."""
         rows = rows_of(self._batch, self._config.rollout.group_size)
         value = generated_figures(rows).get(names.CONCENTRATION)
         if value is None:
@@ -181,7 +194,7 @@ class Doctor:
         return [f"{normal.label} {value:.3f}: {verdict}"]
 
     def diagnose(self, step: int) -> tuple[list[Diagnosis], Draws | None]:
-        """Of each side, and of the draws."""
+        """Diagnose each side that can be examined, and how the engine sampled the tokens."""
         examined = self._sides(step)
         if self._is_selected:
             self._unexamined["draws"] = "rewards or lengths chose among the responses"
@@ -192,7 +205,7 @@ class Doctor:
         return diagnoses, draws
 
     def _sides(self, step: int) -> list[Side]:
-        """Those that can be examined."""
+        """Return the sides that can be examined; ``_unexamined`` gets the reasons for the others."""
         config = self._config
         mini_batch = config.training.prompts_per_mini_batch * config.rollout.group_size
         engine, trainer = diagnosis.engine_side(self._batch), None
@@ -215,11 +228,14 @@ class Doctor:
         return [side for side in sides if side.name not in unknown]
 
     def examine(self, side: Side) -> Diagnosis:
-        """What makes it differ. Raises OSError or ValueError where weights can't be read."""
-        for every in (False, True):
-            plain, by_name, chosen = self._scored(side, every=every)
+        """Diagnose ``side``: first with the few alternatives that decide whether it is healthy, then with all of them.
+
+        Raises OSError or ValueError if weights cannot be read.
+        """
+        for with_all in (False, True):
+            plain, by_name, alternatives = self._scored(side, every=with_all)
             rounding = self._rounding(side.name)
-            diagnosed = diagnosis.judge(side, self._batch, plain, by_name, chosen, rounding)
+            diagnosed = diagnosis.judge(side, self._batch, plain, by_name, alternatives, rounding)
             if diagnosed.is_healthy:
                 break
         if side.name == "trainer" and diagnosed.is_in_question:
@@ -229,72 +245,89 @@ class Doctor:
     def _scored(
         self, side: Side, *, every: bool
     ) -> tuple[list[Tensor], dict[str, list[Tensor]], list[Alternative]]:
-        """log p of a side's tokens as it should say it, by each alternative, and these: those that say whether it is
-        healthy, or ``every`` one."""
+        """Return the log p that a side should have, log p by each alternative's name, and these alternatives.
+
+        ``every`` selects all alternatives; without it, only those that decide whether the side is healthy.
+        """
         scores = self._scores_of(side.version, every=every)
         plain, by_name = scores.at(side.positions)
-        chosen = list(scores.alternatives)
+        alternatives = list(scores.alternatives)
         if side.name == "trainer" and self._config.router_replay and diagnosis.RECORDED in by_name:
-            # What it should say: wherever the engine routed, right or wrong.
+            # The trainer must use the experts that the engine recorded, even if the engine chose wrong ones.
             sampling = at_temperature(self._config.temperature)
-            chosen.append(Alternative("routing", diagnosis.NATURAL, sampling))
+            alternatives.append(Alternative("routing", diagnosis.NATURAL, sampling))
             plain, by_name = diagnosis.by_recording(plain, by_name)
-            chosen = [c for c in chosen if c.name in by_name]
-        return plain, by_name, chosen
+            alternatives = [c for c in alternatives if c.name in by_name]
+        return plain, by_name, alternatives
 
     def _recording(self, engine: Side) -> list[Diagnosis]:
-        """Whether an engine that computes what its weights say recorded the experts that it took: all others follow
-        them. None where nothing is replayed."""
+        """Diagnose whether a healthy engine recorded the experts that it used.
+
+        The trainer replays the recorded experts, so that wrong records make only the trainer wrong. Returns an empty
+        list if the run replays no routing.
+        """
         scores = self._scores_of(engine.version, every=False)
         natural, by_name = scores.at(engine.positions)
         if not self._config.router_replay or diagnosis.RECORDED not in by_name:
             return []
         recorded, by_name = diagnosis.by_recording(natural, by_name)
         by_alternative = {name: by_name[name] for name in (diagnosis.ROUNDED, diagnosis.EIGHT_BITS)}
-        chosen = [c for c in scores.alternatives if c.name == diagnosis.ROUNDED]
+        alternatives = [c for c in scores.alternatives if c.name == diagnosis.ROUNDED]
         side = replace(engine, name=diagnosis.RECORDING, log_probs=tuple(natural))
         rounding = self._rounding("engine")
-        diagnosed = diagnosis.judge(side, self._batch, recorded, by_alternative, chosen, rounding)
+        diagnosed = diagnosis.judge(
+            side, self._batch, recorded, by_alternative, alternatives, rounding
+        )
         if not diagnosed.is_healthy:
             reference = self._weights.reference(engine.version)
-            every = diagnosis.alternatives(self._run, reference, is_recorded=True)
-            moved = [c for c in every if c.name in diagnosis.MOVED_RECORDINGS]
-            for name, values in self._scores_by(reference, "moved recordings", moved).items():
+            candidates = diagnosis.alternatives(self._run, reference, is_recorded=True)
+            shifts = [c for c in candidates if c.name in diagnosis.MOVED_RECORDINGS]
+            for name, values in self._scores_by(reference, "moved recordings", shifts).items():
                 by_alternative[name] = [values[i] for i in engine.positions]
-            chosen += moved
+            alternatives += shifts
             diagnosed = diagnosis.judge(
-                side, self._batch, recorded, by_alternative, chosen, rounding
+                side, self._batch, recorded, by_alternative, alternatives, rounding
             )
         return [diagnosed]
 
     def _rounding(self, side: str) -> str | None:
-        """The alternative that is as coarse as a healthy side may be; None: it is in float32."""
+        """Return the name of the alternative that rounds as a healthy side may; None if ``side`` is in float32."""
         config = self._config
         if is_coarse(*((config.sglang, {}) if side == "engine" else ({}, config.megatron))):
             return diagnosis.EIGHT_BITS
         return None if config.model.dtype == "float32" else diagnosis.ROUNDED
 
     def draws(self, diagnoses: Sequence[Diagnosis], sides: Sequence[Side]) -> Draws | None:
-        """How the engine drew; None where its weights are not the reference's, whose likelihoods say nothing then, and
-        where rewards or lengths chose among the responses, whose tokens are not drawn from mu then."""
+        """Test how the engine sampled its tokens.
+
+        Returns None in two cases. If the engine's weights are not the reference's, the reference's likelihoods say
+        nothing about the sampler. If rewards or lengths selected the responses, their tokens are not a sample from mu.
+        """
         axis = next((v.axis for v in diagnoses if v.side == "engine"), None)
         if axis not in ("healthy", "sampling transform", "precision") or self._is_selected:
             return None
         side = next(side for side in sides if side.name == "engine")
         scores = self._scores_of(side.version, every=False)
         plain, by_name = scores.at(side.positions)
-        names = [name for name, _ in diagnosis.samplers(self._run, scores.vocab_size)]
-        by_sampler = {name: by_name[name] for name in names}
+        sampler_names = [name for name, _ in diagnosis.samplers(self._run, scores.vocab_size)]
+        by_sampler = {name: by_name[name] for name in sampler_names}
         configured = side.log_probs if axis == "healthy" else plain
         return diagnosis.draws(self._batch, side, configured, by_sampler)
 
     @property
     def _is_selected(self) -> bool:
-        """Long responses have several versions where updates interrupt them, and are left out."""
+        """Return whether rewards or lengths selected the responses that the engine's side has.
+
+        If weight updates interrupt responses, the long ones have several versions, and the engine's side lacks them.
+        """
         is_interrupted = any(len(t.version_spans) > 1 for t in self._batch)
         return self._config.rollout.drop_zero_variance_groups or is_interrupted
 
     def _scores_of(self, version: int, *, every: bool) -> Scores:
+        """Score the batch by the weights of ``version``, or return the scores of an earlier call.
+
+        ``every`` selects all alternatives, also those with other weights; without it, only the decisive ones.
+        """
         key = version, every
         if key not in self._scores:
             reference = self._weights.reference(version)
@@ -302,43 +335,49 @@ class Doctor:
                 "routed_experts" in t.columns for t in self._batch
             )
             plain = Alternative("", "", at_temperature(self._config.temperature))
-            chosen = diagnosis.alternatives(self._run, reference, is_recorded=is_recorded)
-            near = [version + d for d in NEAREST if version + d in self._weights.folders]
+            alternatives = diagnosis.alternatives(self._run, reference, is_recorded=is_recorded)
+            near_versions = [version + d for d in NEAREST if version + d in self._weights.folders]
             if not every:
-                chosen, near = [c for c in chosen if diagnosis.is_decisive(c)], []
-            by_name = self._scores_by(reference, f"version {version}", [plain, *chosen])
-            for other in near:
+                alternatives, near_versions = (
+                    [c for c in alternatives if diagnosis.is_decisive(c)],
+                    [],
+                )
+            by_name = self._scores_by(reference, f"version {version}", [plain, *alternatives])
+            for other_version in near_versions:
                 try:
-                    more, by_other = self._by_version(reference, other)
+                    new_alternatives, by_alternative = self._by_version(reference, other_version)
                 except (OSError, ValueError, RuntimeError) as error:
-                    # It is an alternative: the side is examined without it.
-                    self._unexamined[f"weights of version {other}"] = str(error)
+                    # The other weights only add alternatives: the side is examined without them.
+                    self._unexamined[f"weights of version {other_version}"] = str(error)
                     continue
-                chosen += more
-                by_name |= by_other
-            self._scores[key] = Scores(reference.vocab_size, chosen, by_name.pop(""), by_name)
+                alternatives += new_alternatives
+                by_name |= by_alternative
+            self._scores[key] = Scores(reference.vocab_size, alternatives, by_name.pop(""), by_name)
         return self._scores[key]
 
     def _by_version(
         self, reference: Reference, version: int
     ) -> tuple[list[Alternative], dict[str, list[Tensor]]]:
-        """Alternatives with weights of another ``version``, and log p by each. Two models at a time are in memory:
-        what is handed back holds none."""
+        """Return the alternatives with weights of another ``version``, and log p by each.
+
+        Two models are in memory during the call. The returned alternatives reference none of them.
+        """
         other = self._weights.reference(version)
-        chosen = diagnosis.alternatives_of_version(self._run, reference, version, other)
-        by_name = self._scores_by(reference, f"weights of version {version}", chosen)
-        return [replace(c, change=diagnosis.unchanged) for c in chosen], by_name
+        alternatives = diagnosis.alternatives_of_version(self._run, reference, version, other)
+        by_name = self._scores_by(reference, f"weights of version {version}", alternatives)
+        return [replace(c, change=diagnosis.unchanged) for c in alternatives], by_name
 
     def _scores_by(
         self, reference: Reference, name: str, chosen: Sequence[Alternative]
     ) -> dict[str, list[Tensor]]:
+        """Compute log p of the batch by each alternative of ``chosen``; ``name`` is shown beside the progress bar."""
         with progress(f"scoring by {name}", len({c.change for c in chosen})) as bar:
             return diagnosis.scores(reference, chosen, self._batch, bar.advance)
 
     def _without_layout(
         self, diagnosed: Diagnosis, side: Side, plain: Sequence[Tensor]
     ) -> Diagnosis:
-        """The diagnosed, or ``layout`` where the trainer in one process agrees with the reference."""
+        """Return ``diagnosed``; its cause is ``layout`` if the same trainer in one process equals the reference."""
         config = self._config
         if config.parallel.world_size == 1:
             return diagnosed
@@ -347,16 +386,16 @@ class Doctor:
         batch = [self._batch[i] for i in side.positions]
         try:
             with closing(trainer_of(config, batch, rung)) as trainer:
-                alone = log_probs_of(trainer, config.training.micro_batch_tokens, rung, batch)
+                log_pi = log_probs_of(trainer, config.training.micro_batch_tokens, rung, batch)
         except (OSError, ValueError, RuntimeError) as error:
-            # A model that takes several processes need not fit into one.
+            # A model that is trained by several processes may not fit into one.
             self._unexamined["layout"] = str(error)
             return diagnosed
         finally:
-            # The rest of this process is no rank: what comes after may begin a group of its own.
+            # Destroy the process group of this trainer: later code in this process may create another one.
             if dist.is_initialized():
                 dist.destroy_process_group()
-        gap = diagnosis.gap(alone.exp(), diagnosis.joined(plain).exp())
+        gap = diagnosis.gap(log_pi.exp(), diagnosis.joined(plain).exp())
         if gap > diagnosed.bound:
             return diagnosed
         cause = Alternative("layout", LAYOUT, at_temperature(config.temperature))
@@ -366,7 +405,7 @@ class Doctor:
 
 
 def show(console: Console, doctor_report: DoctorReport) -> None:
-    """Findings, then a table for each side."""
+    """Print the conclusions, then the tables."""
     for line in doctor_report.conclusions:
         console.print(line, style="bold")
     for table in tables(doctor_report):
@@ -374,7 +413,7 @@ def show(console: Console, doctor_report: DoctorReport) -> None:
 
 
 def tables(doctor_report: DoctorReport) -> list[SummaryTable]:
-    """Of each side what alternatives leave, and of one with a cause the tokens that show it."""
+    """Return a table of alternatives for each side, and a table of tokens for each side that differs."""
     summaries = []
     for diagnosed in doctor_report.diagnoses:
         title = (
@@ -393,13 +432,14 @@ def tables(doctor_report: DoctorReport) -> list[SummaryTable]:
 
 
 def _judged_by(diagnosed: Diagnosis) -> str:
-    """How the gaps of a table lead to its verdict."""
+    """Return the sentence that explains the verdict from the gaps of a table."""
     if diagnosed.is_healthy:
         return "The side is within the noise, so none is a cause."
     return f"The cause is what leaves least, and at most a quarter of {diagnosed.gap:.1e}."
 
 
 def _tokens(diagnosed: Diagnosis, texts: TokenTexts) -> SummaryTable:
+    """Return the table of the tokens with the largest gaps."""
     columns = ("token", "response", "at", *diagnosed.columns, "with the cause")
     rows = [
         (
@@ -417,14 +457,16 @@ def _tokens(diagnosed: Diagnosis, texts: TokenTexts) -> SummaryTable:
 
 
 def page(title: str, facts: Sequence[str], doctor_report: DoctorReport) -> str:
-    """The HTML page."""
+    """Return the HTML page."""
     sides = [v for v in doctor_report.diagnoses if not v.is_healthy]
-    below = [block for diagnosed in sides for block in _responses(diagnosed, doctor_report)]
-    return tables_page(title, [*doctor_report.conclusions, *facts], tables(doctor_report), below)
+    blocks: list[str] = []
+    for diagnosed in sides:
+        blocks += _responses(diagnosed, doctor_report)
+    return tables_page(title, [*doctor_report.conclusions, *facts], tables(doctor_report), blocks)
 
 
 def _responses(diagnosed: Diagnosis, doctor_report: DoctorReport) -> Iterator[str]:
-    """The responses with the largest gaps, every token coloured by its gap."""
+    """Yield the HTML of the responses with the largest gaps; the colour of a token shows its gap."""
     yield f"<h2>{diagnosed.side}: the responses that differ most</h2>"
     yield (
         '<p class="legend"><span class="explained" style="--tv:.5">with the cause the reference says the same</span>'
@@ -434,7 +476,7 @@ def _responses(diagnosed: Diagnosis, doctor_report: DoctorReport) -> Iterator[st
     by_response: dict[int, list[TokenEvidence]] = {}
     for token in diagnosed.tokens:
         by_response.setdefault(token.response, []).append(token)
-    largest = diagnosed.tokens[0].gap
+    largest_gap = diagnosed.tokens[0].gap
     for index in list(by_response)[:RESPONSES]:
         t, tokens = doctor_report.batch[index], by_response[index]
         spans = [
@@ -442,7 +484,7 @@ def _responses(diagnosed: Diagnosis, doctor_report: DoctorReport) -> Iterator[st
                 "explained" if token.is_explained else "left",
                 doctor_report.texts[token.token_id],
                 _numbers(diagnosed, token),
-                token.gap / largest,
+                token.gap / largest_gap,
             )
             for token in sorted(tokens, key=lambda token: token.position)
         ]
@@ -451,7 +493,7 @@ def _responses(diagnosed: Diagnosis, doctor_report: DoctorReport) -> Iterator[st
 
 
 def _numbers(diagnosed: Diagnosis, token: TokenEvidence) -> str:
-    """A token's tooltip."""
+    """Return the tooltip of a token."""
     lines = [
         f"id {token.token_id}, token {token.position}",
         *(
@@ -465,7 +507,7 @@ def _numbers(diagnosed: Diagnosis, token: TokenEvidence) -> str:
 
 
 def as_json(doctor_report: DoctorReport) -> dict[str, Any]:
-    """Every figure."""
+    """Return every figure of the report as JSON values."""
     return {
         "findings": doctor_report.findings,
         "sides": [

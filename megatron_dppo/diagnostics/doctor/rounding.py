@@ -1,4 +1,4 @@
-"""Tensors as narrower types would hold them, in their own type."""
+"""Round tensors to the values of a narrower type; the dtype stays."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def bfloat16(x: Tensor) -> Tensor:
-    """The nearest bfloat16."""
+    """Return the nearest bfloat16 values, in the dtype of ``x``."""
     return x.bfloat16().to(x.dtype)
 
 
 def float8(x: Tensor) -> Tensor:
-    """The nearest E4M3 number, with one scale for each row; vectors as they are."""
+    """Return the nearest E4M3 values, in the dtype of ``x``, with one scale for each row; vectors stay as they are."""
     if x.dim() < 2:
         return x
     scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
