@@ -2,14 +2,14 @@
 
     megatron-dppo explain runs/demo --step 3 --csv tokens.csv --html tokens.html
 
-The run must have been started with ``rollout.save=true``: then every batch holds log pi, the divergence
-and the mask of each token as the loss saw them, which are shown here. They are compared with
-``metrics.jsonl`` and ``masked_tokens.jsonl`` first; where they disagree nothing is shown.
+The run must have been started with ``rollout.save=true``: then every batch has log pi, the divergence and the mask of
+each token as the loss computed them. The command first compares them with ``metrics.jsonl`` and
+``masked_tokens.jsonl``, and stops if they disagree; then it shows them.
 
-``--policy FOLDER`` computes pi anew with a Hugging Face folder instead: the mask of the next update on this
-batch under those weights. ``--rollout-policy``, beside it: the weights that sampled the batch (of step
-1: the model that the run began with); from them pi', TopK(mu) and the exact divergences are computed
-if the batch lacks them. Both models run in transformers, in float32 on the CPU, one response at a time.
+With ``--policy FOLDER`` the command computes pi from the weights in a Hugging Face folder instead, and shows the mask
+of the next update on this batch with those weights. ``--rollout-policy FOLDER`` adds the weights that sampled the batch
+(for step 1: the model that the run began with): they give pi', the exact divergences, and TopK(mu) if the batch has
+none. Both models run in transformers, in float32 on the CPU, one response at a time.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the options of the command."""
     parser = batch_parser("explain", str(__doc__))
     parser.add_argument("--policy", type=Path, help="Hugging Face folder; default: as the step was")
     parser.add_argument("--rollout-policy", type=Path, help="Hugging Face folder of mu's weights")
@@ -50,7 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def algorithm_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that ``chosen_algorithm`` reads."""
+    """Add the options that ``chosen_algorithm`` reads."""
     parser.add_argument("--algorithm", help="a preset's name; default: the run's")
     parser.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="a preset's number"
@@ -58,14 +59,14 @@ def algorithm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Explain, print and write; returns 0, or 2 if the input cannot be used."""
+    """Run the command; returns 0, or 2 if the input cannot be used."""
     return run_batch_command(explain, parse(arguments))
 
 
 def explain(options: argparse.Namespace) -> None:
-    """Read the batch, explain its tokens, write the requested files."""
+    """Read the batch, explain its tokens, and write the requested files."""
     config = load_config(options.run / CONFIG_FILE)
-    # Before torch is imported, which takes seconds.
+    # Check the step before torch is imported: the import takes seconds.
     step = saved_step(options.run / ROLLOUTS_FOLDER, options.step)
     from megatron_dppo.algorithms.policy_loss import build_algorithm
     from megatron_dppo.data.batch_file import load_batch
@@ -73,9 +74,9 @@ def explain(options: argparse.Namespace) -> None:
 
     algorithm = build_algorithm(*chosen_algorithm(options, config.algorithm))
     batch = load_batch(options.run / ROLLOUTS_FOLDER, step)
-    chosen, skipped = chosen_responses(batch, config.algorithm, options.limit)
+    positions, skip_line = chosen_responses(batch, config.algorithm, options.limit)
     mini_batch_size = config.training.prompts_per_mini_batch * config.rollout.group_size
-    mini_batches = {i: i // mini_batch_size + 1 for i in chosen}
+    mini_batches = {i: i // mini_batch_size + 1 for i in positions}
     if options.policy is None:
         checkpoint = config.model.hf_checkpoint
         responses, source = as_trained(
@@ -91,7 +92,7 @@ def explain(options: argparse.Namespace) -> None:
     facts = [
         f"{algorithm.name}: {numbers}",
         f"{source}; temperature {config.temperature:g}",
-        f"{len(chosen)} of {len(batch)} responses; {skipped}",
+        f"{len(positions)} of {len(batch)} responses; {skip_line}",
     ]
     title = f"Masks of {options.run}, batch of step {step}"
     tables = page.summary_tables(algorithm.name, responses)
@@ -117,10 +118,22 @@ def as_trained(
     mini_batches: Mapping[int, int],
     checkpoint: str,
 ) -> tuple[list[Response], str]:
-    """The responses at the positions in ``mini_batches`` as the loss of ``step`` saw them, and where the numbers are
-    from. ``checkpoint``: whose tokenizer says them.
+    """Explain responses with the values that the loss of ``step`` computed.
 
-    Raises ValueError where the batch does not say, or says what the run's records do not.
+    Args:
+        options: options of the command.
+        trained_with: the run's algorithm.
+        step: step whose batch is explained.
+        algorithm: the algorithm to explain; the run's, or another one.
+        batch: all trajectories of the batch.
+        mini_batches: numbers of the mini-batches, from 1, by position of the responses to explain.
+        checkpoint: Hugging Face folder with the tokenizer.
+
+    Returns:
+        The explained responses, and a line about the source of the numbers.
+
+    Raises:
+        ValueError: The batch lacks the values, or the run's records disagree with them.
     """
     from megatron_dppo.data.problems import load_tokenizer
     from megatron_dppo.diagnostics.explain.explanation import TokenTexts
@@ -150,7 +163,7 @@ def under_policy(
     batch: list[Trajectory],
     mini_batches: Mapping[int, int],
 ) -> list[Response]:
-    """As :func:`as_trained`, under the weights of ``--policy``."""
+    """Explain responses as :func:`as_trained` does, but with the weights of ``--policy``."""
     from megatron_dppo.data.problems import load_tokenizer
     from megatron_dppo.diagnostics.explain.explanation import Policy, TokenTexts, explain_response
     from megatron_dppo.metrics.progress import progress
@@ -176,8 +189,9 @@ def under_policy(
 def chosen_algorithm(
     options: argparse.Namespace, trained_with: AlgorithmConfig
 ) -> tuple[str, dict[str, Any], Settings]:
-    """Name, numbers and settings of the algorithm: the run's unless ``--algorithm`` names another;
-    ``--option`` overrides numbers.
+    """Return name, numbers and settings of the algorithm.
+
+    ``--algorithm`` selects another algorithm than the run's; ``--option`` overrides numbers.
     """
     name = options.algorithm or trained_with.name
     numbers = dict(trained_with.options) if name == trained_with.name else {}
@@ -195,17 +209,18 @@ def chosen_algorithm(
 def chosen_responses(
     batch: Sequence[Trajectory], algorithm: AlgorithmConfig, limit: int
 ) -> tuple[list[int], str]:
-    """Indices of the first ``limit`` responses with a gradient, and a line about the others."""
+    """Return the positions of the first ``limit`` responses with a gradient, and a line about the others."""
     from megatron_dppo.loop.learning import trains
 
-    training = [i for i, t in enumerate(batch) if t.sampled and trains(t, algorithm)]
-    useful = [i for i in training if batch[i].has_advantage]
-    if not useful:
+    trained_positions = [i for i, t in enumerate(batch) if t.sampled and trains(t, algorithm)]
+    useful_positions = [i for i in trained_positions if batch[i].has_advantage]
+    if not useful_positions:
         raise ValueError(f"none of the {len(batch)} responses has a gradient: nothing to explain")
-    chosen = useful[:limit] if limit else useful
-    return chosen, (
-        f"left out: {len(batch) - len(training)} dropped, {len(training) - len(useful)} without "
-        f"advantage, {len(useful) - len(chosen)} beyond --limit"
+    positions = useful_positions[:limit] if limit else useful_positions
+    return positions, (
+        f"left out: {len(batch) - len(trained_positions)} dropped, "
+        f"{len(trained_positions) - len(useful_positions)} without "
+        f"advantage, {len(useful_positions) - len(positions)} beyond --limit"
     )
 
 
@@ -232,11 +247,8 @@ def show(console: Console, summary: SummaryTable) -> None:
     console.print(table)
 
 
-# --- what the commands on one saved batch have in common: arguments, errors, how facts are shown
-
-
 def batch_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A parser of RUN, ``--step`` and ``--limit``."""
+    """Return a parser of RUN, ``--step`` and ``--limit`` for a command on one saved batch."""
     parser = argparse.ArgumentParser(
         prog=f"megatron-dppo {command}",
         description=description,
@@ -251,7 +263,7 @@ def batch_parser(command: str, description: str) -> argparse.ArgumentParser:
 def run_batch_command(
     act: Callable[[argparse.Namespace], None], options: argparse.Namespace
 ) -> int:
-    """Do ``act``; returns 0, or 2 with a message if the input cannot be used."""
+    """Call ``act`` with the options; returns 0, or 2 with a message if the input cannot be used."""
     try:
         if options.limit < 0:
             raise ValueError(f"--limit {options.limit}: expected 0 (all) or more")
@@ -263,7 +275,10 @@ def run_batch_command(
 
 
 def show_facts(title: str, facts: Sequence[str], *, width: int) -> Console:
-    """Print title and facts; ``width`` in columns if the output is not a terminal. For the tables below them."""
+    """Print title and facts, and return the console for the tables below them.
+
+    ``width`` is the number of columns if the output is not a terminal.
+    """
     console = Console(width=None if sys.stdout.isatty() else width, markup=False, highlight=False)
     console.print(title, style="bold")
     for fact in facts:

@@ -1,7 +1,9 @@
-"""What is told of each response token, and how it is read off a mask's inputs and decisions; under given weights pi,
-and pi' or TopK(mu) where the batch lacks them, come from transformers. A step as its loss saw it: ``seen_step.py``.
+"""Explain the effect of a mask on each response token, from the mask's inputs and decisions.
 
-Legend: S = tokens of a trajectory, N = sampled ones of a response; V = vocabulary; K = ids of TopK(mu).
+Here pi is computed by transformers from given weights, and so are pi' and TopK(mu) if the batch lacks them.
+``seen_step.py`` explains a step with the values that its loss computed.
+
+Legend: S = tokens of a trajectory, N = sampled tokens of a response, V = vocabulary, K = ids of TopK(mu).
 """
 
 from __future__ import annotations
@@ -31,17 +33,20 @@ from megatron_dppo.trainer.token_loss import inputs_from
 from megatron_dppo.vocab_parallel import policy_stats
 
 _UNKNOWN = (names.GAP_STALE, names.TOPK_MASS, names.NONFINITE)
-"""Not told by what a batch holds of a step: whose weights sampled, the engine's Top-K, what was not finite."""
+"""Metrics that a saved batch does not determine: the weights that sampled, the engine's Top-K and non-finite values are
+not in it."""
 TOKEN_METRICS = tuple(
     name for name in METRICS if name.startswith(("policy/", "mask/")) and name not in _UNKNOWN
 )
-"""The run's metrics that are computed anew from a batch's tokens, and compared with the records."""
+"""The run's metrics that are computed again from a batch's tokens, and compared with the recorded ones."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """One response token. ``mu``, ``pi`` and ``recomputed`` are probabilities; divergences are of pi
-    from mu; KL and entropy in nats; None: not known.
+    """One response token.
+
+    ``mu``, ``pi`` and ``recomputed`` are probabilities. The divergences compare pi with mu. KL and entropy are in nats.
+    None means that a value is not known.
     """
 
     response: int
@@ -58,7 +63,7 @@ class Token:
     ratio: float
     """pi / mu."""
     weight: float
-    """min(w, C): factor of the gradient of log pi, beside A, if the token trains."""
+    """min(w, C); the gradient of log pi is multiplied by it and by A if the token trains."""
     binary_tv: float
     binary_kl: float
     topk_tv: float | None
@@ -69,10 +74,10 @@ class Token:
     """pi': probability under the rollout's weights by transformers; pi' - mu is the trainer-engine mismatch."""
     entropy: float
     threshold: str
-    """The bounds for a token with this sign of A, as text."""
+    """The algorithm's bounds for a token with this sign of A, as text."""
     trains: bool
     ppo_trains: bool
-    """Whether it would train under PPO's Clip-Higher."""
+    """Whether the token would train under PPO's Clip-Higher."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,10 @@ def response_of(
     metrics: sums.MetricSums,
     texts: TokenTexts,
 ) -> Response:
-    """The response at ``index`` of the batch. ``columns``: fields of ``Token`` [N]; None: not known."""
+    """Build the explained response at ``index`` of the batch.
+
+    ``columns`` has fields of ``Token`` by name, one value for each token, [N]; None if the values are not known.
+    """
     values: dict[str, list[Any]] = {
         name: [None] * trajectory.sampled if c is None else c.tolist()
         for name, c in columns.items()
@@ -118,7 +126,7 @@ def response_of(
 def token_columns(
     inputs: TokenInputs, decisions: policy_loss.Decisions
 ) -> dict[str, Tensor | None]:
-    """Fields of ``Token`` for every row of ``inputs``."""
+    """Compute the fields of ``Token`` for every row of ``inputs``."""
     pi, mu, recomputed = inputs.log_probs, inputs.rollout_log_probs, inputs.recomputed_log_probs
     topk_tv = topk_kl = None
     log_pi, log_mu, valid = inputs.topk_log_probs, inputs.rollout_topk_log_probs, inputs.topk_valid
@@ -160,14 +168,16 @@ BOUNDS: dict[str, Callable[[float, bool], str | None]] = {
     "mean_k3": lambda bound, positive: f"response's mean r - 1 - log r > {bound:g}",
     "budget_high": lambda bound, positive: f"prefix's mean TV > {bound:g}",
 }
-"""Name of a preset's number -> (value, A > 0) -> the bound as text; None: no bound for this sign."""
+"""Functions that write a bound as text, by the name of a preset's number.
+
+A function maps (value, A > 0) to the text; None means that there is no bound for this sign of A."""
 
 
 def threshold_text(algorithm: policy_loss.Algorithm, positive: bool) -> str:
-    """The algorithm's bounds for this sign of A, as text; empty if it blocks nothing."""
+    """Return the algorithm's bounds for this sign of A, as text; empty if the algorithm blocks nothing."""
     numbers = dict(algorithm.numbers)
-    for name, negative in NEGATIVE.items():
-        threshold = numbers.pop(negative, None)
+    for name, negative_name in NEGATIVE.items():
+        threshold = numbers.pop(negative_name, None)
         if threshold is not None and not positive:
             numbers[name] = threshold
     bounds = [
@@ -180,8 +190,10 @@ def threshold_text(algorithm: policy_loss.Algorithm, positive: bool) -> str:
 
 
 class TokenTexts:
-    """Token id -> text. A token that is part of a character is shown by its name in the vocabulary,
-    an id that the tokenizer does not know by its number.
+    """Map a token id to its text.
+
+    The text of a token that is a part of a character is its name in the vocabulary; the text of an id that the
+    tokenizer does not know is its number.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -194,12 +206,12 @@ class TokenTexts:
         return self._texts[token_id]
 
     def joined(self, token_ids: list[int]) -> str:
-        """The text of a whole sequence, special tokens included."""
+        """Return the text of a whole sequence, special tokens included."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def _text(self, token_id: int) -> str:
         text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
-        # A token may be a part of a character: then its name says more than the sign for what can't be decoded.
+        # A token that is a part of a character cannot be decoded: its name says more than the replacement character.
         if text and "\ufffd" not in text:
             return text
         name = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -207,11 +219,11 @@ class TokenTexts:
 
 
 DEFAULT_TOPK = 20
-"""K if neither the batch nor the algorithm sets it; the paper's value."""
+"""K if neither the batch nor the algorithm sets it. The value is the paper's."""
 
 
 class Policy:
-    """The model in ``folder`` by transformers, in float32.
+    """The model in ``folder``, computed by transformers in float32.
 
     Raises OSError or ValueError if transformers cannot load a model from the folder.
     """
@@ -228,20 +240,20 @@ class Policy:
 
     @torch.no_grad()
     def logits(self, trajectory: Trajectory) -> Tensor:
-        """Logits, float32 [S, V]; row t predicts token t + 1 of its branch.
+        """Compute logits, float32 [S, V]; row t predicts token t + 1 of its branch.
 
         Raises ValueError for an id outside the model's vocabulary.
         """
         self.check_ids(trajectory)
         ids = [torch.from_numpy(b.token_ids.astype(np.int64))[None] for b in trajectory.branches]
-        return torch.cat([self._model(of_branch).logits[0].float() for of_branch in ids])
+        return torch.cat([self._model(branch_ids).logits[0].float() for branch_ids in ids])
 
     def check_ids(self, trajectory: Trajectory) -> None:
         """Raise ValueError for an id outside the model's vocabulary."""
-        largest = int(trajectory.token_ids.max())
-        if largest >= self.vocab_size:
+        largest_id = int(trajectory.token_ids.max())
+        if largest_id >= self.vocab_size:
             raise ValueError(
-                f"{self.folder}: the batch holds token id {largest}, but this model's "
+                f"{self.folder}: the batch holds token id {largest_id}, but this model's "
                 f"vocabulary has {self.vocab_size}: it is another model's batch"
             )
 
@@ -262,15 +274,16 @@ def explain_response(
     Args:
         index, mini_batch: position of the response in the batch, and number of its mini-batch, from 1.
         trajectory: the response.
-        algorithm: whose mask and weight are explained.
-        logits: [S, V], of the policy that gives pi.
-        rollout_logits: [S, V], of the weights that sampled the response; they give pi', the exact divergences, and
-            TopK(mu) if the batch has none. The whole of mu, which ``dppo-exact-...`` need, must come from the engine.
-        temperature: of the rollout.
-        texts: token id -> text.
+        algorithm: the algorithm whose mask and weight are explained.
+        logits: logits of the policy that gives pi, [S, V].
+        rollout_logits: logits of the weights that sampled the response, [S, V]. They give pi', the exact divergences,
+            and TopK(mu) if the batch has none. The whole of mu, which ``dppo-exact-...`` needs, must come from the
+            engine.
+        temperature: temperature of the rollout.
+        texts: texts of token ids.
 
     Raises:
-        ValueError: the algorithm needs data that is missing.
+        ValueError: The algorithm needs data that is missing.
     """
     check_one_response_says_it(algorithm)
     vocab_size = logits.shape[1]
@@ -281,10 +294,12 @@ def explain_response(
                 f"the rollout policy's vocabulary has {rollout_logits.shape[1]} tokens, the "
                 f"policy's {vocab_size}: they are different models"
             )
-        predicting = torch.from_numpy(np.flatnonzero(trajectory.loss_mask) - 1)
-        log_mu = (rollout_logits[predicting] / temperature).log_softmax(-1)
-    complete = _with_topk(_with_recomputed(trajectory, log_mu), algorithm, vocab_size, log_mu)
-    batch = pack([complete])
+        predicting_rows = torch.from_numpy(np.flatnonzero(trajectory.loss_mask) - 1)
+        log_mu = (rollout_logits[predicting_rows] / temperature).log_softmax(-1)
+    complete_trajectory = _with_topk(
+        _with_recomputed(trajectory, log_mu), algorithm, vocab_size, log_mu
+    )
+    batch = pack([complete_trajectory])
     topk_ids = batch.columns.get("topk_ids")
     stats = policy_stats(
         logits, batch.target_ids, vocab_size=vocab_size, temperature=temperature,
@@ -299,14 +314,14 @@ def explain_response(
         )
     decisions = policy_loss.decide(algorithm, inputs)
     columns = token_columns(inputs, decisions)
-    columns |= _exact(columns, complete, logits, rollout_logits, vocab_size, temperature)
+    columns |= _exact(columns, complete_trajectory, logits, rollout_logits, vocab_size, temperature)
     metrics = policy_loss.token_metrics(inputs, decisions, algorithm.ratio_cap)
-    sampled = {n: None if c is None else c[inputs.loss_mask] for n, c in columns.items()}
-    return response_of(index, mini_batch, trajectory, algorithm, sampled, metrics, texts)
+    sampled_columns = {n: None if c is None else c[inputs.loss_mask] for n, c in columns.items()}
+    return response_of(index, mini_batch, trajectory, algorithm, sampled_columns, metrics, texts)
 
 
 def check_one_response_says_it(algorithm: Algorithm) -> None:
-    """Raise ValueError where tokens of other responses decide too."""
+    """Raise ValueError if the algorithm's decision about a token depends on other responses too."""
     if algorithm.step_bound is not None:
         raise ValueError(
             f"{algorithm.name} looks at all tokens of an optimiser step, under the weights before it: what it would "
@@ -315,57 +330,60 @@ def check_one_response_says_it(algorithm: Algorithm) -> None:
 
 
 def _with_recomputed(trajectory: Trajectory, log_mu: Tensor | None) -> Trajectory:
-    """``trajectory`` with pi' from the rollout policy's ``log_mu`` [N, V], if given."""
+    """Return ``trajectory`` with pi' from the rollout policy's ``log_mu`` [N, V]; unchanged if that is None."""
     if log_mu is None:
         return trajectory
-    chosen = torch.from_numpy(trajectory.response_ids.astype(np.int64))[:, None]
-    return trajectory.with_columns(recomputed_log_probs=log_mu.gather(1, chosen)[:, 0].numpy())
+    token_ids = torch.from_numpy(trajectory.response_ids.astype(np.int64))[:, None]
+    return trajectory.with_columns(recomputed_log_probs=log_mu.gather(1, token_ids)[:, 0].numpy())
 
 
 def _with_topk(
     trajectory: Trajectory, algorithm: policy_loss.Algorithm, vocab_size: int, log_mu: Tensor | None
 ) -> Trajectory:
-    """``trajectory`` with a TopK(mu) of sufficient K: the engine's, else from ``log_mu`` [N, V]."""
-    carried = _width(trajectory)
-    recomputed = algorithm.needs_recomputed_distribution
-    whole = recomputed or algorithm.needs_full_distribution
-    wanted = min(vocab_size if whole else max(1, algorithm.topk), vocab_size)
-    if carried >= wanted and not recomputed:
-        return likeliest_of(trajectory, wanted) if algorithm.reads_topk else trajectory
+    """Return ``trajectory`` with a TopK(mu) of sufficient K: the engine's, or else one from ``log_mu`` [N, V].
+
+    Raises ValueError if the algorithm needs a TopK(mu) that neither has.
+    """
+    saved_k = _width(trajectory)
+    is_recomputed = algorithm.needs_recomputed_distribution
+    needs_all_ids = is_recomputed or algorithm.needs_full_distribution
+    needed_k = min(vocab_size if needs_all_ids else max(1, algorithm.topk), vocab_size)
+    if saved_k >= needed_k and not is_recomputed:
+        return likeliest_of(trajectory, needed_k) if algorithm.reads_topk else trajectory
     if log_mu is not None and not algorithm.needs_full_distribution:
-        k = vocab_size if recomputed else algorithm.topk or DEFAULT_TOPK
+        k = vocab_size if is_recomputed else algorithm.topk or DEFAULT_TOPK
         top = log_mu.topk(min(k, vocab_size))
         ids = top.indices.to(torch.int32).numpy()
-        # A log-softmax of a near-certain token can end a rounding step above 0.
+        # The log-softmax of a near-certain token can round to a value above 0.
         log_probs = top.values.clamp(max=0).numpy()
         return trajectory.with_columns(topk_ids=ids, topk_log_probs=log_probs)
-    if recomputed:
+    if is_recomputed:
         raise ValueError(
             f"{algorithm.name} measures the policy recomputed at the rollout's weights: give these "
             "weights with --rollout-policy"
         )
     if algorithm.reads_topk:
         raise ValueError(
-            f"{algorithm.name} needs TopK(mu) with K >= {wanted}, the batch has K = {carried}: "
+            f"{algorithm.name} needs TopK(mu) with K >= {needed_k}, the batch has K = {saved_k}: "
             "record it with rollout.topk_log_probs"
-            + ("" if whole else ", or give the rollout's weights with --rollout-policy")
+            + ("" if needs_all_ids else ", or give the rollout's weights with --rollout-policy")
         )
     return trajectory
 
 
 def likeliest_of(trajectory: Trajectory, k: int) -> Trajectory:
-    """``trajectory`` with the ``k`` likeliest ids of its TopK(mu), and what is known at them."""
+    """Return ``trajectory`` with the ``k`` likeliest ids of its TopK(mu) and their log-probabilities."""
     log_mu = trajectory.column("topk_log_probs")
     order = np.where(trajectory.column("topk_ids") < 0, np.inf, -log_mu).argsort(1, kind="stable")
-    names_of = ("topk_ids", "topk_log_probs", "loss_topk_log_probs")
-    columns = {n: trajectory.columns[n] for n in names_of if n in trajectory.columns}
+    topk_columns = ("topk_ids", "topk_log_probs", "loss_topk_log_probs")
+    columns = {n: trajectory.columns[n] for n in topk_columns if n in trajectory.columns}
     return trajectory.with_columns(
         **{n: np.take_along_axis(values, order[:, :k], 1) for n, values in columns.items()}
     )
 
 
 def _width(trajectory: Trajectory) -> int:
-    """K of its TopK(mu); 0 without one."""
+    """Return K of the trajectory's TopK(mu); 0 without one."""
     ids = trajectory.columns.get("topk_ids")
     return 0 if ids is None else ids.shape[1]
 
@@ -378,16 +396,20 @@ def _exact(
     vocab_size: int,
     temperature: float,
 ) -> dict[str, Tensor | None]:
-    """Divergences over the whole vocabulary: those of Top-K if K = V, else recomputed."""
+    """Return the divergences over the whole vocabulary.
+
+    They are the Top-K divergences if K = V, else computed from both logits, or None without ``rollout_logits``.
+    """
     if _width(trajectory) == vocab_size:
         return {"exact_tv": columns["topk_tv"], "exact_kl": columns["topk_kl"]}
     if rollout_logits is None:
         return {"exact_tv": None, "exact_kl": None}
-    # A few rows at a time: float64 of all of them is twice the logits.
+    # Compute 16 rows at a time: all logits in float64 take twice the memory of the logits.
     blocks = list(zip(logits.split(16), rollout_logits.split(16), strict=True))
-    return {
-        name: torch.cat(
-            [measure(pi.double() / temperature, mu.double() / temperature) for pi, mu in blocks]
-        )
-        for name, measure in (("exact_tv", divergence.exact_tv), ("exact_kl", divergence.exact_kl))
-    }
+    values_by_name: dict[str, Tensor | None] = {}
+    for name, measure in (("exact_tv", divergence.exact_tv), ("exact_kl", divergence.exact_kl)):
+        values = [
+            measure(pi.double() / temperature, mu.double() / temperature) for pi, mu in blocks
+        ]
+        values_by_name[name] = torch.cat(values)
+    return values_by_name

@@ -1,5 +1,6 @@
-"""The explanation for people: tables of strings for console and page, the CSV file, and the page itself, one HTML file
-without scripts and external resources, all text escaped.
+"""Show an explanation: tables of strings for console and page, the CSV file, and the page.
+
+The page is one HTML file without scripts and external resources; all text in it is escaped.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ FREQUENT = 12
 LEFT_ALIGNED = frozenset(
     {"", "token", "metric", "meaning", "blocked where", "verdict", "computed otherwise"}
 )
-"""Columns of text; the others hold numbers."""
+"""Names of the columns with text; the other columns have numbers."""
 
 
 @dataclass(frozen=True)
 class MaskVerdict:
-    """Decision of the two masks about a token, in words; ``css``: its class on the page."""
+    """The decisions of the two masks about a token, in words; ``css`` is the class of such a token on the page."""
 
     trains: bool
     ppo_trains: bool
@@ -35,11 +36,12 @@ class MaskVerdict:
     meaning: str
 
     def holds(self, token: Token) -> bool:
+        """Return whether the two masks decided so about ``token``."""
         return (token.trains, token.ppo_trains) == (self.trains, self.ppo_trains)
 
 
 def verdicts(name: str) -> tuple[MaskVerdict, ...]:
-    """The four possible verdicts, in words that name the algorithm."""
+    """Return the four possible verdicts, in words that name the algorithm."""
     return (
         MaskVerdict(True, True, "train", "trains"),
         MaskVerdict(False, False, "both", f"blocked by {name}, and by Clip-Higher too"),
@@ -49,12 +51,12 @@ def verdicts(name: str) -> tuple[MaskVerdict, ...]:
 
 
 def all_tokens(responses: Iterable[Response]) -> list[Token]:
-    """Every token of every response, in order."""
+    """Return every token of every response, in order."""
     return [token for response in responses for token in response.tokens]
 
 
 def summary_tables(name: str, responses: Sequence[Response]) -> list[SummaryTable]:
-    """All tables: counts, metrics, most often blocked tokens, disagreements with Clip-Higher."""
+    """Return all tables: counts, metrics, most often blocked tokens, disagreements with Clip-Higher."""
     tokens = all_tokens(responses)
     _, _, mask_only, ppo_only = verdicts(name)
     return [
@@ -67,19 +69,27 @@ def summary_tables(name: str, responses: Sequence[Response]) -> list[SummaryTabl
 
 
 def counts(name: str, tokens: Sequence[Token]) -> SummaryTable:
-    """Number of tokens by verdict and sign of the advantage."""
+    """Return the table of the numbers of tokens, by verdict and sign of the advantage."""
     rows = []
     for verdict in verdicts(name):
-        matching = [t for t in tokens if verdict.holds(t)]
-        up = sum(t.advantage > 0 for t in matching)
-        share = f"{len(matching) / len(tokens):.2%}"
-        rows.append((verdict.meaning, str(up), str(len(matching) - up), str(len(matching)), share))
+        group = [t for t in tokens if verdict.holds(t)]
+        positive_count = sum(t.advantage > 0 for t in group)
+        share = f"{len(group) / len(tokens):.2%}"
+        rows.append(
+            (
+                verdict.meaning,
+                str(positive_count),
+                str(len(group) - positive_count),
+                str(len(group)),
+                share,
+            )
+        )
     note = "A: advantage of the token; share: of all tokens here."
     return SummaryTable("Tokens", ("", "A > 0", "A < 0", "all", "share"), rows, note)
 
 
 def metrics(responses: Iterable[Response]) -> SummaryTable:
-    """The run's metrics, computed over the explained tokens."""
+    """Return the table of the run's metrics, computed over the explained tokens."""
     total = MetricSums()
     for response in responses:
         total = total + response.metrics
@@ -89,35 +99,40 @@ def metrics(responses: Iterable[Response]) -> SummaryTable:
 
 
 def frequent(title: str, tokens: Sequence[Token], chosen: Callable[[Token], bool]) -> SummaryTable:
-    """The token ids with the most occurrences for which ``chosen`` is true, with means over these."""
+    """Return the table of the token ids that occur most often among the tokens for which ``chosen`` is true.
+
+    The means in a row are over these occurrences.
+    """
     by_id: dict[int, list[Token]] = defaultdict(list)
     occurrences: dict[int, int] = defaultdict(int)
     for token in tokens:
         occurrences[token.token_id] += 1
         if chosen(token):
             by_id[token.token_id].append(token)
-    ranked = sorted(by_id.items(), key=lambda item: (-len(item[1]), item[0]))
-    rows = [
-        (
-            repr(group[0].text),
-            str(token_id),
-            str(len(group)),
-            str(occurrences[token_id]),
-            f"{sum(t.advantage > 0 for t in group)} / {sum(t.advantage < 0 for t in group)}",
-            *(
-                f"{sum(values) / len(group):.4f}"
-                for values in zip(*((t.mu, t.pi, t.binary_tv) for t in group), strict=True)
-            ),
+    groups = sorted(by_id.items(), key=lambda item: (-len(item[1]), item[0]))
+    rows: list[tuple[str, ...]] = []
+    for token_id, group in groups[:FREQUENT]:
+        positive_count = sum(t.advantage > 0 for t in group)
+        negative_count = sum(t.advantage < 0 for t in group)
+        values = zip(*((t.mu, t.pi, t.binary_tv) for t in group), strict=True)
+        means_of_group = [f"{sum(column) / len(group):.4f}" for column in values]
+        rows.append(
+            (
+                repr(group[0].text),
+                str(token_id),
+                str(len(group)),
+                str(occurrences[token_id]),
+                f"{positive_count} / {negative_count}",
+                *means_of_group,
+            )
         )
-        for token_id, group in ranked[:FREQUENT]
-    ]
     columns = ("token", "id", "times", "of", "A > 0 / A < 0", "mean mu", "mean pi", "mean TV")
-    shown = f"{title}: {sum(map(len, by_id.values()))} tokens, {len(by_id)} different"
+    table_title = f"{title}: {sum(map(len, by_id.values()))} tokens, {len(by_id)} different"
     note = (
         "times: how often it is among these tokens; of: how often it occurs at all; A > 0 / A < 0: times by the sign "
         "of the advantage; mean mu, pi: its mean probability by engine and trainer; mean TV: of |pi - mu|."
     )
-    return SummaryTable(shown, columns, rows, note)
+    return SummaryTable(table_title, columns, rows, note)
 
 
 NOTABLE_COLUMNS = (
@@ -127,8 +142,8 @@ NOTABLE_COLUMNS = (
 
 
 def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
-    """``count`` tokens: blocked ones (by either mask) first, then by descending Binary TV."""
-    ranked = sorted(tokens, key=lambda t: (t.trains and t.ppo_trains, -t.binary_tv))
+    """Return the table of ``count`` tokens: first those that a mask blocks, and by descending Binary TV."""
+    ordered_tokens = sorted(tokens, key=lambda t: (t.trains and t.ppo_trains, -t.binary_tv))
     rows = [
         (
             repr(t.text), str(t.response), str(t.position), f"{t.advantage:+.3g}",
@@ -136,42 +151,43 @@ def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
                           t.exact_tv, t.exact_kl)),
             t.threshold, verdict_of(name, t).meaning,
         )
-        for t in ranked[:count]
+        for t in ordered_tokens[:count]
     ]  # fmt: skip
-    shown = f"{len(rows)} of {len(tokens)} tokens: the blocked ones first, by Binary TV"
+    title = f"{len(rows)} of {len(tokens)} tokens: the blocked ones first, by Binary TV"
     note = (
         "response: its number in the batch; at: the token's place in it; A: advantage; mu, pi: probability by engine "
         "and trainer; r: pi / mu; TV, KL: divergence of the two, over the token and all others (Binary), the engine's "
         "likeliest ids (Top-K) or all ids (exact), - where it is not known; blocked where: the rule's bound."
     )
-    return SummaryTable(shown, NOTABLE_COLUMNS, rows, note)
+    return SummaryTable(title, NOTABLE_COLUMNS, rows, note)
 
 
 def verdict_of(name: str, token: Token) -> MaskVerdict:
+    """Return the verdict about ``token``."""
     return next(v for v in verdicts(name) if v.holds(token))
 
 
 def number(value: float | None) -> str:
-    """Four significant digits; a dash for None."""
+    """Format a number with four significant digits, and None as a dash."""
     return "-" if value is None else f"{value:.4g}"
 
 
 def write_csv(path: Path, responses: Sequence[Response]) -> None:
     """Write one line for each token: problem, sample, then the fields of ``Token``.
 
-    Text is a Python literal; unknown numbers are empty.
+    The text of a token is a Python literal; an unknown number is empty.
     """
     columns = ["problem_id", "sample_index", *(f.name for f in fields(Token))]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         for response in responses:
-            of = {
+            response_fields = {
                 "problem_id": response.trajectory.problem_id,
                 "sample_index": response.trajectory.sample_index,
             }
             for token in response.tokens:
-                writer.writerow({**of, **asdict(token), "text": repr(token.text)})
+                writer.writerow({**response_fields, **asdict(token), "text": repr(token.text)})
 
 
 STYLE = """
@@ -203,7 +219,7 @@ def render(
     name: str,
     responses: Sequence[Response],
 ) -> str:
-    """The HTML page. ``facts``: lines above the tables; ``name``: of the algorithm."""
+    """Return the HTML page. ``facts`` are lines above the tables; ``name`` is the name of the algorithm."""
     blocks = [
         *(f"<div>{escape(fact)}</div>" for fact in facts),
         "<h2>Summary</h2>",
@@ -218,19 +234,20 @@ def render(
 def tables_page(
     title: str, facts: Sequence[str], tables: Sequence[SummaryTable], below: Sequence[str] = ()
 ) -> str:
-    """A page of tables, as ``render``. ``below``: blocks of HTML."""
+    """Return an HTML page of tables, with the blocks of HTML ``below`` after them."""
     blocks = [*(f"<div>{escape(fact)}</div>" for fact in facts), *map(_table, tables), *below]
     return html_page(title, STYLE, "\n".join(blocks))
 
 
 def _table(sheet: SummaryTable) -> str:
+    """Return the HTML of a table."""
     if not sheet.rows:
         return f"<table><caption>{escape(sheet.shown_title)}</caption></table>"
-    kinds = [' class="words"' if name in LEFT_ALIGNED else "" for name in sheet.columns]
+    classes = [' class="words"' if name in LEFT_ALIGNED else "" for name in sheet.columns]
 
     def line(tag: str, cells: Sequence[str]) -> str:
         cells_html = (
-            f"<{tag}{kind}>{escape(c)}</{tag}>" for kind, c in zip(kinds, cells, strict=True)
+            f"<{tag}{css}>{escape(c)}</{tag}>" for css, c in zip(classes, cells, strict=True)
         )
         return f"<tr>{''.join(cells_html)}</tr>"
 
@@ -241,6 +258,7 @@ def _table(sheet: SummaryTable) -> str:
 
 
 def _legend(name: str) -> str:
+    """Return the HTML that explains the colours of the tokens."""
     keys = "".join(f'<span class="{v.css}">{escape(v.meaning)}</span>' for v in verdicts(name))
     return (
         f'<p class="legend">{keys}</p><p class="about">A token that trains is the darker the larger '
@@ -250,17 +268,18 @@ def _legend(name: str) -> str:
 
 
 def _response(name: str, response: Response) -> str:
-    r, first = response.trajectory, response.tokens[0]
-    sign = "up" if first.advantage > 0 else "down"
-    about = f"response {response.index}: problem {r.problem_id}, sample {r.sample_index}, "
-    reward = f"reward {r.reward:g}, {r.finish_reason}"
+    """Return the HTML of a response and its prompt."""
+    t, first_token = response.trajectory, response.tokens[0]
+    sign = "up" if first_token.advantage > 0 else "down"
+    about = f"response {response.index}: problem {t.problem_id}, sample {t.sample_index}, "
+    reward = f"reward {t.reward:g}, {t.finish_reason}"
     spans = (_span(name, token) for token in response.tokens)
-    advantage = f'<b class="{sign}">A = {first.advantage:+.3g}</b>'
+    advantage = f'<b class="{sign}">A = {first_token.advantage:+.3g}</b>'
     return response_block(f"{about}{advantage}, {reward}", response.prompt, spans)
 
 
 def response_block(about: str, prompt: str, spans: Iterable[str]) -> str:
-    """A response below its prompt. ``about``: HTML; ``spans``: of ``token_span``."""
+    """Return the HTML of a prompt and its response: ``about`` is HTML, ``spans`` are results of ``token_span``."""
     return (
         f'<div class="response"><div class="about">{about}</div>'
         f'<div class="prompt">{escape(visible(prompt))}</div>'
@@ -269,21 +288,25 @@ def response_block(about: str, prompt: str, spans: Iterable[str]) -> str:
 
 
 def _span(name: str, token: Token) -> str:
+    """Return the HTML of an explained token."""
     verdict = verdict_of(name, token)
     shade = token.binary_tv if verdict.css == "train" else None
     return token_span(verdict.css, token.text, numbers(name, token), shade)
 
 
 def token_span(css: str, text: str, hover: str, shade: float | None = None) -> str:
-    """A token of the class ``css``, by ``shade`` (0 to 1) the darker; ``hover``: lines of its tooltip."""
+    """Return the HTML of a token of the class ``css``, with the lines ``hover`` as its tooltip.
+
+    ``shade`` is from 0 to 1: a larger one makes the token darker.
+    """
     style = "" if shade is None else f' style="--tv:{shade:.2f}"'
     title = escape(hover).replace("\n", "&#10;")
     return f'<span class="{css}"{style} title="{title}">{escape(visible(text))}</span>'
 
 
 def numbers(name: str, token: Token) -> str:
-    """The text of a token's tooltip."""
-    pairs = [
+    """Return the text of a token's tooltip."""
+    lines = [
         f"{token.text!r}, id {token.token_id}, token {token.position}",
         verdict_of(name, token).meaning,
         f"A {token.advantage:+.4g}; blocked where {token.threshold or 'never'}",
@@ -291,14 +314,14 @@ def numbers(name: str, token: Token) -> str:
         f"Binary: TV {number(token.binary_tv)}, KL {number(token.binary_kl)}",
     ]
     if token.topk_tv is not None:
-        pairs.append(f"Top-K: TV {number(token.topk_tv)}, KL {number(token.topk_kl)}")
+        lines.append(f"Top-K: TV {number(token.topk_tv)}, KL {number(token.topk_kl)}")
     if token.exact_tv is not None:
-        pairs.append(f"exact: TV {number(token.exact_tv)}, KL {number(token.exact_kl)}")
+        lines.append(f"exact: TV {number(token.exact_tv)}, KL {number(token.exact_kl)}")
     if token.recomputed is not None:
-        pairs.append(f"pi' (trainer at the rollout's weights) {number(token.recomputed)}")
-    return "\n".join([*pairs, f"entropy {number(token.entropy)} nats"])
+        lines.append(f"pi' (trainer at the rollout's weights) {number(token.recomputed)}")
+    return "\n".join([*lines, f"entropy {number(token.entropy)} nats"])
 
 
 def visible(text: str) -> str:
-    """``text`` with line ends marked and unprintable characters as escapes."""
+    """Return ``text`` with line ends marked, and unprintable characters as escapes."""
     return printable(text).replace("\n", "\u23ce\n")

@@ -1,15 +1,15 @@
-"""Compute what another rule would have blocked in a run, or derive each step again.
+"""Compute what another algorithm would have blocked in a run, or train on its saved batches again and compare.
 
     megatron-dppo replay runs/demo --algorithm cppo-binary-tv --json blocked.json --html blocked.html
     megatron-dppo replay runs/demo --derive
 
-Both need the batches that ``rollout.save=true`` keeps. The first holds every token against another row of the table of
-algorithms, with log pi and log mu as the loss of its step saw them. The responses are the run's own, and so is pi:
-had the other rule trained the run, both would be others from the second optimiser step on.
+Both commands need the batches that ``rollout.save=true`` keeps. The first applies the mask of another algorithm to
+every token, with log pi and log mu as the loss of its step computed them. The responses and pi stay the run's own: if
+the other algorithm had trained the run, both would differ from the second optimiser step on.
 
-``--derive`` trains anew from the first step on the saved batches, under the run's own configuration, into the folder
-``derived`` beside them, and compares the hash of the weights after each step with the one in the batch's seal. It takes
-the run's layout, and a device that computes alike each time: a CPU does.
+``--derive`` trains on the saved batches again from the first step, with the run's own configuration, in the folder
+``derived`` of the run. It compares the hash of the weights after each step with the hash in the batch's seal. It needs
+the run's parallel layout, and a deterministic device, such as a CPU.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, saved_s
 if TYPE_CHECKING:
     from megatron_dppo.algorithms.policy_loss import Algorithm
 DERIVED = "derived"
-"""Folder under the run's."""
+"""Name of the folder in the run's folder for the derivation."""
 
 
 @dataclass(frozen=True)
 class OtherToken:
-    """A token that at least one of two rules blocks. ``mu``, ``pi``: probabilities. ``response``: in the batch."""
+    """A token that the run's algorithm or the other one blocks.
+
+    ``response`` is the response's position in the batch; ``mu`` and ``pi`` are probabilities.
+    """
 
     response: int
     position: int
@@ -57,18 +60,22 @@ class OtherToken:
 
 @dataclass(frozen=True)
 class OtherStep:
-    """Two rules on the tokens of ``step``; ``tokens``: those that a rule blocks. ``trained``: all of them."""
+    """The decisions of two algorithms about the tokens of ``step``.
+
+    ``trained`` is the number of trained tokens; ``tokens`` are those that at least one algorithm blocks.
+    """
 
     step: int
     trained: int
     tokens: Sequence[OtherToken]
 
     def count(self, *, run: bool, other: bool) -> int:
-        """Blocked tokens of these two verdicts."""
+        """Count the tokens that the run's algorithm (``run``) and the other one (``other``) block, or do not block."""
         return sum((t.run_blocks, t.other_blocks) == (run, other) for t in self.tokens)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the options of the command."""
     parser = argparse.ArgumentParser(
         prog="megatron-dppo replay",
         description=__doc__,
@@ -85,22 +92,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Replay and print; returns 0, 1 if a step was not derived alike, 2 if the input cannot be used."""
+    """Run the command; returns 0, 1 if a derived step has other weights, or 2 if the input cannot be used."""
     options = parse(arguments)
     return run_batch_command(derive if options.derive else compare, options)
 
 
-# --- another rule on the run's own tokens
-
-
 def compare(options: argparse.Namespace) -> None:
-    """Read the batches, decide anew, print and write."""
+    """Apply the other algorithm to the saved batches, and print and write the result."""
     trained_with = load_config(options.run / "config.yaml").algorithm
-    # Before torch is imported, which takes seconds.
-    saved = trained_steps(options.run, saved_steps(options.run / ROLLOUTS_FOLDER))
-    if options.step is not None and options.step not in saved:
+    # Check the steps before torch is imported: the import takes seconds.
+    replayable_steps = trained_steps(options.run, saved_steps(options.run / ROLLOUTS_FOLDER))
+    if options.step is not None and options.step not in replayable_steps:
         raise ValueError(
-            f"--step {options.step}: saved and trained on are {saved[0]} to {saved[-1]}"
+            f"--step {options.step}: saved and trained on are {replayable_steps[0]} to {replayable_steps[-1]}"
         )
     from megatron_dppo.algorithms.policy_loss import build_algorithm
     from megatron_dppo.diagnostics.explain import page
@@ -108,7 +112,7 @@ def compare(options: argparse.Namespace) -> None:
     algorithm = build_algorithm(*chosen_algorithm(options, trained_with))
     steps = [
         other_step(options.run, step, algorithm)
-        for step in ([options.step] if options.step is not None else saved)
+        for step in ([options.step] if options.step is not None else replayable_steps)
     ]
     title = f"{options.run}: {trained_with.name} trained, {algorithm.name} replayed"
     numbers = ", ".join(f"{name} {value:g}" for name, value in algorithm.numbers.items())
@@ -136,38 +140,39 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def trained_steps(run: Path, saved: Sequence[int]) -> list[int]:
-    """Those of ``saved`` that the run has a record of: a batch that ended it was kept and not trained on, and so were
-    those of an earlier attempt. Raises ValueError where there is none."""
-    recorded = {step_of(record) for record in read_records(run)}
-    if not (trained := [step for step in saved if step in recorded]):
+    """Return those of the ``saved`` steps that the run's metrics have: only their batches were trained on.
+
+    A batch that ended the run was saved but not trained on, and batches of an earlier attempt may be in the folder too.
+    Raises ValueError if there is no such step.
+    """
+    recorded_steps = {step_of(row) for row in read_records(run)}
+    if not (steps := [step for step in saved if step in recorded_steps]):
         raise ValueError(f"{run / ROLLOUTS_FOLDER}: no step was trained on a batch that is in it")
-    return trained
+    return steps
 
 
 def other_step(run: Path, step: int, algorithm: Algorithm) -> OtherStep:
-    """What ``algorithm`` blocks of the saved batch of ``step``, beside the run's own.
+    """Compare the decisions of ``algorithm`` about the saved batch of ``step`` with those of the run's own algorithm.
 
-    Raises ValueError where the batch lacks what its mask reads, or is not what the run recorded of the step.
+    Raises ValueError if the batch lacks a value that the mask reads, or disagrees with the run's records of the step.
     """
     from megatron_dppo.data.batch_file import load_batch
     from megatron_dppo.diagnostics.explain.seen_step import SeenStep, check_agreement
 
     trained_with = load_config(run / "config.yaml").algorithm
-    seen = SeenStep.of(load_batch(run / ROLLOUTS_FOLDER, step), trained_with)
-    check_agreement(seen, run, step)
-    decided = seen.decisions(algorithm)
-    by_run, by_other = ~seen.trains, ~decided.trains
-    places = [
-        (response, position)
-        for response, count in zip(seen.positions, seen.counts, strict=True)
-        for position in range(count)
-    ]
-    inputs = seen.inputs
+    seen_step = SeenStep.of(load_batch(run / ROLLOUTS_FOLDER, step), trained_with)
+    check_agreement(seen_step, run, step)
+    decisions = seen_step.decisions(algorithm)
+    by_run, by_other = ~seen_step.trains, ~decisions.trains
+    places: list[tuple[int, int]] = []
+    for response, count in zip(seen_step.positions, seen_step.counts, strict=True):
+        places += [(response, position) for position in range(count)]
+    inputs = seen_step.inputs
     tokens = [
         OtherToken(
             response=places[row][0],
             position=places[row][1],
-            token_id=int(seen.token_ids[row]),
+            token_id=int(seen_step.token_ids[row]),
             advantage=float(inputs.advantages[row]),
             mu=float(inputs.rollout_log_probs[row].exp()),
             pi=float(inputs.log_probs[row].exp()),
@@ -180,7 +185,7 @@ def other_step(run: Path, step: int, algorithm: Algorithm) -> OtherStep:
 
 
 def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
-    """A row a step, and one of all."""
+    """Return the table of blocked tokens, with a row for each step and one for all steps."""
 
     def row(name: str, of: Sequence[OtherStep]) -> tuple[str, ...]:
         trained = sum(step.trained for step in of)
@@ -192,7 +197,7 @@ def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
         return name, str(trained), *shares, str(both), str(only_run), str(only_other)
 
     if run == other:
-        # With other numbers.
+        # The same algorithm is replayed with other numbers: make the names different.
         run, other = f"{run} (run)", f"{other} (replayed)"
     columns = ("step", "tokens", run, other, "both block", f"only {run}", f"only {other}")
     rows = [row(str(step.step), [step]) for step in steps]
@@ -204,23 +209,22 @@ def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
 
 
 def by_sign(steps: Sequence[OtherStep]) -> Iterator[SummaryTable]:
-    """Of the tokens that one rule alone blocks: how many, how likely they were and became, by sign of A."""
+    """Yield two tables of the tokens that only one algorithm blocks: their number and mean mu and pi, by sign of A."""
     tokens = [token for step in steps for token in step.tokens]
     for title, by_run in (("Only the run's rule blocks", True), ("Only the other blocks", False)):
         rows = []
-        # Where A = 0 nothing is lost: there is no gradient.
+        # Blocking a token with A = 0 has no effect: it has no gradient.
         for title_of_sign, sign in (("A > 0", 1), ("A < 0", -1), ("A = 0", 0)):
-            alone = [
+            group = [
                 t
                 for t in tokens
                 if (t.run_blocks, t.other_blocks) == (by_run, not by_run)
                 and (t.advantage > 0) - (t.advantage < 0) == sign
             ]
-            if alone:
-                means = [
-                    sum(v) / len(alone) for v in zip(*((t.mu, t.pi) for t in alone), strict=True)
-                ]
-                rows.append((title_of_sign, str(len(alone)), *(f"{mean:.4f}" for mean in means)))
+            if group:
+                mean_mu = sum(t.mu for t in group) / len(group)
+                mean_pi = sum(t.pi for t in group) / len(group)
+                rows.append((title_of_sign, str(len(group)), f"{mean_mu:.4f}", f"{mean_pi:.4f}"))
         note = (
             "by the sign of the advantage A; mean mu, mean pi: the tokens' mean probability by engine and trainer. "
             "A token of A = 0 has no gradient, so nothing is lost."
@@ -228,61 +232,64 @@ def by_sign(steps: Sequence[OtherStep]) -> Iterator[SummaryTable]:
         yield SummaryTable(title, ("", "tokens", "mean mu", "mean pi"), rows, note)
 
 
-# --- each step again, from the first weights on
-
-
 def derive(options: argparse.Namespace) -> None:
-    """Train on the saved batches and compare. Exits with 1 where a step ends in other weights."""
+    """Train on the saved batches again and compare the weights. Exit with 1 if a step ends in other weights."""
     config = load_config(options.run / "config.yaml")
-    last = sealed_until(options.run, options.step)
+    last_step = sealed_until(options.run, options.step)
     directory = options.run / DERIVED
     command = [
         *(sys.executable, "-m", "megatron_dppo.train", str(options.run / "config.yaml")),
-        *derivation(config.data.evaluation, options.run, last),
+        *derivation(config.data.evaluation, options.run, last_step),
     ]
-    print(f"deriving steps 1 to {last} of {options.run} in {directory}")
-    # A checkpoint of the run is in no danger: the derivation has a folder of its own.
+    print(f"deriving steps 1 to {last_step} of {options.run} in {directory}")
+    # The derivation writes into its own folder, and leaves the run's checkpoints as they are.
     code = subprocess.run(command, check=False).returncode
     if code:
         raise ValueError(f"the derivation ended with exit code {code}; its output is above")
-    alike = {step_of(r): r.get(names.REDERIVED) == 1.0 for r in read_records(directory)}
-    others = [step for step in range(1, last + 1) if not alike.get(step)]
-    print(f"{last - len(others)} of {last} steps derived again, bit for bit")
-    if others:
+    is_equal = {step_of(row): row.get(names.REDERIVED) == 1.0 for row in read_records(directory)}
+    different_steps = [step for step in range(1, last_step + 1) if not is_equal.get(step)]
+    print(f"{last_step - len(different_steps)} of {last_step} steps derived again, bit for bit")
+    if different_steps:
         print(
-            f"step {others[0]} is the first that ends in other weights: another layout, machine, number of threads "
-            "or version, or a device whose sums have no order"
+            f"step {different_steps[0]} is the first that ends in other weights: another layout, machine, number of "
+            "threads or version, or a device whose sums have no order"
         )
         sys.exit(1)
 
 
 def sealed_until(run: Path, step: int | None) -> int:
-    """The last step to derive. Raises ValueError unless every batch from the first on was kept with a whole seal."""
+    """Return the last step to derive: ``step``, or the last step that was trained on.
+
+    Raises ValueError unless every batch from the first step on was saved, with the hash of the weights after it.
+    """
     folder = run / ROLLOUTS_FOLDER
     saved = saved_steps(folder)
     from megatron_dppo.data.batch_file import SavedBatch
 
-    last = trained_steps(run, saved)[-1] if step is None else step
-    wanted = range(1, last + 1)
-    missing = sorted(set(wanted) - set(saved))
-    if missing or not wanted:
-        first = missing[0] if missing else last
+    last_step = trained_steps(run, saved)[-1] if step is None else step
+    needed_steps = range(1, last_step + 1)
+    missing_steps = sorted(set(needed_steps) - set(saved))
+    if missing_steps or not needed_steps:
+        missing_step = missing_steps[0] if missing_steps else last_step
         raise ValueError(
-            f"{folder}: no batch of step {first}, expected one of every step from 1 to {last}: a run is derived from "
-            "its first step on; start it with rollout.save=true"
+            f"{folder}: no batch of step {missing_step}, expected one of every step from 1 to {last_step}: a run is "
+            "derived from its first step on; start it with rollout.save=true"
         )
-    for number in wanted:
+    for number in needed_steps:
         seal = SavedBatch(folder, number).seal
         if seal is None or number not in seal.weights:
             raise ValueError(
                 f"{folder}: the batch of step {number} has no seal with the hash of the weights after it: it was not "
                 "trained on, or an earlier version saved it"
             )
-    return last
+    return last_step
 
 
 def derivation(evaluation_sets: Iterable[str], run: Path, last: int) -> list[str]:
-    """Overrides of the run's configuration: its batches in place of an engine, and nothing else is made."""
+    """Return overrides of the run's configuration: read the saved batches instead of an engine, up to step ``last``.
+
+    The overrides turn off evaluation, samples, exports, uploads, profiles and trackers.
+    """
     values: dict[str, Any] = {
         "run.directory": run / DERIVED,
         "run.resume": "never",
@@ -300,7 +307,7 @@ def derivation(evaluation_sets: Iterable[str], run: Path, last: int) -> list[str
         "profile.steps": "[]",
         "tracking.trackers": "[]",
     }
-    # A name in the file stays unless it is taken away.
+    # An evaluation set in the configuration file stays unless it is set to null.
     evaluation = [f"data.evaluation.{name}=null" for name in evaluation_sets]
     return [*(f"{key}={value}" for key, value in values.items()), *evaluation]
 

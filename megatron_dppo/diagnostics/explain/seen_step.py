@@ -1,7 +1,8 @@
-"""A step as its loss saw it, from what was saved with the batch: what its mask decided, what another rule would have
-decided about the same tokens, and whether it is what the run recorded of the step.
+"""Read the loss inputs of a step from its saved batch, apply a mask to them, and compare them with the run's records.
 
-Legend: T = trained tokens of a batch, end to end.
+The mask is the run's own, or that of another algorithm on the same tokens.
+
+Legend: T = trained tokens of a batch, concatenated.
 """
 
 from __future__ import annotations
@@ -49,11 +50,15 @@ R = TypeVar("R", TokenInputs, Decisions)
 
 @dataclass(frozen=True)
 class SeenStep:
-    """The trained tokens of a batch end to end, T of them, as the loss saw them.
+    """The trained tokens of a batch as the loss saw them, concatenated to T tokens.
 
-    ``algorithm``: the run's. ``responses``, ``positions``: those with a gradient, and where they are in the batch.
-    ``inputs``: of what the mask saw; ``trains`` bool [T]; ``divergence`` float64 [T], what the mask compared, None
-    where it measures none.
+    Attributes:
+        algorithm: the run's algorithm.
+        responses: the responses with a gradient.
+        positions: positions of these responses in the batch.
+        inputs: inputs of the mask.
+        trains: bool [T]; whether the run's mask let the token train.
+        divergence: float64 [T], the divergence that the mask compared with its bound; None if it measures none.
     """
 
     algorithm: Algorithm
@@ -65,58 +70,62 @@ class SeenStep:
 
     @classmethod
     def of(cls, batch: Sequence[Trajectory], settings: AlgorithmConfig) -> SeenStep:
-        """Of a saved batch. Raises ValueError where it was saved without what the loss saw."""
+        """Build the step from a saved batch. Raises ValueError if the batch was saved without the loss inputs."""
         positions = [i for i, t in enumerate(batch) if t.sampled and trains(t, settings)]
-        chosen = [batch[i] for i in positions]
-        if not chosen:
+        responses = [batch[i] for i in positions]
+        if not responses:
             raise ValueError("no response of the batch has a gradient: nothing to explain")
-        if any("loss_trains" not in t.columns for t in chosen):
+        if any("loss_trains" not in t.columns for t in responses):
             raise ValueError(
                 "the batch holds no log-probabilities and no mask of the step that trained on it: no step "
                 "did, or an earlier version saved it. --policy FOLDER explains it under the weights in "
                 "FOLDER, which are not the step's own"
             )
-        trained = _joined(chosen, "loss_trains")
-        assert trained is not None
-        divergence = _joined(chosen, "loss_divergence")
+        training_mask = _joined(responses, "loss_trains")
+        assert training_mask is not None
+        divergence = _joined(responses, "loss_divergence")
         algorithm = build_algorithm(settings.name, settings.options, settings.settings)
-        return cls(algorithm, chosen, positions, _seen_inputs(chosen), trained, divergence)
+        return cls(
+            algorithm, responses, positions, _seen_inputs(responses), training_mask, divergence
+        )
 
     @cached_property
     def counts(self) -> list[int]:
-        """Tokens, by response."""
+        """Number of tokens of each response."""
         return [t.sampled for t in self.responses]
 
     @cached_property
     def token_ids(self) -> Tensor:
-        """int64 [T]."""
+        """Ids of the tokens, int64 [T]."""
         return _token_ids(self.responses)
 
     def is_of(self, algorithm: Algorithm) -> bool:
-        """Whether the run trained with it, and with these numbers."""
+        """Return whether the run trained with this algorithm and the same numbers."""
         return (algorithm.name, algorithm.numbers) == (self.algorithm.name, self.algorithm.numbers)
 
     def decisions(self, algorithm: Algorithm) -> Decisions:
-        """What the run's algorithm decided, or what another one would have decided about the same tokens.
+        """Return the decisions of ``algorithm`` about the tokens; those of the run's own algorithm were saved.
 
-        Raises ValueError where another one's mask reads what was not saved.
+        Raises ValueError if the mask of another algorithm reads a value that was not saved.
         """
         return self._decided() if self.is_of(algorithm) else self._others_decisions(algorithm)
 
     def _decided(self) -> Decisions:
+        """Return the decisions of the run's own algorithm, with the saved mask."""
         weight = self.algorithm.weight(self.inputs)
-        capped = weight.clamp(max=self.algorithm.ratio_cap)
-        finite = self.inputs.log_probs.isfinite() & capped.isfinite()
-        return Decisions(self.trains, finite, weight, capped)
+        capped_weight = weight.clamp(max=self.algorithm.ratio_cap)
+        is_finite = self.inputs.log_probs.isfinite() & capped_weight.isfinite()
+        return Decisions(self.trains, is_finite, weight, capped_weight)
 
     def _others_decisions(self, algorithm: Algorithm) -> Decisions:
-        whole = algorithm.needs_full_distribution or algorithm.needs_recomputed_distribution
+        """Return the decisions of another algorithm. Raises ValueError if it reads a value that was not saved."""
+        needs_all_ids = algorithm.needs_full_distribution or algorithm.needs_recomputed_distribution
         topk = self.inputs.topk_log_probs
-        carried = 0 if topk is None else topk.shape[1] - 1
-        if algorithm.reads_topk and (whole or carried < algorithm.topk or not carried):
-            wanted = "every id" if whole else f"TopK(mu), K = {algorithm.topk}"
+        saved_k = 0 if topk is None else topk.shape[1] - 1
+        if algorithm.reads_topk and (needs_all_ids or saved_k < algorithm.topk or not saved_k):
+            needed_ids = "every id" if needs_all_ids else f"TopK(mu), K = {algorithm.topk}"
             raise ValueError(
-                f"{algorithm.name} needs log pi at {wanted}, and what was saved of this step has K = {carried} "
+                f"{algorithm.name} needs log pi at {needed_ids}, and what was saved of this step has K = {saved_k} "
                 "(rollout.topk_log_probs); give weights with --policy"
             )
         check_one_response_says_it(algorithm)
@@ -126,14 +135,14 @@ class SeenStep:
                 "this run did not compute; give weights with --policy and --rollout-policy"
             )
         inputs = self.inputs
-        if not whole and 0 < algorithm.topk < carried:
-            # More ids would make another divergence of the rule.
+        if not needs_all_ids and 0 < algorithm.topk < saved_k:
+            # Drop the additional ids: with them, the divergence has another value than at the algorithm's own K.
             inputs = _seen_inputs([likeliest_of(t, algorithm.topk) for t in self.responses])
         return decide(algorithm, inputs)
 
 
 def _seen_inputs(chosen: Sequence[Trajectory]) -> TokenInputs:
-    """Of responses that a loss saw."""
+    """Build the mask's inputs from the columns that the loss saved with the responses."""
     log_probs, rollout_log_probs = (
         _joined(chosen, name) for name in ("loss_log_probs", "rollout_log_probs")
     )
@@ -142,7 +151,7 @@ def _seen_inputs(chosen: Sequence[Trajectory]) -> TokenInputs:
     columns = [_joined(chosen, n) for n in ("loss_topk_log_probs", "topk_log_probs", "topk_ids")]
     topk: Sequence[Tensor | None] = (None, None, None)
     if columns[0] is not None:
-        # Its run had them from the engine.
+        # The engine returned TopK(mu) in this run. Add the sampled token to it.
         log_pi, log_mu, topk_ids = (c for c in columns if c is not None)
         sampled = (log_probs, rollout_log_probs, _token_ids(chosen))
         topk = with_sampled(log_pi, log_mu, topk_ids, sampled=sampled)
@@ -162,6 +171,7 @@ def _seen_inputs(chosen: Sequence[Trajectory]) -> TokenInputs:
 
 
 def _token_ids(responses: Sequence[Trajectory]) -> Tensor:
+    """Concatenate the token ids of the responses, int64 [T]."""
     return torch.from_numpy(np.concatenate([t.response_ids for t in responses]).astype(np.int64))
 
 
@@ -173,77 +183,78 @@ def explain_seen(
     decisions: Decisions,
     texts: TokenTexts,
 ) -> Response:
-    """The response at ``index`` of the batch. ``decisions``: of ``algorithm`` about all of the step's."""
+    """Explain the response at ``index`` of the batch. ``decisions`` are those of ``algorithm`` about all T tokens."""
     row = step.positions.index(index)
     start = sum(step.counts[:row])
     rows = slice(start, start + step.counts[row])
-    inputs, decided = _sliced(step.inputs, rows), _sliced(decisions, rows)
-    columns = token_columns(inputs, decided) | {"exact_tv": None, "exact_kl": None}
-    # What was saved is of the run's own rule; another one's is computed like any other column.
+    inputs, response_decisions = _sliced(step.inputs, rows), _sliced(decisions, rows)
+    columns = token_columns(inputs, response_decisions) | {"exact_tv": None, "exact_kl": None}
+    # The saved divergence belongs to the run's own algorithm; that of another one is already in ``columns``.
     if step.divergence is not None and algorithm.reads_topk and step.is_of(algorithm):
         kind = "tv" if "tv_threshold" in algorithm.numbers else "kl"
         columns[f"topk_{kind}"] = step.divergence[rows]
         if algorithm.needs_full_distribution or algorithm.needs_recomputed_distribution:
             columns[f"exact_{kind}"] = step.divergence[rows]
-    metrics = token_metrics(inputs, decided, algorithm.ratio_cap)
+    metrics = token_metrics(inputs, response_decisions, algorithm.ratio_cap)
     return response_of(index, mini_batch, step.responses[row], algorithm, columns, metrics, texts)
 
 
 def _ids_of(counts: Sequence[int]) -> Tensor:
-    """int64: the number of each of so many tokens' sequence."""
+    """Return the sequence's number for each token, int64 [T]; ``counts`` are the sequences' numbers of tokens."""
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
 def _joined(chosen: Sequence[Trajectory], name: str) -> Tensor | None:
+    """Concatenate the column ``name`` of the trajectories; None if one of them lacks it."""
     if any(name not in t.columns for t in chosen):
         return None
     return torch.from_numpy(np.concatenate([t.columns[name] for t in chosen]))
 
 
 def _sliced(record: R, rows: slice) -> R:
-    """A dataclass of tensors [T] and of None, cut to ``rows``."""
+    """Return a copy of a dataclass with fields of tensors [T] or None, cut to ``rows``."""
     columns = {f.name: getattr(record, f.name) for f in fields(record)}
     return replace(record, **{n: x[rows] for n, x in columns.items() if x is not None})
 
 
 COUNTS = (names.TRAINED_TOKENS, names.POSITIVE, names.NEGATIVE, names.MASKED)
 RELATIVE, ABSOLUTE = 1e-5, 1e-9
-"""Allowed of a mean: another device and another order of summation, from the same float32 numbers."""
+"""Allowed difference of a mean: the same float32 numbers are summed on another device and in another order."""
 
 
 class DisagreementError(RunError, ValueError):
-    """What was saved of a step is not what was recorded of it."""
+    """The saved batch of a step disagrees with the run's records of this step."""
 
 
 def check_agreement(saved: SeenStep, run: Path, step: int) -> str:
-    """Compare ``saved`` with all that the run recorded of ``step``; what was compared, in words.
+    """Compare ``saved`` with all metrics that the run recorded of ``step``; returns a line about the comparison.
 
-    Raises DisagreementError naming the figure.
+    Raises DisagreementError that names the first figure that differs.
     """
     algorithm = saved.algorithm
     decisions = saved.decisions(algorithm)
     _check_rule(saved, decisions.finite)
     figures = means(token_metrics(saved.inputs, decisions, algorithm.ratio_cap).values())
-    record = next((r for r in read_records(run) if step_of(r) == step), None)
-    if record is None:
+    metrics_row = next((r for r in read_records(run) if step_of(r) == step), None)
+    if metrics_row is None:
         raise DisagreementError(f"{run / RECORDS_FILE} has no record of step {step}")
     for name in TOKEN_METRICS:
-        figure, recorded = figures.get(name, np.nan), record.get(name)
-        allowed = 0.0 if name in COUNTS else ABSOLUTE + RELATIVE * abs(figure)
-        differs = recorded is not None and not abs(figure - recorded) <= allowed
-        if differs or (recorded is None and np.isfinite(figure)):
+        figure, recorded_figure = figures.get(name, np.nan), metrics_row.get(name)
+        tolerance = 0.0 if name in COUNTS else ABSOLUTE + RELATIVE * abs(figure)
+        differs = recorded_figure is not None and not abs(figure - recorded_figure) <= tolerance
+        if differs or (recorded_figure is None and np.isfinite(figure)):
             raise DisagreementError(
-                f"step {step}: {name} of the saved tokens is {figure:g}, {RECORDS_FILE} says {recorded}"
+                f"step {step}: {name} of the saved tokens is {figure:g}, {RECORDS_FILE} says {recorded_figure}"
             )
     counts = sums.MaskedTokenCounts(int(saved.token_ids.max()) + 1)
     counts.add(saved.token_ids, saved.inputs.advantages, ~saved.trains)
     assert counts.counts is not None
-    blocked = sums.most_masked(counts.counts)
-    recorded_as_blocked = sums.read_masked_tokens(run, step)
-    if blocked != recorded_as_blocked:
+    blocked_tokens = sums.most_masked(counts.counts)
+    recorded_tokens = sums.read_masked_tokens(run, step)
+    if blocked_tokens != recorded_tokens:
         raise DisagreementError(
-            f"step {step}: the saved mask blocks {blocked[:3]}... most often, {MASKED_TOKENS_FILE} says "
-            f"{recorded_as_blocked and recorded_as_blocked[:3]}..."
+            f"step {step}: the saved mask blocks {blocked_tokens[:3]}... most often, {MASKED_TOKENS_FILE} says "
+            f"{recorded_tokens and recorded_tokens[:3]}..."
         )
     return (
         f"as the loss saw it: {len(saved.trains)} tokens, {int((~saved.trains).sum())} blocked; agrees "
@@ -252,7 +263,10 @@ def check_agreement(saved: SeenStep, run: Path, step: int) -> str:
 
 
 def _check_rule(saved: SeenStep, finite: Tensor) -> None:
-    """Where the mask bounds a divergence in DPPO's form, each token was blocked exactly where the saved one says so."""
+    """Check that the saved mask follows from the saved divergence, if the algorithm bounds a divergence in DPPO's form.
+
+    Raises DisagreementError if a token was blocked that the rule does not block, or the reverse.
+    """
     algorithm = saved.algorithm
     if algorithm.preset.divergence is None:
         return
@@ -261,13 +275,13 @@ def _check_rule(saved: SeenStep, finite: Tensor) -> None:
     if algorithm.preset.mask != algorithm.preset.divergence:
         return
     bounds = [v for n, v in algorithm.numbers.items() if n in ("tv_threshold", "kl_threshold")]
-    negative = [v for n, v in algorithm.numbers.items() if n.endswith("_threshold_negative")]
-    expected = finite & rules.near(
-        saved.inputs, algorithm.anchor, saved.divergence, *bounds, *negative
+    negative_bounds = [v for n, v in algorithm.numbers.items() if n.endswith("_threshold_negative")]
+    expected_mask = finite & rules.near(
+        saved.inputs, algorithm.anchor, saved.divergence, *bounds, *negative_bounds
     )
-    wrong = torch.nonzero(expected != saved.trains).flatten().tolist()
-    if wrong:
+    wrong_rows = torch.nonzero(expected_mask != saved.trains).flatten().tolist()
+    if wrong_rows:
         raise DisagreementError(
-            f"{len(wrong)} tokens were not blocked as their saved divergence says; the first has D = "
-            f"{float(saved.divergence[wrong[0]]):g}, and {'trained' if saved.trains[wrong[0]] else 'did not'}"
+            f"{len(wrong_rows)} tokens were not blocked as their saved divergence says; the first has D = "
+            f"{float(saved.divergence[wrong_rows[0]]):g}, and {'trained' if saved.trains[wrong_rows[0]] else 'did not'}"
         )
