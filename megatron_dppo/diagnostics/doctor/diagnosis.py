@@ -137,10 +137,10 @@ class Diagnosis:
 
     @property
     def is_in_question(self) -> bool:
-        """Return whether the parallel layout may be the cause.
+        """Whether the parallel layout may be the cause.
 
-        It may not if the named cause explains the whole gap except for rounding, or if that cause lies in the weights:
-        a trainer that loads them again has the right ones.
+        The layout is ruled out if the named cause explains the whole gap except for rounding, or if that cause lies in
+        the weights: a trainer that loads them again has the right ones.
         """
         if self.cause is None or self.is_healthy:
             return not self.is_healthy
@@ -175,7 +175,7 @@ class TokenEvidence:
 
     @property
     def is_explained(self) -> bool:
-        """Return whether the cause explains this token's gap: at most EXPLAINED of it is left, or NOISE."""
+        """Whether the cause explains this token's gap: at most the share EXPLAINED of it is left, or NOISE."""
         return self.with_cause is not None and abs(self.side - self.with_cause) <= max(
             EXPLAINED * self.gap, NOISE
         )
@@ -193,30 +193,31 @@ def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) ->
         transforms.append((name, normaliser_of_first(run.temperature, count)))
     causes = [Alternative("sampling transform", name, transform) for name, transform in transforms]
 
-    def changed(axis: str, name: str, change: Change) -> None:
+    def add_cause(axis: str, name: str, change: Change) -> None:
         causes.append(Alternative(axis, name, sampling, change))
 
-    changed("precision", ROUNDED, Reference.in_bfloat16)
-    changed("precision", "output layer in bfloat16", lambda r: r.rounded("lm_head"))
+    add_cause("precision", ROUNDED, Reference.in_bfloat16)
+    rounded_head = partial(Reference.rounded, part="lm_head")
+    add_cause("precision", "output layer in bfloat16", rounded_head)
     name = "output layer of bfloat16, logits in float32"
-    changed("precision", name, lambda r: r.rounded("lm_head", results=False))
-    changed("precision", EIGHT_BITS, lambda r: r.rounded(results=False, to=float8))
+    add_cause("precision", name, partial(rounded_head, results=False))
+    add_cause("precision", EIGHT_BITS, partial(Reference.rounded, results=False, to=float8))
     for name, prompts in (("", True), (", not while a prompt is read", False)):
         change = partial(Reference.cached_in_bfloat16, prompts=prompts)
-        changed("cache", f"keys and values in bfloat16{name}", change)
+        add_cause("cache", f"keys and values in bfloat16{name}", change)
     for name, frequencies in _frequencies(reference):
-        changed("positions", name, partial(Reference.frequencies, change=frequencies))
+        add_cause("positions", name, partial(Reference.frequencies, change=frequencies))
     for first, second in (("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm")):
         if any(first in name for name in reference.tensors):
             name = f"{first} and {second} exchanged"
-            changed("weights", name, partial(Reference.exchanged, first=first, second=second))
+            add_cause("weights", name, partial(Reference.exchanged, first=first, second=second))
     for n in _ranks(run, reference):
         name = f"each of {n} ranks has the experts of the next"
-        changed("weights", name, partial(Reference.experts_moved, ranks=n))
+        add_cause("weights", name, partial(Reference.experts_moved, ranks=n))
     if is_recorded:
         for name, layers, tokens in ROUTINGS:
             rows = partial(_recorded_rows, layers=layers, tokens=tokens)
-            changed("routing", name, partial(Reference.routed, rows_of=rows))
+            add_cause("routing", name, partial(Reference.routed, rows_of=rows))
     return causes
 
 
@@ -230,9 +231,10 @@ def alternatives_of_version(
         ("staleness", "weights", all_weights),
         ("cache", "prompts' keys and values", prompts),
     ]
-    for part in (p for p in PARTS if any(p in name for name in reference.tensors)):
-        of_part = partial(Reference.tensors_of, other=other, part=part)
-        changes.append(("weights", part.strip("."), of_part))
+    for part in PARTS:
+        if any(part in name for name in reference.tensors):
+            change_of_part = partial(Reference.tensors_of, other=other, part=part)
+            changes.append(("weights", part.strip("."), change_of_part))
     for n in _ranks(run, reference):
         for rank in range(n):
             change = partial(Reference.experts_of, other=other, rank=rank, ranks=n)
@@ -324,11 +326,10 @@ def engine_side(batch: Sequence[Trajectory]) -> Side | None:
 
     Returns None if every response was sampled by several versions.
     """
-    version_by_position = {
-        i: spans[0].weight_version
-        for i, t in enumerate(batch)
-        if len(spans := t.version_spans) == 1
-    }
+    version_by_position: dict[int, int] = {}
+    for i, t in enumerate(batch):
+        if len(t.version_spans) == 1:
+            version_by_position[i] = t.version_spans[0].weight_version
     if not version_by_position:
         return None
     versions = list(version_by_position.values())
@@ -397,11 +398,11 @@ def _micro_batches(batch: Sequence[Trajectory]) -> Iterator[Sequence[Trajectory]
 def by_recording(
     natural: Sequence[Tensor], by_name: Mapping[str, list[Tensor]]
 ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """Make the recorded experts the reference, and the router's own choice an alternative.
+    """Exchange two roles: the recorded experts become the reference, and the router's own choice an alternative.
 
     Args:
         natural: log p with the experts that the router chooses itself.
-        by_name: log p by each alternative's name, computed from ``natural``.
+        by_name: log p by each alternative's name, ``RECORDED`` among them.
 
     Returns:
         log p with the recorded experts, and log p by each alternative's name, ``NATURAL`` among them. The difference
@@ -472,7 +473,9 @@ def _spread(differences: Sequence[Tensor]) -> float:
     If a router's best experts score nearly equally, another rounding selects another expert, and all later tokens
     differ. Such a difference is in few stretches; that of a side with an error is in many.
     """
-    stretches = [part for d in differences for part in d.split(STRETCH) if len(part)]
+    stretches: list[Tensor] = []
+    for difference in differences:
+        stretches += [part for part in difference.split(STRETCH) if len(part)]
     if len(stretches) < 2:
         return 0.0
     tokens = sum(map(len, stretches))
@@ -564,7 +567,7 @@ class Draws:
 
     @property
     def are_copies(self) -> bool:
-        """Return whether there are more equal responses than chance explains."""
+        """Whether there are more equal responses than chance explains."""
         return self.copies_evidence > EVIDENCE
 
 
@@ -611,8 +614,14 @@ def draws(
     positions_by_problem: dict[int, list[int]] = {}
     for k, t in enumerate(trajectories):
         positions_by_problem.setdefault(t.problem_id, []).append(k)
-    pairs = [pair for group in positions_by_problem.values() for pair in combinations(group, 2)]
+    groups = list(positions_by_problem.values())
+    pairs: list[tuple[int, int]] = []
+    for group in groups:
+        pairs += combinations(group, 2)
     log_mu = [float(log_probs.sum()) for log_probs in side.log_probs]
+    responses_by_group: list[list[tuple[Hashable, float]]] = []
+    for group in groups:
+        responses_by_group.append([(ids[k], log_mu[k]) for k in group])
     return Draws(
         tokens=len(joined(configured)),
         sampler=sampler if ratios[sampler] > EVIDENCE else None,
@@ -620,18 +629,20 @@ def draws(
         copies=[(side.positions[a], side.positions[b]) for a, b in pairs if ids[a] == ids[b]],
         # P(b = a | a) = mu(a); either of the two may be the first.
         expected_copies=sum((math.exp(log_mu[a]) + math.exp(log_mu[b])) / 2 for a, b in pairs),
-        copies_evidence=repetition_evidence(
-            [(ids[k], log_mu[k]) for k in group] for group in positions_by_problem.values()
-        ),
+        copies_evidence=repetition_evidence(responses_by_group),
     )
 
 
 def prompt_faults(batch: Sequence[Trajectory], origin: Origin) -> list[str]:
     """List the responses whose prompt differs from the one that data, tokenizer, template and environment make now."""
-    return [
-        f"{t}: its prompt of {len(t.prompt_ids)} tokens is not what data, tokenizer and template make now "
-        f"({f'{len(problem.prompt_ids)} tokens' if problem else 'no such problem'})"
-        for t in batch
-        for problem in [origin.problems.get(t.problem_id)]
-        if not origin.has_prompt(t)
-    ]
+    faults: list[str] = []
+    for t in batch:
+        if origin.has_prompt(t):
+            continue
+        problem = origin.problems.get(t.problem_id)
+        made_now = f"{len(problem.prompt_ids)} tokens" if problem else "no such problem"
+        faults.append(
+            f"{t}: its prompt of {len(t.prompt_ids)} tokens is not what data, tokenizer and template make now "
+            f"({made_now})"
+        )
+    return faults

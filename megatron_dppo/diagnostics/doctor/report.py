@@ -139,7 +139,9 @@ class Scores:
 
     def at(self, positions: Sequence[int]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         """Return ``plain`` and ``by_name`` of the trajectories at ``positions``."""
-        by_name = {name: [v[i] for i in positions] for name, v in self.by_name.items()}
+        by_name: dict[str, list[Tensor]] = {}
+        for name, log_probs in self.by_name.items():
+            by_name[name] = [log_probs[i] for i in positions]
         return [self.plain[i] for i in positions], by_name
 
 
@@ -263,8 +265,8 @@ class Doctor:
     def _recording(self, engine: Side) -> list[Diagnosis]:
         """Diagnose whether a healthy engine recorded the experts that it used.
 
-        The trainer replays the recorded experts, so that wrong records make only the trainer wrong. Returns an empty
-        list if the run replays no routing.
+        The trainer replays the recorded experts, and so does its reference: a wrong record shows on neither side.
+        Returns an empty list if the run replays no routing.
         """
         scores = self._scores_of(engine.version, every=False)
         natural, by_name = scores.at(engine.positions)
@@ -316,7 +318,7 @@ class Doctor:
 
     @property
     def _is_selected(self) -> bool:
-        """Return whether rewards or lengths selected the responses that the engine's side has.
+        """Whether rewards or lengths selected the responses of the engine's side.
 
         If weight updates interrupt responses, the long ones have several versions, and the engine's side lacks them.
         """
@@ -494,12 +496,11 @@ def _responses(diagnosed: Diagnosis, doctor_report: DoctorReport) -> Iterator[st
 
 def _numbers(diagnosed: Diagnosis, token: TokenEvidence) -> str:
     """Return the tooltip of a token."""
+    side, reference = diagnosed.columns
     lines = [
         f"id {token.token_id}, token {token.position}",
-        *(
-            f"{name} {p:.6g}"
-            for name, p in zip(diagnosed.columns, (token.side, token.reference), strict=True)
-        ),
+        f"{side} {token.side:.6g}",
+        f"{reference} {token.reference:.6g}",
     ]
     if diagnosed.cause is not None and token.with_cause is not None:
         lines.append(f"{diagnosed.cause.name}: {token.with_cause:.6g}")

@@ -180,11 +180,11 @@ def threshold_text(algorithm: policy_loss.Algorithm, positive: bool) -> str:
         threshold = numbers.pop(negative_name, None)
         if threshold is not None and not positive:
             numbers[name] = threshold
-    bounds = [
-        text
-        for name, value in numbers.items()
-        if name in BOUNDS and (text := BOUNDS[name](value, positive)) is not None
-    ]
+    bounds: list[str] = []
+    for name, value in numbers.items():
+        text = BOUNDS[name](value, positive) if name in BOUNDS else None
+        if text is not None:
+            bounds.append(text)
     anchor = " (against pi')" if algorithm.needs_recomputed and bounds else ""
     return ", ".join(bounds) + anchor
 

@@ -146,7 +146,8 @@ def trained_steps(run: Path, saved: Sequence[int]) -> list[int]:
     Raises ValueError if there is no such step.
     """
     recorded_steps = {step_of(row) for row in read_records(run)}
-    if not (steps := [step for step in saved if step in recorded_steps]):
+    steps = [step for step in saved if step in recorded_steps]
+    if not steps:
         raise ValueError(f"{run / ROLLOUTS_FOLDER}: no step was trained on a batch that is in it")
     return steps
 
@@ -189,10 +190,9 @@ def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
 
     def row(name: str, of: Sequence[OtherStep]) -> tuple[str, ...]:
         trained = sum(step.trained for step in of)
-        both, only_run, only_other = (
-            sum(step.count(run=by_run, other=by_other) for step in of)
-            for by_run, by_other in ((True, True), (True, False), (False, True))
-        )
+        both = sum(step.count(run=True, other=True) for step in of)
+        only_run = sum(step.count(run=True, other=False) for step in of)
+        only_other = sum(step.count(run=False, other=True) for step in of)
         shares = [f"{count / trained:.3%}" for count in (both + only_run, both + only_other)]
         return name, str(trained), *shares, str(both), str(only_run), str(only_other)
 
@@ -210,7 +210,9 @@ def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
 
 def by_sign(steps: Sequence[OtherStep]) -> Iterator[SummaryTable]:
     """Yield two tables of the tokens that only one algorithm blocks: their number and mean mu and pi, by sign of A."""
-    tokens = [token for step in steps for token in step.tokens]
+    tokens: list[OtherToken] = []
+    for step in steps:
+        tokens += step.tokens
     for title, by_run in (("Only the run's rule blocks", True), ("Only the other blocks", False)):
         rows = []
         # Blocking a token with A = 0 has no effect: it has no gradient.
