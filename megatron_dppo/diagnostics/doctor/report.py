@@ -340,10 +340,8 @@ class Doctor:
             alternatives = diagnosis.alternatives(self._run, reference, is_recorded=is_recorded)
             near_versions = [version + d for d in NEAREST if version + d in self._weights.folders]
             if not every:
-                alternatives, near_versions = (
-                    [c for c in alternatives if diagnosis.is_decisive(c)],
-                    [],
-                )
+                alternatives = [c for c in alternatives if diagnosis.is_decisive(c)]
+                near_versions = []
             by_name = self._scores_by(reference, f"version {version}", [plain, *alternatives])
             for other_version in near_versions:
                 try:
@@ -362,7 +360,7 @@ class Doctor:
     ) -> tuple[list[Alternative], dict[str, list[Tensor]]]:
         """Return the alternatives with weights of another ``version``, and log p by each.
 
-        Two models are in memory during the call. The returned alternatives reference none of them.
+        Two models are in memory during the call. The returned alternatives keep no reference to either.
         """
         other = self._weights.reference(version)
         alternatives = diagnosis.alternatives_of_version(self._run, reference, version, other)
@@ -379,7 +377,7 @@ class Doctor:
     def _without_layout(
         self, diagnosed: Diagnosis, side: Side, plain: Sequence[Tensor]
     ) -> Diagnosis:
-        """Return ``diagnosed``; its cause is ``layout`` if the same trainer in one process equals the reference."""
+        """Change the cause to ``layout`` if the same trainer in one process agrees with the reference."""
         config = self._config
         if config.parallel.world_size == 1:
             return diagnosed

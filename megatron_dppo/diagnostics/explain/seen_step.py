@@ -151,7 +151,7 @@ def _seen_inputs(chosen: Sequence[Trajectory]) -> TokenInputs:
     columns = [_joined(chosen, n) for n in ("loss_topk_log_probs", "topk_log_probs", "topk_ids")]
     topk: Sequence[Tensor | None] = (None, None, None)
     if columns[0] is not None:
-        # The engine returned TopK(mu) in this run. Add the sampled token to it.
+        # Add the sampled token to the TopK(mu) that the engine returned.
         log_pi, log_mu, topk_ids = (c for c in columns if c is not None)
         sampled = (log_probs, rollout_log_probs, _token_ids(chosen))
         topk = with_sampled(log_pi, log_mu, topk_ids, sampled=sampled)
