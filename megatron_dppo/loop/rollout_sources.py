@@ -487,7 +487,7 @@ class BatchSeals:
         ]
         by_rank = all_gather_json(report)
         faults = []
-        seeds = []
+        seeds: list[int | None] = []
         stamp_by_position: dict[int, dict[str, Any]] = {}
         for rank_faults, _, rank_seeds, rank_stamps in by_rank:
             faults += rank_faults
