@@ -260,10 +260,10 @@ _COLOURS = {
 
 def bars(plan: RunPlan) -> dict[str, dict[str, float]]:
     """Return bar -> part -> GiB, in the order of the picture: each trainer stage, then a server's GPU."""
-    parts_by_bar = {
-        f"trainer, stage {rank.stage}": {part: size / GIB for part, size in rank.parts.items()}
-        for rank in plan.ranks
-    }
+    parts_by_bar: dict[str, dict[str, float]] = {}
+    for rank in plan.ranks:
+        parts = {part: size / GIB for part, size in rank.parts.items()}
+        parts_by_bar[f"trainer, stage {rank.stage}"] = parts
     engine = plan.engine
     if engine is not None:
         parts_by_bar["server"] = {

@@ -70,8 +70,9 @@ class LocalSizes:
 class LayerBytes:
     """Bytes that one layer keeps for each token of a micro-batch.
 
-    ``input``: the bytes that full recomputation keeps. ``projections``, ``core``: the bytes of the projections with
-    their norms, and of the core attention. ``recomputed``: the part of the sum that selective recomputation drops.
+    ``input``: the bytes that full recomputation keeps. ``projections``: the bytes of the query and key norms, of the
+    rotary embedding (torch) and of the attention output. ``core``: the bytes of the core attention's other tensors.
+    ``recomputed``: the part of the sum that selective recomputation drops.
     """
 
     input: float
@@ -111,8 +112,8 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
       (``moe_act``, ``layernorm``), and the log-sum-exp in a dense model (``core_attn``).
     """
     norm = (2 * s.hidden * s.item + _FLOAT) * s.rows
-    rotated = (s.query + 2 * s.kv) * s.item
-    raw = ((s.query + s.kv) * s.item + 2 * _FLOAT * s.heads) if s.qk_norm else 0.0
+    attention_inputs = (s.query + 2 * s.kv) * s.item
+    qk_norm = ((s.query + s.kv) * s.item + 2 * _FLOAT * s.heads) if s.qk_norm else 0.0
     output = s.query * s.item
     mlp, recomputed = 3 * s.ffn * s.item, _FLOAT * s.heads
     if is_moe:
@@ -121,8 +122,8 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
     return LayerBytes(
         input=s.hidden * s.rows * s.item,
         norms=2 * norm,
-        projections=raw + output,
-        core=rotated + _FLOAT * s.heads,
+        projections=qk_norm + output,
+        core=attention_inputs + _FLOAT * s.heads,
         mlp=mlp,
         router=_router(s, row_id_map=_FLOAT * (2 * s.experts + 1)) if is_moe else 0.0,
         recomputed=recomputed,
@@ -141,9 +142,9 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
     - SwiGLU keeps 2f (the fused input) + 2f (activation, linear part) + f (product); with routing weights another f.
     """
     norm = (s.hidden * (2 * _FLOAT + s.item) + _FLOAT) * s.rows
-    heads = s.query + s.kv
-    qk_norm = heads * 2 * _FLOAT + heads / s.head_dim * _FLOAT if s.qk_norm else 0.0
-    fused = (s.query + 2 * s.kv) * s.item
+    qk_size = s.query + s.kv
+    qk_norm = qk_size * 2 * _FLOAT + qk_size / s.head_dim * _FLOAT if s.qk_norm else 0.0
+    fused_projection = (s.query + 2 * s.kv) * s.item
     # In fp32, the norms of queries and keys also keep their inputs, which are views of the fused projection.
     if s.item == _FLOAT:
         qk_norm += (s.query + s.kv) * s.item if s.qk_norm else 0.0
@@ -159,7 +160,7 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
         core=core,
         mlp=mlp,
         router=_router(s, row_id_map=0) if is_moe else 0.0,
-        recomputed=core - (heads * s.item + fused),
+        recomputed=core - (qk_size * s.item + fused_projection),
     )
 
 

@@ -357,12 +357,12 @@ def senders(layout: Layout, ranks_per_sender: int = 1) -> int:
     candidate in each block of ``ranks_per_sender`` consecutive ranks sends (``weight_sync/strategies.py``,
     ``model.gather_plan.node_receivers``).
     """
-    holders = (
-        stage * layout.stage_ranks + expert * layout.expert_tensor
-        for stage in range(layout.pipeline)
-        for expert in range(layout.expert)
-    )
-    return len({rank // ranks_per_sender for rank in holders})
+    blocks = set()
+    for stage in range(layout.pipeline):
+        for expert in range(layout.expert):
+            holder = stage * layout.stage_ranks + expert * layout.expert_tensor
+            blocks.add(holder // ranks_per_sender)
+    return len(blocks)
 
 
 def facts_of(

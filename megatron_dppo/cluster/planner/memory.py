@@ -331,15 +331,15 @@ def engine_bytes(
         weight_bytes(shape, mapping.EngineLayout(engine.tensor, engine.expert)) // engine.pipeline
     )
     fraction = engine.memory_fraction or default_fraction(device, engine)
-    free = device.memory - devices.CONTEXT
-    pool = int(free * fraction) - weights
+    free_bytes = device.memory - devices.CONTEXT
+    pool = int(free_bytes * fraction) - weights
     tokens = max(0, pool) // kv_bytes_per_token(shape, engine)
     context = rollout.longest_prompt + rollout.longest_response
     limit = engine.max_running or min(_MOST_RUNNING, max(_FEW_RUNNING, 512 * tokens // context))
     return EngineBytes(
         weights=weights,
         kv_pool=pool,
-        reserved=free - int(free * fraction),
+        reserved=free_bytes - int(free_bytes * fraction),
         fraction=fraction,
         kv_tokens=tokens,
         sequences=min(limit, int(tokens / rollout.mean_length)),
@@ -397,22 +397,22 @@ def column_bytes(shape: ModelShape, rollout: RolloutFacts) -> ColumnBytes:
     if rollout.topk:
         forms = [Form(c.dtypes[0], (rollout.topk,)) for c in (TOPK_IDS, TOPK_LOG_PROBS)]
         topk = _rows(TOPK_IDS, rollout) * sum(form.row_bytes for form in forms)
-    sampled = _rows(ROLLOUT_LOG_PROBS, rollout)
-    plain = [Form(c.dtypes[0], ()).row_bytes for c in (ROLLOUT_LOG_PROBS, WEIGHT_VERSION)]
+    sampled_rows = _rows(ROLLOUT_LOG_PROBS, rollout)
+    row_sizes = [Form(c.dtypes[0], ()).row_bytes for c in (ROLLOUT_LOG_PROBS, WEIGHT_VERSION)]
     return ColumnBytes(
         routing=routing,
         routing_wire=routing,
         topk=topk,
         topk_wire=topk * _BASE64,
-        replicas=rollout.tokens * _TOKEN + routing + topk + sampled * sum(plain),
+        replicas=rollout.tokens * _TOKEN + routing + topk + sampled_rows * sum(row_sizes),
     )
 
 
 def routing_bytes_per_token(shape: ModelShape) -> int:
     """Return the bytes of a token's routing capture in memory."""
-    narrow, wide = ROUTED_EXPERTS.dtypes
-    trailing = (len(shape.moe_layers), shape.experts_per_token)
-    return Form(narrow if shape.num_experts <= 256 else wide, trailing).row_bytes
+    narrow_dtype, wide_dtype = ROUTED_EXPERTS.dtypes
+    row_shape = (len(shape.moe_layers), shape.experts_per_token)
+    return Form(narrow_dtype if shape.num_experts <= 256 else wide_dtype, row_shape).row_bytes
 
 
 def _rows(column: Column, rollout: RolloutFacts) -> float:

@@ -112,22 +112,26 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     sequence. A GPU reads the weights that the batch touches and the KV cache of all sequences.
 
     With p pipeline stages, the batch is split into p parts, each of them in another stage, and each part passes all
-    stages. A step then lasts p times as long as one stage (1 / p of the layers) computes and sends on one part, and
-    the weights are read p times.
+    stages. A step then takes p x the seconds in which one stage (1 / p of the layers) computes one part and sends its
+    hidden states to the next stage, and the weights are read p times.
     """
     shape, engine, device = facts.trainer.shape, facts.engine, cluster.device
     stages = engine.pipeline
     part = max(1.0, running / stages)
     touched = touched_parameters(shape, part)
     cache = part * context * kv_bytes_per_token(shape, engine)
-    memory = (touched.dense * _ITEM / engine.gpus + cache) / (device.hbm * HBM_EFFICIENCY)
-    memory += touched.experts * _ITEM / engine.gpus / (device.hbm * EXPERT_EFFICIENCY)
+    read_seconds = (touched.dense * _ITEM / engine.gpus + cache) / (device.hbm * HBM_EFFICIENCY)
+    read_seconds += touched.experts * _ITEM / engine.gpus / (device.hbm * EXPERT_EFFICIENCY)
     flops = part * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
-    compute = flops / (device.flops * PREFILL_UTILISATION)
+    math_seconds = flops / (device.flops * PREFILL_UTILISATION)
     overhead = DECODE_OVERHEAD + hand_over_seconds(shape, engine, cluster, part)
     collectives = reduce_seconds(shape, engine, device, part)
     collectives += network_seconds(shape, engine, cluster, part, part)
-    return stages * (max(memory, compute) + overhead) + running * SEQUENCE_OVERHEAD + collectives
+    return (
+        stages * (max(read_seconds, math_seconds) + overhead)
+        + running * SEQUENCE_OVERHEAD
+        + collectives
+    )
 
 
 def reduce_seconds(shape: ModelShape, engine: EngineFacts, device: Device, tokens: float) -> float:
@@ -155,14 +159,15 @@ class Touched:
 def touched_parameters(shape: ModelShape, running: float) -> Touched:
     """Return the numbers of weights that a batch of ``running`` tokens reads.
 
-    With uniform routing, the batch reads 1 - (1 - k / E)^running of the E experts, where k is the experts per token.
+    With uniform routing, the batch reads the share 1 - (1 - k / E)^running of the experts' weights, for k of E experts
+    per token.
     """
     if not shape.is_moe:
         return Touched(float(active_parameters(shape)), 0.0)
-    expert = shape.num_layers * 3.0 * shape.hidden_size * shape.moe_ffn_hidden_size
-    dense = active_parameters(shape) - expert * shape.experts_per_token
-    share = 1 - (1 - shape.experts_per_token / shape.num_experts) ** running
-    return Touched(dense, expert * shape.num_experts * share)
+    expert_size = shape.num_layers * 3.0 * shape.hidden_size * shape.moe_ffn_hidden_size
+    dense_size = active_parameters(shape) - expert_size * shape.experts_per_token
+    read_share = 1 - (1 - shape.experts_per_token / shape.num_experts) ** running
+    return Touched(dense_size, expert_size * shape.num_experts * read_share)
 
 
 # A rollout batch.
@@ -192,7 +197,7 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
 
     Where each step waits for all of its responses, the seconds count from the first prompt to the last response.
     steady = (sampled tokens of a server / sequences at once) x the decode step of that many sequences at half of the
-    mean response, + one prefill of the prompt for each group (the prefix cache serves the other responses). tail = the
+    mean response, plus one prefill of each group's prompt (the prefix cache serves the other responses). tail = the
     seconds that the longest response takes beyond the mean one, with a tenth of the sequences.
 
     Where responses continue after a weight update, there is no tail, but each update prefills the running sequences
