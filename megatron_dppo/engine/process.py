@@ -208,14 +208,20 @@ class ChildServer:
 
     def last_exception(self) -> str | None:
         """The last Python exception that this process logged, type and message; None where there is none."""
-        lines = self.log_tail(_EXCEPTION_LINES).splitlines()
-        starts = [number for number, line in enumerate(lines) if line.startswith(_LOG_START)]
-        return processes.last_exception("\n".join(lines[starts[-1] if starts else 0 :]))
+        return last_exception_of(self.log_path)
 
     def _give_up(self, reason: str) -> NoReturn:
         log = self.log_tail()
         self.kill()
         raise EngineStartError(f"{reason}; the end of {self.log_path}:\n{processes.quote(log)}")
+
+
+def last_exception_of(log_path: Path) -> str | None:
+    """The last Python exception that the process which wrote last to a server's log logged there, type and message;
+    None where there is none."""
+    lines = processes.tail(log_path, _EXCEPTION_LINES).splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith(_LOG_START)]
+    return processes.last_exception("\n".join(lines[starts[-1] if starts else 0 :]))
 
 
 class _Stranger:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar
 
 from megatron_dppo.data.trajectory import Trajectory
@@ -26,6 +27,7 @@ from megatron_dppo.engine.protocol import GenerationRequest, adapter_name, reque
 from megatron_dppo.fleet.http_router import ROUTED_MODEL, SERVED_BY, HttpRouterLink
 from megatron_dppo.fleet.membership import Member, client_of
 from megatron_dppo.fleet.record import Server
+from megatron_dppo.fleet.suspects import Suspect, Suspects
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,9 @@ _PROBE_SECONDS = 5.0
 _REPLACED_SECONDS = 10.0
 _FORGETTING_SECONDS = 0.1
 _ABORT_AGAIN_SECONDS = 0.2
+# Other ranks wait meanwhile, in a collective that is given up after 600 s.
+_QUESTION_SECONDS = 300.0
+_ENDS = 2
 # smg's codes for a call that it has no server for.
 _KNOWS_NOBODY = ("no_available_workers", "model_not_found")
 
@@ -98,6 +103,9 @@ class FleetClient:
         # Of each update that failed: the version that was committed then.
         self._failed_updates: list[int | None] = []
         self._losses: dict[str, str] = {}
+        # By call: the server that has it (None: the router knows), and what it asks for.
+        self._asked: dict[str, tuple[ActiveServer | None, Sequence[GenerationRequest]]] = {}
+        self._suspects = Suspects()
         self._serving = asyncio.Event()
         self._watchers = 0
         self._router_watch: asyncio.Task[None] | None = None
@@ -174,9 +182,16 @@ class FleetClient:
 
     async def generate(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
         await self._until_served()
-        if self._router is not None and self._router.usable and self._live():
-            return await self._through_router(self._router, requests, rid)
-        return await self._directly(requests, rid)
+        try:
+            if self._router is not None and self._router.usable and self._live():
+                self._asked[rid] = None, requests
+                results = await self._through_router(self._router, requests, rid)
+            else:
+                results = await self._directly(requests, rid)
+        finally:
+            self._asked.pop(rid, None)
+        self._suspects.clear(requests)
+        return results
 
     async def abort(self, rid: str, count: int) -> None:
         await self._abort_on_each(lambda client: client.abort(rid, count))
@@ -197,6 +212,58 @@ class FleetClient:
             if not self._watchers:
                 await self._end_watches()
 
+    # --- prompts that servers may die of
+
+    @property
+    def suspects(self) -> int:
+        """Prompts that two losses of servers have in common, without an answer since."""
+        return len(self._suspects.questionable())
+
+    async def question_suspects(self, stop: Callable[[], bool]) -> Suspect | None:
+        """Ask for one token of each suspect, one after another; the first by which a server ended, and another one
+        where one is left. Nothing else may be in flight on the servers, also not of other ranks."""
+        questionable = self._suspects.questionable()
+        log.warning(
+            "%d prompts were in flight at two losses of servers; each is asked alone",
+            len(questionable),
+        )
+        try:
+            async with asyncio.timeout(_QUESTION_SECONDS):
+                for suspect in questionable:
+                    if stop() or not self._live():
+                        return None
+                    if await self._ends_servers(suspect.request):
+                        return suspect
+                    self._suspects.clear([suspect.request])
+        except TimeoutError:
+            log.warning("not all were answered within %.0f s; the run goes on", _QUESTION_SECONDS)
+        return None
+
+    async def _ends_servers(self, request: GenerationRequest) -> bool:
+        """Whether each of up to two servers that are asked for it alone ends."""
+        alone = replace(request, sampling=replace(request.sampling, max_new_tokens=1))
+        for ends in range(_ENDS):
+            live = self._live()
+            if not live:
+                # The only server ended.
+                return ends > 0
+            try:
+                await self._on(live[0], [alone], uuid.uuid4().hex)
+            except errors.EngineError:
+                if not (live[0].suspended and await self._has_ended(live[0])):
+                    return False
+            else:
+                return False
+        return True
+
+    async def _has_ended(self, active: ActiveServer) -> bool:
+        """Whether nobody listens there any more, unlike at a server that hangs or is refused."""
+        try:
+            await active.client.exchange("GET", "/health", timeout_s=_PROBE_SECONDS)
+        except errors.EngineLostError as error:
+            return not isinstance(error.__cause__, TimeoutError)
+        return False
+
     # --- calls
 
     async def _directly(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
@@ -204,8 +271,13 @@ class FleetClient:
         if not live:
             raise self._nobody()
         # This client's own calls alone: nobody without a router sees those of other ranks.
-        active = min(live, key=lambda p: p.in_flight)
+        return await self._on(min(live, key=lambda p: p.in_flight), requests, rid)
+
+    async def _on(
+        self, active: ActiveServer, requests: Sequence[GenerationRequest], rid: str
+    ) -> list[Trajectory]:
         active.in_flight += len(requests)
+        self._asked[rid] = active, requests
         began, failures = self._version, len(self._failed_updates)
         try:
             answer = await breakable(
@@ -222,6 +294,7 @@ class FleetClient:
             raise self._lost(str(error)) from error
         finally:
             active.in_flight -= len(requests)
+            self._asked.pop(rid, None)
 
     async def _through_router(
         self, router: HttpRouterLink, requests: Sequence[GenerationRequest], rid: str
@@ -360,6 +433,10 @@ class FleetClient:
         server = active.member.server
         self._losses[server.name] = reason
         log.warning("%s is suspended: %s", server.name, reason)
+        had = [
+            r for holder, calls in self._asked.values() if holder in (active, None) for r in calls
+        ]
+        self._suspects.note_loss(server, had)
         self._drop(active, reason)
         self._on_lost(server)
         if self._router is not None:

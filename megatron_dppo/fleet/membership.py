@@ -67,6 +67,10 @@ class EngineUnavailableError(RunError):
     servers were lost again and again, or they refuse what the run needs."""
 
 
+class FatalPromptError(EngineUnavailableError):
+    """A server ends when it is asked for one token of a prompt, which is named: every further one would, too."""
+
+
 @dataclass(frozen=True)
 class Member:
     """A server, what it asks of its clients, and who must have signed its certificate (None: whom the

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 from megatron_dppo.config.lora import updates_adapters
@@ -21,6 +22,7 @@ from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.options import ServerSections, check_engine
+from megatron_dppo.engine.process import last_exception_of
 from megatron_dppo.engine.weights import TAGS, EngineWeights, MemoryTag, Occupation
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.client import FleetClient
@@ -40,7 +42,8 @@ from megatron_dppo.fleet.generation import (
     Slots,
 )
 from megatron_dppo.fleet.http_router import HttpRouterLink
-from megatron_dppo.fleet.record import FleetRecord, Keys
+from megatron_dppo.fleet.record import FleetRecord, Keys, Server
+from megatron_dppo.fleet.suspects import Suspect
 from megatron_dppo.loop.ending import RunStoppedError
 from megatron_dppo.model.shape import TRAINER_PARTS, ModelShape, TrainerPart
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -148,6 +151,14 @@ class _Connections:
     async def _serve(self, members: Sequence[membership.Member], version: int) -> None:
         await self.client.serve(members, version)
         self.slots.hold(False)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no generation of this rank is running."""
+        return all(g.running is None or g.running.done() for g in self._under_way)
+
+    def question_suspects(self) -> Suspect | None:
+        return self.runner.run(self.client.question_suspects(self._stop))
 
     def close(self) -> None:
         """Abort what is under way on the servers, and close the connections."""
@@ -308,7 +319,8 @@ class _SharedDevices:
 class EngineSession:
     """``connect`` first; a context manager. Its end closes the connections; the servers keep running.
 
-    ``fence``: collective; raises on every rank once another start of the run has taken over.
+    ``fence``: collective; raises on every rank once another start of the run has taken over. ``place_of``: where in the
+    data a prompt stands, by its tokens, in words; None where it isn't known.
     """
 
     def __init__(
@@ -317,8 +329,11 @@ class EngineSession:
         trainer: Trainer,
         stop: Callable[[], bool],
         fence: Callable[[], None] = lambda: None,
+        place_of: Callable[[Sequence[int]], str | None] = lambda prompt_ids: None,
     ) -> None:
         sections, rank = ServerSections.of(config), trainer.topology.rank
+        self._rank, self._place_of = rank, place_of
+        self._logs = Path(config.run.directory) / "logs"
         self._access = _ServerAccess(sections, config.weight_sync, trainer.shape)
         record, endpoint = _open_record(config.run.directory, config.parallel.interface, rank)
         self._connections = connections = _Connections(
@@ -422,7 +437,39 @@ class EngineSession:
         collectives.barrier()
         if self._membership is None:
             self._connections.serve(self._members, version)
+        self._question_suspects()
         self._connections.resume_lost()
+
+    def _question_suspects(self) -> None:
+        """Find the prompt that servers die of, where losses had some in common, rank by rank. Collective.
+
+        Not where a generation goes on: a server could end by what that asks for. Raises FatalPromptError.
+        """
+        connections = self._connections
+        states = collectives.all_gather_json([connections.client.suspects, connections.is_quiet])
+        if not all(is_quiet for _, is_quiet in states):
+            return
+        for rank, (count, _) in enumerate(states):
+            if not count:
+                continue
+            suspect = connections.question_suspects() if rank == self._rank else None
+            fault = collectives.first_failure(None if suspect is None else self._accuse(suspect))
+            if fault is not None:
+                raise membership.FatalPromptError(fault)
+
+    def _accuse(self, suspect: Suspect) -> str:
+        prompt = suspect.request.prompt_ids
+        place = self._place_of(prompt) or f"problem {suspect.request.problem_id}"
+        ends = "; ".join(f"{s.name}: {self._last_exception(s)}" for s in suspect.servers)
+        return (
+            f"{place}: servers end when they are asked for one token after this prompt of {len(prompt)} tokens alone, "
+            f"expected a prompt that they answer; those that were lost with it: {ends}"
+        )
+
+    def _last_exception(self, server: Server) -> str:
+        path = self._logs / f"{server.name}-{server.incarnation}.log"
+        found = last_exception_of(path) if path.is_file() else None
+        return found or f"no Python exception in {path}"
 
     # --- devices that trainer and servers share
 
@@ -524,6 +571,7 @@ class EngineSession:
             self._patience.count_loss(reason)
             if is_served:
                 # A response failed again and again on servers that go on.
+                self._question_suspects()
                 self._connections.resume_lost()
             else:
                 self._restore(trainer_version)

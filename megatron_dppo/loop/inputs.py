@@ -99,6 +99,17 @@ class RunData:
         files = self._config.data.evaluation_files
         return {name: self._sets[_name(file)].problems for name, file in files.items()}
 
+    def place_of(self, prompt_ids: Sequence[int]) -> str | None:
+        """File and line of the problem with which these tokens begin, which may go on with turns or a response."""
+        found: tuple[int, str] | None = None
+        for path, problem_set in self._sets.items():
+            for problem in problem_set.problems:
+                length = len(problem.prompt_ids)
+                is_longer = found is None or length > found[0]
+                if is_longer and tuple(prompt_ids[:length]) == problem.prompt_ids:
+                    found = length, f"{path}, {problem_set.place(problem.problem_id)}"
+        return None if found is None else found[1]
+
     def origin(self) -> Origin:
         """What every batch of the run is made with."""
         rollout = self._config.rollout

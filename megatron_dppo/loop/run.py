@@ -176,7 +176,7 @@ class Run:
         self.engine: EngineSession | None = None
         if config.rollout.replay_from is None:
             self.engine = stack.enter_context(
-                EngineSession(config, self.trainer, stop, fence.check_together)
+                EngineSession(config, self.trainer, stop, fence.check_together, self.data.place_of)
             )
         self.scorer = Scorer(config.reward)
         # Nobody else scores, so nobody else needs workers.

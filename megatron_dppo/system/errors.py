@@ -48,6 +48,7 @@
       WeightUpdateError                 an update failed on all ranks alike
         WeightUpdateRefusedError
       EngineUnavailableError            no server is left, or could be had
+        FatalPromptError                servers end when they are asked for a prompt
       EngineGivenUpError                a server failed for good
         FirstStartError
       EngineError                       between a run and its engine

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import uuid
 from collections import Counter
+from collections.abc import Callable
 
 import aiohttp
 from aiohttp import web
@@ -22,7 +23,7 @@ class SmallServer:
     a live HTTP process a stopped scheduler or detokenizer is. ``info``: status and text of
     ``/server_info`` and ``/model_info``; ``asked`` counts what was asked; ``adapters``: those
     that calls named; ``versions``: other ones than ``version``, by that token. An abort of all ends what it holds
-    back, also while it is ``silent``: with two tokens."""
+    back, also while it is ``silent``: with two tokens. ``dies_of``: whether a prompt with that first token ends it."""
 
     def __init__(self, name: str, version: int = 1, delay_s: float = 0.0) -> None:
         self.name = name
@@ -31,6 +32,8 @@ class SmallServer:
         self.delay_s = delay_s
         self.silent = False
         self.refuses = False
+        self.dies_of: Callable[[int], bool] = lambda token: False
+        self._dying: asyncio.Task[None] | None = None
         self.deaf: set[str] = set()
         self.info: dict[str, tuple[int, str]] = {}
         self.asked: Counter[str] = Counter()
@@ -112,6 +115,9 @@ class SmallServer:
         self.adapters.add(body.get("lora_path"))
         shared = isinstance(body["input_ids"][0], list)
         prompts = body["input_ids"] if shared else [body["input_ids"]]
+        if any(self.dies_of(prompt[0]) for prompt in prompts):
+            self._dying = self._dying or asyncio.create_task(self.die())
+            await asyncio.sleep(60)
         await asyncio.sleep(self.delay_s)
         before = self.aborts
         while self.silent and self.aborts == before:

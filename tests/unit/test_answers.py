@@ -208,6 +208,19 @@ def test_every_file_that_can_not_be_read_is_told_of(run_data, tmp_path):
         run_data([{"a": 1}], train=files)
 
 
+def test_a_prompt_s_place_is_found_by_its_tokens(run_data):
+    """Of two problems, one of which begins as the other, it is the longer one's; a response may follow."""
+    data = run_data([{"prompt": p, "answer": "1"} for p in ("12", "123", "5")])
+    for number, problem in enumerate(data.train.problems, 1):
+        place = data.place_of((*problem.prompt_ids, 7, 7))
+        assert place is not None
+        assert place.endswith(f"train.jsonl, line {number}")
+    place = data.place_of(data.held_out["sums"][0].prompt_ids)
+    assert place is not None
+    assert place.endswith("held_out.jsonl, line 1")
+    assert data.place_of(()) is None
+
+
 def test_a_run_compares_prompts_with_the_model_s_embedding(run_data, tmp_path):
     data = run_data(GOOD)
     highest = max(token for p in data.train.problems for token in p.prompt_ids)
