@@ -107,7 +107,7 @@ class RunData:
                 length = len(problem.prompt_ids)
                 is_longer = found is None or length > found[0]
                 if is_longer and tuple(prompt_ids[:length]) == problem.prompt_ids:
-                    found = length, f"{path}, {problem_set.place(problem.problem_id)}"
+                    found = length, problem_set.location(path, problem.problem_id)
         return None if found is None else found[1]
 
     def origin(self) -> Origin:

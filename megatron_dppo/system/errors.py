@@ -79,6 +79,7 @@ These are outside of it, for none of them ends a run:
     FatalError              the end itself, once its line is printed
     LibraryMissingError     becomes a line of a ConfigError
     PortTakenError          becomes a PortHeldError or a LaunchError
+    ImportTargetError       a reward, environment, agent or tracker that can't be imported: a line of a ConfigError
     KernelBuildError        a slower path is taken, and logged
     CheckError              becomes a node's evidence
     ChatTemplateError       a chat template that fails: becomes a DataError, or a fault of an environment or a reward
