@@ -5,7 +5,9 @@ of a prompt, and checked for answers that no response could match.
 from __future__ import annotations
 
 import json
+import logging
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -14,7 +16,13 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_dppo.chat import ChatTemplateError, render
+from megatron_dppo.chat import (
+    ChatTemplateError,
+    calls_of,
+    has_date,
+    lacks_generation_prompt,
+    render,
+)
 from megatron_dppo.config.checks import PLACEHOLDER
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data.records import (
@@ -27,8 +35,11 @@ from megatron_dppo.data.records import (
     metadata_of,
     prompt_of,
     read_all_records,
+    refuse_media,
     shorten,
     text_of,
+    tools_of,
+    unread_columns,
 )
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
@@ -42,8 +53,11 @@ from megatron_dppo.rewards import (
 from megatron_dppo.rewards.answers import BadAnswers
 from megatron_dppo.rewards.verifier import Score, Verifier
 
+log = logging.getLogger(__name__)
 # Characters that are given to a tokenizer at one time: it takes 400 bytes and more for each of a call's.
 PIECE = 2**18
+Tools = Sequence[Mapping[str, Any]]
+"""Definitions of functions of one prompt."""
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt and of its response, which ends with the end-of-sequence token."""
 
@@ -97,7 +111,9 @@ class ProblemRecords(NamedTuple):
     """The problems of a data path as its files have them, by position.
 
     ``unanswered``: what is wrong with answers that are none. ``locations``: the place of each in words. ``sha256``: of
-    the file, or of all files. ``parts``: the files in their order.
+    the file, or of all files. ``parts``: the files in their order. ``tools``: definitions of functions of each.
+    ``unread``: of columns that look like content and are no part of the prompts, the number of records that have a
+    value there.
     """
 
     prompts: list[Prompt]
@@ -107,6 +123,8 @@ class ProblemRecords(NamedTuple):
     locations: list[str]
     sha256: str
     parts: tuple[FilePart, ...]
+    tools: list[Tools]
+    unread: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -167,7 +185,14 @@ def read_problems(path: str | Path, keys_of: DataKeys = DataKeys()) -> ProblemRe
             answers.append("")
             unanswered[position] = str(error)
     metadata = [metadata_of(record, where, keys_of.metadata) for record, where in located]
-    return ProblemRecords(prompts, answers, metadata, unanswered, locations, sha256, parts)
+    tools: list[Tools] = [tools_of(record, where) for record, where in located]
+    unread: Counter[str] = Counter()
+    for (record, where), prompt in zip(located, prompts, strict=True):
+        refuse_media(record, prompt, where)
+        unread.update(unread_columns(record, prompt))
+    return ProblemRecords(
+        prompts, answers, metadata, unanswered, locations, sha256, parts, tools, unread
+    )
 
 
 def load_problems(
@@ -197,15 +222,30 @@ def load_problems(
         DataError: a record is not a problem, no problem is within the limit, or a prompt has a token beyond the
             embedding.
     """
-    prompts, answers, metadata, unanswered, locations, sha256, parts = read_problems(path, keys_of)
+    records = read_problems(path, keys_of)
+    prompts, answers, metadata = records.prompts, records.answers, records.metadata
+    unanswered, locations = records.unanswered, records.locations
     # Without a key an answer may lack: not every reward needs one.
     if keys_of.answer is not None and len(unanswered) == len(prompts):
         raise DataError(f"{locations[0]}: {unanswered[0]}; no record of the file has an answer")
     short = short_enough(tokenizer, prompts, max_prompt_tokens)
     prompt_ids = tokenise(
-        tokenizer, [prompts[i] for i in short], form, [locations[i] for i in short]
+        tokenizer,
+        [prompts[i] for i in short],
+        form,
+        [locations[i] for i in short],
+        [records.tools[i] for i in short],
     )
     _refuse_tokens_beyond(embedding_rows, tokenizer, prompt_ids, [locations[i] for i in short])
+    warning = left_out_tools(
+        tokenizer,
+        [prompts[i] for i in short],
+        form,
+        [locations[i] for i in short],
+        [records.tools[i] for i in short],
+    )
+    if warning is not None:
+        log.warning("%s", warning)
     problems = tuple(
         Problem(
             i,
@@ -214,6 +254,7 @@ def load_problems(
             ids,
             _messages_unlike(prompts[i], form.of(prompts[i], locations[i])),
             metadata[i],
+            tuple(records.tools[i]),
         )
         for i, ids in zip(short, prompt_ids, strict=True)
         if len(ids) <= max_prompt_tokens
@@ -225,7 +266,14 @@ def load_problems(
     remaining = {problem.problem_id for problem in problems}
     dropped = len(prompts) - len(problems)
     lacking = tuple(row for row in unanswered.items() if row[0] in remaining)
-    return ProblemSet(problems, dropped, sha256, len(prompts), parts=parts, unanswered=lacking)
+    return ProblemSet(
+        problems,
+        dropped,
+        records.sha256,
+        len(prompts),
+        parts=records.parts,
+        unanswered=lacking,
+    )
 
 
 def load_pairs(
@@ -244,9 +292,12 @@ def load_pairs(
     records, locations, *_ = read_all_records(path)
     prompts = [prompt_of(record, where) for record, where in zip(records, locations, strict=True)]
     responses = [_response(record, where) for record, where in zip(records, locations, strict=True)]
+    tools = [tools_of(record, where) for record, where in zip(records, locations, strict=True)]
+    for record, prompt, where in zip(records, prompts, locations, strict=True):
+        refuse_media(record, prompt, where)
     if tokenizer.eos_token_id is None:
         raise DataError(f"{path}: the tokenizer has no end-of-sequence token to end responses with")
-    prompt_ids = tokenise(tokenizer, prompts, form, locations)
+    prompt_ids = tokenise(tokenizer, prompts, form, locations, tools)
     response_ids = tokenizer(responses, add_special_tokens=False)["input_ids"]
     for ids in (prompt_ids, response_ids):
         _refuse_tokens_beyond(embedding_rows, tokenizer, ids, locations)
@@ -349,18 +400,25 @@ def rendered(
     prompts: Sequence[Prompt],
     form: PromptForm,
     locations: Sequence[str],
+    tools: Sequence[Tools] = (),
 ) -> list[tuple[str, bool]]:
-    """The text of every prompt in ``form``, and whether the chat template wrote it."""
+    """The text of every prompt in ``form``, and whether the chat template wrote it.
+
+    ``tools``: of every prompt; empty: none has any.
+    Raises DataError where a chat template leaves out what a message says.
+    """
     formed = [form.of(prompt, where) for prompt, where in zip(prompts, locations, strict=True)]
-    templated = [form.apply_chat_template or not isinstance(prompt, str) for prompt in formed]
+    tools = tools or [()] * len(prompts)
+    has_chat = form.apply_chat_template
+    templated = [has_chat or not isinstance(prompt, str) for prompt in formed]
     if tokenizer.chat_template is None and True in templated:
         raise DataError(
             f"{locations[templated.index(True)]}: the prompt needs a chat template and the tokenizer "
             "has none; set data.apply_chat_template to false for plain-text prompts"
         )
     return [
-        (_render(tokenizer, prompt, form, where), True) if chat else (text_of(prompt), False)
-        for prompt, chat, where in zip(formed, templated, locations, strict=True)
+        (_render(tokenizer, prompt, form, where, own), True) if chat else (text_of(prompt), False)
+        for prompt, chat, where, own in zip(formed, templated, locations, tools, strict=True)
     ]
 
 
@@ -369,9 +427,10 @@ def tokenise(
     prompts: Sequence[Prompt],
     form: PromptForm,
     locations: Sequence[str],
+    tools: Sequence[Tools] = (),
 ) -> list[tuple[int, ...]]:
     """Token ids of every prompt in ``form``. Special tokens: the chat template's, or for plain text the tokenizer's."""
-    texts = rendered(tokenizer, prompts, form, locations)
+    texts = rendered(tokenizer, prompts, form, locations, tools)
     prompt_ids: list[tuple[int, ...]] = [()] * len(prompts)
     for with_template in (False, True):
         chosen = [i for i, (_, by_template) in enumerate(texts) if by_template == with_template]
@@ -390,19 +449,24 @@ def token_counts(
     prompts: Sequence[Prompt],
     form: PromptForm,
     locations: Sequence[str],
+    tools: Sequence[Tools] = (),
 ) -> list[int]:
     """Tokens of every prompt in ``form``; a token more at each cut of one that is longer than ``PIECE``."""
     return [
         sum(map(len, _encoded_in_pieces(tokenizer, text, by_template)))
-        for text, by_template in rendered(tokenizer, prompts, form, locations)
+        for text, by_template in rendered(tokenizer, prompts, form, locations, tools)
     ]
 
 
 def distinct_tokens(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, form: PromptForm, where: str
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    form: PromptForm,
+    where: str,
+    tools: Tools = (),
 ) -> set[int]:
     """The ids of a prompt in ``form``, each once."""
-    ((text, by_template),) = rendered(tokenizer, [prompt], form, [where])
+    ((text, by_template),) = rendered(tokenizer, [prompt], form, [where], [tools])
     return set().union(*_encoded_in_pieces(tokenizer, text, by_template))
 
 
@@ -432,12 +496,92 @@ def _with_last_text(prompt: Prompt, text: str) -> Prompt:
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, form: PromptForm, where: str
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    form: PromptForm,
+    where: str,
+    tools: Tools,
 ) -> str:
+    messages = _messages(prompt)
     try:
-        return render(tokenizer, _messages(prompt), arguments=form.arguments)
+        text = render(tokenizer, messages, tools=tools, arguments=form.arguments)
     except ChatTemplateError as error:
         raise DataError(f"{where}: the chat template fails on it: {error}") from error
+    for missing in _missing_messages(text, messages):
+        raise DataError(
+            f"{where}: the chat template leaves out, or alters, {missing}; expected it in the prompt. Leave it out of "
+            "the data, or give the checkpoint a chat template that writes it"
+        )
+    return text
+
+
+def _missing_messages(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The messages whose text a rendering lacks, in words."""
+    for number, message in enumerate(messages, start=1):
+        role, content = str(message["role"]), str(message["content"])
+        if role == "assistant":
+            # Templates take the thoughts out of earlier turns.
+            content = content.rpartition("</think>")[2]
+        if not _is_in(text, content):
+            yield f"message {number}, of the role {role!r}: {shorten(content)}"
+
+
+def _is_in(text: str, content: str) -> bool:
+    """Whether ``text`` has the content, as it is or as in a string of JSON, but for white space around it."""
+    content = content.strip()
+    if content in text:
+        return True
+    as_json = (json.dumps(content, ensure_ascii=ascii_only) for ascii_only in (False, True))
+    return any(escaped[1:-1] in text for escaped in as_json)
+
+
+def left_out_tools(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    form: PromptForm,
+    locations: Sequence[str],
+    tools: Sequence[Tools],
+) -> str | None:
+    """A warning where prompts lack the name of a tool that their record defines or calls; None: they have all."""
+    lacking = []
+    for prompt, where, own in zip(prompts, locations, tools, strict=True):
+        names = _tool_names(prompt, own)
+        if not names:
+            continue
+        ((text, _),) = rendered(tokenizer, [prompt], form, [where], [own])
+        lacking += [(where, name) for name in names if not _is_in(text, name)][:1]
+    if not lacking:
+        return None
+    where, name = lacking[0]
+    return (
+        f"{len(lacking):,} of {len(prompts):,} prompts lack a tool that their record defines or calls, the first in "
+        f"{where}: {shorten(name)}; tools are written by a chat template that knows them, and by no plain text"
+    )
+
+
+def _tool_names(prompt: Prompt, tools: Tools) -> list[str]:
+    functions = [tool.get("function", tool) for tool in tools]
+    for message in _messages(prompt):
+        functions += calls_of(message)
+    names = [f.get("name") for f in functions if isinstance(f, Mapping)]
+    return [name for name in names if isinstance(name, str)]
+
+
+def template_warnings(tokenizer: PreTrainedTokenizerBase, form: PromptForm) -> Iterator[str]:
+    """What the chat template does to prompts that is seldom meant, a sentence each."""
+    if tokenizer.chat_template is None or not form.apply_chat_template:
+        return
+    if has_date(tokenizer, form.arguments):
+        yield (
+            "the chat template writes the date of the day into prompts, so that prompts differ from one day to the "
+            "next, within a run that goes on and between training and use; set its variable for the date in "
+            "data.chat_template_arguments where it has one (Llama's is date_string), or write a date into the template"
+        )
+    if lacks_generation_prompt(tokenizer, form.arguments):
+        yield (
+            "the chat template writes no generation prompt: prompts end before the text that begins the assistant's "
+            "turn, which the model then has to write itself; expected a template that heeds add_generation_prompt"
+        )
 
 
 def _named(error: Exception) -> str:

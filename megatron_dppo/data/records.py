@@ -308,6 +308,26 @@ METADATA_KEYS = ("metadata", "extra_info", "info")
 EVERY_COLUMN = "*"
 """As the key of metadata: all columns of a record."""
 _CONVERSATIONS = ("messages", "conversations", "prompt")
+TOOLS_KEY = "tools"
+"""Definitions of functions, which the chat template writes into the prompt."""
+MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA_MARK = re.compile(r"<\|?(?:image|video|audio)", re.IGNORECASE)
+UNREAD_KEYS = (
+    *MEDIA_KEYS,
+    *(
+        "system",
+        "system_prompt",
+        "context",
+        "contexts",
+        "passage",
+        "passages",
+        "document",
+        "documents",
+    ),
+    *("article", "choices", "options", "input", "history"),
+    *("functions", "tool_definitions", "available_tools", "tool_schemas"),
+)
+"""Columns that are content by their names, and never a part of a prompt beside the columns above."""
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """ShareGPT's names of roles; other roles stay."""
 
@@ -417,6 +437,90 @@ def _as_json(value: Any, where: str) -> Any:
     raise DataError(f"{where} holds {type(value).__name__}, expected what JSON can hold, or dates")
 
 
+def tools_of(record: Mapping[str, Any], where: str) -> tuple[dict[str, Any], ...]:
+    """The definitions of functions under ``tools``: a list of objects, or its JSON as text; empty where there are none.
+
+    Raises DataError where it is something else.
+    """
+    value = record.get(TOOLS_KEY)
+    if _is_blank(value):
+        return ()
+    tools = _parsed(value)
+    # Some files have each definition as JSON text of its own.
+    tools = [_parsed(tool) for tool in tools] if isinstance(tools, list) else [tools]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(
+            f"{where}: {TOOLS_KEY!r} is {shorten(value)}, expected a list of objects that define functions, or its "
+            "JSON as text; give a column that is for other ends another name"
+        )
+    return tuple(_as_json(_without_none(tool), f"{where}: {TOOLS_KEY!r}") for tool in tools)
+
+
+def refuse_media(record: Mapping[str, Any], prompt: Prompt, where: str) -> None:
+    """Raise DataError where a record has images, videos or sound, which the model would not get.
+
+    A text under ``image`` alone may be a name of something else, so it counts where the prompt has a mark such as
+    ``<image>``.
+    """
+    for name, value in record.items():
+        if name.lower() not in MEDIA_KEYS or _is_empty(value):
+            continue
+        if isinstance(value, str) and _MEDIA_MARK.search(_all_text(prompt)) is None:
+            continue
+        raise DataError(
+            f"{where}: the column {name!r} has a value ({type(value).__name__}), expected an empty one: models are "
+            "trained on text alone, so the prompt would have only a word such as <image>. Leave out such problems, or "
+            f"the column {name!r} where the text is enough"
+        )
+
+
+def unread_columns(record: Mapping[str, Any], prompt: Prompt) -> list[str]:
+    """The columns of ``UNREAD_KEYS`` that have a value which is no part of the prompt."""
+    text = _all_text(prompt)
+    found = []
+    for name, value in record.items():
+        if name.lower() not in UNREAD_KEYS or _is_empty(value):
+            continue
+        if not isinstance(value, str) or value.strip() not in text:
+            found.append(name)
+    return found
+
+
+def _all_text(prompt: Prompt) -> str:
+    """The text of every message."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(str(message["content"]) for message in prompt)
+
+
+def _is_empty(value: object) -> bool:
+    """Whether a column has nothing: also a list or an object of nothing, as columnar files have them."""
+    if isinstance(value, Mapping):
+        return all(map(_is_empty, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_empty, value))
+    return value is None or value == b"" or (isinstance(value, str) and not value.strip())
+
+
+def _parsed(value: Any) -> Any:
+    """The value of JSON text; another value, and text that is no JSON, stays what it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _without_none(value: Any) -> Any:
+    """A copy without the keys that columnar files add to every object of a column."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(inner) for inner in value]
+    return value
+
+
 def text_of(prompt: Prompt) -> str:
     """The text itself, or the last message's."""
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
@@ -483,7 +587,20 @@ def _message(message: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(role, str) or not role:
         return None
+    if isinstance(fields.get("tool_calls"), list):
+        fields["tool_calls"] = [_tool_call(call) for call in fields["tool_calls"]]
     return {"role": ROLES.get(role, role), "content": content, **fields}
+
+
+def _tool_call(call: Any) -> Any:
+    """A call with its arguments as an object, where they are one or its JSON as text."""
+    if not isinstance(call, Mapping):
+        return call
+    plain = {key: _without_none(value) for key, value in call.items() if value is not None}
+    if isinstance(plain.get("function"), Mapping):
+        return {**plain, "function": _tool_call(plain["function"])}
+    arguments = _parsed(plain.get("arguments"))
+    return {**plain, "arguments": arguments} if isinstance(arguments, Mapping) else plain
 
 
 def _text_of_parts(parts: list[Any]) -> str | None:

@@ -36,7 +36,7 @@ class Problem:
 
     ``problem_id``: its position in the file (0-based), which names it in trajectories and checkpoints. ``answer``:
     empty where it has none. ``messages``: all that is put to the model, as chat messages; empty: ``prompt`` alone.
-    ``metadata``: whatever else the line says of it, for rewards.
+    ``metadata``: whatever else the line says of it, for rewards. ``tools``: definitions of functions in its prompt.
     """
 
     problem_id: int
@@ -45,6 +45,7 @@ class Problem:
     prompt_ids: tuple[int, ...]
     messages: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
 
     def reward_input(self, response: str) -> RewardInput:
         """What a reward may see of a response to it."""

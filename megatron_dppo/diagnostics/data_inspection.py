@@ -67,14 +67,32 @@ def inspect(inspection: Inspection) -> Iterator[str]:
     yield f"{inspection.path}: {len(prompts):,} problems, {repeated:,} repeated"
     if warning := data_files(inspection.path).warning:
         yield warning
-    yield from _lengths(inspection, prompts, locations)
+    yield from _unread(records)
+    yield from _lengths(inspection, records)
     if inspection.tokenizer is not None:
+        for warning in problems.template_warnings(inspection.tokenizer, inspection.form):
+            yield f"warning: {warning}"
+        lacking = problems.left_out_tools(
+            inspection.tokenizer, prompts, inspection.form, locations, records.tools
+        )
+        if lacking is not None:
+            yield f"warning: {lacking}"
         yield from _special_tokens(inspection.tokenizer, prompts, locations)
-        yield from _tokens_beyond(inspection, inspection.tokenizer, prompts, locations)
+        yield from _tokens_beyond(inspection, inspection.tokenizer, records)
     yield from _answers(inspection, texts, records)
     for other in inspection.against:
         yield from _alike(inspection, texts, locations, other)
-    yield from _shown(inspection, prompts, locations)
+    yield from _shown(inspection, records)
+
+
+def _unread(records: problems.ProblemRecords) -> Iterator[str]:
+    """Columns that look like content, and are no part of the prompts."""
+    if records.unread:
+        named = ", ".join(f"{name!r} ({count:,})" for name, count in sorted(records.unread.items()))
+        yield (
+            f"columns that look like content and are no part of the prompts (records with a value there): {named}; "
+            "where the model needs them, write them into the prompt (docs/data.md)"
+        )
 
 
 def histogram(lengths: Sequence[int]) -> Iterator[str]:
@@ -88,13 +106,14 @@ def histogram(lengths: Sequence[int]) -> Iterator[str]:
         yield f"  {low:>{digits}} to {high:>{digits}}  {bar:<{_WIDTH}} {count:,}"
 
 
-def _lengths(
-    inspection: Inspection, prompts: list[problems.Prompt], locations: list[str]
-) -> Iterator[str]:
+def _lengths(inspection: Inspection, records: problems.ProblemRecords) -> Iterator[str]:
+    prompts, locations = records.prompts, records.locations
     if inspection.tokenizer is None:
         lengths, unit = [len(problems.text_of(prompt)) for prompt in prompts], "characters"
     else:
-        lengths = problems.token_counts(inspection.tokenizer, prompts, inspection.form, locations)
+        lengths = problems.token_counts(
+            inspection.tokenizer, prompts, inspection.form, locations, records.tools
+        )
         unit = "tokens"
     quantiles = np.quantile(lengths, _QUANTILES, method="inverted_cdf").tolist()
     named = ", ".join(f"{q:.0%} {int(n):,}" for q, n in zip(_QUANTILES, quantiles, strict=True))
@@ -125,16 +144,16 @@ def _special_tokens(
 def _tokens_beyond(
     inspection: Inspection,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: list[problems.Prompt],
-    locations: list[str],
+    records: problems.ProblemRecords,
 ) -> Iterator[str]:
     """Prompts with tokens that the model's embedding has no row for."""
     rows = inspection.embedding_rows
     if rows is None or not problems.has_tokens_beyond(tokenizer, rows):
         return
     beyond = []
-    for prompt, where in zip(prompts, locations, strict=True):
-        tokens = problems.distinct_tokens(tokenizer, prompt, inspection.form, where)
+    prompts = records.prompts
+    for prompt, where, tools in zip(prompts, records.locations, records.tools, strict=True):
+        tokens = problems.distinct_tokens(tokenizer, prompt, inspection.form, where, tools)
         beyond += [(where, token) for token in sorted(tokens) if token >= rows][:1]
     if beyond:
         where, token = beyond[0]
@@ -188,16 +207,19 @@ def _alike(
         )
 
 
-def _shown(
-    inspection: Inspection, prompts: list[problems.Prompt], locations: list[str]
-) -> Iterator[str]:
+def _shown(inspection: Inspection, records: problems.ProblemRecords) -> Iterator[str]:
     """The first, the middle and the last prompt, as the model gets them; of a long one beginning and end."""
+    prompts, locations = records.prompts, records.locations
     for i in sorted({0, len(prompts) // 2, len(prompts) - 1})[:_SHOWN_PROMPTS]:
         if inspection.tokenizer is None:
             text = problems.text_of(inspection.form.of(prompts[i], locations[i]))
         else:
             ((text, _),) = problems.rendered(
-                inspection.tokenizer, [prompts[i]], inspection.form, [locations[i]]
+                inspection.tokenizer,
+                [prompts[i]],
+                inspection.form,
+                [locations[i]],
+                [records.tools[i]],
             )
         if len(text) > _SHOWN_CHARACTERS:
             half = _SHOWN_CHARACTERS // 2

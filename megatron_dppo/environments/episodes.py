@@ -405,10 +405,11 @@ class TurnTemplate:
         if not self._is_chat:
             return [*problem.prompt_ids, *self._plain(observation)]
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
-        unasked = self._render(messages, asks=False)
+        unasked = self._render(messages, problem.tools, asks=False)
 
         def with_observation(hold: _Hold) -> str:
-            return self._render([*messages, hold({"role": "user", "content": observation})])
+            said = hold({"role": "user", "content": observation})
+            return self._render([*messages, said], problem.tools)
 
         text = self._with_held(with_observation)
         unasked_ids = problem.prompt_ids[: len(problem.prompt_ids) - self.generation_tokens]

@@ -1,6 +1,6 @@
 """An environment behind HTTP, for one whose libraries need a Python environment of their own. Three POSTs of JSON:
 
-    /reset  {"problem": {problem_id, prompt, answer, messages, metadata}}
+    /reset  {"problem": {problem_id, prompt, answer, messages, metadata[, tools]}}
                                                     -> {"episode": text, "observation": text}
     /step   {"episode", "text", "truncated"}        -> {"observation": text, "reward": number, "done": bool,
                                                         "scored": bool}
@@ -42,6 +42,8 @@ class OverHttp:
     async def reset(self, problem: Problem) -> Observation:
         fields = asdict(problem)
         del fields["prompt_ids"]
+        if not problem.tools:
+            del fields["tools"]
         answer = await self._endpoint.post("/reset", {"problem": fields})
         if not isinstance(answer, dict) or not isinstance(answer.get("episode"), str):
             raise ValueError(

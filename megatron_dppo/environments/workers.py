@@ -370,8 +370,9 @@ class _Host:
         environment = self._make(**self._spec.options)
         self._environments[episode] = environment
         ids = tuple(problem.pop("prompt_ids"))
-        messages = tuple(problem.pop("messages"))
-        first = await environment.reset(Problem(**problem, prompt_ids=ids, messages=messages))
+        messages, tools = tuple(problem.pop("messages")), tuple(problem.pop("tools"))
+        given = Problem(**problem, prompt_ids=ids, messages=messages, tools=tools)
+        first = await environment.reset(given)
         if isinstance(first, str):
             return first
         if not getattr(self._make, "makes_prompts", False):

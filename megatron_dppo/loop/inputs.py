@@ -26,6 +26,7 @@ from megatron_dppo.data.problems import (
     load_problems,
     load_tokenizer,
     refuse_bad_answers,
+    template_warnings,
     without,
 )
 from megatron_dppo.data.records import DataError
@@ -65,6 +66,8 @@ class RunData:
             data.apply_chat_template, data.system_prompt, data.prompt_template, arguments
         )
         self._tokenizer = load_tokenizer(config.model.hf_checkpoint)
+        for warning in template_warnings(self._tokenizer, self.form):
+            log.warning("%s: %s", config.model.hf_checkpoint, warning)
         environment = config.environment
         self.turns: TurnTemplate | None = None
         if environment.name is not None:

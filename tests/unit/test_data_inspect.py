@@ -206,3 +206,60 @@ def test_tokens_beyond_the_embedding_are_counted(files, capsys):
     (folder / "config.json").write_text(json.dumps({"vocab_size": size + 2}))
     main(["inspect", str(path), "--tokenizer", str(folder)])
     assert "beyond the" not in capsys.readouterr().out
+
+
+def test_columns_that_are_no_part_of_the_prompts_are_named(files, capsys):
+    rows = [
+        {"question": "3 beans. 1+1", "answer": "2", "context": "3 beans.", "system": "Add."},
+        {"question": "1+2", "answer": "3", "context": "4 beans.", "functions": [{"name": "add"}]},
+        {"question": "1+3", "answer": "4", "context": "", "functions": [], "source": "x"},
+    ]
+    path = files / "columns.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["inspect", str(path)])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "'context'" in line]
+    # The first context is in its prompt.
+    for named in ("'context' (1)", "'functions' (1)", "'system' (1)"):
+        assert named in line
+    assert "source" not in line
+    main(["inspect", str(files / "train.jsonl")])
+    assert "no part of the prompts" not in capsys.readouterr().out
+
+
+def test_warnings_of_a_chat_template(files, capsys):
+    def warnings(template: str, *words: str) -> list[str]:
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(files / "tokenizer")
+        folder = str(files / "tokenizer")
+        main(["inspect", str(files / "train.jsonl"), "--tokenizer", folder, *words])
+        said = capsys.readouterr().out.splitlines()
+        return [line for line in said if line.startswith("warning: ")]
+
+    usual = tiny_tokenizer().chat_template
+    assert warnings(usual) == []
+    (dated,) = warnings("{{ strftime_now('%d %b') }}" + usual)
+    assert "date" in dated
+    unasked = usual[: usual.index("{% if add_generation_prompt")]
+    (unended,) = warnings(unasked)
+    assert "generation prompt" in unended
+    assert warnings(unasked, "--plain") == []
+
+
+def test_images_are_refused_and_tools_are_shown(files, capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + tokenizer.chat_template
+    )
+    tokenizer.save_pretrained(files / "tokenizer")
+    path, words = files / "set.jsonl", ["--tokenizer", str(files / "tokenizer")]
+    tool = {"type": "function", "function": {"name": "add"}}
+    path.write_text(json.dumps({"prompt": "1+1", "answer": "2", "tools": [tool]}))
+    main(["inspect", str(path), *words])
+    said = capsys.readouterr().out
+    assert '"name": "add"' in said
+    assert "warning" not in said
+    path.write_text(json.dumps({"prompt": "<image>1", "answer": "2", "images": [{"path": "a"}]}))
+    with pytest.raises(SystemExit):
+        main(["inspect", str(path)])
+    assert "'images'" in capsys.readouterr().err

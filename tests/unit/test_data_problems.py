@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dppo.chat import has_date, lacks_generation_prompt, render
 from megatron_dppo.config.data_files import data_files
 from megatron_dppo.data.problems import (
     DataKeys,
@@ -40,7 +41,8 @@ from megatron_dppo.data.records import (
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.rewards import RewardInput
 from megatron_dppo.system import time_limit
-from tests.tiny_models import tiny_tokenizer
+from tests.chat_templates import PUBLISHED, published_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +203,8 @@ def test_a_conversation_with_calls_of_tools_up_to_the_answer(load, tokenizer):
     ]
     answer = {"role": "assistant", "content": "It is 2."}
     (problem,) = load(json.dumps({"messages": [*start, answer], "answer": "2"})).problems
+    # Templates take arguments as an object.
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     assert problem.prompt == "2"
     assert problem.messages == (
         *start[:2],
@@ -804,3 +808,167 @@ def test_all_columns_as_metadata():
     assert metadata_of(record, "line 1", "*") == expected
     with pytest.raises(DataError, match="line 1: 'image' holds bytes"):
         metadata_of({"image": b"1"}, "line 1", "*")
+
+
+# --- content that would be left out of a prompt
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_a_message_that_the_chat_template_drops_is_named(load, tokenizer, monkeypatch, role):
+    kept = f"{{% for m in messages if m['role'] != '{role}' %}}"
+    template = CHAT_TEMPLATE.replace("{% for m in messages %}", kept)
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    talk = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+    line = json.dumps({"prompt": talk, "answer": "2"})
+    with pytest.raises(DataError, match=rf"set\.jsonl, line 2: .*'{role}'"):
+        load(json.dumps({"prompt": "x", "answer": "2"}) + "\n" + line)
+
+
+def test_a_system_prompt_of_the_recipe_that_the_chat_template_drops_is_named(
+    load, tokenizer, monkeypatch
+):
+    template = CHAT_TEMPLATE.replace("in messages", "in messages if m['role'] != 'system'")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(DataError, match=r"line 1: .*'system'"):
+        load(GOOD, apply_chat_template=True, system_prompt="Add.")
+
+
+TALK_WITH_THOUGHTS = [
+    {"role": "system", "content": ' Use "tools".\n'},
+    {"role": "user", "content": "1+1?\n"},
+    {"role": "assistant", "content": "<think>\nquick\n</think>\n\n2"},
+    {"role": "user", "content": "and 2+2"},
+]
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "mixtral"])
+def test_templates_that_trim_and_take_thoughts_out_lose_nothing(tmp_path, name):
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps({"prompt": TALK_WITH_THOUGHTS, "answer": "4"}))
+    tokenizer = published_tokenizer(PUBLISHED[name])
+    found = load_problems(path, tokenizer, max_prompt_tokens=2000, form=PromptForm())
+    assert len(found) == 1
+
+
+def test_what_a_tool_said_may_stand_as_json_in_the_prompt(load, tokenizer, monkeypatch):
+    template = CHAT_TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] | tojson }}")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    talk = [{"role": "user", "content": "1+1"}, {"role": "tool", "content": '4 "°C"\nnow '}]
+    assert len(load(json.dumps({"prompt": talk, "answer": "2"}))) == 1
+
+
+@pytest.mark.parametrize("name", ["images", "Image", "videos", "audio"])
+def test_a_column_that_no_text_model_gets_is_refused_where_it_has_a_value(load, name):
+    empty = [None, [], "", {"bytes": None, "path": None}, [None]]
+    lines = [json.dumps({"prompt": "1+1", "answer": "2", name: value}) for value in empty]
+    assert len(load("\n".join(lines))) == len(empty)
+    full = json.dumps({"prompt": "<image>1+1", "answer": "2", name: ["a.png"]})
+    with pytest.raises(DataError, match=rf"line 6: .*'{name}'"):
+        load("\n".join([*lines, full]))
+
+
+def test_text_under_image_is_refused_where_the_prompt_refers_to_it(load):
+    # Some sets name a container there.
+    assert len(load('{"prompt": "1+1", "answer": "2", "image": "python:3.12"}')) == 1
+    with pytest.raises(DataError, match=r"line 1: .*'image'"):
+        load('{"prompt": "<image> 1+1", "answer": "2", "image": "a.png"}')
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("value", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
+def test_the_column_tools_goes_to_the_chat_template(load, tokenizer, monkeypatch, value):
+    monkeypatch.setattr(tokenizer, "chat_template", WITH_TOOLS)
+    line = json.dumps({"prompt": "1+1", "answer": "2", "tools": value})
+    plain, given = load(f"{GOOD}\n{line}", apply_chat_template=True, max_prompt_tokens=999).problems
+    assert given.tools == (TOOL,)
+    assert plain.tools == ()
+    assert tokenizer.decode(plain.prompt_ids) == chat(("user", "1+1"))
+    expected = render(tokenizer, [{"role": "user", "content": "1+1"}], tools=[TOOL])
+    assert list(given.prompt_ids) == tokenizer.encode(expected)
+    assert '"add"' in expected
+
+
+def test_keys_that_parquet_adds_to_every_tool_are_left_out(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", WITH_TOOLS)
+    other = {"type": "function", "function": {"name": "say", "description": "Says."}}
+    path = tmp_path / "set.parquet"
+    rows = [{"prompt": "1+1", "answer": "2", "tools": [tool]} for tool in (TOOL, other)]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    found = load_problems(path, tokenizer, max_prompt_tokens=999, form=PromptForm())
+    assert [problem.tools for problem in found.problems] == [(TOOL,), (other,)]
+
+
+def test_a_column_tools_of_something_else_is_named(load):
+    with pytest.raises(DataError, match=r"line 1: 'tools'"):
+        load('{"prompt": "1+1", "answer": "2", "tools": ["add"]}')
+
+
+@pytest.mark.parametrize("form", [{"apply_chat_template": True}, {}])
+def test_a_tool_that_prompts_lack_is_a_warning(load, caplog, form):
+    load(json.dumps({"prompt": "1+1", "answer": "2", "tools": [TOOL]}), **form)
+    (warning,) = caplog.messages
+    assert '"add"' in warning
+    assert "line 1" in warning
+
+
+ARGUMENTS = {"city": "Zürich", "days": [1, None]}
+CONCATENATES = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '<' + c.function.arguments + '>' }}"
+)
+ENDED = "{% endfor %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CONCATENATES,
+        CONCATENATES.replace(
+            "'<' + c.function.arguments + '>'", "'<' ~ c.function.arguments ~ '>'"
+        ),
+        CONCATENATES.replace(" + c.function.arguments + ", " + (c.function.arguments | tojson) + "),
+    ],
+    ids=["joins text", "writes anything", "writes json"],
+)
+@pytest.mark.parametrize("value", [ARGUMENTS, json.dumps(ARGUMENTS)], ids=["object", "text"])
+def test_arguments_of_a_call_stand_in_the_prompt_as_json(
+    load, tokenizer, monkeypatch, template, value
+):
+    monkeypatch.setattr(tokenizer, "chat_template", template + ENDED)
+    call = {"type": "function", "function": {"name": "w", "arguments": value}}
+    talk = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+    ]
+    (problem,) = load(json.dumps({"prompt": talk, "answer": "4"})).problems
+    text = tokenizer.decode(problem.prompt_ids)
+    assert json.loads(text[text.index("<") + 1 : text.index(">")]) == {
+        "city": "Zürich",
+        # A list keeps its nulls.
+        "days": [1, None],
+    }
+
+
+# --- properties of a chat template that prompts do not show
+
+
+def test_no_published_template_lacks_a_generation_prompt_or_has_a_date():
+    for name, published in PUBLISHED.items():
+        tokenizer = published_tokenizer(published)
+        assert not lacks_generation_prompt(tokenizer), name
+        assert not has_date(tokenizer), name
+
+
+def test_a_date_and_a_generation_prompt_that_is_not_there(tokenizer, monkeypatch):
+    date = "{% if not day is defined %}{% set day = strftime_now('%d %b') %}{% endif %}{{ day }}"
+    monkeypatch.setattr(tokenizer, "chat_template", date + CHAT_TEMPLATE)
+    assert has_date(tokenizer)
+    assert not has_date(tokenizer, {"day": "1 Jan"})
+    assert not lacks_generation_prompt(tokenizer)
+    unasked = CHAT_TEMPLATE[: CHAT_TEMPLATE.index("{% if add_generation_prompt")]
+    monkeypatch.setattr(tokenizer, "chat_template", unasked)
+    assert lacks_generation_prompt(tokenizer)
+    assert not has_date(tokenizer)

@@ -488,3 +488,15 @@ def test_arguments_reach_the_template():
     kept = len(prompt) - usual.generation_tokens
     opened = usual.opening(Problem(0, "3+5", "8", prompt), "8")
     assert opened[:kept] == list(prompt[:kept])
+
+
+@pytest.mark.parametrize("name", SAYS_TOOLS)
+def test_an_opening_keeps_the_tools_of_the_problem(name):
+    tokenizer = tokenizer_of(name)
+    turns = TurnTemplate(tokenizer, "user")
+    asked = [{"role": "system", "content": "sums"}, {"role": "user", "content": "3+5"}]
+    prompt = tuple(ids_of(tokenizer, conversation(name, asked, [TOOL], is_kept=True)))
+    problem = Problem(0, "3+5", "8", prompt, tuple(asked), tools=(TOOL,))
+    more = [*asked, {"role": "user", "content": "Begin"}]
+    expected = ids_of(tokenizer, conversation(name, more, [TOOL], is_kept=True))
+    assert turns.opening(problem, "Begin") == expected
