@@ -546,7 +546,10 @@ def test_turns_of_branches_are_paired_as_they_lie_and_not_by_time():
     Returns as they lie: (0.7, 0.4, 0.6) and (0.3, 0.3, 0.1)."""
     branched = turns_of([1, 1, 1], (0.1, 0.4, 0.2), turn_times=(0, 2, 1))
     straight = turns_of([1, 1, 1], (0.0, 0.2, 0.1))
-    scored = with_rewards([branched, straight], [Score(0.0)] * 2, 2, AlgorithmConfig(), "turn")
+    settings = AlgorithmConfig()
+    scored = with_rewards(
+        [branched, straight], [Score(0.0)] * 2, 2, settings, "turn", most_tokens=16
+    )
     assert scored[0].advantages_by_turn == pytest.approx([0.2, 0.05, 0.25])
     assert scored[1].advantages_by_turn == pytest.approx([-0.2, -0.05, -0.25])
 

@@ -64,7 +64,9 @@ def score(size: Size, own: list[Trajectory]) -> list[Trajectory]:
     """With rewards and advantages."""
     with Verifier("exact_integer", 10, 1) as verifier:
         scores = verifier.score([RewardInput(t.text, "42") for t in own])
-    return with_rewards(own, scores, size.group, size.config().algorithm)
+    config = size.config()
+    most_tokens = config.rollout.max_response_tokens
+    return with_rewards(own, scores, size.group, config.algorithm, most_tokens=most_tokens)
 
 
 def pack_first(
