@@ -24,8 +24,7 @@ class ProblemFile(Section):
     """Files of problems: JSON Lines, CSV or Parquet, with a prompt and an answer in each record."""
 
     path: str
-    """JSONL, CSV (or TSV) or Parquet file, text perhaps compressed by gzip; or a folder with such files, or a glob
-    (``data/part-*.parquet``), which are read in the order of their names."""
+    """JSONL, CSV, TSV or Parquet file (text also as .gz), a folder of such files, or a glob (docs/data.md)."""
     prompt_key: str | None = None
     """Where a record has its prompt, text or chat messages; ``a.b`` for a field of a structure. Empty: under a usual
     name, docs/data.md#records."""

@@ -36,7 +36,7 @@ VOCABULARY, END = len(WORDS), WORDS.index("<end>")
 PROMPTS, GROUP, MINI_BATCHES = 8, 32, 2
 TOKENS = "policy/tokens"
 BLOCKED, PPO_ONLY, OWN_ONLY = "mask/masked", "mask/ppo_only", "mask/dppo_only"
-OTHER_WEIGHTS = {"gspo", "drpo", "bpo", "sapo", "gmpo", "minpro", "score-centering"}
+OTHER_WEIGHTS = {"gspo", "drpo", "bpo", "sapo", "gmpo", "minpro", "score-centering", "troll"}
 """Presets whose weight is not pi / mu, or not all of the gradient."""
 SAME_RATIO = [name for name in PRESETS if name not in OTHER_WEIGHTS]
 UNMASKED = ("pg-is", "pg-tis", "cispo", "drpo", "sapo", "minpro", "score-centering", "troll")

@@ -103,7 +103,7 @@ CONFIGURATIONS: dict[str, tuple[Change, str]] = {
     "a long path": (setting("run.directory", "x" * 100_000), "run.directory"),
     "a long data path": (setting("data.train", "x" * 100_000), "data.train"),
     "a file as the model": (setting("model.hf_checkpoint", "/dev/null"), "model.hf_checkpoint"),
-    "a folder as data": (setting("data.train", "/"), "data.train"),
+    "a folder as data": (setting("data.train", "/proc/sys"), "data.train"),
     "a device as data": (setting("data.train", "/dev/zero"), "data.train"),
     "a port beyond": (setting("engine.urls", ["http://a:99999"]), "engine.urls"),
     "port 0": (setting("engine.urls", ["http://a:0"]), "engine.urls"),
