@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dppo.engine.errors import EngineStartError
+from megatron_dppo.engine.process import last_exception_of
 from megatron_dppo.fleet.record import Keys
 from megatron_dppo.fleet.supervision import RestartBudget, SupervisedFleet, SupervisedServer
 from megatron_dppo.launch.local import RankGroup
@@ -114,6 +115,9 @@ class StandInEngine:
 
     def log_tail(self, lines: int = 40) -> str:
         return tail(self._log, lines)
+
+    def last_exception(self) -> str | None:
+        return last_exception_of(self._log)
 
 
 def main() -> int:
