@@ -106,7 +106,9 @@ def test_data_checkpoints_and_configuration_are_told_of_at_once(train, config):
     answer = train(
         "--check", "rollout.top_p=0.9", f"run.directory={directory}", "reward.name=vibes"
     )
-    assert "config.yaml: 2 faults\n" in answer.stderr  # nothing scores the answers
+    # An unknown reward hides neither the configuration's fault nor that of the folder.
+    assert "config.yaml: 3 faults\n" in answer.stderr
+    assert "'vibes'" in answer.stderr
     answer = train("--check", "rollout.top_p=0.9", f"run.directory={directory}")
     assert "config.yaml: 2 faults\n" in answer.stderr
     assert "\n  run.resume: " in answer.stderr
