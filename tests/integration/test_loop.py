@@ -14,6 +14,7 @@ import pytest
 
 from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
+from megatron_dppo.fleet.record import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from megatron_dppo.system.lease import LeaseFiles
 from tests.integration.runs import (
     GROUP,
@@ -61,12 +62,14 @@ def private_places(run: TrainingRun) -> dict[Path, int]:
 @pytest.fixture(scope="module")
 def disturbed(config):
     """Four steps, the engine killed while it generates for the third."""
-    run = TrainingRun(config, "rollout.max_response_tokens=160")  # seconds of generation
+    keys = {API_KEY_VARIABLE: "api-key-of-the-run", ADMIN_KEY_VARIABLE: "admin-key-of-the-run"}
+    # Responses of 160 tokens take seconds.
+    run = TrainingRun(config, "rollout.max_response_tokens=160", variables=keys)
+    run.keys = list(keys.values())
     with run:
         run.wait_for_step(1)
         run.listening, run.private = listening(run), private_places(run)
-        rank, server = run.find("RANK=0", "megatron_dppo.train"), run.find("launch_server")
-        run.keys = json.loads(rank.environ()["MEGATRON_DPPO_STARTED_KEYS"])
+        server = run.find("launch_server")
         run.wait_for_step(2)
         time.sleep(0.3)
         signalled = time.monotonic()
@@ -89,8 +92,9 @@ def test_it_is_out_of_reach_of_others_and_leaves_nothing_behind(disturbed):
     assert {mode & 0o077 for mode in disturbed.private.values()} == {0}
     assert not [path for path in disturbed.private if path.exists()]
     files = [path for path in disturbed.directory.rglob("*") if path.is_file()]
-    keys = [disturbed.keys[name].encode() for name in ("api", "admin")]
-    assert not [path for path in files if any(key in path.read_bytes() for key in keys)]
+    for path in files:
+        content = path.read_bytes()
+        assert not [key for key in disturbed.keys if key.encode() in content], path
 
 
 def test_every_weight_update_was_verified(disturbed):
