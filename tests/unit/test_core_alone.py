@@ -75,16 +75,6 @@ def test_pure_tests_of_the_core_pass_without_the_annexes(core):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_all_unit_tests_of_the_core_pass_without_the_annexes(core):
-    done = run(
-        core, "-m", "pytest", "-q", "-p", "tests.without_annexes", "-p", "no:cacheprovider", "-m", "not slow",
-        *core_tests(), timeout=1700,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
-
-
 def test_the_core_has_no_name_of_an_annex_in_its_code():
     for path in (ROOT / "megatron_dppo").rglob("*.py"):
         if path.relative_to(ROOT / "megatron_dppo").parts[0] in ANNEXES:
