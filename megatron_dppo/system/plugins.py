@@ -12,6 +12,7 @@ the same way, so that the core does not import them.
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import importlib.util
 import tomllib
@@ -19,6 +20,8 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
+
+from megatron_dppo.system.imports import ImportTargetError, import_target
 
 COMMANDS = "megatron_dppo.commands"
 """Modules with ``main(arguments) -> int | None``; the first line of the module's docstring is the help text."""
@@ -102,9 +105,12 @@ def module_file(module: str) -> Path | None:
 
 def targets(group: str) -> dict[str, str]:
     """The entry points of ``group`` as ``package.module:attribute`` by name."""
-    # A value may name extras in brackets.
-    entries = find_plugins(group).items()
-    return {name: entry.value.partition("[")[0].strip() for name, entry in entries}
+    return {name: _target_of(entry) for name, entry in find_plugins(group).items()}
+
+
+def _target_of(entry: EntryPoint) -> str:
+    # The value of an entry point may name extras in brackets.
+    return entry.value.partition("[")[0].strip()
 
 
 def help_line(entry: EntryPoint) -> str:
@@ -117,10 +123,12 @@ def help_line(entry: EntryPoint) -> str:
 
 
 def load_plugin(entry: EntryPoint) -> Any:
-    """Import the object that ``entry`` names. Raises ValueError if it cannot be imported."""
+    """Import the object that ``entry`` names. Raises ValueError, whatever its module raises."""
+    if not entry.attr:
+        return importlib.import_module(entry.module)
     try:
-        return entry.load()
-    except (ImportError, AttributeError) as error:
+        return import_target(_target_of(entry))
+    except ImportTargetError as error:
         raise ValueError(
             f"entry point {entry.name!r} of group {entry.group!r}: {entry.value!r} cannot be imported: {error}"
         ) from error
