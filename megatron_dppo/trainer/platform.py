@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import resource
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,8 +116,23 @@ def gpu_fault() -> str | None:
     return compute.unusable_gpu(torch.__version__, torch.version.cuda)
 
 
+LEFT_OUT = ("deep_ep",)
+"""Packages that ``import megatron.core`` must not load.
+
+``deep_ep`` of SGLang's installation checks the loaded NCCL and starts nvcc by assertions, which Megatron-Core does not
+catch. Megatron-Core needs other names than it has, so its dispatchers could not use it.
+"""
+
+
+def leave_out(packages: Iterable[str]) -> None:
+    """Let an import of each of ``packages`` raise ImportError in this process, unless it is loaded already."""
+    for package in packages:
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+
+
 def prepare() -> None:
     """Prepare ``import megatron.core`` on this machine. Call once, before the first import."""
+    leave_out(LEFT_OUT)
     # Before CUDA is asked, which reads some of it once.
     if any(compute.DEVICES.glob("nvidia[0-9]*")):
         _environment.extend(complete(os.environ))

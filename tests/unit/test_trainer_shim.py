@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,7 @@ def worker() -> dict[str, bool]:
     from megatron.core.jit import jit_fuser, noop_decorator
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import attention
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import fused_a2a, moe_utils
 
     tracker = CudaRNGStatesTracker()
     torch.manual_seed(1)
@@ -52,6 +53,7 @@ def worker() -> dict[str, bool]:
     torch.manual_seed(7)
     return {
         "a library that asks for a driver is left out": not attention.HAVE_FMLA,
+        "a library that compares NCCL's files is left out": not fused_a2a.HAVE_DEEP_EP,
         "nothing is compiled": jit_fuser is noop_decorator,
         "modules come from the loader": type(moe_utils.__loader__) is megatron_shim._Loader,
         "the device is the CPU": torch.cuda.current_device() == torch.device("cpu"),
@@ -63,11 +65,30 @@ def worker() -> dict[str, bool]:
 
 
 def test_megatron_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where SGLang's packages for GPUs are installed: flash_mla raises no ImportError without a driver."""
+    """Also where SGLang's packages for GPUs are installed: flash_mla and deep_ep raise no ImportError."""
     (tmp_path / "flash_mla.py").write_text("raise OSError('libcuda.so.1: cannot open')\n")
+    (tmp_path / "deep_ep.py").write_text("raise AssertionError('NCCL')\n")
     monkeypatch.syspath_prepend(tmp_path)
     (found,) = run_ranks("tests.unit.test_trainer_shim:worker", 1, own_interpreter=True)
     assert found == dict.fromkeys(found, True)
+
+
+def test_deep_ep_is_left_out_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep_ep.py").write_text("raise AssertionError('NCCL')\n")
+    script = (
+        "import torch\n"
+        "torch.cuda.is_available = lambda: True\n"
+        "import megatron_dppo.trainer\n"
+        "try:\n"
+        "    import deep_ep\n"
+        "except ImportError:\n"
+        "    print('left out')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip().endswith("left out"), done.stderr
 
 
 def test_megatron_imported_before_is_an_error() -> None:
