@@ -1,13 +1,15 @@
 """Settings that depend on the machine; the only module that queries whether CUDA is available.
 
 With CUDA: NCCL and Megatron-Core's Transformer Engine layers. Without: gloo, a shim in place of
-torch.cuda, and layers of torch modules with the same parameter names.
+torch.cuda, and layers of torch modules with the same parameter names. With CUDA but without
+Transformer Engine: NCCL and the layers of torch modules, which are slower.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 import logging
 import os
 import random
@@ -15,7 +17,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,12 @@ _WGRAD = {
     False: "weight gradients: rounded to the weights' type in each micro-batch, apex's kernel is not "
     "there (tools/environment/build_apex.sh)",
 }
+
+
+_TORCH_LAYERS = (
+    "layers: of torch modules, slower than Transformer Engine's, which is not installed "
+    "(docs/environment.md)"
+)
 
 
 class UnusableGpuError(RunError):
@@ -139,10 +147,20 @@ def prepare() -> None:
         _environment.extend(compute.offer_tools(os.environ))
     if has_cuda():
         _environment.append(_WGRAD[has_fused_weight_gradients()])
+        if not has_transformer_engine():
+            from megatron_dppo.trainer.cpu import megatron_shim
+
+            _environment.append(_TORCH_LAYERS)
+            megatron_shim.patch_torch_layers()
     else:
         from megatron_dppo.trainer.cpu import megatron_shim
 
         megatron_shim.install()
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed, whose layers train on GPUs."""
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def has_fused_weight_gradients() -> bool:
@@ -271,7 +289,7 @@ def _cuda() -> Platform:
 
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    return Platform(
+    layers = Platform(
         device=device,
         distributed_backend="nccl",
         decoder_spec=lambda config, vp_stage: get_gpt_decoder_block_spec(
@@ -288,6 +306,26 @@ def _cuda() -> Platform:
             "gradient_accumulation_fusion": has_fused_weight_gradients(),
         },
         layout_faults=lambda sizes, shape: (),
+    )
+    return layers if has_transformer_engine() else _with_torch_layers(layers)
+
+
+def _with_torch_layers(cuda: Platform) -> Platform:
+    """Return ``cuda`` with layers of torch modules in place of Transformer Engine's."""
+    from megatron_dppo.trainer.cpu.layer_spec import decoder_spec, layout_faults
+
+    unfused = {
+        "apply_rope_fusion": False,
+        "moe_permute_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return replace(
+        cuda,
+        decoder_spec=decoder_spec,
+        recomputed=lambda is_moe: ("core_attn",),
+        transformer_options={**cuda.transformer_options, **unfused},
+        layout_faults=layout_faults,
     )
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo import __version__
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import Algorithm, build_algorithm, policy_loss
 from megatron_dppo.algorithms.table import ENGINE_WHOLE_VOCABULARY
@@ -125,20 +126,21 @@ def prepare_megatron(tensor_parallel: int) -> None:
 
 def contenders(device: str, ranks: int, compiled: bool) -> list[Contender]:
     """All implementations that can run here, this project's first."""
-    here = importlib.metadata.version("megatron-dppo")
     runnable = [
-        Contender("policy_stats", here, ours(entropy=False, topk=False)),
-        Contender("policy_stats + entropy", here, ours(entropy=True, topk=False), entropy=True),
+        Contender("policy_stats", __version__, ours(entropy=False, topk=False)),
+        Contender(
+            "policy_stats + entropy", __version__, ours(entropy=True, topk=False), entropy=True
+        ),
         Contender(
             "policy_stats + entropy + Top-K",
-            here,
+            __version__,
             ours(entropy=True, topk=True),
             entropy=True,
             topk=True,
         ),
         Contender(
             "policy_stats (eager) + entropy",
-            here,
+            __version__,
             ours(entropy=True, topk=False, backend="eager"),
             entropy=True,
         ),

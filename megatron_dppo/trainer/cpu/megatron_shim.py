@@ -131,9 +131,8 @@ def _replace_torch_cuda() -> None:
 
 def _patch_megatron() -> None:
     """Patch the places of megatron-core 0.16.1 that replacing literals does not cover."""
-    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import mappings, random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     # Without these, states are queued until CUDA starts and tracker forks have no effect.
     random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: (
@@ -142,14 +141,22 @@ def _patch_megatron() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
         state
     )
-    # This name is defined only if Transformer Engine is installed.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
     # Megatron-Core converts only CUDA tensors to lists of all-to-all split sizes.
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
     # Gloo gathers and scatters parts of equal size only; tokens of experts have unequal sizes.
     mappings._gather_along_first_dim = _gathering(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _scattering(mappings._reduce_scatter_along_first_dim)
+    patch_torch_layers()
+
+
+def patch_torch_layers() -> None:
+    """Patch the places of megatron-core 0.16.1 that layers of torch modules need, on a CPU and on a GPU."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+
+    # This name is defined only if Transformer Engine is installed.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
     # The original slices each sequence in every layer: too slow for hundreds of short sequences.
     rope_utils._apply_rotary_pos_emb_thd = _rotary_thd
 

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -272,6 +272,7 @@ def head(bench: Bench) -> Iterator[Row]:
                 figures["chunks"] <= _MOST_CHUNKS,
                 figures,
             )
+    yield from _head_peers(states, weight, ids)
 
 
 def _head_errors(states: Any, weight: Any, ids: Any, dtype: Any) -> dict[str, float]:
@@ -325,6 +326,53 @@ def _head_cost(states: Any, weight: Any, ids: Any, dtype: Any, chunk: int) -> di
         seconds = time.perf_counter() - began
     logits = chunk * len(weight) * (dtype or weight.dtype).itemsize
     return {"seconds": seconds, "chunks": (live.peak - gradient.nbytes) / logits}
+
+
+def _liger_head(states: Any, weight: Any, ids: Any) -> Any:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(states, weight, ids, reduction="sum")
+
+
+def _cut_head(states: Any, weight: Any, ids: Any) -> Any:
+    from cut_cross_entropy import linear_cross_entropy
+
+    # Without the filter, which leaves out small gradients.
+    return linear_cross_entropy(states, weight, ids, reduction="sum", filter_eps=None)
+
+
+_HEAD_PEERS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "liger-kernel": _liger_head,
+    "cut-cross-entropy": _cut_head,
+}
+"""Cross entropies without whole logits, by package: summed over the tokens."""
+
+
+def _head_peers(states: Any, weight: Any, ids: Any) -> Iterator[Row]:
+    """Yield the time and the peak memory of other output layers without logits."""
+    import torch
+
+    whole = len(states) * len(weight) * weight.element_size()
+    for name, sum_loss in _HEAD_PEERS.items():
+        if package_version(name) is None or not states.is_cuda:
+            why = "it needs a GPU" if package_version(name) else f"{name} is not installed"
+            yield Row(f"{name}'s output layer", f"not here: {why}")
+            continue
+        hidden, leaf = (x.detach().requires_grad_() for x in (states, weight))
+        seconds, peak = 0.0, 0
+        # The first pass compiles.
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            began = time.perf_counter()
+            torch.autograd.grad(sum_loss(hidden, leaf, ids), (hidden, leaf))
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - began
+            peak = torch.cuda.max_memory_allocated() - before
+        text = f"{seconds:.3f} s, peak {peak / whole:.2f} x whole logits"
+        figures = {"seconds": seconds, "logits": peak / whole}
+        yield Row(f"{name} {package_version(name)}", text, "", None, figures)
 
 
 _PEERS = {"transformer-engine": "Transformer Engine's", "liger-kernel": "Liger's"}

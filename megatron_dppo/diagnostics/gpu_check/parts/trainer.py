@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,12 +185,16 @@ def full_layer(bench: Bench) -> Iterator[Row]:
         config |= SMALL
         lengths = SMALL_LENGTHS
         yield Row("size", f"scaled down without a GPU: hidden 256, {sum(lengths)} tokens")
+    from megatron_dppo.trainer import platform
     from megatron_dppo.trainer.trainer import Trainer
 
     checkpoint = random_model(bench.folder / "checkpoint", config)
     policy = policy_config(checkpoint, "bfloat16", training={"micro_batch_tokens": sum(lengths)})
     shape = load_model_shape(checkpoint)
     job = trainer_facts(policy, shape, 1, max(lengths), gpu=bench.gpus > 0)
+    if bench.gpus and not platform.has_transformer_engine():
+        yield Row("layers", "of torch modules: Transformer Engine is not installed")
+        job = replace(job, transformer_engine=False)
     if bench.gpus:
         _require_memory(job)
     trainer = Trainer(policy)

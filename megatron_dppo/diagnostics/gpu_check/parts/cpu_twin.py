@@ -1,0 +1,185 @@
+"""The trainer on this machine's device against the same trainer on the CPU, and state that leaves the device.
+
+``python -m megatron_dppo.diagnostics.gpu_check.parts.cpu_twin CASE CHECKPOINT FOLDER`` is one of the two processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo.diagnostics.gpu_check import (
+    Bench,
+    Row,
+    at_most,
+    part,
+    policy_config,
+    random_batch,
+    tiny_model,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_dppo.data.packing import PackedBatch
+    from megatron_dppo.trainer.trainer import Trainer
+
+LENGTHS = [5, 17, 40, 64, 3, 31]
+STEPS = 3
+LEARNING_RATE = 1e-4
+LOG_PROB_LIMIT = 1e-4
+"""Nats, in float32: kernels of two machines sum in other orders, and each step adds its own rounding."""
+GRADIENT_LIMIT = 1e-4
+"""Relative error of the unclipped norm of the gradient."""
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "all weights": {},
+    "LoRA": {"lora": {"rank": 4}},
+}
+
+
+@part("three steps in float32 on a GPU and on the CPU; parking, a checkpoint and hashes", 300.0)
+def cpu_twin(bench: Bench) -> Iterator[Row]:
+    """Yield the errors of each case, then whether the state came back bit for bit."""
+    checkpoint = tiny_model(bench.folder / "model")
+    for case in CASES:
+        folders = [bench.folder / f"{case} {side}" for side in ("here", "twin")]
+        processes = [
+            _start(case, checkpoint, folders[0], on_gpu=bench.gpus > 0),
+            _start(case, checkpoint, folders[1], on_gpu=False),
+        ]
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            raise RuntimeError(f"{case}: the trainers ended with exit codes {codes}, expected 0")
+        here, twin = (json.loads((folder / "report.json").read_text()) for folder in folders)
+        yield from _compared(case, here, twin)
+        for name, is_equal in here["equal"].items():
+            text = "equal" if is_equal else "different"
+            yield Row(f"{case}: {name}", text, "equal", is_equal)
+
+
+def _start(case: str, checkpoint: Path, folder: Path, *, on_gpu: bool) -> subprocess.Popen[bytes]:
+    """Start a trainer in a process of its own, which writes its report into ``folder``."""
+    folder.mkdir()
+    environment = dict(os.environ)
+    if not on_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", __name__, case, str(checkpoint), str(folder)]
+    return subprocess.Popen(command, env=environment)
+
+
+def _compared(case: str, here: dict[str, Any], twin: dict[str, Any]) -> Iterator[Row]:
+    devices = f"{here['device']} against {twin['device']}"
+    log_prob_error = 0.0
+    for passed, expected in zip(here["log_probs"], twin["log_probs"], strict=True):
+        differences = [abs(a - b) for a, b in zip(passed, expected, strict=True)]
+        log_prob_error = max(log_prob_error, *differences)
+    yield at_most(
+        f"{case}, {devices}: log-probabilities of {STEPS} steps",
+        log_prob_error,
+        LOG_PROB_LIMIT,
+        " nats",
+    )
+    pairs = zip(here["gradient_norms"], twin["gradient_norms"], strict=True)
+    norm_error = max(abs(a / b - 1) for a, b in pairs)
+    yield at_most(f"{case}, {devices}: gradient norms", norm_error, GRADIENT_LIMIT)
+
+
+def report(case: str, checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """Train on this process's device; the log-probabilities, the gradient norms and the comparisons of the state."""
+    from megatron_dppo.trainer.trainer import Trainer
+
+    config = policy_config(
+        checkpoint, "float32", optimizer={"lr": LEARNING_RATE, "warmup_steps": 0}, **CASES[case]
+    )
+    trainer = Trainer(config)
+    batch = random_batch(trainer.shape.vocab_size, LENGTHS)
+    log_probs, norms = [], []
+    for _ in range(STEPS):
+        log_probs.append(_log_probs(trainer, batch))
+        norms.append(_step(trainer, batch))
+    log_probs.append(_log_probs(trainer, batch))
+    equal = {
+        "the weights' hash and torch's own": _has_torch_hash(trainer),
+        "weights and optimizer after parking": _is_equal_after_parking(trainer),
+        "weights and optimizer of a loaded checkpoint": _is_equal_after_loading(trainer, folder),
+    }
+    device = str(trainer.device)
+    trainer.close()
+    return {"device": device, "log_probs": log_probs, "gradient_norms": norms, "equal": equal}
+
+
+def _step(trainer: Trainer, batch: PackedBatch) -> float:
+    """Do an optimiser step and return the unclipped norm of its gradient."""
+    from megatron_dppo.algorithms.policy_loss import build_algorithm
+    from megatron_dppo.trainer.token_loss import make_token_loss
+
+    loss = make_token_loss(build_algorithm("pg-is"))
+    return trainer.train_mini_batch([batch], loss, float(batch.loss_mask.sum())).grad_norm
+
+
+def _log_probs(trainer: Trainer, batch: PackedBatch) -> list[float]:
+    (log_probs,) = trainer.log_probs([batch])
+    return log_probs.cpu()[batch.loss_mask].tolist()
+
+
+def _state(trainer: Trainer) -> list[Tensor]:
+    """Copies of the weights and of the optimizer's tensors, in host memory."""
+    held_tensors = trainer.held_tensors()
+    return [
+        tensor.detach().cpu().clone()
+        for name in ("weights", "optimizer")
+        for tensor in held_tensors[name]
+    ]
+
+
+def _are_equal(state: list[Tensor], other: list[Tensor]) -> bool:
+    import torch
+
+    return all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
+
+
+def _has_torch_hash(trainer: Trainer) -> bool:
+    """Whether the device's hash kernel gives the sums that plain torch gives on the CPU."""
+    from megatron_dppo.tensor_hash import run_of, start_sums, sums_by_torch
+
+    for tensor in trainer.held_tensors()["weights"]:
+        data = tensor.detach()
+        run = run_of(data, 0, data.numel() * data.element_size())
+        on_cpu = run_of(data.cpu(), 0, data.numel() * data.element_size())
+        if start_sums([run])() != [sums_by_torch(on_cpu)]:
+            return False
+    return True
+
+
+def _is_equal_after_parking(trainer: Trainer) -> bool:
+    before, digest = _state(trainer), trainer.weights_digest()
+    trainer.park()
+    trainer.unpark()
+    return _are_equal(before, _state(trainer)) and trainer.weights_digest() == digest
+
+
+def _is_equal_after_loading(trainer: Trainer, folder: Path) -> bool:
+    """Whether a checkpoint restores the state that one more step has changed."""
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(folder / "checkpoints", keep=1, background=True)
+    before = _state(trainer)
+    store.save(trainer, STEPS, {})
+    _step(trainer, random_batch(trainer.shape.vocab_size, LENGTHS))
+    store.finish()
+    is_changed = not _are_equal(before, _state(trainer))
+    (stored,) = store.survey().complete
+    store.load(trainer, stored)
+    store.close()
+    return is_changed and _are_equal(before, _state(trainer))
+
+
+if __name__ == "__main__":
+    case_name, checkpoint_folder, report_folder = sys.argv[1:]
+    case_report = report(case_name, Path(checkpoint_folder), Path(report_folder))
+    Path(report_folder, "report.json").write_text(json.dumps(case_report))
