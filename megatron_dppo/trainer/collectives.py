@@ -123,7 +123,8 @@ def on_every_rank(
     is_foreseen = True
     try:
         result = action()
-    except (OSError, RunError, RuntimeError, ValueError) as failure:
+    except Exception as failure:
+        # Any error is shared: the other ranks wait for this one in the collective below.
         own_error = failure
         is_foreseen = isinstance(failure, (error, OSError, RunError))
         # The system's errors name themselves.

@@ -195,7 +195,7 @@ def rng_file(rank: int) -> str:
 
 
 _SHOWN_AFTER_S = 1.0
-_POLL_S = 0.2
+_POLL_S = 0.5
 # Time that a rank waits for its own thread to end after another rank's save failed.
 _END_S = 10.0
 
@@ -246,21 +246,24 @@ class PendingSave:
             raise error_type(failures[0]["error"]) from self._error
         return None if None in reports else self._saved
 
-    def wait(self) -> None:
-        """Wait for this rank's thread, which itself waits for the other ranks' threads, and show a progress bar."""
+    def wait(self, is_settled: Callable[[], bool]) -> None:
+        """Wait until ``is_settled()``, and show a progress bar.
+
+        ``is_settled`` is called every half second, and as soon as this rank's thread has ended.
+        """
         self._thread.join(_SHOWN_AFTER_S)
-        if not self._thread.is_alive():
+        if is_settled():
             return
         part, step = self._task.part, self._task.target.partial.step
         with progress(f"checkpoint of step {step}, MiB of this rank", part.bytes // MIB) as bar:
-            while self._thread.is_alive():
+            while not is_settled():
                 self._thread.join(_POLL_S)
                 bar.update(completed=part.written // MIB)
 
     def abandon(self) -> None:
         """Wait for this rank's thread at the end of a run, and log its error: no caller reads its result."""
         if self._error is None:
-            self.wait()
+            self.wait(lambda: not self._thread.is_alive())
         if self._error is not None:
             log.warning("the checkpoint in the making was not saved: %s", self._error)
 

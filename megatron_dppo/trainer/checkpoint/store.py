@@ -201,8 +201,14 @@ class CheckpointStore:
     def finish(self) -> None:
         """Wait until the last save is published; raise the errors that ``poll`` raises."""
         if self._pending is not None:
-            self._pending.wait()
-            self.poll()
+            # A thread that failed outside of a collective leaves the other ranks' threads in one. So every rank reads
+            # the reports of all ranks again and again, instead of waiting for its own thread alone.
+            self._pending.wait(self._is_settled)
+
+    def _is_settled(self) -> bool:
+        """Return whether no save is pending after ``poll``. Collective."""
+        self.poll()
+        return self._pending is None
 
     def figures(self) -> dict[str, float]:
         """Return metrics of the checkpoints that were published since the last call. Not collective."""
