@@ -130,7 +130,7 @@ def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> floa
 
 
 def _loss(stats: PolicyStats, batch: PackedBatch) -> LossSums:
-    from megatron_dppo.algorithms.policy_loss import negative_log_likelihood
+    from megatron_dppo.algorithms.likelihood import negative_log_likelihood
 
     return negative_log_likelihood(stats.log_probs, batch.loss_mask.to(stats.log_probs.device))
 

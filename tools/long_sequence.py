@@ -38,8 +38,9 @@ def step(checkpoint: Path, tokens: int, chunk: int, limit: int) -> dict[str, flo
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     import torch
 
+    from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.algorithms.inputs import TokenInputs
-    from megatron_dppo.algorithms.policy_loss import LossSums, build_algorithm, policy_loss
+    from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
     from megatron_dppo.data.packing import PackedBatch, pack
     from megatron_dppo.data.trajectory import Trajectory
     from megatron_dppo.trainer.trainer import Trainer

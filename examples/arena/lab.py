@@ -20,7 +20,7 @@ from examples.arena.mismatches import MISMATCHES, Mismatch
 from examples.arena.readings import reading_of
 from examples.arena.sampler import PolicyCopy, Sampled
 from examples.arena.tasks import TASKS, Task
-from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.table import carried_topk
 from megatron_dppo.checkpoint_conversion.gathering import gather
 from megatron_dppo.config.loading import load_config

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_dppo.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import Algorithm, build_algorithm, policy_loss
+from megatron_dppo.algorithms.policy_loss import policy_loss
 
 OPTION = "algorithm.options."
 RESPONSES, LENGTH, WORDS = 40, 5, 60

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from safetensors.numpy import load, save
 from torch import Tensor
 
+from megatron_dppo.algorithms.aggregation import AGGREGATIONS
+from megatron_dppo.algorithms.algorithm import Algorithm
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import AGGREGATIONS, Algorithm, LossSums
+from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.algorithms.rules import StepBound
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig, TrainingConfig
 from megatron_dppo.data import packing

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megatron_dppo.algorithms.policy_loss import LONGEST_SURPRISE
+from megatron_dppo.algorithms.token_metrics import LONGEST_SURPRISE
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.sampling import TrainingFiles
@@ -359,7 +359,7 @@ _SIDES = {"more": FREQUENCY_SUMS[:2], "less": FREQUENCY_SUMS[2:]}
 class FrequencyCanary:
     """Tests whether sampled tokens are as frequent as mu predicts.
 
-    The test is a martingale over all tokens since the start. ``policy_loss._surprise`` computes numbers xi >= -c for
+    The test is a martingale over all tokens since the start. ``token_metrics._surprise`` computes numbers xi >= -c for
     each token, whose mean is at most 0 if the token is drawn from mu. For 0 <= a < 1 (Fan, Grama and Liu, 2015),
 
         exp(a xi / c - psi(a) xi^2 / c^2) <= 1 + a xi / c,    psi(a) = -log(1 - a) - a.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.algorithms.policy_loss import Algorithm, build_algorithm
+from megatron_dppo.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_dppo.algorithms.table import carried_topk
 from megatron_dppo.config.schema import RolloutConfig, TrainConfig
 from megatron_dppo.data.batch_file import save_batch

@@ -10,14 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_dppo.algorithms.aggregation import AGGREGATIONS
+from megatron_dppo.algorithms.algorithm import Algorithm
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import (
-    AGGREGATIONS,
-    Algorithm,
-    LossSums,
-    policy_loss,
-    reference_penalty,
-)
+from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
+from megatron_dppo.algorithms.reference_penalty import reference_penalty
 from megatron_dppo.algorithms.table import AggregationName, EstimatorName
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
@@ -41,10 +38,10 @@ def make_token_loss(
 ) -> TokenLoss:
     """The loss of ``algorithm`` as a function of a micro-batch's statistics: a SUM over tokens.
 
-    ``aggregation``: a name in ``algorithms.policy_loss.AGGREGATIONS``, whose factor of each token
+    ``aggregation``: a name in ``algorithms.aggregation.AGGREGATIONS``, whose factor of each token
     the sum has; its denominator is the caller's. ``reference_kl``: factor of the penalty on leaving
     the reference policy, whose log-probabilities the batch then has; 0: none.
-    ``reference_estimator``: a name in ``algorithms.policy_loss.ESTIMATORS``; ``weighted_reference``:
+    ``reference_estimator``: a name in ``algorithms.reference_penalty.ESTIMATORS``; ``weighted_reference``:
     times min(pi / mu, the algorithm's cap).
     """
     cap = algorithm.ratio_cap if weighted_reference else None

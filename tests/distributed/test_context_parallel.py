@@ -75,7 +75,7 @@ def test_faults_of_all_ranks_are_known_on_each_and_gradients_flow_where_they_sho
 
 def bounds_of_two_replicas(hf_dir: str) -> dict[str, Any]:
     """A bound of each rule on each of two replicas, whose log r are .1 on one and 1 on the other."""
-    from megatron_dppo.algorithms.policy_loss import build_algorithm
+    from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.loop.learning import MiniBatch, with_step_bound
     from megatron_dppo.trainer.step import StatsSpec
     from megatron_dppo.trainer.trainer import Trainer

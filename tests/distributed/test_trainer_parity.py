@@ -235,8 +235,9 @@ def run_config(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]):
 
 def policy_token_loss(stats, batch):
     """DPPO-Binary-TV with a threshold at which this data's tokens fall on both sides."""
+    from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.algorithms.inputs import TokenInputs
-    from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
+    from megatron_dppo.algorithms.policy_loss import policy_loss
 
     algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.001})
     inputs = TokenInputs(
@@ -394,7 +395,7 @@ def train_by_rules(
     hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]
 ) -> dict[str, Any]:
     """A step by each rule, one after the other, then the parameters; ``masked`` of each on every rank."""
-    from megatron_dppo.algorithms.policy_loss import build_algorithm
+    from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.loop.learning import MiniBatch, with_step_bound
     from megatron_dppo.trainer.step import StatsSpec
     from megatron_dppo.trainer.token_loss import make_token_loss

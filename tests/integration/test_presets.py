@@ -21,7 +21,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.columns import LOSS_COLUMNS

@@ -1,6 +1,6 @@
 """The lines that say what is started, and what is active."""
 
-from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.local import processes
 from megatron_dppo.loop.run import active_line

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dppo.algorithms.algorithm import build_algorithm
+from megatron_dppo.algorithms.decisions import decide
 from megatron_dppo.algorithms.inputs import of_branches, sequence_totals
-from megatron_dppo.algorithms.policy_loss import build_algorithm, decide
 from megatron_dppo.algorithms.sequence_rules import position_weights
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.batch_file import load_batch, save_batch

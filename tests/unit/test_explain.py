@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.config.loading import load_config, resolved_yaml
 from megatron_dppo.config.schema import TrainConfig

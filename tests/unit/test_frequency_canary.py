@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
+from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.loop.rollout_figures import LARGEST_EVIDENCE, FrequencyCanary, FrequencyError
 from megatron_dppo.metrics import table as names

@@ -11,8 +11,10 @@ import torch
 
 from megatron_dppo.algorithms import divergence, rules, sequence_rules
 from megatron_dppo.algorithms import inputs as reductions
+from megatron_dppo.algorithms.algorithm import build_algorithm
+from megatron_dppo.algorithms.decisions import decide
 from megatron_dppo.algorithms.inputs import TokenInputs, recomputed, rollout
-from megatron_dppo.algorithms.policy_loss import build_algorithm, decide, policy_loss
+from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.trainer.token_loss import inputs_from
 from megatron_dppo.vocab_parallel import policy_stats
 from tests.unit.test_token_loss import K, V, packed, samples

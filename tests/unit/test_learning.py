@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.trajectory import Outline, Trajectory

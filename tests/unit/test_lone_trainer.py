@@ -122,7 +122,7 @@ def test_adapters_train_as_peft_s(folder: Path, kind: str) -> None:
 
 def test_a_step_is_penalised_for_leaving_the_start_not_the_step_before(folder: Path) -> None:
     """At a step's only update pi is still the policy of its rollouts."""
-    from megatron_dppo.algorithms.policy_loss import build_algorithm
+    from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.data.trajectory import Outline
     from megatron_dppo.loop.learning import Learner
     from megatron_dppo.loop.rollout_sources import RolloutBatch

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms import divergence
+from megatron_dppo.algorithms.algorithm import build_algorithm
+from megatron_dppo.algorithms.decisions import decide
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import build_algorithm, decide
 from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.columns import LOSS_COLUMNS

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
+from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.metrics.records import RecordsError, StepLines
 from megatron_dppo.metrics.sums import (
     MaskedResponses,

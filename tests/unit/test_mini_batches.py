@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron_dppo.algorithms.policy_loss import AGGREGATIONS, build_algorithm
+from megatron_dppo.algorithms.aggregation import AGGREGATIONS
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form

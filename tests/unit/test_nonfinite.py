@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms import divergence, rules
+from megatron_dppo.algorithms.algorithm import build_algorithm
+from megatron_dppo.algorithms.decisions import decide
 from megatron_dppo.algorithms.inputs import TokenInputs, recomputed, rollout
-from megatron_dppo.algorithms.policy_loss import (
-    build_algorithm,
-    decide,
-    negative_log_likelihood,
-    policy_loss,
-)
+from megatron_dppo.algorithms.likelihood import negative_log_likelihood
+from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.data.batch_file import BatchFormatError, load_batch, save_batch
 from megatron_dppo.data.columns import check_log_probs, check_topk

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms import rules
-from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
+from megatron_dppo.algorithms.algorithm import build_algorithm
+from megatron_dppo.algorithms.policy_loss import policy_loss
 from tests.unit.token_inputs import inputs
 
 

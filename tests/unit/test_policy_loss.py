@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
+from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.metrics.sums import FREQUENCY_SUMS, MetricSums, means
 from megatron_dppo.metrics.table import GAP_STALE, METRICS

@@ -11,8 +11,10 @@ from typing import get_args
 import pytest
 
 from megatron_dppo.algorithms import rules
+from megatron_dppo.algorithms.aggregation import AGGREGATIONS
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.inputs import rollout
-from megatron_dppo.algorithms.policy_loss import AGGREGATIONS, ESTIMATORS, build_algorithm
+from megatron_dppo.algorithms.reference_penalty import ESTIMATORS
 from megatron_dppo.algorithms.table import (
     COEFFICIENTS,
     NEGATIVE,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms import projection
-from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
+from megatron_dppo.algorithms.algorithm import build_algorithm
+from megatron_dppo.algorithms.policy_loss import policy_loss
 from tests.unit.test_later_rules import centered_inputs
 from tests.unit.token_inputs import inputs
 

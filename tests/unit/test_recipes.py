@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from examples.recipes import verdicts
-from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.config import check_config, load_config
 
 ROOT = Path(__file__).resolve().parents[2]

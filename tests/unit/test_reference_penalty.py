@@ -6,15 +6,10 @@ from typing import get_args
 import pytest
 import torch
 
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import (
-    ESTIMATORS,
-    LossSums,
-    build_algorithm,
-    k3,
-    policy_loss,
-    reference_penalty,
-)
+from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
+from megatron_dppo.algorithms.reference_penalty import ESTIMATORS, k3, reference_penalty
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import MetricSums

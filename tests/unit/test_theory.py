@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms import sequence_rules
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.divergence import exact_kl, exact_tv
 from megatron_dppo.algorithms.inputs import TokenInputs, prefix_totals, rollout
-from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
+from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.rules import measured
 
 V, T = 3, 4

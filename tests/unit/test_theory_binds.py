@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms import divergence
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
+from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.table import PRESETS
 
 F64 = torch.float64

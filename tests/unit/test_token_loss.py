@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory, forms_of

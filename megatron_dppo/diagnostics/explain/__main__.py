@@ -33,7 +33,7 @@ from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER, saved_st
 from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
-    from megatron_dppo.algorithms.policy_loss import Algorithm
+    from megatron_dppo.algorithms.algorithm import Algorithm
     from megatron_dppo.data.trajectory import Trajectory
     from megatron_dppo.diagnostics.explain.explanation import Response
 
@@ -68,7 +68,7 @@ def explain(options: argparse.Namespace) -> None:
     config = load_config(options.run / CONFIG_FILE)
     # Check the step before torch is imported: the import takes seconds.
     step = saved_step(options.run / ROLLOUTS_FOLDER, options.step)
-    from megatron_dppo.algorithms.policy_loss import build_algorithm
+    from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.data.batch_file import load_batch
     from megatron_dppo.diagnostics.explain import page
 

@@ -19,11 +19,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_dppo.algorithms import divergence, policy_loss, rules
+from megatron_dppo.algorithms import divergence, rules
+from megatron_dppo.algorithms.algorithm import Algorithm
+from megatron_dppo.algorithms.decisions import Decisions, decide
 from megatron_dppo.algorithms.inputs import TokenInputs, rollout
-from megatron_dppo.algorithms.policy_loss import Algorithm
 from megatron_dppo.algorithms.rules import importance_ratio
 from megatron_dppo.algorithms.table import NEGATIVE
+from megatron_dppo.algorithms.token_metrics import PPO_CLIP, token_metrics
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.metrics import sums
@@ -95,7 +97,7 @@ def response_of(
     index: int,
     mini_batch: int,
     trajectory: Trajectory,
-    algorithm: policy_loss.Algorithm,
+    algorithm: Algorithm,
     columns: Mapping[str, Tensor | None],
     metrics: sums.MetricSums,
     texts: TokenTexts,
@@ -123,9 +125,7 @@ def response_of(
     return Response(index, trajectory, prompt, tokens, metrics)
 
 
-def token_columns(
-    inputs: TokenInputs, decisions: policy_loss.Decisions
-) -> dict[str, Tensor | None]:
+def token_columns(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor | None]:
     """Compute the fields of ``Token`` for every row of ``inputs``."""
     pi, mu, recomputed = inputs.log_probs, inputs.rollout_log_probs, inputs.recomputed_log_probs
     topk_tv = topk_kl = None
@@ -145,7 +145,7 @@ def token_columns(
         "recomputed": None if recomputed is None else recomputed.exp(),
         "entropy": inputs.entropy,
         "trains": decisions.trains,
-        "ppo_trains": rules.ratio_clip(inputs, rollout, **policy_loss.PPO_CLIP),
+        "ppo_trains": rules.ratio_clip(inputs, rollout, **PPO_CLIP),
     }
 
 
@@ -173,7 +173,7 @@ BOUNDS: dict[str, Callable[[float, bool], str | None]] = {
 A function maps (value, A > 0) to the text; None means that there is no bound for this sign of A."""
 
 
-def threshold_text(algorithm: policy_loss.Algorithm, positive: bool) -> str:
+def threshold_text(algorithm: Algorithm, positive: bool) -> str:
     """Return the algorithm's bounds for this sign of A, as text; empty if the algorithm blocks nothing."""
     numbers = dict(algorithm.numbers)
     for name, negative_name in NEGATIVE.items():
@@ -262,7 +262,7 @@ def explain_response(
     index: int,
     mini_batch: int,
     trajectory: Trajectory,
-    algorithm: policy_loss.Algorithm,
+    algorithm: Algorithm,
     logits: Tensor,
     rollout_logits: Tensor | None,
     *,
@@ -312,10 +312,10 @@ def explain_response(
             f"{algorithm.name} compares pi with log-probabilities recomputed at the rollout's "
             "weights: give these weights with --rollout-policy"
         )
-    decisions = policy_loss.decide(algorithm, inputs)
+    decisions = decide(algorithm, inputs)
     columns = token_columns(inputs, decisions)
     columns |= _exact(columns, complete_trajectory, logits, rollout_logits, vocab_size, temperature)
-    metrics = policy_loss.token_metrics(inputs, decisions, algorithm.ratio_cap)
+    metrics = token_metrics(inputs, decisions, algorithm.ratio_cap)
     sampled_columns = {n: None if c is None else c[inputs.loss_mask] for n, c in columns.items()}
     return response_of(index, mini_batch, trajectory, algorithm, sampled_columns, metrics, texts)
 
@@ -338,7 +338,7 @@ def _with_recomputed(trajectory: Trajectory, log_mu: Tensor | None) -> Trajector
 
 
 def _with_topk(
-    trajectory: Trajectory, algorithm: policy_loss.Algorithm, vocab_size: int, log_mu: Tensor | None
+    trajectory: Trajectory, algorithm: Algorithm, vocab_size: int, log_mu: Tensor | None
 ) -> Trajectory:
     """Return ``trajectory`` with a TopK(mu) of sufficient K: the engine's, or else one from ``log_mu`` [N, V].
 

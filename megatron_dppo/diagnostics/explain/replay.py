@@ -36,7 +36,7 @@ from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, saved_steps, step_of
 
 if TYPE_CHECKING:
-    from megatron_dppo.algorithms.policy_loss import Algorithm
+    from megatron_dppo.algorithms.algorithm import Algorithm
 DERIVED = "derived"
 """Name of the folder in the run's folder for the derivation."""
 
@@ -106,7 +106,7 @@ def compare(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--step {options.step}: saved and trained on are {replayable_steps[0]} to {replayable_steps[-1]}"
         )
-    from megatron_dppo.algorithms.policy_loss import build_algorithm
+    from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.diagnostics.explain import page
 
     algorithm = build_algorithm(*chosen_algorithm(options, trained_with))

@@ -18,14 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import rules
+from megatron_dppo.algorithms.algorithm import Algorithm, build_algorithm
+from megatron_dppo.algorithms.decisions import Decisions, decide
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import (
-    Algorithm,
-    Decisions,
-    build_algorithm,
-    decide,
-    token_metrics,
-)
+from megatron_dppo.algorithms.token_metrics import token_metrics
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.explain.explanation import (

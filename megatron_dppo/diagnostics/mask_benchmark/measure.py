@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo import __version__
+from megatron_dppo.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import Algorithm, build_algorithm, policy_loss
+from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.table import ENGINE_WHOLE_VOCABULARY
 from megatron_dppo.trainer import platform
 from megatron_dppo.vocab_parallel import PolicyStats, policy_stats

@@ -218,7 +218,7 @@ def _require_memory(job: TrainerFacts) -> None:
 
 def _step(trainer: Trainer, batch: PackedBatch, denominator: float | None = None) -> float:
     """An optimiser step; the unclipped norm of its gradient. ``denominator``: of the loss; None: the tokens."""
-    from megatron_dppo.algorithms.policy_loss import build_algorithm
+    from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.trainer.token_loss import make_token_loss
 
     loss = make_token_loss(build_algorithm("dppo-binary-tv"))

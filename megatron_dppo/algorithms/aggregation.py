@@ -1,0 +1,59 @@
+"""The aggregation of token losses: a factor for each token, and one global denominator for their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms import table
+from megatron_dppo.algorithms.inputs import TokenInputs, trained_tokens
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """How token losses become one loss.
+
+    The denominator is a global count, and a token's factor depends on one response alone, which always lies in one
+    micro-batch as a whole. So the gradient does not depend on packing or on the parallel layout.
+
+    Attributes:
+        denominator: (lengths, constant) -> the divisor of the sum over all tokens. ``lengths`` are the numbers of
+            tokens of the responses that train on any rank.
+        token_scale: The factor of each token's loss before the sum, float64. None stands for 1.
+    """
+
+    denominator: Callable[[Sequence[int], float], float]
+    token_scale: Callable[[TokenInputs], Tensor] | None = None
+
+
+@torch.no_grad()
+def one_over_length(inputs: TokenInputs) -> Tensor:
+    """1 / (trained tokens of the token's response), float64."""
+    return 1.0 / trained_tokens(inputs)
+
+
+def _tokens(lengths: Sequence[int], constant: float) -> float:
+    """The number of tokens that train."""
+    return float(sum(lengths))
+
+
+def _responses(lengths: Sequence[int], constant: float) -> float:
+    """The number of responses that train."""
+    return float(len(lengths))
+
+
+def _responses_times_constant(lengths: Sequence[int], constant: float) -> float:
+    return len(lengths) * constant
+
+
+AGGREGATIONS: dict[table.AggregationName, Aggregation] = {
+    "token-mean": Aggregation(_tokens),
+    "sequence-mean-with-constant": Aggregation(_responses_times_constant),
+    "sequence-mean-token-sum": Aggregation(_responses),
+    "sequence-mean-token-mean": Aggregation(_responses, one_over_length),
+}
+"""``algorithm.aggregation`` -> the aggregation. ``sequence-mean-with-constant`` is Dr. GRPO's form,
+``sequence-mean-token-mean`` GRPO's and GSPO's (arXiv 2507.18071, Eq. 5)."""

@@ -1,0 +1,90 @@
+"""An algorithm: a row of ``table.py`` together with the functions that the row names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from megatron_dppo.algorithms import projection, rules, sequence_rules, table
+from megatron_dppo.algorithms.inputs import ANCHORS, Anchor, TokenInputs
+from megatron_dppo.algorithms.rules import PENALTIES, Correction, Mask, Penalty, StepBound, Weight
+
+
+@dataclass(frozen=True)
+class Algorithm(table.AlgorithmFacts):
+    """The functions that the loss calls.
+
+    Attributes:
+        mask: True where a token trains (M).
+        weight: w in M min(w, C) A grad log pi.
+        step_bound: Computes the number that the mask reads of all tokens of an optimiser step. None for masks that
+            read no such number.
+        penalties: Additive terms with their coefficients.
+        correction: An additive term that belongs to this algorithm alone. None for most algorithms.
+    """
+
+    mask: Mask
+    weight: Weight
+    step_bound: StepBound | None
+    penalties: tuple[tuple[float, Penalty], ...]
+    correction: Correction | None = None
+
+    @property
+    def anchor(self) -> Anchor:
+        """The policy that the mask compares pi with."""
+        return ANCHORS[self.preset.anchor]
+
+    def divergence(self, inputs: TokenInputs) -> Tensor | None:
+        """Compute D of each token, float64, as the mask does. None for masks that measure no divergence."""
+        if self.preset.divergence is None:
+            return None
+        return rules.measured(self.preset.divergence, inputs, self.anchor)
+
+
+def build_algorithm(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    settings: table.Settings = "stability",
+) -> Algorithm:
+    """Build the preset ``name`` with its functions.
+
+    Arguments and errors are those of ``algorithm_facts``.
+    """
+    facts = table.algorithm_facts(name, options, settings)
+    preset, numbers, anchor = facts.preset, facts.numbers, ANCHORS[facts.preset.anchor]
+    modules = (sequence_rules, projection, rules) if preset.sequences else (projection, rules)
+    mask = _function(modules, preset.mask)
+    weight = _function(modules, preset.weight)
+    step_bound = None
+    if preset.step_bound is not None:
+        step_bound = partial(getattr(rules, preset.step_bound), **_numbers_of(numbers, "step"))
+    correction = None
+    if preset.correction is not None:
+        function = _function((sequence_rules,), preset.correction)
+        correction = partial(function, anchor=anchor, **_numbers_of(numbers, "correction"))
+    return Algorithm(
+        name=name,
+        preset=preset,
+        numbers=numbers,
+        mask=partial(mask, anchor=anchor, **preset.fixed, **_numbers_of(numbers, "mask", "both")),
+        weight=partial(weight, anchor=anchor, **_numbers_of(numbers, "weight", "both")),
+        step_bound=step_bound,
+        penalties=tuple((numbers[n], term) for n, term in PENALTIES.items() if numbers.get(n)),
+        correction=correction,
+    )
+
+
+def _numbers_of(numbers: Mapping[str, float], *roles: str) -> dict[str, float]:
+    """The numbers whose option has one of ``roles``."""
+    return {n: value for n, value in numbers.items() if table.OPTIONS[n].role in roles}
+
+
+def _function(modules: Sequence[ModuleType], name: str) -> Callable[..., Any]:
+    """The function with that name in the first of ``modules`` that has one."""
+    owner = next(module for module in modules if hasattr(module, name))
+    return getattr(owner, name)

@@ -1,0 +1,59 @@
+"""The decision about each token: whether it trains, and with which weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms.algorithm import Algorithm
+from megatron_dppo.algorithms.inputs import TokenInputs
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Decisions per token, shaped as ``log_probs``, without gradient.
+
+    Attributes:
+        trains: Bool; the token is in ``loss_mask``, finite, and not blocked by the mask.
+        finite: Bool; every number that the algorithm reads at the token is finite.
+        weight: w.
+        capped: min(w, C).
+    """
+
+    trains: Tensor
+    finite: Tensor
+    weight: Tensor
+    capped: Tensor
+
+
+@torch.no_grad()
+def decide(algorithm: Algorithm, inputs: TokenInputs) -> Decisions:
+    """Decide for each token whether it trains, and with which weight.
+
+    A number that is not finite blocks its token, whatever the sign of A: log pi, log mu, the anchor
+    pi' and the valid Top-K entries where the algorithm reads them, and the capped weight. So an
+    overflowing ratio blocks one token under an infinite cap, and is cut under a finite one.
+    """
+    weight = algorithm.weight(inputs)
+    capped = weight.clamp(max=algorithm.ratio_cap)
+    finite = _are_numbers_finite(algorithm, inputs) & capped.isfinite()
+    trains = algorithm.mask(inputs) & inputs.loss_mask & finite
+    return Decisions(trains, finite, weight, capped)
+
+
+def _are_numbers_finite(algorithm: Algorithm, inputs: TokenInputs) -> Tensor:
+    """True at tokens where every log-probability that the algorithm reads is finite."""
+    log_ratio = inputs.log_probs - inputs.rollout_log_probs
+    finite = log_ratio.isfinite()
+    for _, term in algorithm.penalties:
+        finite = finite & term(log_ratio)[0].isfinite()
+    if algorithm.needs_recomputed and inputs.recomputed_log_probs is not None:
+        finite = finite & inputs.recomputed_log_probs.isfinite()
+    if algorithm.reads_topk and inputs.topk_valid is not None:
+        assert inputs.topk_log_probs is not None
+        assert inputs.rollout_topk_log_probs is not None
+        differences = inputs.topk_log_probs - inputs.rollout_topk_log_probs
+        finite = finite & (differences.isfinite() | ~inputs.topk_valid).all(-1)
+    return finite

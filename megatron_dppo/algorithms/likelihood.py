@@ -1,0 +1,27 @@
+"""The loss of supervised training."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms.policy_loss import LossSums
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.sums import MetricSums
+
+
+def negative_log_likelihood(log_probs: Tensor, loss_mask: Tensor) -> LossSums:
+    """Compute -sum of log pi over the tokens that train, nats.
+
+    The gradient flows through ``log_probs`` where a token trains; values elsewhere may be anything.
+
+    Args:
+        log_probs: Float ``[T]``.
+        loss_mask: Bool ``[T]``.
+
+    Returns:
+        The loss. Its metrics are the same sum under ``loss/sum``, and the number of tokens under ``policy/tokens``.
+    """
+    loss = -torch.where(loss_mask, log_probs, 0.0).sum()
+    sums = {names.LOSS: loss.detach().double(), names.TRAINED_TOKENS: loss_mask.sum().double()}
+    return LossSums(loss, MetricSums(sums=sums))

@@ -1,0 +1,133 @@
+"""The metrics of the tokens of a loss."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms import rules
+from megatron_dppo.algorithms.decisions import Decisions
+from megatron_dppo.algorithms.inputs import TokenInputs, rollout
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.sums import FREQUENCY_SUMS, MetricSums
+
+BAD_UPDATE_DROP = 0.5
+"""A token with A < 0 is a "bad update" when its probability fell by this much (arXiv 2602.04879, section 5)."""
+PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+"""The bounds of Clip-Higher: metrics compare every mask with PPO's clip at these bounds."""
+
+
+@torch.no_grad()
+def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -> MetricSums:
+    """Compute the metrics of ``metrics.table`` over the tokens in ``loss_mask``.
+
+    The set of metrics depends only on which optional tensors ``inputs`` has. Values are float64 scalars on
+    the inputs' device; computing them does not wait for the device. A token whose log r is not finite adds nothing to
+    the sums of probabilities and of r.
+    """
+    counted, advantages = inputs.loss_mask, inputs.advantages
+    log_ratio = inputs.log_probs.double() - inputs.rollout_log_probs.double()
+    mu = inputs.rollout_log_probs.double().exp()
+    gap = inputs.log_probs.double().exp() - mu
+    finite = counted & log_ratio.isfinite()
+    positive, negative = counted & (advantages > 0), counted & (advantages < 0)
+    blocked = counted & ~decisions.trains
+    clipped = counted & ~rules.ratio_clip(inputs, rollout, **PPO_CLIP)
+    sums = {
+        names.TRAINED_TOKENS: _count(counted),
+        names.GAP: _sum(finite, gap.abs()),
+        names.SIGNED_GAP: _sum(finite, gap),
+        names.KL: _sum(finite, torch.expm1(log_ratio) - log_ratio),
+        names.BAD_UPDATE: _count(negative & (-gap >= BAD_UPDATE_DROP)),
+        names.POSITIVE: _count(positive),
+        names.NEGATIVE: _count(negative),
+        names.MASKED: _count(blocked),
+        names.MASKED_POSITIVE: _count(blocked & positive),
+        names.MASKED_NEGATIVE: _count(blocked & negative),
+        names.CAP_HIT: _count(counted & (decisions.weight > ratio_cap)),
+        names.NONFINITE: _count(counted & ~decisions.finite),
+        names.ROLLOUT_PROB_OF_MASKED: _sum(blocked & finite, mu),
+        names.PPO_ONLY: _count(clipped & ~blocked),
+        names.DPPO_ONLY: _count(blocked & ~clipped),
+        **_entropy(inputs, blocked),
+        **_surprise(inputs),
+        **_topk_mass(inputs),
+    }
+    maxima = {
+        names.GAP_MAX: _largest(finite, gap),
+        names.RATIO_MAX: _largest(finite, log_ratio.exp()),
+    }
+    minima = {names.GAP_MIN: -_largest(finite, -gap)}
+    return MetricSums(sums, maxima, minima)
+
+
+def _entropy(inputs: TokenInputs, blocked: Tensor) -> dict[str, Tensor]:
+    """Sums of pi's entropy, nats. Empty without ``inputs.entropy``."""
+    if inputs.entropy is None:
+        return {}
+    entropy = inputs.entropy.double()
+    return {
+        names.ENTROPY: _sum(inputs.loss_mask, entropy),
+        names.ENTROPY_OF_MASKED: _sum(blocked, entropy),
+    }
+
+
+LONGEST_SURPRISE = 20.0
+"""Nats. A surprise further below the mean is cut to this distance (``_surprise``)."""
+CUT_MEAN = 2e-4
+"""Nats. The cut adds at most this much to a mean: the sum of p (-log p - 20) over p < e^-20 is below V e^-21, with a
+vocabulary of V = 260,000."""
+
+
+def _surprise(inputs: TokenInputs) -> dict[str, Tensor]:
+    """Compute the sums of the frequency canary: xi and xi^2 of each token y, for both signs of
+
+        xi = +-(-log mu(y) - H(pi)) - g,    g = |1 - r| |log pi(y)| + |log r| + CUT_MEAN,    r = pi(y) / mu(y),
+
+    cut from below at -LONGEST_SURPRISE. If y is drawn from mu, the mean of xi is at most 0 for both signs, because
+
+        H(mu) - H(pi) = sum (pi - mu) log pi - KL(mu || pi),
+        |E(-log mu) - H(pi)| <= E |1 - r| |log pi| + E |log r|.
+
+    If trainer and engine report the same wrong distribution, g is about 0, and the mean of xi is positive for one of
+    the signs: it is the difference between the means of log mu under the true distribution and the reported one.
+    """
+    if inputs.entropy is None:
+        return {}
+    log_pi, log_mu = inputs.log_probs.double(), inputs.rollout_log_probs.double()
+    log_ratio = log_pi - log_mu
+    finite = inputs.loss_mask & log_ratio.isfinite()
+    explained = torch.expm1(log_ratio).abs() * log_pi.abs() + log_ratio.abs() + CUT_MEAN
+    surprise = -log_mu - inputs.entropy.double()
+    high = (surprise - explained).clamp(min=-LONGEST_SURPRISE)
+    low = (-surprise - explained).clamp(min=-LONGEST_SURPRISE)
+    sums = [_sum(finite, x) for x in (high, high.square(), low, low.square())]
+    return dict(zip(FREQUENCY_SUMS, sums, strict=True))
+
+
+def _topk_mass(inputs: TokenInputs) -> dict[str, Tensor]:
+    """Sum mu's probability of TopK(mu), without the column of the sampled token, which is the last one."""
+    if inputs.rollout_topk_log_probs is None or inputs.topk_valid is None:
+        return {}
+    valid = inputs.topk_valid[..., :-1]
+    log_mu = inputs.rollout_topk_log_probs[..., :-1]
+    mass = torch.where(valid & ~log_mu.isnan(), log_mu.exp(), 0.0)
+    return {names.TOPK_MASS: _sum(inputs.loss_mask, mass.sum(-1, dtype=torch.float64))}
+
+
+def _sum(where: Tensor, value: Tensor) -> Tensor:
+    """Sum ``value`` over the tokens in ``where``, float64."""
+    return torch.where(where, value, 0.0).sum(dtype=torch.float64)
+
+
+def _count(where: Tensor) -> Tensor:
+    return where.sum().double()
+
+
+def _largest(where: Tensor, value: Tensor) -> Tensor:
+    # A rank may have a micro-batch without tokens, and amax raises for an empty tensor.
+    if not value.numel():
+        return value.new_tensor(-math.inf)
+    return torch.where(where, value, -math.inf).amax()

@@ -1,0 +1,60 @@
+"""Terms of the loss with a gradient through log pi at TopK(mu): score centering and TROLL's projection."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms import projection, rules
+from megatron_dppo.algorithms.algorithm import Algorithm
+from megatron_dppo.algorithms.decisions import Decisions
+from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.sums import MetricSums
+
+
+def score_centering(
+    algorithm: Algorithm, inputs: TokenInputs, decisions: Decisions, token_scale: Tensor | None
+) -> Tensor:
+    """The term of score centering: its value is 0, its gradient the sum of A c_v grad log pi_v over trained tokens."""
+    assert inputs.topk_log_probs is not None
+    with torch.no_grad():
+        slope = rules.centering(inputs, algorithm.ratio_cap)
+        factor = inputs.advantages if token_scale is None else inputs.advantages * token_scale
+        slope = torch.where(decisions.trains[..., None], factor[..., None] * slope, 0.0)
+    return _with_slope(inputs.topk_log_probs[..., :-1], slope)
+
+
+def projection_terms(
+    algorithm: Algorithm, inputs: TokenInputs, decisions: Decisions, token_scale: Tensor | None
+) -> tuple[Tensor, MetricSums]:
+    """TROLL's terms of the loss, and their metrics.
+
+    The terms are the regression KL(pi || p) of trained tokens, and a term of value 0 whose gradient is the difference
+    that the projection makes to the surrogate's gradient.
+    """
+    assert inputs.topk_log_probs is not None
+    numbers = algorithm.numbers
+    with torch.no_grad():
+        projected = projection.projected(inputs, numbers["kl_bound"])
+        trains = decisions.trains
+        surrogate = -torch.where(trains, decisions.capped * inputs.advantages, 0.0).double()
+        distance = numbers["regression"] * torch.where(trains, projected.distance, 0.0)
+        slopes = numbers["regression"] * projected.distance_slopes
+        slopes = slopes + surrogate[..., None] * projected.of_columns
+        slopes = torch.where(trains[..., None], slopes, 0.0)
+        sampled_slope = surrogate * (projected.of_sampled - 1) + slopes[..., -1]
+        metrics = MetricSums(sums={names.PENALTY: distance.sum()})
+        if token_scale is not None:
+            scale = token_scale.double()
+            distance, sampled_slope = scale * distance, scale * sampled_slope
+            slopes = scale[..., None] * slopes
+    regression = distance.to(inputs.log_probs.dtype).sum()
+    loss = regression + _with_slope(inputs.log_probs, sampled_slope)
+    return loss + _with_slope(inputs.topk_log_probs[..., :-1], slopes[..., :-1]), metrics
+
+
+def _with_slope(log_probs: Tensor, slope: Tensor) -> Tensor:
+    """A scalar of value 0 whose gradient by ``log_probs`` is ``slope``; exactly 0 where ``slope`` is 0."""
+    used = torch.where(slope != 0, log_probs, 0.0)
+    return (slope.to(log_probs.dtype) * (used - used.detach())).sum()
