@@ -115,7 +115,7 @@ def report(case: str, checkpoint: Path, folder: Path) -> dict[str, Any]:
 
 def _step(trainer: Trainer, batch: PackedBatch) -> float:
     """Do an optimiser step and return the unclipped norm of its gradient."""
-    from megatron_dppo.algorithms.policy_loss import build_algorithm
+    from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.trainer.token_loss import make_token_loss
 
     loss = make_token_loss(build_algorithm("pg-is"))
