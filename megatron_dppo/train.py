@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _checked(config: TrainConfig, options: argparse.Namespace) -> str:
     """The layout in a line. Raises ConfigError with what all checks say: of its values, of the
     libraries, of data and checkpoints, as far as those can be looked at then."""
-    from megatron_dppo.loop.resuming import data_and_resume_faults
+    from megatron_dppo.loop.start_checks import data_and_resume_faults
 
     layout = ""
     faults: list[str] = []
@@ -96,7 +96,7 @@ def _checked(config: TrainConfig, options: argparse.Namespace) -> str:
 
 def _changes(config: TrainConfig) -> str | None:
     """Which keys changed since the checkpoint that a start would go on from."""
-    from megatron_dppo.loop.resuming import changes_since_checkpoint
+    from megatron_dppo.loop.start_checks import changes_since_checkpoint
 
     return changes_since_checkpoint(config)
 

@@ -27,10 +27,10 @@ from megatron_dppo.config.loading import load_config
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig, TrainingConfig
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.trajectory import Outline, Trajectory, forms_of
+from megatron_dppo.loop.credit import with_rewards
 from megatron_dppo.loop.learning import Learner, pack_mini_batch, plan_mini_batches
 from megatron_dppo.loop.rollout_figures import generated_figures, rows_of, with_gap_named
 from megatron_dppo.loop.rollout_sources import RolloutBatch
-from megatron_dppo.loop.scoring import with_rewards
 from megatron_dppo.metrics import table as names
 from megatron_dppo.model.gather_plan import buckets_in_turn, gather_plan
 from megatron_dppo.rewards.verifier import Score

@@ -18,7 +18,8 @@ from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession, WeightsLostError
 from megatron_dppo.loop.exchange import own_positions
 from megatron_dppo.loop.recorder import Recorder, SampleMaker, chosen
-from megatron_dppo.loop.scoring import ScoredGeneration, Scorer
+from megatron_dppo.loop.scorer import Scorer
+from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.metrics.samples import Sample

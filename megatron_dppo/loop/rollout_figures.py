@@ -19,7 +19,7 @@ from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.sampling import TrainingFiles
 from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts
-from megatron_dppo.loop.scoring import Selection
+from megatron_dppo.loop.group_quota import Selection
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import FREQUENCY_SUMS
 from megatron_dppo.metrics.table import BY_METRIC

@@ -24,7 +24,7 @@ def worker(folder: str) -> dict[str, Any]:
     from megatron_dppo.engine.protocol import SamplingParams
     from megatron_dppo.fleet.generation import GenerationJob
     from megatron_dppo.loop.evaluation import Evaluator
-    from megatron_dppo.loop.scoring import Scorer
+    from megatron_dppo.loop.scorer import Scorer
     from tests.unit.test_evaluation import sample_maker
 
     dist.init_process_group("gloo")

@@ -127,7 +127,7 @@ def scorer_without(response: int | None) -> Any:
     import torch.distributed as dist
 
     from megatron_dppo.config.data_schema import RewardConfig
-    from megatron_dppo.loop.scoring import PendingScore, Scorer
+    from megatron_dppo.loop.scorer import PendingScore, Scorer
     from megatron_dppo.rewards.verifier import Score
 
     class Unlucky(Scorer):
@@ -186,7 +186,7 @@ def late_weights(folder: str) -> str:
     """The error of a batch whose weights are older than a synchronous run allows."""
     from megatron_dppo.config.data_schema import RewardConfig
     from megatron_dppo.loop.rollout_figures import StalenessError
-    from megatron_dppo.loop.scoring import Scorer
+    from megatron_dppo.loop.scorer import Scorer
 
     with Scorer(RewardConfig(name="exact_integer")) as scorer:
         source = source_of(folder, ScriptedEngine(5), scorer, fresh_sampler(), {})

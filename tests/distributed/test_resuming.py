@@ -29,7 +29,9 @@ def resume_worker(folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron_dppo.loop.inputs import BackgroundHashes, model_files
-    from megatron_dppo.loop.resuming import RunState, identity_of, resume
+    from megatron_dppo.loop.resuming import resume
+    from megatron_dppo.loop.run_identity import identity_of
+    from megatron_dppo.loop.run_state import RunState
     from megatron_dppo.metrics.records import remember_checkpoint
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
     from tests.distributed.test_checkpoint import make_trainer, names_in, train

@@ -32,7 +32,7 @@ from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.generation import SamplingSeeds
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.logging import FatalError
-from megatron_dppo.loop import run, run_rank
+from megatron_dppo.loop import run, run_parts, run_rank
 from megatron_dppo.loop.rollout_sources import GeneratedRollouts, RolloutBatch
 from megatron_dppo.metrics import table as names
 from megatron_dppo.system.network import free_port
@@ -576,7 +576,7 @@ def with_equal_seeds(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_an_evaluations_top_p(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(run, "SamplingParams", partial(run.SamplingParams, top_p=0.95))
+    patch.setattr(run_parts, "SamplingParams", partial(run_parts.SamplingParams, top_p=0.95))
 
 
 def with_the_batch_before(patch: pytest.MonkeyPatch) -> None:

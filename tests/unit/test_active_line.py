@@ -3,7 +3,7 @@
 from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.local import processes
-from megatron_dppo.loop.run import active_line
+from megatron_dppo.loop.run_parts import active_line
 from megatron_dppo.model.layout import Layout
 from tests.unit.config_files import minimal
 

@@ -17,7 +17,7 @@ from megatron_dppo.data.records import DataError
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.seal import text_digest
 from megatron_dppo.loop.inputs import RunData
-from megatron_dppo.loop.scoring import Scorer
+from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.rewards import RewardUnavailableError, find_reward
 from megatron_dppo.rewards.answers import checked_answers_file, gold_answer, hand_over, handed_over
 from tests.tiny_models import tiny_tokenizer

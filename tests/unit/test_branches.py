@@ -20,9 +20,9 @@ from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.packing import pack, unpack_sampled
 from megatron_dppo.data.trajectory import Outline, Trajectory
 from megatron_dppo.diagnostics.doctor.reference import Reference
+from megatron_dppo.loop.credit import returns_by_turn, with_rewards
 from megatron_dppo.loop.learning import BatchLayout, by_response, plan_mini_batches
 from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
-from megatron_dppo.loop.scoring import returns_by_turn, with_rewards
 from megatron_dppo.metrics.sums import MaskedResponses
 from megatron_dppo.model.shape import SequenceCost
 from megatron_dppo.rewards.verifier import Score

@@ -34,8 +34,10 @@ from megatron_dppo.environments import (
 from megatron_dppo.environments.episodes import EpisodeLimits, Episodes, TurnTemplate, _Episode
 from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
+from megatron_dppo.loop.credit import with_rewards
 from megatron_dppo.loop.rollout_figures import GroupRow
-from megatron_dppo.loop.scoring import Scorer, _scoring, with_rewards
+from megatron_dppo.loop.scorer import Scorer
+from megatron_dppo.loop.scoring import _scoring
 from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.tiny_models import tiny_tokenizer

@@ -19,10 +19,12 @@ from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig, Train
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
+from megatron_dppo.loop.credit import with_rewards
 from megatron_dppo.loop.engine_session import WeightsLostError
 from megatron_dppo.loop.evaluation import Evaluations, Evaluator, MixedVersionsError
 from megatron_dppo.loop.recorder import Recorder, SampleMaker
-from megatron_dppo.loop.scoring import PendingScore, ScoredGeneration, Scorer, with_rewards
+from megatron_dppo.loop.scorer import PendingScore, Scorer
+from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.metrics.records import read_records, read_step_lines
 from megatron_dppo.metrics.summary import RunInfo

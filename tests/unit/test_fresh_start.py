@@ -11,12 +11,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.loop.resuming import (
-    ResumeError,
-    newer_unusable,
-    refuse_damage,
-    refuse_fresh_start,
-)
+from megatron_dppo.loop.resuming import newer_unusable, refuse_damage, refuse_fresh_start
+from megatron_dppo.loop.run_state import ResumeError
 from megatron_dppo.metrics.records import (
     History,
     keep_copy,

@@ -11,15 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.loop.inputs import model_files
 from megatron_dppo.loop.recorder import Recorder, RecordingError
-from megatron_dppo.loop.resuming import (
-    FILES,
-    ResumeError,
-    RunState,
-    changes_since_checkpoint,
-    check_resume,
-    identity_of,
-    settings_of,
-)
+from megatron_dppo.loop.run_identity import identity_of
+from megatron_dppo.loop.run_state import FILES, ResumeError, RunState, settings_of
+from megatron_dppo.loop.start_checks import changes_since_checkpoint, check_resume
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import RecordsError, read_records, step_of
 from megatron_dppo.metrics.samples import Sample

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.data_schema import RewardConfig
-from megatron_dppo.loop.scoring import Scorer, weighted_sum
+from megatron_dppo.loop.scorer import Scorer, weighted_sum
 from megatron_dppo.rewards import RewardForm, RewardInput, RewardUnavailableError, find_reward
 from megatron_dppo.rewards import verifier as verifiers
 from megatron_dppo.rewards.verifier import Score, Verifier

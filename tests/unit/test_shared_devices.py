@@ -18,7 +18,7 @@ from megatron_dppo.engine.weights import Occupation
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.membership import EngineUnavailableError, Member
 from megatron_dppo.fleet.record import Server
-from megatron_dppo.loop import engine_session
+from megatron_dppo.loop import server_access
 from megatron_dppo.model.shape import TRAINER_PARTS
 from megatron_dppo.trainer import collectives
 from megatron_dppo.weight_sync.transaction import WeightUpdater
@@ -85,7 +85,7 @@ class Shared(Small):
             engine.error = EngineAnswerError("planted")
             return engine
 
-        monkeypatch.setattr(engine_session._ServerAccess, "_connect", connect)
+        monkeypatch.setattr(server_access.ServerAccess, "_connect", connect)
         session = self.session
         session._updater = WeightUpdater(
             Source(),

@@ -9,6 +9,7 @@ import pytest
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.trajectory import FinishReason, Trajectory
+from megatron_dppo.loop.group_quota import Selection
 from megatron_dppo.loop.rollout_figures import (
     GapError,
     GapGuard,
@@ -26,7 +27,6 @@ from megatron_dppo.loop.rollout_figures import (
     with_gap_named,
 )
 from megatron_dppo.loop.rollout_sources import GeneratedRollouts, _Draft
-from megatron_dppo.loop.scoring import Selection
 from megatron_dppo.metrics import table as names
 from tests.unit.config_files import minimal
 

@@ -18,7 +18,7 @@ from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.fleet.membership import FatalPromptError, Member
 from megatron_dppo.fleet.record import Server
-from megatron_dppo.loop import engine_session
+from megatron_dppo.loop import server_access
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer import collectives
 from megatron_dppo.weight_sync.transaction import WeightUpdater
@@ -59,7 +59,7 @@ class Restarted(Small):
             engine.occupation = Occupation(member.server.url)
             return engine
 
-        monkeypatch.setattr(engine_session._ServerAccess, "_connect", connect)
+        monkeypatch.setattr(server_access.ServerAccess, "_connect", connect)
         self._ends = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise)
         self._supervisor.start()

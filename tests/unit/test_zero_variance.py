@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_dppo.config.schema import RolloutConfig
-from megatron_dppo.loop.scoring import GroupQuota, Selection
+from megatron_dppo.loop.group_quota import GroupQuota, Selection
 
 FLAT, GOOD = True, False
 

@@ -1,0 +1,146 @@
+"""A trainer rank's connections to the servers: the calls, the open generations and the registry of servers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from megatron_dppo.config.lora import updates_adapters
+from megatron_dppo.engine.answer_parsing import AnswerParser
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.fleet import membership
+from megatron_dppo.fleet.client import FleetClient
+from megatron_dppo.fleet.endpoint import (
+    ENDPOINT_VARIABLE,
+    FleetEndpoint,
+    RecordClient,
+    admin_key,
+    control_host,
+)
+from megatron_dppo.fleet.generation import Generation, GenerationEnd, GenerationLimits, Slots
+from megatron_dppo.fleet.http_router import HttpRouterLink
+from megatron_dppo.fleet.record import FleetRecord, Keys
+from megatron_dppo.fleet.suspects import Suspect
+from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.trainer import collectives
+
+
+class EngineConnections:
+    """This rank's connections to the servers and to the server registry, and its open generations. ``close`` ends them.
+
+    Args:
+        sections: configuration sections that the servers depend on.
+        record: client of the server registry.
+        endpoint: HTTP endpoint of the registry where this rank runs it; closed with the connections.
+        stop: returns whether generations shall end.
+        registers: whether this rank registers the servers with the router.
+    """
+
+    def __init__(
+        self,
+        sections: ServerSections,
+        record: RecordClient,
+        endpoint: FleetEndpoint | None,
+        stop: Callable[[], bool],
+        *,
+        registers: bool,
+    ) -> None:
+        self.record = record
+        self._endpoint = endpoint
+        self._stop = stop
+        self._generations: list[Generation] = []
+        self._limits = GenerationLimits.of(sections.rollout, sections.engine, sections.environment)
+        self._aborts = sections.rollout.interrupt == "abort"
+        self.slots = Slots(self._limits.calls, self._limits.episodes)
+        router = None
+        if sections.engine.uses_router:
+            router = HttpRouterLink(record.reachable_router, registers=registers)
+        self.parser = AnswerParser()
+        self.runner = AsyncRunner()
+        adapters = updates_adapters(sections.lora)
+        self.client = FleetClient(record.report_lost, router, self.parser, adapters=adapters)
+
+    def start(self, generation: Generation) -> None:
+        self._generations.append(generation)
+        self._resume(generation)
+
+    def resume_lost(self) -> None:
+        """Request again the missing responses of the generations whose servers were lost."""
+        for generation in self._generations:
+            if generation.is_lost:
+                generation.end()
+                self._resume(generation)
+
+    def wait(self, generation: Generation) -> tuple[GenerationEnd, str]:
+        return generation.wait(self._stop)
+
+    def drop(self, generation: Generation) -> None:
+        """Forget a generation that is done or not needed, and cancel its remaining requests."""
+        if generation in self._generations:
+            self._generations.remove(generation)
+            generation.cancel()
+
+    def _resume(self, generation: Generation) -> None:
+        generation.resume(self.runner, self.client, self._limits, self._stop, self.slots)
+
+    def break_off(self) -> None:
+        """End this rank's calls; their responses are requested again."""
+        self.runner.run(self.client.break_off())
+
+    def hold(self) -> None:
+        """Stop sending calls until ``serve``, since the servers are about to be paused. Collective."""
+        self.runner.run(self._hold())
+        if self._aborts:
+            # No rank may have a call in flight when the servers are paused.
+            collectives.barrier()
+
+    def serve(self, members: Sequence[membership.Member], version: int) -> None:
+        """Resume the calls: ``members`` have committed weight ``version``."""
+        self.runner.run(self._serve(members, version))
+
+    async def _hold(self) -> None:
+        await self.client.hold(abort=self._aborts)
+        self.slots.hold(True)
+
+    async def _serve(self, members: Sequence[membership.Member], version: int) -> None:
+        await self.client.serve(members, version)
+        self.slots.hold(False)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no generation of this rank is running."""
+        return all(g.running is None or g.running.done() for g in self._generations)
+
+    def question_suspects(self) -> Suspect | None:
+        return self.runner.run(self.client.question_suspects(self._stop))
+
+    def close(self) -> None:
+        """Abort the running requests on the servers, and close the connections."""
+        # Cancel first: the clients that abort requests on the servers are still open here.
+        self.runner.cancel_all()
+        self.runner.run(self.client.close())
+        self.parser.close()
+        self.runner.close()
+        if self._endpoint is not None:
+            self._endpoint.stop()
+
+
+def open_record(
+    run_directory: str, interface: str | None, rank: int
+) -> tuple[RecordClient, FleetEndpoint | None]:
+    """Return the client of the server registry, and the registry's HTTP endpoint where this rank runs it.
+
+    Rank 0 runs the registry where a launcher such as torchrun started the ranks; the call is collective then.
+    """
+    keys, url = Keys.handed_down(), os.environ.get(ENDPOINT_VARIABLE)
+    endpoint: FleetEndpoint | None = None
+    if url is not None:
+        return RecordClient(url, keys), None
+    if rank == 0:
+        record, key = FleetRecord(run_directory), admin_key()
+        record.withdraw_started()
+        endpoint = FleetEndpoint(record, key, control_host(interface, "127.0.0.1"))
+        endpoint.start()
+        url, keys = endpoint.url, Keys(admin=key)
+    url, admin = collectives.broadcast_json([url, keys.admin], src=0)
+    return RecordClient(url, Keys(admin=admin)), endpoint

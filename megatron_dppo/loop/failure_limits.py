@@ -1,0 +1,48 @@
+"""How many failures of the servers a run survives before it ends."""
+
+from __future__ import annotations
+
+import logging
+
+from megatron_dppo.fleet.membership import EngineUnavailableError
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 5
+"""Consecutive losses of the whole fleet, without a response or an update in between, before a run ends.
+
+The supervisor bounds the restarts of its own servers (``engine.max_restarts``). This limit bounds the losses of servers
+that are attached by URL.
+"""
+
+
+class FailureLimits:
+    """Count consecutive losses of the fleet, and consecutive refusals of an update with the same reason."""
+
+    def __init__(self) -> None:
+        self._losses = 0
+        self._refusal = ""
+        self._refusals = 0
+
+    def count_loss(self, reason: str) -> None:
+        """Count a loss of the whole fleet. Raises EngineUnavailableError past ``MAX_FAILURES``."""
+        self._losses += 1
+        log.warning("engine lost: %s", reason)
+        if self._losses > MAX_FAILURES:
+            raise EngineUnavailableError(
+                f"the engine was lost {self._losses} times in a row; the last time: {reason}"
+            )
+
+    def count_refusal(self, reason: str, attempts: int) -> None:
+        """Count an update that all servers refused. Raises EngineUnavailableError after ``attempts`` equal refusals."""
+        self._refusals = self._refusals + 1 if reason == self._refusal else 1
+        self._refusal = reason
+        if self._refusals >= attempts:
+            raise EngineUnavailableError(f"{reason}; another attempt would end alike")
+
+    def forget_losses(self) -> None:
+        """Start counting anew after a response or after an update to other weights."""
+        self._losses = 0
+
+    def forget_refusals(self) -> None:
+        self._refusal, self._refusals = "", 0

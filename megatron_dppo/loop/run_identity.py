@@ -1,0 +1,78 @@
+"""The identity of a run: settings that must not change between its starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_dppo.config.data_schema import RewardConfig, RewardTerm
+from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
+
+
+def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
+    """Return the settings that must not change between two starts of a run, with their values.
+
+    With another value, the metrics after the resume would not continue those before it. Learning rates, batch sizes,
+    layouts, limits and schedules may change.
+    """
+    algorithm, data = config.algorithm, config.data
+    return {
+        "algorithm.name": algorithm.name,
+        "algorithm.settings": algorithm.settings,
+        "algorithm.options": dict(algorithm.options),
+        "algorithm.aggregation": algorithm.aggregation,
+        "algorithm.reference_estimator": algorithm.reference_estimator,
+        "algorithm.reference_importance_weights": algorithm.reference_importance_weights,
+        "algorithm.reference_kl": algorithm.reference_kl,
+        "algorithm.truncated_responses": algorithm.truncated_responses,
+        **_advantage_identity(algorithm),
+        "data.train (SHA-256)": data_sha256,
+        "data.train (keys)": [
+            [file.prompt_key, file.answer_key, *filter(None, [file.metadata_key])]
+            for file in data.train_files
+        ],
+        "data.system_prompt": data.system_prompt,
+        "data.prompt_template": data.prompt_template,
+        **_argument_identity(data.chat_template_arguments),
+        "data.max_prompt_tokens": data.max_prompt_tokens,
+        "data.shuffle": data.shuffle,
+        "reward.name": config.reward.name,
+        **_reward_identity(config.reward),
+        "rollout.stop": list(config.rollout.stop),
+        "rollout.temperature": config.rollout.temperature,
+        "run.seed": config.run.seed,
+    }
+
+
+def _argument_identity(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chat template's arguments, if there are any: earlier checkpoints have no such key."""
+    return {"data.chat_template_arguments": dict(arguments)} if arguments else {}
+
+
+def _advantage_identity(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Return the settings that decide the advantages, except the rewards.
+
+    Defaults are left out, because earlier checkpoints have none of these keys.
+    """
+    usual = AlgorithmConfig()
+    keys = ("advantage", "overlong_tokens", "length_penalty")
+    values = {key: getattr(algorithm, key) for key in keys}
+    return {f"algorithm.{k}": v for k, v in values.items() if v != getattr(usual, k)}
+
+
+_ADDRESS_OPTIONS = ("url", "api_key_variable")
+"""Options of rewards that are a server's address or key; they do not change its answers."""
+
+
+def _reward_identity(reward: RewardConfig) -> dict[str, Any]:
+    """Return the settings that decide the rewards' values, except the first reward's name.
+
+    Defaults are left out, because earlier checkpoints have none of these keys.
+    """
+    unchanged = RewardTerm(name=reward.name)
+    rows: dict[str, list[Any]] = {}
+    for name, term in reward.terms.items():
+        options = {k: v for k, v in term.options.items() if k not in _ADDRESS_OPTIONS}
+        rows[name] = [term.name, term.weight, options]
+    usual = [unchanged.name, unchanged.weight, unchanged.options]
+    return {} if list(rows.values()) == [usual] else {"reward (weights, options)": rows}

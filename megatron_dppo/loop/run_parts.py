@@ -1,0 +1,97 @@
+"""The parts that a run is assembled from: its generation job, episodes, rollout source and evaluations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron_dppo.algorithms.algorithm import Algorithm
+from megatron_dppo.config.schema import RolloutConfig, TrainConfig
+from megatron_dppo.engine.protocol import RoutedShape, SamplingParams
+from megatron_dppo.environments.episodes import EpisodeLimits, Episodes
+from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
+from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
+from megatron_dppo.loop.inputs import RunData
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.trainer.step import StatsSpec
+
+
+def active_line(
+    rollout: RolloutConfig, placement: str, dtype: str, algorithm: Algorithm, layout: Layout
+) -> str:
+    """``active: dppo-binary-tv (tv_threshold 0.15), R3 off, filter off, staleness 0, TP2 EP2, float32``."""
+    numbers = ", ".join(
+        f"{name} {value:g}" for name, value in algorithm.numbers.items() if math.isfinite(value)
+    )
+    parts = [
+        f"{algorithm.name} ({numbers})" if numbers else algorithm.name,
+        f"R3 {_switch(rollout.router_replay)}",
+        f"filter {_switch(rollout.drop_zero_variance_groups)}",
+        f"staleness {rollout.max_staleness}",
+        rollout.interrupt if rollout.max_staleness else "",
+        placement if placement != "separate" else "",
+        f"replaying {rollout.replay_from}" if rollout.replay_from is not None else "",
+        layout.describe(),
+        dtype,
+    ]
+    return "active: " + ", ".join(part for part in parts if part)
+
+
+def _switch(active: bool) -> str:
+    return "on" if active else "off"
+
+
+def stats_spec(algorithm: Algorithm, topk: int) -> StatsSpec:
+    """Return the statistics that a forward pass computes for ``algorithm`` with ``topk`` log-probabilities."""
+    return StatsSpec(
+        topk > 0 or algorithm.needs_recomputed_distribution,
+        True,
+        algorithm.needs_topk_gradient,
+        algorithm.needs_sum_squares,
+    )
+
+
+def generation_job(
+    config: TrainConfig, data: RunData, shape: ModelShape, topk: int, episodes: Episodes | None
+) -> GenerationJob:
+    """Return the job that every generation of the run starts from; it has no problems and no purpose of seeds yet."""
+    rollout = config.rollout
+    columns: dict[str, Any] = {"topk": topk} if topk else {}
+    if rollout.router_replay:
+        columns["routed_experts"] = RoutedShape.of_model(shape)
+    sampling = SamplingParams(
+        rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        stop=tuple(rollout.stop),
+    )
+    seeds = SamplingSeeds(config.run.seed, "", ()) if config.engine.deterministic else None
+    decode = data.text_of if rollout.interrupt == "abort" else None
+    play = None if episodes is None else episodes.play
+    return GenerationJob((), rollout.group_size, sampling, columns, seeds, decode, play)
+
+
+def open_episodes(config: TrainConfig, data: RunData) -> Episodes | None:
+    """Return the player of this rank's episodes; None where a response has one turn."""
+    environment, turns = config.environment, data.turns
+    if environment.name is None or turns is None:
+        return None
+    spec = EnvironmentSpec(
+        environment.name,
+        dict(environment.options),
+        environment.step_timeout_s,
+        environment.memory_gib,
+        passed_variables=tuple(environment.passed_variables),
+    )
+    max_response_tokens = max(
+        config.rollout.max_response_tokens, config.evaluation.max_response_tokens or 0
+    )
+    limits = EpisodeLimits(
+        environment.max_turns,
+        environment.longest(config.data.max_prompt_tokens, max_response_tokens),
+        environment.max_observation_tokens,
+        environment.retries,
+        answers_cut_turns=environment.cut_turns == "answer",
+    )
+    return Episodes(EnvironmentPool(spec, environment.workers), turns, limits)

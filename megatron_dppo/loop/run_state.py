@@ -1,0 +1,160 @@
+"""State of the training loop that each checkpoint stores as plain JSON, and its comparison with a start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.trainer.checkpoint.directory import DamagedCheckpointError
+
+
+class ResumeError(RunError, ValueError):
+    """A checkpoint does not belong to the run that it should continue."""
+
+
+FILES = "files (SHA-256)"
+"""Key of the identity whose value has the hashes of the files that the run started from, by file name."""
+
+
+@dataclass
+class RunState:
+    """Position and identity of a run.
+
+    Attributes:
+        step: rollout batches trained on; also the weight version of the policy.
+        sampler: position in the data (``Sampler.state_dict``).
+        identity: settings that must not change between starts, see ``run_identity.identity_of``, and ``FILES``.
+        records: position in the run's records (``Recorder.mark``).
+        weights: hash of the policy's weights (``Trainer.weights_digest``) by the form of the parameters
+            (``Trainer.weights_form``); empty in checkpoints of earlier versions.
+        settings: the whole configuration of the start that wrote the checkpoint; empty in checkpoints of earlier
+            versions.
+    """
+
+    step: int = 0
+    sampler: dict[str, Any] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
+    records: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RunState:
+        """Return the state of :meth:`to_json`'s values. Raises ResumeError for missing or unknown fields."""
+        expected_fields = set(cls.__dataclass_fields__)
+        if not expected_fields - _LATER_FIELDS <= set(values) <= expected_fields:
+            raise ResumeError(
+                f"run state in the checkpoint has fields {sorted(values)}, expected {sorted(expected_fields)}; "
+                "it was written by another version"
+            )
+        return cls(**values)
+
+    def check_identity(self, identity: dict[str, Any], checkpoint: str) -> None:
+        """Raise ResumeError with each difference, unless ``identity`` is this run's."""
+        differences = [
+            f"{key}: {self.identity.get(key)!r} there, {identity.get(key)!r} now"
+            for key in sorted((self.identity.keys() | identity.keys()) - {FILES})
+            if self.identity.get(key) != identity.get(key)
+        ]
+        if differences:
+            raise ResumeError(
+                f"{checkpoint} belongs to another run ({'; '.join(differences)}); give back these "
+                "values, or name another run.directory, or start anew with run.resume=never"
+            )
+
+    def check_weights(self, form: str, digest: str, checkpoint: Path) -> None:
+        """Raise DamagedCheckpointError unless the loaded weights have the hash that the step's weights had.
+
+        The hashes are compared only where the ranks hold the same ``form`` of parameters as the ranks that saved.
+        """
+        expected_hash = self.weights.get(form, digest)
+        if digest != expected_hash:
+            raise DamagedCheckpointError(
+                f"{checkpoint}: its weights have the hash {digest}, expected {expected_hash}, the hash of the "
+                f"weights that step {self.step} made"
+            )
+
+    def changed_settings(self, settings: Mapping[str, Any]) -> list[str]:
+        """Return each key of the configuration whose value changed since the checkpoint was saved, with both values."""
+        if not self.settings:
+            return []
+        saved_settings, new_settings = flat_settings(self.settings), flat_settings(settings)
+        changes = []
+        for key in sorted(saved_settings.keys() | new_settings.keys()):
+            saved_value = repr(saved_settings[key]) if key in saved_settings else "not set"
+            new_value = repr(new_settings[key]) if key in new_settings else "not set"
+            if saved_value != new_value:
+                changes.append(f"{key}: {saved_value} there, {new_value} now")
+        return changes
+
+    def check_files(self, files: Mapping[str, str], checkpoint: str) -> None:
+        """Raise ResumeError with each of ``files`` whose hash changed since the run began.
+
+        New and missing files are the subject of ``check_file_names``.
+        """
+        hashes = self.identity.get(FILES, {})
+        changed_files = sorted(
+            name for name in files if hashes.get(name, files[name]) != files[name]
+        )
+        if changed_files:
+            changes = "; ".join(
+                f"{name}: its SHA-256 is {files[name][:12]}..., was {hashes[name][:12]}..."
+                for name in changed_files
+            )
+            raise ResumeError(
+                f"{checkpoint} was begun with other files ({changes}); give them back, or start anew with "
+                "run.resume=never"
+            )
+
+    def check_file_names(self, names: Set[str], checkpoint: str) -> None:
+        """Raise ResumeError where a model's folder has lost or gained a file since the run began."""
+        hashes = self.identity.get(FILES)
+        if hashes is None:
+            return
+        saved_names = {name for name in hashes if not name.startswith("data")}
+        if changed_names := saved_names ^ names:
+            raise ResumeError(
+                f"{checkpoint} was begun with other files: {', '.join(sorted(changed_names))} came or went since"
+            )
+
+
+_LATER_FIELDS = {"weights", "settings"}
+"""Fields that checkpoints of earlier versions lack."""
+
+
+def settings_of(config: TrainConfig) -> dict[str, Any]:
+    """Return the whole configuration as plain JSON, without the settings that each start may choose."""
+    settings = config.model_dump(mode="json")
+    del settings["run"]["resume"]
+    return settings
+
+
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``settings`` by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= flat_settings(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
+def changes_of(state: RunState, settings: Mapping[str, Any]) -> str | None:
+    """Return a sentence with each key of the configuration that changed since the checkpoint; None without changes."""
+    changes = state.changed_settings(settings)
+    if not changes:
+        return None
+    return (
+        f"the configuration changed since the checkpoint of step {state.step}: {'; '.join(changes)}; "
+        "docs/checkpoints.md says what a run is held to"
+    )

@@ -1,0 +1,103 @@
+"""Checks of a start before any process runs: inputs, data, answers and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.loop import inputs
+from megatron_dppo.loop.resuming import refuse_damage, refuse_fresh_start
+from megatron_dppo.loop.run_identity import identity_of
+from megatron_dppo.loop.run_state import RunState, changes_of, settings_of
+from megatron_dppo.metrics import records
+from megatron_dppo.rewards.answers import hand_over
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.files import sha256_of
+from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory, read_manifest
+
+_NEEDED_FOR_DATA = ("data", "model.hf_checkpoint")
+"""Keys that the data can't be read without."""
+_NEEDED_FOR_SCORES = ("reward",)
+"""Keys that responses can't be scored without."""
+
+
+def data_and_resume_faults(
+    config: TrainConfig, refused: Sequence[str] = (), answers: str | None = None
+) -> list[str]:
+    """Check the inputs' hashes, the data, the rewards, the gold answers and the checkpoint; return every fault.
+
+    The function loads no weights and starts no processes except reward workers.
+
+    Args:
+        config: configuration of the run.
+        refused: faults that other checks found; checks that depend on their keys are skipped.
+        answers: file to write the scores of the gold answers to, so that the following run need not score them
+            again.
+    """
+    faults: list[str] = []
+    if config.run.sha256_list is not None:
+        with _noting(faults, "run.sha256_list"):
+            inputs.check_input_hashes(config.run.sha256_list)
+    if not any(fault.startswith(_NEEDED_FOR_DATA) for fault in refused):
+        with _noting(faults, "data"):
+            data = inputs.RunData(config)
+            # Each stage has its own block, so that a fault of one hides no other fault.
+            with _noting(faults, "run.resume"):
+                check_resume(config, data.train.sha256)
+            if any(fault.startswith(_NEEDED_FOR_SCORES) for fault in refused):
+                return faults
+            with _noting(faults, "reward"):
+                faults += data.reward_faults()
+            with _noting(faults, "data"):
+                bad = data.bad_answers()
+                if answers is not None:
+                    hand_over(Path(answers), data.scored, bad)
+                data.settle(bad)
+    return faults
+
+
+def check_resume(config: TrainConfig, data_sha256: str) -> None:
+    """Raise ResumeError or CheckpointError where a start would refuse the run's checkpoints."""
+    if config.run.resume == "never":
+        return
+    directory = Path(config.run.directory)
+    folders = CheckpointDirectory(directory / records.CHECKPOINTS_FOLDER, config.checkpoint.keep)
+    survey = folders.survey()
+    refuse_damage(config.checkpoint.on_damage, survey)
+    if survey.complete:
+        last_checkpoint = survey.complete[-1].path
+        state = RunState.from_json(read_manifest(last_checkpoint)["state"])
+        state.check_identity(identity_of(config, data_sha256), str(last_checkpoint))
+        files = inputs.model_files(config.model.hf_checkpoint, config.lora.start_from)
+        state.check_file_names(files.keys(), str(last_checkpoint))
+        # Only the small files are hashed here, in milliseconds. The ranks hash the weights later.
+        small_files = {
+            n: sha256_of(path) for n, path in files.items() if path.suffix != inputs.WEIGHTS
+        }
+        state.check_files(small_files, str(last_checkpoint))
+    else:
+        reasons = [unusable.reason for unusable in survey.unusable]
+        refuse_fresh_start(config.run, reasons, records.read_history(directory))
+
+
+@contextmanager
+def _noting(faults: list[str], key: str) -> Iterator[None]:
+    """Append the error that the block raises to ``faults``, prefixed with the configuration's ``key``."""
+    try:
+        yield
+    except (RunError, OSError) as error:
+        faults.append(f"{key}: {error}")
+
+
+def changes_since_checkpoint(config: TrainConfig) -> str | None:
+    """Return the sentence of ``changes_of`` for the checkpoint that a start would load; None without a checkpoint."""
+    if config.run.resume == "never":
+        return None
+    directory = Path(config.run.directory) / records.CHECKPOINTS_FOLDER
+    survey = CheckpointDirectory(directory, config.checkpoint.keep).survey()
+    if not survey.complete:
+        return None
+    state = RunState.from_json(read_manifest(survey.complete[-1].path)["state"])
+    return changes_of(state, settings_of(config))
