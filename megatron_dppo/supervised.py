@@ -18,9 +18,14 @@ from typing import TYPE_CHECKING
 
 from megatron_dppo.config import SupervisedConfig, check_supervised_config, load_as, resolved_yaml
 from megatron_dppo.config.data_files import data_files
-from megatron_dppo.config.machine import set_allocator, this_machine
+from megatron_dppo.config.machine import set_allocator, set_precision, this_machine
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.launch.library_checks import CHECK, check_everything_supervised, check_in_child
+from megatron_dppo.launch.library_checks import (
+    CHECK,
+    check_everything_supervised,
+    check_in_child,
+    untried_options,
+)
 from megatron_dppo.launch.local import run_local
 from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.logging import configure_logging, fatal
@@ -144,6 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_as(SupervisedConfig, options.config, options.overrides)
         if options.check:
             check_everything_supervised(config, options.config)
+            for warning in untried_options(config):
+                print(f"warning: {warning}")
             return 0
         if (
             "RANK" in os.environ or not config.forwards_to_megatron
@@ -159,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fatal(str(error))
     if this_machine().gpus:
         set_allocator(None, os.environ)
+        set_precision(config.megatron, os.environ)
     # First, so that what the libraries say while they are imported goes to the log.
     configure_logging(config.run.directory, int(os.environ["RANK"]))
     run_supervised_rank(config)

@@ -14,13 +14,24 @@ import errno
 import faulthandler
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron_dppo.config import ConfigError, TrainConfig, check_config, load_config, resolved_yaml
 from megatron_dppo.config.layout import missing_weights
-from megatron_dppo.config.machine import allocator_faults, set_allocator, this_machine
+from megatron_dppo.config.machine import (
+    allocator_faults,
+    set_allocator,
+    set_precision,
+    this_machine,
+)
 from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.launch.library_checks import CHECK, check_everything, check_in_child
+from megatron_dppo.launch.library_checks import (
+    CHECK,
+    check_everything,
+    check_in_child,
+    untried_options,
+)
 from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.launch.start_checks import check_start
 from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
@@ -46,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.check:
             print(_checked(config, options))
+            for warning in untried_options(config):
+                print(f"warning: {warning}")
             # The check before a start leaves them to rank 0, which logs them.
             if options.answers is None and (changes := _changes(config)) is not None:
                 print(changes)
@@ -59,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "RANK" in os.environ:
             check_config(config, options.config)
             _check_world(config.parallel.world_size, options.config)
-            _check_environment(config.weight_sync.strategy)
+            _check_environment(config.weight_sync.strategy, config.megatron)
     except ConfigError as error:
         fatal(str(error))
     if "RANK" not in os.environ:
@@ -109,13 +122,14 @@ def _check_world(size: int, source: str) -> None:
         raise ConfigError([fault], source)
 
 
-def _check_environment(strategy: str) -> None:
+def _check_environment(strategy: str, megatron: Mapping[str, Any]) -> None:
     """A rank's variables: set, or refused where a container's image has set them. Raises ConfigError."""
     if not this_machine().gpus:
         return
     if faults := list(allocator_faults(strategy, os.environ)):
         raise ConfigError(faults, "the environment of this rank")
     set_allocator(strategy, os.environ)
+    set_precision(megatron, os.environ)
 
 
 def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:

@@ -365,6 +365,7 @@ def check_config(
             lora_faults(config.lora, sizes, model, has_engines=True),
             adapter_update_faults(config.lora, model),
             _router_replay(rollout, config.megatron, model),
+            _recompute(config, model),
             forwarded.expert_kernel_faults(config.sglang) if model.is_moe else iter(()),
             length_faults(
                 config.data, rollout, config.evaluation, config.sglang, model, config.environment
@@ -401,6 +402,7 @@ def check_supervised_config(config: schema.SupervisedConfig, source: str = "conf
     def model_checks(model: ModelShape) -> tuple[layout.Faults, ...]:
         return (
             layout.layout_faults(parallel.sizes, config.megatron, model),
+            _recompute(config, model),
             lora_faults(config.lora, parallel.sizes, model, has_engines=False),
         )
 
@@ -626,6 +628,11 @@ def _router_replay(
         yield (
             f"rollout.router_replay: got true, expected false: {model.family} is a dense model, it routes nothing"
         )
+
+
+def _recompute(config: schema.PolicyConfig, model: ModelShape) -> layout.Faults:
+    if model.is_moe:
+        yield from forwarded.recompute_faults(config.megatron, config.training.recompute)
 
 
 def _topk(algorithm: schema.AlgorithmConfig, configured: int, vocab_size: int) -> layout.Faults:

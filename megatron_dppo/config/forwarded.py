@@ -143,13 +143,142 @@ MEGATRON_FIXED: Mapping[str, str] = {
 }
 """Field of TransformerConfig that nothing sets -> why."""
 
-_GRAPH = "a captured graph would go on with the routing that it was captured with"
+_OTHER_MODEL = (
+    "the trainer computes what config.json says, and the engine would compute something else"
+)
+_FLEETING = "packed micro-batches differ in length, and a captured graph takes one length"
+_QUANTISED = "weights are read as plain tensors: gathered, hashed, parked, written to checkpoints"
+_EVEN_STAGES = "weights are mapped for pipeline stages of equal size"
+_SCHEDULE = "the schedule calls the forward step with an argument that this trainer's does not have"
+MEGATRON_UNUSABLE: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "moe_router_force_load_balancing",
+            "moe_expert_capacity_factor",
+            "moe_token_dropping",
+            "moe_pad_expert_input_to_capacity",
+            "moe_input_jitter_eps",
+            "moe_apply_probs_on_input",
+            "moe_layer_freq",
+            "moe_latent_size",
+            "moe_router_topk_limited_devices",
+            "moe_router_num_groups",
+            "moe_router_group_topk",
+            "moe_router_topk_scaling_factor",
+            "moe_router_enable_expert_bias",
+            "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_gate",
+            "window_size",
+            "window_attn_skip_freq",
+            "rotary_interleaved",
+            "no_rope_freq",
+            "mrope_section",
+            "softmax_scale",
+            "softmax_type",
+            "qk_l2_norm",
+            "attention_output_gate",
+            "multi_latent_attention",
+            "experimental_attention_variant",
+            "linear_attention_freq",
+            "apply_residual_connection_post_layernorm",
+            "layernorm_zero_centered_gamma",
+            "glu_linear_offset",
+            "activation_func_clamp_value",
+            "heterogeneous_block_specs",
+            "is_hybrid_model",
+        ),
+        _OTHER_MODEL,
+    ),
+    **dict.fromkeys(("fp8_param", "fp4_param"), _QUANTISED),
+    **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), _FLEETING),
+    **dict.fromkeys(
+        (
+            "overlap_moe_expert_parallel_comm",
+            "delay_wgrad_compute",
+            "ep_overlap_early_attn_memory_release",
+        ),
+        _SCHEDULE,
+    ),
+    **dict.fromkeys(
+        (
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "pipeline_model_parallel_layout",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        ),
+        _EVEN_STAGES,
+    ),
+    "tp_comm_overlap": "Transformer Engine's buffers for it are made by a training program, which this one does not do",
+    "moe_use_legacy_grouped_gemm": "weights are mapped for Transformer Engine's grouped experts",
+    "qk_clip": "weights are clipped by a call after each step, which this trainer does not make",
+    "use_ring_exchange_p2p": "torch has no such exchange: a build of NVIDIA's own has",
+}
+"""Field of TransformerConfig that must be off -> why."""
+
+MEGATRON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "moe_expert_capacity_factor": (None,),
+    "moe_layer_freq": (1,),
+    "moe_router_num_groups": (None, 1),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "softmax_type": ("vanilla",),
+    "layernorm_zero_centered_gamma": (False,),
+    "cuda_graph_impl": ("none",),
+}
+"""Field of MEGATRON_UNUSABLE -> the values that leave it off, where they are others than the usual."""
+
+MEGATRON_KNOWN: frozenset[str] = frozenset(
+    (
+        "attention_backend",
+        "attention_softmax_in_fp32",
+        "barrier_with_L1_time",
+        "batch_p2p_comm",
+        "batch_p2p_sync",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "masked_softmax_fusion",
+        "apply_rope_fusion",
+        "persist_layer_norm",
+        "memory_efficient_layer_norm",
+        "gradient_accumulation_fusion",
+        "cp_comm_type",
+        "deallocate_pipeline_outputs",
+        "deterministic_mode",
+        "disable_bf16_reduced_precision_matmul",
+        "distribute_saved_activations",
+        "fp8",
+        "fp8_recipe",
+        "fp8_margin",
+        "fp8_interval",
+        "fp8_amax_history_len",
+        "fp8_amax_compute_algo",
+        "fp8_wgrad",
+        "first_last_layers_bf16",
+        "num_layers_at_start_in_bf16",
+        "num_layers_at_end_in_bf16",
+        "init_method_std",
+        "embedding_init_method_std",
+        "perform_initialization",
+        "use_cpu_initialization",
+        "microbatch_group_size_per_vp_stage",
+        "moe_grouped_gemm",
+        "moe_permute_fusion",
+        "moe_per_layer_logging",
+        "moe_router_dtype",
+        "moe_router_fusion",
+        "moe_router_padding_for_quantization",
+        "moe_router_padding_for_fp8",
+        "moe_token_dispatcher_type",
+        "overlap_p2p_comm",
+        "recompute_method",
+        "recompute_modules",
+        "recompute_num_layers",
+    )
+)
+"""Fields of TransformerConfig whose effect on a run was tested or read in Megatron-Core's source."""
+
 MEGATRON_WITHOUT_REPLAY: Mapping[str, str] = {
     "moe_router_fusion": "the fused router takes no recorded choice",
-    "overlap_moe_expert_parallel_comm": "two micro-batches would be in one layer at a time",
-    "cuda_graph_impl": _GRAPH,
-    "enable_cuda_graph": _GRAPH,
-    "external_cuda_graph": _GRAPH,
 }
 """Field of TransformerConfig that router replay can't have -> why."""
 
@@ -190,9 +319,6 @@ SGLANG_FIXED: Mapping[str, str] = {
 
 _MODE = "the servers answer /generate over plain HTTP, each by itself"
 _EXPERTS = "weight updates are verified for experts that lie as a tensor-parallel engine holds them"
-_OTHER_MODEL = (
-    "the trainer computes what config.json says, and the engine would compute something else"
-)
 _OLD_CACHE = "keys and values that are kept outside the server outlive a weight update, and it would serve them"
 SGLANG_UNUSABLE: Mapping[str, str] = {
     "skip_tokenizer_init": "the text of a response is read, which such a server does not return",
@@ -242,12 +368,19 @@ SGLANG_UNUSABLE: Mapping[str, str] = {
             "enable_eplb",
             "ep_num_redundant_experts",
             "elastic_ep_backend",
+            "max_ep_size",
+            "enable_two_batch_overlap",
             "enable_elastic_expert_backup",
             "enable_paged_experts",
             "kt_weight_path",
         ),
         _EXPERTS,
     ),
+    **dict.fromkeys(
+        ("cpu_offload_gb", "offload_group_size"),
+        "weight updates are verified for weights that lie on the server's devices",
+    ),
+    "weight_cache_mode": "SGLang refuses to update weights that it shares with a cache of weights",
     **dict.fromkeys(
         (
             "hicache_storage_backend",
@@ -261,12 +394,113 @@ SGLANG_UNUSABLE: Mapping[str, str] = {
 """Field of ServerArgs that must be off -> why."""
 
 
-def _is_off(value: Any) -> bool:
-    """Whether a value leaves an option of SGLang off: a size of one, or no value in one of SGLang's spellings."""
+SGLANG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attn_dp_size", "attn_cp_size", "dcp_size", "dwdp_size"), (None, 0, 1)),
+    "offload_group_size": (None, -1, 0),
+    "weight_cache_mode": (None, "off"),
+}
+"""Field of SGLANG_UNUSABLE -> the values that leave it off, where they are others than the usual."""
+
+SGLANG_KNOWN: frozenset[str] = frozenset(
+    (
+        # Memory and what runs together.
+        "mem_fraction_static",
+        "max_running_requests",
+        "max_queued_requests",
+        "max_total_tokens",
+        "max_prefill_tokens",
+        "prefill_max_requests",
+        "chunked_prefill_size",
+        "context_length",
+        "kv_cache_dtype",
+        "page_size",
+        "disable_radix_cache",
+        "radix_eviction_policy",
+        "schedule_policy",
+        "schedule_conservativeness",
+        "disable_overlap_schedule",
+        "enable_mixed_chunk",
+        "num_continuous_decode_steps",
+        "scheduler_recv_interval",
+        "enable_memory_saver",
+        # Devices and processes.
+        "tp_size",
+        "base_gpu_id",
+        "gpu_id_step",
+        "numa_node",
+        "nccl_port",
+        "dist_timeout",
+        "watchdog_timeout",
+        "soft_watchdog_timeout",
+        "sleep_on_idle",
+        "gc_threshold",
+        "disable_custom_all_reduce",
+        # Kernels.
+        "attention_backend",
+        "decode_attention_backend",
+        "prefill_attention_backend",
+        "sampling_backend",
+        "grammar_backend",
+        "moe_runner_backend",
+        "triton_attention_reduce_in_fp32",
+        "triton_attention_num_kv_splits",
+        "triton_attention_split_tile_size",
+        "enable_deterministic_inference",
+        "cuda_graph_config",
+        "cuda_graph_backend_decode",
+        "cuda_graph_backend_prefill",
+        "cuda_graph_max_bs_decode",
+        "cuda_graph_max_bs_prefill",
+        "cuda_graph_bs_decode",
+        "cuda_graph_bs_prefill",
+        "disable_cuda_graph_padding",
+        # Adapters.
+        "enable_lora",
+        "max_lora_rank",
+        "lora_target_modules",
+        "lora_backend",
+        "max_loras_per_batch",
+        "max_loaded_loras",
+        # Loading.
+        "load_format",
+        "model_impl",
+        "trust_remote_code",
+        "weight_loader_disable_mmap",
+        "weight_loader_prefetch_checkpoints",
+        "weight_loader_prefetch_num_threads",
+        "weight_loader_drop_cache_after_load",
+        "skip_server_warmup",
+        "served_model_name",
+        # Answers and records.
+        "stream_interval",
+        "reasoning_parser",
+        "tool_call_parser",
+        "log_level",
+        "log_level_http",
+        "log_requests",
+        "log_requests_level",
+        "log_requests_format",
+        "decode_log_interval",
+        "crash_dump_folder",
+        "show_time_cost",
+        "enable_metrics",
+        "enable_mfu_metrics",
+        "enable_cache_report",
+        "enable_request_time_stats_logging",
+    )
+)
+"""Fields of ServerArgs whose effect on a run was tested, read in SGLang's source, or seen in its resolution for an
+H100 (``tests/gpu_evidence``): none changes how weights lie or what is recorded."""
+
+_USUALLY_OFF = (None, 0, "", "null", "none", "{}", [], {})
+
+
+def _is_off(value: Any, neutral_values: Collection[Any] = _USUALLY_OFF) -> bool:
+    """Whether ``value`` leaves an option off: one of ``neutral_values``, or false."""
     # True is 1 to Python.
     if isinstance(value, bool):
         return not value
-    return value in (None, 0, 1, "", "null", "none", "{}", [], {})
+    return value in neutral_values
 
 
 EXPERT_KERNEL = "triton"
@@ -277,14 +511,21 @@ EXPERT_KERNEL = "triton"
 class ForwardedTable:
     """A section whose keys are a library's options.
 
-    ``owned``: option -> the key of ours that sets it; ``fixed``: option -> why nothing may set it; ``off``: option ->
-    why it may only be given as off.
+    Attributes:
+        name: the section.
+        owned: option -> the key of ours that sets it.
+        fixed: option -> why nothing may set it.
+        off: option -> why it may only be given as off.
+        neutral: option of ``off`` -> the values that leave it off, where they are others than the usual.
+        known: options whose effect on a run is known; None: no list is kept.
     """
 
     name: str
     owned: Mapping[str, str]
     fixed: Mapping[str, str]
     off: Mapping[str, str] = field(default_factory=dict)
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    known: frozenset[str] | None = None
 
     def faults(self, values: Mapping[str, Any]) -> Iterator[str]:
         """A line for each key that is not the user's to set here."""
@@ -292,6 +533,23 @@ class ForwardedTable:
             reason = f"{self.owned[key]} sets it" if key in self.owned else self.fixed.get(key)
             if reason is not None:
                 yield f"{self.name}.{key}: got {given(value)}, expected nothing: {reason}"
+        for key, reason in self.off.items():
+            if not self._is_off(key, values.get(key)):
+                yield f"{self.name}.{key}: got {given(values[key])}, expected it off: {reason}"
+
+    def untried(self, values: Mapping[str, Any]) -> Iterator[str]:
+        """A warning for each free key whose effect on a run is not known."""
+        if self.known is None:
+            return
+        for key, value in self.free(values).items():
+            if key not in self.known and key not in self.off and not _is_off(value):
+                yield (
+                    f"{self.name}.{key}: got {given(value)}, which is passed on, but its effect on a run is not known: "
+                    "compare the first steps with a run without it"
+                )
+
+    def _is_off(self, key: str, value: Any) -> bool:
+        return value is None or _is_off(value, self.neutral.get(key, _USUALLY_OFF))
 
     def free(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """What of ``values`` the library itself has to know."""
@@ -311,7 +569,7 @@ class _MegatronTable(ForwardedTable):
         yield from super().faults(values)
         if values.get("moe_token_dispatcher_type") == "allgather":
             yield (
-                "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall' or 'flex': "
+                "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall': "
                 "packed micro-batches differ in length between ranks"
             )
 
@@ -319,9 +577,6 @@ class _MegatronTable(ForwardedTable):
 class _SglangTable(ForwardedTable):
     def faults(self, values: Mapping[str, Any]) -> Iterator[str]:
         yield from super().faults(values)
-        for key, reason in self.off.items():
-            if not _is_off(values.get(key)):
-                yield f"{self.name}.{key}: got {given(values[key])}, expected it off: {reason}"
         if values.get("model_impl") not in (None, "auto", "sglang"):
             yield (
                 f"sglang.model_impl: got {given(values['model_impl'])}, expected 'auto' or 'sglang': weight updates "
@@ -329,8 +584,63 @@ class _SglangTable(ForwardedTable):
             )
 
 
-MEGATRON = _MegatronTable("megatron", MEGATRON_OWNED, MEGATRON_FIXED)
-SGLANG = _SglangTable("sglang", SGLANG_OWNED, SGLANG_FIXED, SGLANG_UNUSABLE)
+MEGATRON = _MegatronTable(
+    "megatron", MEGATRON_OWNED, MEGATRON_FIXED, MEGATRON_UNUSABLE, MEGATRON_NEUTRAL, MEGATRON_KNOWN
+)
+SGLANG = _SglangTable(
+    "sglang", SGLANG_OWNED, SGLANG_FIXED, SGLANG_UNUSABLE, SGLANG_NEUTRAL, SGLANG_KNOWN
+)
+
+
+_FP8_CAPABILITIES: Mapping[str, tuple[int, int]] = {
+    "delayed": (8, 9),
+    "tensorwise": (8, 9),
+    "blockwise": (9, 0),
+    "mxfp8": (10, 0),
+}
+"""``fp8_recipe`` -> the least compute capability of a GPU that Transformer Engine takes for it."""
+_FP4_CAPABILITY = (10, 0)
+_DELAYED = "delayed"
+"""Megatron-Core's default of ``fp8_recipe``."""
+
+
+def is_blockwise(table: Mapping[str, Any]) -> bool:
+    """Whether the ``megatron:`` table asks for FP8 with a scale for each block."""
+    return table.get("fp8") is not None and table.get("fp8_recipe") == "blockwise"
+
+
+def precision_faults(table: Mapping[str, Any], capability: tuple[int, int]) -> Iterator[str]:
+    """Low precision in the ``megatron:`` table that a GPU of this compute ``capability`` does not have."""
+    recipe = table.get("fp8_recipe") or _DELAYED
+    least = _FP8_CAPABILITIES.get(recipe)
+    if table.get("fp8") is not None and least is not None and capability < least:
+        yield _capability_fault("fp8_recipe", recipe, least, capability)
+    if table.get("fp4") is not None and capability < _FP4_CAPABILITY:
+        yield _capability_fault("fp4", table["fp4"], _FP4_CAPABILITY, capability)
+
+
+def _capability_fault(
+    key: str, value: Any, least: tuple[int, int], capability: tuple[int, int]
+) -> str:
+    return (
+        f"megatron.{key}: got {given(value)} on a GPU of compute capability {capability[0]}.{capability[1]}, expected "
+        f"{least[0]}.{least[1]} or more"
+    )
+
+
+def recompute_faults(table: Mapping[str, Any], recompute: str) -> Iterator[str]:
+    """FP8 in the ``megatron:`` table of a mixture of experts that selective recomputation excludes.
+
+    ``recompute``: ``training.recompute``. On a GPU it recomputes the experts' activations and the norms.
+    """
+    recipe = table.get("fp8_recipe") or _DELAYED
+    is_delayed = table.get("fp8") is not None and recipe == _DELAYED
+    if is_delayed and recompute == "selective" and "recompute_modules" not in table:
+        yield (
+            "megatron.fp8_recipe: got 'delayed' (Megatron-Core's default) with training.recompute selective, expected "
+            "another recipe, such as 'blockwise', or megatron.recompute_modules: a scale of an earlier step can't be "
+            "computed again"
+        )
 
 
 def expert_kernel_faults(table: Mapping[str, Any]) -> Iterator[str]:

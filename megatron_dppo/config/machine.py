@@ -10,8 +10,11 @@ import subprocess
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from megatron_dppo.config.forwarded import is_blockwise
 from megatron_dppo.config.schema import EngineConfig, TrainConfig
+from megatron_dppo.system.compute import has_hopper
 from megatron_dppo.system.files import unwritable
 from megatron_dppo.system.network import InterfaceError, interface_address, resolve
 
@@ -38,6 +41,18 @@ def set_allocator(strategy: str | None, environment: MutableMapping[str, str]) -
     """
     if strategy != "tensor" and not any(name in environment for name in ALLOCATOR_VARIABLES):
         environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
+def set_precision(megatron: Mapping[str, Any], environment: MutableMapping[str, str]) -> None:
+    """Set the variables that the ``megatron:`` table needs and that nobody chose. Before torch is imported.
+
+    On Hopper, FP8 with a scale for each block gets fp32 scales, as an engine has them; Transformer Engine's default is
+    powers of two. ``deterministic_mode`` needs Transformer Engine's deterministic attention. Not yet run on a GPU.
+    """
+    if is_blockwise(megatron) and has_hopper():
+        environment.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    if megatron.get("deterministic_mode"):
+        environment.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
 def expandable_segments(environment: Mapping[str, str]) -> str | None:

@@ -20,17 +20,24 @@ from megatron_dppo.config import (
     check_supervised_config,
 )
 from megatron_dppo.config.data_schema import EnvironmentConfig, RewardTerm
-from megatron_dppo.config.forwarded import DDP, MEGATRON, OPTIMIZER, SGLANG, LibraryMissingError
+from megatron_dppo.config.forwarded import (
+    DDP,
+    MEGATRON,
+    OPTIMIZER,
+    SGLANG,
+    LibraryMissingError,
+    precision_faults,
+)
 from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.option_values import option_value_faults
-from megatron_dppo.config.schema import LoraConfig
+from megatron_dppo.config.schema import LoraConfig, PolicyConfig
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.environments import check_environment, find_environment
 from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.system.compute import has_visible_gpu
+from megatron_dppo.system.compute import has_megatrons_deep_ep, has_visible_gpu
 from megatron_dppo.system.secret_variables import split_environment
 
 CHECK = "--check"
@@ -78,6 +85,7 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
         names,
         gpu_faults(config.engine.device),
         library_faults(config.megatron, config.megatron_ddp, config.megatron_optimizer),
+        kernel_faults(config.megatron),
         server_faults(sections, starts_servers=starts_servers),
     )
 
@@ -89,7 +97,14 @@ def check_everything_supervised(config: SupervisedConfig, source: str) -> None:
         {"lora.start_from": partial(_check_adapters, config.lora, config.model.hf_checkpoint)},
         gpu_faults(None),
         library_faults(config.megatron, config.megatron_ddp, config.megatron_optimizer),
+        kernel_faults(config.megatron),
     )
+
+
+def untried_options(config: PolicyConfig) -> list[str]:
+    """Return a warning for each forwarded option whose effect on a run is not known."""
+    sglang = config.sglang if isinstance(config, TrainConfig) else {}
+    return [*MEGATRON.untried(config.megatron), *SGLANG.untried(sglang)]
 
 
 def _with_libraries(
@@ -152,6 +167,26 @@ def library_faults(
             from megatron_dppo.trainer.megatron_config import library_fields
 
             yield from rules.library_faults(values, library_fields(rules.name))
+
+
+def kernel_faults(megatron: Mapping[str, Any]) -> Iterator[str]:
+    """Options of the ``megatron:`` table whose kernels this machine's GPU or environment does not have.
+
+    Not yet run on a GPU.
+    """
+    dispatcher = megatron.get("moe_token_dispatcher_type")
+    if dispatcher == "flex" and not has_megatrons_deep_ep():
+        yield (
+            "megatron.moe_token_dispatcher_type: got 'flex', expected 'alltoall': this environment has no DeepEP for "
+            "Megatron-Core; SGLang's package of that name is another"
+        )
+    if not has_visible_gpu() or not {"fp8", "fp4"} & megatron.keys():
+        return
+    from megatron_dppo.trainer import platform
+
+    capability = platform.compute_capability()
+    if capability is not None:
+        yield from precision_faults(megatron, capability)
 
 
 def server_faults(sections: ServerSections, *, starts_servers: bool) -> Iterator[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -54,6 +56,23 @@ def unusable_gpu(torch_version: str, cuda: str | None) -> str:
         f"GPU: torch {torch_version} (CUDA {cuda}) can't use it: got driver {driver}, expected "
         f"{expected}; {_HIDE}"
     )
+
+
+_SGLANG_DEEP_EP = "sgl-deep-ep"
+_HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b", re.IGNORECASE)
+
+
+def has_megatrons_deep_ep() -> bool:
+    """Whether the package ``deep_ep`` of this interpreter is DeepEP's own, not the one that SGLang installs."""
+    if importlib.util.find_spec("deep_ep") is None:
+        return False
+    return not any(importlib.metadata.distributions(name=_SGLANG_DEEP_EP))
+
+
+def has_hopper(folder: Path | None = None) -> bool:
+    """Whether the driver names a GPU of the Hopper generation. ``folder``: in place of DRIVER."""
+    files = ((folder or DRIVER) / "gpus").glob("*/information")
+    return any(_HOPPER.search(file.read_text()) for file in files)
 
 
 TERA = 10**12

@@ -124,23 +124,19 @@ def gpu_fault() -> str | None:
     return compute.unusable_gpu(torch.__version__, torch.version.cuda)
 
 
-LEFT_OUT = ("deep_ep",)
-"""Packages that ``import megatron.core`` must not load.
+def leave_out_deep_ep() -> None:
+    """Let ``import deep_ep`` raise ImportError in this process, unless DeepEP's own package is installed.
 
-``deep_ep`` of SGLang's installation checks the loaded NCCL and starts nvcc by assertions, which Megatron-Core does not
-catch. Megatron-Core needs other names than it has, so its dispatchers could not use it.
-"""
-
-
-def leave_out(packages: Iterable[str]) -> None:
-    """Let an import of each of ``packages`` raise ImportError in this process, unless it is loaded already."""
-    for package in packages:
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+    SGLang's package of that name checks the loaded NCCL and starts nvcc by assertions, which Megatron-Core does not
+    catch, and it lacks names that Megatron-Core's dispatcher needs.
+    """
+    if not compute.has_megatrons_deep_ep():
+        sys.modules.setdefault("deep_ep", None)  # type: ignore[arg-type]
 
 
 def prepare() -> None:
     """Prepare ``import megatron.core`` on this machine. Call once, before the first import."""
-    leave_out(LEFT_OUT)
+    leave_out_deep_ep()
     # Before CUDA is asked, which reads some of it once.
     if any(compute.DEVICES.glob("nvidia[0-9]*")):
         _environment.extend(complete(os.environ))
@@ -222,6 +218,11 @@ def peak_memory_bytes() -> int:
 def peak_flops() -> int | None:
     """Dense bf16 FLOP/s of this rank's GPU; None without one, and for one whose peak is not known."""
     return compute.peak_flops(torch.cuda.get_device_name()) if has_cuda() else None
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """The compute capability of this process's GPU; None without one."""
+    return torch.cuda.get_device_capability() if has_cuda() else None
 
 
 def host_buffer(size: int) -> torch.Tensor:

@@ -1,16 +1,19 @@
 """What SGLang's own code makes of every recipe's engine options on an H100 node, resolved without a GPU.
 
-``python -m tests.gpu_evidence.engine_options`` prints it, with ``--write`` into ``engine_options.yaml``. A
-process of its own: torch says here that it sees eight H100, and sgl_kernel and flashinfer are inert modules.
+``python -m tests.gpu_evidence.engine_options`` prints it, with ``--write`` into ``engine_options.yaml``;
+``--layouts`` prints what SGLang makes of single options, as JSON. A process of its own: torch says here that it sees
+eight H100, and sgl_kernel and flashinfer are inert modules.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,33 +86,112 @@ def pretend() -> None:
 
 
 def resolved(recipe: Path, placement: str = "separate") -> dict[str, Any]:
-    """Options by name, resolved, of the first server of ``recipe``."""
-    from sglang.srt.server_args import ServerArgs, prepare_server_args
-
-    from megatron_dppo.config import load_config
-    from megatron_dppo.engine.options import ServerSections, server_options, write_options
+    """Options by name, resolved, of the first server of ``recipe``: those that differ from SGLang's defaults."""
+    from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     defaults = vars(parser.parse_args(["--model-path", "any"]))
+    values = resolution(recipe, placement)
+    return {
+        name: values[name]
+        for name in sorted(defaults.keys() & values.keys())
+        if name not in OF_THE_PLACE and (name in ALWAYS or values[name] != defaults[name])
+    }
+
+
+def resolution(
+    recipe: Path, placement: str = "separate", more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """All options by name, resolved, of the first server of ``recipe`` with ``more`` in its ``sglang:`` table."""
+    from sglang.srt.server_args import prepare_server_args
+
+    from megatron_dppo.config import load_config
+    from megatron_dppo.engine.options import ServerSections, server_options, write_options
 
     name = Path(load_config(recipe).model.hf_checkpoint).name.lower()
     model = ROOT / "examples" / "model_configs" / name
     changes = [f"model.hf_checkpoint={model}", "engine.device=cuda"]
     config = load_config(recipe, [*changes, f"engine.placement={placement}"])
     sections = ServerSections.of(config)
-    options = server_options(sections, host="127.0.0.1", port=30000, seed=1)
+    options = server_options(sections, host="127.0.0.1", port=30000, seed=1) | dict(more or {})
     with tempfile.TemporaryDirectory() as folder:
         write_options(options, file := Path(folder) / "options.yaml")
         server_args = prepare_server_args(["--config", str(file)])
         logging.getLogger().setLevel(logging.ERROR)
         server_args.resolve_once()
-    values = server_args.resolved_dict()
-    return {
-        name: values[name]
-        for name in sorted(defaults.keys() & values.keys())
-        if name not in OF_THE_PLACE and (name in ALWAYS or values[name] != defaults[name])
-    }
+    return dict(server_args.resolved_dict())
+
+
+LAYOUT = (
+    *("tp_size", "pp_size", "dp_size", "ep_size", "moe_dp_size", "attn_dp_size", "attn_cp_size"),
+    *("dcp_size", "dwdp_size", "moe_a2a_backend", "moe_dense_tp_size", "enable_dp_attention"),
+    *("moe_runner_backend", "quantization", "dtype", "enable_return_routed_experts"),
+    *("speculative_algorithm", "enable_eplb", "weight_cache_mode", "cpu_offload_gb"),
+)
+"""Options that say how weights lie in a server, and whether its routing is recorded."""
+REFUSED: dict[str, Any] = {"attn_dp_size": 2, "moe_a2a_backend": "deepep"}
+"""Options of which the resolution shows why they are refused."""
+NUMBERS: dict[str, Any] = {
+    "mem_fraction_static": 0.7,
+    "max_running_requests": 64,
+    "max_queued_requests": 64,
+    "max_total_tokens": 65536,
+    "max_prefill_tokens": 4096,
+    "prefill_max_requests": 8,
+    "chunked_prefill_size": 2048,
+    "context_length": 16384,
+    "page_size": 64,
+    "schedule_conservativeness": 0.5,
+    "num_continuous_decode_steps": 2,
+    "scheduler_recv_interval": 2,
+    "dist_timeout": 100,
+    "watchdog_timeout": 100.0,
+    "stream_interval": 4,
+    "cuda_graph_max_bs_decode": 16,
+    "cuda_graph_max_bs_prefill": 1024,
+    "triton_attention_num_kv_splits": 4,
+    "load_format": "dummy",
+    "gc_threshold": [1000],
+}
+"""A value of each option of SGLANG_KNOWN that takes numbers or text."""
+
+
+MOST_VALUES = 5
+"""Of one option with a choice: all of them together take half a minute."""
+
+
+def layouts() -> dict[str, Any]:
+    """By ``option=value``: those of LAYOUT that SGLang resolves otherwise with it; text where it refuses the value."""
+    from sglang.srt.server_args import ServerArgs
+
+    from megatron_dppo.config.forwarded import SGLANG_KNOWN
+
+    pretend()
+    recipe = RECIPES / "qwen3_30b_a3b_r3.yaml"
+    base = resolution(recipe)
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    candidates = [*REFUSED.items(), *NUMBERS.items()]
+    for action in parser._actions:
+        # Kernels of the experts have a check of their own.
+        if action.dest not in SGLANG_KNOWN - NUMBERS.keys() - {"moe_runner_backend"}:
+            continue
+        values = list(action.choices or [])[:MOST_VALUES]
+        if action.nargs == 0 and action.const is not None:
+            values = [action.const]
+        candidates += [(action.dest, value) for value in values if value is not None]
+    found: dict[str, Any] = {}
+    for name, value in candidates:
+        try:
+            values = resolution(recipe, more={name: value})
+        except (Exception, SystemExit) as error:
+            found[f"{name}={value}"] = f"{type(error).__name__}: {str(error)[:200]}"
+            continue
+        found[f"{name}={value}"] = {
+            key: values.get(key) for key in LAYOUT if values.get(key) != base.get(key)
+        }
+    return found
 
 
 def text() -> str:
@@ -134,7 +216,9 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    if "--write" in sys.argv[1:]:
+    if "--layouts" in sys.argv[1:]:
+        print(json.dumps(layouts(), default=str))
+    elif "--write" in sys.argv[1:]:
         GOLDEN.write_text(text())
     else:
         print(text(), end="")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import subprocess
 import sys
 from typing import Any
@@ -10,7 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.gpu_evidence.engine_options import BASE, COLOCATED, EVERY, GOLDEN, RECIPES, ROOT
+from tests.gpu_evidence.engine_options import (
+    BASE,
+    COLOCATED,
+    EVERY,
+    GOLDEN,
+    RECIPES,
+    REFUSED,
+    ROOT,
+)
 
 MODULE = "tests.gpu_evidence.engine_options"
 
@@ -57,3 +66,21 @@ def test_what_the_recipes_count_on(now: str) -> None:
             512 if size == 4 else 256,
         )
         assert (graphs["prefill"]["backend"], graphs["prefill"]["max_bs"]) == ("breakable", 8192)
+
+
+def test_options_that_are_known_change_no_layout() -> None:
+    """SGLang itself resolves each for an H100; of two that are refused, it moves the widths that updates know."""
+    answer = subprocess.run(
+        [sys.executable, "-m", MODULE, "--layouts"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr[-4000:]
+    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    refused = {f"{name}={value}": found.pop(f"{name}={value}") for name, value in REFUSED.items()}
+    assert refused == {
+        "attn_dp_size=2": {"attn_dp_size": 2, "enable_dp_attention": True},
+        "moe_a2a_backend=deepep": {"moe_a2a_backend": "deepep", "ep_size": 4},
+    }
+    changed = {key: value for key, value in found.items() if isinstance(value, dict) and value}
+    assert not changed
+    assert sum(value == {} for value in found.values()) > len(found) * 0.9

@@ -218,7 +218,7 @@ REFUSED = [
     ),
     (
         ["megatron.moe_token_dispatcher_type=allgather"],
-        "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall' or 'flex'",
+        "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall'",
     ),
     (
         ["rollout.router_replay=true", "megatron.moe_router_fusion=true"],
@@ -226,8 +226,12 @@ REFUSED = [
         "fused router",
     ),
     (
-        ["rollout.router_replay=true", "megatron.cuda_graph_impl=local"],
-        "megatron.cuda_graph_impl: got 'local' (str) with rollout.router_replay, expected nothing",
+        ["megatron.cuda_graph_impl=local"],
+        "megatron.cuda_graph_impl: got 'local' (str), expected it off",
+    ),
+    (
+        ["megatron.fp8=e4m3", "training.recompute=selective"],
+        "megatron.fp8_recipe: got 'delayed' (Megatron-Core's default) with training.recompute selective",
     ),
     (["megatron.moe_aux_loss_coeff=0.01"], "megatron.moe_aux_loss_coeff: got 0.01"),
     (["sglang.dp_size=2"], "sglang.dp_size: got 2"),

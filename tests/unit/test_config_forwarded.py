@@ -1,5 +1,6 @@
 """The ``megatron:`` and ``sglang:`` tables against the installed libraries' own fields."""
 
+import dataclasses
 import sys
 from enum import Enum
 from typing import Union, get_args, get_origin
@@ -15,13 +16,19 @@ from megatron_dppo.config.forwarded import (
     MEGATRON_FIXED,
     MEGATRON_OWNED,
     OPTIMIZER,
+    SGLANG,
     SGLANG_FIXED,
     SGLANG_OWNED,
-    SGLANG_UNUSABLE,
+    is_blockwise,
+    precision_faults,
     read_value,
 )
+from megatron_dppo.config.machine import set_precision
 from megatron_dppo.engine.options import ServerSections, server_args_fields
-from megatron_dppo.launch.library_checks import library_faults, server_faults
+from megatron_dppo.launch import library_checks
+from megatron_dppo.launch.library_checks import kernel_faults, library_faults, server_faults
+from megatron_dppo.system import compute
+from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.megatron_config import library_fields, library_values
 from tests.unit.config_files import minimal, write_config
 
@@ -71,8 +78,8 @@ FORWARDED = [
         "megatron.moe_grouped_gemm: got 1 (int), expected true or false, as TransformerConfig",
     ),
     (
-        "megatron.moe_input_jitter_eps=x",
-        "megatron.moe_input_jitter_eps: got 'x' (str), expected a number or null",
+        "megatron.embedding_init_method_std=x",
+        "megatron.embedding_init_method_std: got 'x' (str), expected a number or null",
     ),
     (
         "megatron.moe_router_dtype=fp8",
@@ -234,6 +241,11 @@ def test_the_servers_own_interpreter_is_asked(problems, tmp_path):
         ("enable_eplb", "true"),
         ("moe_a2a_backend", "deepep"),
         ("attn_dp_size", "2"),
+        ("moe_dense_tp_size", "1"),
+        ("ep_num_redundant_experts", "1"),
+        ("cpu_offload_gb", "1"),
+        ("weight_cache_mode", "client"),
+        ("max_ep_size", "8"),
         ("model_impl", "transformers"),
     ],
 )
@@ -252,13 +264,140 @@ def test_options_that_are_given_as_off_are_taken(problems):
         "sglang.ep_num_redundant_experts=0",
         "sglang.moe_a2a_backend=none",
         "sglang.attn_dp_size=1",
+        "sglang.cpu_offload_gb=0",
+        "sglang.offload_group_size=-1",
+        "sglang.weight_cache_mode=off",
         "sglang.model_impl=sglang",
     )
 
 
-def test_every_option_that_must_be_off_is_one_of_sglangs():
-    fields = server_args_fields()
-    assert SGLANG_UNUSABLE.keys() <= fields.types.keys() - fields.computed
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("moe_router_force_load_balancing", "true"),
+        ("moe_expert_capacity_factor", "0"),
+        ("moe_expert_capacity_factor", "1.25"),
+        ("moe_input_jitter_eps", "0.01"),
+        ("moe_router_topk_scaling_factor", "2.5"),
+        ("window_size", "[128, 0]"),
+        ("rotary_interleaved", "true"),
+        ("softmax_type", "learnable"),
+        ("glu_linear_offset", "1.0"),
+        ("fp8_param", "true"),
+        ("cuda_graph_impl", "local"),
+        ("overlap_moe_expert_parallel_comm", "true"),
+        ("num_layers_in_first_pipeline_stage", "1"),
+        ("tp_comm_overlap", "true"),
+        ("qk_clip", "true"),
+    ],
+)
+def test_a_trainer_that_can_not_run_or_would_train_another_model_is_refused(problems, key, value):
+    (found,) = problems(f"megatron.{key}={value}")
+    assert found.startswith(f"megatron.{key}: got ")
+
+
+def test_a_dispatcher_of_a_missing_library_is_refused(monkeypatch):
+    monkeypatch.setattr(library_checks, "has_megatrons_deep_ep", lambda: False)
+    (found,) = kernel_faults({"moe_token_dispatcher_type": "flex"})
+    assert found.startswith("megatron.moe_token_dispatcher_type: got 'flex'")
+    monkeypatch.setattr(library_checks, "has_megatrons_deep_ep", lambda: True)
+    assert not list(kernel_faults({"moe_token_dispatcher_type": "flex"}))
+    assert not list(kernel_faults({"moe_token_dispatcher_type": "alltoall"}))
+
+
+def test_low_precision_is_compared_with_this_machines_gpu(monkeypatch):
+    monkeypatch.setattr(library_checks, "has_visible_gpu", lambda: True)
+    monkeypatch.setattr(platform, "compute_capability", lambda: (9, 0))
+    (found,) = kernel_faults({"fp8": "e4m3", "fp8_recipe": "mxfp8"})
+    assert found.startswith("megatron.fp8_recipe: got 'mxfp8'")
+    assert not list(kernel_faults({"fp8": "e4m3", "fp8_recipe": "blockwise"}))
+
+
+def test_options_of_the_trainer_that_are_given_as_off_are_taken(problems):
+    assert not problems(
+        "megatron.moe_router_force_load_balancing=false",
+        "megatron.moe_expert_capacity_factor=null",
+        "megatron.moe_layer_freq=1",
+        "megatron.moe_router_topk_scaling_factor=1.0",
+        "megatron.softmax_type=vanilla",
+        "megatron.glu_linear_offset=0.0",
+        "megatron.window_size=null",
+        "megatron.cuda_graph_impl=none",
+    )
+
+
+def defaults(table):
+    if table.name == "megatron":
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        return {f.name: f.default for f in dataclasses.fields(TransformerConfig)}
+    from megatron_dppo.engine.options import _parser
+
+    return vars(_parser().parse_args(["--model-path=any"]))
+
+
+@pytest.mark.parametrize("table", [MEGATRON, SGLANG], ids=["megatron", "sglang"])
+def test_the_lists_fit_the_library(table):
+    """Each name is a field that can be set, each field is in one list, and a library's default leaves it off."""
+    fields = server_args_fields() if table is SGLANG else library_fields(table.name)
+    settable = fields.types.keys() - fields.computed
+    assert table.off.keys() <= settable
+    assert table.known <= settable
+    assert table.neutral.keys() <= table.off.keys()
+    assert not table.known & ({*table.owned, *table.fixed, *table.off})
+    library_defaults = defaults(table)
+    given = {name: library_defaults[name] for name in table.off if name in library_defaults}
+    assert not list(table.faults(given))
+    assert not list(table.untried({name: 7 for name in table.known}))
+
+
+def test_what_nobody_has_tried_is_passed_on_with_a_warning(problems):
+    tables = ((MEGATRON, "flash_decode", True), (SGLANG, "enable_torch_compile", True))
+    for table, key, value in tables:
+        assert not problems(f"{table.name}.{key}=true")
+        (warning,) = table.untried({key: value})
+        assert warning.startswith(f"{table.name}.{key}: got true (bool)")
+        assert not list(table.untried({key: False}))
+
+
+@pytest.mark.parametrize(
+    ("table", "capability", "key"),
+    [
+        ({"fp8": "e4m3"}, (8, 0), "fp8_recipe"),
+        ({"fp8": "e4m3"}, (9, 0), None),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, (8, 9), "fp8_recipe"),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, (9, 0), None),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, (9, 0), "fp8_recipe"),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, (10, 0), None),
+        ({"fp8_recipe": "mxfp8"}, (9, 0), None),
+        ({"fp4": "e2m1"}, (9, 0), "fp4"),
+    ],
+)
+def test_low_precision_that_a_gpu_does_not_have_is_refused(table, capability, key):
+    faults = list(precision_faults(table, capability))
+    assert [fault.partition(":")[0] for fault in faults] == ([f"megatron.{key}"] if key else [])
+
+
+def test_the_variables_of_a_precision_are_set_on_hopper_alone(tmp_path, monkeypatch):
+    blockwise = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+    assert is_blockwise(blockwise)
+    assert not is_blockwise({"fp8": "e4m3"})
+    monkeypatch.setattr(compute, "DRIVER", tmp_path)
+    folder = tmp_path / "gpus" / "0000:18:00.0"
+    folder.mkdir(parents=True)
+    scales = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+    for model, expected in (("NVIDIA H100 80GB HBM3", "1"), ("NVIDIA B200", None)):
+        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t 1\n")
+        environment = {}
+        set_precision(blockwise, environment)
+        assert environment.get(scales) == expected
+    (folder / "information").write_text("Model: NVIDIA H200\n")
+    environment = {scales: "0"}
+    set_precision(blockwise, environment)
+    assert environment == {scales: "0"}
+    environment = {}
+    set_precision({"deterministic_mode": True}, environment)
+    assert environment == {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 
 def test_every_option_of_ours_is_one_of_megatrons():
@@ -283,11 +422,10 @@ def test_forwarded_tables_that_fit(problems):
         "megatron_ddp.overlap_grad_reduce=true",
         "megatron_ddp.grad_reduce_in_fp32=false",
         "megatron_optimizer.log_num_zeros_in_grad=true",
-        "megatron.moe_token_dispatcher_type=flex",
+        "megatron.moe_token_dispatcher_type=alltoall",
         "megatron.moe_input_jitter_eps=0",
         "megatron.recompute_modules=[core_attn]",
         "megatron.attention_backend=flash",
-        "megatron.window_size=[128, 0]",
         "megatron.deterministic_mode=true",
         "sglang.mem_fraction_static=0.5",
         "sglang.tp_size=2",
@@ -303,12 +441,13 @@ def test_forwarded_tables_that_fit(problems):
 def test_megatron_gets_its_own_types():
     values = library_values(
         MEGATRON,
-        {"attention_backend": "flash", "window_size": [128, 0], "moe_input_jitter_eps": 0},
+        {"attention_backend": "flash", "init_method_std": 0},
     )
     assert isinstance(values["attention_backend"], Enum)
     assert values["attention_backend"].name == "flash"
-    assert values["window_size"] == (128, 0)
-    assert values["moe_input_jitter_eps"] == 0
+    assert values["init_method_std"] == 0
+    window = library_fields("megatron").types["window_size"]
+    assert read_value(window, [128, 0]) == (128, 0)
 
 
 def test_an_enumeration_stands_alone_or_beside_text():

@@ -104,12 +104,12 @@ def test_precision_and_recompute() -> None:
 
 
 def test_megatron_table_comes_last_and_is_checked() -> None:
-    assert built(MOE, {}, megatron={"moe_input_jitter_eps": 0.25}).moe_input_jitter_eps == 0.25
+    assert built(MOE, {}, megatron={"init_method_std": 0.25}).init_method_std == 0.25
     backend = built(MOE, {}, megatron={"attention_backend": "flash"}).attention_backend
     assert isinstance(backend, Enum)
     assert backend.name == "flash"
-    with pytest.raises(ValueError, match=r"megatron\.moe_input_jitter"):
-        built(MOE, {}, megatron={"moe_input_jitter": 0.25})
+    with pytest.raises(ValueError, match=r"megatron\.init_method_sdt"):
+        built(MOE, {}, megatron={"init_method_sdt": 0.25})
     with pytest.raises(ValueError, match=r"parallel\.tensor"):
         built(MOE, {}, megatron={"tensor_model_parallel_size": 2})
     with pytest.raises(ValueError, match="differ in length between ranks"):

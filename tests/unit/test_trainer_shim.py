@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dppo.system import compute
+from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.cpu import megatron_shim
 from tests.ranks import run_ranks
 
@@ -30,6 +32,14 @@ def test_literals_are_rewritten_at_any_depth() -> None:
     scope: dict[str, Any] = {}
     exec(megatron_shim._on_cpu(compile(SOURCE, "x", "exec")), scope)
     assert scope["f"]() == ("cpu", ("cpu", {"cpu", "other"}, "torch.HalfTensor"))
+
+
+def plant_sglangs_deep_ep(folder: Path) -> None:
+    """As SGLang's installation: a package that fails by an assertion, and its distribution's name."""
+    (folder / "deep_ep.py").write_text("raise AssertionError('NCCL')\n")
+    described = folder / "sgl_deep_ep-0.1.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: sgl-deep-ep\nVersion: 0.1\n")
 
 
 def worker() -> dict[str, bool]:
@@ -67,14 +77,14 @@ def worker() -> dict[str, bool]:
 def test_megatron_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where SGLang's packages for GPUs are installed: flash_mla and deep_ep raise no ImportError."""
     (tmp_path / "flash_mla.py").write_text("raise OSError('libcuda.so.1: cannot open')\n")
-    (tmp_path / "deep_ep.py").write_text("raise AssertionError('NCCL')\n")
+    plant_sglangs_deep_ep(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (found,) = run_ranks("tests.unit.test_trainer_shim:worker", 1, own_interpreter=True)
     assert found == dict.fromkeys(found, True)
 
 
 def test_deep_ep_is_left_out_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "deep_ep.py").write_text("raise AssertionError('NCCL')\n")
+    plant_sglangs_deep_ep(tmp_path)
     script = (
         "import torch\n"
         "torch.cuda.is_available = lambda: True\n"
@@ -89,6 +99,21 @@ def test_deep_ep_is_left_out_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.stdout.strip().endswith("left out"), done.stderr
+
+
+def test_deep_ep_of_its_own_package_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deep_ep.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
+    assert compute.has_megatrons_deep_ep()
+    platform.leave_out_deep_ep()
+    assert "deep_ep" not in sys.modules
+    (tmp_path / "second").mkdir()
+    plant_sglangs_deep_ep(tmp_path / "second")
+    monkeypatch.syspath_prepend(tmp_path / "second")
+    assert not compute.has_megatrons_deep_ep()
 
 
 def test_megatron_imported_before_is_an_error() -> None:
