@@ -68,7 +68,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.scratch import SHARED_MEMORY
-from tests.patience import UNBOUNDED_S, wait_healthy
+from tests.patience import UNBOUNDED_S, Patience, family_of, wait_healthy
 from tests.tiny_models import save_tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -167,6 +167,15 @@ def ask(count: int, **fields) -> list[GenerationRequest]:
     columns = {k: fields.pop(k) for k in ("topk", "routed_experts") if k in fields}
     sampling, prompts = SamplingParams(**fields), itertools.cycle(PROMPTS)
     return [GenerationRequest(i, next(prompts), sampling, columns) for i in range(count)]
+
+
+async def until_running(client: EngineClient, count: int, since: float) -> None:
+    """Wait until the engine's scheduler runs ``count`` requests, by a report of after ``since`` (``time.time()``)."""
+    while True:
+        (load,) = (await client.get_json("/v1/loads"))["loads"]
+        if load["timestamp"] > since and load["num_running_reqs"] == count:
+            return
+        await asyncio.sleep(0.02)
 
 
 def long_requests(count: int) -> list[GenerationRequest]:
@@ -347,7 +356,9 @@ async def under_updates(
     """The answers to ``requests``, while the engine loads one of ``folders`` after another in mid-response, as
     versions 1, 2 and so on; scored before each commit, as an update does it."""
     short = [replace(ask(1, max_new_tokens=8, ignore_eos=True)[0], key="short")]
+    began = time.time()
     calls = [asyncio.create_task(client.answer([r], f"long-{r.key}")) for r in requests]
+    await until_running(client, len(requests), began)
     for version, folder in enumerate(folders, start=1):
         # Its answer comes while the long ones are in the same batch.
         await client.answer(short, f"short-{version}")
@@ -482,35 +493,37 @@ def test_an_aborted_response_goes_on_under_the_new_weights(
     requests = ask(4, max_new_tokens=300, ignore_eos=True, topk=3, routed_experts=routed)
     short = ask(1, max_new_tokens=8, ignore_eos=True)
     member = Member(Server("engine", engine.url, 1, engine.pid), Keys(API_KEY, ADMIN_KEY))
-    limits = GenerationLimits(concurrency=4, responses_per_call=2)
-    continuation, waited = Continuation(decode), []
+    limits = GenerationLimits(concurrency=4, responses_per_call=2, hang_timeout_s=UNBOUNDED_S)
+    continuation = Continuation(decode)
 
-    async def work() -> Results:
+    async def work() -> tuple[Results, dict[str, str]]:
         weights = await EngineWeights.connect(
             HttpClient(engine.url, API_KEY, ADMIN_KEY), shape, "float32"
         )
         fleet = FleetClient(lambda lost: None)
+        served_at = time.time()
         await fleet.serve([member], 0)
         drawing = generate_many(fleet, requests, limits, continuation=continuation)
         running = asyncio.create_task(drawing)
         for version, weights_folder in enumerate([folder, model, folder], start=1):
+            # A call that reached a paused engine would wait in front of its scheduler, where no abort ends it.
+            await until_running(client, len(requests), served_at)
             # Its answer comes while the long ones are in the same batch.
             await client.answer(short, f"short-aborting-{version}")
             if version == 3:
                 await client.control("/pause_generation", {"mode": "retract"})
-            begin = time.monotonic()
             await fleet.hold(abort=True)
-            waited.append(time.monotonic() - begin)
             await load(weights, weights_folder, version)
+            served_at = time.time()
             await fleet.serve([member], version)
         results = await running
         await load(weights, model, 0)
         await fleet.close()
         await weights.close()
-        return results
+        return results, fleet.take_losses()
 
-    results = runner.run(work())
-    assert max(waited) < 10
+    results, losses = runner.run(work())
+    assert losses == {}
     # The last token of each part is drawn again.
     assert continuation.redrawn == 4 * 3
     for request, result in zip(requests, results.values(), strict=True):
@@ -662,36 +675,33 @@ def test_what_was_recorded_of_a_request_that_was_given_up_is_not_kept(
 
 
 def test_an_abort_ends_one_request(runner, client):
-    async def abort_one() -> tuple[list, float]:
-        requests = long_requests(2)
+    async def abort_one() -> list:
+        requests, began = long_requests(2), time.time()
         calls = [
             asyncio.create_task(client.generate([request], f"abort-{i}"))
             for i, request in enumerate(requests)
         ]
-        await asyncio.sleep(0.5)
-        start = time.monotonic()
+        await until_running(client, 2, began)
         await asyncio.gather(client.abort("abort-0"), client.abort("abort-unknown"))
         outcome = await asyncio.gather(calls[0], return_exceptions=True)
-        seconds = time.monotonic() - start
         still_running = not calls[1].done()
         await client.control("/abort_request", {"abort_all": True})
         outcome += await asyncio.gather(calls[1], return_exceptions=True)
-        return [*outcome, still_running], seconds
+        return [*outcome, still_running]
 
-    (first, second, still_running), seconds = runner.run(abort_one())
+    first, second, still_running = runner.run(abort_one())
     assert isinstance(first, AbortedError)
     assert isinstance(second, AbortedError)
     assert still_running
-    assert seconds < 10
 
 
-def test_late_requests_are_aborted_and_given_up(runner, client):
+def test_late_requests_are_aborted_and_given_up(runner, engine, client):
     with pytest.raises(GenerationInterruptedError, match="2 attempts failed"):
         generate(runner, client, long_requests(2), request_timeout_s=0.5, max_attempts=2)
-    assert idle_within(runner, client, seconds=10)
+    assert becomes_idle(runner, engine, client)
 
 
-def test_stop_leaves_nothing_running(runner, client):
+def test_stop_leaves_nothing_running(runner, engine, client):
     start = time.monotonic()
     with pytest.raises(StopRequestedError):
         runner.run(
@@ -702,23 +712,23 @@ def test_stop_leaves_nothing_running(runner, client):
                 stop=lambda: time.monotonic() > start + 0.5,
             )
         )
-    assert idle_within(runner, client, seconds=10)
+    assert becomes_idle(runner, engine, client)
 
 
-def test_cancelled_background_work_leaves_nothing_running(runner, client):
+def test_cancelled_background_work_leaves_nothing_running(runner, engine, client):
     work = generate_many(client, long_requests(8), GenerationLimits(concurrency=8))
     running = runner.submit(work)
     time.sleep(0.5)
     assert not running.done()
     runner.cancel_all()
     assert running.cancelled()
-    assert idle_within(runner, client, seconds=10)
+    assert becomes_idle(runner, engine, client)
 
 
-def idle_within(runner, client, seconds: float) -> bool:
+def becomes_idle(runner, engine, client) -> bool:
     """Whether the server soon runs nothing: it flushes its cache only then."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    patience = Patience(10.0, lambda: family_of(engine.pid))
+    while not patience.is_exhausted():
         try:
             runner.run(client.control("/flush_cache"))
             return True
@@ -787,8 +797,18 @@ def test_a_server_dies_with_its_parent(model):
             time.sleep(0.1)
             family = [family[0], *family[0].children(recursive=True)]
         parent.kill()
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert all(p.status() == psutil.STATUS_ZOMBIE for p in alive)
+    patience = Patience(30.0, lambda: [p.pid for p in family])
+    while not all(map(has_ended, family)):
+        assert not patience.is_exhausted()
+        time.sleep(0.1)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether the process runs no more; in a container it may stay as a zombie."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client, model):
@@ -797,19 +817,19 @@ def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client,
     requests = [
         GenerationRequest(key, r.prompt_ids, r.sampling) for key, r in enumerate([*first, *last])
     ]
-    killed_at: list[float] = []
+    killed: list[int] = []
 
     responses = itertools.count(1)
 
     def kill_after_some(key: Hashable, trajectory: Trajectory) -> None:
-        if next(responses) >= 12 and not killed_at:
-            killed_at.append(time.monotonic())
+        if next(responses) >= 12 and not killed:
+            killed.append(engine.pid)
             os.kill(engine.pid, signal.SIGKILL)
 
-    limits = GenerationLimits(concurrency=32)
+    # Only the broken connections may tell of the loss.
+    limits = GenerationLimits(32, request_timeout_s=UNBOUNDED_S, hang_timeout_s=UNBOUNDED_S)
     with pytest.raises(GenerationInterruptedError) as caught:
         runner.run(generate_many(client, requests, limits, on_response=kill_after_some))
-    assert time.monotonic() - killed_at[0] < 30
     completed = caught.value.completed
     assert len(completed) >= 12
     assert set(completed) <= set(range(24))  # none of the long ones
