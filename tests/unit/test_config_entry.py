@@ -1,4 +1,8 @@
-"""``megatron-dppo train``: what is refused before anything starts, and how it says so."""
+"""``megatron-dppo train``: what is refused before anything starts, and how it says so.
+
+The entry point's function is called in this process, which has imported the libraries once; a start has its child
+check everything, as a user's has.
+"""
 
 import json
 import os
@@ -11,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.train import main
 from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal, write_config
 
@@ -27,16 +32,20 @@ def config(tmp_path_factory):
 
 
 @pytest.fixture
-def train(config):
+def train(config, capfd, monkeypatch):
     def run(*words, **environment):
-        return subprocess.run(
-            [sys.executable, "-m", "megatron_dppo.train", str(config), *words],
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        capfd.readouterr()
+        command = [str(config), *words]
+        with monkeypatch.context() as patched:
+            patched.chdir(ROOT)
+            for name, value in environment.items():
+                patched.setenv(name, value)
+            try:
+                code = main(command)
+            except SystemExit as ended:
+                code = ended.code
+        said = capfd.readouterr()
+        return subprocess.CompletedProcess(command, code, said.out, said.err)
 
     return run
 
@@ -53,20 +62,15 @@ def test_check_describes_the_layout_and_its_memory_in_a_line_each(train):
     assert memory.startswith("memory: 2 ranks, each of weights 0.00")
 
 
-def test_a_refusal_has_no_traceback(train):
-    answer = train("rollout.top_p=0.9", "optimizer.lr=1e-4")
+def test_a_start_is_refused_before_anything_starts_without_a_traceback(train, config):
+    answer = train("algorithm.name=dpo", "reward.name=vibes", "rollout.top_p=0.9")
     assert answer.returncode == 2
+    assert "3 faults" in answer.stderr
+    assert "algorithm: unknown algorithm 'dpo'; known: " in answer.stderr
+    assert "reward.name: unknown reward 'vibes'" in answer.stderr
     assert "rollout.top_p: got 0.9, expected 1" in answer.stderr
     assert "Traceback" not in answer.stderr
     assert answer.stdout == ""
-
-
-def test_names_are_refused_before_anything_starts(train, config):
-    answer = train("algorithm.name=dpo", "reward.name=vibes")
-    assert answer.returncode == 2
-    assert "2 faults" in answer.stderr
-    assert "algorithm: unknown algorithm 'dpo'; known: " in answer.stderr
-    assert "reward.name: unknown reward 'vibes'" in answer.stderr
     assert not (config.parent / "run").exists()
 
 
@@ -125,13 +129,7 @@ def test_a_supervised_run_is_refused_before_it_starts(config):
         "optimizer: {lr: 1.0e-4}\n"
         "megatron: {attention_backend: flush}\n"
     )
-    answer = subprocess.run(
-        [sys.executable, "-m", "megatron_dppo.supervised", str(pairs)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    answer = started(["-m", "megatron_dppo.supervised", str(pairs)])
     assert answer.returncode == 2
     assert "megatron.attention_backend: got 'flush' (str), expected one of" in answer.stderr
     assert not (config.parent / "warm").exists()
@@ -168,15 +166,32 @@ def test_a_launcher_of_another_world_is_refused(train):
     assert "parallel.world_size: got 1, but the launcher set WORLD_SIZE to 4" in answer.stderr
 
 
-def test_a_port_in_use_is_refused(train):
+def started(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """A start in a process of its own, which sets up a log."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_port_in_use_is_refused(config):
+    without_check = (
+        "import sys; from megatron_dppo import train; train.check_in_child = lambda *_: 0; "
+        "sys.exit(train.main())"
+    )
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        answer = train(f"engine.port={port}")
+        answer = started(["-m", "megatron_dppo.train", str(config), f"engine.port={port}"])
         assert answer.returncode == 2
         assert f"engine.port: cannot bind 127.0.0.1:{port}" in answer.stderr
-        answer = train(MASTER_PORT=str(port))
+        # The check finds of this configuration what it has just found.
+        answer = started(["-c", without_check, str(config)], MASTER_PORT=str(port))
         assert answer.returncode == 2
         assert f"MASTER_PORT: cannot bind 127.0.0.1:{port}" in answer.stderr
 
