@@ -35,6 +35,7 @@ from megatron_dppo.metrics.records import EXPORT_FOLDER
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.shape import forward_flops
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.processes import name_rank
 from megatron_dppo.system.secret_variables import hide_secrets
 
 if TYPE_CHECKING:
@@ -167,8 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if this_machine().gpus:
         set_allocator(None, os.environ)
         set_precision(config.megatron, os.environ)
+    rank = int(os.environ["RANK"])
+    name_rank(rank)
     # First, so that what the libraries say while they are imported goes to the log.
-    configure_logging(config.run.directory, int(os.environ["RANK"]))
+    configure_logging(config.run.directory, rank)
     run_supervised_rank(config)
     return 0
 

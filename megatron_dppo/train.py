@@ -37,7 +37,7 @@ from megatron_dppo.launch.start_checks import check_start
 from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
 from megatron_dppo.rewards.answers import checked_answers_file
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.processes import end_now
+from megatron_dppo.system.processes import end_now, name_rank
 from megatron_dppo.system.secret_variables import hide_secrets
 
 MODULE = "megatron_dppo.train"
@@ -77,8 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fatal(str(error))
     if "RANK" not in os.environ:
         return _supervise(config, options)
+    rank = int(os.environ["RANK"])
+    name_rank(rank)
     # First, so that what the libraries say while they are imported goes to the log.
-    configure_logging(config.run.directory, int(os.environ["RANK"]))
+    configure_logging(config.run.directory, rank)
     # A rank that is aborted leaves its stacks in its output.
     faulthandler.enable()
     from megatron_dppo.loop import run_rank

@@ -121,9 +121,11 @@ def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
     sglang = config.sglang
     per_server = int(sglang.get("tp_size") or 1) * int(sglang.get("pp_size") or 1)
     processes = ranks + servers * per_server
-    if processes > 8 * machine.cores:
+    most = config.run.processes_per_core
+    if processes > most * machine.cores:
         yield (
-            f"cores: {processes} processes of ranks and servers on {machine.cores} cores, expected at most 8 on each"
+            f"run.processes_per_core: got {most}, but {processes} processes of ranks and servers on {machine.cores} "
+            f"cores are more, expected at least {-(-processes // machine.cores)} or fewer ranks"
         )
 
 

@@ -37,6 +37,9 @@ class RunConfig(Section):
     show_sample_every: int = Field(default=5, ge=0)
     """Steps from one response on the console to the next, with its reward and the reason; 0: none. The file
     ``samples.jsonl`` has a few of every step."""
+    processes_per_core: int = Field(default=8, gt=0, le=2**16)
+    """Ranks and servers that a machine without GPUs may run for each of its cores. A run with more is refused at its
+    start: it would mostly wait for cores."""
 
 
 class ModelConfig(Section):

@@ -370,8 +370,20 @@ def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
     (run / "hf").rename(folder / "warm")
 
 
-def run_to_the_end(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
+def run_to_the_end(
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    *,
+    errors: int | None = None,
+    started: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+) -> int:
     """Run ``command`` and return its exit code; what ends the parent does not cut it short.
+
+    Args:
+        command: program and arguments.
+        env: its environment; None: this process's.
+        errors: its standard error, as ``subprocess.Popen`` takes it; None: this process's.
+        started: called with the process once it runs.
 
     A terminal sends Ctrl-C, and SIGHUP when it closes, to parent and child. ``subprocess.run`` would then
     kill the child after 0.25 s; here the parent ignores it and waits until the child has saved its state and
@@ -379,7 +391,7 @@ def run_to_the_end(command: Sequence[str], env: Mapping[str, str] | None = None)
     """
     plain, secrets = split_environment(os.environ if env is None else env)
     # before signals are ignored: a child inherits that
-    process = subprocess.Popen(command, env=plain, stdin=subprocess.PIPE)
+    process = subprocess.Popen(command, env=plain, stdin=subprocess.PIPE, stderr=errors)
     feed(process, secrets)
     handlers: dict[int, Any] = {
         signal.SIGINT: signal.SIG_IGN,
@@ -388,6 +400,7 @@ def run_to_the_end(command: Sequence[str], env: Mapping[str, str] | None = None)
     }
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
+        started(process)
         return process.wait()
     finally:
         for number, handler in previous.items():

@@ -26,6 +26,7 @@ import psutil
 
 from megatron_dppo.system.network import require_free_port
 
+_PR_SET_NAME = 15
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -113,6 +114,19 @@ def die_with_parent(parent: int) -> None:
     # It died before prctl took effect.
     if os.getppid() != parent:
         os._exit(1)
+
+
+_RANK_NAME = "rank"
+
+
+def name_rank(rank: int) -> None:
+    """Name this process after its rank, as ``ps -o comm`` and ``top`` show it."""
+    _LIBC.prctl(_PR_SET_NAME, f"{_RANK_NAME}{rank}".encode(), 0, 0, 0)
+
+
+def is_rank_name(name: str) -> bool:
+    """Whether ``name_rank`` gave a process this name."""
+    return name.startswith(_RANK_NAME) and name.removeprefix(_RANK_NAME).isdigit()
 
 
 def bound_memory(gib: int, *, is_final: bool) -> None:

@@ -46,8 +46,11 @@ def test_gpus_of_ranks(tmp_path):
 def test_cores_where_there_is_no_gpu(tmp_path):
     settings = config(tmp_path, parallel={"world_size": 15}, engine={"servers": 2})
     (problem,) = machine_faults(settings, machine())
-    assert problem.startswith("cores: 17 processes of ranks and servers on 2 cores")
+    assert problem.startswith("run.processes_per_core: got 8, but 17 processes")
     assert list(machine_faults(settings, machine(cores=3))) == []
+    more = {"parallel": {"world_size": 15}, "engine": {"servers": 2}}
+    allowed = config(tmp_path, **more, run={"processes_per_core": 9})
+    assert list(machine_faults(allowed, machine())) == []
     replayed = config(tmp_path, parallel={"world_size": 16}, rollout={"replay_from": "x"})
     assert list(machine_faults(replayed, machine())) == []
 

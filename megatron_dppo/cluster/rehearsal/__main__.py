@@ -1,0 +1,495 @@
+"""Run a recipe on this machine's CPUs with a tiny model: its layout, algorithm, data, reward and environment.
+
+``megatron-dppo rehearse RECIPE.yaml [key.path=value ...]`` needs no GPU and no weights. It makes a random model of the
+recipe's family, takes a few rows of the recipe's data, starts all ranks of the layout as processes, trains, stops,
+resumes, evaluates, exports, and ends with a verdict. Exit codes: 0 passed, 1 failed, 2 refused, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_dppo.cluster.rehearsal import attempts, shrinking, tiny_model, verdict
+from megatron_dppo.cluster.rehearsal.problems import Problems, make_problems
+from megatron_dppo.cluster.rehearsal.shrinking import Omission, Stage
+from megatron_dppo.cluster.rehearsal.tiny_model import KnownModel
+from megatron_dppo.cluster.rehearsal.usage import MIB, PeakMemory
+from megatron_dppo.config import (
+    ConfigError,
+    TrainConfig,
+    check_config,
+    forwarded,
+    load_config,
+    resolved_yaml,
+)
+from megatron_dppo.config.machine import this_machine
+from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.engine.options import ServerSections, table_faults_elsewhere
+from megatron_dppo.environments.over_http import absent_services
+from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
+from megatron_dppo.logging import INTERRUPTED, REFUSED
+from megatron_dppo.metrics.records import read_records
+from megatron_dppo.model.errors import ModelError
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.files import unused_path, unwritable
+from megatron_dppo.system.secret_variables import hide_secrets
+
+CONSOLE = Console(highlight=False)
+FAILED = 1
+STOP_AFTER = 1
+CONFIG = "rehearsal.yaml"
+RESULT = "rehearsal.json"
+_GPUS_OF_A_NODE = 8
+_SERVER_MIB = 1600
+_RANK_MIB = 600
+"""Rough sizes of processes, for the warning before a start."""
+
+
+@dataclass
+class RehearsalPhases:
+    """Seconds of each phase of a rehearsal, in order."""
+
+    seconds: dict[str, float]
+    current: str = ""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Announce a phase and measure it."""
+        self.current = name
+        say(f"{name} ...")
+        began = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - began
+
+
+def say(line: str) -> None:
+    """Print a line of progress."""
+    CONSOLE.print(f"[rehearse] {line}", soft_wrap=True, markup=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rehearse a recipe; returns the exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    hide_secrets()
+    phases = RehearsalPhases({})
+    try:
+        return Rehearsal(options, phases).run()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (RunError, ConfigError, ModelError) as error:
+        _fail(phases.current, str(error))
+        return REFUSED
+
+
+class Rehearsal:
+    """One rehearsal of a recipe, from its files to the verdict.
+
+    Raises ConfigError, ModelError and other RunErrors for what is wrong with the recipe before a process is started.
+    """
+
+    def __init__(self, options: argparse.Namespace, phases: RehearsalPhases) -> None:
+        self.options = options
+        self.phases = phases
+        self.recipe = Path(options.recipe)
+        self.directory = Path(options.directory or Path("runs") / f"rehearsal-{self.recipe.stem}")
+        self.run_directory = self.directory / "run"
+        self.memory = PeakMemory()
+
+    def run(self) -> int:
+        """Run all phases."""
+        with self.phases.phase("read the recipe"):
+            config = load_config(self.recipe, self.options.overrides)
+            known = self._known_model(config)
+            parallel = self._layout(config)
+            self._set_aside()
+            placement = self._placement(config)
+        with self.phases.phase("make the model's tokenizer and the problems"):
+            own = config.model.hf_checkpoint if self._has_own_tokenizer(config) else None
+            model = self.directory / "model"
+            tiny_model.write_tokenizer(model, own)
+            problems = self._problems(config, parallel, model)
+        with self.phases.phase("check the recipe"):
+            self._check_recipe(config, known, own, problems)
+        stage = self._stage(config, model, problems, has_own_tokenizer=own is not None)
+        with self.phases.phase("make a tiny model"):
+            self._make_model(config, parallel, known, stage)
+        derived = shrinking.shrink(config, parallel, stage)
+        path = self.directory / CONFIG
+        path.write_text(resolved_yaml(derived), encoding="utf-8")
+        say(f"the rehearsal's configuration is {path}; it changes {self._changed(config, derived)}")
+        self._warn_of_memory(derived)
+        left_out = [
+            *(Omission(absence.key, absence.reason) for absence in problems.absent),
+            *([Omission("model.hf_checkpoint", known.missing)] if known.missing else []),
+            *shrinking.omissions(config, parallel, stage),
+        ]
+        return self._train(path, derived, left_out, placement)
+
+    # --- before the run
+
+    def _known_model(self, config: TrainConfig) -> KnownModel:
+        is_moe = config.parallel.expert > 1 or config.rollout.router_replay
+        known = tiny_model.read_model(config.model.hf_checkpoint, is_moe=is_moe)
+        if known.missing and self.options.strict:
+            raise ConfigError([f"model.hf_checkpoint: {known.missing}"], str(self.recipe))
+        return known
+
+    def _has_own_tokenizer(self, config: TrainConfig) -> bool:
+        return tiny_model.has_tokenizer(config.model.hf_checkpoint)
+
+    def _layout(self, config: TrainConfig) -> ParallelConfig:
+        if self.options.ranks is None:
+            return config.parallel
+        return shrinking.smaller_layout(config.parallel, self.options.ranks)
+
+    def _placement(self, config: TrainConfig) -> Placement | None:
+        """Where the recipe's own ranks and servers go on the cluster that the options describe."""
+        if self.options.nodes is None:
+            return None
+        hosts = tuple(
+            Host(f"node{number}", f"node{number}", self.options.gpus_per_node)
+            for number in range(self.options.nodes)
+        )
+        sections = ServerSections.of(config).where_generated
+        try:
+            return place(Roles.of(config.parallel.world_size, sections), Allocation(hosts))
+        except PlacementError as error:
+            key = (
+                ""
+                if "parallel." in str(error) or "engine." in str(error)
+                else "parallel.world_size: "
+            )
+            raise ConfigError([f"{key}{error}"], str(self.recipe)) from error
+
+    def _set_aside(self) -> None:
+        """Rename the folder of an earlier rehearsal; delete nothing of the user's."""
+        if fault := unwritable(self.directory):
+            raise ConfigError([f"--directory: {fault}"], str(self.recipe))
+        if (self.directory / CONFIG).exists():
+            stamp = f"{self.directory.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+            renamed = unused_path(self.directory.with_name(stamp))
+            self.directory.rename(renamed)
+            say(f"the earlier rehearsal is now {renamed}")
+        elif self.directory.exists():
+            # An earlier one that was refused: it holds nothing but its own material.
+            for name in ("model", "problems", "check"):
+                shutil.rmtree(self.directory / name, ignore_errors=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def _problems(self, config: TrainConfig, parallel: ParallelConfig, model: Path) -> Problems:
+        from megatron_dppo.data.problems import load_tokenizer
+
+        tokenizer = load_tokenizer(model)
+        count = shrinking.problems_needed(config, parallel)
+        problems = make_problems(config.data, tokenizer, self.directory / "problems", count)
+        if problems.absent and self.options.strict:
+            faults = [f"{absence.key}: {absence.reason}" for absence in problems.absent]
+            raise ConfigError(faults, str(self.recipe))
+        return problems
+
+    def _check_recipe(
+        self, config: TrainConfig, known: KnownModel, own: str | None, problems: Problems
+    ) -> None:
+        """Check the recipe's own values against its own model's config.json.
+
+        Files that are not on this machine are replaced, so that they hide no other fault. Raises ConfigError.
+        """
+        folder = self.directory / "check"
+        tiny_model.write_tokenizer(folder, own)
+        (folder / "config.json").write_text(json.dumps(dict(known.values)), encoding="utf-8")
+        train = problems.train[0]
+        replaced = {absence.key for absence in problems.absent}
+        data: dict[str, Any] = {
+            "evaluation": {
+                name: problems.evaluation[name] if f"data.evaluation.{name}" in replaced else file
+                for name, file in config.data.evaluation.items()
+            }
+        }
+        if "data.train" in replaced:
+            data["train"] = train
+        changed = config.model_copy(
+            update={
+                "model": config.model.model_copy(update={"hf_checkpoint": str(folder)}),
+                "data": config.data.model_copy(update=data),
+            }
+        )
+        faults = [
+            f"run.directory: {fault}"
+            for fault in [unwritable(Path(config.run.directory))]
+            if fault is not None
+        ]
+        try:
+            check_config(changed, str(self.recipe), weights=False)
+        except ConfigError as error:
+            faults = [*error.faults, *faults]
+        faults += _engine_table_faults(config)
+        if config.lora.start_from is not None and not Path(config.lora.start_from).is_dir():
+            faults.append(f"lora.start_from: got {config.lora.start_from!r}, expected a folder")
+        if faults:
+            raise ConfigError(faults, str(self.recipe))
+
+    def _stage(
+        self, config: TrainConfig, model: Path, problems: Problems, *, has_own_tokenizer: bool
+    ) -> Stage:
+        stage = Stage(
+            directory=self.run_directory,
+            model=model,
+            train=problems.train,
+            evaluation=problems.evaluation,
+            longest_prompt=problems.longest,
+            has_own_tokenizer=has_own_tokenizer,
+            servers=max(1, self.options.servers),
+            unreachable=_unreachable(absent_services(config)),
+        )
+        if problems.has_toys and config.reward.name not in _SUMS:
+            stage = replace(stage, scores_toys=_scores_toys(config, problems))
+        return stage
+
+    def _make_model(
+        self, config: TrainConfig, parallel: ParallelConfig, known: KnownModel, stage: Stage
+    ) -> None:
+        longest = shrinking.longest_sequence(config.environment, stage.longest_prompt)
+        sizes = tiny_model.tiny_sizes(
+            parallel.sizes,
+            known.shape,
+            longest,
+            all_to_all=config.megatron.get("cp_comm_type") == "a2a",
+        )
+        values = tiny_model.tiny_config(known, sizes, own_tokenizer=stage.has_own_tokenizer)
+        count = tiny_model.write_model(stage.model, values, config.model.dtype, config.run.seed)
+        say(f"a random {known.shape.family} of {count:,} parameters: {sizes}")
+
+    def _changed(self, config: TrainConfig, derived: TrainConfig) -> str:
+        """The keys whose values differ from the recipe's."""
+        before, after = config.model_dump(), derived.model_dump()
+        keys = [
+            f"{section}.{key}"
+            for section, table in after.items()
+            for key in {**before[section], **table}
+            if before[section].get(key) != table.get(key)
+        ]
+        return f"{len(keys)} keys: {', '.join(keys)}"
+
+    def _warn_of_memory(self, derived: TrainConfig) -> None:
+        import psutil
+
+        ranks, servers = derived.parallel.world_size, derived.engine.started
+        needed = (ranks * _RANK_MIB + servers * _SERVER_MIB) * MIB
+        available = psutil.virtual_memory().available
+        cores = this_machine().cores
+        say(
+            f"{ranks} ranks and {servers} servers on {cores} cores: about {needed / 2**30:.1f} GiB, "
+            f"{available / 2**30:.1f} GiB are free"
+        )
+        if needed > available:
+            say("warning: that may be too little memory; --ranks rehearses a smaller layout")
+
+    # --- the run
+
+    def _train(
+        self,
+        path: Path,
+        derived: TrainConfig,
+        left_out: Sequence[Omission],
+        placement: Placement | None,
+    ) -> int:
+        ends = derived.run.steps
+        done: list[attempts.RehearsalRun] = []
+        labels = {
+            f"train, stop after step {STOP_AFTER}": (STOP_AFTER, _first_phases),
+            "resume, train, evaluate, export": (None, _resumed_phases(ends)),
+        }
+        for label, (stop_after, phase_of) in labels.items():
+            with self.phases.phase(label):
+                attempt = attempts.run_attempt(
+                    path, self.run_directory, self.memory, phase_of, stop_after=stop_after
+                )
+            done.append(attempt)
+            if attempts.was_interrupted(attempt):
+                return INTERRUPTED
+            if attempt.code not in (0, INTERRUPTED if stop_after else 0):
+                _fail(label, attempt.failure(), attempts.key_of(attempt.errors))
+                self._write(derived, [], left_out, done, passed=False)
+                return FAILED
+            if attempts.last_step(self.run_directory) >= ends and attempt.code == 0:
+                break
+        return self._judge(derived, left_out, done, placement)
+
+    def _judge(
+        self,
+        derived: TrainConfig,
+        left_out: Sequence[Omission],
+        done: Sequence[attempts.RehearsalRun],
+        placement: Placement | None,
+    ) -> int:
+        summary = json.loads((self.run_directory / "summary.json").read_text(encoding="utf-8"))
+        records = read_records(self.run_directory)
+        found = verdict.findings(derived, summary, records, was_resumed=len(done) > 1)
+        verdict.show(CONSOLE, found, left_out, self.memory, verdict.exercised(derived))
+        missed = [row for row in found if row.holds is False]
+        cpu = sum(attempt.cpu_seconds for attempt in done)
+        times = ", ".join(
+            f"{name} {seconds:.0f} s" for name, seconds in self.phases.seconds.items()
+        )
+        CONSOLE.print(f"{times}; {cpu:.0f} CPU seconds of ranks and servers", soft_wrap=True)
+        if placement is not None:
+            CONSOLE.print(f"on {self.options.nodes} nodes:\n{placement.table()}", soft_wrap=True)
+        self._write(derived, found, left_out, done, passed=not missed)
+        if missed:
+            faults = "; ".join(f"{r.label} {r.measured}, expected {r.expected}" for r in missed)
+            _fail("judge", faults)
+            return FAILED
+        CONSOLE.print(
+            f"passed: {self.recipe} works on {summary['layout']} with a tiny model", soft_wrap=True
+        )
+        CONSOLE.print(f"next:\n  {self._next_commands()}", soft_wrap=True, markup=False)
+        return 0
+
+    def _next_commands(self) -> str:
+        words = " ".join([str(self.recipe), *self.options.overrides])
+        nodes = self.options.nodes or "NODES"
+        return (
+            f"megatron-dppo plan {words} --gpu h100 --nodes {nodes}\n"
+            f"  megatron-dppo slurm submit {words} --dry-run"
+        )
+
+    def _write(
+        self,
+        derived: TrainConfig,
+        found: Sequence[verdict.RehearsalResult],
+        left_out: Sequence[Omission],
+        done: Sequence[attempts.RehearsalRun],
+        *,
+        passed: bool,
+    ) -> None:
+        """Write ``rehearsal.json`` for scripts."""
+        result = {
+            "recipe": str(self.recipe),
+            "passed": passed,
+            "ranks": derived.parallel.world_size,
+            "findings": [asdict(row) for row in found],
+            "not_exercised": [asdict(row) for row in left_out],
+            "seconds": self.phases.seconds,
+            "cpu_seconds": [attempt.cpu_seconds for attempt in done],
+            "memory_mib": {
+                phase: {
+                    "rank_mean": sample.mean_rank / MIB,
+                    "rank_most": max(sample.ranks) / MIB,
+                    "all": sample.total / MIB,
+                    "is_proportional": sample.is_proportional,
+                }
+                for phase, sample in self.memory.by_phase.items()
+            },
+        }
+        text = json.dumps(result, indent=2) + "\n"
+        (self.directory / RESULT).write_text(text, encoding="utf-8")
+
+
+def _engine_table_faults(config: TrainConfig) -> list[str]:
+    """What SGLang says of options that the rehearsal's CPU server does not get; the run itself checks the others."""
+    table = {
+        key: value
+        for key, value in config.sglang.items()
+        if key not in {*shrinking.KEPT_ENGINE_OPTIONS, *shrinking.SIZES_OF_ENGINE}
+    }
+    if not forwarded.SGLANG.free(table):
+        return []
+    try:
+        return table_faults_elsewhere(table, sys.executable)
+    except forwarded.LibraryMissingError as error:
+        return [f"sglang: can't be checked: {error}"]
+
+
+_SUMS = ("math_verify", "exact_integer")
+"""Rewards that score toy problems."""
+
+
+def _scores_toys(config: TrainConfig, problems: Problems) -> bool:
+    """Whether the recipe's rewards take a toy problem: one may need columns that only its own data has."""
+    from megatron_dppo.data.problems import ProblemSet
+    from megatron_dppo.data.reward_trial import reward_faults
+    from megatron_dppo.data.trajectory import Problem
+
+    row = json.loads(Path(problems.train[0]).read_text(encoding="utf-8").splitlines()[0])
+    prompt, answer, *_ = (str(value) for value in row.values())
+    problem = Problem(0, prompt, answer, (0,))
+    toys = ProblemSet((problem,), 0, "", 1)
+    return not list(
+        reward_faults(problems.train[0], toys, config.reward, shrinking.RESPONSE_TOKENS)
+    )
+
+
+def _unreachable(faults: Sequence[str]) -> dict[str, str]:
+    """The tables whose service does not answer, with the reason."""
+    keyed = {}
+    for fault in faults:
+        key, _, reason = fault.partition(": ")
+        table = key[: key.index("options") + len("options")] if "options" in key else key
+        keyed[table] = f"{reason}; the rehearsal runs without it"
+    return keyed
+
+
+def _first_phases(step: int) -> str:
+    return "start" if step < 0 else "train"
+
+
+def _resumed_phases(ends: int) -> attempts.PhaseOf:
+    """RehearsalPhases of the second attempt, whose records begin with those of the first."""
+    seen: list[int] = []
+
+    def phase(step: int) -> str:
+        seen.append(step)
+        if step == seen[0]:
+            return "resume"
+        return "train after resume" if step < ends else "export and compare"
+
+    return phase
+
+
+def _fail(phase: str, reason: str, key: str | None = None) -> None:
+    first = f" (look at {key})" if key is not None and key not in reason else ""
+    print(f"FAILED in {phase!r}: {reason}{first}", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-dppo rehearse",
+        description="Run a recipe on this machine's CPUs with a tiny model, all ranks of its layout included.",
+        epilog="docs/rehearsal.md tells what a rehearsal shows and what it cannot show.",
+    )
+    parser.add_argument("recipe", metavar="RECIPE.yaml", help="the run's configuration")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="replaces one value of the recipe"
+    )
+    parser.add_argument(
+        "--nodes", type=int, help="nodes of the cluster, to place ranks and servers on"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=_GPUS_OF_A_NODE, help="GPUs of each of them (8)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="at most so many ranks: a smaller layout of the same kind"
+    )
+    parser.add_argument("--servers", type=int, default=1, help="SGLang servers to start (1)")
+    parser.add_argument("--directory", help="where the rehearsal goes (runs/rehearsal-RECIPE)")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse where the recipe's model or data is not on this machine",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

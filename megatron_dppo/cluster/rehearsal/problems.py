@@ -1,0 +1,155 @@
+"""Problems of a rehearsal: a few rows of the recipe's own files, and toy problems where there are none."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo.config.data_files import data_files
+from megatron_dppo.config.data_schema import DataConfig, ProblemFile
+from megatron_dppo.data.problems import DataKeys, PromptForm, load_problems, read_problems
+from megatron_dppo.data.records import (
+    EVERY_COLUMN,
+    DataError,
+    prompt_of,
+    read_all_records,
+    text_of,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HELD_OUT = 2
+"""Problems of each evaluation set."""
+_LOOKED_AT = 512
+"""Rows at a file's beginning from which the shortest prompts are taken."""
+_ANY_LENGTH = 1 << 20
+_TERMS = 100
+
+
+@dataclass(frozen=True)
+class Absence:
+    """An input of the recipe that is not on this machine, and its replacement. ``key``: of the recipe."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Problems:
+    """Files that a rehearsal trains and evaluates on.
+
+    Attributes:
+        train: paths, in the order of the recipe's ``data.train``.
+        evaluation: paths by the name of the set.
+        longest: tokens of the longest prompt.
+        absent: what toy problems replace.
+    """
+
+    train: tuple[str, ...]
+    evaluation: Mapping[str, str]
+    longest: int
+    absent: tuple[Absence, ...]
+
+    @property
+    def has_toys(self) -> bool:
+        """Whether toy problems replace the training problems."""
+        return any(absence.key == "data.train" for absence in self.absent)
+
+
+def make_problems(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, count: int
+) -> Problems:
+    """Write ``count`` training problems of each file, and a few of each evaluation set, into ``folder``.
+
+    A file of the recipe is read as a whole, so that a row that is no problem is found. Raises DataError, which begins
+    with the key of the recipe, for such a row and for a prompt that the template or the tokenizer does not take.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    form = PromptForm(
+        data.apply_chat_template,
+        data.system_prompt,
+        data.prompt_template,
+        data.chat_template_arguments,
+    )
+    files: list[tuple[str, ProblemFile, int]] = [
+        ("data.train", file, count) for file in data.train_files
+    ]
+    files += [
+        (f"data.evaluation.{name}", file, HELD_OUT) for name, file in data.evaluation_files.items()
+    ]
+    paths, absent, longest = [], [], 1
+    for number, (key, file, wanted) in enumerate(files):
+        path = folder / f"{number}.jsonl"
+        missing = data_files(file.path).fault
+        if missing is None:
+            rows = _shortest_rows(key, file, wanted)
+        else:
+            absent.append(
+                Absence(key, f"got {file.path!r}, expected {missing}; toy problems replace it")
+            )
+            rows = [_under_keys(row, file) for row in toy_rows(wanted, seed=number)]
+        text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
+        path.write_text(text, encoding="utf-8")
+        longest = max(longest, _longest_prompt(key, path, file, tokenizer, form))
+        paths.append(str(path))
+    trained = len(data.train_files)
+    names = list(data.evaluation_files)
+    evaluation = dict(zip(names, paths[trained:], strict=True))
+    return Problems(tuple(paths[:trained]), evaluation, longest, tuple(absent))
+
+
+def toy_rows(count: int, seed: int) -> list[dict[str, str]]:
+    """``count`` different sums with their answers."""
+    pairs = random.Random(seed).sample(range(_TERMS * _TERMS), count)
+    return [
+        {"prompt": f"{pair // _TERMS}+{pair % _TERMS}=", "answer": str(sum(divmod(pair, _TERMS)))}
+        for pair in pairs
+    ]
+
+
+def _shortest_rows(key: str, file: ProblemFile, count: int) -> list[Mapping[str, Any]]:
+    """The rows with the shortest prompts at the beginning of the file, in the file's order."""
+    try:
+        read_problems(file.path, _keys_of(file))
+        records = read_all_records(file.path).records[:_LOOKED_AT]
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+    if len(records) < count and key == "data.train":
+        raise DataError(
+            f"{key}: {file.path} has {len(records)} problems, expected at least {count}"
+        )
+    lengths = [len(text_of(prompt_of(row, file.path, file.prompt_key))) for row in records]
+    chosen = sorted(sorted(range(len(records)), key=lengths.__getitem__)[:count])
+    return [records[position] for position in chosen]
+
+
+def _longest_prompt(
+    key: str, path: Path, file: ProblemFile, tokenizer: PreTrainedTokenizerBase, form: PromptForm
+) -> int:
+    try:
+        problems = load_problems(
+            path, tokenizer, max_prompt_tokens=_ANY_LENGTH, form=form, keys_of=_keys_of(file)
+        ).problems
+    except DataError as error:
+        raise DataError(f"{key}: {error}; {path} holds rows of {file.path}") from error
+    return max(len(problem.prompt_ids) for problem in problems)
+
+
+def _keys_of(file: ProblemFile) -> DataKeys:
+    return DataKeys(file.prompt_key, file.answer_key, file.metadata_key)
+
+
+def _under_keys(row: Mapping[str, str], file: ProblemFile) -> dict[str, Any]:
+    """A toy row with its values under the file's keys."""
+    named: dict[str, Any] = {
+        file.prompt_key or "prompt": row["prompt"],
+        file.answer_key or "answer": row["answer"],
+    }
+    if file.metadata_key not in (None, EVERY_COLUMN):
+        named[file.metadata_key] = {}
+    return named

@@ -1,0 +1,396 @@
+"""From a recipe to the configuration of its rehearsal: which keys change, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.cluster.rehearsal import signal
+from megatron_dppo.config import TrainConfig
+from megatron_dppo.config.data_schema import EnvironmentConfig
+from megatron_dppo.config.loading import merged
+from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.model.layout import LayoutSizes, size_faults
+
+STEPS = 3
+"""Rollout batches: one before the stop, and at least one after the resume."""
+RESPONSE_TOKENS = 16
+TURN_TOKENS = 8
+_TURNS = 2
+_GROUP = 4
+_CHECKPOINTS = 2
+_MICRO_BATCH_SEQUENCES = 2
+_LEARNING_RATE = 1e-4
+"""Large enough that bfloat16 weights change in every step, small enough that the random policy stays one."""
+_ANY_PROCESSES = 1024
+"""For ``run.processes_per_core``."""
+_PATIENCE_S = 3600.0
+"""For limits of collectives, starts and requests: many ranks share few cores."""
+_HANG_S = 600.0
+_SCORE_S = 120.0
+
+SIZES_OF_ENGINE = ("tp_size", "base_gpu_id", "mem_fraction_static")
+KEPT_ENGINE_OPTIONS = frozenset(
+    (
+        "chunked_prefill_size",
+        "disable_overlap_schedule",
+        "disable_radix_cache",
+        "enable_mixed_chunk",
+        "log_level",
+        "log_requests",
+        "max_prefill_tokens",
+        "schedule_conservativeness",
+        "schedule_policy",
+        "stream_interval",
+        "trust_remote_code",
+        "watchdog_timeout",
+    )
+)
+"""Options of SGLang that mean the same on a CPU; the others are left out."""
+DROPPED_MEGATRON_OPTIONS = frozenset(
+    (
+        "fp8",
+        "fp8_recipe",
+        "fp8_margin",
+        "fp8_amax_history_len",
+        "fp8_amax_compute_algo",
+        "fp8_param",
+        "fp4",
+        "cuda_graph_impl",
+        "enable_cuda_graph",
+        "external_cuda_graph",
+        "cuda_graph_scope",
+        "tp_comm_overlap",
+        "moe_router_fusion",
+        "moe_permute_fusion",
+        "gradient_accumulation_fusion",
+        "apply_rope_fusion",
+        "bias_dropout_fusion",
+        "bias_activation_fusion",
+        "masked_softmax_fusion",
+        "attention_backend",
+        "cpu_offloading",
+        "deterministic_mode",
+        "recompute_modules",
+    )
+)
+"""Options of Megatron-Core that choose GPU kernels or GPU memory."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the rehearsal brings of its own.
+
+    Attributes:
+        directory: of the run.
+        model: the tiny model's folder.
+        train, evaluation: files of problems.
+        longest_prompt: tokens.
+        has_own_tokenizer: whether the tokenizer is the recipe's.
+        servers: to start.
+        unreachable: keys of tables whose service does not answer, each with the reason.
+        scores_toys: whether the recipe's reward scores the toy problems that replace its data.
+    """
+
+    directory: Path
+    model: Path
+    train: tuple[str, ...]
+    evaluation: Mapping[str, str]
+    longest_prompt: int
+    has_own_tokenizer: bool
+    servers: int = 1
+    unreachable: Mapping[str, str] = field(default_factory=dict)
+    scores_toys: bool = True
+
+
+@dataclass(frozen=True)
+class Omission:
+    """A part of the recipe that the rehearsal does not run. ``key``: of the recipe."""
+
+    key: str
+    reason: str
+
+
+def longest_sequence(environment: EnvironmentConfig, longest_prompt: int) -> int:
+    """Tokens of the longest sequence of a rehearsal: a prompt and a response, or an episode."""
+    if environment.name is None:
+        return longest_prompt + RESPONSE_TOKENS
+    turns = min(environment.max_turns, _TURNS)
+    return longest_prompt + turns * (TURN_TOKENS + environment.max_observation_tokens)
+
+
+def problems_needed(config: TrainConfig, parallel: ParallelConfig) -> int:
+    """Training problems that a rehearsal's steps draw, twice over: some may be left out or drawn ahead."""
+    return 2 * STEPS * _prompts(config, parallel)[1]
+
+
+def shrink(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> TrainConfig:
+    """The rehearsal's configuration: ``config`` with as few keys changed as CPUs and minutes need.
+
+    Args:
+        config: the recipe, with the user's overrides.
+        parallel: the layout to rehearse, the recipe's own or a smaller one (``smaller_layout``).
+        stage: the model, the problems and the folder of the rehearsal.
+    """
+    tree = merged(config.model_dump(), _changes(config, parallel, stage))
+    # Tables whose entries are replaced as a whole: a merge would keep what is left out.
+    tree["sglang"] = {k: v for k, v in config.sglang.items() if k in KEPT_ENGINE_OPTIONS}
+    tree["megatron"] = {
+        k: v for k, v in config.megatron.items() if k not in DROPPED_MEGATRON_OPTIONS
+    }
+    tree["data"] = {**tree["data"], **_data(config, stage)}
+    tree["reward"] = _reward(config, stage)
+    return TrainConfig.model_validate(tree)
+
+
+def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dict[str, Any]:
+    mini_batch, prompts = _prompts(config, parallel)
+    has_turns = _has_environment(config, stage)
+    longest = longest_sequence(
+        config.environment if has_turns else EnvironmentConfig(), stage.longest_prompt
+    )
+    response = TURN_TOKENS if has_turns else RESPONSE_TOKENS
+    rollout: dict[str, Any] = {
+        "prompts_per_step": prompts,
+        "group_size": _group(config),
+        "max_response_tokens": response,
+        "request_timeout_s": None,
+        "max_concurrent_requests": min(config.rollout.max_concurrent_requests, 64),
+        "replay_from": None,
+    }
+    if not stage.has_own_tokenizer:
+        rollout["stop_token_ids"] = []
+    return {
+        "run": {
+            "directory": str(stage.directory),
+            "steps": STEPS,
+            "resume": "auto",
+            "sha256_list": None,
+            "show_sample_every": 1,
+            "processes_per_core": _ANY_PROCESSES,
+        },
+        "model": {"hf_checkpoint": str(stage.model)},
+        "lora": {"start_from": None},
+        "rollout": rollout,
+        "algorithm": {
+            "aggregation_constant": None,
+            "overlong_tokens": min(config.algorithm.overlong_tokens, response // 2),
+        },
+        "environment": _environment(config, stage),
+        "parallel": {
+            **parallel.model_dump(),
+            "interface": None,
+            "collective_timeout_s": max(parallel.collective_timeout_s, _PATIENCE_S),
+        },
+        "training": {
+            "prompts_per_mini_batch": mini_batch,
+            "micro_batch_tokens": _MICRO_BATCH_SEQUENCES * longest,
+        },
+        "optimizer": {
+            "lr": max(config.optimizer.lr, _LEARNING_RATE),
+            "warmup_steps": 0,
+            "schedule": "constant",
+            "decay_steps": None,
+            "min_lr": 0.0,
+        },
+        "engine": {
+            "servers": stage.servers,
+            "urls": [],
+            "ca_file": None,
+            "host": "127.0.0.1",
+            "port": None,
+            "device": "cpu",
+            "python": None,
+            "start_timeout_s": max(config.engine.start_timeout_s, _PATIENCE_S),
+            "hang_timeout_s": max(config.engine.hang_timeout_s, _HANG_S),
+        },
+        "weight_sync": {
+            "bucket_mib": 1,
+            "directory": None,
+            "timeout_s": max(config.weight_sync.timeout_s, _PATIENCE_S),
+        },
+        "evaluation": {"every": STEPS, "samples_per_prompt": 1, "max_response_tokens": None},
+        "checkpoint": {
+            "every": 1,
+            "keep": _CHECKPOINTS,
+            "export_hf": True,
+            "verify_export": True,
+            "upload": None,
+        },
+        "profile": {"steps": [], "ranks": [0]},
+        "tracking": {"trackers": []},
+    }
+
+
+def _group(config: TrainConfig) -> int:
+    return min(config.rollout.group_size, _GROUP)
+
+
+def _prompts(config: TrainConfig, parallel: ParallelConfig) -> tuple[int, int]:
+    """Prompts of an optimiser step, and of a rollout batch: two optimiser steps where the recipe has several."""
+    # Every replica has a micro-batch for each pipeline stage.
+    responses = parallel.data * parallel.pipeline
+    group = _group(config)
+    mini_batch = max(2, parallel.data, -(-responses // group))
+    # A batch is shared by the replicas.
+    mini_batch = -(-mini_batch // parallel.data) * parallel.data
+    recipe_steps = config.rollout.prompts_per_step // config.training.prompts_per_mini_batch
+    return mini_batch, mini_batch * min(2, max(1, recipe_steps))
+
+
+def _data(config: TrainConfig, stage: Stage) -> dict[str, Any]:
+    files = config.data.train_files
+    if isinstance(config.data.train, str):
+        train: Any = stage.train[0]
+    else:
+        train = [
+            file.model_copy(update={"path": path}).model_dump()
+            for file, path in zip(files, stage.train, strict=True)
+        ]
+    evaluation = {
+        name: file.model_copy(update={"path": stage.evaluation[name]}).model_dump()
+        for name, file in config.data.evaluation_files.items()
+    }
+    return {"train": train, "evaluation": evaluation, "max_prompt_tokens": stage.longest_prompt}
+
+
+def _reward(config: TrainConfig, stage: Stage) -> dict[str, Any]:
+    """The recipe's rewards that can be had here, and one that differs between responses."""
+    reward = config.reward.model_dump()
+    timeout_s = max(config.reward.timeout_s, _SCORE_S)
+    if "reward.options" in stage.unreachable or not stage.scores_toys:
+        reward |= {"name": signal.TARGET, "options": {}, "batch_size": 1}
+    reward["timeout_s"] = timeout_s
+    reward["workers"] = 1
+    kept = {
+        name: term
+        for name, term in reward["further"].items()
+        if f"reward.further.{name}.options" not in stage.unreachable and stage.scores_toys
+    }
+    spread = {"name": signal.TARGET, "weight": 1.0, "timeout_s": timeout_s, "workers": 1}
+    reward["further"] = kept if reward["name"] == signal.TARGET else {**kept, "rehearsal": spread}
+    return reward
+
+
+def _has_environment(config: TrainConfig, stage: Stage) -> bool:
+    return config.environment.name is not None and "environment.options" not in stage.unreachable
+
+
+def _environment(config: TrainConfig, stage: Stage) -> dict[str, Any]:
+    if not _has_environment(config, stage):
+        return {"name": None}
+    turns = min(config.environment.max_turns, _TURNS)
+    return {"max_turns": turns, "max_tokens": None}
+
+
+def omissions(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> Iterator[Omission]:
+    """Parts of the recipe that its rehearsal leaves out."""
+    yield from _replaced_parts(config, parallel, stage)
+    for key, reason in stage.unreachable.items():
+        yield Omission(key, reason)
+    yield from _engine_parts(config, stage)
+    for table, dropped in _dropped_options(config).items():
+        if dropped:
+            yield Omission(table, f"{', '.join(dropped)}: for GPUs")
+    if other := [name for name in config.tracking.trackers if name != "tensorboard"]:
+        yield Omission("tracking.trackers", f"{', '.join(other)}: nothing is sent")
+    if config.checkpoint.upload is not None:
+        yield Omission("checkpoint.upload", "nothing is sent")
+
+
+def _replaced_parts(
+    config: TrainConfig, parallel: ParallelConfig, stage: Stage
+) -> Iterator[Omission]:
+    asked = config.parallel
+    if asked.sizes != parallel.sizes:
+        yield Omission(
+            "parallel",
+            f"the recipe's {asked.world_size} ranks are rehearsed as {parallel.world_size} (--ranks)",
+        )
+    if not stage.has_own_tokenizer:
+        yield Omission("model.hf_checkpoint", "no tokenizer in it; a byte-level one replaces it")
+    if config.lora.start_from is not None:
+        yield Omission("lora.start_from", "adapters of the real model do not fit the tiny one")
+    if config.rollout.replay_from is not None:
+        yield Omission(
+            "rollout.replay_from", "batches of the real model; a server generates instead"
+        )
+    if not stage.scores_toys:
+        yield Omission("reward.name", f"{config.reward.name} does not score toy problems")
+
+
+def _engine_parts(config: TrainConfig, stage: Stage) -> Iterator[Omission]:
+    if config.parallel.interface is not None:
+        yield Omission("parallel.interface", "all ranks are on one machine")
+    engine = config.engine
+    if engine.started != stage.servers or engine.urls:
+        there = f"{engine.started} servers"
+        if engine.urls:
+            there += f" and {len(engine.urls)} urls"
+        yield Omission("engine.servers", f"{stage.servers} instead of {there} (--servers)")
+    tensor = config.sglang.get("tp_size") or 1
+    if tensor != 1:
+        yield Omission("sglang.tp_size", f"1 instead of {tensor}: a server on a CPU is one process")
+
+
+def _dropped_options(config: TrainConfig) -> dict[str, list[str]]:
+    left_out = KEPT_ENGINE_OPTIONS | set(SIZES_OF_ENGINE)
+    return {
+        "sglang": [key for key in config.sglang if key not in left_out],
+        "megatron": [key for key in config.megatron if key in DROPPED_MEGATRON_OPTIONS],
+    }
+
+
+def smaller_layout(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
+    """The layout with at most ``ranks`` ranks: replicas go first, then context, tensor and pipeline parallelism.
+
+    Expert parallelism shrinks with the ranks that it spreads over.
+    """
+    sizes = parallel.sizes
+    while sizes.world_size > ranks:
+        sizes = _halved(sizes)
+    return parallel.model_copy(
+        update={
+            "world_size": sizes.world_size,
+            "tensor": sizes.tensor,
+            "context": sizes.context,
+            "pipeline": sizes.pipeline,
+            "virtual_pipeline": sizes.virtual_pipeline,
+            "expert": sizes.expert,
+            "expert_tensor": sizes.expert_tensor,
+            "sequence": sizes.sequence,
+        }
+    )
+
+
+def _halved(sizes: LayoutSizes) -> LayoutSizes:
+    """A valid layout with one dimension divided by its smallest prime factor."""
+    for name in ("data", "context", "tensor", "pipeline"):
+        size = getattr(sizes, name)
+        if size == 1:
+            continue
+        factor = _smallest_factor(size)
+        smaller = replace(sizes, world_size=sizes.world_size // factor)
+        if name != "data":
+            smaller = replace(smaller, **{name: size // factor})
+        if smaller.pipeline == 1:
+            smaller = replace(smaller, virtual_pipeline=None)
+        if smaller.tensor == 1:
+            smaller = replace(smaller, sequence=None)
+        return _with_fitting_experts(smaller)
+    return sizes
+
+
+def _with_fitting_experts(sizes: LayoutSizes) -> LayoutSizes:
+    while size_faults(sizes) and sizes.expert > 1:
+        sizes = replace(sizes, expert=sizes.expert // _smallest_factor(sizes.expert))
+    if sizes.expert == 1:
+        # Megatron-Core trains experts of one group as the dense layers are cut.
+        sizes = replace(sizes, expert_tensor=None)
+    return sizes
+
+
+def _smallest_factor(size: int) -> int:
+    return next(factor for factor in range(2, size + 1) if size % factor == 0)

@@ -1,0 +1,258 @@
+"""A random model of a recipe's family, as small as the recipe's layout allows, as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo import EXAMPLES
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.layout import LayoutSizes
+from megatron_dppo.model.shape import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+KNOWN_MODELS = EXAMPLES / "model_configs"
+_GUESSED = {True: "qwen3-30b-a3b-base", False: "qwen3-1.7b-base"}
+"""Models of ``KNOWN_MODELS`` that stand in for an unknown one: a mixture of experts, a dense model."""
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+)
+HEAD_DIM = 16
+HIDDEN = 64
+_ROW = 32
+"""Rows of an MLP on each tensor-parallel rank."""
+_LEAST_LAYERS = 2
+_MOST_CHOICES = 4
+"""Experts of a token, at most."""
+_LEAST_POSITIONS = 512
+_SPARE_POSITIONS = 64
+_INITIAL = 0.05
+"""Standard deviation of the random weights; larger than usual, so that a wrong block shows in the outputs."""
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class TinySizes:
+    """Sizes of the tiny model; ``experts`` is 0 for a dense model. ``positions``: of the longest sequence."""
+
+    layers: int
+    heads: int
+    groups: int
+    hidden: int
+    ffn: int
+    experts: int
+    choices: int
+    moe_ffn: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """The config.json of the recipe's model.
+
+    ``missing``: why another model's config.json was read; empty where it is the recipe's own.
+    """
+
+    values: Mapping[str, Any]
+    shape: ModelShape
+    missing: str = ""
+
+
+def read_model(checkpoint: str, *, is_moe: bool) -> KnownModel:
+    """Read the config.json of ``checkpoint``, or of a known model of the same name.
+
+    ``is_moe``: whether an unknown model is taken for a mixture of experts. Raises ModelError for a config.json that is
+    damaged or outside the families.
+    """
+    folder = Path(checkpoint)
+    named = KNOWN_MODELS / folder.name.lower()
+    for candidate in (folder, named):
+        if (candidate / "config.json").is_file():
+            return _read(candidate)
+    guess = KNOWN_MODELS / _GUESSED[is_moe]
+    found = _read(guess)
+    missing = (
+        f"no config.json in {folder} and no model {folder.name!r} among the known ones, so the model is taken for "
+        f"{found.shape.family}, as {guess.name}"
+    )
+    return KnownModel(found.values, found.shape, missing)
+
+
+def _read(folder: Path) -> KnownModel:
+    shape = load_model_shape(folder)
+    return KnownModel(json.loads((folder / "config.json").read_text(encoding="utf-8")), shape)
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether ``folder`` holds a tokenizer that the run's reader opens."""
+    return (Path(folder) / "tokenizer_config.json").is_file()
+
+
+def tiny_sizes(
+    layout: LayoutSizes, shape: ModelShape, longest: int, *, all_to_all: bool = False
+) -> TinySizes:
+    """The smallest sizes of a model of ``shape``'s kind that ``layout`` divides.
+
+    Args:
+        layout: of the trainer.
+        shape: the recipe's own model.
+        longest: tokens of the longest sequence.
+        all_to_all: context-parallel ranks exchange heads for tokens, so that they divide a rank's heads.
+    """
+    tensor = layout.tensor
+    share = tensor * (layout.context if all_to_all else 1)
+    if shape.num_query_groups % tensor == 0:
+        groups = max(share, min(2, shape.num_query_groups))
+        groups = math.lcm(share, groups)
+    else:
+        # Fewer key-value heads than ranks: each is held in parts, as in the recipe's model.
+        groups = shape.num_query_groups
+    is_grouped = shape.num_attention_heads > shape.num_query_groups
+    heads = math.lcm(groups * (2 if is_grouped else 1), tensor)
+    # Families without a key for it take head_dim = hidden / heads.
+    hidden = HIDDEN if _has_own_head_dim(shape) else heads * HEAD_DIM
+    experts = choices = moe_ffn = 0
+    if shape.is_moe:
+        experts = max(4, 2 * layout.expert)
+        choices = min(shape.experts_per_token, _MOST_CHOICES, experts // 2)
+        moe_ffn = _ROW * layout.expert_tensor_size
+    stages = layout.pipeline * (layout.virtual_pipeline or 1)
+    positions = -(-(longest + _SPARE_POSITIONS) // 256) * 256
+    return TinySizes(
+        layers=max(stages, _LEAST_LAYERS),
+        heads=heads,
+        groups=groups,
+        hidden=hidden,
+        ffn=_ROW * 2 * tensor,
+        experts=experts,
+        choices=choices,
+        moe_ffn=moe_ffn,
+        positions=max(_LEAST_POSITIONS, positions),
+    )
+
+
+def _has_own_head_dim(shape: ModelShape) -> bool:
+    return shape.family.startswith("qwen3")
+
+
+def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> dict[str, Any]:
+    """The recipe's config.json with the tiny model's sizes and, where it is used, the byte-level tokenizer's ids."""
+    values = dict(known.values)
+    for key in ("layer_types", "max_window_layers", "torch_dtype", "dtype", "transformers_version"):
+        values.pop(key, None)
+    values |= {
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.groups,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.ffn,
+        "max_position_embeddings": sizes.positions,
+        "initializer_range": _INITIAL,
+    }
+    if _has_own_head_dim(known.shape) or "head_dim" in values:
+        values["head_dim"] = HEAD_DIM
+    if sizes.experts:
+        name = "num_experts" if "num_experts" in values else "num_local_experts"
+        values |= {
+            name: sizes.experts,
+            "num_experts_per_tok": sizes.choices,
+            "moe_intermediate_size": sizes.moe_ffn,
+        }
+    for key in ("rope_scaling", "rope_parameters"):
+        table = values.get(key)
+        if isinstance(table, Mapping) and "original_max_position_embeddings" in table:
+            original = min(table["original_max_position_embeddings"], sizes.positions)
+            values[key] = {**table, "original_max_position_embeddings": original}
+    if not own_tokenizer:
+        end = SPECIAL.index("<|im_end|>")
+        values |= {"vocab_size": byte_vocabulary_size(), "eos_token_id": end, "pad_token_id": 0}
+        values["bos_token_id"] = None
+    return values
+
+
+def byte_vocabulary_size() -> int:
+    """All bytes and the special tokens, rounded up to a multiple of 4."""
+    return -(-(256 + len(SPECIAL)) // 4) * 4
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for every byte and a ChatML template: any text stays itself."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {word: token_id for token_id, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def copy_tokenizer(source: str | Path, folder: Path) -> None:
+    """Copy the tokenizer's files of a Hugging Face folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in TOKENIZER_FILES:
+        for path in sorted(Path(source).glob(pattern)):
+            shutil.copyfile(path, folder / path.name)
+
+
+def write_tokenizer(folder: Path, own: str | Path | None) -> None:
+    """Write the tokenizer of the folder ``own`` into ``folder``; None: the byte-level one."""
+    if own is None:
+        byte_tokenizer().save_pretrained(folder)
+    else:
+        copy_tokenizer(own, folder)
+
+
+def write_model(folder: Path, config: Mapping[str, Any], dtype: str, seed: int) -> int:
+    """Write random weights for ``config``, a config.json, into ``folder``; returns the number of parameters.
+
+    The row of the end-of-sequence token in the output layer is larger than the others, so that some responses end
+    before the limit: a random model of a large vocabulary would end none.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(seed)
+    values = dict(config)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(values.pop("model_type"), **values)
+    )
+    ends = values.get("eos_token_id")
+    end = ends[0] if isinstance(ends, list) else ends
+    if end is not None:
+        # The final norm makes the hidden state's length sqrt(hidden), so the logit's deviation is this times that.
+        deviation = 0.6 * math.log(values["vocab_size"]) / math.sqrt(values["hidden_size"])
+        with torch.no_grad():
+            row = model.get_output_embeddings().weight[end]
+            row.copy_(torch.randn_like(row) * deviation)
+    model = model.to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,179 @@
+"""The verdict of a rehearsal: what was exercised, what was not and why, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dppo.cluster.rehearsal.shrinking import Omission
+from megatron_dppo.cluster.rehearsal.usage import MIB, PeakMemory
+from megatron_dppo.config import TrainConfig
+from megatron_dppo.demo.material import EXPORT_BOUNDS
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.records import Record
+from megatron_dppo.metrics.table import BY_METRIC
+
+NEVER = (
+    Omission(
+        "GPU kernels", "attention, grouped GEMM, FP8 and Transformer Engine run on GPUs alone"
+    ),
+    Omission("NCCL", "ranks and servers exchange tensors over gloo on one machine"),
+    Omission("GPU memory and speed", "see `megatron-dppo plan`"),
+    Omission(
+        "real weights", "the model is random and tiny; `megatron-dppo convert` reads the real one"
+    ),
+)
+"""Parts of any recipe that CPUs on one machine do not show."""
+
+
+@dataclass(frozen=True)
+class RehearsalResult:
+    """A row of the verdict: a measurement, its target, and whether it is met (None: not judged)."""
+
+    label: str
+    measured: str
+    expected: str
+    holds: bool | None = None
+
+
+def findings(
+    config: TrainConfig, summary: Mapping[str, Any], records: Sequence[Record], *, was_resumed: bool
+) -> list[RehearsalResult]:
+    """Compare a finished rehearsal with what any run must show."""
+    dtype = config.model.dtype
+    updates, verified = summary["weight_updates"], summary["weight_updates_verified"]
+    steps = round(sum(record.get(names.OPTIMIZER_STEPS) or 0 for record in records))
+    found = [
+        RehearsalResult("layout", str(summary["layout"]), "the recipe's"),
+        RehearsalResult("optimiser steps", str(steps), "2 or more", steps >= 2),
+        RehearsalResult(
+            "weight updates verified",
+            f"{verified} of {updates}",
+            "all",
+            verified == updates > 0,
+        ),
+        _bounded(
+            "|pi - mu| at equal weights",
+            summary["mean_abs_prob_gap"],
+            BY_METRIC[names.GAP_ON_POLICY].upper(dtype),
+        ),
+        RehearsalResult(
+            "gradient norm", _small(_largest(records, names.GRAD_NORM)), "above 0", _moves(records)
+        ),
+        RehearsalResult(
+            "stop and resume", "resumed" if was_resumed else "ended before the stop", "", None
+        ),
+        RehearsalResult("evaluation", _sets(summary), "each set", _evaluates(config, summary)),
+        _bounded(
+            "export in transformers, nats",
+            summary["hf_export_max_logprob_diff"],
+            EXPORT_BOUNDS[dtype],
+        ),
+    ]
+    if config.rollout.router_replay:
+        compared = _largest(records, names.COMPARED) or 0.0
+        found.append(
+            RehearsalResult(
+                "R3: replayed tokens x layers", f"{compared:.0f}", "above 0", compared > 0
+            )
+        )
+    if config.rollout.max_staleness:
+        stale = _largest(records, names.STALENESS_MAX)
+        found.append(
+            RehearsalResult(
+                "staleness of a token", _small(stale), f"{config.rollout.max_staleness} or less"
+            )
+        )
+    if config.environment.name is not None:
+        turns = _largest(records, names.TURNS)
+        found.append(RehearsalResult("turns of an episode", _small(turns), "above 0", bool(turns)))
+    return found
+
+
+def exercised(config: TrainConfig) -> list[str]:
+    """The parts of the recipe that its rehearsal runs, in words."""
+    rollout, lora = config.rollout, config.lora
+    parts = {
+        f"algorithm {config.algorithm.name}": True,
+        f"reward {config.reward.name}": True,
+        f"environment {config.environment.name}": config.environment.name is not None,
+        "R3": rollout.router_replay,
+        f"LoRA of rank {lora.rank}": lora.rank > 0,
+        f"staleness {rollout.max_staleness} with {rollout.interrupt}": rollout.max_staleness > 0,
+        "colocation": config.engine.placement == "colocated",
+        "dynamic filtering": rollout.drop_zero_variance_groups,
+        f"weight updates by {config.weight_sync.strategy}": True,
+        "reference KL": config.algorithm.reference_kl > 0,
+        "checkpoint, stop, resume, evaluation, export": True,
+    }
+    return [part for part, runs in parts.items() if runs]
+
+
+def show(
+    console: Console,
+    found: Sequence[RehearsalResult],
+    left_out: Iterable[Omission],
+    memory: PeakMemory,
+    parts: Sequence[str],
+) -> None:
+    """Print the verdict's tables."""
+    table = Table("", "measured", "expected", "holds", title="Rehearsal")
+    for row in found:
+        holds = {None: "", True: "yes", False: "NO"}[row.holds]
+        table.add_row(row.label, row.measured, row.expected, holds)
+    console.print(table)
+    console.print(f"exercised: {', '.join(parts)}", soft_wrap=True)
+    console.print("not exercised:")
+    for omission in (*left_out, *NEVER):
+        console.print(f"  {omission.key}: {omission.reason}", soft_wrap=True)
+    console.print(memory_table(memory))
+
+
+def memory_table(memory: PeakMemory) -> Table:
+    """MiB of each phase's largest sample."""
+    table = Table(
+        "phase", "a rank, mean", "a rank, most", "ranks", "all processes", title="Memory, MiB"
+    )
+    for phase, sample in memory.by_phase.items():
+        kind = "" if sample.is_proportional else " (resident)"
+        cells = (
+            f"{sample.mean_rank / MIB:.0f}{kind}",
+            f"{max(sample.ranks) / MIB:.0f}",
+            str(len(sample.ranks)),
+            f"{sample.total / MIB:.0f}",
+        )
+        table.add_row(phase, *cells)
+    return table
+
+
+def _bounded(label: str, value: float | None, bound: float) -> RehearsalResult:
+    holds = None if value is None else value <= bound
+    return RehearsalResult(label, _small(value), f"{bound:.0e} or less", holds)
+
+
+def _largest(records: Sequence[Record], name: str) -> float | None:
+    values = [record[name] for record in records if record.get(name) is not None]
+    return max((value for value in values if value is not None), default=None)
+
+
+def _moves(records: Sequence[Record]) -> bool | None:
+    """Whether some step had a gradient; not judged where the rewards of every group were alike."""
+    norm = _largest(records, names.GRAD_NORM)
+    return True if norm else None
+
+
+def _sets(summary: Mapping[str, Any]) -> str:
+    by_set = summary["eval_accuracy_by_set"]
+    return ", ".join(f"{name} {end:.2f}" for name, (_, end) in by_set.items()) or "none"
+
+
+def _evaluates(config: TrainConfig, summary: Mapping[str, Any]) -> bool:
+    return set(summary["eval_accuracy_by_set"]) == set(config.data.evaluation_files)
+
+
+def _small(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2g}"

@@ -1,0 +1,94 @@
+"""A whole rehearsal: a recipe of a user's own, two ranks, from its files to the verdict."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.integration.runs import ROOT
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+REWARD = """
+def shaped(response: str, answer: str, source: str) -> float:
+    return float(source == "own" and bool(response))
+"""
+
+
+def recipe(folder: Path, **sections) -> Path:
+    """A mixture of experts of a size that no recipe has, with data and a reward of its own."""
+    (folder / "rehearsed_reward.py").write_text(REWARD)
+    rows = [
+        {"question": f"Add {i} and {i}.", "solution": f"{2 * i}", "extra_info": {"source": "own"}}
+        for i in range(100)
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    for name in ("train", "held"):
+        (folder / f"{name}.jsonl").write_text(lines)
+    tree = {
+        "run": {"directory": str(folder / "real"), "steps": 100},
+        "model": {"hf_checkpoint": "checkpoints/Qwen3-30B-A3B-Base"},
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "evaluation": {"held": str(folder / "held.jsonl")},
+            "prompt_template": "Solve this. {prompt}",
+        },
+        "rollout": {
+            "prompts_per_step": 64,
+            "group_size": 8,
+            "max_response_tokens": 512,
+            "router_replay": True,
+        },
+        "reward": {"name": "rehearsed_reward:shaped"},
+        "parallel": {"world_size": 2, "expert": 2},
+        "training": {"prompts_per_mini_batch": 16, "micro_batch_tokens": 8192},
+        "optimizer": {"lr": 1e-6},
+        "sglang": {"tp_size": 4, "mem_fraction_static": 0.8},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def rehearse(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_dppo.cluster.rehearsal", *words]
+    variables = {"PYTHONPATH": f"{ROOT}:{folder}"}
+    return subprocess.run(
+        [*command, f"--directory={folder / 'rehearsal'}"], cwd=folder,
+        env={**os.environ, **variables}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_a_recipe_of_ones_own_passes(tmp_path):
+    done = rehearse(tmp_path, str(recipe(tmp_path)))
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    result = json.loads((tmp_path / "rehearsal" / "rehearsal.json").read_text())
+    assert result["passed"]
+    assert result["ranks"] == 2
+    missed = [row for row in result["findings"] if row["holds"] is False]
+    assert missed == []
+    assert {"resume", "train after resume"} & set(result["memory_mib"])
+    assert "sglang.tp_size" in {row["key"] for row in result["not_exercised"]}
+    assert not (tmp_path / "real").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"reward": {"name": "rehearsed_reward:gone"}}, "reward.name"),
+        ({"environment": {"name": "nowhere:Class"}}, "environment.name"),
+        ({"sglang": {"attention_backend": "no-such-kernel"}}, "sglang.attention_backend"),
+        ({"megatron": {"no_such_field": 1}}, "megatron.no_such_field"),
+    ],
+)
+def test_a_fault_of_the_recipe_is_named_by_its_key(sections, key, tmp_path):
+    done = rehearse(tmp_path, str(recipe(tmp_path, **sections)))
+    assert done.returncode in (1, 2)
+    assert "FAILED" in done.stderr
+    assert key in done.stderr.partition("FAILED")[2]

@@ -1,0 +1,253 @@
+"""A recipe's rehearsal: the derived configuration, the tiny model's sizes, and faults that are named by their key."""
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.cluster.rehearsal import shrinking, signal, tiny_model
+from megatron_dppo.cluster.rehearsal.__main__ import main
+from megatron_dppo.cluster.rehearsal.attempts import key_of
+from megatron_dppo.cluster.rehearsal.problems import HELD_OUT, make_problems, toy_rows
+from megatron_dppo.cluster.rehearsal.shrinking import Stage
+from megatron_dppo.config import check_config, load_config
+from megatron_dppo.config.data_schema import DataConfig
+from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.data.records import DataError
+from megatron_dppo.model.families import FAMILIES, ConfigFacts
+from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
+from tests.unit.test_recipes import RECIPES, STEPS
+
+LAYOUTS = {
+    "TP2 PP2 EP4 DP2": LayoutSizes(8, 2, 2, None, 4, 1),
+    "PP2 VPP2 EP8": LayoutSizes(16, 1, 2, 2, 8),
+    "TP4 CP2 EP8 ETP1 DP2": LayoutSizes(16, 4, 1, None, 8, 1, None, 2),
+    "TP2 CP4 EP8": LayoutSizes(8, 2, 1, None, 8, 1, None, 4),
+    "TP2 ETP2": LayoutSizes(2, 2),
+    "TP8 over 4 key-value heads": LayoutSizes(8, 8, 1, None, 8, 1),
+    "DP8": LayoutSizes(8),
+    "one rank": LayoutSizes(1),
+}
+MOE = tiny_model.read_model("qwen3-30b-a3b-base", is_moe=True)
+
+
+def shape_of(values):
+    facts = ConfigFacts(values, "config.json")
+    shape = FAMILIES[values["model_type"]].read(facts)
+    assert facts.faults == []
+    return shape
+
+
+def stage_of(folder: Path, config, **values) -> Stage:
+    """A stage whose files exist; no weights are made."""
+    model, data = folder / "model", folder / "data.jsonl"
+    sizes = tiny_model.tiny_sizes(
+        values.pop("parallel", config.parallel).sizes,
+        (known := tiny_model.read_model(config.model.hf_checkpoint, is_moe=True)).shape,
+        shrinking.longest_sequence(config.environment, 40),
+    )
+    model.mkdir()
+    (model / "tokenizer.json").touch()
+    values_of_model = tiny_model.tiny_config(known, sizes, own_tokenizer=False)
+    (model / "config.json").write_text(json.dumps(values_of_model))
+    data.touch()
+    paths = {name: str(data) for name in config.data.evaluation}
+    return Stage(folder / "run", model, (str(data),), paths, 40, False, **values)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_rehearsal_of_every_recipe_passes_the_checks(name, tmp_path):
+    config = load_config(RECIPES / f"{name}.yaml")
+    derived = shrinking.shrink(config, config.parallel, stage_of(tmp_path, config))
+    check_config(derived, name, weights=False)
+    kept = ("name", "settings", "options", "truncated_responses", "advantage", "reference_kl")
+    for key in kept:
+        assert getattr(derived.algorithm, key) == getattr(config.algorithm, key)
+    assert derived.parallel.sizes == config.parallel.sizes
+    assert derived.rollout.router_replay == config.rollout.router_replay
+    assert derived.rollout.max_staleness == config.rollout.max_staleness
+    assert derived.lora.rank == config.lora.rank
+    assert signal.TARGET in {term.name for term in derived.reward.terms.values()}
+    steps = derived.rollout.prompts_per_step // derived.training.prompts_per_mini_batch
+    assert steps == 2
+    assert derived.rollout.max_response_tokens <= shrinking.RESPONSE_TOKENS
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_layout_divides_its_tiny_model(sizes):
+    tiny = tiny_model.tiny_sizes(sizes, MOE.shape, 100)
+    shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
+    assert size_faults(sizes) == []
+    assert model_faults(sizes, shape) == []
+    assert shape.experts_per_token < shape.num_experts
+    assert shape.max_position_embeddings >= 100
+
+
+FOLDERS = sorted(path.parent.name for path in tiny_model.KNOWN_MODELS.glob("*/config.json"))
+
+
+@pytest.mark.parametrize("folder", [name for name in FOLDERS if "mixtral" not in name])
+def test_the_tiny_model_keeps_its_family(folder):
+    known = tiny_model.read_model(folder, is_moe=False)
+    tiny = tiny_model.tiny_sizes(LayoutSizes(2, 2), known.shape, 100)
+    shape = shape_of(tiny_model.tiny_config(known, tiny, own_tokenizer=True))
+    for name in ("family", "vocab_size", "tied_embeddings", "norm_topk_prob", "rope_theta"):
+        assert getattr(shape, name) == getattr(known.shape, name)
+    assert model_faults(LayoutSizes(2, 2), shape) == []
+
+
+def test_an_unknown_model_is_guessed_and_told():
+    known = tiny_model.read_model("checkpoints/Nobody-7B", is_moe=True)
+    assert known.shape.is_moe
+    assert "Nobody-7B" in known.missing
+    assert not tiny_model.read_model("checkpoints/Qwen3-8B-Base", is_moe=True).missing
+
+
+def test_heads_can_be_exchanged_for_tokens():
+    sizes = LayoutSizes(8, 2, context=4)
+    tiny = tiny_model.tiny_sizes(sizes, MOE.shape, 100, all_to_all=True)
+    assert tiny.groups // sizes.tensor % sizes.context == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "name", ["TP2 PP2 EP4 DP2", "PP2 VPP2 EP8", "TP4 CP2 EP8 ETP1 DP2", "TP2 CP4 EP8"]
+)
+def test_a_smaller_layout_is_valid(name, ranks):
+    sizes = LAYOUTS[name]
+    fields = {
+        key: getattr(sizes, key) for key in ParallelConfig.model_fields if hasattr(sizes, key)
+    }
+    smaller = shrinking.smaller_layout(ParallelConfig(**fields), ranks).sizes
+    assert smaller.world_size <= ranks
+    assert size_faults(smaller) == []
+    tiny = tiny_model.tiny_sizes(smaller, MOE.shape, 100)
+    shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
+    assert model_faults(smaller, shape) == []
+
+
+def test_replicas_shrink_before_tensor_parallelism():
+    parallel = ParallelConfig(world_size=16, tensor=2, pipeline=2, expert=4)
+    smaller = shrinking.smaller_layout(parallel, 8)
+    assert (smaller.tensor, smaller.pipeline, smaller.expert, smaller.data) == (2, 2, 4, 2)
+
+
+def test_a_service_that_is_away_is_left_out(tmp_path):
+    config = load_config(RECIPES / "qwen3_4b_instruct_rlhf.yaml")
+    stage = stage_of(tmp_path, config, unreachable={"reward.options": "nobody answers"})
+    derived = shrinking.shrink(config, config.parallel, stage)
+    assert derived.reward.name == signal.TARGET
+    assert "reward.options" in {
+        part.key for part in shrinking.omissions(config, config.parallel, stage)
+    }
+
+
+def test_options_for_gpus_are_left_out_and_told(tmp_path):
+    config = load_config(
+        RECIPES / "qwen3_30b_a3b_base.yaml",
+        ["sglang.attention_backend=fa3", "sglang.schedule_policy=lpm", "megatron.fp8=hybrid"],
+    )
+    stage = stage_of(tmp_path, config)
+    derived = shrinking.shrink(config, config.parallel, stage)
+    assert derived.sglang == {"schedule_policy": "lpm"}
+    assert derived.megatron == {}
+    told = {part.key: part.reason for part in shrinking.omissions(config, config.parallel, stage)}
+    assert "attention_backend" in told["sglang"]
+    assert "fp8" in told["megatron"]
+
+
+def test_responses_differ_in_the_signal():
+    values = {signal.spread(f"response {i}") for i in range(50)}
+    assert len(values) == 50
+    assert all(0 <= value < 1 for value in values)
+
+
+def test_a_few_rows_of_the_own_data_and_toys_for_the_rest(tmp_path):
+    own = tmp_path / "own.jsonl"
+    rows = [{"question": "x" * (50 - i), "answer": f"{i}"} for i in range(40)]
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(train=str(own), evaluation={"gone": str(tmp_path / "gone.jsonl")})
+    problems = make_problems(data, tiny_model.byte_tokenizer(), tmp_path / "out", 8)
+    written = [json.loads(line) for line in Path(problems.train[0]).read_text().splitlines()]
+    assert written == rows[-8:]
+    assert [absence.key for absence in problems.absent] == ["data.evaluation.gone"]
+    toys = Path(problems.evaluation["gone"]).read_text().splitlines()
+    assert len(toys) == HELD_OUT
+    assert not problems.has_toys
+
+
+def test_toy_problems_are_right_and_differ():
+    rows = toy_rows(200, seed=1)
+    assert len({row["prompt"] for row in rows}) == 200
+    for row in rows:
+        assert sum(map(int, row["prompt"].removesuffix("=").split("+"))) == int(row["answer"])
+
+
+def test_a_row_that_is_no_problem_is_named(tmp_path):
+    own = tmp_path / "own.jsonl"
+    rows = [{"prompt": f"{i}", "answer": "1"} for i in range(600)] + [{"answer": "2"}]
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"^data\.train: .*line 601"):
+        make_problems(DataConfig(train=str(own)), tiny_model.byte_tokenizer(), tmp_path / "out", 8)
+
+
+def refused(capsys, tmp_path, *words: str) -> str:
+    code = main([str(RECIPES / "qwen3_8b_base.yaml"), f"--directory={tmp_path / 'r'}", *words])
+    assert code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("parallel.tensor=3", "parallel.world_size"),
+        ("parallel.expert=2", "parallel.expert"),
+        ("data.prompt_template=no place", "data.prompt_template"),
+        ("algorithm.name=dpo", "algorithm"),
+        ("run.directory=/proc/run", "run.directory"),
+        ("lora.start_from=/nowhere/adapters", "lora.start_from"),
+        ("rollout.replay_from=/nowhere/rollouts", "rollout.replay_from"),
+        ("rollout.max_response_tokens=40000", "rollout.max_response_tokens"),
+    ],
+)
+def test_a_fault_is_named_by_its_key(override, key, capsys, tmp_path):
+    assert f"{key}:" in refused(capsys, tmp_path, override)
+
+
+def test_a_damaged_model_is_named(capsys, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model.KNOWN_MODELS / "qwen3-8b-base", model)
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | {"num_attention_heads": 7}))
+    assert "num_attention_heads" in refused(capsys, tmp_path, f"model.hf_checkpoint={model}")
+
+
+def test_inputs_that_are_not_here_are_refused_where_they_must_be(capsys, tmp_path):
+    assert "data.train:" in refused(capsys, tmp_path, "--strict")
+    unknown = refused(capsys, tmp_path, "--strict", "model.hf_checkpoint=checkpoints/Nobody-7B")
+    assert "model.hf_checkpoint:" in unknown
+
+
+def test_a_cluster_that_is_too_small_is_named(capsys, tmp_path):
+    assert "devices" in refused(capsys, tmp_path, "--nodes=1")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("error: x.yaml: reward.name: no such module", "reward.name"),
+        ("Traceback\nVerifierError: the reward function raised", "reward.name"),
+        ("EnvironmentFaultError: it hung", "environment.name"),
+        ("Killed", None),
+    ],
+)
+def test_a_failure_leads_to_a_key(text, key):
+    assert key_of(text) == key
+
+
+def test_the_command_is_registered():
+    project = tomllib.loads((RECIPES.parents[1] / "pyproject.toml").read_text())
+    entries = project["project"]["entry-points"]["megatron_dppo.commands"]
+    assert entries["rehearse"] == main.__module__
