@@ -12,6 +12,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -91,6 +93,16 @@ def save_tiny_model(
         "qwen3": (Qwen3Config, Qwen3ForCausalLM, head),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
         "llama": (LlamaConfig, LlamaForCausalLM, head),
+        "olmoe": (
+            OlmoeConfig,
+            OlmoeForCausalLM,
+            {
+                "num_key_value_heads": 4,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "intermediate_size": hidden // 2,
+            },
+        ),
         "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 8}),
     }
     config_class, model_class, extra = builders[family]

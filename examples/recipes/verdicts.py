@@ -36,8 +36,11 @@ NODES = {
     "qwen3_1.7b_base_acre": 1,
     "qwen3_1.7b_base_sudoku": 1,
     "qwen3_4b_instruct_rlhf": 1,
+    "olmoe_1b_7b_gsm8k": 1,
 }
-"""Recipe -> nodes of eight GPUs."""
+"""Recipe -> nodes."""
+GPUS_PER_NODE = {"olmoe_1b_7b_gsm8k": 4}
+"""Recipe -> GPUs of a node, where these are not eight."""
 GPUS = ("h100", "a100", "h200", "b200")
 BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"
 
@@ -46,7 +49,13 @@ def plans(recipe: str) -> dict[str, RunPlan]:
     """The verdict by kind of GPU."""
     config = load_config(HERE / f"{recipe}.yaml")
     facts = facts_of(config, shape_of(config.model.hf_checkpoint, MODELS))
-    return {gpu: plan_run(facts, Cluster(DEVICES[gpu], NODES[recipe])) for gpu in GPUS}
+    nodes, gpus = NODES[recipe], gpus_per_node(recipe)
+    return {gpu: plan_run(facts, Cluster(DEVICES[gpu], nodes, gpus)) for gpu in GPUS}
+
+
+def gpus_per_node(recipe: str) -> int:
+    """The GPUs of a node of the recipe's machine."""
+    return GPUS_PER_NODE.get(recipe, 8)
 
 
 def table() -> str:
@@ -68,7 +77,7 @@ def _row(recipe: str) -> list[str]:
     ranks = f"{facts.trainer.layout.world_size}: {facts.trainer.layout.describe()}"
     servers = f"{facts.engine.servers} x TP{facts.engine.tensor}"
     cells = [_cell(plan) for plan in found.values()]
-    return [f"`{recipe}`", f"{NODES[recipe]} x 8", ranks, servers, *cells]
+    return [f"`{recipe}`", f"{NODES[recipe]} x {gpus_per_node(recipe)}", ranks, servers, *cells]
 
 
 def _cell(plan: RunPlan) -> str:

@@ -255,6 +255,8 @@ def _extra_states(shape: ModelShape) -> Iterable[str]:
         # Modules that are not Transformer Engine's have no extra state.
         if "router" in module or module in ("embedding.word_embeddings", "output_layer"):
             continue
+        if shape.norms_all_heads and module.endswith(("q_layernorm", "k_layernorm")):
+            continue
         modules = [module]
         if module.endswith("linear_qkv"):
             modules.append(module.replace("linear_qkv", "core_attention"))

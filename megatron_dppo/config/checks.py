@@ -25,6 +25,7 @@ from megatron_dppo.config.lora import (
     updates_adapters,
 )
 from megatron_dppo.metrics.records import BATCH_FILES
+from megatron_dppo.model.families import family_of
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.network import url_fault
 
@@ -190,6 +191,12 @@ def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.
     elif groups % size and size % groups:
         yield (
             f"sglang.tp_size: got {size}, expected a divisor or a multiple of the model's {groups} key-value heads"
+        )
+    most = family_of(model).most_engine_ranks
+    if most is not None and size > most:
+        yield (
+            f"sglang.tp_size: got {size}, expected at most {most}: SGLang's model of the family {model.family} is "
+            "wrong on more ranks"
         )
 
 

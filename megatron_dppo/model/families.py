@@ -311,6 +311,19 @@ QK_NORM = (
     norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head"),
     norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head"),
 )
+ALL_HEADS_NORM = (
+    layer_rule(
+        "self_attention.q_layernorm.weight",
+        layout.column_parallel,
+        ("self_attn.q_norm.weight", ("query",)),
+    ),
+    layer_rule(
+        "self_attention.k_layernorm.weight",
+        layout.column_parallel,
+        ("self_attn.k_norm.weight", ("kv",)),
+    ),
+)
+"""Norms that span the heads of all tensor-parallel ranks: each rank has the weights of its own heads."""
 ATTENTION = (
     norm("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     qkv("weight", "hidden"),
@@ -360,7 +373,8 @@ class Family:
     fault. ``layer``: rows once a layer, before the experts. ``expert``: rows once an expert of a layer.
     ``megatron``: fields of Megatron's TransformerConfig that follow neither from the shape nor from the
     table. ``engine_keeps_output``: SGLang's model keeps an output matrix of its own, whatever
-    ``tie_word_embeddings`` says.
+    ``tie_word_embeddings`` says. ``most_engine_ranks``: the most tensor-parallel ranks on which SGLang's model computes
+    the right values; None: no limit.
     """
 
     model_type: str
@@ -370,6 +384,7 @@ class Family:
     expert: tuple[Rule, ...] = ()
     megatron: Mapping[str, Any] = field(default_factory=dict)
     engine_keeps_output: bool = False
+    most_engine_ranks: int | None = None
     embedding: Rule = EMBEDDING
     final_norm: Rule = FINAL_NORM
     output: Rule = OUTPUT
@@ -525,3 +540,36 @@ def read_qwen3_moe(facts: ConfigFacts) -> ModelShape:
         moe_ffn_hidden_size=facts.positive("moe_intermediate_size"),
         norm_topk_prob=facts.flag("norm_topk_prob", False),
     )
+
+
+@declares(
+    "olmoe",
+    "OlmoeForCausalLM",
+    layer=(*ATTENTION, *ALL_HEADS_NORM, *moe_router()),
+    expert=expert_mlp(),
+    megatron={"moe_router_score_function": "softmax"},
+    engine_keeps_output=True,
+    # SGLang's model norms the heads of one rank with the weights of all heads.
+    most_engine_ranks=1,
+)
+def read_olmoe(facts: ConfigFacts) -> ModelShape:
+    """OLMoE (OLMoE-1B-7B): queries and keys normed over all heads; refuses values that SGLang's model does not read."""
+    facts.require("attention_bias", False, False)
+    facts.require("clip_qkv", None, None)
+    facts.require("norm_topk_prob", False, False)
+    facts.require("rms_norm_eps", 1e-5, 1e-5)
+    shape = read_decoder_shape(
+        facts,
+        "olmoe",
+        num_experts=facts.positive("num_experts", "num_local_experts"),
+        experts_per_token=facts.positive("num_experts_per_tok"),
+        moe_ffn_hidden_size=facts.positive("intermediate_size"),
+        norm_topk_prob=False,
+        norm_eps=1e-5,
+        norms_all_heads=True,
+    )
+    heads = shape.num_attention_heads
+    facts.require("num_key_value_heads", heads, heads)
+    derived_head_dim = shape.hidden_size // heads
+    facts.require("head_dim", derived_head_dim, derived_head_dim)
+    return shape

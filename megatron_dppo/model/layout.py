@@ -339,8 +339,8 @@ def _divisor(key: str, value: object, dividend: str) -> LayoutFault:
     return LayoutFault(key, value, f"a divisor of the model's {dividend}")
 
 
-def check_engine_layout(shape: ModelShape, engine: EngineLayout) -> None:
-    """Raise LayoutError where the engine cannot hold ``shape``."""
+def check_engine_sizes(shape: ModelShape, engine: EngineLayout) -> None:
+    """Raise LayoutError where the sizes of ``engine`` do not divide those of ``shape``."""
     heads, groups, tensor = shape.num_attention_heads, shape.num_query_groups, engine.tensor
     checks = [
         (heads % tensor == 0, f"{heads} attention heads into tensor {tensor}"),

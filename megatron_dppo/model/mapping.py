@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.families import Family, Rule, Source, family_of
 from megatron_dppo.model.layout import (
     Dims,
@@ -21,7 +22,7 @@ from megatron_dppo.model.layout import (
     RankCoordinates,
     Shard,
     Split,
-    check_engine_layout,
+    check_engine_sizes,
     holding_faults,
     local_layers,
     raise_faults,
@@ -106,6 +107,17 @@ def local_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[Local
 def primary_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[LocalParameter]:
     """Those of ``local_parameters`` whose ``is_primary`` holds, without making the others."""
     return list(_trainer_parameters(shape, layout, rank, primary_only=True))
+
+
+def check_engine_layout(shape: ModelShape, engine: EngineLayout) -> None:
+    """Raise LayoutError where the engine cannot hold ``shape``, or does not compute it on so many ranks."""
+    check_engine_sizes(shape, engine)
+    most = family_of(shape).most_engine_ranks
+    if most is not None and engine.tensor > most:
+        raise LayoutError(
+            f"the engine's layout has tensor {engine.tensor}, expected at most {most}: SGLang's model of the family "
+            f"{shape.family} is wrong on more ranks"
+        )
 
 
 def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> list[LocalParameter]:

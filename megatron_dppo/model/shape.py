@@ -38,6 +38,7 @@ class ModelShape:
 
     ``dtype``: the type that config.json names for the weights, "float32", "bfloat16" or "float16".
     ``norm_topk_prob``: the router's top-k probabilities are renormalised to sum to 1.
+    ``norms_all_heads``: the norms of queries and of keys span all heads at once, instead of each head by itself.
     """
 
     family: str
@@ -58,6 +59,7 @@ class ModelShape:
     experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
     norm_topk_prob: bool = True
+    norms_all_heads: bool = False
 
     @property
     def is_moe(self) -> bool:

@@ -81,7 +81,10 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
         "kv_channels": shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_eps,
-        "qk_layernorm": family.has_layer_parameter("self_attention.q_layernorm.weight"),
+        # The flag means norms of each head by itself; with norms of all heads, Megatron-Core would also sum the
+        # gradients of different ranks' weights.
+        "qk_layernorm": family.has_layer_parameter("self_attention.q_layernorm.weight")
+        and not shape.norms_all_heads,
         "add_qkv_bias": family.has_layer_parameter("self_attention.linear_qkv.bias"),
         "add_bias_linear": False,
         "gated_linear_unit": True,

@@ -42,6 +42,7 @@ from megatron_dppo.model.layout import Layout, padded_vocab_size
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.all_heads_norm import norm_all_heads
 from megatron_dppo.trainer.lora_modules import HeadAdapter
 from megatron_dppo.trainer.megatron_config import megatron_sizes, transformer_config
 from megatron_dppo.vocab_parallel.head import HeadFactor
@@ -158,9 +159,12 @@ def wrap_chunks(
 def _build_chunk(
     transformer: TransformerConfig, shape: ModelShape, vp_stage: int | None, spec: LayerSpec
 ) -> GPTModel:
+    layers = spec(transformer, vp_stage)
+    if shape.norms_all_heads:
+        norm_all_heads(layers, transformer)
     model = GPTModel(
         config=transformer,
-        transformer_layer_spec=spec(transformer, vp_stage),
+        transformer_layer_spec=layers,
         vocab_size=padded_vocab_size(shape.vocab_size, transformer.tensor_model_parallel_size),
         max_sequence_length=shape.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -509,6 +509,31 @@ def background_worker(folder: str) -> dict[str, Any]:
     return out
 
 
+def cut_norms_worker(folder: str) -> list[dict[str, Any]]:
+    """Save a model whose query and key norms are cut by TP2, and go on in layouts that hold them whole."""
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
+
+    trainer = make_trainer(f"{folder}/hf", {"tensor": 2}, False, "float32", 2)
+    store = CheckpointStore(Path(folder) / "checkpoints", 1)
+    train(trainer, 1)
+    store.save(trainer, 1, {})
+    saved = hf_weights(trainer)
+    train(trainer, 1)
+    trained = hf_weights(trainer)
+    trainer.close()
+    found = []
+    for parallel in ({"tensor": 2}, {"expert": 2}, {"pipeline": 2}):
+        other = make_trainer(f"{folder}/hf", parallel, False, "float32", 2)
+        store.load(other, store.survey().complete[-1])
+        loaded = hf_weights(other)
+        train(other, 1)
+        continued = hf_weights(other)
+        other.close()
+        if other.topology.rank == 0:
+            found.append({"same": same(loaded, saved), "distance": distance(continued, trained)})
+    return found
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of every case at step 2, written by two ranks, and what follows them."""
@@ -629,3 +654,13 @@ def test_replicas_share_out_what_they_write(checkpoints: Path) -> None:
         sizes = [path.stat().st_size for path in step.glob("*.distcp")]
         assert len(sizes) == 4
         assert max(sizes) < 1.5 * min(sizes)
+
+
+@pytest.mark.distributed
+def test_norms_of_all_heads_are_saved_in_parts_and_loaded_whole(tmp_path: Path) -> None:
+    from tests.tiny_models import save_tiny_model
+
+    save_tiny_model(tmp_path / "hf", "olmoe", vocab_size=515)
+    (found, _) = run_ranks(f"{HERE}:cut_norms_worker", 2, str(tmp_path))
+    assert [case["same"] for case in found] == [True] * 3
+    assert max(case["distance"] for case in found) <= TOLERANCE

@@ -16,6 +16,7 @@ from tests.ranks import run_ranks
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"layers": 4},
+    "olmoe": {"layers": 4},
     "qwen2": {"layers": 2},
     "qwen3": {"layers": 2, "tied": True},
 }
@@ -25,6 +26,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
         {"tensor": 2, "expert": 2},
         {"pipeline": 2, "virtual_pipeline": 2},
     ],
+    "olmoe": [{"tensor": 2, "expert": 2}, {"pipeline": 2, "virtual_pipeline": 2}],
     "qwen2": [{"tensor": 2}, {"pipeline": 2}],
     "qwen3": [{"tensor": 2}, {"pipeline": 2}],
 }

@@ -36,6 +36,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "CP2": ("qwen3_moe", {"context": 2}, {}),
     "CP2 recompute selective": ("qwen3_moe", {"context": 2}, {"recompute": "selective"}),
     "dense CP2 fp32": ("qwen3", {"context": 2}, {"dtype": "float32"}),
+    "norms of all heads TP2 EP2 fp32": (
+        "olmoe", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {"dtype": "float32"},
+    ),
+    "norms of all heads EP2": ("olmoe", {"expert": 2}, {}),
+    "norms of all heads EP2 LoRA": ("olmoe", {"expert": 2}, {"lora": {"rank": 4}}),
     "EP2 LoRA": ("qwen3_moe", {"expert": 2}, {"lora": {"rank": 4}}),
     "TP2 EP2 LoRA shared router distributed optimizer": (
         "qwen3_moe",
@@ -122,6 +127,7 @@ def planned(family: str, parallel: dict[str, Any], changes: dict[str, Any], fold
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     folder = tmp_path_factory.mktemp("models")
     save_tiny_model(folder / "qwen3_moe", "qwen3_moe", layers=LAYERS)
+    save_tiny_model(folder / "olmoe", "olmoe", layers=LAYERS)
     save_tiny_model(folder / "qwen3", "qwen3", layers=LAYERS, tied=True)
     return folder, run_ranks("tests.distributed.test_planner_memory:measure", 2, str(folder), CASES)
 

@@ -26,6 +26,7 @@ CHUNKS = {"head": {"chunk_tokens": 16}}
 VOCABULARY = 515  # no multiple of 2: padded under tensor parallelism
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"layers": 4},
+    "olmoe": {"layers": 4},
     "qwen3": {"layers": 4, "tied": True},
     "qwen2": {"layers": 2},
     "six heads": {
@@ -69,6 +70,13 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"distributed": True, "ddp": OVERLAP},
     ),
     "DP2 overlap, distributed optimizer": ("qwen3_moe", {}, {"distributed": True, "ddp": OVERLAP}),
+    "norm of all heads TP2 ETP2": ("olmoe", {"tensor": 2}, {}),
+    "norm of all heads TP2 EP2 recompute full, distributed optimizer": (
+        "olmoe",
+        {"tensor": 2, "expert": 2},
+        {"distributed": True, "recompute": "full"},
+    ),
+    "norm of all heads PP2 VPP2": ("olmoe", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "tied PP2": ("qwen3", {"pipeline": 2}, {}),
     "tied PP2 VPP2": ("qwen3", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "tied TP2": ("qwen3", {"tensor": 2}, {}),
@@ -87,6 +95,7 @@ CONTEXT_TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**CP2, "expert": 2},
         {"distributed": True, "ddp": OVERLAP, "recompute": "full"},
     ),
+    "CP2 EP2 norm of all heads": ("olmoe", {**CP2, "expert": 2}, {}),
     "CP2 tied": ("qwen3", CP2, {}),
     "CP2, three key-value heads": ("six heads", CP2, {}),
     "CP2 llama3 rope": ("llama", CP2, {}),
@@ -129,6 +138,7 @@ FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
         {"recompute": "full"},
     ),
+    "norm of all heads TP4 EP4": ("olmoe", {"tensor": 4, "expert": 4}, {}),
     "QKV bias TP4 over two key-value heads": ("qwen2", {"tensor": 4}, {}),
     "TP4 EP4": ("qwen3_moe", {"tensor": 4, "expert": 4}, {}),
     "EP4": ("qwen3_moe", {"expert": 4}, {}),

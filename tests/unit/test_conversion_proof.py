@@ -33,6 +33,7 @@ PARAMETERS = {
     "qwen3-1.7b-base": 1_720_574_976,
     "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,
     "octothinker-3b": 3_212_749_824,
+    "olmoe-1b-7b-0924-instruct": 6_919_161_856,
 }
 
 

@@ -197,6 +197,7 @@ def test_the_command_line(moe, tmp_path, capsys):
     ("family", "options"),
     [
         ("qwen3_moe", {"layers": 3}),
+        ("olmoe", {}),
         ("qwen3", {"tied": True}),
         ("qwen2", {"vocab_size": 515}),
         ("llama", {"dtype": torch.bfloat16}),

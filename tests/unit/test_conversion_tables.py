@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from megatron_dppo.checkpoint_conversion.gathering import assemble, pack
+from megatron_dppo.config.checks import engine_split_faults
 from megatron_dppo.model.errors import LayoutError, ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import (
@@ -22,8 +23,13 @@ from megatron_dppo.model.gather_plan import (
     hf_buckets_plan,
     node_receivers,
 )
-from megatron_dppo.model.layout import Layout, engine_vocabulary
-from megatron_dppo.model.mapping import Segment, hf_tensors, local_parameters
+from megatron_dppo.model.layout import EngineLayout, Layout, engine_vocabulary
+from megatron_dppo.model.mapping import (
+    Segment,
+    engine_parameters,
+    hf_tensors,
+    local_parameters,
+)
 from megatron_dppo.model.shape import ModelShape
 
 DENSE = ModelShape(
@@ -463,3 +469,62 @@ def test_more_experts_a_token_than_there_are_is_refused(tmp_path):
     moe = {"num_experts": 8, "num_experts_per_tok": 9, "moe_intermediate_size": 32}
     with pytest.raises(UnsupportedModelError, match="is 9, expected at most the 8 experts"):
         load_model_shape(written(tmp_path, config(model_type="qwen3_moe", **moe)))
+
+
+OLMOE = {
+    "model_type": "olmoe", "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 8,
+    "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def test_olmoe_is_read_as_transformers_reads_it(tmp_path):
+    folder = written(tmp_path, config(**OLMOE))
+    ours, theirs = load_model_shape(folder), AutoConfig.from_pretrained(folder)
+    assert (ours.moe_ffn_hidden_size, ours.norm_topk_prob, ours.norms_all_heads) == (
+        *(theirs.intermediate_size, theirs.norm_topk_prob, True),
+    )
+    assert (ours.num_query_groups, ours.head_dim, ours.norm_eps) == (4, 16, theirs.rms_norm_eps)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("clip_qkv", 8.0),
+        ("attention_bias", True),
+        # SGLang's model has no key for these.
+        ("norm_topk_prob", True),
+        ("rms_norm_eps", 1e-6),
+        ("num_key_value_heads", 2),
+        ("head_dim", 32),
+    ],
+)
+def test_an_olmoe_that_sglang_computes_otherwise_is_refused(tmp_path, key, value):
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model_shape(written(tmp_path, config(**{**OLMOE, key: value})))
+    assert [key] == [line.split(": ")[1].split(" is ")[0] for line in caught.value.faults]
+
+
+def test_norms_of_all_heads_are_cut_by_heads(tmp_path):
+    """4 heads of 16: each of two ranks has 32 of the 64 weights."""
+    shape = load_model_shape(written(tmp_path, config(**OLMOE)))
+    tensors = numbered(shape)
+    for part in ("q", "k"):
+        whole = tensors[f"model.layers.1.self_attn.{part}_norm.weight"]
+        parts = [
+            fill(shape, Layout(tensor=2, expert_tensor=2), rank, tensors)[
+                f"0:decoder.layers.1.self_attention.{part}_layernorm.weight"
+            ]
+            for rank in range(2)
+        ]
+        assert [len(p) for p in parts] == [32, 32]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_an_engine_of_two_ranks_does_not_compute_olmoe(tmp_path):
+    shape = load_model_shape(written(tmp_path, config(**OLMOE)))
+    assert engine_parameters(shape, EngineLayout(1), 0)
+    with pytest.raises(LayoutError, match="tensor 2"):
+        engine_parameters(shape, EngineLayout(2), 0)
+    assert list(engine_split_faults({"tp_size": 1}, shape)) == []
+    (fault,) = engine_split_faults({"tp_size": 2}, shape)
+    assert fault.startswith("sglang.tp_size: got 2")

@@ -44,7 +44,7 @@ def model_shape(family: str = "qwen3_moe", *, tied: bool = False, vocab: int = 1
         rope_scaling=None,
         max_position_embeddings=64,
         dtype="float32",
-        **(moe if family == "qwen3_moe" else {}),
+        **({} if family == "qwen2" else moe),
     )
 
 
@@ -93,6 +93,7 @@ QWEN2_TIED_NAMES = {
     [
         ("qwen3_moe", False, MOE_NAMES),
         ("qwen3_moe", True, MOE_NAMES),
+        ("olmoe", False, MOE_NAMES),
         ("qwen2", True, QWEN2_TIED_NAMES),
     ],
 )

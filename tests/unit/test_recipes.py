@@ -51,6 +51,7 @@ OURS = {
     "qwen3_30b_a3b_base_32k": ("qwen3-30b-a3b-base", 4),
     "qwen3_30b_a3b_128k": ("qwen3-30b-a3b-thinking-2507", 2),
     "qwen3_4b_instruct_rlhf": ("qwen3-4b-instruct-2507", 4),
+    "olmoe_1b_7b_gsm8k": ("olmoe-1b-7b-0924-instruct", 4),
 }
 STEPS = {name: (row[0], row[2] // row[3]) for name, row in PAPER.items()} | OURS
 

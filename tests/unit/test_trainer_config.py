@@ -85,6 +85,11 @@ def test_qwen2_has_biases_and_no_qk_norm() -> None:
     assert t.num_moe_experts is None
 
 
+def test_norms_of_all_heads_are_no_qk_norm_of_megatron() -> None:
+    """With its flag on, Megatron-Core sums the gradients of different ranks' weights."""
+    assert not built(replace(MOE, family="olmoe", norms_all_heads=True), {}).qk_layernorm
+
+
 def test_pipelines() -> None:
     plain = built(MOE, {"world_size": 2, "pipeline": 2})
     assert plain.variable_seq_lengths

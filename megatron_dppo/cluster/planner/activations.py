@@ -34,6 +34,7 @@ class LocalSizes:
     expert_ffn: float
     head_dim: int
     qk_norm: bool
+    norms_all_heads: bool
     rows: float
     assignments: float
     experts: int
@@ -58,6 +59,7 @@ class LocalSizes:
             expert_ffn=shape.moe_ffn_hidden_size / layout.expert_tensor,
             head_dim=shape.head_dim,
             qk_norm=qk_norm,
+            norms_all_heads=shape.norms_all_heads,
             rows=rows,
             assignments=shape.experts_per_token * rows * layout.expert_tensor,
             experts=shape.num_experts,
@@ -113,7 +115,8 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
     """
     norm = (2 * s.hidden * s.item + _FLOAT) * s.rows
     attention_inputs = (s.query + 2 * s.kv) * s.item
-    qk_norm = ((s.query + s.kv) * s.item + 2 * _FLOAT * s.heads) if s.qk_norm else 0.0
+    norm_scales = 1 if s.norms_all_heads else s.heads
+    qk_norm = ((s.query + s.kv) * s.item + 2 * _FLOAT * norm_scales) if s.qk_norm else 0.0
     output = s.query * s.item
     mlp, recomputed = 3 * s.ffn * s.item, _FLOAT * s.heads
     if is_moe:
@@ -143,11 +146,16 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
     """
     norm = (s.hidden * (2 * _FLOAT + s.item) + _FLOAT) * s.rows
     qk_size = s.query + s.kv
-    qk_norm = qk_size * 2 * _FLOAT + qk_size / s.head_dim * _FLOAT if s.qk_norm else 0.0
     fused_projection = (s.query + 2 * s.kv) * s.item
-    # In fp32, the norms of queries and keys also keep their inputs, which are views of the fused projection.
-    if s.item == _FLOAT:
-        qk_norm += (s.query + s.kv) * s.item if s.qk_norm else 0.0
+    qk_norm = 0.0
+    if s.norms_all_heads:
+        # The inputs are views, which keep the whole fused projection.
+        qk_norm = fused_projection + 2 * _FLOAT
+    elif s.qk_norm:
+        qk_norm = qk_size * 2 * _FLOAT + qk_size / s.head_dim * _FLOAT
+        # In fp32, the norms of queries and keys also keep their inputs, which are views of the fused projection.
+        if s.item == _FLOAT:
+            qk_norm += qk_size * s.item
     rotary = 4 * s.head_dim * s.item
     core = 2 * (s.query + s.kv) * s.item + _FLOAT * s.heads + 2 * _INDEX
     mlp = 5 * s.ffn * s.item
@@ -201,7 +209,8 @@ def with_adapters(trained: LayerBytes, s: LocalSizes, trainer: TrainerFacts) -> 
     else:
         second_norms = fused_norms if s.item < _FLOAT else 0
         norms = (second_norms - 2) * s.hidden * _FLOAT * s.rows
-        heads = -_FLOAT * (s.query + s.kv) if s.qk_norm else 0.0
+        has_torch_norms = s.qk_norm and not s.norms_all_heads
+        heads = -_FLOAT * (s.query + s.kv) if has_torch_norms else 0.0
     # Key: whether the adapter belongs to attention.
     adapter_bytes = {True: 0.0, False: 0.0}
     for linear in layer:

@@ -1,0 +1,121 @@
+"""The RMSNorm of queries, or of keys, that spans all heads (OLMoE): Megatron-Core has one for each head only.
+
+The module is the same on CPUs and on GPUs. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def norm_all_heads(block: TransformerBlockSubmodules, config: TransformerConfig) -> None:
+    """Put an AllHeadsNorm of queries and one of keys into every layer of ``block``."""
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = _norm_spec(config.num_attention_heads)
+        attention.k_layernorm = _norm_spec(config.num_query_groups)
+
+
+def _norm_spec(heads: int) -> ModuleSpec:
+    return ModuleSpec(module=AllHeadsNorm, params={"heads": heads})
+
+
+class AllHeadsNorm(torch.nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, with the mean over the heads of all tensor-parallel ranks.
+
+    Args:
+        config: Megatron-Core's configuration of the model.
+        hidden_size: size of a head.
+        eps: epsilon of the norm.
+        heads: heads of the whole model. This rank has its share of them, and their weights.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.total = heads * hidden_size
+        own = self.total // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(own, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        # Sequence parallelism cuts no heads: attention sees all tokens of a sequence.
+        self.weight.sequence_parallel = False  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., heads of this rank, head size] -> the same shape."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        normed: Tensor = _Norm.apply(x, self.weight, self.eps, self.total, group)
+        return normed
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """The weight, cut along its only dimension by tensor-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+
+
+class _Norm(torch.autograd.Function):
+    """With N elements of all heads, r = 1 / sqrt(sum(x^2) / N + eps), n = r x and the output w n, the gradient of a
+    loss is, by g = its gradient by the output:
+
+        by x:  r (w g - n sum(w g n) / N)        by w:  sum over tokens of g n
+
+    Both sums in the first row are over the heads of all ranks. Only x and r are kept: plain operations would keep
+    several fp32 copies of x.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, total: int, group: ProcessGroup
+    ) -> Tensor:
+        values = x.float()
+        squares = _sum_over_heads(values.square(), group)
+        scale = torch.rsqrt(squares / total + eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.total, ctx.group = total, group
+        return (values * scale * _by_head(weight, x)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed = x.float() * scale
+        product = gradient.float() * normed
+        weighted = gradient.float() * _by_head(weight, x)
+        mean = _sum_over_heads(weighted * normed, ctx.group) / ctx.total
+        of_input = (scale * (weighted - normed * mean)).to(x.dtype)
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = product.flatten(0, -3).sum(0).flatten().to(weight.dtype)
+        return of_input, of_weight, None, None, None
+
+
+def _by_head(weight: Tensor, x: Tensor) -> Tensor:
+    return weight.float().view(x.shape[-2:])
+
+
+def _sum_over_heads(values: Tensor, group: ProcessGroup) -> Tensor:
+    """[..., heads, head size] -> [..., 1, 1], summed over the ranks of ``group``, too."""
+    total = values.sum((-2, -1), keepdim=True)
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total
