@@ -301,8 +301,13 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 # Triton's interpreter, in which the tests run these, cuts float32 off to bfloat16 where compiled code rounds to nearest
 # (``cvt.rn.bf16``): its bfloat16 gradients err by more than twice what a GPU's do.
 
+LANES = 512
+"""Lanes of a row in the forward kernel, which is fastest on an H100 with 512 (docs/benchmarks.md)."""
+VECTOR_BYTES = 16
 BLOCK = 4096
+"""Columns of a program of the backward kernel."""
 WARPS = 8
+LOG2_E = math.log2(math.e)
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -347,8 +352,9 @@ class TritonBackend:
                 squared,
                 logits.shape[1],
                 real,
-                scale,
-                BLOCK=BLOCK,
+                scale * LOG2_E,
+                LANES=LANES,
+                VECTOR=VECTOR_BYTES // logits.itemsize,
                 ENTROPY=with_entropy,
                 SQUARES=with_squares,
                 num_warps=WARPS,
@@ -357,7 +363,7 @@ class TritonBackend:
         lse = top.double() * scale + log_total
         plogp = None
         if with_entropy:
-            plogp = torch.where(total > 0, weighted / total - log_total, 0.0)
+            plogp = torch.where(total > 0, scale * weighted / total - log_total, 0.0)
         squares = torch.where(total > 0, squared / total.square(), 0.0) if with_squares else None
         return lse, plogp, squares, gather_owned(logits, columns)
 

@@ -16,49 +16,61 @@ def forward_kernel(  # noqa: PLR0913, PLR0917
     squared_out,
     columns,
     real,
-    scale,
-    BLOCK: tl.constexpr,  # noqa: N803
+    scale_log2,
+    LANES: tl.constexpr,  # noqa: N803
+    VECTOR: tl.constexpr,  # noqa: N803
     ENTROPY: tl.constexpr,  # noqa: N803
     SQUARES: tl.constexpr,  # noqa: N803
 ):
-    """One row but its column ``left_out`` (int64; -1: none): its maximum, sum of e^d, of d e^d and of e^2d,
-    with d = scale (z - maximum).
+    """Sums over one row of ``logits`` except its column ``left_out`` (int64; -1: no column).
 
-    One maximum for each block, not for each lane: the exponentials of rescaling stay few.
+    The sums are of e, of e d and of e^2, with d = z - maximum and e = 2^(scale_log2 d). Each lane sums its own columns
+    in float32 under a maximum of its own, so that no thread waits for another before the end of the row; the lanes'
+    sums are added in float64. A lane reads VECTOR neighbouring columns at a time: 128 bits.
     """
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     skipped = tl.load(left_out + row)
-    top = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float64)
-    weighted = tl.full((), 0.0, tl.float64)
-    squared = tl.full((), 0.0, tl.float64)
-    for start in range(0, real, BLOCK):
-        inside = start + lane < real
-        z = tl.load(logits + row * columns + start + lane, mask=inside, other=float("-inf"))
-        # Not by the load's mask, which would no longer be one for 128 bits.
-        z = tl.where(start + lane == skipped, float("-inf"), z.to(tl.float32))
-        new_top = tl.maximum(top, tl.max(z, axis=0))
-        # A row that is -inf so far has no maximum to subtract.
+    top = tl.full((LANES,), float("-inf"), tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    weighted = tl.zeros((LANES,), tl.float32)
+    squared = tl.zeros((LANES,), tl.float32)
+    for start in range(0, real, LANES * VECTOR):
+        column = start + lane
+        # The mask of the load does not exclude the left-out column: a mask by columns would prevent loads of 128 bits.
+        z = tl.load(logits + row * columns + column, mask=column < real, other=float("-inf"))
+        z = z.to(tl.float32)
+        if (skipped >= start) & (skipped < start + LANES * VECTOR):
+            z = tl.where(column == skipped, float("-inf"), z)
+        new_top = tl.maximum(top, tl.max(z, axis=1))
+        # A lane that has read only -inf has no maximum to subtract.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        d = (z - shift) * scale
-        e = tl.exp(d)
-        drop = tl.where(top == float("-inf"), 0.0, (top - shift) * scale)
-        factor = tl.exp(drop).to(tl.float64)
+        d = z - shift[:, None]
+        e = tl.exp2(d * scale_log2)
+        drop = tl.where(top == float("-inf"), 0.0, top - shift)
+        factor = tl.exp2(drop * scale_log2)
         if ENTROPY:
-            # d = -inf meets e = 0: their product is 0, not NaN.
-            part = tl.sum(e * tl.where(e == 0.0, 0.0, d), axis=0)
-            weighted = (weighted + drop.to(tl.float64) * total) * factor + part.to(tl.float64)
+            # The product of e = 0 and d = -inf would be NaN.
+            part = tl.sum(e * tl.maximum(d, -1e30), axis=1)
+            weighted = (weighted + drop * total) * factor + part
         if SQUARES:
-            squared = squared * factor * factor + tl.sum(e * e, axis=0).to(tl.float64)
-        total = total * factor + tl.sum(e, axis=0).to(tl.float64)
+            squared = squared * factor * factor + tl.sum(e * e, axis=1)
+        total = total * factor + tl.sum(e, axis=1)
         top = new_top
-    tl.store(top_out + row, top)
-    tl.store(sum_out + row, total)
+    row_top = tl.max(top, axis=0)
+    row_shift = tl.where(row_top == float("-inf"), 0.0, row_top)
+    lane_drop = tl.where(top == float("-inf"), 0.0, top - row_shift)
+    lane_factor = tl.exp2(lane_drop * scale_log2).to(tl.float64)
+    lane_total = total.to(tl.float64)
+    tl.store(top_out + row, row_top)
+    tl.store(sum_out + row, tl.sum(lane_total * lane_factor, axis=0))
     if ENTROPY:
-        tl.store(weighted_out + row, weighted)
+        lane_weighted = weighted.to(tl.float64) + lane_drop.to(tl.float64) * lane_total
+        tl.store(weighted_out + row, tl.sum(lane_weighted * lane_factor, axis=0))
     if SQUARES:
-        tl.store(squared_out + row, squared)
+        tl.store(
+            squared_out + row, tl.sum(squared.to(tl.float64) * lane_factor * lane_factor, axis=0)
+        )
 
 
 @triton.jit

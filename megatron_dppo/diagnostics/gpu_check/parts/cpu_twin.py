@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ GRADIENT_LIMIT = 1e-4
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "all weights": {},
     "LoRA": {"lora": {"rank": 4}},
+    "router replay": {"rollout": {"router_replay": True}},
 }
 
 
@@ -97,7 +99,7 @@ def report(case: str, checkpoint: Path, folder: Path) -> dict[str, Any]:
         checkpoint, "float32", optimizer={"lr": LEARNING_RATE, "warmup_steps": 0}, **CASES[case]
     )
     trainer = Trainer(config)
-    batch = random_batch(trainer.shape.vocab_size, LENGTHS)
+    batch = _batch(trainer)
     log_probs, norms = [], []
     for _ in range(STEPS):
         log_probs.append(_log_probs(trainer, batch))
@@ -111,6 +113,21 @@ def report(case: str, checkpoint: Path, folder: Path) -> dict[str, Any]:
     device = str(trainer.device)
     trainer.close()
     return {"device": device, "log_probs": log_probs, "gradient_norms": norms, "equal": equal}
+
+
+def _batch(trainer: Trainer) -> PackedBatch:
+    """Make a micro-batch of random tokens; for router replay with random experts for each of them."""
+    import torch
+
+    batch = random_batch(trainer.shape.vocab_size, LENGTHS)
+    if not trainer.config.router_replay:
+        return batch
+    shape = trainer.shape
+    sizes = (batch.num_tokens, shape.num_layers, shape.num_experts)
+    order = torch.rand(sizes, generator=torch.Generator().manual_seed(3)).argsort(-1)
+    experts = order[..., : shape.experts_per_token].to(torch.uint8)
+    recorded = torch.ones(batch.num_tokens, dtype=torch.bool)
+    return replace(batch.with_columns(routed_experts=experts), valid={"routed_experts": recorded})
 
 
 def _step(trainer: Trainer, batch: PackedBatch) -> float:
@@ -170,7 +187,7 @@ def _is_equal_after_loading(trainer: Trainer, folder: Path) -> bool:
     store = CheckpointStore(folder / "checkpoints", keep=1, background=True)
     before = _state(trainer)
     store.save(trainer, STEPS, {})
-    _step(trainer, random_batch(trainer.shape.vocab_size, LENGTHS))
+    _step(trainer, _batch(trainer))
     store.finish()
     is_changed = not _are_equal(before, _state(trainer))
     (stored,) = store.survey().complete
