@@ -37,11 +37,13 @@ LOG_PROB_LIMIT = 1e-4
 """Nats, in float32: kernels of two machines sum in other orders, and each step adds its own rounding."""
 GRADIENT_LIMIT = 1e-4
 """Relative error of the unclipped norm of the gradient."""
+REPLAY = "router replay"
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "all weights": {},
     "LoRA": {"lora": {"rank": 4}},
-    "router replay": {"rollout": {"router_replay": True}},
+    REPLAY: {},
 }
+"""Sections of the configuration by case."""
 
 
 @part("three steps in float32 on a GPU and on the CPU; parking, a checkpoint and hashes", 300.0)
@@ -95,9 +97,9 @@ def report(case: str, checkpoint: Path, folder: Path) -> dict[str, Any]:
     """Train on this process's device; the log-probabilities, the gradient norms and the comparisons of the state."""
     from megatron_dppo.trainer.trainer import Trainer
 
-    config = policy_config(
-        checkpoint, "float32", optimizer={"lr": LEARNING_RATE, "warmup_steps": 0}, **CASES[case]
-    )
+    optimizer = {"lr": LEARNING_RATE, "warmup_steps": 0}
+    config = policy_config(checkpoint, "float32", optimizer=optimizer, **CASES[case])
+    config = config.model_copy(update={"router_replay": case == REPLAY})
     trainer = Trainer(config)
     batch = _batch(trainer)
     log_probs, norms = [], []
