@@ -539,7 +539,7 @@ def fused_module(module: str) -> tuple[str, int]:
 # --- buckets in shared memory: an engine on the same host receives a handle of the memory instead of the bytes
 
 # SGLang unpickles the handle. This process only pickles it, and imports nothing of SGLang. On a GPU the handle is one
-# of CUDA IPC: that path is written after SGLang's and torch's sources and not yet run on a GPU.
+# of CUDA IPC, which another process has opened on an H100; SGLang itself has not yet opened one on a GPU.
 
 
 def shared_empty(size: int, device: torch.device | str) -> Tensor:

@@ -231,7 +231,7 @@ def host_buffer(size: int) -> torch.Tensor:
 
 
 def wait_for_copies() -> None:
-    """Wait until what was copied to the host is there. Not yet run on a GPU."""
+    """Wait until what was copied to the host is there."""
     if has_cuda():
         torch.cuda.current_stream().synchronize()
 
@@ -240,7 +240,7 @@ class HostMemory:
     """``bytes``, uint8 [size], for what is parked: pinned where there is a GPU.
 
     Without one, the device's memory is the host's: the bytes are of a file (``FileBuffer``), or nothing would be free.
-    Raises OSError or RuntimeError where there is no room. Not yet run on a GPU.
+    Raises OSError or RuntimeError where there is no room.
     """
 
     def __init__(self, size: int) -> None:
@@ -254,7 +254,7 @@ class HostMemory:
 
 
 def return_unused_memory() -> None:
-    """Give what tensors have let go of back to the GPU, or to the system, for other processes. Not yet run on a GPU."""
+    """Give what tensors have let go of back to the GPU, or to the system, for other processes."""
     if has_cuda():
         torch.cuda.empty_cache()
     elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
@@ -270,7 +270,7 @@ def profiled_activities() -> list[torch.profiler.ProfilerActivity]:
 @contextmanager
 def gpu_memory_history(snapshot: Path) -> Iterator[None]:
     """Record who allocates and frees the GPU's memory meanwhile, and write it to ``snapshot``; without
-    a GPU, nothing. A snapshot that can't be written is a warning. Not yet run on a GPU."""
+    a GPU, nothing. A snapshot that can't be written is a warning."""
     if not has_cuda():
         yield
         return

@@ -375,7 +375,7 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor, beta: int) -> Tensor:
     """``out`` becomes beta out + left right, summed in its dtype, which may be wider than the factors'."""
     if out.dtype == left.dtype:
         return out.addmm_(left, right, beta=beta)
-    # The product of bf16 factors in fp32; not yet run on a GPU.
+    # The product of bf16 factors in fp32.
     if out.is_cuda:
         return torch.addmm(out, left, right, beta=beta, out_dtype=out.dtype, out=out)
     if len(out) < out.shape[1]:

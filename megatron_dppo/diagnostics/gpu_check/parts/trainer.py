@@ -9,7 +9,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -192,16 +192,18 @@ def full_layer(bench: Bench) -> Iterator[Row]:
     policy = policy_config(checkpoint, "bfloat16", training={"micro_batch_tokens": sum(lengths)})
     shape = load_model_shape(checkpoint)
     job = trainer_facts(policy, shape, 1, max(lengths), gpu=bench.gpus > 0)
-    if bench.gpus and not platform.has_transformer_engine():
+    # The planner knows Transformer Engine's layers on GPUs and torch's layers on CPUs.
+    is_planned = bench.gpus == 0 or platform.has_transformer_engine()
+    if not is_planned:
         yield Row("layers", "of torch modules: Transformer Engine is not installed")
-        job = replace(job, transformer_engine=False)
     if bench.gpus:
         _require_memory(job)
     trainer = Trainer(policy)
     batch = random_batch(trainer.shape.vocab_size, lengths)
     held_bytes = _held(trainer, batch, bench.gpus)
-    yield from _memory(held_bytes, job)
+    yield from _memory(held_bytes, job, is_planned=is_planned)
     yield _time(trainer, batch, lengths)
+    yield from _state_times(trainer, held_bytes)
     for file in checkpoint.glob("*.safetensors"):
         # Gigabytes that nobody needs any more.
         file.unlink()
@@ -246,16 +248,17 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
     return HeldBytes(sizes["weights"], sizes["gradients"], sizes["optimizer"], saved.peak, peak)
 
 
-def _memory(held_bytes: HeldBytes, job: TrainerFacts) -> Iterator[Row]:
+def _memory(held_bytes: HeldBytes, job: TrainerFacts, *, is_planned: bool) -> Iterator[Row]:
     state, live = state_bytes(job, 0), activation_bytes(job, 0, busiest=1.0)
     yield compared("weights", held_bytes.weights, state.weights, STATE_TOLERANCE)
     yield compared("gradients", held_bytes.gradients, state.gradients, STATE_TOLERANCE)
     yield compared("optimizer", held_bytes.optimizer, state.optimizer, STATE_TOLERANCE)
-    yield compared("kept for backward", held_bytes.saved, live.saved, SAVED_TOLERANCE)
+    measured = {"kept for backward": (held_bytes.saved, live.saved)}
     if held_bytes.peak is not None:
-        yield compared(
-            "peak of a step above its start", held_bytes.peak, live.total, SAVED_TOLERANCE
-        )
+        measured["peak of a step above its start"] = held_bytes.peak, live.total
+    for label, (held, planned) in measured.items():
+        row = compared(label, held, planned, SAVED_TOLERANCE)
+        yield row if is_planned else replace(row, holds=None)
 
 
 def compared(label: str, measured: int, planned: int, tolerance: float) -> Row:
@@ -288,6 +291,29 @@ def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> Row:
         return Row("an optimiser step", text, figures=figures)
     text += f", MFU {rate / peak:.0%}"
     return Row("an optimiser step", text, f"the plan assumes {MOE_UTILISATION:.0%}", None, figures)
+
+
+def _state_times(trainer: Trainer, held_bytes: HeldBytes) -> Iterator[Row]:
+    """Yield the speed of the weights' hash and of parking; the first parking allocates the memory of the host."""
+    digest_seconds = _seconds(trainer.weights_digest), _seconds(trainer.weights_digest)
+    yield _speed_row("the hash of the weights", held_bytes.weights, digest_seconds)
+    kept = held_bytes.weights + held_bytes.optimizer
+    rounds = [(_seconds(trainer.park), _seconds(trainer.unpark)) for _ in range(2)]
+    for name, seconds in zip(("parking", "unparking"), zip(*rounds, strict=True), strict=True):
+        yield _speed_row(name, kept, seconds)
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def _speed_row(label: str, size: int, seconds: Sequence[float]) -> Row:
+    first, second = seconds
+    figures = {"first_seconds": first, "seconds": second, "bytes_per_second": size / second}
+    text = f"{first:.3g} s at first, then {second:.3g} s, {size / second / 1e9:.3g} GB/s"
+    return Row(label, text, figures=figures)
 
 
 # Context parallelism.
