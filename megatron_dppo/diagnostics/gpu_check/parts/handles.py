@@ -59,7 +59,7 @@ def _open(payload: str) -> dict[str, Any]:
 
     def rebuild_by_uuid(*arguments: Any) -> Any:
         device = indices[arguments[6]]
-        return rebuild(*arguments[:6], device, *arguments[7:])
+        return rebuild(*(*arguments[:6], device, *arguments[7:]))
 
     reductions.rebuild_cuda_tensor = rebuild_by_uuid
     return dict(pickle.loads(base64.b64decode(payload)))
