@@ -492,7 +492,7 @@ SGLANG_KNOWN: frozenset[str] = frozenset(
 """Fields of ServerArgs whose effect on a run was tested, read in SGLang's source, or seen in its resolution for an
 H100 (``tests/gpu_evidence``): none changes how weights lie or what is recorded."""
 
-_USUALLY_OFF = (None, 0, "", "null", "none", "{}", [], {})
+_USUALLY_OFF: tuple[Any, ...] = (None, 0, "", "null", "none", "{}", [], {})
 
 
 def _is_off(value: Any, neutral_values: Collection[Any] = _USUALLY_OFF) -> bool:

@@ -155,6 +155,22 @@ def offer_tools(environment: MutableMapping[str, str]) -> list[str]:
     return [f"CUDA_HOME={home}"]
 
 
+def offer_cudnn(environment: MutableMapping[str, str]) -> list[str]:
+    """Name the folder of cuDNN's wheel, which torch loads, to Transformer Engine; a line on what was set.
+
+    Transformer Engine loads a system's cuDNN before the wheel's, and libraries of two versions fail at the first
+    attention. A user's CUDNN_HOME or CUDNN_PATH stays. Not yet run on a GPU.
+    """
+    if environment.get("CUDNN_HOME") or environment.get("CUDNN_PATH"):
+        return []
+    homes = (Path(folder) / "nvidia" / "cudnn" for folder in sys.path)
+    home = next((home for home in homes if any(home.glob("lib/libcudnn.so*"))), None)
+    if home is None:
+        return []
+    environment["CUDNN_HOME"] = str(home)
+    return [f"CUDNN_HOME={home}"]
+
+
 # --- C++ kernels for CPUs, built once for each machine, torch and source
 
 FLAGS = ["-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]

@@ -141,6 +141,7 @@ def prepare() -> None:
     if any(compute.DEVICES.glob("nvidia[0-9]*")):
         _environment.extend(complete(os.environ))
         _environment.extend(compute.offer_tools(os.environ))
+        _environment.extend(compute.offer_cudnn(os.environ))
     if has_cuda():
         _environment.append(_WGRAD[has_fused_weight_gradients()])
         if not has_transformer_engine():

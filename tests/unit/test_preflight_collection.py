@@ -7,6 +7,9 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from megatron_dppo.cluster.planner.devices import DEVICES
 from megatron_dppo.cluster.planner.facts import facts_of
@@ -21,6 +24,7 @@ from megatron_dppo.cluster.preflight.evidence import Meeting, Site, needs_of
 from megatron_dppo.cluster.preflight.gpus import gpus_of_driver
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.system import compute
 from tests.slurm.recipes import write_config
 
 GIB = 2**30
@@ -199,3 +203,56 @@ def test_this_machine_alone_gets_a_table(tmp_path):
     assert line.split()[-1] == "ok"
     [verdict] = (tmp_path / "run" / "preflight").glob("local-*/verdict.json")
     assert '"bad_hosts": []' in verdict.read_text()
+
+
+@pytest.fixture
+def cudnn_tree(tmp_path, monkeypatch):
+    """A toolkit and a module with a cuDNN of their own, beside the wheel's: the folders of each."""
+    files = {
+        "toolkit": ("lib64/libcudnn.so.9", "lib64/stubs/libcudnn.so"),
+        "module": ("targets/x86_64-linux/lib/libcudnn.so", "targets/x86_64-linux/lib/libcudnn.so.9"),
+        "site": ("nvidia/cudnn/lib/libcudnn.so.9", "nvidia/cudnn/lib/libcudnn_ops.so.9"),
+    }  # fmt: skip
+    for folder, names in files.items():
+        for name in names:
+            file = tmp_path / folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    monkeypatch.setattr(inspection, "_USUAL_HOME", str(tmp_path / "usual"))
+    monkeypatch.setattr(inspection.ctypes.util, "find_library", lambda name: f"lib{name}.so.8")
+    return tmp_path
+
+
+def test_cudnn_is_looked_for_where_transformer_engine_looks(cudnn_tree, monkeypatch):
+    module, toolkit = (str(cudnn_tree / name) for name in ("module", "toolkit"))
+    monkeypatch.setattr(sys, "path", [])
+    find = inspection.cudnn_library
+    assert find({"CUDNN_HOME": module, "CUDA_HOME": toolkit}).startswith(module)
+    assert find({"CUDA_HOME": toolkit}) == f"{toolkit}/lib64/libcudnn.so.9"
+    assert find({"CUDA_PATH": toolkit, "CUDNN_PATH": "/nowhere"}).startswith(toolkit)
+    assert find({}) == "libcudnn.so.8"
+
+
+def test_a_rank_names_the_wheels_cudnn_and_the_check_knows_it(cudnn_tree, monkeypatch):
+    module, toolkit = (str(cudnn_tree / name) for name in ("module", "toolkit"))
+    monkeypatch.setattr(sys, "path", [str(cudnn_tree / "site")])
+    wheel = str(cudnn_tree / "site" / "nvidia" / "cudnn")
+    environment = {"CUDA_HOME": toolkit}
+    assert inspection.cudnn_library(environment).startswith(wheel)
+    assert compute.offer_cudnn(environment) == [f"CUDNN_HOME={wheel}"]
+    assert environment["CUDNN_HOME"] == wheel
+    assert inspection.cudnn_library(environment).startswith(wheel)
+    for chosen in ("CUDNN_HOME", "CUDNN_PATH"):
+        environment = {chosen: module}
+        assert compute.offer_cudnn(environment) == []
+        assert environment == {chosen: module}
+        assert inspection.cudnn_library(environment).startswith(module)
+
+
+def test_cudnn_says_its_own_version(monkeypatch):
+    for number, version in ((92400, "9.24.0"), (91002, "9.10.2"), (8907, "8.9.7")):
+        library = SimpleNamespace(cudnnGetVersion=lambda number=number: number)
+        monkeypatch.setattr(inspection.ctypes, "CDLL", lambda path, library=library: library)
+        assert inspection.cudnn_version("libcudnn.so.9") == version
+    monkeypatch.undo()
+    assert inspection.cudnn_version("/nowhere/libcudnn.so").startswith("unknown: ")

@@ -179,6 +179,24 @@ def test_triton_needs_a_compiler_and_pythons_headers():
     assert list(judge_pythons(evidence, replace(needs, gpus=0))) == []
 
 
+def test_another_cudnn_than_torchs_is_named_where_there_are_gpus():
+    def with_cudnn(version, wheel):
+        found = {"library": "/opt/cudnn/lib/libcudnn.so.9", "version": version, "wheel": wheel}
+        return {"trainer": python() | {"cudnn": found}}
+
+    evidence = {
+        "a": with_cudnn("9.24.0", "9.24.0"),
+        "b": with_cudnn("9.10.2", "9.24.0"),
+        "c": with_cudnn("9.10.2", None),  # torch itself takes the system's
+        "d": with_cudnn(None, None),
+    }
+    needs = replace(NEEDS, requirements={"trainer": ()})
+    (finding,) = judge_pythons(evidence, needs)
+    assert (finding.host, finding.subject) == ("b", "trainer's cuDNN")
+    assert "9.10.2 in /opt/cudnn/lib/libcudnn.so.9" in str(finding)
+    assert list(judge_pythons(evidence, replace(needs, gpus=0))) == []
+
+
 def test_machines_without_nccl_agree():
     none = python(nccl=None, sglang="0.5.23")
     assert list(judge_pythons({"a": roles(none, none), "b": roles(none, none)}, PINS)) == []

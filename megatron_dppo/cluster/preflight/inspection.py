@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 import sysconfig
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -50,6 +51,59 @@ def nccl_version() -> str | None:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
+_CUDNN_VARIABLES = ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")
+_USUAL_HOME = "/usr/local/cuda"
+_CUDNN_WHEELS = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+
+
+def cudnn_library(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The cuDNN that Transformer Engine will load, which looks at a system's before the wheel's; None without one.
+
+    Its search is ``transformer_engine.common._load_cuda_library``. A rank of the trainer names the wheel's folder in
+    CUDNN_HOME, where neither that nor CUDNN_PATH is set.
+    """
+    wheels = [str(path) for path in _nvidia_folders("cudnn")]
+    homes = [environment.get(name) for name in _CUDNN_VARIABLES]
+    if not any(homes[:2]):
+        homes = wheels + homes
+    for home in filter(None, [*homes, _USUAL_HOME]):
+        libraries = [path for path in Path(home).rglob("libcudnn.so*") if "stub" not in str(path)]
+        if libraries:
+            return str(max(libraries, key=lambda path: path.name))
+    return ctypes.util.find_library("cudnn")
+
+
+def cudnn_version(path: str) -> str:
+    """What the library itself says, e.g. ``9.24.0``."""
+    try:
+        number = ctypes.CDLL(path).cudnnGetVersion()
+    except (OSError, AttributeError) as error:
+        return f"unknown: {error}"
+    # 90200 is 9.2.0, and 8907 was 8.9.7.
+    scale = 10000 if number >= 90000 else 1000
+    major, rest = divmod(number, scale)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def cudnn() -> dict[str, str | None]:
+    """The library that Transformer Engine will load and its version, and the version of the wheel that torch loads."""
+    library = cudnn_library()
+    wheels = [package_version(name) for name in _CUDNN_WHEELS]
+    wheel = next(filter(None, wheels), None)
+    return {
+        "library": library,
+        "version": library and cudnn_version(library),
+        "wheel": wheel and ".".join(wheel.split(".")[:3]),
+    }
+
+
+def _nvidia_folders(name: str) -> Iterator[Path]:
+    for folder in map(Path, sys.path):
+        home = folder / "nvidia" / name
+        if home.is_dir():
+            yield home
+
+
 def torch_cuda() -> str | None:
     """The CUDA that torch was built for, e.g. ``13.0``, as it is written down; None: for CPUs, or no torch."""
     for folder in map(Path, sys.path):
@@ -79,6 +133,7 @@ if __name__ == "__main__":
         "version": platform.python_version(),
         "packages": {name: package_version(name) for name in sys.argv[1:]},
         "nccl": nccl_version(),
+        "cudnn": cudnn(),
         "cuda": torch_cuda(),
         "fused_weight_gradients": fused_weight_gradients(),
         "missing_for_triton": missing_for_triton(),

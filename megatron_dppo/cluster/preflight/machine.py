@@ -29,6 +29,7 @@ from megatron_dppo.cluster.preflight.evidence import (
     odd_ones,
     too_little,
 )
+from megatron_dppo.system.compute import toolkit_home
 from megatron_dppo.system.network import PortTakenError, free_port, require_free_port
 
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -154,9 +155,18 @@ def collect_pythons(site: Site) -> dict[str, Any]:
 
 def inspect_python(python: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     command = [python, str(_INSPECTION), *packages]
+    environment = dict(os.environ)
+    # A rank and a server see the same.
+    if (home := toolkit_home(environment)) is not None:
+        environment["CUDA_HOME"] = str(home)
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            env=environment,
         )
     except subprocess.TimeoutExpired as error:
         raise CheckError(f"{python} does not answer within {_TIMEOUT_S:.0f} s") from error
@@ -180,6 +190,7 @@ def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
     yield from _nccl(evidence)
     if needs.gpus:
         yield from _without_compiler(evidence)
+        yield from _cudnn(evidence)
     kernels = {h: roles["trainer"].get("fused_weight_gradients") for h, roles in evidence.items()}
     yield from odd_ones("apex's kernel for weight gradients", kernels)
 
@@ -202,6 +213,16 @@ def _without_compiler(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
             if names:
                 expected = "there: Triton compiles each kernel's launcher in C"
                 yield Finding(host, f"{role}'s {' and '.join(names)}", "not there", expected)
+
+
+def _cudnn(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
+    """Where Transformer Engine would load another cuDNN than torch: an error at the first attention."""
+    for host, roles in evidence.items():
+        found = roles["trainer"].get("cudnn", {})
+        version, wheel = found.get("version"), found.get("wheel")
+        if version and wheel and version != wheel:
+            expected = f"{wheel}, which torch loads: unset CUDNN_HOME and CUDNN_PATH, which modules of a site set"
+            yield Finding(host, "trainer's cuDNN", f"{version} in {found['library']}", expected)
 
 
 def _nccl(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
