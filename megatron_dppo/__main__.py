@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     """Run the command that ``arguments`` (default: the command line) begin with on the rest of them; its exit code."""
     command_line = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and not sys.flags.safe_path:
-        # As with ``python -m``: rewards and environments of one's own are modules in the folder that one is in.
+        # Import the user's rewards and environments from the current folder, like ``python -m``.
         sys.path.insert(0, "")
     if not command_line or command_line[0] in ("-h", "--help", "help"):
         print(_help())

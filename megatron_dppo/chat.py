@@ -183,7 +183,7 @@ class ControlTokens:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
-        # What a byte is written as is content.
+        # Tokens of single bytes are content: they are no control tokens.
         words = [token for token in added if not _BYTE.fullmatch(str(token)) and str(token).strip()]
         self.special = frozenset(str(token) for token in words if token.special)
         template = str(tokenizer.chat_template)
@@ -304,6 +304,6 @@ class _RenamedTokenizer:
 
 
 def _alternation(names: Collection[str]) -> re.Pattern[str] | None:
-    """What finds each of ``names``, the longest at one place first; None: there is none."""
+    """Compile a pattern that finds each of ``names``, the longest first; None without names."""
     ordered = sorted(names, key=lambda name: (-len(name), name))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None

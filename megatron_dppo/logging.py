@@ -101,7 +101,7 @@ class TerminalConsole(Console):
         return ConsoleDimensions(columns or 80, rows or 25)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich's; text goes to standard output too."""
+        """Print like rich; text goes to standard output too."""
         super().print(*objects, **options)
         # Tables and bars are drawn for a terminal's width; a file has the log's lines.
         if not self.quiet and all(isinstance(shown, str | Text) for shown in objects):

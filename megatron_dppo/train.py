@@ -110,7 +110,7 @@ def _checked(config: TrainConfig, options: argparse.Namespace) -> str:
 
 
 def _changes(config: TrainConfig) -> str | None:
-    """Which keys changed since the checkpoint that a start would go on from."""
+    """List the keys that changed since the checkpoint that a start would resume from."""
     from megatron_dppo.loop.start_checks import changes_since_checkpoint
 
     return changes_since_checkpoint(config)
@@ -192,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         CHECK, action="store_true", help="validate, describe the layout in a line, and exit"
     )
-    # Of the child that checks a start: what it finds of the answers goes to this file.
+    # Only the child process that checks a start has this option: it writes its findings on answers to the file.
     parser.add_argument(ANSWERS, help=argparse.SUPPRESS)
     parser.add_argument(
         "--print-config", action="store_true", help="print every value with its default, and exit"

@@ -35,7 +35,7 @@ _SHOWN_FAULTS, _SHOWN_PAIRS, _SHOWN_PROMPTS = 5, 10, 3
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is to be looked at, and how.
+    """The options of one inspection of a data set.
 
     Attributes:
         path: file of problems, or a folder or a glob of such files.
@@ -124,7 +124,7 @@ def _lengths(inspection: Inspection, records: problems.ProblemRecords) -> Iterat
 def _special_tokens(
     tokenizer: PreTrainedTokenizerBase, prompts: list[problems.Prompt], locations: list[str]
 ) -> Iterator[str]:
-    """Which special tokens the problems' own text has: these end turns, or begin some."""
+    """Yield a finding for each special token in the text of problems: such a token begins or ends a turn."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= set(tokenizer.all_special_tokens)
     found: defaultdict[str, list[int]] = defaultdict(list)
@@ -315,7 +315,7 @@ def check_rewards(
 
 
 def read_checks(path: Path) -> list[RewardCheck]:
-    """Of every line with a solution and an answer. Raises DataError naming the line."""
+    """Read a check from every line with a solution and an answer. Raises DataError naming the line."""
     records, locations, _ = read_records(path)
     solved = []
     for number, (record, where) in enumerate(zip(records, locations, strict=True), start=1):

@@ -53,7 +53,7 @@ LineStyle = Literal["-", "--", "-."]
 SMALL = 8.5
 """Font size of legends and remarks, points."""
 FEW_POINTS = 30
-"""Up to this number of steps every step has a dot, and lines are not smoothed."""
+"""Largest number of steps at which every step has a dot and lines are not smoothed."""
 LEGEND_WIDTH = 72
 """Characters of a legend that fit over a panel in one row; a line's sample counts as six."""
 WHOLE = 1.01
@@ -83,7 +83,7 @@ STROKES: dict[Stroke, tuple[str, LineStyle]] = {
     "third": (PINK, "-."),
     "bound": (GREEN, "-"),
 }
-"""Of a panel's lines: colour, where colours stand for quantities, and style."""
+"""Colour and style of a panel's lines, where colours stand for quantities."""
 
 
 def in_panel(panel: str, *, right: bool = False) -> list[Metric]:
@@ -197,7 +197,7 @@ def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: f
             frameon=False, fontsize=SMALL, handlelength=handle_length, columnspacing=0.9,
             handletextpad=0.5, borderaxespad=0.2,
         )  # fmt: skip
-        # Else a wide legend would narrow the panel below it.
+        # Leave the legend out of the layout: a wide one would narrow the panel below it.
         legend.set_in_layout(False)
 
 
@@ -266,7 +266,7 @@ def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
     for metric in in_panel("gap"):
         assert metric.line is not None
         upper = max(BY_METRIC[metric.name].upper(run.dtype) for run in runs)
-        # None where it is not recorded.
+        # ``plot_metrics`` returns no handles for a metric without rows.
         for handle in plot_metrics(axes, runs, [metric], log=True):
             handle.set_label(f"{metric.line.legend} (at most {upper:g})")
             handles.append(handle)
@@ -465,17 +465,17 @@ PANELS = (
     draw_time,
 )
 USE_PANELS = (draw_arithmetic, draw_memory)
-"""Of the machine's use: drawn where any run has recorded it."""
+"""Panels of the machine's use, drawn if any run has recorded it."""
 USE_METRICS = (names.TFLOPS, names.PEAK_MEMORY, names.IDLE_SHARE)
 AHEAD_PANELS = (draw_age, draw_waiting)
-"""Of generation ahead of the trainer: drawn where any run has trained on tokens of older weights."""
+"""Panels of generation ahead of the trainer, drawn if any run has trained on tokens of older weights."""
 TURN_PANELS = (
     partial(_draw_from_zero, panel="turns", title="Turns of the policy", unit="turns"),
     partial(_draw_from_zero, panel="prefix", title="Prompt tokens in the prefix cache", unit="%"),
 )
-"""Of episodes: drawn where any run's have several turns."""
+"""Panels of episodes, drawn if any run's episodes have several turns."""
 UPDATE_PANELS = (draw_update_seconds, draw_update_bytes)
-"""Of weight updates: drawn where any run has recorded their seconds."""
+"""Panels of weight updates, drawn if any run has recorded their seconds."""
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,

@@ -44,7 +44,7 @@ PAGE = Path(__file__).with_name("watch_page.html")
 HOST = "127.0.0.1"
 PORT = 8350
 MOST_POINTS = 800
-"""Of a curve; longer ones keep the smallest and the largest value of each stretch."""
+"""Points of a curve; longer curves keep the smallest and the largest value of each stretch."""
 MOST_SAMPLES = 18
 MOST_SHOWN_STEPS = 40
 """Steps whose phases are shown, and whose masked tokens are counted together."""
@@ -57,7 +57,7 @@ _MEANING = {name: row.meaning for name, row in _ROWS.items()}
 
 
 def thinned(steps: list[int], values: list[float], most: int = MOST_POINTS) -> list[list[float]]:
-    """At most ``most`` points in order: of each stretch its smallest and its largest value; first and last stay."""
+    """Thin a curve to ``most`` points: the smallest and the largest value of each stretch, the first and the last."""
     points = list(zip(steps, values, strict=True))
     if len(points) > most:
         inner, count = points[1:-1], (most - 2) // 2
@@ -76,7 +76,7 @@ _STATE_S = 5.0
 
 
 class RunView:
-    """What there is to be seen of the run in ``directory`` now."""
+    """The current state of the run in ``directory``, read from its files."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -96,7 +96,7 @@ class RunView:
         return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
 
     def records(self) -> list[Record]:
-        """Of ``metrics.jsonl``, empty where there is none yet. Raises RecordsError where it is damaged."""
+        """Read the rows of ``metrics.jsonl``; without the file, none. Raises RecordsError if the file is damaged."""
         path = self.directory / records.RECORDS_FILE
         stamp = _stamp(path)
         if stamp is None:
@@ -162,7 +162,7 @@ class RunView:
         return " | ".join(info.parts) if info else self.directory.resolve().name
 
     def _info(self) -> RunInfo | None:
-        """None without a configuration that can be read."""
+        """Read the run's configuration; None if it cannot be read."""
         try:
             return RunInfo.of_run(self.directory)
         except ValueError:
@@ -186,7 +186,7 @@ class RunView:
             return "waiting: no start of a run is noted in this folder"
 
     def _phases(self, recorded: Sequence[Record]) -> Json:
-        # What comes before the first step, the start of the servers above all, would dwarf every step.
+        # Leave out the phases before step 1: the start of the servers would dwarf every step.
         trained = [record for record in recorded if step_of(record)] or recorded
         last = trained[-MOST_SHOWN_STEPS:]
         return {"steps": [step_of(record) for record in last], "seconds": phase_table(last)}

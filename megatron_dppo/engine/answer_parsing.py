@@ -38,8 +38,8 @@ class ParserLostError(EngineError):
 
 
 class Parsed(NamedTuple):
-    """What became of an answer: ``trajectories`` in the order of the requests; or, where recordings must
-    be downloaded first, none and the ``missing`` notices. ``ways``: how recordings came."""
+    """The result of parsing an answer. ``trajectories`` are in the order of the requests; there are none where
+    recordings must be downloaded first, which ``missing`` lists. ``ways``: how recordings arrived."""
 
     trajectories: list[Trajectory]
     missing: list[Notice]
@@ -98,7 +98,7 @@ class AnswerParser:
         versions: range | None,
         downloaded: Mapping[str, bytes],
     ) -> Parsed:
-        """As the function ``parse``. Raises ParserLostError too."""
+        """Parse an answer in the child process like ``parse``. Raises ParserLostError too."""
         size = len(payload) + sum(map(len, downloaded.values()))
         if self._smallest is None or size < self._smallest:
             return parse(payload, requests, versions, downloaded)

@@ -320,7 +320,7 @@ class EngineClient(HttpClient):
     async def answer(
         self, requests: Sequence[GenerationRequest], rid: str, adapter: str | None = None
     ) -> bytes:
-        """What the server answers to such a call, for ``parse``. Raises ``request``'s errors."""
+        """Return the body of the server's answer to a generate call, for ``parse``. Raises ``request``'s errors."""
         body = request_body(requests, rid, adapter=adapter)
         payload = await self.request("POST", "/generate", body, timeout_s=None)
         self.note_answer()
@@ -421,7 +421,7 @@ class EngineClient(HttpClient):
             if left < limit - pause:
                 since, patience = clock(), min(left, hang_timeout_s)
                 generated = await self.generates(patience)
-                # It may have been paused while it was asked.
+                # The server may have been paused while the probe waited.
                 if generated or self.is_paused or clock() > since + patience + late:
                     self.note_life()
 

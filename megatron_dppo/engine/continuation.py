@@ -41,7 +41,7 @@ class Continuation:
     redrawn: int = 0
 
     def rest(self, request: GenerationRequest) -> GenerationRequest:
-        """What is still to be asked of ``request``."""
+        """Return the request for the tokens that ``request`` still lacks."""
         request, partial = replace(request, continues=True), self.partials.get(request.key)
         return request if partial is None else rest_of(request, partial)
 
@@ -143,7 +143,7 @@ def _joined_routing(partial: Trajectory, answer: Trajectory) -> dict[str, np.nda
     if before is None:
         if after is None:
             return {}
-        # It was recorded as the answer's prompt, by the answer's weights.
+        # The server recorded the partial response as the prompt of this answer, with the weights of this answer.
         return {_ROUTING: after, _RECORDED: _recorded(answer, partial.sampled + answer.sampled)}
     recorded = partial.columns.get(_RECORDED)
     if recorded is None:
@@ -164,7 +164,7 @@ def _joined_routing(partial: Trajectory, answer: Trajectory) -> dict[str, np.nda
 
 
 def _recorded(answer: Trajectory, tokens: int) -> np.ndarray:
-    """Of one answer: the weights that it ended with recorded all of its rows."""
+    """Return the versions that recorded one answer's rows: the weights at its end recorded all of them."""
     return np.full(tokens, answer.column("weight_version")[-1], np.int32)
 
 
@@ -187,7 +187,7 @@ def seam_end(
 
 
 def text_of(response: Trajectory, stop: Sequence[str], decode: Decode) -> str:
-    """As the engine tells it: up to the stop text, or without the token that ended the response."""
+    """Decode a response like the engine: up to the stop text, or without the token that ended it."""
     text = decode(response.response_ids, special=False)
     if response.finish_reason != "stop":
         return text
@@ -206,7 +206,7 @@ def register() -> None:
 
 
 def answer_waiting(scheduler: Any, aborted: Any) -> None:
-    """Before an abort: answer the requests that wait in the queue with tokens (the cache had no room for them) like
+    """Answer the requests that wait in the queue with tokens (the cache had no room for them) before an abort, like
     those that run. SGLang would drop up to 49 tokens of each, which it has not yet passed on."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 

@@ -1,4 +1,4 @@
-"""What can go wrong between a run and its engine, by what the caller should do about it."""
+"""Errors between a run and its engine, one class for each reaction of the caller."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def private_place() -> Iterator[Path]:
 
 
 def name_shared_memory() -> None:
-    # Whoever ends the server then knows what to remove. Python has no public setting for it.
+    # The process that ends the server removes shared memory by this prefix. Python has no public setting for it.
     prefix = f"/{os.environ[_NAME_VARIABLE]}"
     config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
     config["semprefix"] = prefix.rstrip("-")
@@ -74,7 +74,7 @@ def keep_snapshots_private() -> None:
 def listen_where(host: str, *, several: bool = False) -> None:
     """Name to gloo and to SGLang's queues the interface of the server's ``host``, where that is loopback or
     the server runs on ``several`` hosts."""
-    # Else they listen where the machine's name leads.
+    # Without these variables, the groups listen at the address of the machine's name.
     if not (several or network.is_loopback(host)):
         return
     address = network.resolve(host)
@@ -114,7 +114,7 @@ def register_digests() -> None:
 
 
 def report_digests(result: Any, manager: Any, adapter: Any) -> Any:
-    """After a load: add the digests of the adapter's tensors, or refuse it where ranks hold different ones."""
+    """Add the digests of a loaded adapter's tensors to the result; reject the load if ranks hold different tensors."""
     from sglang.srt.runtime_context import get_parallel
 
     digests = _digests(manager.loras[adapter.lora_id]) if result.success else {}
@@ -131,7 +131,7 @@ def report_digests(result: Any, manager: Any, adapter: Any) -> Any:
 
 
 def _digests(loaded: Any) -> dict[str, str]:
-    """By the name of the tensor in its folder, with the engine's name for fused matrices."""
+    """Hash each tensor, by its name in the adapter's folder; fused matrices have the engine's name."""
     import torch
 
     return {
@@ -163,7 +163,7 @@ def redact_server_args() -> None:
 
 def refuse_repacked_experts() -> None:
     """Exit where the environment has SGLang interleave the rows of the experts' weights as it loads them."""
-    # It does so once: a weight update would put rows in the order of the checkpoint among them.
+    # SGLang interleaves the rows only once: a weight update would then write rows in the checkpoint's order.
     from sglang.srt.environ import envs
 
     if envs.SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.get():
@@ -225,7 +225,7 @@ def main() -> None:
     # On the server's own machine, before SGLang looks for its compiler.
     if has_visible_gpu():
         print(*offer_tools(os.environ), sep="\n", flush=True)
-    # For the processes that this one spawns.
+    # Spawned processes read the variable, to end with this one.
     os.environ[_PARENT_VARIABLE] = str(os.getpid())
     with private_place(), recordings.recordings_folders() as folders:
         _run(start, folders)
@@ -256,7 +256,7 @@ def _run(start: dict[str, Any], folders: list[Path]) -> None:
     finally:
         port.close()
         kill_process_tree(os.getpid(), include_parent=False)
-    # Without this host's ranks the others wait for ever.
+    # Exit with an error: the ranks on other hosts would wait for ever.
     if server_args.node_rank:
         sys.exit("this host's part of the server has ended")
 
@@ -267,7 +267,7 @@ elif __name__ == "__mp_main__":  # a process that SGLang spawns, before it impor
     # SGLang asks for the same signal, but only after imports that take seconds: a parent that dies
     # meanwhile would leave it behind for ever.
     processes.die_with_parent(int(os.environ[_PARENT_VARIABLE]))
-    # It gets the keys from its parent.
+    # Close this process to others: it has the keys of its parent.
     secret_variables.close_to_others()
     name_shared_memory()
     _change_sglang()

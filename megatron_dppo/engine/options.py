@@ -174,7 +174,7 @@ def server_options(
         options |= hosts.options
     if device == "cuda":
         options["base_gpu_id"] = first_device
-    # Without GPUs SGLang rejects the option, accepts the calls to release memory, and releases nothing.
+    # SGLang rejects the option without GPUs. It still accepts calls to release memory, and releases nothing.
     if config.engine.placement == "colocated" and device == "cuda":
         options["enable_memory_saver"] = True
     return options

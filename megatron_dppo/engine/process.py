@@ -33,10 +33,10 @@ _POLL_SECONDS = 0.25
 _PROGRESS_SECONDS = 1.0
 _PROBE_SECONDS = 5.0
 _FOREIGN_SECONDS = 5.0
-"""Who refuses our probe for so long, while the server of ours has not come up, is somebody else."""
+"""A port that rejects probes for so long, while this server is still starting, belongs to another process."""
 _TAIL_LINES = 40
 _EXCEPTION_LINES = 400
-"""Of the log's end, in which the exception stands that ended a server."""
+"""Lines at the end of the log that are searched for the exception that ended a server."""
 _LOG_START = "--- "
 """Begins the first line of each incarnation."""
 _WARMING = "answering its first requests"
@@ -44,7 +44,7 @@ _WARMING = "answering its first requests"
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where servers run, with which Python, and with which variables beside their own."""
+    """The surroundings of server processes: host, Python, and additional variables."""
 
     launcher: processes.Launcher = field(default_factory=processes.Launcher)
     python: str = sys.executable
@@ -100,7 +100,7 @@ class ChildServer:
         """Called once it answers the probe; it is healthy when this returns. May raise EngineError."""
 
     def _stage(self) -> str:
-        """What a server that is starting does now; read off its log."""
+        """Return the present stage of the server's start, read from its log."""
         return "importing its libraries"
 
     @property
@@ -129,7 +129,7 @@ class ChildServer:
             ) from error
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [self._runtime.python, *self._command]
-        # What the incarnation before it wrote stays above.
+        # Append to the log, which keeps the output of earlier incarnations.
         with open(self.log_path, "ab") as log:
             log.write(f"{_LOG_START}{' '.join(command)}\n".encode())
         self._process = self._runtime.launcher.start(
@@ -189,7 +189,7 @@ class ChildServer:
                 )
 
     def poll(self) -> int | None:
-        """None while the server runs, else its exit code (negative: the signal that ended it)."""
+        """Return None while the server runs, then its exit code (negative: the signal that ended it)."""
         return None if self._process is None else self._process.poll()
 
     def stop(self, grace_s: float = 10.0) -> None:
@@ -233,7 +233,7 @@ class _Stranger:
         self.answered = ""
 
     def note(self, answer: Answer, now: float) -> None:
-        """It refused the probe. A 5xx may come from our own, on its way up."""
+        """Note an answer that rejected the probe. A 5xx may come from this server while it starts."""
         if answer.status >= 500:
             return
         if not self.answered:
@@ -256,7 +256,7 @@ _STAGES = (
     ("Load weight end", "laying out its cache"),
     ("CUDA graph begin", "capturing CUDA graphs"),
 )
-"""What SGLang logs at the beginning of a stage of its start, in order, and the stage in words."""
+"""The text that SGLang logs at the beginning of each stage of its start, in order, and the stage in words."""
 
 
 class EngineProcess(ChildServer):
@@ -336,7 +336,7 @@ class EngineProcess(ChildServer):
             await client.request("POST", "/generate", body, timeout_s=None)
 
     def _accepts(self, answer: Answer) -> bool:
-        """It takes our key and serves our model."""
+        """Return whether the server accepts the run's key and serves the run's model."""
         if answer.status != 200:
             return False
         try:

@@ -74,7 +74,7 @@ def seed_of(*named: int | str) -> int:
 
 @dataclass(frozen=True)
 class RoutedShape:
-    """What the engine captures of a model's routing.
+    """The shape of the engine's routing capture of a model.
 
     ``hidden_layers``: layers in the capture; ``moe_layers``: which of them route; ``top_k`` of ``experts``.
     ``start``: rows that the caller has already; they are not sent, and read 0.
@@ -88,7 +88,7 @@ class RoutedShape:
 
     @classmethod
     def of_model(cls, model: ModelShape) -> RoutedShape:
-        """Of a mixture of experts. Raises ValueError where nothing is routed."""
+        """Return the shape for a mixture of experts. Raises ValueError for a model without routers."""
         if not model.is_moe:
             raise ValueError(f"rollout.router_replay: {model.family} has no experts")
         return cls(model.num_layers, model.moe_layers, model.experts_per_token, model.num_experts)
@@ -249,7 +249,7 @@ def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
 def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[str, np.ndarray]:
     # [prompt + output - 1, hidden layers, top-k]: the last token is never fed back. Fetched by ``recordings``.
     if meta["finish_reason"]["type"] == "abort" and meta.get("routed_experts") is None:
-        # It waited in the queue, without keys and values: the rows are lost.
+        # The request waited in the queue, without keys and values: its rows are lost.
         return {}
     captured = meta["routed_experts"]
     if not isinstance(captured, np.ndarray):
@@ -277,7 +277,7 @@ provide("routed_experts", ColumnSource(_ask_routed_experts, _routed_experts))
 
 
 def adapter_name(version: int) -> str:
-    """What an engine calls the adapters of a weight version, where updates send adapters alone."""
+    """Return the name of a version's adapters in the engines, where updates send adapters alone."""
     return f"policy-{version}"
 
 
@@ -407,7 +407,7 @@ def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajecto
 
 def _finish_reason(reason: dict[str, Any], request: GenerationRequest) -> FinishReason:
     kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
-    # With a status it is not an abort that somebody asked for, but an error of the server.
+    # An abort with a status is an error of the server: no client called for it.
     if reason["type"] == "abort" and (reason.get("status_code") or not request.continues):
         raise AbortedError(f"aborted by the engine: {reason.get('message')}")
     if reason["type"] not in kinds:

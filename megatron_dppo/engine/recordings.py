@@ -54,7 +54,7 @@ _COLLECTED = (
 
 @dataclass(frozen=True)
 class Notice:
-    """Of one recording [rows, layers, experts a token].
+    """The notice of one recording [rows, layers, experts a token].
 
     ``folder``: of the file, on the server's host; its name is ``id``. ``hash``: of the file's bytes (``content_hash``).
     """
@@ -234,7 +234,7 @@ def _from_memory(notice: Notice, request: GenerationRequest) -> np.ndarray | Non
     try:
         descriptor = os.open(folder / notice.id, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError as error:
-        # Without its folder the server has ended, and the download will say so.
+        # A missing folder means that the server has ended, which the download reports.
         if folder.is_dir():
             raise gone_error(notice, f"request {request.key}") from error
         return None
@@ -279,8 +279,8 @@ class Outlet:
         self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
 
     def give_up(self, scheduler: Any, aborted: Any) -> None:
-        """Before an abort. One that names requests, or follows a broken connection, is of answers that nobody reads; an
-        abort of all is for an update, and they are read."""
+        """Drop recordings before an abort. No client reads the answers to an abort of named requests, or after a broken
+        connection; clients do read the answers to an abort of all requests, which a weight update makes."""
         if not aborted.abort_all:
             self._given_up.append(aborted.rid)
 

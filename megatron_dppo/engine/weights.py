@@ -80,7 +80,7 @@ class Occupation:
         Raises as ``check``, before the call, if a tag is not in the state ``before``.
         """
         self._expect(before, action, tags)
-        # After a failed call, the client cannot tell whether the server carried it out.
+        # The client cannot tell whether the server carried out a call that failed.
         self._states |= dict.fromkeys(tags, "unknown")
         yield
         self._states |= dict.fromkeys(tags, after)

@@ -75,8 +75,10 @@ class AllHeadsNorm(torch.nn.Module):
 
 
 class _Norm(torch.autograd.Function):
-    """With N elements of all heads, r = 1 / sqrt(sum(x^2) / N + eps), n = r x and the output w n, the gradient of a
-    loss is, by g = its gradient by the output:
+    """RMS norm over the N elements of all heads.
+
+    With r = 1 / sqrt(sum(x^2) / N + eps), n = r x, the output w n, and g, the loss's gradient by the output, the
+    gradients of the loss are:
 
         by x:  r (w g - n sum(w g n) / N)        by w:  sum over tokens of g n
 

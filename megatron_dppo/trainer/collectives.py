@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class RankError(RunError):
-    """What a rank failed with, raised on every rank; the message names the rank and the error."""
+    """The error of one rank, raised on every rank; the message names the rank and the error."""
 
 
 def broadcast_json(value: Any, src: int, group: ProcessGroup | None = None) -> Any:
@@ -59,7 +59,7 @@ def all_gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 
 def gather_json(value: Any, group: ProcessGroup) -> list[Any] | None:
-    """As ``all_gather_json``, on the first rank of ``group`` only; None on the others."""
+    """Gather like ``all_gather_json``, on the first rank of ``group`` only; return None on the others."""
     padded, lengths = _padded(value, group)
     parts = [torch.empty_like(padded) for _ in lengths] if group.rank() == 0 else None
     dist.gather(padded, parts, dist.get_global_rank(group, 0), group)
@@ -92,7 +92,7 @@ def any_rank(flag: bool, group: ProcessGroup | None = None) -> bool:
 
 def barrier(group: ProcessGroup | None = None) -> None:
     """Return once every rank of ``group`` has called it."""
-    # Not torch's own, which guesses a device under NCCL and under gloo is many sends and receives.
+    # torch's own barrier guesses a device under NCCL, and under gloo makes many sends and receives.
     any_rank(False, group)
 
 
@@ -150,7 +150,7 @@ def on_rank_0(
 
 
 def _device(group: ProcessGroup | None) -> torch.device:
-    """Where the group's tensors must be: gloo's in host memory."""
+    """Return the device that the group's tensors must be on: host memory for gloo."""
     if dist.get_backend(group) == "gloo":
         return torch.device("cpu")
     return platform.current().device

@@ -50,8 +50,8 @@ def gathered_rows(cu_seqlens: Tensor, tokens: int, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Which tokens of a pack this rank's layers compute: context parallelism deals chunks of each sequence, of which
-    sequence parallelism outside attention makes equal runs."""
+    """The tokens of a pack that this rank's layers compute. Context parallelism deals chunks of each sequence;
+    sequence parallelism divides these tokens into equal runs outside attention."""
 
     context_size: int = 1
     context_rank: int = 0
@@ -60,12 +60,12 @@ class TokenShare:
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of every sequence must be a multiple of."""
+        """The number that divides the length of every sequence."""
         return 2 * self.context_size if self.context_size > 1 else 1
 
     @property
     def pad_multiple(self) -> int:
-        """What T must be a multiple of."""
+        """The number that divides T."""
         return self.sequence_multiple * self.sequence_size
 
     def rows(self, cu_seqlens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From the run's configuration and the model's shape to Megatron-Core's configurations, and what fields they have."""
+"""Megatron-Core's configurations, built from the run's configuration and the model's shape, and their fields."""
 
 from __future__ import annotations
 

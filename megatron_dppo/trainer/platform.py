@@ -86,7 +86,7 @@ _TORCH_LAYERS = (
 
 
 class UnusableGpuError(RunError):
-    """There is a GPU that torch can't use, so that training would go on on CPUs unasked."""
+    """A GPU exists that torch can't use: training would silently run on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def leave_out_deep_ep() -> None:
 def prepare() -> None:
     """Prepare ``import megatron.core`` on this machine. Call once, before the first import."""
     leave_out_deep_ep()
-    # Before CUDA is asked, which reads some of it once.
+    # Set the variables before the first CUDA call: CUDA reads some of them only once.
     if any(compute.DEVICES.glob("nvidia[0-9]*")):
         _environment.extend(complete(os.environ))
         _environment.extend(compute.offer_tools(os.environ))
@@ -168,13 +168,13 @@ def has_fused_weight_gradients() -> bool:
     try:
         importlib.import_module("fused_weight_gradient_mlp_cuda")
     except ImportError:
-        # Not built, or for another torch.
+        # The library is not built, or built for another torch.
         return False
     return True
 
 
 def environment_lines() -> list[str]:
-    """What this process runs with on GPUs: variables of CUDA and NCCL, compilers, kernels; a line each."""
+    """Describe this process's software on GPUs: variables of CUDA and NCCL, compilers, kernels; a line each."""
     return list(_environment)
 
 
@@ -249,7 +249,7 @@ class HostMemory:
         self.bytes = host_buffer(size) if self._file is None else torch.from_numpy(self._file.array)
 
     def settle(self) -> None:
-        """Nobody uses it for a while."""
+        """Note that the trainer stays unused for a while."""
         if self._file is not None:
             self._file.let_go()
 
@@ -263,7 +263,7 @@ def return_unused_memory() -> None:
 
 
 def profiled_activities() -> list[torch.profiler.ProfilerActivity]:
-    """What torch.profiler can see here."""
+    """Return the activities that torch.profiler can record on this device."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     return [*activities, torch.profiler.ProfilerActivity.CUDA] if has_cuda() else activities
 
@@ -348,7 +348,7 @@ def _cpu() -> Platform:
             "persist_layer_norm": False,
             "apply_rope_fusion": False,
             "moe_permute_fusion": False,
-            # With gloo, batched sends and receives exchange the wrong chunks in an interleaved
+            # Batched sends and receives of gloo exchange the wrong chunks in an interleaved
             # schedule, and overlapped sends read outputs that were already freed.
             "batch_p2p_comm": False,
             "overlap_p2p_comm": False,

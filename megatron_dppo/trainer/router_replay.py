@@ -47,7 +47,7 @@ class Recording:
 
 
 class ChunkState:
-    """What the routers of one model chunk replay now (None: they route naturally).
+    """The recording that the routers of one model chunk replay now (None: they route naturally).
 
     ``compares``: whether natural choices are compared with the recording, which only a first pass
     over the tokens does; ``counts`` int64 [2] on the device: agreed and compared.
@@ -97,7 +97,7 @@ class LayerReplay(RouterReplay):
             _, natural = default_compute_topk(scores, topk, num_groups, group_topk)
             recorded = recording.experts[:, self._column].long()
             if self._chunk.compares:
-                # As sets: the order of a token's experts changes nothing.
+                # Compare sets: the order of a token's experts changes nothing.
                 same = (natural.sort(1).values == recorded.sort(1).values).all(1)
                 self._chunk.counts += torch.stack([same & recording.valid, recording.valid]).sum(1)
             self.target_topk_idx = torch.where(recording.valid[:, None], recorded, natural)
@@ -130,7 +130,7 @@ class ModelReplay:
         self._shape = shape
         self._device = device
         self._share = share
-        # Without sequence parallelism every tensor rank routes the same tokens.
+        # All tensor ranks route the same tokens, unless sequence parallelism divides them: then every rank counts.
         self._counts_here = share.sequence_size > 1 or topology.tp_rank == 0
         self._states = [ChunkState(device) for _ in chunks]
         self._columns = [
@@ -139,7 +139,7 @@ class ModelReplay:
         ]
         self.layers = sorted(column for columns in self._columns for column in columns)
         self._recordings: list[list[Recording | None]] = [[] for _ in chunks]
-        # Nobody may switch these by Megatron-Core's global functions.
+        # Remove the instances from Megatron-Core's registry, so that its global functions do not switch them.
         RouterReplay.clear_global_router_replay_instances()
 
     def load(self, batches: Sequence[PackedBatch]) -> None:

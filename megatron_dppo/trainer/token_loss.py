@@ -1,4 +1,4 @@
-"""From the statistics of a packed micro-batch to its loss: where ``PackedBatch`` meets
+"""The loss of a packed micro-batch from its statistics: ``PackedBatch`` columns become
 ``TokenInputs``.
 """
 
@@ -20,7 +20,7 @@ from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 
 TokenLoss = Callable[[PolicyStats, PackedBatch], LossSums]
-"""What the trainer calls with the statistics of each micro-batch."""
+"""The function that the trainer calls with the statistics of each micro-batch."""
 
 
 LossObserver = Callable[[PackedBatch, TokenInputs, LossSums], None]

@@ -98,7 +98,7 @@ def _of_groups(trace: Mapping[str, Any], groups: Container[str]) -> dict[str, An
 
 
 def read_trace(trace: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> list[Pending]:
-    """Those of a dump of a recorder (version 2) that have not ended.
+    """Return the collectives in a dump of a recorder (version 2) that have not ended.
 
     The operations of a batch of NCCL (``batch_isend_irecv``) have no state of their own and stay as they
     were recorded for ever (ProcessGroupNCCL::pointToPoint): the entry that closes the batch, of the same
@@ -153,9 +153,9 @@ def _callers(frames: Any) -> Iterator[str]:
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 7200.0
-"""Of a collective in which ranks wait while others generate, start or save."""
+"""Time limit of a collective in which ranks wait while others generate, start or save."""
 BACKGROUND = "checkpoint"
-"""What a group is for whose collectives wait in threads, while training goes on: each may take LONGEST_WAIT_S."""
+"""The purpose of a group whose collectives wait in threads while training continues: each may take LONGEST_WAIT_S."""
 HUNG = 1
 """Exit code of a rank that ends itself."""
 _POLLS = 10
@@ -251,7 +251,7 @@ class Watchdog:
         return "; ".join(lines)
 
     def _hear(self, ranks: Sequence[int]) -> Mapping[int, list[Pending]] | None:
-        """What the other ranks wait in, of those that wait; None where the rendezvous does not answer."""
+        """Read the collectives that the other waiting ranks wait in; None if the rendezvous does not answer."""
         heard: dict[int, list[Pending]] = {}
         answered = threading.Event()
 
@@ -259,7 +259,7 @@ class Watchdog:
             store = self._open_store()
             waits = PENDING.dump_json(self._pending(callers=True))
             store.set(_key(self._rank), waits.decode())
-            # Those that wait for the same rank see it one poll later.
+            # Other ranks that wait for the same rank notice one poll later.
             time.sleep(2 * self._poll_s)
             for rank in ranks:
                 if store.check([_key(rank)]):
@@ -275,7 +275,7 @@ _NO_RENDEZVOUS = "the ranks' rendezvous, which rank 0 or its launcher hosts, doe
 
 
 def describe(rank: int, hung: Pending, heard: Mapping[int, Sequence[Pending]]) -> str:
-    """Where another rank of the group is, by what it said."""
+    """Describe where another rank of the group waits, by its report."""
     if rank not in heard:
         return f"rank {rank} waits in no collective: it is stopped, or busy with something else"
     if any(p.is_same(hung) for p in heard[rank]):
@@ -289,7 +289,7 @@ def end_process(report: str) -> None:
     note_failure()
     log.error("a collective hangs: %s", report)
     print(f"error: a collective hangs: {report}", file=sys.stderr, flush=True)
-    # Not sys.exit, which waits for threads, and whose cleaning up would enter the collectives' own.
+    # sys.exit would wait for threads, and its clean-up would enter that of the collectives.
     os._exit(HUNG)
 
 

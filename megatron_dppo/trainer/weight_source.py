@@ -44,12 +44,12 @@ class TrainerWeights:
 
     @property
     def vocab_size(self) -> int:
-        """Of the model, without padding."""
+        """Vocabulary size of the model, without padding."""
         return self._trainer.shape.vocab_size
 
     @property
     def num_layers(self) -> int:
-        """Of the model."""
+        """Number of layers of the model."""
         return self._trainer.shape.num_layers
 
     @property
@@ -132,6 +132,6 @@ class AdapterWeights(TrainerWeights):
 
 
 def ranks_per_sender(senders: str | None) -> int:
-    """Of ``weight_sync.senders``: 1, or the ranks of a node."""
+    """Return the ranks for each sender by ``weight_sync.senders``: 1, or the ranks of a node."""
     nodes = platform.has_cuda() if senders is None else senders == "nodes"
     return ranks_per_node() if nodes else 1

@@ -26,7 +26,7 @@ from megatron_dppo.system.compute import KernelBuildError, build_library
 
 @dataclass(frozen=True)
 class RowGradient:
-    """What the backward pass knows of each row.
+    """The inputs of the backward pass for each row.
 
     ``lse`` float64 [T]: log-sum-exp over the whole vocabulary at the temperature. ``targets`` int64
     [T]: the sampled token's column in this shard, -1 where another rank owns it. ``log_prob`` [T]:
@@ -409,7 +409,7 @@ BACKENDS: dict[str, Backend] = {
     "triton": TritonBackend(),
 }
 PREFERENCE = {"cpu": ("cpp", "eager"), "cuda": ("triton", "eager")}
-"""By device: the first that is available runs; eager always is."""
+"""Backends of each device: the first available one runs; eager is always available."""
 
 
 def choose(logits: Tensor, name: str | None = None) -> Backend:

@@ -115,7 +115,7 @@ def dense_head_stats(
     with_squares: bool = False,
     counted: Tensor | None = None,
 ) -> PolicyStats:
-    """What ``head_stats`` computes, written for reading: from unsharded weights, in float64 throughout."""
+    """Compute ``head_stats`` the readable way: from unsharded weights, in float64 throughout."""
     logits = sum(factor.hidden.double() @ factor.weight.double().T for factor in factors)
     assert isinstance(logits, Tensor)
     stats = dense_policy_stats(
@@ -146,7 +146,7 @@ def _faults(
     counted: Tensor | None,
     options: HeadOptions,
 ) -> Iterator[str]:
-    """What is wrong with hidden states, weights and ``counted``. Stop at the first."""
+    """Yield faults of hidden states, weights and ``counted``. Stop at the first."""
     tokens, columns = len(factors[0].hidden), len(factors[0].weight)
     for factor in factors:
         hidden, weight = factor.hidden, factor.weight
@@ -181,12 +181,12 @@ class _Head:
     options: HeadOptions
 
     def chunks(self, size: int) -> list[slice]:
-        """Of N rows."""
+        """Divide the N rows into chunks of at most ``size``."""
         step = self.options.chunk_tokens
         return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
     def buffer(self, size: int, weight: Tensor) -> Tensor:
-        """For the logits of any chunk of ``size`` rows."""
+        """Allocate a buffer for the logits of any chunk of ``size`` rows."""
         shape = min(size, self.options.chunk_tokens), len(weight)
         return weight.new_empty(shape, dtype=self.options.dtype or weight.dtype)
 
@@ -195,7 +195,7 @@ class _Head:
         return chunk if self.rows is None else self.rows[chunk]
 
     def logits(self, buffer: Tensor, tensors: Sequence[Tensor], chunk: slice | Tensor) -> Tensor:
-        """Of these rows, [c, C], in the first rows of ``buffer``."""
+        """Compute the logits of the rows ``chunk``, [c, C], in the first rows of ``buffer``."""
         positions = self.positions(chunk)
         for i in range(0, len(tensors), 2):
             hidden = tensors[i][positions]
@@ -342,7 +342,7 @@ class _Gradients:
         ]
 
     def add(self, logits: Tensor, rows: slice | Tensor) -> None:
-        """Of the rows whose gradient dL/dlogits is ``logits`` [c, C]."""
+        """Add the gradients of ``rows``, whose dL/dlogits is ``logits`` [c, C]."""
         positions = self._head.positions(rows)
         gradient = logits.to(self._tensors[1].dtype)
         for i, (hidden_sum, weight_sum) in enumerate(zip(self._hidden, self._weights, strict=True)):
@@ -353,7 +353,7 @@ class _Gradients:
                 _add_product(weight_sum, gradient.T, hidden[positions], beta=1)
 
     def results(self) -> Iterator[Tensor | None]:
-        """As autograd takes them, in the order of hidden states and weights."""
+        """Yield the gradients in autograd's order: hidden states, then weights."""
         for i, (hidden_sum, weight_sum) in enumerate(zip(self._hidden, self._weights, strict=True)):
             yield hidden_sum
             if weight_sum is None or self._main_gradients[i] is not None:
@@ -363,7 +363,7 @@ class _Gradients:
 
 
 def _weight_sum(weight: Tensor, needed: bool, main_gradient: Tensor | None) -> Tensor | None:
-    """Where the gradient of ``weight`` is summed."""
+    """Return the tensor in which the gradient of ``weight`` is summed."""
     if not needed or main_gradient is not None:
         return main_gradient if needed else None
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32

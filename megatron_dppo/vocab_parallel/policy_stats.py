@@ -24,11 +24,11 @@ FAULTS = (
     "Top-K ids outside the vocabulary",
     "rows of logits that hold NaN or +inf, or nothing but -inf",
 )
-"""What depends on values: counted on the device, in this order."""
+"""Faults that depend on values, counted on the device in this order."""
 
 
 def logits_faults(logits: Tensor) -> Iterator[str]:
-    """What is wrong with logits themselves: [T, C], contiguous, of a floating dtype. Stop at the first."""
+    """Yield faults of the logits, which must be [T, C], contiguous, of a floating dtype. Stop at the first."""
     if logits.ndim != 2 or not logits.is_floating_point():
         yield f"logits are {described(logits)}, expected floating point [T, C]"
     if not logits.is_contiguous():
@@ -36,8 +36,8 @@ def logits_faults(logits: Tensor) -> Iterator[str]:
 
 
 def argument_faults(query: StatsQuery, rows: int, columns: int, ranks: int) -> Iterator[str]:
-    """What is wrong with shapes, dtypes and numbers, for logits [``rows``, ``columns``] a rank. Each check relies on
-    those before it: stop at the first.
+    """Yield faults of shapes, dtypes and numbers, for logits [``rows``, ``columns``] a rank. Each check relies on
+    the checks above it: stop at the first.
     """
     vocab_size, temperature = query.vocab_size, query.temperature
     target_ids, topk_ids = query.target_ids, query.topk_ids
@@ -173,7 +173,7 @@ def policy_stats(
 
 @dataclass(frozen=True)
 class StatTensors:
-    """What the rows of all shards come to: ``log_probs`` [T], ``topk_log_probs`` [T, K], ``entropy`` and
+    """Statistics of the rows over all shards: ``log_probs`` [T], ``topk_log_probs`` [T, K], ``entropy`` and
     ``sum_squares`` [T], and the float64 [T] that a gradient needs: ``lse``, ``entropy_value``. ``bad_rows`` counts the
     third of ``FAULTS``.
     """
@@ -189,7 +189,7 @@ class StatTensors:
 
 @dataclass(frozen=True)
 class StatsQuery:
-    """What ``policy_stats`` is asked of T rows of logits; its arguments, unchecked."""
+    """The unchecked arguments of ``policy_stats`` for T rows of logits."""
 
     target_ids: Tensor
     topk_ids: Tensor | None
@@ -235,8 +235,10 @@ class StatsRequest:
         raise_on_faults: bool | None,
         fault: str | None,
     ) -> StatsRequest:
-        """For as many rows as ``like`` has, whose device and dtype the logits have or will have; ``columns``: of
-        this rank's shard; ``fault``: what the caller found wrong already. Raises ValueError on every rank.
+        """Validate the query for the rows of ``like``, whose device and dtype the logits have or will have.
+
+        ``columns``: columns of this rank's shard; ``fault``: a fault that the caller has found. Raises ValueError on
+        every rank.
         """
         rank, ranks = 0, 1
         if group is not None:
@@ -282,7 +284,7 @@ class StatsRequest:
         return self.shard.local(self.ids)
 
     def kept(self, stats: StatTensors) -> list[Tensor]:
-        """For the backward pass: log p [T, 1 + K] at ``ids``; nothing without TopK(mu)."""
+        """Return the tensors for the backward pass: log p [T, 1 + K] at ``ids``; none without TopK(mu)."""
         if stats.topk_log_probs is None:
             return []
         return [torch.cat([stats.log_probs[:, None], stats.topk_log_probs], 1)]
@@ -290,7 +292,7 @@ class StatsRequest:
     def reduced(
         self, lse: Tensor, plogp: Tensor | None, squares: Tensor | None, owned: Tensor
     ) -> StatTensors:
-        """Of this shard's rows (``backends.Rows``); one all-reduce."""
+        """Combine this shard's rows (``backends.Rows``) with the other shards'; one all-reduce."""
         unknown = None if self.checks_values else self.shard.unknown(self.ids)
         # An id that no rank owns: no share of the row's sums here, and NaN in the end.
         if unknown is not None:
@@ -392,7 +394,10 @@ class IdGradients:
         grad_log_probs: Tensor | None,
         grad_topk: Tensor | None,
     ) -> IdGradients | None:
-        """None without a gradient of TopK(mu). ``ids`` int64 [T, 1 + K], -1: none; ``log_p``: what was kept."""
+        """Build the gradients; None without a gradient of TopK(mu).
+
+        ``ids`` int64 [T, 1 + K], -1: none; ``log_p``: from ``kept``.
+        """
         if grad_topk is None:
             return None
         topk = torch.where(ids[:, 1:] >= 0, grad_topk, 0.0)
@@ -403,7 +408,7 @@ class IdGradients:
         return cls(merged, log_p[0], sampled + topk.sum(1))
 
     def rows(self, index: slice | Tensor) -> IdGradients:
-        """Those of some tokens."""
+        """Select the gradients of some tokens."""
         return IdGradients(self.coefficients[index], self.log_p[index], self.total[index])
 
     def write(self, out: Tensor, columns: Tensor, scale: float, gradient: RowGradient) -> None:
@@ -441,7 +446,7 @@ def row_gradient(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> RowGradient:
-    """Of rows whose sampled ids lie in ``columns`` int64 [T] of this shard; a gradient that is None is 0."""
+    """Build the gradient of rows whose sampled ids are in ``columns`` int64 [T] of this shard; a None gradient is 0."""
     if grad_log_probs is None:
         grad_log_probs = torch.zeros_like(lse, dtype=torch.float32)
     value = None if grad_entropy is None else entropy
@@ -458,7 +463,7 @@ def dense_policy_stats(
     with_entropy: bool = False,
     with_squares: bool = False,
 ) -> PolicyStats:
-    """What ``policy_stats`` computes, written for reading: from unsharded ``logits`` [T, >= vocab_size], in float64
+    """Compute ``policy_stats`` the readable way: from unsharded ``logits`` [T, >= vocab_size], in float64
     throughout.
 
     Gradients flow to ``logits`` through all of them but the sum of squares.

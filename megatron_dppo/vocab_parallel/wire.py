@@ -1,5 +1,5 @@
-"""What tensor-parallel ranks tell each other: one packed all-reduce, and on CPU groups a word on
-shapes beforehand.
+"""Communication of tensor-parallel ranks: one packed all-reduce, and on CPU groups a comparison of
+shapes before it.
 
 Row of the packed buffer, float32 (float64 for float64 logits), with N ranks:
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which part of a vocabulary of ``vocab_size`` ids this rank holds.
+    """This rank's part of a vocabulary of ``vocab_size`` ids.
 
     Columns ``start .. start + columns``; the first ``real`` of them are true tokens.
     """
@@ -86,7 +86,7 @@ def reduce_rows(
     slot = buffer[:, shard.rank * slots : (shard.rank + 1) * slots]
     # The log-sum-exp travels as two floats: its rounding alone would cost 1e-6 in every log-probability.
     slot[:, 0] = lse
-    # Of a shard without any probability, -inf, the difference would be NaN.
+    # A shard without any probability has lse -inf: the difference would be NaN.
     slot[:, 1] = torch.where(lse.isfinite(), lse - slot[:, 0], 0.0)
     for column, values in enumerate(sums, 2):
         slot[:, column] = values
@@ -106,7 +106,7 @@ def _with_sampled(
     others: Tensor, plogp: Tensor | None, squares: Tensor | None, logits: Tensor, scale: float
 ) -> Reduced:
     lse = torch.stack([others, logits[:, 0].double() * scale], -1)
-    # Of the sampled token alone p is 1.
+    # Within the part that is the sampled token alone, p is 1.
     parts = None if plogp is None else torch.stack([plogp, torch.zeros_like(plogp)], -1)
     squared = None if squares is None else torch.stack([squares, torch.ones_like(squares)], -1)
     total, weighted, squared = _merged(lse, parts, squared)
@@ -116,7 +116,7 @@ def _with_sampled(
 def _merged(
     lse: Tensor, plogp: Tensor | None, squares: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of parts [T, N] of a vocabulary, each with its own log-sum-exp, sum p log p and sum p^2: the whole's."""
+    """Combine log-sum-exp, sum p log p and sum p^2 of the parts [T, N] of a vocabulary into those of the whole."""
     total = lse.logsumexp(-1)
     log_share = lse - total[:, None]
     share = log_share.exp()
@@ -146,7 +146,7 @@ class Agreement:
         self._table = torch.zeros(dist.get_world_size(group), len(FACTS) + 1, dtype=torch.int64)
         self._table[dist.get_rank(group)] = torch.tensor(_facts_row(facts))
         self._work = dist.all_reduce(self._table, group=group, async_op=True)
-        # It raises next, and the others' all-reduce must not lose a member in the middle.
+        # This rank raises next; the all-reduce must not lose a member in the middle.
         if facts is None:
             self._work.wait()
 
@@ -164,7 +164,7 @@ def _facts_row(facts: list[int] | None) -> list[int]:
 
 
 def disagreement(table: Sequence[Sequence[int]]) -> str | None:
-    """What is wrong in the rows of all ranks; None where nothing is."""
+    """Describe the fault in the rows of all ranks; None if there is none."""
     failed = [rank for rank, row in enumerate(table) if row[-1]]
     if failed:
         return f"rank(s) {failed} were given bad input; their own error says what"

@@ -184,7 +184,7 @@ class AdapterUpdater(transaction.WeightUpdater):
 
     def _commit(self, engines: Engines, version: int) -> None:
         super()._commit(engines, version)
-        # After the commit no engine returns to the adapters of the previous version.
+        # No engine returns to the previous version's adapters once the update is committed.
         try:
             engines.drop_adapters(self._name)
         except EngineFaultError as error:

@@ -29,7 +29,7 @@ Bucket = Sequence[tuple[str, Tensor]]
 """Full tensors with their Hugging Face names."""
 
 Plan = Sequence[PlannedBucket]
-"""Which tensors are in which bucket, and which rank receives it. Every rank has the same plan."""
+"""The tensors of each bucket, and the rank that receives it. Every rank has the same plan."""
 
 
 @dataclass(frozen=True)

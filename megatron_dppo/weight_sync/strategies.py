@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""Of torch.distributed, by the engine's device."""
+"""The backend of torch.distributed for each device of the engine."""
 _CALLED_OFF = "called off"
 _LISTEN_S = 0.2
 _CALL_S = 5.0
@@ -85,7 +85,7 @@ class DistributedStrategy(Strategy):
         self._conducting: Future[None] | None = None
 
     def meeting_point(self) -> Any:
-        """Where this rank's group meets; None from a rank that sends nothing."""
+        """Return the address at which this rank's group meets; None on a rank that sends nothing."""
         if not self._transfer.sends:
             return None
         if self._group is None:
@@ -198,7 +198,7 @@ class DistributedStrategy(Strategy):
         except BaseException:
             self._group.abort()
             if self._conducting is not None:
-                # Who gives the orders knows the engine at fault.
+                # Rank 0 made the HTTP calls, so its exception names the failing engine.
                 self._conducting.result()
             raise
 
@@ -227,7 +227,7 @@ def call_off(address: str, port: int) -> None:
         store = dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
         store.set(_CALLED_OFF, "1")
     except (RuntimeError, OSError) as error:
-        # It is gone, or has broken its group off itself.
+        # The engine has ended, or has left the group itself.
         log.info("weight transfer: %s:%d was not told to stop: %s", address, port, error)
 
 
@@ -242,7 +242,7 @@ class BroadcastGroup:
         self.name = f"weights-{uuid.uuid4().hex[:12]}"
         self.address = address
         self.backend = BACKENDS[device]
-        # Whoever waits has a limit of its own, which says what took too long: this one is the last.
+        # The callers' own limits are shorter, and their errors name the slow operation: this limit is the last resort.
         self._backend_limit = timedelta(seconds=timeout_s) + _SLACK
         self._group: dist.ProcessGroup | None = None
         limit = timedelta(seconds=timeout_s)

@@ -411,7 +411,7 @@ class WeightUpdater:
             if bucket is None:
                 break
             received += bucket.received
-            # After a failure, gather the remaining buckets too: the other ranks are in that collective.
+            # Gather the remaining buckets after a failure too: the other ranks are in that collective.
             if phases.error is not None:
                 continue
             if bucket.tensors:
@@ -470,7 +470,7 @@ class WeightUpdater:
             self._strategy.abort()
         if not self._is_rank_0 or self._engines is None:
             return
-        # Before the canary the engines are paused with an unverified version: they need no quarantine.
+        # Engines are paused with an unverified version until the canary: they need no quarantine.
         if any(phase in phases.seconds for phase in _GENERATING_PHASES):
             self._engines.quarantine(f"{UNVERIFIED_VERSION}{version}")
 

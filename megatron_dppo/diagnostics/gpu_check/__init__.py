@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a part works. ``folder``: its own, for files that stay. ``gpus``: how many there are."""
+    """The surroundings of a part. ``folder``: the part's own, for files to keep. ``gpus``: number of GPUs."""
 
     folder: Path
     gpus: int
@@ -74,7 +74,7 @@ class CheckPart:
 
     @property
     def name(self) -> str:
-        """By which it is chosen: its function's."""
+        """The name of the part's function, with which the command line selects the part."""
         return self.run.__name__
 
 
@@ -107,7 +107,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def must_run(arguments: Sequence[str]) -> None:
-    """As ``run_command``. Raises RuntimeError for an exit code other than 0."""
+    """Run a command like ``run_command``. Raises RuntimeError for an exit code other than 0."""
     if code := run_command(arguments):
         raise RuntimeError(f"megatron-dppo {' '.join(arguments)} ended with exit code {code}")
 
@@ -145,7 +145,7 @@ def random_model(folder: Path, config: Mapping[str, Any]) -> Path:
 
 
 def policy_config(checkpoint: Path, dtype: str, **sections: Mapping[str, Any]) -> PolicyConfig:
-    """What one rank's trainer reads; ``sections`` add to it."""
+    """Build the policy configuration of a trainer with one rank; ``sections`` add to it."""
     values: dict[str, dict[str, Any]] = {
         "run": {"directory": str(checkpoint.parent), "steps": 1},
         "model": {"hf_checkpoint": str(checkpoint), "dtype": dtype},

@@ -1,4 +1,4 @@
-"""What a trainer really holds, counted tensor by tensor: storages, and what autograd saves."""
+"""Measured memory of a trainer, counted tensor by tensor: storages, and the tensors that autograd saves."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ PartVerdict = Literal["good", "bad", "lacking", "crashed", "timed out"]
 
 @dataclass
 class PartResult:
-    """What one part came to.
+    """The result of one part.
 
     ``verdict``: ``good``, or ``bad`` where a row does not hold. ``why``: what it lacks, or how it ended with the end of
     its log. ``files``: what it left in its folder.

@@ -77,7 +77,7 @@ def run_ranks(options: argparse.Namespace, result: Path) -> None:
     ProcessException where one fails, which ends the others."""
     from torch import multiprocessing
 
-    # What a rank inherits must be there before it imports torch.
+    # Set the variables before ranks start: torch reads them when it is imported.
     os.environ |= {
         "WORLD_SIZE": str(options.tp),
         "MASTER_ADDR": "127.0.0.1",
@@ -128,7 +128,7 @@ def sheets(result: dict[str, Any]) -> list[SummaryTable]:
 
 
 def cost_ms(row: dict[str, Any], on_cpu: bool) -> float:
-    """By which implementations are compared: CPU time of all threads, on a GPU the time that passed."""
+    """Return the time to compare implementations by: CPU time of all threads, or on a GPU wall-clock time."""
     return row["cpu_ms"] if on_cpu else row["forward_ms"] + row["backward_ms"]
 
 

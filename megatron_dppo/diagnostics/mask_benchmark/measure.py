@@ -197,7 +197,7 @@ def peak_extra_bytes(device: str, call: Callable[[], None]) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    # Else memory kept by the allocator hides the call's need.
+    # Return the allocator's free memory to the system: it would hide the peak of the call.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status_kib("VmRSS")
@@ -316,7 +316,7 @@ class Update:
 
     @torch.no_grad()
     def step_bound(self, logits: Tensor) -> Tensor | None:
-        """What a rule of whole optimiser steps finds beforehand, by a pass without gradient; None: it is none."""
+        """Compute the bound of a rule of whole optimiser steps in a pass without gradient; None for other rules."""
         if self.algorithm.step_bound is None:
             return None
         stats = self.statistics(logits, topk=False, entropy=False)
@@ -372,7 +372,7 @@ def mask_overheads(bench: RankBench) -> list[dict[str, Any]]:
     with its interquartile range. ``loss_overhead``: the difference of the loss alone (where a mask
     runs) / the update without a mask: less noise, but without Top-K's part in the statistics.
     """
-    # Those that read mu of the whole vocabulary, where the engine may be asked for it.
+    # Masks that read mu of the whole vocabulary need a vocabulary that an engine can return.
     is_small = bench.options.vocab <= ENGINE_WHOLE_VOCABULARY
     masks = [n for n in MASKS if is_small or not build_algorithm(n).needs_full_distribution]
     names = ["pg-is", *masks, QUADRATIC]

@@ -109,7 +109,7 @@ def enable() -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm", blocked_mm, "CPU")
     library.impl("addmm", blocked_addmm, "CPU")
-    # It ends with the object.
+    # Keep the library object: its overrides end with it.
     _overrides.append(library)
 
 
@@ -229,7 +229,7 @@ class ReceivedBuckets:
 # --- LoRA: SGLang's ``torch_native`` backend asks for page-locked memory, which needs a device
 
 PREPARED = "sglang.srt.lora.lora_manager.LoRAManager.init_state"
-"""What a LoRA manager does first after it has chosen its backend, before it makes a layer."""
+"""The first method that a LoRA manager calls after it has chosen its backend, before it makes a layer."""
 
 
 class PageableTorch(types.ModuleType):
@@ -251,7 +251,7 @@ class PageableTorch(types.ModuleType):
 
 
 def use_pageable_memory(*args: Any, **kwargs: Any) -> None:
-    """Before LoRA's layers are made: give them, and their backend, ordinary memory."""
+    """Let LoRA's layers and their backend allocate pageable memory; called before the layers are made."""
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend
 

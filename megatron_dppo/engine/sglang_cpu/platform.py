@@ -1,4 +1,4 @@
-"""What SGLang asks of a platform, answered for PyTorch on a CPU."""
+"""SGLang's platform interface for PyTorch on a CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             add_deterministic_attention_backend_choices,
         )
 
-        # It takes one sequence at a time, so no row depends on another.
+        # The attention kernel computes one sequence at a time, so no row depends on another.
         if ATTENTION not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
             add_deterministic_attention_backend_choices([ATTENTION])
 
@@ -79,5 +79,5 @@ def _plain_memory(dims: Any, dtype: torch.dtype, device: Any, **_: Any) -> torch
 
 
 def sleep_when_paused(result: Any, scheduler: Any) -> None:
-    """After a step of a paused scheduler's loop, do what an idle one does: wait for a request."""
+    """Wait for a request after a step of a paused scheduler's loop, like an idle scheduler."""
     scheduler.maybe_sleep_on_idle()

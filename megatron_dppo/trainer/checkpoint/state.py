@@ -221,7 +221,7 @@ def rank_state(model: dict[str, Any], optimizer: ChainedOptimizer) -> RankState:
             tensors.append(_local_tensor(sharded, slices.get(id(sharded.data), ())))
         else:
             raise TypeError(f"Megatron's state dict holds {type(sharded)}, expected sharded ones")
-    # With the plain optimizer all replicas hold the same state, so they can divide the writing.
+    # All replicas of the plain optimizer hold the same state, so they can divide the writing.
     split_state = not any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
     blocks: list[LocalBlock] = []
     for tensor in tensors:

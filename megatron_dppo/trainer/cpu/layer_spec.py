@@ -82,7 +82,7 @@ class AttentionPlan(NamedTuple):
         return AttentionPlan(batches, self.scatter.to(device))
 
 
-# By the tensor's identity: all layers of a pass get the same one, and a plan goes with its micro-batch.
+# The key is the tensor's identity: all layers of a pass get the same tensor, and a plan ends with its micro-batch.
 _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -301,7 +301,7 @@ class ColumnGroupedLinear(torch.nn.Module):
             if config.perform_initialization:
                 init_method(weight)
             set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
-            # By this attribute Megatron's DDP tells what expert-data ranks alone reduce.
+            # Megatron's DDP reduces a parameter whose ``allreduce`` is False over expert-data ranks only.
             weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{i}", weight)
 

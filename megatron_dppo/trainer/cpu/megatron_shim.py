@@ -47,7 +47,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
         if module.__name__ == "megatron.core.jit":
-            # It compiles with torch.compile: minutes of C++ builds, no gain at these sizes.
+            # The fuser calls torch.compile: minutes of C++ builds, no gain at these sizes.
             module.disable_jit_fuser()
 
 
@@ -134,7 +134,7 @@ def _patch_megatron() -> None:
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import token_dispatcher
 
-    # Without these, states are queued until CUDA starts and tracker forks have no effect.
+    # Megatron's own functions queue states until CUDA starts, so that tracker forks have no effect.
     random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: (
         torch.get_rng_state()
     )
