@@ -1,7 +1,7 @@
-"""Checks that need more than one field, or the file system: all run, and all faults are one error.
+"""Checks that need more than one field, or the file system. All checks run, and all faults become one error.
 
-Nothing here imports torch, Megatron or SGLang. What only those can tell (names of rewards, the
-libraries' own options) is checked by ``launch/library_checks.py`` before anything starts.
+Nothing here imports torch, Megatron or SGLang. Names of rewards and the libraries' own options are checked by
+``launch/library_checks.py``, before any process starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.network import url_fault
 
 PLACEHOLDER = "{prompt}"
-"""What a prompt template holds where the problem goes."""
+"""Placeholder of the problem's text in a prompt template."""
 
 RESERVED_ARGUMENTS = (
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -47,7 +47,7 @@ MOST_STOPS = 32
 
 
 def data_file_faults(data: schema.DataConfig) -> layout.Faults:
-    """Files that are not there, weights of some files alone, names that can't name metrics."""
+    """Report missing files, weights of only some files, and names that can't be metric names."""
     listed = not isinstance(data.train, str)
     files = {
         f"data.train[{i}].path" if listed else "data.train": file.path
@@ -68,8 +68,8 @@ def data_file_faults(data: schema.DataConfig) -> layout.Faults:
         yield f"data.train: {twice!r} is in two of the paths, expected each file once; see weight"
     weighted = [file.weight is not None for file in data.train_files]
     if any(weighted) and not all(weighted):
-        lacking = weighted.index(False)
-        yield f"data.train[{lacking}].weight: missing, expected one for each file, or for none"
+        unweighted_index = weighted.index(False)
+        yield f"data.train[{unweighted_index}].weight: missing, expected one for each file, or for none"
     for name in data.evaluation:
         if not re.fullmatch(r"[\w.-]+", name):
             yield (
@@ -79,7 +79,7 @@ def data_file_faults(data: schema.DataConfig) -> layout.Faults:
 
 
 def reward_faults(reward: RewardConfig) -> layout.Faults:
-    """A further reward under the name that the first one's function gives it: it would take its place."""
+    """Report a further reward with the name of the first one's function, which would replace the first."""
     if reward.first in reward.further:
         yield (
             f"reward.further.{reward.first}: is also the name of reward.name {reward.name}; expected another"
@@ -87,9 +87,10 @@ def reward_faults(reward: RewardConfig) -> layout.Faults:
 
 
 def services_of(config: schema.TrainConfig) -> dict[str, Mapping[str, Any]]:
-    """Options of the environment and of rewards that another server gives, by the key of their table.
+    """Return the options of the environment and of rewards that run on another server, by the key of their table.
 
-    Of this package's own alone, which have the address as ``url``. Empty where nothing is generated.
+    Only this package's own environments and rewards are known, whose address is the option ``url``. The result is empty
+    where nothing is generated.
     """
     services: dict[str, Mapping[str, Any]] = {}
     if config.rollout.replay_from is not None:
@@ -108,7 +109,9 @@ _REWARD_SERVICES = ("judge", "reward_model")
 
 
 def prompt_form_faults(data: schema.DataConfig, stop: Sequence[str]) -> layout.Faults:
-    """Templates without a place for the problem, prompts that nothing would carry, stop texts."""
+    """Report templates without a placeholder for the problem, prompts that no message would hold, and bad stop
+    texts.
+    """
     if data.prompt_template is not None and data.prompt_template.count(PLACEHOLDER) != 1:
         yield (
             f"data.prompt_template: got {data.prompt_template!r}, expected {PLACEHOLDER} in it once, "
@@ -127,7 +130,7 @@ def prompt_form_faults(data: schema.DataConfig, stop: Sequence[str]) -> layout.F
 
 
 def template_argument_faults(arguments: Mapping[str, Any]) -> layout.Faults:
-    """Arguments of a chat template that the package sets itself."""
+    """Report arguments of a chat template that the package sets itself."""
     for name in sorted(arguments.keys() & set(RESERVED_ARGUMENTS)):
         yield (
             f"data.chat_template_arguments.{name}: got {arguments[name]!r}, expected a variable of the chat "
@@ -136,23 +139,24 @@ def template_argument_faults(arguments: Mapping[str, Any]) -> layout.Faults:
 
 
 LONGEST_TEXT = 4096
-"""Characters of a path, as Linux bounds it."""
+"""Longest path in characters, as Linux limits it."""
 LONGEST_PROSE = 65536
-"""Characters of a text that is for the model."""
+"""Longest text for the model, in characters."""
 PROSE = {"data.system_prompt", "data.prompt_template", "rollout.stop", "prologue"}
-"""Keys whose text is for the model, or a script: it may have lines."""
+"""Keys whose text is for the model, or a script, and may have several lines."""
 LARGEST_NUMBER = 2**63 - 1
 SPARE_POSITIONS = 2
-"""Of its context and of its cache SGLang 0.5.23 fills two positions fewer: ``max_req_len`` is one less
-(``tp_worker.py``), and a response ends one before that (``scheduler.py``), as a truncated one."""
+"""Positions that SGLang 0.5.23 leaves unused at the end of its context and of its cache: ``max_req_len`` is one less
+(``tp_worker.py``), and a response ends one before that (``scheduler.py``), as truncated.
+"""
 PROMPT_SPARE_POSITIONS = 7
-"""A prompt must be this much shorter than the context, or SGLang refuses it (``max_req_input_len``)."""
+"""Tokens by which a prompt must be shorter than the context, or SGLang refuses it (``max_req_input_len``)."""
 LONGEST_WAIT_S = 10**8
-"""Three years; ``threading`` takes a hundred times that, ``select`` and timers of C++ less."""
+"""Longest time in seconds: three years. ``threading`` takes a hundred times that, ``select`` and timers of C++ less."""
 
 
 def unusable_values(config: Section) -> list[str]:
-    """Texts that no path, name or URL may hold, and numbers that no library takes."""
+    """Report texts that no path, name or URL may contain, and numbers that no library takes."""
     return [
         f"{key}: {complaint}"
         for key, value in _leaves(config.model_dump(), "")
@@ -161,7 +165,7 @@ def unusable_values(config: Section) -> list[str]:
 
 
 def without_os_errors(faults: layout.Faults) -> layout.Faults:
-    """``faults``; where the file system fails on a path (too long, no permission) that is one."""
+    """Yield ``faults``, and turn an error of the file system (path too long, no permission) into a fault."""
     try:
         yield from faults
     except OSError as error:
@@ -169,7 +173,7 @@ def without_os_errors(faults: layout.Faults) -> layout.Faults:
 
 
 def url_faults(given_urls: Sequence[str]) -> layout.Faults:
-    """``engine.urls`` that no server can have, or that name one server twice."""
+    """Report ``engine.urls`` that no server can have, or that name one server twice."""
     urls = [url.rstrip("/") for url in given_urls]
     faults = [f"engine.urls: {fault}" for url in urls if (fault := url_fault(url))]
     yield from faults
@@ -178,11 +182,11 @@ def url_faults(given_urls: Sequence[str]) -> layout.Faults:
 
 
 def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.Faults:
-    """``sglang.tp_size`` against the model's attention heads and key-value heads."""
+    """Compare ``sglang.tp_size`` with the model's numbers of attention heads and key-value heads."""
     heads, groups = model.num_attention_heads, model.num_query_groups
     size = sglang.get("tp_size") or 1
     if not isinstance(size, int) or isinstance(size, bool):
-        # The check against SGLang's own fields says so.
+        # The check against SGLang's own fields reports this value.
         return
     if size < 1:
         yield f"sglang.tp_size: got {size}, expected at least 1"
@@ -208,9 +212,9 @@ def length_faults(
     model: ModelShape,
     environment: EnvironmentConfig,
 ) -> layout.Faults:
-    """Prompts and responses, or whole episodes, against the model's positions, and what a server of them serves.
+    """Compare the longest prompt, response and episode with the positions of the model and of the engine.
 
-    A run that replays rollouts asks no server: it has all of the model's positions.
+    A run that replays rollouts has no engine, so it may use all of the model's positions.
     """
     generates = rollout.replay_from is None
     spare, prompt_spare = (SPARE_POSITIONS, PROMPT_SPARE_POSITIONS) if generates else (0, 1)
@@ -220,38 +224,38 @@ def length_faults(
             limits[f"engine's sglang.{key} of"] = sglang.get(key)
     prompt = data.max_prompt_tokens
     responses = {"rollout": rollout.max_response_tokens}
-    # Else it is the rollout's.
+    # Without a value of its own, the evaluation has the rollout's limit.
     if evaluation.max_response_tokens is not None:
         responses["evaluation"] = evaluation.max_response_tokens
     episodes = {
         section: environment.longest(prompt, response) - prompt - response
         for section, response in responses.items()
     }
-    why = ", of which SGLang fills all but {}" if generates else ""
-    for whose, longest in limits.items():
-        if not isinstance(longest, int):
+    reason = ", of which SGLang fills all but {}" if generates else ""
+    for whose, positions in limits.items():
+        if not isinstance(positions, int):
             continue
-        if prompt > longest - prompt_spare:
+        if prompt > positions - prompt_spare:
             yield (
-                f"data.max_prompt_tokens: got {prompt}, expected at most {longest - prompt_spare}: the "
-                f"{whose} {longest} positions{why.format(f'{prompt_spare} with a prompt')}"
+                f"data.max_prompt_tokens: got {prompt}, expected at most {positions - prompt_spare}: the "
+                f"{whose} {positions} positions{reason.format(f'{prompt_spare} with a prompt')}"
             )
             continue
         for section, response in responses.items():
-            # All tokens of an aborted response but the last may come back as a prompt.
+            # An aborted response continues with a prompt of all its tokens except the last.
             continued = generates and section == "rollout" and rollout.interrupt == "abort"
             reserve = prompt_spare - 1 if continued else spare
-            if prompt + response > longest - reserve:
+            if prompt + response > positions - reserve:
                 yield (
                     f"{section}.max_response_tokens: got {response}, with data.max_prompt_tokens {prompt} "
-                    f"that is {prompt + response}, expected at most {longest - reserve - prompt}: the {whose} "
-                    f"{longest} positions{why.format(reserve)}"
+                    f"that is {prompt + response}, expected at most {positions - reserve - prompt}: the {whose} "
+                    f"{positions} positions{reason.format(reserve)}"
                 )
-            elif (whole := prompt + response + episodes[section]) > longest - reserve:
+            elif (episode_tokens := prompt + response + episodes[section]) > positions - reserve:
                 yield (
-                    f"environment.max_tokens: got {given(environment.max_tokens)}, which is {whole} tokens of an "
-                    f"episode, expected at most {longest - reserve}: the {whose} {longest} positions"
-                    f"{why.format(reserve)}. null is what environment.max_turns, rollout.max_response_tokens and "
+                    f"environment.max_tokens: got {given(environment.max_tokens)}, which is {episode_tokens} tokens of "
+                    f"an episode, expected at most {positions - reserve}: the {whose} {positions} positions"
+                    f"{reason.format(reserve)}. null is what environment.max_turns, rollout.max_response_tokens and "
                     "environment.max_observation_tokens allow together"
                 )
 
@@ -262,7 +266,7 @@ def environment_faults(
     max_prompt_tokens: int,
     rollout: schema.RolloutConfig,
 ) -> layout.Faults:
-    """Limits of an environment's episodes against those of a turn. ``algorithm``: its name."""
+    """Compare the limits of an environment's episodes with those of a turn. ``algorithm``: the preset's name."""
     if environment.name is None:
         return
     if not ROLE.fullmatch(environment.role):
@@ -275,10 +279,10 @@ def environment_faults(
             f"environment.credit: got turn with algorithm.name {algorithm}, expected trajectory: its rule is of whole "
             "responses with one advantage"
         )
-    least = max_prompt_tokens + rollout.max_response_tokens
-    if environment.max_tokens is not None and environment.max_tokens < least:
+    least_tokens = max_prompt_tokens + rollout.max_response_tokens
+    if environment.max_tokens is not None and environment.max_tokens < least_tokens:
         yield (
-            f"environment.max_tokens: got {environment.max_tokens}, expected at least {least}: "
+            f"environment.max_tokens: got {environment.max_tokens}, expected at least {least_tokens}: "
             "data.max_prompt_tokens and rollout.max_response_tokens together"
         )
     if rollout.responses_per_call > 1:
@@ -289,7 +293,7 @@ def environment_faults(
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Every value in a tree of tables and lists that is neither, with its dotted key."""
+    """Yield every value in a tree of tables and lists that is neither, with its dotted key."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield from _leaves(part, f"{key}.{name}" if key else str(name))
@@ -302,13 +306,13 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def _complaint(key: str, value: Any) -> str | None:
     prose = key in PROSE
-    longest = LONGEST_PROSE if prose else LONGEST_TEXT
+    most_characters = LONGEST_PROSE if prose else LONGEST_TEXT
     if isinstance(value, str):
         text = value.translate(_LINES) if prose else value
         if _UNUSABLE.search(text):
             return f"got {given(value)}, expected text without control characters"
-        if len(value) > longest:
-            return f"got {len(value)} characters, expected at most {longest}"
+        if len(value) > most_characters:
+            return f"got {len(value)} characters, expected at most {most_characters}"
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
         return f"got {given(value)}, expected at most {LARGEST_NUMBER}"
     if isinstance(value, int | float) and key.endswith("_s") and value > LONGEST_WAIT_S:
@@ -323,15 +327,15 @@ _UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 MOST_RESPONSES = 2**24
-"""Of a batch: every rank holds a line on each, and nobody has published a tenth of it."""
+"""Most responses in a rollout batch: every rank holds a line for each. No published run has a tenth of it."""
 
 
 def check_config(
     config: schema.TrainConfig, source: str = "configuration", *, weights: bool = True
 ) -> str:
-    """Run every check. Returns the layout in a line. Raises ConfigError naming ``source``.
+    """Run every check and return the layout in one line. Raises ConfigError with the name ``source``.
 
-    ``weights``: the model's weights must be there; its config.json and tokenizer always must.
+    ``weights``: whether the model's weights must exist; its config.json and tokenizer always must.
     """
     rollout, algorithm, engine = config.rollout, config.algorithm, config.engine
     checks = (
@@ -363,7 +367,9 @@ def check_config(
             config.environment, algorithm.name, config.data.max_prompt_tokens, rollout
         ),
     )
-    faults = [fault for check in checks for fault in without_os_errors(check)]
+    faults: list[str] = []
+    for check in checks:
+        faults += without_os_errors(check)
     sizes = config.parallel.sizes
 
     def model_checks(model: ModelShape) -> tuple[layout.Faults, ...]:
@@ -387,7 +393,7 @@ def check_config(
 
 
 def check_supervised_config(config: schema.SupervisedConfig, source: str = "configuration") -> None:
-    """As :func:`check_config`, of a supervised run."""
+    """Run every check of a supervised run; as :func:`check_config`."""
     parallel, training = config.parallel, config.training
     faults = [
         *layout.world_faults(parallel.sizes),
@@ -424,7 +430,7 @@ def _checked_model(
     *,
     weights: bool = True,
 ) -> ModelShape:
-    """The model's shape, when neither it nor what was found before is a fault."""
+    """Return the model's shape. Raises ConfigError where it or an earlier check has a fault."""
     model = None
     try:
         model = layout.read_checkpoint_folder(section.hf_checkpoint, weights=weights)
@@ -438,7 +444,9 @@ def _checked_model(
 
 
 def batch_faults(rollout: schema.RolloutConfig, size: int, data: int) -> layout.Faults:
-    """Why a rollout batch can't be cut into optimiser steps of ``size`` prompts, or shared by ``data`` replicas."""
+    """Report why a rollout batch can't be cut into optimiser steps of ``size`` prompts, or shared by ``data``
+    replicas.
+    """
     if rollout.prompts_per_step % size:
         yield (
             f"training.prompts_per_mini_batch: got {size}, expected a divisor of "
@@ -463,7 +471,7 @@ def batch_faults(rollout: schema.RolloutConfig, size: int, data: int) -> layout.
 
 
 def schedule_faults(optimizer: schema.OptimizerConfig) -> layout.Faults:
-    """Numbers of the learning rate's schedule that don't go together."""
+    """Report numbers of the learning rate's schedule that contradict each other."""
     falls, end = optimizer.schedule != "constant", optimizer.decay_steps
     if falls and (end is None or end <= optimizer.warmup_steps):
         yield (
@@ -506,7 +514,7 @@ def _aggregation(algorithm: schema.AlgorithmConfig) -> layout.Faults:
 def length_penalty_faults(
     algorithm: schema.AlgorithmConfig, rollout: schema.RolloutConfig
 ) -> layout.Faults:
-    """Why responses can't be penalized by their length as the configuration says."""
+    """Report settings of length penalties that contradict each other."""
     if algorithm.overlong_tokens > rollout.max_response_tokens:
         yield (
             f"algorithm.overlong_tokens: got {algorithm.overlong_tokens}, expected at most "
@@ -535,11 +543,11 @@ def _replay_folder(folder: str | None) -> layout.Faults:
 
 
 def _profile(profile: schema.ProfileConfig, world: int, steps: int) -> layout.Faults:
-    """Steps and ranks that there are none of, so that no trace would come."""
-    if odd := [rank for rank in profile.ranks if not 0 <= rank < world]:
-        yield f"profile.ranks: got {odd}, expected ranks from 0 to {world - 1}"
-    if odd := [step for step in profile.steps if not 1 <= step <= steps]:
-        yield f"profile.steps: got {odd}, expected steps from 1 to run.steps = {steps}"
+    """Report steps and ranks of the profiler that the run does not have."""
+    if bad_ranks := [rank for rank in profile.ranks if not 0 <= rank < world]:
+        yield f"profile.ranks: got {bad_ranks}, expected ranks from 0 to {world - 1}"
+    if bad_steps := [step for step in profile.steps if not 1 <= step <= steps]:
+        yield f"profile.steps: got {bad_steps}, expected steps from 1 to run.steps = {steps}"
 
 
 def _upload(repository: str | None, *, exports: bool) -> layout.Faults:
@@ -601,7 +609,7 @@ def _engine(
 def _colocation(
     engine: schema.EngineConfig, rollout: schema.RolloutConfig, strategy: str
 ) -> layout.Faults:
-    """What servers can't do that stop for every training step, on devices that the trainer takes meanwhile."""
+    """Report settings that colocated servers can't have, because they stop for every training step."""
     if engine.urls:
         yield (
             "engine.placement: got colocated with engine.urls, expected separate: servers that run elsewhere share no "

@@ -1,4 +1,4 @@
-"""The files of a data path: of ``data.train``, of an evaluation set, or on the command line of a tool.
+"""The files of a data path: of ``data.train``, of an evaluation set, or on a tool's command line.
 
 A path is a file, a folder with data files, or a glob. Every reader and every check expands it here.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 _TEXT_ENDINGS = (".jsonl", ".json", ".csv", ".tsv")
 DATA_ENDINGS = (*_TEXT_ENDINGS, *(f"{ending}.gz" for ending in _TEXT_ENDINGS), ".parquet", ".arrow")
-"""Endings of the files that are read of a folder, in any case. A file that is named itself may have any."""
+"""Endings, in any case, of the files in a folder that are read. A file named directly may have any ending."""
 DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 """Files that ``datasets`` writes beside its data."""
 _SHOWN = 5
@@ -41,7 +41,7 @@ class DataFiles:
 
     @property
     def warning(self) -> str | None:
-        """The entries of the folder that are not read, in words; None where all are."""
+        """Return a sentence about the folder's entries that are not read; None where all are read."""
         if not self.unread:
             return None
         return (
@@ -50,13 +50,15 @@ class DataFiles:
 
     @property
     def fault(self) -> str | None:
-        """Why nothing can be read, after "got PATH, expected"; None where there are files."""
+        """Return what was expected, where nothing can be read: the text after "got PATH, expected". None where there
+        are files.
+        """
         if not self.files:
             endings = ", ".join(DATA_ENDINGS)
             if not os.path.isdir(self.path):
                 return f"a file that matches this pattern, relative to {Path.cwd()}"
-            found = _listed(self.unread) if self.unread else "no file"
-            return f"data files in this folder ({endings}), found {found}"
+            found_names = _listed(self.unread) if self.unread else "no file"
+            return f"data files in this folder ({endings}), found {found_names}"
         lost = [file for file in self.files if not os.path.isfile(file)]
         if not lost:
             return None
@@ -66,10 +68,10 @@ class DataFiles:
 
 
 def data_files(path: str | Path) -> DataFiles:
-    """Expand a data path into its files; nothing is opened.
+    """Expand a data path into its files without opening them.
 
-    A folder's own data files are taken, not those of folders in it. A glob (``*``, ``?``, ``[...]``; ``**`` for folders
-    at any depth) takes every file that it matches. Hidden files are left out.
+    A folder stands for its own data files, without those of its subfolders. A glob (``*``, ``?``, ``[...]``; ``**`` for
+    folders at any depth) stands for every file that it matches. Hidden files are left out.
     """
     name = str(path)
     if os.path.isdir(name):
@@ -81,7 +83,7 @@ def data_files(path: str | Path) -> DataFiles:
 
 
 def label_of(path: str) -> str:
-    """A path whose last part can name metrics: a glob's without its wildcards, or else its folder's."""
+    """Return the path with a last part that can name metrics: without a glob's wildcards, or else the folder's name."""
     if os.path.exists(path) or not glob.has_magic(path):
         return path
     for part in reversed(Path(path).parts):
@@ -94,13 +96,13 @@ def label_of(path: str) -> str:
 
 
 def repeated_files(paths: Sequence[str]) -> Iterator[str]:
-    """The files that two of the paths name, one of them as a folder or a glob."""
+    """Yield the files that two of the paths name, where one of the paths is a folder or a glob."""
     path_of: dict[Path, DataFiles] = {}
     for path in paths:
         expanded = data_files(path)
         for file in expanded.files:
-            earlier = path_of.setdefault(file, expanded)
-            if earlier.path != path and (earlier.is_several or expanded.is_several):
+            earlier_path = path_of.setdefault(file, expanded)
+            if earlier_path.path != path and (earlier_path.is_several or expanded.is_several):
                 yield str(file)
 
 
@@ -116,7 +118,7 @@ def _files_of_folder(folder: str) -> DataFiles:
 
 
 def _is_data_file(folder: str, name: str) -> bool:
-    # A link that leads nowhere counts: a check or the reader reports it.
+    # A broken link counts as a data file, so that a check or the reader reports it.
     if name in DESCRIPTIONS or os.path.isdir(os.path.join(folder, name)):
         return False
     return name.lower().endswith(DATA_ENDINGS)

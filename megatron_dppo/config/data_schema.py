@@ -1,5 +1,4 @@
-"""Sections of what is learned from: problems, who answers the policy, and the rewards of responses. ``schema.py`` has
-the others."""
+"""Configuration sections about data: problems, environments and rewards. ``schema.py`` has the other sections."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, no unknown keys, no silent conversion of types."""
+    """Base of every section: frozen, without unknown keys and without silent conversion of types."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -21,75 +20,89 @@ class Section(BaseModel):
 
 
 class ProblemFile(Section):
-    """Files of problems: JSON Lines, CSV or Parquet, with a prompt and an answer in each record."""
+    """Files of problems: JSON Lines, CSV or Parquet, with a prompt and an answer in each row."""
 
     path: str
     """JSONL, CSV, TSV or Parquet file (text also as .gz), a folder of such files, or a glob (docs/data.md)."""
     prompt_key: str | None = None
-    """Where a record has its prompt, text or chat messages; ``a.b`` for a field of a structure. Empty: under a usual
-    name, docs/data.md#records."""
+    """Column of the prompt, text or chat messages; ``a.b`` is a field of a structure. Empty: a usual name,
+    docs/data.md#records.
+    """
     answer_key: str | None = None
-    """Where it has its answer; ``conversations[-1].value`` for the last message of a conversation. Empty: under a usual
-    name."""
+    """Column of the answer; ``conversations[-1].value`` is the last message of a conversation. Empty: a usual name."""
     metadata_key: str | None = None
-    """Where it has an object of whatever else a reward may see; ``*``: all columns of the record. Empty: ``metadata``,
-    ``extra_info`` or ``info``, where there is one."""
+    """Column of an object with other values that a reward may use; ``*``: all columns of the row. Empty:
+    ``metadata``, ``extra_info`` or ``info``, where there is one.
+    """
+
+
+def _list_or_text(value: object) -> str:
+    return "list" if isinstance(value, list) else "text"
+
+
+def _table_or_text(value: object) -> str:
+    return "table" if isinstance(value, dict | ProblemFile) else "text"
 
 
 class TrainingFile(ProblemFile):
     """One of several files of training problems."""
 
     weight: float | None = Field(default=None, gt=0)
-    """Share of the prompts that come from this file, relative to the others'. Empty for all files:
-    they are one set, each problem as frequent as any other."""
+    """Share of the prompts that come from this file, relative to the other files. Empty for all files: they are one
+    set, each problem as frequent as any other.
+    """
 
 
 TrainingFiles = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[TrainingFile], Tag("list")],
-    Discriminator(lambda value: "list" if isinstance(value, list) else "text"),
+    Discriminator(_list_or_text),
 ]
 EvaluationFile = Annotated[
     Annotated[str, Tag("text")] | Annotated[ProblemFile, Tag("table")],
-    Discriminator(lambda value: "table" if isinstance(value, dict | ProblemFile) else "text"),
+    Discriminator(_table_or_text),
 ]
 
 
 class DataConfig(Section):
-    """Problems to train and to be evaluated on, and how they are put to the model; docs/data.md."""
+    """Problems to train on and to evaluate with, and how they become prompts; docs/data.md."""
 
     train: TrainingFiles
     """JSONL, CSV or Parquet file of training problems, a folder or a glob of such files, or a list of any of these."""
     evaluation: dict[str, EvaluationFile] = Field(default_factory=dict)
-    """Name -> file, folder or glob of held-out problems; null takes a set away that another file names."""
+    """Name -> file, folder or glob of held-out problems; null removes a set that another file names."""
     max_prompt_tokens: int = Field(default=1024, gt=0)
-    """Longer prompts are dropped at load, and counted. A start is refused where fewer problems are left than
-    ``rollout.prompts_per_step``."""
+    """Longest prompt in tokens. Longer ones are dropped at load, and counted. A start is refused where fewer
+    problems remain than ``rollout.prompts_per_step``.
+    """
     apply_chat_template: bool = True
     """Wrap a plain-text prompt as one user message in the tokenizer's chat template."""
     system_prompt: str | None = None
-    """A system message before each prompt, in training and evaluation."""
+    """System message before each prompt, in training and evaluation."""
     prompt_template: str | None = None
-    """Text around each problem, which stands where this says ``{prompt}``, in training and
-    evaluation. Empty: the problem alone."""
+    """Text around each problem, in training and evaluation; ``{prompt}`` marks the place of the problem. Empty: the
+    problem alone.
+    """
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Variables for the chat template, such as ``{enable_thinking: false}``: for every prompt in training and
-    evaluation, and for the turns of environments and agents."""
+    """Variables of the chat template, such as ``{enable_thinking: false}``, for every prompt in training and
+    evaluation, and for the turns of environments and agents.
+    """
     shuffle: bool = True
-    """A new seeded order in every epoch."""
+    """Use a new seeded order in every epoch."""
     on_bad_answer: Literal["refuse", "drop"] = "refuse"
-    """Where an answer is missing or empty, the reward can't parse it, or would not give it to the answer itself:
-    refuse to start, or leave the problem out and count it."""
+    """Action for a problem whose answer is missing or empty, which the reward can't parse, or which the reward does
+    not accept as its own answer: refuse to start, or leave the problem out and count it.
+    """
 
     @property
     def train_files(self) -> tuple[TrainingFile, ...]:
-        """The training files, whichever form names them."""
+        """The training files, in the same form for every way to name them."""
         if isinstance(self.train, str):
             return (TrainingFile(path=self.train),)
         return tuple(self.train)
 
     @property
     def evaluation_files(self) -> dict[str, ProblemFile]:
-        """The files of the held-out sets by name, whichever form names them."""
+        """The files of the held-out sets by name, in the same form for every way to name them."""
         return {
             name: ProblemFile(path=file) if isinstance(file, str) else file
             for name, file in self.evaluation.items()
@@ -100,48 +113,52 @@ OnTimeout = Literal["zero", "unavailable"]
 
 
 class RewardTerm(Section):
-    """A reward, and how it is asked for."""
+    """A reward and how it is called."""
 
     name: str
-    """A name in ``megatron_dppo.rewards``, or ``package.module:function`` (or class) of your own."""
+    """Name in ``megatron_dppo.rewards``, or ``package.module:function`` (or class) of your own."""
     weight: float = 1.0
-    """Factor of its value in a response's reward, which is the sum over all rewards."""
+    """Factor of this reward's value in the sum over all rewards of a response."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Its own settings, by name; docs/rewards.md lists those of the rewards here."""
+    """The reward's own settings, by name; docs/rewards.md lists those of the rewards here."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Longest time for one call; what takes longer is killed, and ``on_timeout`` says what follows."""
+    """Longest time for one call. A longer call is killed, and ``on_timeout`` decides its result."""
     on_timeout: OnTimeout = "zero"
-    """What it means where a call took too long, or its process died. ``zero``: the response made it do so; it scores 0,
-    and is counted. ``unavailable``: a service did, and the response is scored anew, as ``attempts`` says. An
-    asynchronous reward is always ``unavailable``: it waits for others."""
+    """Meaning of a call that took too long or whose process died. ``zero``: the response caused it; it scores 0, and
+    is counted. ``unavailable``: a service caused it, and the response is scored again, as ``attempts`` says. An
+    asynchronous reward is always ``unavailable``, because it waits for other programs.
+    """
     workers: int = Field(default=2, gt=0, le=1024)
-    """Processes that it runs in, in each data-parallel leader."""
+    """Worker processes of this reward in each data-parallel leader."""
     batch_size: int = Field(default=32, gt=0, le=4096)
-    """Responses in one call of a batch form, and at the same time in each process of an asynchronous one."""
+    """Responses in one call of a batch form, and concurrent calls in each process of an asynchronous form."""
     memory_gib: int = Field(default=4, gt=0, le=1 << 20)
-    """Address space of each of these processes and of what it starts, in GiB; a call that maps more fails."""
+    """Address space of each worker process and its children, in GiB; a call that maps more fails."""
     attempts: int = Field(default=4, gt=0, le=100)
-    """How often a response is tried in all whose reward could not be had (a service that is away), with growing pauses
-    from 0.5 s. Then another response takes its place."""
+    """Attempts to score a response whose reward is unavailable (a service does not answer), with growing pauses from
+    0.5 s. After the last attempt, another response replaces it.
+    """
     passed_variables: list[str] = Field(default_factory=list)
-    """Variables of the environment that hold keys and that its processes get all the same, beside those that
-    ``options`` names (``api_key_variable``); docs/environments.md#keys."""
+    """Environment variables with keys that the worker processes receive, in addition to those that ``options`` names
+    (``api_key_variable``); docs/environments.md#keys.
+    """
 
 
 class RewardConfig(RewardTerm):
     """The rewards of responses; docs/rewards.md."""
 
     name: str = "math_verify"
-    """A name in ``megatron_dppo.rewards``, or ``package.module:function`` (or class) of your own."""
+    """Name in ``megatron_dppo.rewards``, or ``package.module:function`` (or class) of your own."""
     further: dict[str, RewardTerm] = Field(default_factory=dict)
-    """Further rewards, by a name for metrics and samples; null takes one away that another file names."""
+    """Further rewards, by a name for metrics and samples; null removes one that another file names."""
     max_replacements: int = Field(default=3, ge=0, le=100)
-    """Rounds in which responses without a reward are replaced by others to the same problems; a run ends where some
-    still have none after them."""
+    """Rounds in which responses without a reward are replaced by others to the same problems. The run ends where
+    some responses have no reward after them.
+    """
 
     @property
     def first(self) -> str:
-        """What the first one is called among ``terms``: as its function."""
+        """Name of the first reward among ``terms``: the name of its function."""
         return self.name.rpartition(":")[2]
 
     @property
@@ -154,49 +171,60 @@ Credit = Literal["turn", "trajectory"]
 
 
 class EnvironmentConfig(Section):
-    """Who answers the policy's turns, in training and evaluation; docs/environments.md."""
+    """The environment that answers the policy's turns, in training and evaluation; docs/environments.md."""
 
     name: str | None = None
-    """A name in ``megatron_dppo.environments``, or ``package.module:Class``. Empty: none, a response has one turn and
-    ``reward.name`` scores it."""
+    """Name in ``megatron_dppo.environments``, or ``package.module:Class``. Empty: none, a response has one turn and
+    ``reward.name`` scores it.
+    """
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the class."""
     credit: Credit = "trajectory"
-    """What a token's advantage is of: the whole trajectory's reward, or what was earned from its turn on, each compared
-    with the group's; docs/environments.md#credit. Turns are paired as the branches lie, not by time."""
+    """Unit of an advantage: the whole trajectory's reward, or the reward from a token's turn on, each compared with
+    the group; docs/environments.md#credit. Turns are paired in the order of the branches, not by time.
+    """
     role: str = "user"
-    """Role of what the environment says, as the chat template knows it: ``user``, ``tool``."""
+    """Role of the environment's messages in the chat template: ``user``, ``tool``."""
     max_turns: int = Field(default=8, gt=0)
-    """Turns of the policy, each of at most ``rollout.max_response_tokens``; an episode that has used them up is
-    truncated."""
+    """Most turns of the policy, each of at most ``rollout.max_response_tokens``; an episode that has used all turns
+    is truncated.
+    """
     cut_turns: Literal["end", "answer"] = "end"
-    """After a turn that ``rollout.max_response_tokens`` cuts off: the episode ends as truncated, or the environment
-    answers the turn and the episode goes on."""
+    """Result of a turn that ``rollout.max_response_tokens`` cuts off: the episode ends as truncated, or the
+    environment answers the turn and the episode continues.
+    """
     max_tokens: int | None = Field(default=None, gt=0)
-    """Tokens of an episode with its prompt, of all its branches together; one that gets there is truncated. Empty: as
-    many as prompt, turns and observations may have in one."""
+    """Most tokens of an episode with its prompt, in all its branches together; a longer episode is truncated. Empty:
+    the sum that prompt, turns and observations may reach.
+    """
     max_observation_tokens: int = Field(default=1024, gt=0)
-    """Tokens of what the environment says at once, the chat template's included; more is a fault."""
+    """Most tokens of one observation, including the chat template's; more is a fault."""
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time for an answer of the environment; longer is a fault."""
     retries: int = Field(default=2, ge=0)
-    """Faults of an episode that are made good by giving the same turns to a new environment. With one more its response
-    is replaced by another one to the same problem, up to ``reward.max_replacements`` times."""
+    """Faults of an episode that are repaired by replaying its turns in a new environment. After one more fault,
+    another response to the same problem replaces it, up to ``reward.max_replacements`` times.
+    """
     workers: int = Field(default=1, gt=0, le=1024)
-    """Processes for environments in each data-parallel leader; each runs many side by side."""
+    """Processes for environments in each data-parallel leader; each runs many environments side by side."""
     concurrent: int | None = Field(default=None, gt=0)
     """Episodes that are open at the same time in each data-parallel leader; others wait. Empty: four times
-    ``rollout.max_concurrent_requests``, as environments work while others' turns are sampled."""
+    ``rollout.max_concurrent_requests``, because some environments compute while other turns are sampled.
+    """
     memory_gib: int = Field(default=4, gt=0, le=1 << 20)
-    """Address space of each of these processes, in GiB: an environment that maps more fails. Commands of ``agent`` are
-    not bound by it."""
+    """Address space of each of these processes, in GiB: an environment that maps more fails. Commands of ``agent``
+    have no such limit.
+    """
     passed_variables: list[str] = Field(default_factory=list)
-    """Variables of the environment that these processes, and commands of ``agent``, get beside harmless ones, such as
-    the key of a tool; docs/environments.md#keys."""
+    """Environment variables that these processes, and commands of ``agent``, receive in addition to harmless ones,
+    such as the key of a tool; docs/environments.md#keys.
+    """
 
     def longest(self, prompt: int, response: int) -> int:
-        """Tokens of the longest sequence, ``max_tokens`` with its default filled in. ``prompt``, ``response``: of the
-        longest prompt and turn."""
+        """Return the tokens of the longest sequence: ``max_tokens`` with its default filled in.
+
+        ``prompt`` and ``response`` are the tokens of the longest prompt and turn.
+        """
         if self.name is None:
             return prompt + response
         if self.max_tokens is not None:

@@ -1,4 +1,4 @@
-"""What is said of a configuration that can't be run: every fault at once, with what was given and what was expected."""
+"""Errors of a configuration: one ConfigError with every fault, each with the given and the expected value."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from pydantic import BaseModel, Tag
 
 from megatron_dppo.system.errors import RunError
 
-# The one error of this package: everything that is wrong with a configuration, at once.
-
 MOST_SHOWN = 14
-"""Faults in a message: as many as a screen holds."""
+"""Most faults in one message: as many as a screen holds."""
 
 
 class ConfigError(RunError, ValueError):
-    """A configuration that can't be run. ``faults``: one line for each, key first; ``source``:
-    the file."""
+    """A configuration that can't be run.
+
+    ``faults`` has one line for each fault, with the key first. ``source`` is the file.
+    """
 
     def __init__(self, faults: Sequence[str], source: str = "configuration") -> None:
         self.faults = tuple(faults)
         self.source = source
         count = f" {len(self.faults)} faults" if len(self.faults) > 1 else ""
-        shown = self.faults[:MOST_SHOWN]
-        more = [f"and {len(faults) - len(shown)} more"] if len(shown) < len(faults) else []
-        super().__init__("\n  ".join([f"{source}:{count}", *shown, *more]))
+        shown_faults = self.faults[:MOST_SHOWN]
+        more = (
+            [f"and {len(faults) - len(shown_faults)} more"]
+            if len(shown_faults) < len(faults)
+            else []
+        )
+        super().__init__("\n  ".join([f"{source}:{count}", *shown_faults, *more]))
 
-
-# What a field of the schema expects, in words: the second half of every message about a value.
 
 _NAMES = {
     bool: "true or false",
@@ -58,7 +60,7 @@ _LONGEST = 60
 
 @dataclass(frozen=True)
 class FieldExpectation:
-    """A key of the schema. ``path``: dotted; ``expected``: in words; ``summary``: its docstring's first sentence."""
+    """A key of the schema: its dotted ``path``, what it expects in words, and the first sentence of its docstring."""
 
     path: str
     expected: str
@@ -66,7 +68,7 @@ class FieldExpectation:
 
 
 def given(value: Any) -> str:
-    """A value as the user would recognise it, with its type: ``'x' (str)``."""
+    """Return a value as the user would recognise it, with its type: ``'x' (str)``."""
     if value is None:
         return "null"
     text = repr(value)
@@ -78,13 +80,16 @@ def given(value: Any) -> str:
 
 
 def expectation(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """``annotation`` in words: ``a number > 0 and <= 1``, ``one of 'auto', 'never'``, ``text or null``."""
+    """Return ``annotation`` in words: ``a number > 0 and <= 1``, ``one of 'auto', 'never'``, ``text or null``."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return expectation(arguments[0], (*arguments[1:], *metadata))
     if origin in (Union, types.UnionType):
-        inner, nothing = [a for a in arguments if a is not type(None)], type(None) in arguments
-        alternatives = [expectation(a, metadata) for a in inner] + ["null"] * nothing
+        member_types, nothing = (
+            [a for a in arguments if a is not type(None)],
+            type(None) in arguments,
+        )
+        alternatives = [expectation(a, metadata) for a in member_types] + ["null"] * nothing
         covered = {_NAMES[int]} if _NAMES[float] in alternatives else set()
         return " or ".join(dict.fromkeys(word for word in alternatives if word not in covered))
     if origin is Literal:
@@ -107,15 +112,19 @@ def _class_expectation(kind: Any) -> str:
 
 def _bounds(metadata: Iterable[Any]) -> str:
     bounds = [m for m in metadata if isinstance(m, Gt | Ge | Lt | Le)]
-    texts = [
-        f"{sign} {getattr(m, a)}" for m in bounds for kind, a, sign in _BOUNDS if type(m) is kind
-    ]
+    texts: list[str] = []
+    for bound in bounds:
+        for kind, attribute, sign in _BOUNDS:
+            if type(bound) is kind:
+                texts.append(f"{sign} {getattr(bound, attribute)}")
     return " " + " and ".join(texts) if texts else ""
 
 
 def field_at(model: type[BaseModel], location: Sequence[Any]) -> FieldExpectation:
-    """The key that a pydantic error's ``location`` stands for. The branch of a union is no key; an
-    item of a list is one where it is a table."""
+    """Return the key that the ``location`` of a pydantic error stands for.
+
+    The branch of a union is no key. An item of a list is a key where it is a table.
+    """
     path: list[str] = []
     annotation: Any = model
     metadata: Sequence[Any] = ()
@@ -130,10 +139,10 @@ def field_at(model: type[BaseModel], location: Sequence[Any]) -> FieldExpectatio
             annotation, metadata = field.annotation, field.metadata
             summary = (field.description or "").split(". ")[0].strip().rstrip(".")
             continue
-        inner = _inside(kind, part)
-        if inner is None:
+        inner_kind = _inside(kind, part)
+        if inner_kind is None:
             break
-        annotation, metadata = inner, ()
+        annotation, metadata = inner_kind, ()
         if get_origin(kind) is dict:
             path.append(str(part))
         elif get_origin(kind) is list:
@@ -153,7 +162,7 @@ def section_at(model: type[BaseModel], location: Sequence[Any]) -> type[BaseMode
 
 
 def _bare(annotation: Any) -> Any:
-    """``annotation`` without what ``Annotated`` adds."""
+    """Return ``annotation`` without the additions of ``Annotated``."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
@@ -162,9 +171,9 @@ def _is_section(kind: Any) -> bool:
 
 
 def _inside(kind: Any, part: Any) -> Any:
-    """What is inside a table, a list of tables or a tagged union at ``part``.
+    """Return the type inside a table, a list of tables or a tagged union at ``part``.
 
-    None in anything else, and for a union's branch that is a plain value: the union says more of it.
+    Returns None inside any other type, and for a union's branch that is a plain value: the union's own text says more.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is dict:
@@ -178,7 +187,7 @@ def _inside(kind: Any, part: Any) -> Any:
 
 
 def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of the schema."""
+    """Yield every key of the schema."""
     for name, field in model.model_fields.items():
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -186,20 +195,22 @@ def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def closest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
-    """The names that ``name`` was probably meant to be, best first."""
+    """Return the names that ``name`` was probably meant to be, best first."""
     return difflib.get_close_matches(name, list(candidates), n=count, cutoff=0.6)
 
 
 def suggestion(model: type[BaseModel], location: Sequence[Any]) -> str | None:
-    """The key that an unknown one was probably meant to be: in its section, else of that name in another."""
+    """Return the key that an unknown key was probably meant to be: in its section, or of that name in another
+    section.
+    """
     key = str(location[-1])
     prefix = field_at(model, location[:-1]).path
     prefix += "." if prefix else ""
-    near = closest(key, section_at(model, location).model_fields)
-    if near and difflib.SequenceMatcher(None, key, near[0]).ratio() >= 0.8:
-        return prefix + near[0]
+    similar_keys = closest(key, section_at(model, location).model_fields)
+    if similar_keys and difflib.SequenceMatcher(None, key, similar_keys[0]).ratio() >= 0.8:
+        return prefix + similar_keys[0]
     leaves = {path.rsplit(".", 1)[-1]: path for path in dotted_paths(model)}
     elsewhere = difflib.get_close_matches(key, list(leaves), n=1, cutoff=0.85)
     if elsewhere:
         return leaves[elsewhere[0]]
-    return prefix + near[0] if near else None
+    return prefix + similar_keys[0] if similar_keys else None

@@ -1,7 +1,7 @@
-"""The tables that are forwarded to Megatron and SGLang: which of their keys other sections set, or nothing may.
+"""The tables that are forwarded to Megatron and SGLang, and their keys that other sections set or that must not be set.
 
-The other keys are the library's own; :mod:`megatron_dppo.launch.library_checks` compares those with
-the fields that the library declares.
+The remaining keys are the library's own. :mod:`megatron_dppo.launch.library_checks` compares them with the fields that
+the library declares.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_dppo.config.errors import closest, expectation, given
 
-# Options that a library declares, as plain data, and whether a configured value fits one of them.
-# The readers are :mod:`megatron_dppo.trainer.megatron_config` and
-# :mod:`megatron_dppo.engine.options`, which import their library; nothing here does.
-
 
 class LibraryMissingError(ImportError):
-    """The library can't be imported in this environment, so its options are not known."""
+    """The library can't be imported in this environment, so its options are unknown."""
 
 
 @dataclass(frozen=True)
 class LibraryFields:
-    """The options of a library's class. ``title``: class, library and version, for messages.
+    """The options of a library's class, as plain data.
 
-    ``types``: annotation by field; ``computed``: fields that the library sets itself and takes from nobody.
+    The readers are :mod:`megatron_dppo.trainer.megatron_config` and :mod:`megatron_dppo.engine.options`, which import
+    their library; nothing here does.
+
+    Attributes:
+        title: class, library and version, for messages.
+        types: annotation by field.
+        computed: fields that the library sets itself and that nobody may set.
     """
 
     title: str
@@ -40,15 +42,15 @@ class LibraryFields:
 def field_fault(
     fields: LibraryFields, key: str, value: Any, hidden: Collection[str] = ()
 ) -> str | None:
-    """What is wrong with ``key: value``, in words; None where the library takes it.
+    """Return the fault of ``key: value`` in words; None where the library takes it.
 
     ``hidden``: fields that are never suggested for an unknown key.
     """
     if key in fields.computed:
         return f"expected nothing: {fields.title} computes it"
     if key not in fields.types:
-        near = closest(key, fields.types.keys() - fields.computed - {*hidden}, count=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        similar_fields = closest(key, fields.types.keys() - fields.computed - {*hidden}, count=3)
+        hint = f"; did you mean {' or '.join(similar_fields)}?" if similar_fields else ""
         return f"not a field of {fields.title}{hint}"
     try:
         read_value(fields.types[key], value)
@@ -58,17 +60,17 @@ def field_fault(
 
 
 def read_value(annotation: Any, value: Any) -> Any:
-    """``value``, which YAML gave, as the type that ``annotation`` asks for.
+    """Convert ``value``, as YAML gave it, to the type of ``annotation``.
 
-    A list becomes a tuple where one is declared, a name a member of an enumeration. Raises
-    ValueError with what was expected.
+    A list becomes a tuple where one is declared, and a name a member of an enumeration. Raises ValueError with what was
+    expected.
     """
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         if isinstance(value, str) and value in annotation.__members__:
             return annotation[value]
         raise ValueError(f"expected {expectation(annotation)}")
     adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-    # As JSON, where strictness knows that a list may stand for a tuple.
+    # In pydantic's strict mode, only JSON allows a list for a tuple.
     try:
         return adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
@@ -117,7 +119,7 @@ MEGATRON_OWNED: Mapping[str, str] = {
         _CHECKPOINT,
     ),
 }
-"""Field of TransformerConfig -> the key that sets it."""
+"""Key that sets each of these fields of TransformerConfig."""
 
 MEGATRON_FIXED: Mapping[str, str] = {
     "calculate_per_token_loss": "the summed loss is divided once, by a global count",
@@ -141,7 +143,7 @@ MEGATRON_FIXED: Mapping[str, str] = {
         "that the policy loss, divided by a global count already, does not make",
     ),
 }
-"""Field of TransformerConfig that nothing sets -> why."""
+"""Reason why nothing may set each of these fields of TransformerConfig."""
 
 _OTHER_MODEL = (
     "the trainer computes what config.json says, and the engine would compute something else"
@@ -280,7 +282,7 @@ MEGATRON_KNOWN: frozenset[str] = frozenset(
 MEGATRON_WITHOUT_REPLAY: Mapping[str, str] = {
     "moe_router_fusion": "the fused router takes no recorded choice",
 }
-"""Field of TransformerConfig that router replay can't have -> why."""
+"""Reason why router replay excludes each of these fields of TransformerConfig."""
 
 SGLANG_OWNED: Mapping[str, str] = {
     "model_path": "model.hf_checkpoint",
@@ -299,7 +301,7 @@ SGLANG_OWNED: Mapping[str, str] = {
     "preferred_sampling_params": "rollout.temperature and evaluation.temperature",
     "sampling_defaults": "rollout.temperature and evaluation.temperature",
 }
-"""Field of ServerArgs, or sampling parameter -> the key that sets it."""
+"""Key that sets each of these fields of ServerArgs or sampling parameters."""
 
 SGLANG_FIXED: Mapping[str, str] = {
     "api_key": "the run makes its own keys",
@@ -314,7 +316,7 @@ SGLANG_FIXED: Mapping[str, str] = {
         "weight updates are verified for tensor-parallel engines of unquantised weights",
     ),
 }
-"""Field of ServerArgs that nothing sets -> why."""
+"""Reason why nothing may set each of these fields of ServerArgs."""
 
 
 _MODE = "the servers answer /generate over plain HTTP, each by itself"
@@ -391,7 +393,7 @@ SGLANG_UNUSABLE: Mapping[str, str] = {
         _OLD_CACHE,
     ),
 }
-"""Field of ServerArgs that must be off -> why."""
+"""Reason why each of these fields of ServerArgs must be off."""
 
 
 SGLANG_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -497,14 +499,14 @@ _USUALLY_OFF: tuple[Any, ...] = (None, 0, "", "null", "none", "{}", [], {})
 
 def _is_off(value: Any, neutral_values: Collection[Any] = _USUALLY_OFF) -> bool:
     """Whether ``value`` leaves an option off: one of ``neutral_values``, or false."""
-    # True is 1 to Python.
+    # Python compares True equal to 1, so test for bool first.
     if isinstance(value, bool):
         return not value
     return value in neutral_values
 
 
 EXPERT_KERNEL = "triton"
-"""SGLang's ``moe_runner_backend`` that leaves unquantised experts as they are loaded."""
+"""SGLang's ``moe_runner_backend`` that keeps unquantised experts in the layout in which they are loaded."""
 
 
 @dataclass(frozen=True)
@@ -512,12 +514,12 @@ class ForwardedTable:
     """A section whose keys are a library's options.
 
     Attributes:
-        name: the section.
-        owned: option -> the key of ours that sets it.
-        fixed: option -> why nothing may set it.
-        off: option -> why it may only be given as off.
-        neutral: option of ``off`` -> the values that leave it off, where they are others than the usual.
-        known: options whose effect on a run is known; None: no list is kept.
+        name: name of the section.
+        owned: option -> this package's key that sets it.
+        fixed: option -> reason why nothing may set it.
+        off: option -> reason why it may only be given as off.
+        neutral: option of ``off`` -> values that leave it off, where they differ from the usual ones.
+        known: options whose effect on a run is known; None: there is no such list.
     """
 
     name: str
@@ -528,7 +530,7 @@ class ForwardedTable:
     known: frozenset[str] | None = None
 
     def faults(self, values: Mapping[str, Any]) -> Iterator[str]:
-        """A line for each key that is not the user's to set here."""
+        """Yield a line for each key that the user must not set here."""
         for key, value in values.items():
             reason = f"{self.owned[key]} sets it" if key in self.owned else self.fixed.get(key)
             if reason is not None:
@@ -552,14 +554,14 @@ class ForwardedTable:
         return value is None or _is_off(value, self.neutral.get(key, _USUALLY_OFF))
 
     def free(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What of ``values`` the library itself has to know."""
+        """Return the values that the library itself must know."""
         return {k: v for k, v in values.items() if k not in self.owned and k not in self.fixed}
 
     def library_faults(self, values: Mapping[str, Any], fields: LibraryFields) -> Iterator[str]:
-        """A line for each free key that the library does not declare, or not with such a value."""
-        ours = {*self.owned, *self.fixed}
+        """Yield a line for each free key that the library does not declare, or not with such a value."""
+        hidden_fields = {*self.owned, *self.fixed}
         for key, value in self.free(values).items():
-            fault = field_fault(fields, key, value, ours)
+            fault = field_fault(fields, key, value, hidden_fields)
             if fault is not None:
                 yield f"{self.name}.{key}: got {given(value)}, {fault}"
 
@@ -644,7 +646,7 @@ def recompute_faults(table: Mapping[str, Any], recompute: str) -> Iterator[str]:
 
 
 def expert_kernel_faults(table: Mapping[str, Any]) -> Iterator[str]:
-    """Kernels of the experts, in the ``sglang:`` table, whose layout of the weights can't be verified."""
+    """Report kernels of the experts, in the ``sglang:`` table, whose weight layout can't be verified."""
     backend = table.get("moe_runner_backend")
     if backend not in (None, EXPERT_KERNEL):
         yield (
@@ -655,15 +657,13 @@ def expert_kernel_faults(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def replay_faults(table: Mapping[str, Any]) -> Iterator[str]:
-    """What in the ``megatron:`` table ``rollout.router_replay`` excludes."""
+    """Report keys of the ``megatron:`` table that ``rollout.router_replay`` excludes."""
     for key, reason in MEGATRON_WITHOUT_REPLAY.items():
         if table.get(key, False) not in (False, None, "none"):
             yield (
                 f"megatron.{key}: got {given(table[key])} with rollout.router_replay, expected nothing: {reason}"
             )
 
-
-# The ``megatron_ddp:`` and ``megatron_optimizer:`` tables: which of their keys other sections set, or nothing may.
 
 _SUMS = "gradients are plain sums: the loss was divided by a global count"
 _FSDP = "weights are gathered from whole parameters of their ranks"
@@ -788,7 +788,9 @@ OPTIMIZER = ForwardedTable(
 def training_faults(
     ddp: Mapping[str, Any], optimizer: Mapping[str, Any], distributed: bool
 ) -> Iterator[str]:
-    """What is wrong with both tables beside a ``distributed`` optimizer or a replicated one."""
+    """Report faults of the ``megatron_ddp:`` and ``megatron_optimizer:`` tables with a ``distributed`` or replicated
+    optimizer.
+    """
     yield from DDP.faults(ddp)
     if ddp.get("overlap_param_gather") and not distributed:
         yield (

@@ -1,5 +1,4 @@
-"""The model that a configuration names, and the layout that it asks for: whether the folder has its files, before
-anything starts, and whether the layout fits; and the layout in a line."""
+"""Checks of the model's folder and of the parallel layout before any process starts, and the layout in one line."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "m
 
 
 def read_checkpoint_folder(folder: str | Path, *, weights: bool = True) -> ModelShape:
-    """The model in ``folder``, whose tokenizer is there, and where ``weights`` is true its weights; an index
-    of weights must be one in any case.
+    """Return the model in ``folder``, which must have a tokenizer and, where ``weights`` is true, weights.
 
-    Raises ConfigError with every file that is missing and every entry of config.json that is wrong.
+    An index of weights must be valid in any case. Raises ConfigError with every missing file and every wrong entry of
+    config.json.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -52,7 +51,7 @@ def read_checkpoint_folder(folder: str | Path, *, weights: bool = True) -> Model
 
 
 def missing_weights(folder: str | Path) -> list[str]:
-    """Which files of the weights are not in ``folder``, in words; empty where all are."""
+    """Return a line about the missing files of the weights in ``folder``; empty where all exist."""
     folder = Path(folder)
     if damaged := _damaged_index(folder):
         return damaged
@@ -65,8 +64,8 @@ def missing_weights(folder: str | Path) -> list[str]:
     lost = [name for name in shards if not (folder / name).is_file()]
     if not lost:
         return []
-    some = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
-    return [f"{len(lost)} of the {len(shards)} files that {index} names are missing: {some}"]
+    lost_names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+    return [f"{len(lost)} of the {len(shards)} files that {index} names are missing: {lost_names}"]
 
 
 def _damaged_index(folder: Path) -> list[str]:
@@ -77,7 +76,7 @@ def _damaged_index(folder: Path) -> list[str]:
 
 
 def _shards(index: Path) -> list[str] | None:
-    """The files that an index names; None where it is no index."""
+    """Return the files that an index names; None where the file is no index."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -89,10 +88,11 @@ def _shards(index: Path) -> list[str] | None:
 
 
 def _missing_tokenizer(folder: Path) -> list[str]:
-    if any(all((folder / f).is_file() for f in files) for files in _TOKENIZER_FILES):
-        return []
-    wanted = " or ".join(" + ".join(files) for files in _TOKENIZER_FILES)
-    return [f"no tokenizer in {folder}: expected {wanted}"]
+    for files in _TOKENIZER_FILES:
+        if all((folder / file).is_file() for file in files):
+            return []
+    file_sets = [" + ".join(files) for files in _TOKENIZER_FILES]
+    return [f"no tokenizer in {folder}: expected {' or '.join(file_sets)}"]
 
 
 Faults = Iterator[str]
@@ -101,7 +101,7 @@ Faults = Iterator[str]
 def describe(
     sizes: LayoutSizes, rollout: RolloutConfig, training: TrainingConfig, model: ModelShape
 ) -> str:
-    """The layout, the vocabulary and a batch's optimiser steps, in a line; the sections must be valid."""
+    """Return the layout, the vocabulary and a batch's optimiser steps in one line; the sections must be valid."""
     layout, vocab = Layout.of(sizes), model.vocab_size
     dense = {
         "TP": layout.tensor,
@@ -131,12 +131,12 @@ def _product(sizes: dict[str, int]) -> str:
 
 
 def world_faults(sizes: LayoutSizes) -> Faults:
-    """What is wrong with the layout whatever the model is."""
+    """Report faults of the layout that do not depend on the model."""
     yield from (fault.text("parallel.") for fault in size_faults(sizes))
 
 
 def layout_faults(sizes: LayoutSizes, megatron: Mapping[str, Any], model: ModelShape) -> Faults:
-    """What is wrong with the layout, and with the ``megatron:`` table's dispatcher and exchange, for this model."""
+    """Report faults of the layout, and of the ``megatron:`` table's dispatcher and exchange, for this model."""
     yield from (fault.text("parallel.") for fault in model_faults(sizes, model))
     dispatcher = megatron.get("moe_token_dispatcher_type")
     if dispatcher is not None and not model.is_moe:
@@ -148,8 +148,9 @@ def layout_faults(sizes: LayoutSizes, megatron: Mapping[str, Any], model: ModelS
 
 
 EXCHANGES = ("p2p", "a2a")
-"""How Transformer Engine's attention brings a packed sequence's keys and values to its context-parallel ranks: around
-a ring, or heads for tokens."""
+"""Ways in which Transformer Engine's attention brings a packed sequence's keys and values to its context-parallel
+ranks: around a ring, or an exchange of heads for tokens.
+"""
 
 
 def _exchange_faults(sizes: LayoutSizes, exchange: Any, model: ModelShape) -> Faults:
@@ -160,8 +161,8 @@ def _exchange_faults(sizes: LayoutSizes, exchange: Any, model: ModelShape) -> Fa
         yield f"{key}, expected nothing: parallel.context is 1"
     elif exchange not in EXCHANGES:
         yield f"{key}, expected {' or '.join(EXCHANGES)}, which take packed sequences"
-    elif exchange == "a2a" and (most := most_all_to_all(sizes.tensor, model)) % sizes.context:
+    elif exchange == "a2a" and (most_ranks := most_all_to_all(sizes.tensor, model)) % sizes.context:
         yield (
             f"{key} with parallel.context {sizes.context} and parallel.tensor {sizes.tensor}, expected a context that "
-            f"divides {most}, the heads of queries and of keys that a rank has; or p2p"
+            f"divides {most_ranks}, the heads of queries and of keys that a rank has; or p2p"
         )

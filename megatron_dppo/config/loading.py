@@ -1,6 +1,17 @@
-"""From a YAML file and ``key.path=value`` words to a :class:`TrainConfig`, or one error that lists all faults.
+"""Read a YAML file and ``key.path=value`` words into a :class:`TrainConfig`, or one error that lists all faults.
 
 A relative path in a configuration is relative to the directory that the program is started in.
+
+YAML here is the 1.2 core schema with duplicate keys refused. PyYAML reads YAML 1.1, where ``1e-6`` is text, ``1:30`` is
+90, ``010`` is 8, ``no`` is false and ``2024-01-01`` a date. Here a number is a number (``1e-6``, ``1_000``, ``0x10``,
+``.inf``), ``true``/``false`` are the only truth values, and all else is text. :func:`parse_yaml` reads back what
+:func:`dump_yaml` writes. ruamel.yaml reads YAML 1.2 as well, but it would be a second YAML library beside the one that
+our dependencies bring, it turns ``2024-01-01`` into a date, and it accepts keys that are no text.
+
+A configuration can build on another one with the top-level key ``base``. ``base: other.yaml`` reads that file first and
+lays this one over it: tables are merged key by key, every other value replaces the base's, null included. The path is
+relative to the file that names it, so recipes can lie side by side and be started from anywhere. A base may have a base
+of its own.
 """
 
 from __future__ import annotations
@@ -25,15 +36,8 @@ from megatron_dppo.config.errors import (
 )
 from megatron_dppo.config.schema import TrainConfig
 
-# YAML as people mean it: the 1.2 core schema, duplicate keys refused. PyYAML reads YAML 1.1, where ``1e-6`` is text,
-# ``1:30`` is 90, ``010`` is 8, ``no`` is false and ``2024-01-01`` a date. Here a number is a number (``1e-6``,
-# ``1_000``, ``0x10``, ``.inf``), ``true``/``false`` are the only truth values, and all else is text. What
-# :func:`dump_yaml` writes, :func:`parse_yaml` reads back as it was. Not ruamel.yaml, which reads 1.2 as well: a
-# second YAML library beside the one that our dependencies bring, it still turns ``2024-01-01`` into a date, and keys
-# that are no text pass.
-
 MAX_VALUES = 100_000
-"""Values of a document, counted as often as its aliases repeat them."""
+"""Most values of a document, each counted as often as its aliases repeat it."""
 
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _PLAIN_TYPES = (
@@ -56,15 +60,15 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012  PyYAML's own protocol
 
     def get_single_node(self) -> yaml.Node | None:
-        """As PyYAML's, after refusing a few lines of aliases that stand for millions of values."""
+        """Read a node as PyYAML does, but refuse a few lines of aliases that stand for millions of values."""
         node = super().get_single_node()
         if node is not None:
             _count_values(node, {})
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As PyYAML's, after refusing duplicates (keys of a ``<<`` merge may be set again)."""
-        # ``!!map`` before something else.
+        """Read a table as PyYAML does, but refuse duplicate keys (keys of a ``<<`` merge may be set again)."""
+        # The tag ``!!map`` can stand before a value that is no table.
         if not isinstance(node, yaml.MappingNode):
             raise yaml.MarkedYAMLError(
                 problem="!!map is given to what is no table", problem_mark=node.start_mark
@@ -90,18 +94,21 @@ class _Loader(yaml.SafeLoader):
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
-    """Values in ``node`` with every alias written out. ``counts``: by node's id, None while
-    one is being counted. Raises yaml.MarkedYAMLError above MAX_VALUES, or for a node in itself."""
+    """Count the values in ``node`` with every alias written out.
+
+    ``counts`` has the result by the node's id, None while the node is being counted. Raises yaml.MarkedYAMLError above
+    MAX_VALUES, or for a node that contains itself.
+    """
     if id(node) not in counts:
         counts[id(node)] = None
-        inside = 0
+        value_count = 0
         for item in node.value if isinstance(node, yaml.CollectionNode) else ():
             for child in item if isinstance(item, tuple) else (item,):
-                inside += _count_values(child, counts)
-                if inside >= MAX_VALUES:
+                value_count += _count_values(child, counts)
+                if value_count >= MAX_VALUES:
                     fault = f"more than {MAX_VALUES} values, an alias counted as what it repeats"
                     raise yaml.MarkedYAMLError(problem=fault, problem_mark=node.start_mark)
-        counts[id(node)] = inside + 1
+        counts[id(node)] = value_count + 1
     count = counts[id(node)]
     if count is None:
         raise yaml.MarkedYAMLError(
@@ -111,11 +118,11 @@ def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
 
 
 def _value_of(node: yaml.Node, kind: str) -> str:
-    """The text of a scalar of that kind, also where a tag such as ``!!bool`` says so; case as given."""
+    """Return the text of a scalar of that kind, also where a tag such as ``!!bool`` says so; case as given."""
     if not isinstance(node, yaml.ScalarNode) or not _PATTERNS[kind].match(node.value):
-        shown = node.value[:40] if isinstance(node, yaml.ScalarNode) else "a table or a list"
+        shown_value = node.value[:40] if isinstance(node, yaml.ScalarNode) else "a table or a list"
         raise yaml.MarkedYAMLError(
-            problem=f"!!{kind} is given to {shown!r}", problem_mark=node.start_mark
+            problem=f"!!{kind} is given to {shown_value!r}", problem_mark=node.start_mark
         )
     return str(node.value)
 
@@ -158,14 +165,14 @@ _CONSTRUCTORS: dict[str, Callable[[Any, Any], Any]] = {
     "seq": yaml.SafeLoader.construct_yaml_seq,
     "map": yaml.SafeLoader.construct_yaml_map,
 }
-# Tags of YAML 1.1 alone (``!!timestamp``, ``!!binary``, ``!!set``) are unknown, as any other is.
+# Tags that only YAML 1.1 has (``!!timestamp``, ``!!binary``, ``!!set``) are unknown here, as any other tag is.
 _Loader.yaml_constructors = {None: yaml.SafeLoader.construct_undefined}
 for _name, _constructor in _CONSTRUCTORS.items():
     _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _constructor)
 
 
 def parse_yaml(text: str) -> Any:
-    """The document's value. Raises yaml.YAMLError with line and column."""
+    """Return the document's value. Raises yaml.YAMLError with line and column."""
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError:
@@ -173,7 +180,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_scalar(text: str) -> Any:
-    """The value of ``key=text``: a plain scalar, or where it begins with a bracket or a quote, flow YAML.
+    """Return the value of ``key=text``: a plain scalar, or flow YAML where the text begins with a bracket or a quote.
 
     Text with ``#``, ``: `` or ``@`` in it needs no quotes. Empty text is null. Raises yaml.YAMLError.
     """
@@ -186,14 +193,9 @@ def parse_scalar(text: str) -> Any:
 
 
 def dump_yaml(value: Any) -> str:
-    """Block-style YAML in the order given."""
+    """Return block-style YAML in the order given."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
-
-# Configurations that build on another one: the top-level key ``base``. ``base: other.yaml`` reads that file first and
-# lays this one over it: tables are merged key by key, every other value replaces the base's, null included. The path
-# is relative to the file that names it, so recipes can lie side by side and be started from anywhere. A base may have
-# a base of its own.
 
 KEY = "base"
 _LONGEST_BASE = 4096
@@ -202,7 +204,9 @@ Tree = dict[str, Any]
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """``over`` laid over ``base``: tables key by key, other values replaced. Neither is changed."""
+    """Return ``over`` laid over ``base``: tables merged key by key, other values replaced. Neither argument is
+    changed.
+    """
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)
@@ -218,16 +222,16 @@ def _is_path(text: str) -> bool:
 
 
 def read_with_bases(path: Path, schema: type[Section], above: tuple[Path, ...] = ()) -> Tree:
-    """The tables of ``path`` and of all that it builds on, merged, without the key ``base``.
+    """Return the tables of ``path`` and of all files that it builds on, merged, without the key ``base``.
 
-    ``above``: the files that build on this one. Raises ConfigError where a file can't be read as ``schema``'s
+    ``above`` are the files that build on this one. Raises ConfigError where a file can't be read as ``schema``'s
     sections, or a base is no path, is missing, or builds on itself.
     """
     if not _is_path(str(path)):
         raise ConfigError(["this is no path"], given(str(path)))
-    where = path.resolve()
-    if where in above:
-        chain = " -> ".join(p.name for p in (*above[above.index(where) :], where))
+    resolved_path = path.resolve()
+    if resolved_path in above:
+        chain = " -> ".join(p.name for p in (*above[above.index(resolved_path) :], resolved_path))
         raise ConfigError([f"{KEY}: {chain}: a configuration can't build on itself"], str(path))
     tree = _read_tree(path, schema)
     if KEY not in tree:
@@ -241,7 +245,7 @@ def read_with_bases(path: Path, schema: type[Section], above: tuple[Path, ...] =
     base = path.parent / name
     if not base.is_file():
         raise ConfigError([f"{KEY}: got {name!r}, but there is no file {base}"], str(path))
-    return merged(read_with_bases(base, schema, (*above, where)), tree)
+    return merged(read_with_bases(base, schema, (*above, resolved_path)), tree)
 
 
 _LONGEST_PATH = 1024
@@ -251,17 +255,17 @@ _KEY_PATH = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """:func:`load_as` for a run of reinforcement learning."""
+    """Load the configuration of a reinforcement-learning run, as :func:`load_as`."""
     return load_as(TrainConfig, path, overrides)
 
 
 def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] = ()) -> C:
-    """Read ``path`` (None: an empty file) as ``schema``, set the overrides (the last one of a key wins), validate every
-    field by itself.
+    """Read ``path`` (None: an empty file) as ``schema``, apply the overrides, and validate every field by itself.
 
-    An override's value is a YAML scalar or a flow list; nothing after ``=`` means null; a missing table is made.
-    ``base: other.yaml`` builds on that file. ``{key.path}`` in ``run.directory`` stands for that value. Checks across
-    sections are :mod:`megatron_dppo.config.checks`'s. Raises ConfigError.
+    Of several overrides of a key, the last one wins. An override's value is a YAML scalar or a flow list; nothing after
+    ``=`` means null; a missing table is made. ``base: other.yaml`` builds on that file. ``{key.path}`` in
+    ``run.directory`` stands for that value. Checks across sections are in :mod:`megatron_dppo.config.checks`. Raises
+    ConfigError.
     """
     tree = {} if path is None else read_with_bases(Path(path), schema)
     faults = _apply_overrides(tree, overrides)
@@ -275,12 +279,12 @@ def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] =
 
 
 def resolved_yaml(config: Section) -> str:
-    """The whole configuration, defaults filled in; :func:`load_config` reads it back to an equal one."""
+    """Return the whole configuration with defaults filled in; :func:`load_config` reads it back to an equal one."""
     return dump_yaml(config.model_dump())
 
 
 def _source(path: Path) -> str:
-    """A path for a message: whole, but cut where nobody would read it through, or its characters can't be shown."""
+    """Return a path for a message: whole, or cut where it is too long to read or has unprintable characters."""
     text = str(path)
     return text if len(text) <= _LONGEST_PATH and text.isprintable() else given(text)
 
@@ -303,7 +307,7 @@ def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
     if not isinstance(tree, dict):
         fault = f"got {given(tree)} at the top level, expected a table with the sections "
         raise ConfigError([fault + ", ".join(schema.model_fields)], str(path))
-    # A section whose lines are all commented out parses as null and means an empty table.
+    # A section whose lines are all comments is parsed as null and means an empty table.
     return {
         name: {} if value is None and _is_table(schema, name) else value
         for name, value in tree.items()
@@ -311,14 +315,14 @@ def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
 
 
 def _is_table(schema: type[Section], name: str) -> bool:
-    """Whether the schema has a table there; what it doesn't know counts as one."""
+    """Whether the schema has a table of this name; an unknown name counts as a table."""
     field = schema.model_fields.get(name)
     annotation = None if field is None else field.annotation
     return annotation is None or isinstance(annotation, type) or get_origin(annotation) is dict
 
 
 def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str]:
-    """Set each in ``tree``; the faults of those that can't be."""
+    """Set each override in ``tree`` and return the faults of those that can't be set."""
     faults = []
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -348,8 +352,11 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> list[str]:
 
 
 def _take_null_sets_away(tree: dict[str, Any]) -> None:
-    """``data.evaluation.NAME: null`` removes a set that an inherited file, or this one, names; so does
-    ``reward.further.NAME`` a reward."""
+    """Remove sets and rewards whose value is null.
+
+    ``data.evaluation.NAME: null`` removes a set that an inherited file, or this one, names; ``reward.further.NAME:
+    null`` removes a reward.
+    """
     for section, key in (("data", "evaluation"), ("reward", "further")):
         table = tree.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), dict):
@@ -357,7 +364,7 @@ def _take_null_sets_away(tree: dict[str, Any]) -> None:
 
 
 def _fill_in_directory(tree: dict[str, Any]) -> list[str]:
-    """Replace each ``{key.path}`` in ``run.directory``; the faults of those that can't be."""
+    """Replace each ``{key.path}`` in ``run.directory``, and return the faults of those that can't be replaced."""
     run = tree.get("run")
     if not isinstance(run, dict) or not isinstance(run.get("directory"), str):
         return []
@@ -383,15 +390,15 @@ def _validate(tree: dict[str, Any], schema: type[C]) -> tuple[C | None, list[str
         return schema.model_validate(tree), []
     except ValidationError as error:
         errors = error.errors()
-        # To guess what thousands of keys meant takes its time.
-        shown = errors[: 2 * MOST_SHOWN]
-        faults = [_fault(schema, e["type"], e["loc"], e["input"]) for e in shown]
-        # A union reports each of its branches.
-        return None, [*dict.fromkeys(faults), *(str(e["loc"]) for e in errors[len(shown) :])]
+        # Guessing the meaning of thousands of unknown keys would take minutes.
+        shown_errors = errors[: 2 * MOST_SHOWN]
+        faults = [_fault(schema, e["type"], e["loc"], e["input"]) for e in shown_errors]
+        # A union reports each of its branches, so drop equal lines.
+        return None, [*dict.fromkeys(faults), *(str(e["loc"]) for e in errors[len(shown_errors) :])]
 
 
 def _fault(schema: type[Section], kind: str, location: tuple[int | str, ...], value: Any) -> str:
-    """One line on one pydantic error."""
+    """Return one line about one pydantic error."""
     if kind == "extra_forbidden":
         return _unknown_key(schema, location, value)
     field = field_at(schema, location)
@@ -409,12 +416,12 @@ _WHY_NOT = {
     ): ". A server that pauses in place goes on with keys and values of the old "
     "weights, so that no version's log-probabilities are those that it sampled from; see docs/staleness.md"
 }
-"""What others offer and is refused here, by key and value, and why."""
+"""Reason why a value that other packages offer is refused here, by key and value."""
 
 
 def _unknown_key(schema: type[Section], location: tuple[int | str, ...], value: Any) -> str:
     path = field_at(schema, location).path
     meant = suggestion(schema, location)
     hint = f"did you mean {meant}? " if meant else ""
-    expected = ", ".join(section_at(schema, location).model_fields)
-    return f"{path}: unknown key (got {given(value)}); {hint}Expected one of: {expected}"
+    expected_keys = ", ".join(section_at(schema, location).model_fields)
+    return f"{path}: unknown key (got {given(value)}); {hint}Expected one of: {expected_keys}"

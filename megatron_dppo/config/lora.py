@@ -1,4 +1,4 @@
-"""The ``lora:`` section against the model, the layout and the other sections."""
+"""Checks of the ``lora:`` section against the model, the layout and the other sections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def adapters_of(lora: LoraConfig, shape: ModelShape) -> Adapters | None:
-    """The adapters that the section asks for; None where it is off. Raises AdapterError where a name names nothing."""
+    """Return the adapters that the section configures; None where it is off. Raises AdapterError for an unknown
+    name.
+    """
     if not lora.rank:
         return None
     modules = resolve_modules(lora.target_modules, shape)
@@ -36,7 +38,7 @@ def adapters_of(lora: LoraConfig, shape: ModelShape) -> Adapters | None:
 def lora_faults(
     lora: LoraConfig, sizes: LayoutSizes, shape: ModelShape, *, has_engines: bool
 ) -> Faults:
-    """What of the ``lora:`` section can't be, each with its key."""
+    """Report faults of the ``lora:`` section, each with its key."""
     if not lora.rank:
         yield from _without_adapters(lora)
         return
@@ -65,7 +67,7 @@ def engine_adapter_faults(
     weight_sync: WeightSyncConfig,
     engine: EngineConfig,
 ) -> Faults:
-    """What can't be together with ``lora.update``: engines are sent merged weights, or load adapters of the run's."""
+    """Report settings that contradict ``lora.update``: engines receive merged weights, or load the run's adapters."""
     set_here = ("lora_backend",) if updates_adapters(lora) else ()
     for key, value in sglang.items():
         if "lora" in key and key not in set_here:
@@ -96,7 +98,7 @@ def engine_adapter_faults(
 
 
 def adapter_update_faults(lora: LoraConfig, shape: ModelShape) -> Faults:
-    """Why SGLang's LoRA can't compute with the adapters that ``lora.update: adapters`` would send."""
+    """Report why SGLang's LoRA can't compute with the adapters that ``lora.update: adapters`` would send."""
     if not updates_adapters(lora):
         return
     try:
@@ -124,24 +126,26 @@ def adapter_update_faults(lora: LoraConfig, shape: ModelShape) -> Faults:
 
 
 def updates_adapters(lora: LoraConfig) -> bool:
-    """Whether weight updates send adapters alone."""
+    """Whether weight updates send only adapters."""
     return lora.rank > 0 and lora.update == "adapters"
 
 
 def _without_adapters(lora: LoraConfig) -> Faults:
-    given = sorted(lora.model_fields_set - {"rank"})
-    changed = [key for key in given if getattr(lora, key) != getattr(LoraConfig(), key)]
-    if changed:
-        keys = ", ".join(f"lora.{key}" for key in changed)
+    given_keys = sorted(lora.model_fields_set - {"rank"})
+    changed_keys = [key for key in given_keys if getattr(lora, key) != getattr(LoraConfig(), key)]
+    if changed_keys:
+        keys = ", ".join(f"lora.{key}" for key in changed_keys)
         yield f"lora.rank: got 0 (off) with {keys}, expected a rank, or nothing of them"
 
 
 def _folder(lora: LoraConfig) -> Faults:
     if lora.start_from is None:
         return
-    missing = [n for n in (PEFT_CONFIG, PEFT_WEIGHTS) if not (Path(lora.start_from) / n).is_file()]
-    if missing:
+    missing_files = [
+        n for n in (PEFT_CONFIG, PEFT_WEIGHTS) if not (Path(lora.start_from) / n).is_file()
+    ]
+    if missing_files:
         yield (
-            f"lora.start_from: got {lora.start_from!r}, which lacks {' and '.join(missing)}, expected "
+            f"lora.start_from: got {lora.start_from!r}, which lacks {' and '.join(missing_files)}, expected "
             "a folder of adapters in PEFT's format"
         )

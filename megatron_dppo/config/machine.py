@@ -1,4 +1,4 @@
-"""Whether the machine that a run would be started on has its GPUs, cores and open files; memory is the planner's."""
+"""Checks of the machine's GPUs, cores and open files before a run starts there. Memory is the planner's subject."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from megatron_dppo.system.compute import has_hopper
 from megatron_dppo.system.files import unwritable
 from megatron_dppo.system.network import InterfaceError, interface_address, resolve
 
-# What the environment has torch's allocator of GPU memory do, as far as a run depends on it.
-
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def allocator_faults(strategy: str, environment: Mapping[str, str]) -> Iterator[str]:
-    """Expandable segments, which CUDA IPC does not hand to SGLang, where ``weight_sync.strategy`` is tensor."""
+    """Report expandable segments where ``weight_sync.strategy`` is tensor: CUDA IPC can't share them with SGLang."""
     variable = expandable_segments(environment)
     if variable is not None and strategy == "tensor":
         yield (
@@ -34,10 +32,10 @@ def allocator_faults(strategy: str, environment: Mapping[str, str]) -> Iterator[
 
 
 def set_allocator(strategy: str | None, environment: MutableMapping[str, str]) -> None:
-    """Have a trainer rank's torch allocate expandable segments, where nobody chose and no engine opens its memory.
+    """Make a trainer rank's torch allocate expandable segments, unless a variable or the weight strategy excludes it.
 
-    ``strategy``: ``weight_sync.strategy``, None without engines. The planner's share of memory that can't be used is
-    one with expandable segments. Before torch is imported.
+    Call it before torch is imported. ``strategy`` is ``weight_sync.strategy``, None without engines. The planner's
+    estimate of unusable memory assumes expandable segments.
     """
     if strategy != "tensor" and not any(name in environment for name in ALLOCATOR_VARIABLES):
         environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
@@ -56,7 +54,7 @@ def set_precision(megatron: Mapping[str, Any], environment: MutableMapping[str, 
 
 
 def expandable_segments(environment: Mapping[str, str]) -> str | None:
-    """The variable that has torch allocate expandable segments; None where none does."""
+    """Return the variable that makes torch allocate expandable segments; None where none does."""
     for name in ALLOCATOR_VARIABLES:
         settings = environment.get(name, "").lower().replace(" ", "").split(",")
         if "expandable_segments:true" in settings:
@@ -65,19 +63,19 @@ def expandable_segments(environment: Mapping[str, str]) -> str | None:
 
 
 LEAST_OPEN_FILES = 128
-"""Files and sockets that the processes of a small run hold open, and some to spare."""
+"""Files and sockets that the processes of a small run hold open, and a reserve."""
 
 _PYTHON_S = 60.0
 _LACKING = (
     "import importlib.util as u, json, sys;"
     "print(json.dumps([m for m in sys.argv[1:] if u.find_spec(m) is None]))"
 )
-"""Prints which of the packages that are given an interpreter has not, as JSON."""
+"""Program that prints, as JSON, which of the given packages an interpreter lacks."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run may use here. ``open_files``: of one process. ``memory_bytes``: of the host."""
+    """Resources that a run may use on this machine: ``open_files`` of one process, ``memory_bytes`` of the host."""
 
     cores: int
     gpus: int
@@ -86,7 +84,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The machine that this process runs on, as far as the process may use it."""
+    """Return the resources of the machine that this process runs on, as far as the process may use them."""
     return Machine(
         cores=len(os.sched_getaffinity(0)),
         gpus=_visible_gpus(),
@@ -96,7 +94,7 @@ def this_machine() -> Machine:
 
 
 def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
-    """Why a run with all its ranks and servers can't work on ``machine``: one line for each reason."""
+    """Yield a line for each reason why a run with all its ranks and servers can't work on ``machine``."""
     engine, sync, ranks = config.engine, config.weight_sync, config.parallel.world_size
     generates = config.rollout.replay_from is None
     yield from _interface_faults(config.parallel.interface)
@@ -139,14 +137,14 @@ def _interface_faults(interface: str | None) -> Iterator[str]:
 
 
 def _server_faults(engine: EngineConfig) -> Iterator[str]:
-    """The address and the interpreter of servers and router that are started here."""
+    """Report faults of the address and of the interpreter of servers and router that start here."""
     if packages := ["sglang"] * bool(engine.started) + ["smg"] * engine.uses_router:
         yield from _host_faults(engine.host)
         yield from _python_faults(engine.python, ["megatron_dppo", *packages])
 
 
 def _host_faults(host: str) -> Iterator[str]:
-    """An address where servers and router can't listen."""
+    """Report an address on which servers and router can't listen."""
     try:
         address = resolve(host)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -157,11 +155,11 @@ def _host_faults(host: str) -> Iterator[str]:
 
 
 def _python_faults(python: str | None, packages: Sequence[str]) -> Iterator[str]:
-    """An interpreter of the servers that is none, or that lacks what they run."""
+    """Report an interpreter of the servers that does not exist, or that lacks packages."""
     if python is None:
         return
     try:
-        done = subprocess.run(
+        probe = subprocess.run(
             [python, "-c", _LACKING, *packages],
             capture_output=True,
             text=True,
@@ -169,12 +167,12 @@ def _python_faults(python: str | None, packages: Sequence[str]) -> Iterator[str]
             stdin=subprocess.DEVNULL,
             check=False,
         )
-        lacking = json.loads(done.stdout)
+        missing_packages = json.loads(probe.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         yield f"engine.python: got {python!r}, expected a Python interpreter"
         return
-    if lacking:
-        yield f"engine.python: got {python!r}, which lacks {', '.join(lacking)}"
+    if missing_packages:
+        yield f"engine.python: got {python!r}, which lacks {', '.join(missing_packages)}"
 
 
 def _visible_gpus() -> int:

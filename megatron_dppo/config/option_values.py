@@ -1,4 +1,4 @@
-"""Values of ``options`` tables against the types that the function or class which takes them declares."""
+"""Checks of values in ``options`` tables against the types that the called function or class declares."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def option_value_faults(target: Callable[..., Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """``NAME: got VALUE, expected TYPE`` for each option of another type than its parameter's.
+    """Yield ``NAME: got VALUE, expected TYPE`` for each option of another type than its parameter's.
 
-    Only of this package's own functions and classes: what others write into an annotation need not hold. Names that no
-    parameter has are left to the call's own check.
+    Only this package's own functions and classes are checked: annotations of other packages need not be exact. Unknown
+    names are left to the check of the call itself.
     """
-    # A value that is no function has none.
+    # A value that is no function has no module.
     module = getattr(target, "__module__", None) or ""
     if module.partition(".")[0] != OWN_PACKAGE:
         return

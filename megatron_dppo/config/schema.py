@@ -1,4 +1,8 @@
-"""Every key of a configuration: its type, its default, and in its docstring what it does and in which unit."""
+"""Every key of a configuration: its type, its default, and in its docstring what it does and in which unit.
+
+Sections are frozen and strict: unknown keys and wrong types are errors. Checks across sections are in ``checks.py``.
+Relative paths are relative to the directory that the program is started in. This package loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +15,31 @@ from megatron_dppo.config.data_schema import DataConfig, EnvironmentConfig, Rewa
 from megatron_dppo.model.layout import LayoutSizes
 from megatron_dppo.model.shape import TrainerPart
 
-# What a run can be told, section by section. Frozen, strict: unknown keys and wrong types are errors. Units stand in
-# the field's docstring. Checks that cross sections live in ``checks.py``. Relative paths are relative to the
-# directory that the program is started in. This package loads no torch.
-
 SLOWEST_TOKENS_PER_S = 10.0
-"""Of one response, where nothing else is said: a server under full load is some times as fast."""
+"""Rate that the default timeout of a response assumes. A server under full load is several times as fast."""
 
 
 class RunConfig(Section):
-    """Where a run writes, and how long it is."""
+    """The run's folder, length and start."""
 
     directory: str
     """Folder of everything the run writes; created."""
     seed: int = Field(default=1, ge=0, lt=2**31)
     """Seeds the order of the data, the trainer's generators and the engine."""
     steps: int = Field(gt=0)
-    """Rollout batches to train on in all; a resumed run counts on from its checkpoint."""
+    """Rollout batches to train on in total; a resumed run counts on from its checkpoint."""
     resume: Literal["auto", "never", "required"] = "auto"
-    """``auto``: from the newest checkpoint, or at step 0 where none was written yet. ``never``: at
-    step 0; what earlier starts left is set aside. ``required``: from a checkpoint, or not at all."""
+    """``auto``: start from the newest checkpoint, or at step 0 where none was written yet. ``never``: start at step
+    0 and set aside what earlier starts left. ``required``: start from a checkpoint, or fail.
+    """
     sha256_list: str | None = None
-    """File as sha256sum writes it: inputs (checkpoint, tokenizer, data) that must have these bytes, named
-    relative to its folder. Compared before every start, and by ``--check``."""
+    """File in sha256sum's format: hashes of inputs (checkpoint, tokenizer, data), with names relative to its folder.
+    They are compared before every start, and by ``--check``.
+    """
     show_sample_every: int = Field(default=5, ge=0)
-    """Steps from one response on the console to the next, with its reward and the reason; 0: none. The file
-    ``samples.jsonl`` has a few of every step."""
+    """Steps between two responses on the console, each with its reward and the reason; 0: none. The file
+    ``samples.jsonl`` has a few of every step.
+    """
     processes_per_core: int = Field(default=8, gt=0, le=2**16)
     """Ranks and servers that a machine without GPUs may run for each of its cores. A run with more is refused at its
     start: it would mostly wait for cores."""
@@ -52,12 +55,12 @@ class ModelConfig(Section):
 
 
 class HeadConfig(Section):
-    """The output layer, whose logits exist a chunk of tokens at a time; docs/long_context.md."""
+    """The output layer, whose logits exist for one chunk of tokens at a time; docs/long_context.md."""
 
     chunk_tokens: int = Field(default=4096, gt=0)
-    """Tokens of a chunk. Memory: one chunk's logits; below about 1024, sums of the weight's gradient cost time."""
+    """Tokens of a chunk. Memory: one chunk's logits. Below about 1024, sums of the weight's gradient cost time."""
     dtype: Literal["model", "float32"] = "model"
-    """Type of the logits: the weights' own, or float32, in the engines too (their --enable-fp32-lm-head)."""
+    """Type of the logits: the weights' type, or float32, in the engines too (their --enable-fp32-lm-head)."""
 
 
 class LoraConfig(Section):
@@ -68,23 +71,28 @@ class LoraConfig(Section):
     alpha: float | None = Field(default=None, gt=0)
     """Adapters are multiplied by alpha / rank. Empty: twice the rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that training leaves out. Above 0, pi of a training pass differs from
-    that of the policy that was sampled."""
+    """Share of an adapter's inputs that training drops. Above 0, pi of a training pass differs from that of the
+    policy that sampled.
+    """
     target_modules: list[str] = Field(default_factory=lambda: ["all-linear"])
-    """Adapted matrices, by the last name they have in the checkpoint (``q_proj``, ...), or groups of
-    them: ``attention``, ``mlp`` (dense), ``experts``, ``head`` (the output layer, where it is no embedding too),
-    ``all-linear`` (all but ``head``)."""
+    """Adapted matrices, by the last part of their name in the checkpoint (``q_proj``, ...), or groups of them:
+    ``attention``, ``mlp`` (dense), ``experts``, ``head`` (the output layer, where it is not also the embedding),
+    ``all-linear`` (all except ``head``).
+    """
     experts: Literal["each", "shared"] = "each"
-    """``each``: every expert has adapters of its own. ``shared``: the experts of a layer share them."""
+    """``each``: every expert has its own adapters. ``shared``: the experts of a layer share them."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
-    """How A starts, as PEFT has it: uniform within 1/sqrt(inputs), or normal of deviation 1/rank. B starts at zero."""
+    """Initial values of A, as in PEFT: uniform within 1/sqrt(inputs), or normal with deviation 1/rank. B starts at
+    zero.
+    """
     start_from: str | None = None
     """Folder of adapters in PEFT's format to start from, of the same model, rank and modules."""
     train_router: bool = False
     """Train the routers' own weights too."""
     update: Literal["merged", "adapters"] = "merged"
-    """What a weight update sends to the engines: the whole model with its adapters ``merged``, or the ``adapters``
-    alone, which the engines' own LoRA computes with (attention and dense MLP)."""
+    """Content of a weight update: the whole model with its adapters ``merged``, or only the ``adapters``, with which
+    the engines' own LoRA computes (attention and dense MLP).
+    """
 
     @property
     def scale_alpha(self) -> float:
@@ -100,7 +108,7 @@ class RolloutConfig(Section):
     group_size: int = Field(gt=1, le=2**16)
     """Responses for each prompt; the advantage's baseline is their mean reward."""
     max_response_tokens: int = Field(gt=0)
-    """Longest response; one that gets there is truncated."""
+    """Longest response in tokens; one that reaches it is truncated."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -108,42 +116,52 @@ class RolloutConfig(Section):
     top_k: int = -1
     """Must be -1 (off), for the same reason."""
     stop_token_ids: list[int] = Field(default_factory=list)
-    """Tokens that end a response beside the model's own, in evaluation too; like those they are trained on."""
+    """Tokens that end a response in addition to the model's own, in evaluation too; like those they are trained on."""
     stop: list[str] = Field(default_factory=list)
-    """Texts that end a response, in training and evaluation. The tokens up to the one that completes
-    such a text are trained on; the verifier sees what stands before it."""
+    """Texts that end a response, in training and evaluation. The tokens up to the one that completes such a text are
+    trained on; the verifier sees the text before it.
+    """
     topk_log_probs: int = Field(default=0, ge=0)
-    """K of the engine's TopK(mu) to carry, of an algorithm that looks at none; 0: as the algorithm asks."""
+    """K of the engine's TopK(mu) to record although the algorithm does not use it; 0: the algorithm decides."""
     max_concurrent_requests: int = Field(default=256, gt=0)
     """Requests in flight from one data-parallel leader."""
     request_timeout_s: float | None = Field(default=None, gt=0)
-    """Longest time for one response before it is aborted and asked for again, without that of weight updates and of a
-    trainer's turn. Empty: what the longest response takes at 10 tokens/s, and at least 600. The second draw may be
-    shorter, so a limit that long responses reach favours short ones; each is a warning in the log."""
+    """Longest time for one response before it is aborted and sampled again, without the time of weight updates and
+    of a trainer's turn. Empty: the time of the longest response at 10 tokens/s, and at least 600. The second sample
+    may be shorter, so a limit that long responses reach favours short ones; each is a warning in the log.
+    """
     responses_per_call: int = Field(default=1, gt=0)
-    """Responses that share one HTTP call. More saves the engine work where responses are a few
-    dozen tokens; they then finish, time out and are lost together."""
+    """Responses that share one HTTP call. More than one saves the engine work where responses are a few dozen
+    tokens; they then finish, time out and are lost together.
+    """
     max_staleness: int = Field(default=0, ge=0, le=64)
-    """Weight versions that a token may lag behind the trainer, and batches that are generated ahead. 0: generate, then
-    train. 1: step n+1 is generated while step n is trained on; see docs/staleness.md."""
+    """Weight versions that a token may lag behind the trainer, and batches that are generated ahead. 0: generate,
+    then train. 1: step n+1 is generated while step n is trained on; see docs/staleness.md.
+    """
     interrupt: Literal["drain", "retract", "abort"] = "drain"
-    """What a weight update does with responses in flight. ``drain``: it waits for them. ``retract``: they stop and go
-    on with the new weights, every token under the version that sampled it. ``abort``: so too, but the rest is asked for
-    anew after the update, so that recorded routing, too, is of the weights that sampled."""
+    """Effect of a weight update on responses in flight. ``drain``: the update waits for them. ``retract``: they stop
+    and continue with the new weights, every token under the version that sampled it. ``abort``: as ``retract``, but
+    the rest is requested again after the update, so that recorded routing, too, comes from the weights that sampled.
+    """
     drop_zero_variance_groups: bool = False
-    """Replace groups whose responses all earn the same, which have no advantage, by groups of further prompts."""
+    """Replace groups whose responses all earn the same reward, which have no advantage, by groups of further
+    prompts.
+    """
     oversampling: float = Field(default=1.0, ge=1)
-    """Groups that a round asks for, over those that still lack; above 1 only where groups are dropped."""
+    """Groups that a generation round requests, as a multiple of the missing groups; above 1 only where groups are
+    dropped.
+    """
     max_generation_rounds: int = Field(default=3, gt=0)
-    """Rounds of asking where groups are dropped; then zero-variance groups fill the batch up."""
+    """Most generation rounds where groups are dropped; after them, zero-variance groups complete the batch."""
     save: bool = False
     """Keep every rollout batch under ``<directory>/rollouts``."""
     replay_from: str | None = None
     """Train on the rollout batches saved in this folder instead of generating; no engine is started."""
     largest_gap: float | None = Field(default=None, gt=0, le=1)
-    """Largest mean |pi - mu| of a batch's first mini-batch at equal weights; beyond it the run stops before it
-    trains on the batch. Empty: 0.01 in float32, 0.1 in bfloat16 or where one side computes in fewer bits.
-    Stale and replayed batches, whose weights may differ, are not held to it."""
+    """Largest mean |pi - mu| of a batch's first mini-batch at equal weights; above it the run stops before it trains
+    on the batch. Empty: 0.01 in float32, 0.1 in bfloat16 or where one side computes in fewer bits. Stale and
+    replayed batches, whose weights may differ, are not checked.
+    """
     router_replay: bool = False
     """R3: replay the engine's expert choices in the trainer."""
 
@@ -156,62 +174,72 @@ class RolloutConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Which row of the table of presets, and what of it to change."""
+    """Preset of the algorithm, and changes to it."""
 
     name: str = "dppo-binary-tv"
     """A name in ``megatron_dppo.algorithms.table``."""
     settings: table.Settings = "stability"
-    """Whose numbers the preset has: the paper's stability study's or its scaling runs'; docs/algorithms.md."""
+    """Source of the preset's numbers: the paper's stability study or its scaling runs; docs/algorithms.md."""
     options: dict[str, Annotated[float, AllowInfNan()] | int | bool] = Field(default_factory=dict)
-    """Overrides of these numbers (``tv_threshold``, ``ratio_cap``, ...), checked against the preset."""
+    """Changes to the preset's numbers (``tv_threshold``, ``ratio_cap``, ...), checked against the preset."""
     aggregation: table.AggregationName = "sequence-mean-with-constant"
-    """What divides the tokens' summed loss: global tokens; global sequences times a constant; global sequences; the
-    same, each token's loss being divided by its own sequence's trained tokens first (GSPO's objective)."""
+    """Divisor of the tokens' summed loss: global tokens; global sequences times a constant; global sequences; or
+    global sequences after each token's loss is divided by its own sequence's trained tokens (GSPO's objective).
+    """
     aggregation_constant: float | None = Field(default=None, gt=0)
-    """Tokens; the constant above. Empty: ``rollout.max_response_tokens``."""
+    """The constant above, in tokens. Empty: ``rollout.max_response_tokens``."""
     reference_kl: float = Field(default=0.0, ge=0)
-    """Factor of the penalty on leaving the reference policy that is added to every trained token's loss; the
-    reference is the policy that training started from. Above 0 it costs a forward pass, and a copy of
-    what is trained (of adapters only where ``lora.start_from`` is set)."""
+    """Factor of the penalty on leaving the reference policy that is added to every trained token's loss. The
+    reference is the policy that training started from. Above 0 it costs a forward pass, and a copy of the trained
+    parameters (of adapters only where ``lora.start_from`` is set).
+    """
     reference_estimator: table.EstimatorName = "k3"
-    """What that penalty is at a token, and which KL its gradient lowers; docs/algorithms.md has the table. ``k3``
-    estimates KL(pi || reference), but its gradient is that of KL(reference || pi)."""
+    """Estimator of that penalty at a token, and the KL that its gradient lowers; docs/algorithms.md has the table.
+    ``k3`` estimates KL(pi || reference), but its gradient is that of KL(reference || pi).
+    """
     reference_importance_weights: bool = False
-    """Multiply that penalty by min(pi / mu, ``ratio_cap``): then it is right also where pi has left the policy that
-    sampled, as after the first of several optimiser steps on a batch."""
+    """Multiply that penalty by min(pi / mu, ``ratio_cap``). It is then correct also where pi has left the policy
+    that sampled, as after the first of several optimiser steps on a batch.
+    """
     truncated_responses: Literal["as-verified", "zero-reward", "drop"] = "zero-reward"
-    """What a response that hit the length limit earns: ``zero-reward``: 0, or its reward where that is less; ``drop``:
-    no gradient, but it stays in the baseline."""
+    """Reward of a response that reached the length limit. ``zero-reward``: 0, or its reward where that is less;
+    ``drop``: no gradient, but it stays in the baseline.
+    """
     overlong_tokens: int = Field(default=0, ge=0)
     """Tokens before ``rollout.max_response_tokens`` over which a response's reward falls by up to 1, linearly in its
-    length (DAPO's soft overlong penalty); at the limit it is 1. 0: none. It comes after ``truncated_responses``."""
+    length (DAPO's soft overlong penalty); at the limit the penalty is 1. 0: none. It applies after
+    ``truncated_responses``.
+    """
     length_penalty: float = Field(default=0.0, ge=0)
-    """What a response of ``rollout.max_response_tokens`` tokens loses of its reward; a shorter one loses its share."""
+    """Reward that a response of ``rollout.max_response_tokens`` tokens loses; a shorter one loses its share."""
     advantage: table.AdvantageName = "group-mean"
-    """What a reward is compared with: the mean of its group; the mean of the others (RLOO); the mean, in the group's
-    standard deviations (GRPO). Dividing by the deviation weighs prompts of nearly equal rewards more (Dr. GRPO, arXiv
-    2503.20783, calls that a bias of difficulty)."""
+    """Baseline of a reward: the mean of its group; the mean of the other responses (RLOO); the mean, in the group's
+    standard deviations (GRPO). Dividing by the deviation gives prompts of nearly equal rewards more weight (Dr.
+    GRPO, arXiv 2503.20783, calls that a bias of difficulty).
+    """
 
     def facts(self) -> table.AlgorithmFacts:
-        """The row with the numbers in force. Raises ValueError for a name, an option or a value that is none."""
+        """Return the preset with the numbers in force. Raises ValueError for an unknown name or option, or a bad
+        value.
+        """
         return table.algorithm_facts(self.name, self.options, self.settings)
 
 
 class ParallelConfig(Section):
-    """Megatron-Core's layout. Data parallelism is what is left of the world size."""
+    """Megatron-Core's layout. Data parallelism is the rest of the world size."""
 
     world_size: int = Field(default=1, gt=0, le=2**20)
     """Trainer processes, one a device."""
     tensor: int = Field(default=1, gt=0)
     """Ranks that share each matrix of the dense layers (TP)."""
     context: int = Field(default=1, gt=0)
-    """Ranks that share the tokens of each sequence (CP); docs/long_context.md tells when."""
+    """Ranks that share the tokens of each sequence (CP); docs/long_context.md tells when to use it."""
     pipeline: int = Field(default=1, gt=0)
-    """Stages that the layers are cut into (PP)."""
+    """Pipeline stages (PP)."""
     virtual_pipeline: int | None = Field(default=None, gt=1)
     """Model chunks in each pipeline stage (interleaved 1F1B)."""
     expert: int = Field(default=1, gt=0)
-    """Ranks that the experts are spread over (EP)."""
+    """Ranks among which the experts are divided (EP)."""
     expert_tensor: int | None = Field(default=None, gt=0)
     """Ranks that share each matrix of an expert (ETP). Empty: as ``tensor`` where expert is 1, else 1."""
     sequence: bool | None = None
@@ -220,52 +248,56 @@ class ParallelConfig(Section):
     interface: str | None = None
     """Network interface, or an address of it, on which ranks listen. Empty: loopback where all are on one machine."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
-    """A rank ends, and says what it waited in and for whom, when a collective takes longer. Longer waits are allowed
-    where others generate, start, save or update weights."""
+    """Longest time of a collective. A rank that waits longer ends, and reports the collective and the ranks that it
+    waited for. Longer waits are allowed where other ranks generate, start, save or update weights.
+    """
 
     @property
     def sizes(self) -> LayoutSizes:
-        """The section as the layout's checks take it."""
+        """The section in the form that the layout's checks take."""
         return LayoutSizes(**self.model_dump(exclude={"interface", "collective_timeout_s"}))
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks of the dense layers: what tensor, context and pipeline leave of the world."""
+        """Data-parallel ranks of the dense layers: the world size divided by tensor, context and pipeline."""
         return self.sizes.data
 
 
 class StepConfig(Section):
-    """How one optimiser step is cut and computed."""
+    """How one optimiser step is divided and computed."""
 
     micro_batch_tokens: int = Field(gt=0)
-    """Token budget of a packed micro-batch; a longer sequence has one to itself. With ``parallel.context`` each of
-    these ranks holds its share of the tokens."""
+    """Token budget of a packed micro-batch; a longer sequence has a micro-batch of its own. With
+    ``parallel.context`` each of these ranks holds its share of the tokens.
+    """
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: full of every layer; selective of the core attention or, on GPUs, where that keeps
-    next to nothing, of a mixture's expert activations and norms (megatron.recompute_modules names others)."""
+    """Activation recomputation. ``full``: of every layer. ``selective``: of the core attention or, on GPUs, where
+    that saves almost nothing, of a mixture's expert activations and norms (megatron.recompute_modules names others).
+    """
 
 
 class TrainingConfig(StepConfig):
-    """From a rollout batch to optimiser steps."""
+    """Optimiser steps of a rollout batch."""
 
     prompts_per_mini_batch: int = Field(gt=0)
     """Prompts (whole groups) in one optimiser step; divides ``rollout.prompts_per_step``."""
 
 
 class OptimizerConfig(Section):
-    """Adam with decoupled weight decay, and the schedule of its rate."""
+    """Adam with decoupled weight decay, and the schedule of its learning rate."""
 
     lr: float = Field(gt=0)
     """Learning rate after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimiser steps over which the rate rises linearly from 0."""
+    """Optimiser steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate goes on after the warm-up: it stays, or falls to ``min_lr`` in a line or in half a cosine."""
+    """Learning rate after the warm-up: constant, or falling to ``min_lr`` linearly or as half a cosine."""
     decay_steps: int | None = Field(default=None, gt=0)
-    """Optimiser steps, those of the warm-up included, at which ``min_lr`` is reached, and kept. Empty only where the
-    schedule is constant. The steps of a rollout batch count each."""
+    """Optimiser steps, including the warm-up, after which the rate is ``min_lr`` and stays there. Empty only where
+    the schedule is constant. Each optimiser step of a rollout batch counts.
+    """
     min_lr: float = Field(default=0.0, ge=0)
-    """Rate at the end of a schedule that falls."""
+    """Learning rate at the end of a falling schedule."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the gradient's running mean."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -273,57 +305,66 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator of an update."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Share of a weight, times the rate, that every step takes off."""
+    """Share of a weight, times the learning rate, that every step subtracts."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Global gradient norm; 0: off."""
     distributed: bool | None = None
-    """Shard the optimizer's state over ranks that have the same weights. Empty: on in bfloat16 with several."""
+    """Shard the optimizer's state over ranks that have the same weights. Empty: on in bfloat16 with several ranks."""
 
 
 class EngineConfig(Section):
-    """The fleet of SGLang servers; docs/fleet.md tells how it works."""
+    """The fleet of SGLang servers; docs/fleet.md describes it."""
 
     servers: int | None = Field(default=None, ge=0, le=2**16)
     """Servers to start here, each with ``sglang.tp_size`` ranks. Empty: one, or none where ``urls`` names some."""
     urls: list[str] = Field(default_factory=list)
-    """Servers that run elsewhere, used beside those that are started here."""
+    """Servers that run elsewhere, used in addition to those that start here."""
     ca_file: str | None = None
     """PEM file of the authorities that sign the certificates of ``urls`` with https. Empty: the system's."""
     passed_variables: list[str] = Field(default_factory=list)
-    """Variables that hold keys and that servers started here have in their environment all the same, for storage that
-    SGLang reads from; docs/shared_hosts.md."""
+    """Environment variables with keys that servers started here receive, for storage that SGLang reads from;
+    docs/shared_hosts.md.
+    """
     host: str = "127.0.0.1"
-    """Interface to bind; private by default."""
+    """Network interface to bind; private by default."""
     port: int | None = Field(default=None, gt=0, lt=65536)
-    """Of the first server, the next ones count on from it. Empty: free ones."""
+    """Port of the first server; the next servers take the next ports. Empty: free ports."""
     router: bool | None = None
     """Send generation through a router (smg) on this machine. Empty: where there are several servers."""
     router_policy: Literal["power_of_two", "cache_aware", "round_robin", "consistent_hashing"] = (
         "power_of_two"
     )
-    """How it chooses: the less loaded of two, who knows the prompt's beginning, in turn, or by the prompt's hash."""
+    """Rule by which the router chooses a server: the less loaded of two, the server that knows the prompt's
+    beginning, in turn, or by the prompt's hash.
+    """
     start_timeout_s: float = Field(default=1800.0, gt=0)
-    """Longest start of a server, and longest wait for one where none is left. On GPUs a start reads the
-    weights, compiles kernels, captures CUDA graphs and answers its first requests."""
+    """Longest start of a server, and longest wait for one where none is left. On GPUs a start reads the weights,
+    compiles kernels, captures CUDA graphs and answers its first requests.
+    """
     hang_timeout_s: float = Field(default=60.0, gt=0)
-    """A server that generates nothing for so long, not even for a health check, counts as lost. Before the
-    first answer of one that runs elsewhere, which may still compile: ``start_timeout_s``."""
+    """Longest silence of a server, health checks included; a longer one counts as lost. Before the first answer of a
+    server that runs elsewhere, which may still compile, ``start_timeout_s`` applies.
+    """
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts of each server within ``restart_window_s``, each later than the one before; then it is
-    given up. With the last server the run ends, after a checkpoint."""
+    """Most restarts of each server within ``restart_window_s``, each after a longer pause; then the server is given
+    up. Without any server left the run ends, after a checkpoint.
+    """
     restart_window_s: float = Field(default=3600.0, gt=0)
-    """Restarts longer ago than this are forgotten."""
+    """Age in seconds at which a restart is forgotten."""
     device: Literal["cpu", "cuda"] | None = None
-    """Empty: cuda where there is one."""
+    """Device of the servers. Empty: cuda where there is one."""
     placement: Literal["separate", "colocated"] = "separate"
     """``separate``: servers have devices of their own. ``colocated``: trainer and servers take turns on the same
-    devices, and the one whose turn it is not keeps its memory on the host; see docs/colocation.md."""
+    devices, and the side that waits keeps its memory on the host; see docs/colocation.md.
+    """
     parked: list[TrainerPart] | None = Field(default=None, min_length=1)
-    """What a colocated trainer lets go of while servers generate; ``megatron-dppo plan`` tells the least that must.
-    Empty: everything."""
+    """Parts that a colocated trainer moves to the host while servers generate; ``megatron-dppo plan`` prints the
+    least that must move. Empty: all parts.
+    """
     deterministic: bool = False
-    """Draw every response with a seed of its own and compute it alike in every batch: a run of the
-    same seed, weights and machine samples the same. Slower; docs/fleet.md has the cost."""
+    """Sample every response with its own seed and compute it alike in every batch: a run of the same seed, weights
+    and machine samples the same. Slower; docs/fleet.md has the cost.
+    """
     python: str | None = None
     """Python of the servers and their router, with this package, SGLang and smg installed. Empty: the trainer's."""
 
@@ -341,71 +382,77 @@ class EngineConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    """Trainer to engine."""
+    """Weight updates from trainer to engines."""
 
     strategy: Literal["distributed", "tensor", "disk"] = "distributed"
     """``distributed``: broadcasts over NCCL or gloo; ``tensor``: memory shared on one host; ``disk``: a
     folder that the engines read."""
     senders: Literal["holders", "nodes"] | None = None
-    """Of ``distributed`` and ``tensor``. ``holders``: every rank that holds most of a tensor sends it.
-    ``nodes``: one rank of each node sends what its node holds, so engines join fewer groups. Empty:
-    ``nodes`` where the trainer runs on GPUs."""
+    """Senders of ``distributed`` and ``tensor``. ``holders``: every rank that holds most of a tensor sends it.
+    ``nodes``: one rank of each node sends what its node holds, so engines join fewer groups. Empty: ``nodes`` where
+    the trainer runs on GPUs.
+    """
     bucket_mib: int = Field(default=512, gt=0, le=2**20)
     """MiB of weights in one message."""
     network_gb_per_s: float | None = Field(default=None, gt=0)
-    """GB/s (1e9 bytes) that can enter a node over its network. With it the fewest seconds of an update are recorded
-    beside the measured ones, ``weights/bound_s``. Empty: bounds in bytes alone."""
+    """Network bandwidth into a node, GB/s (1e9 bytes). With it, the lower bound of an update's seconds is recorded
+    beside the measured ones, as ``weights/bound_s``. Empty: bounds in bytes only.
+    """
     verify_every: int = Field(default=1, gt=0)
     """Compare a hash of every tensor at every n-th update."""
     canary_every: int = Field(default=1, ge=0)
     """Compare fixed prompts' log-probabilities in trainer and engines at every n-th update; 0: never."""
     canary_largest: float | None = Field(default=None, gt=0)
-    """Largest difference of one token's log-probability, nats, that the canary takes for rounding. Empty:
-    1e-3 for float32 weights, 10 for bfloat16."""
+    """Largest difference of one token's log-probability, nats, that the canary accepts as rounding. Empty: 1e-3 for
+    float32 weights, 10 for bfloat16.
+    """
     canary_mean: float | None = Field(default=None, gt=0)
     """Largest mean of these differences, nats. Empty: 1e-4 for float32 weights, 0.3 for
     bfloat16; with more than 8 layers times the cube root of layers / 8."""
     directory: str | None = None
-    """Where strategy ``disk`` writes; trainer and engines must see it under the same path. Empty:
-    ``/dev/shm``, for engines on the trainer's host."""
+    """Folder of the strategy ``disk``; trainer and engines must see it under the same path. Empty: ``/dev/shm``, for
+    engines on the trainer's host.
+    """
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that one request to an engine may take: loading a bucket, hashing its weights, going idle."""
+    """Seconds that one request to an engine may take: loading a bucket, hashing its weights, becoming idle."""
 
 
 class EvaluationConfig(Section):
     """avg@k on the held-out sets."""
 
     every: int = Field(default=5, gt=0)
-    """Steps; also before the first and after the last."""
+    """Steps between two evaluations; the run also evaluates before its first and after its last step."""
     samples_per_prompt: int = Field(default=32, gt=0, le=2**16)
     """The k of avg@k: responses whose rewards are averaged."""
     temperature: float = Field(default=0.7, gt=0)
     """Sampling temperature."""
     top_p: float = Field(default=0.95, gt=0, le=1)
-    """Probability mass that is sampled from."""
+    """Probability mass that is sampled from (top-p)."""
     max_response_tokens: int | None = Field(default=None, gt=0)
-    """Longest response. Empty: as in training."""
+    """Longest response in tokens. Empty: as in training."""
 
 
 class CheckpointConfig(Section):
     """Megatron distributed checkpoints under ``<directory>/checkpoints``."""
 
     every: int = Field(default=20, gt=0)
-    """Steps; also at the end and at a clean stop."""
+    """Steps between two checkpoints; the run also saves at its end and at a clean stop."""
     keep: int = Field(default=2, gt=0)
-    """Newest complete checkpoints that are kept."""
+    """Newest complete checkpoints to keep."""
     background: bool = True
-    """Copy a rank's share to host memory (pinned with a GPU) and write it while training goes on; the next save waits
-    for it. false: training waits for the disk, and no such memory is taken."""
+    """Copy a rank's share to host memory (pinned with a GPU) and write it while training continues; the next save
+    waits for it. false: training waits for the disk, and no such memory is used.
+    """
     on_damage: Literal["refuse", "previous"] = "refuse"
-    """Where the newest checkpoint is damaged: refuse to start, or go on from the one before it."""
+    """Reaction to a damaged newest checkpoint: refuse to start, or start from the one before it."""
     export_hf: bool = True
     """Write the final policy as a Hugging Face folder, ``<directory>/hf``."""
     verify_export: bool = False
     """Load the export with transformers on rank 0 and compare log-probabilities; needs host memory for the model."""
     upload: str | None = None
-    """``OWNER/NAME`` of a repository of huggingface.co, to which rank 0 sends the export when the run is finished, as
-    ``convert upload`` does: private where it is made. A failure is logged with the command that repeats it."""
+    """``OWNER/NAME`` of a repository of huggingface.co, to which rank 0 uploads the export when the run is finished,
+    as ``convert upload`` does; a new repository is private. A failure is logged with the command that repeats it.
+    """
 
 
 class ProfileConfig(Section):
@@ -416,7 +463,7 @@ class ProfileConfig(Section):
     ranks: list[int] = Field(default_factory=lambda: [0])
     """Trainer ranks that trace."""
     memory: bool = False
-    """Also who allocates what: in the trace, and on GPUs in a snapshot for pytorch.org/memory_viz."""
+    """Record allocations too: in the trace, and on GPUs in a snapshot for pytorch.org/memory_viz."""
 
 
 class TrackingConfig(Section):
@@ -426,13 +473,13 @@ class TrackingConfig(Section):
     """``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, the name of an installed package's entry point, or
     ``package.module:Class``. Keys and addresses come from the libraries' own environment variables."""
     project: str = Field(default="megatron-dppo", min_length=1)
-    """Under which they file the run; TensorBoard has no projects."""
+    """Project in the trackers; TensorBoard has no projects."""
     name: str | None = Field(default=None, min_length=1)
-    """What they call it. Empty: as its folder."""
+    """Name of the run in the trackers. Empty: the name of its folder."""
 
 
 class PolicyConfig(Section):
-    """What the trainer itself reads, whatever the run is for."""
+    """Sections that the trainer itself reads, in every kind of run."""
 
     run: RunConfig
     model: ModelConfig
@@ -452,12 +499,12 @@ class PolicyConfig(Section):
 
     @property
     def forwards_to_megatron(self) -> bool:
-        """Whether a table has something that only Megatron-Core can check."""
+        """Whether a table has keys that only Megatron-Core can check."""
         return bool(self.megatron or self.megatron_ddp or self.megatron_optimizer)
 
     @property
     def token_multiple(self) -> int:
-        """What a rank's tokens of a micro-batch must be a multiple of: 1, or what FP8 kernels take."""
+        """Number that divides a rank's tokens of a micro-batch: 1, or the multiple that FP8 kernels require."""
         if self.megatron.get("fp8") is None:
             return 1
         return 32 if self.megatron.get("fp8_recipe") == "mxfp8" else 16
@@ -471,17 +518,17 @@ class PolicyConfig(Section):
 
     @property
     def temperature(self) -> float:
-        """What logits are divided by before log-probabilities are taken."""
+        """Divisor of the logits before log-probabilities are computed."""
         return 1.0
 
     @property
     def router_replay(self) -> bool:
-        """Whether routers take their choices from the engine's recording."""
+        """Whether routers use the recorded choices of the engine."""
         return False
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the trainer must be able to compute with the weights that it started from."""
+        """Whether the trainer must keep the weights that it started from, to compute with them."""
         return False
 
 
@@ -505,7 +552,7 @@ class TrainConfig(PolicyConfig):
 
     @property
     def temperature(self) -> float:
-        """The engine's sampling temperature: mu and pi must mean the same distribution."""
+        """The engine's sampling temperature: mu and pi must be the same distribution."""
         return self.rollout.temperature
 
     @property
@@ -515,12 +562,12 @@ class TrainConfig(PolicyConfig):
 
     @property
     def keeps_reference(self) -> bool:
-        """For the penalty on leaving them."""
+        """Whether a penalty on leaving the start weights is configured."""
         return self.algorithm.reference_kl > 0
 
 
 class SupervisedDataConfig(Section):
-    """Pairs to imitate; JSON Lines or Parquet with a prompt and a response in each record."""
+    """Pairs of prompt and response to imitate; JSON Lines or Parquet with both in each row."""
 
     train: str
     """JSONL, CSV or Parquet file, a folder with such files, or a glob."""
@@ -531,7 +578,7 @@ class SupervisedDataConfig(Section):
 
 
 class SupervisedTrainingConfig(StepConfig):
-    """From pairs to optimiser steps."""
+    """Optimiser steps of pairs."""
 
     sequences_per_step: int = Field(gt=0, le=2**24)
     """Pairs in one optimiser step."""

@@ -1,7 +1,7 @@
-"""Environments: what answers the policy's turns and says what they earn. The table of them, the one that asks no
-further turn, and a calculator. Another is a class and, to ship it, a row; ``docs/environments.md``.
+"""Environments, which answer the policy's turns and reward them: their interface, their table, and two small ones.
 
-Imports no environment's libraries.
+A new environment is a class and, to ship it, a row in the table; ``docs/environments.md``. The module imports no
+environment's libraries.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _LONGEST = 200
 
 
 class EnvironmentFaultError(RunError):
-    """An environment crashed, hung, or answered what it may not. The run goes on without this sample.
+    """An environment crashed, hung, or gave an invalid answer. The run continues without this sample.
 
-    ``is_shared``: the process that ended had other episodes too, so nobody can say whose fault it was.
+    ``is_shared``: the process that ended had other episodes too, so the episode at fault is unknown.
     """
 
     def __init__(self, message: str, *, is_shared: bool = False) -> None:
@@ -37,9 +37,15 @@ class EnvironmentFaultError(RunError):
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy said. ``text``: without the token that ended it; ``token_ids``: with it. ``is_truncated``: it
-    was cut off at the length limit, and is the last one unless ``environment.cut_turns`` is ``answer``.
-    ``prompt_tokens``: how many stand before it."""
+    """A turn of the policy.
+
+    Attributes:
+        text: text without the token that ended the turn.
+        token_ids: tokens with the one that ended the turn.
+        is_truncated: whether the turn was cut off at the length limit. It is then the last one unless
+            ``environment.cut_turns`` is ``answer``.
+        prompt_tokens: number of tokens before the turn.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -49,11 +55,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class ChatCall:
-    """Messages as a chat API and the chat template have them: those since the branch's last turn; of a new one all.
+    """Messages in the form of a chat API and the chat template: those since the branch's last turn, or all of a new
+    branch.
 
-    ``tools``: their definitions, in each call of a branch the same. ``max_tokens``: of the turn that is asked for;
-    None: the run's. ``branch``: the number of the branch that goes on; as many as there are: a new one, whose prompt
-    these messages are. The first call begins branch 0.
+    Attributes:
+        messages: the messages.
+        tools: definitions of tools, the same in each call of a branch.
+        max_tokens: limit of the requested turn; None: the run's.
+        branch: number of the branch that continues. The number of branches so far means a new one, whose prompt
+            these messages are. The first call begins branch 0.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -65,18 +75,23 @@ class ChatCall:
         for name, parts in (("messages", self.messages), ("tools", self.tools)):
             is_list = isinstance(parts, Sequence) and all(isinstance(m, Mapping) for m in parts)
             _require(is_list, name, parts, "a list of objects")
-        most = self.max_tokens
-        _require(most is None or (type(most) is int and most > 0), "max_tokens", most, "1 or more")
+        token_limit = self.max_tokens
+        _require(
+            token_limit is None or (type(token_limit) is int and token_limit > 0),
+            "max_tokens",
+            token_limit,
+            "1 or more",
+        )
         is_number = type(self.branch) is int and self.branch >= 0
         _require(is_number, "branch", self.branch, "the number of a branch")
 
 
 Observation = str | ChatCall
-"""Text: a message in the role ``environment.role``."""
+"""An observation: text becomes a message in the role ``environment.role``."""
 
 
 def observation_of(value: Any) -> Observation:
-    """An observation that was JSON on its way. Raises TypeError for what is none."""
+    """Return the observation of a decoded JSON value. Raises TypeError for a bad value."""
     if isinstance(value, dict):
         return ChatCall(**value)
     if not isinstance(value, Observation):
@@ -86,11 +101,15 @@ def observation_of(value: Any) -> Observation:
 
 @dataclass(frozen=True)
 class Step:
-    """What the environment answers to a turn.
+    """The environment's answer to a turn.
 
-    ``observation``: what follows it; of no use where the episode is ``done``. ``reward``: of this turn, a finite
-    number of at most 1e18 in absolute value. ``is_scored``: of the last turn, whether the run's rewards score its text
-    beside, as they do a response without an environment; or, where there is one, ``scored_text`` instead of it.
+    Attributes:
+        observation: text or messages after the turn; unused where the episode is ``done``.
+        reward: reward of this turn, a finite number of at most 1e18 in absolute value.
+        done: whether the episode has ended.
+        is_scored: on the last turn, whether the run's rewards also score its text, as they do a response without an
+            environment.
+        scored_text: text that the rewards score in place of the turn's.
     """
 
     observation: Observation = ""
@@ -108,31 +127,34 @@ class Step:
         _require(text is None or isinstance(text, str), "scored_text", text, "text or none")
 
 
-def _require(is_right: bool, name: str, value: object, expected: str) -> None:
+def _require(is_right: bool, name: str, value: object, expectation: str) -> None:
     if not is_right:
-        raise ValueError(f"{name}: got {str(value)[:_LONGEST]!r}, expected {expected}")
+        raise ValueError(f"{name}: got {str(value)[:_LONGEST]!r}, expected {expectation}")
 
 
 class Environment(Protocol):
     """One episode. A class of ``ENVIRONMENTS`` is called with ``environment.options``.
 
-    Methods may take long, as they are awaited beside other episodes', up to ``environment.step_timeout_s`` each; what
-    they raise is a fault of the environment, never a reward of 0. After a fault elsewhere the same turns may be given
-    to a new environment of the same problem: one that answers them otherwise has its episode drawn anew.
+    A method may take up to ``environment.step_timeout_s``; other episodes run meanwhile. An exception is a fault of the
+    environment, never a reward of 0. After a fault elsewhere the same turns may be replayed in a new environment of the
+    same problem; where its answers differ, the episode is sampled again.
     """
 
     async def reset(self, problem: Problem) -> Observation:
-        """Begin. The first observation: after the problem's own prompt, as one more message of the user; empty where
-        that prompt says all. A ChatCall takes the prompt's place, where the class says ``makes_prompts``."""
+        """Begin the episode and return the first observation.
+
+        The observation follows the problem's own prompt as one more user message; empty where the prompt is complete. A
+        ChatCall replaces the prompt, where the class has ``makes_prompts``.
+        """
 
     async def step(self, turn: Turn) -> Step: ...
 
     async def close(self) -> None:
-        """The episode is over, or given up."""
+        """End the episode, which is over or was cancelled."""
 
 
 class SingleTurn:
-    """The run's rewards as an environment: the first turn is the last one, and earns what they give it."""
+    """The run's rewards as an environment: the first turn is the last one, and earns their sum."""
 
     async def reset(self, problem: Problem) -> str:
         return ""
@@ -153,11 +175,13 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class Calculator:
-    """A turn that ends in a call, ``? 3 + 5``, is answered with the number; any other turn is the answer to the
-    problem, and ends the episode.
+    """Answers a turn that ends in a call, ``? 3 + 5``, with the number; any other turn is the answer to the problem.
 
-    ``call``: the text that begins an expression; ``wrong``: what is said of one that can't be worked out.
-    ``call_reward``: what a call that can be earns, beside what the run's rewards give the last turn."""
+    Args:
+        call: text that begins an expression.
+        wrong: answer to a bad expression.
+        call_reward: reward of a good call, in addition to the rewards of the last turn.
+    """
 
     def __init__(self, call: str = "?", wrong: str = "error", call_reward: float = 0.0) -> None:
         self._call, self._wrong, self._reward = call, wrong, call_reward
@@ -179,8 +203,10 @@ class Calculator:
 
 
 def calculate(expression: str) -> int:
-    """Sums, differences and products of whole numbers, with brackets. Raises ValueError for anything else, and for
-    numbers beyond 30 digits."""
+    """Compute sums, differences and products of whole numbers, with brackets.
+
+    Raises ValueError for anything else, and for numbers beyond 30 digits.
+    """
     if len(expression) > _LONGEST:
         raise ValueError(f"{len(expression)} characters, expected at most {_LONGEST}")
     try:
@@ -211,7 +237,7 @@ ENVIRONMENTS: dict[str, str] = {
     "agent": "megatron_dppo.environments.agents:Agent",
     "python": "megatron_dppo.environments.python_sandbox:Python",
 }
-"""``package.module:Class`` by name."""
+"""Path ``package.module:Class`` of each environment by its name."""
 
 
 def find_environment(name: str) -> Callable[..., Environment]:
@@ -240,10 +266,10 @@ def makes_prompts(name: str | None) -> bool:
 
 
 def check_environment(name: str | None, options: Mapping[str, Any]) -> None:
-    """Raise ValueError where there is no such environment, or it does not take these options.
+    """Raise ValueError where the environment does not exist, or does not take these options.
 
-    A class may know more of them than their names, and what it needs of this machine: ``check_options``, called with
-    them, raises ValueError.
+    A class may check values of options and this machine, too: its ``check_options``, called with the options, raises
+    ValueError.
     """
     if name is None:
         return
@@ -256,25 +282,25 @@ def check_environment(name: str | None, options: Mapping[str, Any]) -> None:
     try:
         if (check := getattr(environment, "check_options", None)) is not None:
             check(**options)
-        # A function's methods are those of what it makes.
-        made = environment if isinstance(environment, type) else environment(**options)
+        # A function returns an environment, so check the methods of its result.
+        candidate = environment if isinstance(environment, type) else environment(**options)
     except ValueError:
         raise
-    # It may be a user's, and raise anything.
+    # User code may raise any exception.
     except (Exception, SystemExit) as error:
         raise ValueError(f"options: {reason_of(error)}, of {name}") from error
-    _require_methods(made, name)
+    _require_methods(candidate, name)
 
 
 def _require_methods(environment: Any, name: str) -> None:
-    """Raise ValueError where a class or an object has not the methods of an environment."""
+    """Raise ValueError where a class or an object lacks a method of an environment."""
     for method in ("reset", "step", "close"):
         function = getattr(environment, method, None)
-        # A class may look up methods that it does not define itself when they are called.
+        # A class may define methods dynamically, through __getattr__.
         if function is None and hasattr(environment, "__getattr__"):
             continue
         if not callable(function) or not is_async(function):
-            found = "no such method" if function is None else f"a {type(function).__name__}"
+            actual = "no such method" if function is None else f"a {type(function).__name__}"
             raise ValueError(
-                f"got {name}, whose {method} is {found}, expected a class with async methods reset, step and close"
+                f"got {name}, whose {method} is {actual}, expected a class with async methods reset, step and close"
             )

@@ -1,11 +1,12 @@
-"""A Python interpreter as an environment: a turn with a snippet between marks is answered with what the snippet prints;
-any other turn is the answer to the problem, and ends the episode.
+"""A Python interpreter as an environment: a turn with a snippet between marks is answered with the snippet's output.
 
-A snippet runs by bubblewrap (``bwrap``) in an interpreter of its own that has the standard library and nothing else:
-namespaces of its own for users, processes, network, IPC and mounts; a root that holds the interpreter and the system's
-libraries, all of it read-only, without /proc, /dev, /etc, /tmp and any home; no capabilities; one process and one
-thread, no socket, no shared memory, no further namespaces (a filter of system calls); bounds on CPU seconds, memory,
-output and wall time. There is no way to run it without: where bubblewrap can't do all that, a run is refused.
+Any other turn is the answer to the problem, and ends the episode.
+
+A snippet runs by bubblewrap (``bwrap``) in an interpreter of its own that has only the standard library: its own
+namespaces for users, processes, network, IPC and mounts; a root that holds the interpreter and the system's libraries,
+all of it read-only, without /proc, /dev, /etc, /tmp and any home; no capabilities; one process and one thread, no
+socket, no shared memory, no further namespaces (a filter of system calls); limits on CPU seconds, memory, output and
+wall time. A snippet never runs without these limits: where bubblewrap can't provide them, a run is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 _START_S = 30.0
 _STARTED = b"started\n"
-# The snippet comes by standard input, so no argument is too long for it.
+# The snippet comes by standard input, so it can be longer than an argument.
 _BOOT = (
     f"import sys; print({_STARTED.decode().strip()!r}, flush=True)\n"
     "try: exec(compile(sys.stdin.read(), '<snippet>', 'exec'), {'__name__': '__main__'})\n"
@@ -47,9 +48,16 @@ _BOOT = (
 
 
 class Python:
-    """``begin``, ``end``: the marks; a snippet without ``end`` goes on to the end of the turn, as after a stop text.
-    ``seconds``: of CPU time; of wall time twice as much. ``longest_output``: bytes that are kept; a byte may
-    take a token, and ``environment.max_observation_tokens`` holds for what is said."""
+    """The interpreter's settings.
+
+    Args:
+        begin: mark before a snippet.
+        end: mark after a snippet; without it the snippet continues to the end of the turn, as after a stop text.
+        seconds: CPU time; the limit of the wall time is twice as long.
+        memory_mib: address space of a snippet.
+        longest_output: bytes of output that are kept. A byte may take a token, and
+            ``environment.max_observation_tokens`` limits the observation.
+    """
 
     def __init__(
         self,
@@ -68,8 +76,9 @@ class Python:
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        """Raise ValueError where these are no options, and SandboxError, which says what to install or to allow, where
-        snippets can't be run protected."""
+        """Raise ValueError for bad options, SandboxError (what to install or allow) where snippets can't run
+        protected.
+        """
         cls(**options)
         answer = asyncio.run(run_snippet("print(6 * 7)"))
         if answer != "42":
@@ -80,10 +89,10 @@ class Python:
 
     async def step(self, turn: Turn) -> Step:
         begin, end = self._marks
-        _, mark, rest = turn.text.partition(begin)
+        _, mark, code = turn.text.partition(begin)
         if not mark:
             return Step(done=True, is_scored=True)
-        return Step(await self._run(rest.partition(end)[0].strip()))
+        return Step(await self._run(code.partition(end)[0].strip()))
 
     async def close(self) -> None:
         return
@@ -92,9 +101,10 @@ class Python:
 async def run_snippet(
     snippet: str, *, seconds: int = 5, memory_mib: int = 256, longest_output: int = 900
 ) -> str:
-    """What ``snippet`` prints, without white space around it, or what it raises, and in brackets what ended it.
+    """Run ``snippet`` and return its output without surrounding white space, its exception, and in brackets its end.
 
-    As many run at once in this process as there are cores. Raises SandboxError where the sandbox doesn't start.
+    As many snippets run at once in this process as there are cores. Raises SandboxError where the sandbox doesn't
+    start.
     """
     async with _places(asyncio.get_running_loop()):
         with _command(seconds, memory_mib) as (command, filter_fd):
@@ -109,15 +119,15 @@ async def run_snippet(
             process.stdin.close()
             started = await _first_line(process.stdout)
             if started != _STARTED:
-                said = started.decode(errors="replace").strip()
-                raise SandboxError(f"the sandbox does not start: {said[:500]}; {ALLOW}")
+                sandbox_error = started.decode(errors="replace").strip()
+                raise SandboxError(f"the sandbox does not start: {sandbox_error[:500]}; {ALLOW}")
             async with asyncio.timeout(2 * seconds):
                 while len(printed) <= longest_output and (more := await process.stdout.read(65536)):
                     printed += more
                 if len(printed) > longest_output:
                     ending = f"[cut after {longest_output} bytes]"
                 elif code := await process.wait():
-                    # bwrap says by which signal as a shell does; a snippet may end itself with such a code.
+                    # bwrap reports a signal as a shell does; a snippet may also end itself with such a code.
                     is_signal = code - 128 in set(signal.Signals)
                     ending = f"[{describe_exit(128 - code if is_signal else code)}]"
                     if code - 128 == signal.SIGXCPU:
@@ -125,17 +135,19 @@ async def run_snippet(
         except TimeoutError:
             ending = f"[did not end within {2 * seconds} s]"
         finally:
-            # The kernel then ends what is inside, too: it is of a process namespace, and bwrap its parent.
+            # The kernel then ends the processes inside, because they are in a process namespace whose parent is bwrap.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            # What nobody reads would keep wait() from returning.
+            # Unread output would keep wait() from returning.
             await process.stdout.read()
             await process.wait()
     return f"{printed[:longest_output].decode(errors='replace').strip()} {ending}".strip()
 
 
 async def _first_line(output: asyncio.StreamReader) -> bytes:
-    """Raises SandboxError where none comes in time: not the snippet's fault."""
+    """Return the sandbox's first line. Raises SandboxError where none comes in time, which is not the snippet's
+    fault.
+    """
     try:
         return await asyncio.wait_for(output.readline(), _START_S)
     except TimeoutError:
@@ -149,10 +161,11 @@ def _places(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
 
 @contextlib.contextmanager
 def _command(seconds: int, memory_mib: int) -> Iterator[tuple[list[str], int]]:
-    """The words that run ``_BOOT`` in the sandbox, and a descriptor that they name. Raises SandboxError."""
+    """Yield the command that runs ``_BOOT`` in the sandbox, and a descriptor that it needs. Raises SandboxError."""
     sandbox, limits = find_program("bwrap"), find_program("prlimit")
     with open_filter(is_snippet=True) as filter_fd:
-        # At its first bound of CPU time the kernel says what it ends; one who goes on is killed a second later.
+        # At the first limit of CPU time the kernel sends a signal that tells the reason; a second later it kills the
+        # process.
         yield [
             limits,
             f"--as={memory_mib << 20}", f"--cpu={seconds}:{seconds + 1}", "--fsize=0", "--core=0", "--nofile=32",
@@ -163,12 +176,12 @@ def _command(seconds: int, memory_mib: int) -> Iterator[tuple[list[str], int]]:
 
 
 def _interpreter() -> Path:
-    """That of the virtual environment's base, which needs nothing of ours."""
+    """Return the interpreter of the virtual environment's base, which needs no installed package."""
     return Path(sys.executable).resolve()
 
 
 def _files() -> Iterator[str]:
-    """The interpreter, its standard library without packages, and the system's libraries, read-only."""
+    """Yield mounts of the interpreter, its standard library without packages, and the system's libraries, read-only."""
     standard = Path(sysconfig.get_path("stdlib")).resolve()
     python = Path(sys.base_prefix).resolve() / "lib"
     yield from system_libraries()

@@ -1,7 +1,7 @@
-"""The walls of a sandbox: words of bubblewrap (``bwrap``) and a filter of system calls.
+"""The limits of a sandbox: arguments of bubblewrap (``bwrap``) and a filter of system calls.
 
-Two programs run behind them: snippets of ``python_sandbox``, which may nearly nothing, and commands of ``agents``,
-which start processes, use the network and allocate as they like.
+Two kinds of programs run inside: snippets of ``python_sandbox``, which may do nearly nothing, and commands of
+``agents``, which may start processes, use the network and allocate memory.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ NAMESPACES = (
     "--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--cap-drop", "ALL", "--new-session",
     "--die-with-parent",
 )  # fmt: skip
-"""Of both: namespaces but for the network, no capabilities, no terminal, and an end with who started it."""
+"""Arguments of both kinds: namespaces except the network's, no capabilities, no terminal, and an end with the
+parent.
+"""
 
 
 class SandboxError(RunError, ValueError):
-    """The sandbox can't be had on this machine, or failed; nothing was run without it."""
+    """The sandbox is not available on this machine, or failed; no program ran without it."""
 
 
 def find_program(name: str) -> str:
-    """Where ``bwrap`` or ``prlimit`` is. Raises SandboxError where it is missing, or the machine has no filter."""
+    """Return the path of ``bwrap`` or ``prlimit``. Raises SandboxError where it is missing, or the machine has no
+    filter.
+    """
     if sys.platform != "linux" or platform.machine() not in _AUDIT_NUMBERS:
         machines = " or ".join(_AUDIT_NUMBERS)
         raise SandboxError(f"the sandbox needs Linux on {machines}, this is {platform.platform()}")
@@ -47,7 +51,7 @@ def find_program(name: str) -> str:
 
 
 def system_libraries() -> Iterator[str]:
-    """bwrap's words for the system's libraries, read-only."""
+    """Yield bwrap's arguments for the system's libraries, read-only."""
     for path in (Path("/usr/lib"), Path("/usr/lib64")):
         if path.is_dir():
             yield from ("--ro-bind", str(path), str(path))
@@ -55,15 +59,13 @@ def system_libraries() -> Iterator[str]:
 
 
 def root_folders(*paths: str) -> Iterator[str]:
-    """bwrap's words for folders that are links into ``/usr`` on most systems, and folders of their own on others."""
+    """Yield bwrap's arguments for folders that are links into ``/usr`` on most systems, and real folders on others."""
     for path in map(Path, paths):
         if path.is_symlink():
             yield from ("--symlink", os.readlink(path), str(path))
         elif path.is_dir():
             yield from ("--ro-bind", str(path), str(path))
 
-
-# --- a program that acts for a model
 
 _SYSTEM_FILES = (
     "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/resolv.conf",
@@ -77,50 +79,51 @@ _PRIVATE = "/tmp"
 def sandboxed(
     command: Sequence[str], variables: Mapping[str, str], paths: Sequence[str] = ()
 ) -> Iterator[tuple[list[str], dict[str, str], int]]:
-    """``command`` in a sandbox: its words, its variables, and a descriptor that it must inherit.
+    """Yield ``command`` in a sandbox: its arguments, its variables, and a descriptor that it must inherit.
 
-    It has the network, processes of its own, an empty home, and of the machine's files, read-only, the system's
-    programs, this Python with its packages, the current folder and ``paths``. Raises SandboxError, also where the
-    current folder holds the user's home.
+    The sandbox has the network, its own processes and an empty home. Of the machine's files it has, read-only, the
+    system's programs, this Python with its packages, the current folder and ``paths``. Raises SandboxError, also where
+    the current folder contains the user's home.
     """
     files = list(_program_files(paths))
     sandbox = find_program("bwrap")
     with open_filter(is_snippet=False) as filter_fd:
-        words = [
+        sandbox_command = [
             sandbox, *NAMESPACES, *files, "--chdir", os.getcwd(), "--seccomp", str(filter_fd),
             "--", *command,
         ]  # fmt: skip
-        yield words, {**variables, "HOME": _PRIVATE, "TMPDIR": _PRIVATE}, filter_fd
+        yield sandbox_command, {**variables, "HOME": _PRIVATE, "TMPDIR": _PRIVATE}, filter_fd
 
 
 def _program_files(paths: Sequence[str]) -> Iterator[str]:
-    here, home = Path.cwd(), Path.home()
-    if home.is_relative_to(here):
+    current_folder, home = Path.cwd(), Path.home()
+    if home.is_relative_to(current_folder):
         raise SandboxError(
-            f"the current folder {here}, which a sandbox shows, holds the home {home}, expected one that does not"
+            f"the current folder {current_folder}, which a sandbox contains, holds the home {home}, "
+            "expected a folder that does not"
         )
     yield from ("--ro-bind", "/usr", "/usr")
     yield from root_folders("/lib", "/lib64", "/bin", "/sbin")
     for path in _SYSTEM_FILES:
         yield from ("--ro-bind-try", path, path)
     yield from ("--proc", "/proc", "--dev", "/dev", "--tmpfs", _PRIVATE)
-    # After the empty /tmp, under which they may be.
-    for path in [sys.base_prefix, sys.prefix, *paths, str(here)]:
+    # Mount them after the empty /tmp, which may contain them.
+    for path in [sys.base_prefix, sys.prefix, *paths, str(current_folder)]:
         if not Path(path).exists():
             raise SandboxError(f"{path}: there is no such file or folder to show in the sandbox")
         resolved = os.path.realpath(path)
         yield from ("--ro-bind", resolved, resolved)
-        # The current folder shows its own links.
-        if path != resolved and not Path(path).absolute().is_relative_to(here):
+        # Links inside the current folder exist already.
+        if path != resolved and not Path(path).absolute().is_relative_to(current_folder):
             yield from ("--ro-bind", resolved, os.path.abspath(path))
 
 
-# --- system calls: name -> its number on x86_64 and on aarch64, None where there is none
+# Number of each system call on x86_64 and on aarch64; None where the machine has none.
 
 Calls = Mapping[str, tuple[int | None, int | None]]
 
 DENIED: Calls = {
-    # Other processes.
+    # Access to other processes.
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "process_mrelease": (448, 448),
     # Namespaces and mounts.
@@ -131,7 +134,7 @@ DENIED: Calls = {
     "quotactl": (179, 60), "quotactl_fd": (443, 443), "statmount": (457, 457), "listmount": (458, 458),
     # Keys, which no namespace separates.
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    # Interfaces of the kernel with a history of holes, or which bypass this filter.
+    # Kernel interfaces with a history of security holes, or that bypass this filter.
     "io_setup": (206, 0), "io_destroy": (207, 1), "io_submit": (209, 2), "io_cancel": (210, 3),
     "io_getevents": (208, 4), "io_pgetevents": (333, 292), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280),
@@ -139,7 +142,7 @@ DENIED: Calls = {
     "personality": (135, 92), "vmsplice": (278, 75), "remap_file_pages": (216, 234), "uselib": (134, None),
     "lookup_dcookie": (212, 18), "fanotify_init": (300, 262), "memfd_secret": (447, 447),
     "lsm_get_self_attr": (459, 459), "lsm_set_self_attr": (460, 460), "lsm_list_modules": (461, 461),
-    # Where memory lies, also of other processes.
+    # Placement of memory, also of other processes.
     "migrate_pages": (256, 238), "move_pages": (279, 239), "mbind": (237, 235), "set_mempolicy": (238, 237),
     "set_mempolicy_home_node": (450, 450),
     # The machine: another kernel, modules, clocks, names, ports, swap.
@@ -151,7 +154,7 @@ DENIED: Calls = {
     "nfsservctl": (180, 42), "vhangup": (153, 58), "sysfs": (139, None), "ustat": (136, None),
     "_sysctl": (156, None),
 }  # fmt: skip
-"""No program in a sandbox may make these."""
+"""System calls that no program in a sandbox may make."""
 
 DENIED_TO_SNIPPETS: Calls = {
     **DENIED,
@@ -160,17 +163,17 @@ DENIED_TO_SNIPPETS: Calls = {
     "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
     # Sockets.
     "socket": (41, 198), "socketpair": (53, 199),
-    # Memory that the bound of a process does not count, or that outlives it.
+    # Memory that the limit of a process does not count, or that outlives the process.
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
     "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189),
     "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181),
     "memfd_create": (319, 279), "inotify_init": (253, None), "inotify_init1": (294, 26),
     "timer_create": (222, 107),
-    # Rules of its own, which take the kernel's memory.
+    # Further filters and rules, which take the kernel's memory.
     "seccomp": (317, 277), "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
 }  # fmt: skip
-"""A snippet may also not make these: it has one process, one thread and one kind of memory."""
+"""Further system calls that a snippet may not make: it has one process, one thread and one kind of memory."""
 
 _AUDIT_NUMBERS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
@@ -179,15 +182,17 @@ _KILL, _REFUSE, _PASS = 0x80000000, 0x00050001, 0x7FFF0000
 
 
 def denied_numbers(denied: Calls, machine: str) -> list[int]:
-    """The numbers of these calls on ``machine``, x86_64 or aarch64."""
+    """Return the numbers of these calls on ``machine``, x86_64 or aarch64."""
     column = list(_AUDIT_NUMBERS).index(machine)
     numbers = [numbers[column] for numbers in denied.values()]
     return sorted(number for number in numbers if number is not None)
 
 
 def filter_program(denied: Calls, machine: str) -> bytes:
-    """A filter of system calls as the kernel's classic BPF program (seccomp(2)): EPERM for those denied; the process
-    ends where it makes any by another architecture's numbers."""
+    """Return a filter of system calls as the kernel's classic BPF program (seccomp(2)).
+
+    A denied call returns EPERM. The process ends where it makes any call by another architecture's numbers.
+    """
     program = [
         (_LOAD, 0, 0, 4),  # the architecture
         (_IF_EQUAL, 1, 0, _AUDIT_NUMBERS[machine]),
@@ -209,7 +214,7 @@ def _filter_here(is_snippet: bool) -> bytes:
 
 @contextlib.contextmanager
 def open_filter(*, is_snippet: bool) -> Iterator[int]:
-    """A descriptor of the filter for ``bwrap --seccomp``."""
+    """Open a descriptor of the filter for ``bwrap --seccomp``."""
     filter_fd = os.memfd_create("filter")
     try:
         os.write(filter_fd, _filter_here(is_snippet))

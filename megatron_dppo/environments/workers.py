@@ -1,13 +1,13 @@
-"""Processes in which environments run, beside a rank: what one of them does harms no other, nor the rank.
+"""Worker processes of environments, so that an environment can harm neither the rank nor other workers.
 
-``python -m megatron_dppo.environments.workers DESCRIPTOR`` is sent ``{"spec", "variables"}``: what it makes
-environments of, and the variables that hold keys which it is to have. It says ``null`` once it is ready, then answers
-objects with a ``number`` by objects with the same: ``{"number", "result"}``, or ``{"number", "fault"}`` for what an
-environment raised. JSON both ways. Many episodes run in it side by side, on one event loop.
+``python -m megatron_dppo.environments.workers DESCRIPTOR`` receives ``{"spec", "variables"}``: the environments' class
+and options, and the variables with keys that it may have. It answers ``null`` once it is ready. Then it answers objects
+with a ``number`` by objects with the same number: ``{"number", "result"}``, or ``{"number", "fault"}`` for an exception
+of the environment. Both directions are JSON. Many episodes run side by side in a worker, on one event loop.
 
-A call that takes too long is cancelled. A process that does not even answer that is blocked, and killed, as one that
-ended by itself is replaced. Whose fault it was nobody can say where it had several episodes: each begins again in a
-process of its own, and only the one at fault fails there again.
+A call that takes too long is cancelled. A process that does not answer the cancellation is blocked; it is killed, and
+replaced like one that ended by itself. Where it had several episodes, the episode at fault is unknown: each begins
+again in a process of its own, and only the one at fault fails there again.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,9 +64,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """What a worker makes environments of. ``name``: as ``find_environment``; ``options``: its arguments.
-    ``step_timeout_s``: of one call; ``memory_gib``: a worker's address space; ``largest_bytes``: of one answer as JSON.
-    ``passed_variables``: as in EnvironmentConfig.
+    """Specification of a worker's environments.
+
+    Attributes:
+        name: name of the class, as in ``find_environment``.
+        options: arguments of the class.
+        step_timeout_s: longest time of one call.
+        memory_gib: a worker's address space.
+        largest_bytes: longest answer, as JSON.
+        passed_variables: as in EnvironmentConfig.
     """
 
     name: str
@@ -77,14 +84,14 @@ class EnvironmentSpec:
 
     @property
     def variable_names(self) -> list[str]:
-        """The variables that a worker gets, though they hold keys."""
+        """Return the variables with keys that a worker receives."""
         return [*self.passed_variables, *named_in_options(self.options)]
 
 
 class EnvironmentPool:
-    """``workers`` processes for the episodes of a rank, started when they are first needed; ``close`` it.
+    """``workers`` processes for the episodes of a rank, started when they are first needed; ``close`` ends them.
 
-    ``open`` and the environments that it gives belong to one event loop.
+    ``open`` and the environments that it returns belong to one event loop.
     """
 
     def __init__(self, spec: EnvironmentSpec, workers: int) -> None:
@@ -95,7 +102,7 @@ class EnvironmentPool:
         self._is_closed = False
 
     async def open(self, *, alone: bool = False) -> RemoteEnvironment:
-        """A new environment; ``alone``: in a process that has no other. Raises EnvironmentFaultError."""
+        """Return a new environment; ``alone``: in a process without other episodes. Raises EnvironmentFaultError."""
         if alone:
             await self._lone_places.acquire()
             worker = _Worker(self._spec)
@@ -106,14 +113,14 @@ class EnvironmentPool:
             index = next(i for i, w in enumerate(self._shared) if w is None or w.is_dead)
             worker = self._shared[index] = _Worker(self._spec)
             usable.append(worker)
-        worker = min(usable, key=lambda w: w.episodes)
+        worker = min(usable, key=attrgetter("episodes"))
         return RemoteEnvironment(self, worker)
 
     def is_alone(self, worker: _Worker) -> bool:
         return worker in self._alone
 
     def leave(self, worker: _Worker) -> None:
-        """An episode of the worker is over."""
+        """End an episode of the worker."""
         worker.episodes -= 1
         if self.is_alone(worker):
             self._alone.remove(worker)
@@ -121,14 +128,14 @@ class EnvironmentPool:
             self._lone_places.release()
 
     def close(self) -> None:
-        """End the processes; what they still work on is given up. Harmless twice."""
+        """End the processes and cancel their work. A second call has no effect."""
         for worker in [*self._shared, *self._alone]:
             if worker is not None:
                 worker.kill()
 
 
 class RemoteEnvironment(Environment):
-    """An environment in a worker. Every method but ``close`` raises EnvironmentFaultError, and nothing else."""
+    """An environment in a worker. Every method except ``close`` raises EnvironmentFaultError, and nothing else."""
 
     def __init__(self, pool: EnvironmentPool, worker: _Worker) -> None:
         self._pool, self._worker = pool, worker
@@ -140,13 +147,13 @@ class RemoteEnvironment(Environment):
         return await self._answer("reset", {"problem": asdict(problem)}, observation_of)
 
     async def step(self, turn: Turn) -> Step:
-        return await self._answer("step", asdict(turn), lambda answer: Step(**answer))
+        return await self._answer("step", asdict(turn), _step_of)
 
     async def _answer(self, operation: str, values: dict[str, Any], of: Callable[[Any], T]) -> T:
         answer = await self._worker.call(operation, self._episode, values)
         try:
             return of(answer)
-        # Of a class of its own, which checks nothing.
+        # The answer comes from a class of the environment's own, which may check nothing.
         except (ArithmeticError, TypeError, ValueError) as error:
             raise EnvironmentFaultError(f"{self._pool.name}: {operation}: {error}") from error
 
@@ -156,7 +163,7 @@ class RemoteEnvironment(Environment):
         self._is_open = False
         try:
             if self._pool.is_alone(self._worker):
-                # Its process ends next.
+                # The process ends next.
                 await self._worker.finish(self._episode)
             else:
                 self._worker.tell("close", self._episode)
@@ -165,7 +172,7 @@ class RemoteEnvironment(Environment):
 
 
 class _Worker:
-    """One process, from the loop of whoever makes it; ``is_dead`` once it ended. ``episodes``: how many it has."""
+    """One process, used from the event loop that created it. ``episodes`` is its number of episodes."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         self.numbers = itertools.count()
@@ -182,7 +189,7 @@ class _Worker:
             _MODULE, environment=worker_environment(os.environ), output=self._output.fileno()
         )
         variables = chosen_variables(os.environ, spec.variable_names)
-        # Neither is for the command line, which everybody may read.
+        # Send both through the pipe: every user can read the command line.
         self._send({"spec": asdict(spec), "variables": variables})
         threading.Thread(target=self._read, name="environment", daemon=True).start()
 
@@ -209,13 +216,13 @@ class _Worker:
         )
 
     def tell(self, operation: str, episode: int) -> None:
-        """Send what needs no answer, and wait for nothing."""
+        """Send a message that needs no answer, without waiting."""
         if not self.is_dead:
             message = {"number": -1, "operation": operation, "episode": episode}
             self._loop.run_in_executor(None, self._send, message)
 
     async def finish(self, episode: int) -> None:
-        """Return when the episode's environment is closed, or does not get there in time."""
+        """Wait until the episode's environment is closed, or until a time limit."""
         with contextlib.suppress(TimeoutError, EnvironmentFaultError):
             async with asyncio.timeout(_CANCEL_S):
                 await self._ask("close", episode, {})
@@ -232,7 +239,7 @@ class _Worker:
         answer = self._calls[number] = self._loop.create_future()
         try:
             message = {"number": number, "operation": operation, "episode": episode, **values}
-            # Whoever does not read may fill the pipe.
+            # A process that does not read may fill the pipe, so don't block the loop.
             await self._loop.run_in_executor(None, self._send, message)
             return await answer
         finally:
@@ -242,7 +249,7 @@ class _Worker:
         try:
             with self._sending:
                 self._connection.send_bytes(json.dumps(message).encode())
-        # The reader learns of it, too, and says why.
+        # The reader thread notices the end, too, and reports it.
         except OSError:
             return
 
@@ -251,10 +258,10 @@ class _Worker:
             while True:
                 answer = _read_json(self._connection.recv_bytes(self._spec.largest_bytes + 4096))
                 self._loop.call_soon_threadsafe(self._take, answer)
-        # The last two: what was sent is no JSON, or nested too deeply.
+        # ValueError and RecursionError: the message is no JSON, or nested too deeply.
         except (EOFError, OSError, ValueError, RecursionError):
             try:
-                # One that ends by itself says why.
+                # A process that ends by itself has an exit code.
                 code = self._process.wait(_ENDING_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
@@ -263,11 +270,11 @@ class _Worker:
             with self._sending:
                 self._connection.close()
             self._output.close()
-            why = f"its process {processes.describe_exit(code)}" + (f": {text}" if text else "")
-            why += withheld_hint(why, _PASSED_KEY)
-            # At the end of a run nobody waits any more.
+            reason = f"its process {processes.describe_exit(code)}" + (f": {text}" if text else "")
+            reason += withheld_hint(reason, _PASSED_KEY)
+            # At the end of a run no call waits, and the loop is closed.
             if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._end, why)
+                self._loop.call_soon_threadsafe(self._end, reason)
 
     def _take(self, answer: dict[str, Any] | None) -> None:
         if answer is None:
@@ -283,8 +290,8 @@ class _Worker:
         else:
             call.set_result(answer["result"])
 
-    def _end(self, why: str) -> None:
-        self._note_end(why)
+    def _end(self, reason: str) -> None:
+        self._note_end(reason)
         if not self._ready.done():
             self._ready.set_result(None)
         for call in self._calls.values():
@@ -294,7 +301,8 @@ class _Worker:
     def _note_end(self, reason: str) -> None:
         if not self.is_dead:
             self.is_dead, self._ended_for = True, reason
-            # Later it has fewer, and each of them may be the one at fault; of what does not start none is.
+            # Store this now: later the process has fewer episodes, any of which may be at fault. None is where it did
+            # not start.
             self._was_shared = self.episodes > 1 and self._ready.done()
 
     def _lost(self) -> EnvironmentFaultError:
@@ -303,19 +311,20 @@ class _Worker:
         )
 
 
+def _step_of(answer: dict[str, Any]) -> Step:
+    return Step(**answer)
+
+
 def _read_json(content: bytes) -> Any:
-    """Half of a character that is written as two, which no tokenizer takes and no file, becomes a question mark."""
+    """Decode JSON, and replace half of a surrogate pair, which no tokenizer and no file takes, by a question mark."""
     values = json.loads(content)
     if rb"\ud" not in content:
         return values
     return json.loads(json.dumps(values, ensure_ascii=False).encode(errors="replace"))
 
 
-# --- the process
-
-
 class _Host:
-    """The environments of a process, by the number of their episode."""
+    """The environments of a worker process, by the number of their episode."""
 
     def __init__(self, connection: Connection, spec: EnvironmentSpec) -> None:
         self._connection, self._spec = connection, spec
@@ -324,7 +333,7 @@ class _Host:
         self._under_way: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
-        """Answer until nobody is left to ask."""
+        """Answer messages until the rank closes the connection."""
         loop, messages = asyncio.get_running_loop(), asyncio.Queue[bytes]()
         threading.Thread(target=self._listen, args=(loop, messages), daemon=True).start()
         self._reply(None)
@@ -336,7 +345,9 @@ class _Host:
                 self._under_way[episode] = task
 
     def _listen(self, loop: asyncio.AbstractEventLoop, messages: asyncio.Queue[bytes]) -> None:
-        """In a thread, for an environment may block the loop: the process ends with whoever asks, even so."""
+        """Read messages in a thread: an environment may block the loop, and the process must still end with the
+        rank.
+        """
         try:
             while True:
                 loop.call_soon_threadsafe(messages.put_nowait, self._connection.recv_bytes())
@@ -354,7 +365,7 @@ class _Host:
                 raise ValueError(
                     f"an answer of {size} bytes, expected at most {self._spec.largest_bytes}"
                 )
-        # Whatever it is, the run goes on without it.
+        # The run continues without this sample, whatever the exception.
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             line = f"({Path(frame.filename).name}, line {frame.lineno})"
@@ -371,13 +382,13 @@ class _Host:
         self._environments[episode] = environment
         ids = tuple(problem.pop("prompt_ids"))
         messages, tools = tuple(problem.pop("messages")), tuple(problem.pop("tools"))
-        given = Problem(**problem, prompt_ids=ids, messages=messages, tools=tools)
-        first = await environment.reset(given)
-        if isinstance(first, str):
-            return first
+        sent_problem = Problem(**problem, prompt_ids=ids, messages=messages, tools=tools)
+        first_observation = await environment.reset(sent_problem)
+        if isinstance(first_observation, str):
+            return first_observation
         if not getattr(self._make, "makes_prompts", False):
             raise TypeError("a prompt, expected text: makes_prompts of the class is not True")
-        return _declared(first, ChatCall)
+        return _declared(first_observation, ChatCall)
 
     async def _step(self, episode: int, **values: Any) -> dict[str, Any]:
         ids = tuple(values.pop("token_ids"))
@@ -398,20 +409,22 @@ class _Host:
 
 
 def _declared(value: Any, kind: type[ChatCall | Step]) -> dict[str, Any]:
-    """The fields of ``kind`` alone: a class of an environment's own may have more. Raises TypeError."""
+    """Return only the declared fields of ``kind``: an environment's subclass may have more. Raises TypeError."""
     if not isinstance(value, kind):
         raise TypeError(f"a {type(value).__name__}, expected a {kind.__name__}")
     return {f.name: getattr(value, f.name) for f in fields(kind)}
 
 
 def main() -> None:
-    """Serve in a child; this process, its guard, reaps what the child's commands leave behind, and ends it."""
+    """Serve in a child process. This process, its guard, reaps processes that the child's commands leave, and ends
+    it.
+    """
     [descriptor] = sys.argv[1:]
     close_to_others()
-    # Ctrl-C is the rank's to handle.
+    # The rank handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # A session of an agent takes about five.
+    # A session of an agent has about five open files.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     connection = processes.connect_guarded(int(descriptor))

@@ -2,9 +2,9 @@
 
 ``megatron-dppo fleet RUN_DIRECTORY list|add|remove``.
 
-``add URL`` attaches an SGLang server that was started elsewhere, and says what the trainer finds; one that
-fits serves from the next weight update on. ``remove URL`` takes an attached one out at the next update. Keys of
-attached servers are the trainer's MEGATRON_DPPO_API_KEY and MEGATRON_DPPO_ADMIN_API_KEY.
+``add URL`` attaches an SGLang server that was started elsewhere, and prints the result of the trainer's checks; a
+server that passes serves from the next weight update on. ``remove URL`` detaches a server at the next update. Attached
+servers use the trainer's keys MEGATRON_DPPO_API_KEY and MEGATRON_DPPO_ADMIN_API_KEY.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Record = FleetRecord | RecordClient
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; the process's exit code: 1 where a server is refused."""
+    """Run the command and return the process's exit code: 1 where a server is refused."""
     options = _parser().parse_args(arguments)
     try:
         if not Path(options.run_directory).is_dir():

@@ -1,13 +1,13 @@
 """Generation on several servers that hold the same committed weights.
 
-Each call goes through the HTTP router, which sees the load of every client, or else to the server
-that has the fewest of this client's requests in flight. A server that dies, hangs, or answers with
-other weights is *suspended*: it gets no calls until the next ``serve``, its unfinished calls are sent
-to other servers, and the supervisor is told. While the router is down, calls go to servers directly.
+Each call goes through the HTTP router, which sees the load of every client, or directly to the server with the fewest
+of this client's requests in flight. A server that dies, hangs, or answers with other weights is *suspended*: it
+receives no calls until the next ``serve``, its unfinished calls are sent to other servers, and the supervisor receives
+a report. While the router is down, calls go to servers directly.
 
-A weight update may come while calls are in flight. From ``hold`` to the next ``serve`` no call is sent and no answer
-is read, so an answer is always judged by what became of the update that it lived through. Where the update aborts what
-is in flight, ``hold`` ends when all of it is answered.
+A weight update may start while calls are in flight. From ``hold`` to the next ``serve`` no call is sent and no answer
+is read, so the result of the update is known when an answer is checked. Where the update aborts the calls in flight,
+``hold`` ends when all of them are answered.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter, methodcaller
 from typing import Any, NoReturn, TypeVar
 
 from megatron_dppo.data.trajectory import Trajectory
@@ -24,9 +25,9 @@ from megatron_dppo.engine import errors
 from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.engine.client import Answer, EngineClient
 from megatron_dppo.engine.protocol import GenerationRequest, adapter_name, request_body
-from megatron_dppo.fleet.http_router import ROUTED_MODEL, SERVED_BY, HttpRouterLink
 from megatron_dppo.fleet.membership import Member, client_of
 from megatron_dppo.fleet.record import Server
+from megatron_dppo.fleet.router_link import ROUTED_MODEL, SERVED_BY, HttpRouterLink
 from megatron_dppo.fleet.suspects import Suspect, Suspects
 
 log = logging.getLogger(__name__)
@@ -37,18 +38,18 @@ _PROBE_SECONDS = 5.0
 _REPLACED_SECONDS = 10.0
 _FORGETTING_SECONDS = 0.1
 _ABORT_AGAIN_SECONDS = 0.2
-# Other ranks wait meanwhile, in a collective that is given up after 600 s.
+# Other ranks wait in a collective meanwhile, which times out after 600 s.
 _QUESTION_SECONDS = 300.0
 _ENDS = 2
-# smg's codes for a call that it has no server for.
-_KNOWS_NOBODY = ("no_available_workers", "model_not_found")
+# smg's error codes for a call that it has no server for.
+_NO_SERVER_CODES = ("no_available_workers", "model_not_found")
 
 
 @dataclass(eq=False)
 class ActiveServer:
-    """A member that generates, and the calls that it has.
+    """A member that generates, and its calls in flight.
 
-    ``suspended``: why it gets no more calls; empty while it gets them.
+    ``suspended`` is the reason why it receives no more calls; empty while it receives them.
     """
 
     member: Member
@@ -60,7 +61,9 @@ class ActiveServer:
 
 
 async def breakable(call: Coroutine[Any, Any, T], calls: set[asyncio.Task[Any]]) -> T:
-    """The result of ``call``; ServerLostError when somebody cancels its task, which is in ``calls`` meanwhile."""
+    """Return the result of ``call``. Raises ServerLostError when its task, a member of ``calls`` meanwhile, is
+    cancelled.
+    """
     task = asyncio.create_task(call)
     calls.add(task)
     try:
@@ -74,13 +77,13 @@ async def breakable(call: Coroutine[Any, Any, T], calls: set[asyncio.Task[Any]])
 
 
 class FleetClient:
-    """A GenerationClient over the servers that ``serve`` names, from one event loop.
+    """A GenerationClient over the servers that ``serve`` names, used from one event loop.
 
     Args:
         on_lost: called with a server, or the HTTP router, that must be replaced.
         router: the connection to the HTTP router where the run has one.
-        parser: of answers; None: this process.
-        adapters: the weights that change are adapters in the engines, which calls name by the committed version.
+        parser: parser of answers; None: this process parses them.
+        adapters: whether weight updates change adapters in the engines, which calls name by the committed version.
     """
 
     def __init__(
@@ -100,10 +103,10 @@ class FleetClient:
         self._probing: asyncio.Task[None] | None = None
         self._chores: set[asyncio.Task[None]] = set()
         self._version: int | None = None
-        # Of each update that failed: the version that was committed then.
+        # The committed version at the time of each failed update.
         self._failed_updates: list[int | None] = []
         self._losses: dict[str, str] = {}
-        # By call: the server that has it (None: the router knows), and what it asks for.
+        # By call: its server (None: only the router knows) and its requests.
         self._asked: dict[str, tuple[ActiveServer | None, Sequence[GenerationRequest]]] = {}
         self._suspects = Suspects()
         self._serving = asyncio.Event()
@@ -112,24 +115,26 @@ class FleetClient:
         self._hang_timeout_s = 0.0
         self._lost_one = asyncio.Event()
 
-    # --- who serves
-
     async def hold(self, *, abort: bool = False) -> None:
-        """The servers are about to be paused for a weight update: send nothing and read nothing until ``serve``.
+        """Stop sending calls and reading answers until ``serve``, because the servers will be paused for a weight
+        update.
 
-        ``abort``: end the calls in flight early, and return when each is answered, or its server lost.
+        ``abort``: end the calls in flight early, and return when each is answered or its server is lost.
         """
         self._serving.clear()
         if abort:
-            # Here and not in the update: a call that waits in front of a paused server would go on afterwards with what
-            # it named before, such as adapters.
+            # End the calls here and not in the update: a call that waits at a paused server would continue afterwards
+            # with the adapters that it named before.
             await self._end_calls()
         for active in self._servers:
             active.client.is_paused = True
 
     async def break_off(self) -> None:
-        """The update failed: nobody can say any more which weights the calls in flight run on. They are made again, and
-        so are those whose answers wait and have tokens of that update."""
+        """Cancel the calls in flight after a failed update, so that they are sent again.
+
+        The weights of their servers are unknown. Calls whose answers wait and have tokens of that update are sent
+        again, too.
+        """
         self._failed_updates.append(self._version)
         for active in self._servers:
             for call in active.calls:
@@ -138,18 +143,22 @@ class FleetClient:
             call.cancel()
 
     async def serve(self, members: Sequence[Member], version: int) -> None:
-        """Generate on ``members``, which have committed weight version ``version``. Ends every suspension; calls in
-        flight go on, but those on servers that left."""
-        staying = {active.member: active for active in self._servers if active.member in members}
+        """Generate on ``members``, which have committed weight version ``version``, and end every suspension.
+
+        Calls in flight continue, except those on servers that left.
+        """
+        kept_servers = {
+            active.member: active for active in self._servers if active.member in members
+        }
         for active in self._servers:
-            if active.member not in staying:
+            if active.member not in kept_servers:
                 self._drop(active, "it left the fleet")
                 await active.client.close()
-        for active in staying.values():
+        for active in kept_servers.values():
             active.suspended = ""
             active.client.is_paused = False
         self._servers = [
-            staying[m] if m in staying else ActiveServer(m, client_of(m, self._parser))
+            kept_servers[m] if m in kept_servers else ActiveServer(m, client_of(m, self._parser))
             for m in members
         ]
         self._version = version
@@ -160,16 +169,16 @@ class FleetClient:
 
     @property
     def has_servers(self) -> bool:
-        """Whether a server is left that has the committed weights."""
+        """Whether a server with the committed weights is left."""
         return bool(self._live())
 
     def take_losses(self) -> dict[str, str]:
-        """Names of the servers that were suspended since this was asked last, and why."""
-        taken, self._losses = self._losses, {}
-        return taken
+        """Return the servers that were suspended since the last call: name -> reason."""
+        losses, self._losses = self._losses, {}
+        return losses
 
     async def close(self) -> None:
-        """Close the connections; servers abort what was in flight on them."""
+        """Close the connections; the servers abort the calls in flight."""
         chores = [*self._chores, *([self._probing] if self._probing is not None else [])]
         for chore in chores:
             chore.cancel()
@@ -177,8 +186,6 @@ class FleetClient:
         await asyncio.gather(*(active.client.close() for active in self._servers))
         if self._router is not None:
             await self._router.close()
-
-    # --- GenerationClient
 
     async def generate(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
         await self._until_served()
@@ -194,11 +201,11 @@ class FleetClient:
         return results
 
     async def abort(self, rid: str, count: int) -> None:
-        await self._abort_on_each(lambda client: client.abort(rid, count))
+        await self._abort_on_each(methodcaller("abort", rid, count))
 
     async def watch(self, hang_timeout_s: float) -> NoReturn:
-        """Suspend servers that hang, and stop using a lost router; raises EngineLostError when no server is left."""
-        # Several generations run at the same time; a server is watched once for all of them.
+        """Suspend servers that hang, and stop using a lost router. Raises EngineLostError when no server is left."""
+        # Several generations run at the same time, but each server is watched once for all of them.
         self._watchers += 1
         self._hang_timeout_s = hang_timeout_s
         try:
@@ -206,22 +213,22 @@ class FleetClient:
             while self._live() or not self._serving.is_set():
                 self._lost_one.clear()
                 await self._lost_one.wait()
-            raise self._nobody()
+            raise self._no_server()
         finally:
             self._watchers -= 1
             if not self._watchers:
                 await self._end_watches()
 
-    # --- prompts that servers may die of
-
     @property
     def suspects(self) -> int:
-        """Prompts that two losses of servers have in common, without an answer since."""
+        """Number of prompts that two losses of servers have in common, without an answer since."""
         return len(self._suspects.questionable())
 
     async def question_suspects(self, stop: Callable[[], bool]) -> Suspect | None:
-        """Ask for one token of each suspect, one after another; the first by which a server ended, and another one
-        where one is left. Nothing else may be in flight on the servers, also not of other ranks."""
+        """Request one token for each suspect, one after another; return the first after which two servers ended.
+
+        One server is enough where no other is left. No other call may be in flight on the servers, from any rank.
+        """
         questionable = self._suspects.questionable()
         log.warning(
             "%d prompts were in flight at two losses of servers; each is asked alone",
@@ -240,15 +247,15 @@ class FleetClient:
         return None
 
     async def _ends_servers(self, request: GenerationRequest) -> bool:
-        """Whether each of up to two servers that are asked for it alone ends."""
-        alone = replace(request, sampling=replace(request.sampling, max_new_tokens=1))
+        """Whether each of up to two servers ends when it receives only this request."""
+        probe_request = replace(request, sampling=replace(request.sampling, max_new_tokens=1))
         for ends in range(_ENDS):
             live = self._live()
             if not live:
                 # The only server ended.
                 return ends > 0
             try:
-                await self._on(live[0], [alone], uuid.uuid4().hex)
+                await self._on(live[0], [probe_request], uuid.uuid4().hex)
             except errors.EngineError:
                 if not (live[0].suspended and await self._has_ended(live[0])):
                     return False
@@ -257,33 +264,32 @@ class FleetClient:
         return True
 
     async def _has_ended(self, active: ActiveServer) -> bool:
-        """Whether nobody listens there any more, unlike at a server that hangs or is refused."""
+        """Whether no process listens at the address any more. A server that hangs or refuses still listens."""
         try:
             await active.client.exchange("GET", "/health", timeout_s=_PROBE_SECONDS)
         except errors.EngineLostError as error:
             return not isinstance(error.__cause__, TimeoutError)
         return False
 
-    # --- calls
-
     async def _directly(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
         live = self._live()
         if not live:
-            raise self._nobody()
-        # This client's own calls alone: nobody without a router sees those of other ranks.
-        return await self._on(min(live, key=lambda p: p.in_flight), requests, rid)
+            raise self._no_server()
+        # Balance this client's own calls: without a router no client sees the calls of other ranks.
+        least_loaded = min(live, key=attrgetter("in_flight"))
+        return await self._on(least_loaded, requests, rid)
 
     async def _on(
         self, active: ActiveServer, requests: Sequence[GenerationRequest], rid: str
     ) -> list[Trajectory]:
         active.in_flight += len(requests)
         self._asked[rid] = active, requests
-        began, failures = self._version, len(self._failed_updates)
+        start_version, failures = self._version, len(self._failed_updates)
         try:
             answer = await breakable(
                 active.client.answer(requests, rid, self._adapter), active.calls
             )
-            versions = await self._versions(began, failures)
+            versions = await self._versions(start_version, failures)
             return await breakable(active.client.parse(answer, requests, versions), active.calls)
         except errors.StaleWeightsError as error:
             raise self._stale(active, str(error), failures) from error
@@ -300,7 +306,7 @@ class FleetClient:
         self, router: HttpRouterLink, requests: Sequence[GenerationRequest], rid: str
     ) -> list[Trajectory]:
         body = request_body(requests, rid, model=ROUTED_MODEL, adapter=self._adapter)
-        began, failures = self._version, len(self._failed_updates)
+        start_version, failures = self._version, len(self._failed_updates)
         try:
             answer = await breakable(router.generate(body), self._routed)
         except errors.EngineLostError as error:
@@ -314,62 +320,71 @@ class FleetClient:
         if active is None:
             raise errors.AbortedError(f"an answer from {served_by or 'a server'} that is no member")
         try:
-            versions = await self._versions(began, failures)
+            versions = await self._versions(start_version, failures)
             results = await active.client.parse(answer.body, requests, versions)
         except errors.StaleWeightsError as error:
             raise self._stale(active, str(error), failures) from error
         except errors.EngineLostError as error:
-            # It has answered, but not handed out its recording.
+            # The server has answered, but did not deliver its routing recording.
             raise self._suspend(active, str(error)) from error
         active.client.note_answer()
         return results
 
     async def _refused(self, router: HttpRouterLink, answer: Answer) -> errors.EngineError:
-        """The error for a call that the router, or a server behind it, answered with an error status."""
+        """Return the error for a call that the router, or a server behind it, answered with an error status."""
         reason = f"{router.url}/generate answered {answer.status}: {answer.reason}"
-        if answer.code in _KNOWS_NOBODY:
-            # It has begun anew.
+        if answer.code in _NO_SERVER_CODES:
+            # The router was restarted and has lost its list of servers.
             router.mark_down(reason)
             return errors.ServerLostError(reason)
         if answer.status < 500:
             return errors.EngineRequestError(answer.status, reason)
         await self._probe()
         if any(p.suspended and p.member.server.url in reason for p in self._servers):
-            # The router may not have dropped it yet.
+            # The router may not have removed the lost server yet.
             await asyncio.sleep(_FORGETTING_SECONDS)
             return self._lost(reason)
         return errors.AbortedError(reason)
 
-    async def _versions(self, began: int | None, failures: int) -> range | None:
-        """Committed versions that the answer to a call may come from, which ``began`` at one of them, after so many
-        ``failures`` of updates. Waits for the end of an update."""
+    async def _versions(self, start_version: int | None, failures: int) -> range | None:
+        """Return the committed versions that may have sampled the answer to a call that started at ``start_version``.
+
+        ``failures`` is the number of failed updates when the call started. Waits for the end of an update.
+        """
         await self._until_served()
-        # A failure breaks off what has no answer yet, so this one is of before the first failure since.
-        last = next(iter(self._failed_updates[failures:]), self._version)
-        return None if began is None or last is None else range(began, last + 1)
+        # A failed update cancels all unanswered calls, so this answer is older than the first failure since the start.
+        last_version = next(iter(self._failed_updates[failures:]), self._version)
+        return (
+            None
+            if start_version is None or last_version is None
+            else range(start_version, last_version + 1)
+        )
 
     def _stale(
         self, active: ActiveServer, reason: str, failures: int
     ) -> errors.ServerLostError | errors.EngineLostError:
-        """The error for an answer from other weights: those of an update that failed meanwhile, or else its server is
-        suspended."""
+        """Return the error for an answer from other weights: those of a failed update, or else the server is
+        suspended.
+        """
         if len(self._failed_updates) > failures:
             return errors.ServerLostError(reason)
         return self._suspend(active, reason)
 
     async def _until_served(self) -> None:
-        # Again where servers are held once more before this task has its turn.
+        # Repeat: the servers may be held again before this task runs.
         while not self._serving.is_set():
             await self._serving.wait()
 
     async def _end_calls(self) -> None:
-        # Again and again: what was on its way to a scheduler is not aborted.
+        # Repeat: a call on its way to a scheduler is not aborted by the first attempt.
         while calls := self._routed.union(*(active.calls for active in self._servers)):
-            await self._abort_on_each(lambda client: client.abort_all(_PROBE_SECONDS))
+            await self._abort_on_each(methodcaller("abort_all", _PROBE_SECONDS))
             await asyncio.wait(calls, timeout=_ABORT_AGAIN_SECONDS)
 
     async def _abort_on_each(self, abort: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """On every server: the HTTP router does not forward aborts, and doesn't tell which server has a call."""
+        """Call ``abort`` on every server, because the HTTP router neither forwards aborts nor tells which server has
+        a call.
+        """
         aborts = (abort(active.client) for active in self._live())
         for outcome in await asyncio.gather(*aborts, return_exceptions=True):
             if isinstance(outcome, BaseException) and not isinstance(
@@ -381,13 +396,11 @@ class FleetClient:
     def _adapter(self) -> str | None:
         return adapter_name(self._version) if self._adapters and self._version is not None else None
 
-    # --- losses
-
     def _live(self) -> list[ActiveServer]:
         return [active for active in self._servers if not active.suspended]
 
     def _watch_all(self) -> None:
-        """Watch whoever serves, while somebody waits for responses."""
+        """Watch the servers in use, as long as a generation waits for responses."""
         if not self._watchers:
             return
         for active in self._live():
@@ -412,7 +425,7 @@ class FleetClient:
             self._suspend(active, str(error))
 
     async def _probe(self) -> None:
-        """Suspend every server that doesn't answer; one probe serves all who ask meanwhile."""
+        """Suspend every server that doesn't answer; concurrent callers share one probe."""
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._probe_all())
         await asyncio.shield(self._probing)
@@ -427,16 +440,17 @@ class FleetClient:
     def _suspend(
         self, active: ActiveServer, reason: str
     ) -> errors.ServerLostError | errors.EngineLostError:
-        """Send a server no more calls and cancel those that it has; returns the error for their callers."""
+        """Send a server no more calls and cancel its calls; return the error for their callers."""
         if active.suspended:
             return self._lost(active.suspended)
         server = active.member.server
         self._losses[server.name] = reason
         log.warning("%s is suspended: %s", server.name, reason)
-        had = [
-            r for holder, calls in self._asked.values() if holder in (active, None) for r in calls
-        ]
-        self._suspects.note_loss(server, had)
+        lost_requests: list[GenerationRequest] = []
+        for holder, requests in self._asked.values():
+            if holder in (active, None):
+                lost_requests += requests
+        self._suspects.note_loss(server, lost_requests)
         self._drop(active, reason)
         self._on_lost(server)
         if self._router is not None:
@@ -445,7 +459,7 @@ class FleetClient:
         return self._lost(reason)
 
     def _drop(self, active: ActiveServer, reason: str) -> None:
-        """No more calls for a server; those that it has are made elsewhere."""
+        """Send no more calls to a server; its calls are repeated elsewhere."""
         active.suspended = reason
         for call in active.calls:
             call.cancel()
@@ -456,12 +470,12 @@ class FleetClient:
     async def _break_routed(
         self, active: ActiveServer, calls: frozenset[asyncio.Task[Any]]
     ) -> None:
-        """Repeat the calls that a hung server may have: the router doesn't tell which server has a call."""
-        # By then the supervisor has killed its own, by which just that server's calls failed. So this is for
-        # one that nobody can kill; calls that others still work on are asked again with its own.
+        """Repeat the calls that a hung server may have, because the router doesn't tell which server has a call."""
+        # Only attached servers need this. The supervisor kills the servers it started, which already breaks their
+        # calls. Calls that other servers still work on are repeated too.
         await asyncio.sleep(_REPLACED_SECONDS)
         if active not in self._servers:
-            # The generation it had calls of has ended, and its client is closed.
+            # The generation has ended, and its client is closed.
             return
         try:
             await active.client.exchange("GET", "/health", timeout_s=_PROBE_SECONDS)
@@ -471,16 +485,16 @@ class FleetClient:
                     call.cancel()
 
     def _router_lost(self, router: HttpRouterLink, reason: str) -> None:
-        """The router closed a connection, or hangs: cancel its calls, which are then sent to servers directly."""
+        """Cancel the calls of a router that closed a connection or hangs; they are then sent to servers directly."""
         if router.mark_down(reason) and router.server is not None:
             self._on_lost(router.server)
         for call in self._routed:
             call.cancel()
 
     def _lost(self, reason: str) -> errors.ServerLostError | errors.EngineLostError:
-        return errors.ServerLostError(reason) if self._live() else self._nobody()
+        return errors.ServerLostError(reason) if self._live() else self._no_server()
 
-    def _nobody(self) -> errors.EngineLostError:
+    def _no_server(self) -> errors.EngineLostError:
         reasons = [f"{p.member.server.name}: {p.suspended}" for p in self._servers]
         return errors.EngineLostError("; ".join(reasons) or "no server has the weights")
 

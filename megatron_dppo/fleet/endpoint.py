@@ -1,8 +1,8 @@
-"""The record of a run's servers, offered over HTTP by the process that keeps it, and its client.
+"""The HTTP endpoint of a run's server registry (FleetRecord), and its client.
 
-One POST a question, ``/fleet/<name>`` with a JSON object, under the admin key: ranks on other hosts and the
-user's command need no fresh view of the run's folder. The command on the run's own host has a key of its own, which
-opens what it asks and nothing at the servers.
+Each question is one POST to ``/fleet/<name>`` with a JSON object, under the admin key, so ranks on other hosts and the
+user's command need no consistent view of the run's folder. The command on the run's own host has a key of its own,
+which opens only the command's questions and nothing at the servers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron_dppo.system.scratch import make_runtime_directory
 log = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLE = "MEGATRON_DPPO_FLEET"
-"""Names the endpoint's URL in the environment of the trainer's ranks."""
+"""Variable with the endpoint's URL in the environment of the trainer's ranks."""
 PATH = "/fleet/"
 _LONGEST = 1 << 20
 _READ_S = 10
@@ -53,12 +53,12 @@ _PAUSE_S = 1.0
 
 
 class RecordLostError(EngineError):
-    """The process that keeps the record of the servers does not answer."""
+    """The process that runs the server registry does not answer."""
 
 
 @dataclass(frozen=True)
 class EndpointAddress:
-    """Where the record is offered while the run runs. ``key_file``: on ``host``, holds the key of commands."""
+    """Address of the registry while the run runs. ``key_file``: file on ``host`` with the key of commands."""
 
     url: str
     host: str
@@ -70,7 +70,7 @@ class EndpointAddress:
 
 
 def control_host(interface: str | None, address: str) -> str:
-    """Where to listen: on ``interface``, else on ``address``, but never on every address of the machine.
+    """Return the address to listen on: that of ``interface``, else ``address``, but never all addresses of the machine.
 
     Raises InterfaceError.
     """
@@ -80,16 +80,16 @@ def control_host(interface: str | None, address: str) -> str:
 
 
 def admin_key() -> str:
-    """The environment's, where it has one, so that it is known on other hosts; else a new one."""
+    """Return the environment's admin key, so that other hosts know it too, or else a new key."""
     return os.environ.get(ADMIN_KEY_VARIABLE) or secrets.token_urlsafe(32)
 
 
 class FleetEndpoint:
-    """Offers ``record`` on a free port of ``host`` to whoever has ``key``, from ``start`` to ``stop``.
+    """Serves ``record`` on a free port of ``host`` to clients with ``key``, from ``start`` to ``stop``.
 
-    The user's command finds URL and key by ``engine/endpoint.json`` and a file on this machine that its
-    user alone can read. So can what a model's response runs, outside of a sandbox: the key in the file is another one,
-    which opens the questions of commands, and no server.
+    The user's command finds URL and key by ``engine/endpoint.json`` and a file on this machine that only its user can
+    read. Code that a model's response runs outside a sandbox can read it, too, so that file has another key, which
+    opens the questions of commands and no server.
     """
 
     def __init__(self, record: FleetRecord, key: str, host: str) -> None:
@@ -110,17 +110,17 @@ class FleetEndpoint:
         return {ENDPOINT_VARIABLE: self.url}
 
     def start(self) -> None:
-        """Answer, from a thread of its own, and be found."""
+        """Start answering from a thread of its own, then publish the address."""
         self._thread.start()
-        # It answers before it can be found.
+        # The server answers requests before its address is published.
         write_private(self._private / "key", self._command_key)
         write_private(self._file, json.dumps(asdict(self._address)))
-        # From here on commands ask; what they wrote before may be newer than the record.
+        # Commands use the endpoint from now on. The file may have newer attachments than the registry, so read it.
         self._record.read_attached()
 
     def stop(self) -> None:
-        """Answer no more. Harmless without a start."""
-        # Another start that has taken over has its own address there.
+        """Stop answering. Has no effect without a start."""
+        # Another start that has taken over has its own address in the file.
         if EndpointAddress.read(self._file) == self._address:
             self._file.unlink(missing_ok=True)
         if self._thread.is_alive():
@@ -155,14 +155,14 @@ class _HttpServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    # Of a connection that sends nothing, and would hold its thread for ever.
+    # Without a timeout, a silent connection would hold its thread for ever.
     timeout = _READ_S
     server: _HttpServer
 
     def do_POST(self) -> None:
         header = self.headers.get("Authorization", "").encode()
         name = self.path.removeprefix(PATH)
-        # In constant time: how long a comparison takes must not tell how much of a guess is right.
+        # Compare in constant time, so that the time does not reveal the correct part of a guess.
         is_admin = hmac.compare_digest(header, self.server.admin_header)
         is_command = hmac.compare_digest(header, self.server.command_header)
         if not (is_admin or (is_command and name in _OF_COMMANDS)):
@@ -199,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        # Questions come every second: the others are not worth a line.
+        # Log only failures: the questions come every second.
         if str(args[1:2]) != "('200',)":
             log.info("fleet endpoint, asked by %s: %s", self.client_address[0], format % args)
 
@@ -212,16 +212,15 @@ _QUESTIONS: dict[str, Callable[..., Any]] = {
         *(FleetRecord.report_lost, FleetRecord.allow_starts, FleetRecord.starting),
     )
 }
-"""What may be asked: methods of the record, whose arguments are checked against their types."""
+"""Questions of the admin key: methods of the registry, whose arguments are checked against their types."""
 _OF_COMMANDS = {"servers", "router", "status", "attach", "detach"}
-"""What the key of commands opens."""
-
-
-# --- its client
+"""Questions of the key of commands."""
 
 
 class RecordClient:
-    """The record at ``url``. ``keys``: of the servers that the run started; the admin key opens the record."""
+    """Client of the registry at ``url``. ``keys``: of the servers that the run started; the admin key opens the
+    registry.
+    """
 
     def __init__(self, url: str, keys: Keys) -> None:
         self.url = url
@@ -231,11 +230,11 @@ class RecordClient:
         return self._keys if server.replaceable else Keys.of_environment()
 
     def servers(self) -> list[Server]:
-        """As FleetRecord's. Raises RecordLostError."""
+        """Call ``FleetRecord.servers``. Raises RecordLostError."""
         return [Server(**server) for server in self._ask("servers")]
 
     def router(self) -> Server | None:
-        """As FleetRecord's; None too where the record can't be asked."""
+        """Call ``FleetRecord.router``; None also where the registry does not answer."""
         # Callers look again in a second, so one attempt is enough.
         try:
             router = self._ask("router", attempts=1)
@@ -245,52 +244,52 @@ class RecordClient:
         return None if router is None else Server(**router)
 
     def reachable_router(self) -> tuple[Server, Keys] | None:
-        """The router with its keys, as an HttpRouterLink looks for it."""
+        """Return the router with its keys, as HttpRouterLink needs them."""
         router = self.router()
         return None if router is None else (router, self.keys(router))
 
     def attach(self, url: str) -> Server:
-        """As FleetRecord's. Raises RecordLostError."""
+        """Call ``FleetRecord.attach``. Raises RecordLostError."""
         return Server(**self._ask("attach", url=url))
 
     def detach(self, url: str) -> Server:
-        """As FleetRecord's. Raises RecordLostError."""
+        """Call ``FleetRecord.detach``. Raises RecordLostError."""
         return Server(**self._ask("detach", url=url))
 
     def sync_configured(self, urls: list[str]) -> None:
-        """As FleetRecord's. Raises RecordLostError."""
+        """Call ``FleetRecord.sync_configured``. Raises RecordLostError."""
         self._ask("sync_configured", urls=urls)
 
     def report_lost(self, server: Server) -> None:
-        """Ask the supervisor to replace a server that it started; leave others alone."""
+        """Ask the supervisor to replace a server that it started; do nothing for other servers."""
         if server.replaceable:
             self._tell("report_lost", name=server.name, incarnation=server.incarnation)
 
     def allow_starts(self, allowed: bool) -> None:
-        """As FleetRecord's. Raises RecordLostError."""
+        """Call ``FleetRecord.allow_starts``. Raises RecordLostError."""
         self._ask("allow_starts", allowed=allowed)
 
     def starting(self) -> list[str]:
-        """As FleetRecord's. Raises RecordLostError."""
+        """Call ``FleetRecord.starting``. Raises RecordLostError."""
         return list(self._ask("starting"))
 
     def publish_status(self, version: int | None, states: Mapping[str, str]) -> None:
-        """As FleetRecord's."""
+        """Call ``FleetRecord.publish_status``; log a failure."""
         self._tell("publish_status", version=version, states=dict(states))
 
     def status(self) -> Json:
-        """As FleetRecord's. Raises RecordLostError."""
+        """Call ``FleetRecord.status``. Raises RecordLostError."""
         return dict(self._ask("status"))
 
     def _tell(self, question: str, **arguments: Any) -> None:
-        """As ``_ask``, of what a run can do without."""
+        """Send a question that the run does not depend on; log a failure."""
         try:
             self._ask(question, **arguments)
         except RecordLostError as error:
             log.warning("%s", error)
 
     def _ask(self, question: str, *, attempts: int = _ATTEMPTS, **arguments: Any) -> Any:
-        """Raises RecordLostError, and ValueError for what the record refuses."""
+        """Send a question and return the answer. Raises RecordLostError, and ValueError where the registry refuses."""
         for attempt in range(1, attempts + 1):
             try:
                 status, content = self._exchange(question, arguments)
@@ -319,16 +318,16 @@ class RecordClient:
 
 
 def record_of_command(run_directory: str) -> FleetRecord | RecordClient:
-    """The record that the running run offers; what its folder holds where it does not run.
+    """Return the registry of a running run, or the content of its folder where the run does not run.
 
-    Raises ValueError where it runs and can't be asked from here.
+    Raises ValueError where the run runs and its registry can't be reached from here.
     """
     endpoint = EndpointAddress.read(Path(run_directory) / "engine" / "endpoint.json")
     if endpoint is None:
         return FleetRecord(run_directory, runs=False)
     address = urlsplit(endpoint.url)
-    here = endpoint.host == socket.gethostname()
-    if not here and is_loopback(address.hostname or ""):
+    is_same_host = endpoint.host == socket.gethostname()
+    if not is_same_host and is_loopback(address.hostname or ""):
         raise ValueError(
             f"{run_directory}: its run listens on {endpoint.host} for commands from there alone; run this "
             "there, or name a network interface in parallel.interface"
@@ -336,7 +335,7 @@ def record_of_command(run_directory: str) -> FleetRecord | RecordClient:
     try:
         socket.create_connection((address.hostname, address.port), _ANSWER_S).close()
     except ConnectionRefusedError:
-        # A killed run left its file.
+        # A killed run left its file behind.
         return FleetRecord(run_directory, runs=False)
     except OSError as error:
         raise ValueError(
@@ -346,8 +345,10 @@ def record_of_command(run_directory: str) -> FleetRecord | RecordClient:
 
 
 def _key_of_command(endpoint: EndpointAddress) -> str:
-    """The key of commands from the file on the run's own host, else the admin key from the environment. Raises
-    ValueError."""
+    """Return the key of commands from the file on the run's own host, else the admin key from the environment.
+
+    Raises ValueError where neither exists.
+    """
     try:
         return read_own(Path(endpoint.key_file))
     except UnsafeFileError as error:

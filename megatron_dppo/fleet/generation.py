@@ -1,9 +1,9 @@
-"""Generation: the responses that are asked for, their seeds, and many of them drawn while the rank works on.
+"""Generation: requests for responses, their seeds, and their execution in the background of the rank.
 
-A response is counted once: each key holds the result of one attempt, every attempt has a request id
-of its own, and an attempt that was given up is aborted and its answer never read. When the last
-server is lost, what was finished is kept, and ``resume`` asks for the rest alone; so are the beginnings of responses
-that an update ended early (``engine.continuation``).
+A response is counted once: each key holds the result of one attempt, every attempt has a request id of its own, and an
+attempt that timed out is aborted and its answer never read. When the last server is lost, finished responses are kept,
+and ``resume`` requests only the rest. Beginnings of responses that an update ended early are kept too
+(``engine.continuation``).
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SamplingSeeds:
-    """The seeds of a job: the same in every run that asks for the same, whoever answers, in whatever
-    order, and however often it is asked for.
+    """The seeds of a job: equal in every run with the same settings, whichever server samples, in any order and
+    attempt.
 
-    ``run_seed``: ``run.seed``. ``purpose``: what the responses are for, such as ``step 3``.
-    ``positions``: of the job's problems among all that are asked for with this purpose, over all ranks
-    and rounds; a problem that is drawn twice has two.
+    Attributes:
+        run_seed: ``run.seed``.
+        purpose: use of the responses, such as ``step 3``.
+        positions: positions of the job's problems among all problems with this purpose, over all ranks and rounds;
+            a problem that is sampled twice has two.
     """
 
     run_seed: int
@@ -50,47 +52,49 @@ class SamplingSeeds:
     positions: Sequence[int]
 
     def of(self, problem: int, sample: int) -> int:
-        """Of answer ``sample`` to the ``problem``-th of the job's problems: below 2^63."""
+        """Return the seed, below 2^63, of response ``sample`` to the ``problem``-th of the job's problems."""
         return seed_of(self.run_seed, self.purpose, self.positions[problem], sample)
 
 
 Results = dict[Hashable, Trajectory]
-"""By the key of the request, in the order of the requests."""
+"""Results by the key of the request, in the order of the requests."""
 
 
 Ask = Callable[[GenerationRequest], Awaitable[Trajectory]]
-"""Draws one turn: the prompt is all that came before it."""
+"""Function that samples one turn: the prompt is everything before it."""
 Play = Callable[[Problem, GenerationRequest, Ask], Awaitable[Trajectory]]
-"""Makes a trajectory of several turns from the request for its first (``environments.episodes``)."""
+"""Function that makes a trajectory of several turns from the request for its first turn (``environments.episodes``)."""
 
 
 class GenerationClient(Protocol):
-    """Draws responses: ``EngineClient`` on one server, ``FleetClient`` on several."""
+    """Interface that samples responses: ``EngineClient`` on one server, ``FleetClient`` on several."""
 
     async def generate(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
-        """Draw ``requests`` in one call under a new id; one trajectory for each, in order; ``aborted`` ones of requests
-        that say so.
+        """Sample ``requests`` in one call with a new id; return one trajectory for each, in order.
 
-        Raises AbortedError where this call failed and another may succeed; ServerLostError where
-        another server will take the next call; EngineLostError where no server is left.
+        A trajectory may be ``aborted`` where its request allows that. Raises AbortedError where this call failed and
+        another may succeed, ServerLostError where another server will take the next call, and EngineLostError where no
+        server is left.
         """
 
     async def abort(self, rid: str, count: int) -> None:
-        """End a call of ``count`` requests, whose answer nobody waits for. Raises EngineLostError."""
+        """End a call of ``count`` requests whose answer is not needed. Raises EngineLostError."""
 
     async def watch(self, hang_timeout_s: float) -> NoReturn:
-        """Raises EngineLostError when no server is left that generates anything within that time."""
+        """Raise EngineLostError when no server is left that generates anything within that time."""
 
 
 @dataclass(frozen=True)
 class GenerationLimits:
-    """Bounds of ``generate_many``; times in seconds.
+    """Limits of ``generate_many``; times in seconds.
 
-    ``concurrency``: responses in flight; ``episodes``: those of several turns that are open. ``request_timeout_s``: one
-    attempt at one response, without the time in which servers stand still.
-    ``hang_timeout_s``: a server that generates nothing for so long, not even for a health check,
-    counts as lost. ``responses_per_call``: responses that share one HTTP call, which saves the
-    server work on very short ones, but they finish, time out and are lost together.
+    Attributes:
+        concurrency: responses in flight.
+        episodes: open episodes of several turns.
+        request_timeout_s: time of one attempt at one response, without the time in which servers are paused.
+        hang_timeout_s: a server that generates nothing for so long, not even for a health check, counts as lost.
+        responses_per_call: responses that share one HTTP call. This saves the server work on very short responses,
+            but they finish, time out and are lost together.
     """
 
     concurrency: int
@@ -102,7 +106,7 @@ class GenerationLimits:
 
     @property
     def calls(self) -> int:
-        """HTTP calls in flight at most."""
+        """Most HTTP calls in flight."""
         return -(-self.concurrency // self.responses_per_call)
 
     @classmethod
@@ -119,11 +123,15 @@ class GenerationLimits:
 
 
 class Slots:
-    """Calls in flight of all generations that run at the same time, ``count`` at most, from one event loop.
+    """Slots for the calls of all generations that run at the same time, at most ``count``, from one event loop.
 
-    Who waits longest for a slot is not who gets it, but the generation with the lowest ``order``: a batch that is
-    trained on next goes before one that is drawn ahead. ``busy_s``: how long at least one slot was taken, and not held.
-    While servers stand still, the calls' time limits do, too. ``episodes``: slots of those, whose turns are calls.
+    A free slot goes to the waiting call of the generation with the lowest ``order``, not to the one that waits longest:
+    a batch that is trained on next goes before one that is generated ahead. While servers are paused, the calls' time
+    limits are paused too.
+
+    Attributes:
+        busy_s: time in which at least one slot was used and servers were not paused.
+        episodes: slots of episodes, whose turns are calls.
     """
 
     def __init__(self, count: int, episodes: int | None = None) -> None:
@@ -134,7 +142,7 @@ class Slots:
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._is_held = False
         self._left_s: dict[asyncio.Timeout, float] = {}
-        # The rank's thread asks how busy slots were; calls take them in the loop's.
+        # The rank's thread reads ``busy_s`` while calls take slots in the event loop's thread.
         self._noting = threading.Lock()
         self._was_busy = False
         self._busy_s = 0.0
@@ -146,24 +154,24 @@ class Slots:
         return self._busy_s
 
     def hold(self, is_held: bool) -> None:
-        """Whether servers stand still for a weight update or a trainer: nothing is busy then."""
+        """Pause or resume the slots: while servers are paused for a weight update or a trainer, none is busy."""
         self._is_held = is_held
         self._note()
-        now = asyncio.get_running_loop().time()
-        for limit, left in self._left_s.items():
-            # One that has just run out can't be moved any more.
+        current_time = asyncio.get_running_loop().time()
+        for limit, remaining_s in self._left_s.items():
+            # A limit that has just expired can't be rescheduled.
             if limit.expired():
                 continue
             until = limit.when()
             if until is not None:
-                self._left_s[limit] = until - now
-            limit.reschedule(None if is_held else now + left)
+                self._left_s[limit] = until - current_time
+            limit.reschedule(None if is_held else current_time + remaining_s)
 
     @asynccontextmanager
     async def limited(self, seconds: float) -> AsyncIterator[None]:
-        """A block that raises TimeoutError after so many seconds in which servers did not stand still."""
-        now = asyncio.get_running_loop().time()
-        async with asyncio.timeout_at(None if self._is_held else now + seconds) as limit:
+        """Limit a block to so many seconds in which servers are not paused. Raises TimeoutError."""
+        current_time = asyncio.get_running_loop().time()
+        async with asyncio.timeout_at(None if self._is_held else current_time + seconds) as limit:
             self._left_s[limit] = seconds
             try:
                 yield
@@ -172,7 +180,7 @@ class Slots:
 
     @asynccontextmanager
     async def taken(self, order: int) -> AsyncIterator[None]:
-        """A slot for the length of the block."""
+        """Hold a slot for the block."""
         if self._free:
             self._take()
         else:
@@ -182,7 +190,7 @@ class Slots:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    # It was handed a slot in the very moment in which it was cancelled.
+                    # The call received a slot at the moment in which it was cancelled.
                     self._release()
                 raise
         try:
@@ -204,22 +212,30 @@ class Slots:
         self._note()
 
     def _note(self) -> None:
-        """The time since the last change was busy or not; from now on it may be otherwise."""
+        """Add the time since the last change to ``busy_s`` if a slot was busy, and store the present state."""
         with self._noting:
-            now = time.monotonic()
+            current_time = time.monotonic()
             if self._was_busy:
-                self._busy_s += now - self._noted_s
-            self._was_busy, self._noted_s = self._free < self._count and not self._is_held, now
+                self._busy_s += current_time - self._noted_s
+            self._was_busy, self._noted_s = (
+                self._free < self._count and not self._is_held,
+                current_time,
+            )
 
 
 @dataclass(frozen=True)
 class GenerationJob:
     """``group_size`` responses to each problem.
 
-    The key of a request is (position in ``problems``, sample index). ``columns``: what is asked for
-    beside what every request is, as in GenerationRequest. ``seeds``: those of the responses, in the
-    order of ``problems``; None: the server draws as it likes. ``decode``: a response that the server ended early goes
-    on where it ended; None: it is drawn again. ``play``: makes each response in several turns; None: it has one.
+    Attributes:
+        problems: problems, whose position is the first part of a request's key; the second part is the sample
+            index.
+        group_size: responses to each problem.
+        sampling: sampling parameters.
+        columns: columns to record in addition to the usual ones, as in GenerationRequest.
+        seeds: seeds of the responses, in the order of ``problems``; None: the server chooses.
+        decode: decodes tokens, so that a response that the server ended early continues; None: it is sampled again.
+        play: makes each response in several turns; None: it has one turn.
     """
 
     problems: Sequence[Problem]
@@ -233,21 +249,29 @@ class GenerationJob:
     def requests(
         self, completed: Mapping[Hashable, Trajectory] | None = None
     ) -> list[GenerationRequest]:
-        """What is still to be asked, in order: everything whose key is not in ``completed``."""
-        done = completed or {}
-        return [
-            GenerationRequest(
-                key=(position, sample),
-                prompt_ids=problem.prompt_ids,
-                sampling=self._sampling(position, sample),
-                columns=self.columns,
-                problem_id=problem.problem_id,
-                sample_index=sample,
+        """Return the remaining requests, in order: those whose key is not in ``completed``."""
+        requests: list[GenerationRequest] = []
+        for key in self._keys():
+            if completed is not None and key in completed:
+                continue
+            position, sample = key
+            problem = self.problems[position]
+            requests.append(
+                GenerationRequest(
+                    key=key,
+                    prompt_ids=problem.prompt_ids,
+                    sampling=self._sampling(position, sample),
+                    columns=self.columns,
+                    problem_id=problem.problem_id,
+                    sample_index=sample,
+                )
             )
-            for position, problem in enumerate(self.problems)
-            for sample in range(self.group_size)
-            if (position, sample) not in done
-        ]
+        return requests
+
+    def _keys(self) -> list[tuple[int, int]]:
+        """Return the key of every request: (position in ``problems``, sample index), group by group."""
+        count = len(self.problems) * self.group_size
+        return [divmod(index, self.group_size) for index in range(count)]
 
     def _sampling(self, position: int, sample: int) -> SamplingParams:
         if self.seeds is None:
@@ -255,15 +279,9 @@ class GenerationJob:
         return replace(self.sampling, seed=self.seeds.of(position, sample))
 
     def trajectories(self, completed: Mapping[Hashable, Trajectory]) -> list[Trajectory]:
-        """All of them, group by group. Raises KeyError where a response is missing."""
-        return [
-            completed[position, sample]
-            for position in range(len(self.problems))
-            for sample in range(self.group_size)
-        ]
+        """Return all responses, group by group. Raises KeyError where one is missing."""
+        return [completed[key] for key in self._keys()]
 
-
-# --- a generation under way
 
 _TICK_SECONDS = 0.2
 _CLEAN_UP_SECONDS = 5.0
@@ -273,11 +291,11 @@ _REDRAW_SECONDS = 0.2
 
 
 OnResponse = Callable[[Hashable, Trajectory], None]
-"""Called with the key of a request and its response, once each."""
+"""Callback with the key of a request and its response, called once for each."""
 
 
 class GenerationEnd(IntEnum):
-    """How a rank's share of a generation ended; the worst of all ranks counts."""
+    """End of a rank's share of a generation; the largest value over all ranks counts."""
 
     DONE = 0
     LOST = 1
@@ -287,8 +305,11 @@ class GenerationEnd(IntEnum):
 
 @dataclass(eq=False)
 class Generation:
-    """``order``: of two generations under way, that with the lower one goes first. ``continuation``: what is kept of
-    unfinished responses."""
+    """A rank's share of a generation, over all its attempts.
+
+    Of two open generations, the one with the lower ``order`` is served first. ``continuation`` keeps the beginnings of
+    unfinished responses.
+    """
 
     job: GenerationJob
     description: str
@@ -308,12 +329,12 @@ class Generation:
 
     @property
     def redrawn(self) -> int:
-        """Tokens that were sampled and not kept, as weight updates ended their responses early."""
+        """Tokens that were sampled and discarded, because weight updates ended their responses early."""
         return 0 if self.continuation is None else self.continuation.redrawn
 
     @property
     def seconds(self) -> float:
-        """From the start to the last response, also where nobody waited for it; recoveries included."""
+        """Seconds from the start to the last response, including recoveries."""
         return 0.0 if self.ended is None else self.ended - self.started
 
     @property
@@ -354,7 +375,7 @@ class Generation:
         return isinstance(running.exception(), errors.GenerationInterruptedError)
 
     def wait(self, stop: Callable[[], bool]) -> tuple[GenerationEnd, str]:
-        """Wait until this attempt ends, with a progress bar; how it ended, and why where it was lost."""
+        """Wait until this attempt ends, with a progress bar; return how it ended, and the reason of a loss."""
         if self.running is None:
             return (GenerationEnd.STOPPED if stop() else GenerationEnd.DONE), ""
         already, start = len(self.done), time.monotonic()
@@ -362,12 +383,12 @@ class Generation:
             while not wait([self.running], _REDRAW_SECONDS).done:
                 speed = f"{self.tokens / (time.monotonic() - start):.0f} tokens/s"
                 bar.update(completed=already + self.responses, note=speed)
-            # Of those that came since, too: short work ends before it is looked at once.
+            # Count the last responses too: a short generation may end before the bar was updated once.
             bar.update(completed=already + self.responses)
         return self.end()
 
     def end(self) -> tuple[GenerationEnd, str]:
-        """How the attempt, which is over, ended; its responses are kept."""
+        """Return how the finished attempt ended; its responses are kept."""
         assert self.running is not None
         try:
             self.done |= self.running.result()
@@ -377,12 +398,12 @@ class Generation:
         except errors.StopRequestedError:
             return GenerationEnd.STOPPED, ""
         except errors.EngineError as error:
-            # Asking again would end alike.
+            # Another attempt would fail the same way.
             return GenerationEnd.FAILED, f"{type(error).__name__}: {error}"
         return GenerationEnd.DONE, ""
 
     def cancel(self) -> None:
-        """End it; what is in flight is aborted on the servers in the background."""
+        """End the attempt; its calls are aborted on the servers in the background."""
         if self.running is not None:
             self.running.cancel()
 
@@ -416,20 +437,32 @@ async def generate_many(
     continuation: Continuation | None = None,
     play: Callable[[GenerationRequest, Ask], Awaitable[Trajectory]] | None = None,
 ) -> Results:
-    """Results by key, in the order of ``requests`` whatever the order of completion.
+    """Run the requests and return their results by key, in the order of ``requests``.
 
-    ``slots``: shared with other generations, in which this one has ``order``; None: its own. ``continuation``: goes on
-    with responses that the server ended early; None: they are drawn again. ``play``: makes each result by turns that it
-    asks for; a slot is taken for each, and none between them.
+    No call is left running on a server, however the function ends.
 
-    Raises GenerationInterruptedError within seconds of the last server's death, with what was finished;
-    StopRequestedError soon after ``stop()`` is true; EngineRequestError and EngineAnswerError as they come. In every
-    case nothing of this call is left running on a server. ``stop`` is called a few times a second, ``on_response`` with
-    each response as it comes; neither may block.
+    Args:
+        client: client of the servers.
+        requests: the requests.
+        limits: limits of time and concurrency.
+        stop: asked a few times a second; must not block.
+        on_response: called with each response as it arrives; must not block.
+        slots: slots shared with other generations; None: slots of its own.
+        order: priority of this generation among those that share the slots.
+        continuation: continues responses that the servers ended early; None: they are sampled again.
+        play: makes each result by turns that it requests; each turn takes a slot, and none is held in between.
+
+    Raises:
+        GenerationInterruptedError: the last server is lost; has the finished responses. Raised within seconds.
+        StopRequestedError: ``stop()`` is true.
+        EngineRequestError: a server refused a request.
+        EngineAnswerError: a server's answer is unusable.
     """
     assert len({request.key for request in requests}) == len(requests)
     slots = Slots(limits.calls, limits.episodes) if slots is None else slots
-    run = _Generation(client, requests, limits, on_response, slots, order, continuation, play)
+    run = _GenerationAttempt(
+        client, requests, limits, on_response, slots, order, continuation, play
+    )
     try:
         await run.wait(stop)
     except errors.EngineLostError as error:
@@ -438,7 +471,7 @@ async def generate_many(
 
 
 @dataclass(eq=False)
-class _Generation:
+class _GenerationAttempt:
     client: GenerationClient
     requests: Sequence[GenerationRequest]
     limits: GenerationLimits
@@ -456,13 +489,18 @@ class _Generation:
 
     def __post_init__(self) -> None:
         self._prefix = uuid.uuid4().hex[:12]
-        # The rests of responses differ in what is asked for, which those of one call must share.
+        # The rest of a response has a call of its own: the requests of one call must share their parameters.
         partials = {} if self.continuation is None else self.continuation.partials
-        begun = [i for i, request in enumerate(self.requests) if request.key in partials]
-        new = [i for i, request in enumerate(self.requests) if request.key not in partials]
+        self._pending: deque[list[int]] = deque()
+        new_indices: list[int] = []
+        for index, request in enumerate(self.requests):
+            if request.key in partials:
+                self._pending.append([index])
+            else:
+                new_indices.append(index)
         size = self.limits.responses_per_call
-        shared = (new[start : start + size] for start in range(0, len(new), size))
-        self._pending: deque[list[int]] = deque([*([i] for i in begun), *shared])
+        for start in range(0, len(new_indices), size):
+            self._pending.append(new_indices[start : start + size])
 
     def in_order(self) -> Results:
         return {r.key: self._results[r.key] for r in self.requests if r.key in self._results}
@@ -475,10 +513,12 @@ class _Generation:
             tasks = [asyncio.create_task(self._episode(i)) for i in range(len(self.requests))]
         work = asyncio.gather(*tasks)
         watch = asyncio.create_task(self.client.watch(self.limits.hang_timeout_s))
-        both: set[asyncio.Future] = {work, watch}
+        waited_tasks: set[asyncio.Future] = {work, watch}
         try:
             while not work.done():
-                await asyncio.wait(both, timeout=_TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    waited_tasks, timeout=_TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
                 if watch.done() and not work.done():
                     watch.result()
                 if stop is not None and stop():
@@ -492,18 +532,18 @@ class _Generation:
     async def _work(self) -> None:
         while self._pending:
             async with self.slots.taken(self.order):
-                # Others may have taken the last ones meanwhile.
+                # Other workers may have taken the last calls meanwhile.
                 if self._pending:
                     await self._draw(self._pending.popleft())
 
     async def _episode(self, index: int) -> None:
-        """A result of several turns. Those of an attempt whose servers were lost are drawn again."""
+        """Make a result of several turns. Turns of an attempt whose servers were lost are sampled again."""
         assert self.play is not None
         request = self.requests[index]
         if self.continuation is not None:
             self.continuation.drop(request)
-        places = self.slots.episodes
-        async with nullcontext() if places is None else places.taken(self.order):
+        episode_slots = self.slots.episodes
+        async with nullcontext() if episode_slots is None else episode_slots.taken(self.order):
             self._keep(index, await self.play(request, functools.partial(self._turn, index)))
 
     async def _turn(self, index: int, request: GenerationRequest) -> Trajectory:
@@ -513,19 +553,21 @@ class _Generation:
         return self._turn_answers.pop(index)
 
     async def _draw(self, indices: list[int]) -> None:
-        """Results of one call; the rest of each response that the server ended early, in a call of its own."""
+        """Get the results of one call; the rest of each response that the server ended early has a call of its own."""
         unfinished = await self._call(indices)
         while unfinished:
             calls = [asyncio.create_task(self._call([index])) for index in unfinished]
             self._rests.update(calls)
-            unfinished = [index for rest in await asyncio.gather(*calls) for index in rest]
+            unfinished = []
+            for indices_left in await asyncio.gather(*calls):
+                unfinished += indices_left
             self._rests.difference_update(calls)
 
     async def _call(self, indices: list[int]) -> list[int]:
-        """Results of one call, with retries under new request ids; the responses of which there is still a rest."""
+        """Run one call, with retries under new request ids; return the indices of unfinished responses."""
         requests, failures, losses, reason = [self._asked(i) for i in indices], 0, 0, ""
         while failures < self.limits.max_attempts and losses < _MAX_LOSSES:
-            # Fixed width: SGLang aborts every request whose id begins with the given one.
+            # The width is fixed because SGLang aborts every request whose id begins with the given one.
             rid = f"{self._prefix}-{indices[0]:08d}-{self._attempts[indices[0]]:04d}"
             self._attempts[indices[0]] += 1
             self._in_flight[rid] = len(indices)
@@ -535,7 +577,7 @@ class _Generation:
             except TimeoutError:
                 reason = f"no response within {self.limits.request_timeout_s} s"
                 failures += 1
-                # Short responses are favoured by it: no figure of the batch shows that.
+                # Log it: a timeout favours short responses, and no metric of the batch shows that.
                 log.warning("request %s: %s; it is drawn again", requests[0].key, reason)
                 await self.client.abort(rid, len(indices))
             except errors.AbortedError as error:
@@ -560,27 +602,27 @@ class _Generation:
     def _record(self, indices: Sequence[int], results: Sequence[Trajectory]) -> list[int]:
         unfinished = []
         for index, result in zip(indices, results, strict=True):
-            request, going_on = self._turns.get(index, self.requests[index]), self.continuation
-            whole = result if going_on is None else going_on.take(request, result)
-            if whole is None:
+            request, continuation = self._turns.get(index, self.requests[index]), self.continuation
+            trajectory = result if continuation is None else continuation.take(request, result)
+            if trajectory is None:
                 unfinished.append(index)
             elif self.play is not None:
-                self._turn_answers[index] = whole
+                self._turn_answers[index] = trajectory
             else:
-                self._keep(index, whole)
+                self._keep(index, trajectory)
         return unfinished
 
-    def _keep(self, index: int, whole: Trajectory) -> None:
+    def _keep(self, index: int, trajectory: Trajectory) -> None:
         request = self.requests[index]
         sampling = replace(request.sampling, seed=None).as_json()
-        whole = whole.stamped(sampling, request.sampling.seed)
-        self._results[request.key] = whole
+        trajectory = trajectory.stamped(sampling, request.sampling.seed)
+        self._results[request.key] = trajectory
         if self.on_response is not None:
-            self.on_response(request.key, whole)
+            self.on_response(request.key, trajectory)
 
     async def _clean_up(self, tasks: Sequence[asyncio.Future]) -> None:
         """Cancel the calls in flight, and abort them on the servers."""
-        # A server goes on with what nobody waits for, and would keep the next weight update waiting.
+        # Without an abort, a server would finish the calls, and keep the next weight update waiting.
         calls = dict(self._in_flight)
         for task in tasks:
             task.cancel()
@@ -591,5 +633,5 @@ class _Generation:
                     aborts = (self.client.abort(rid, count) for rid, count in calls.items())
                     await asyncio.gather(*aborts)
             except (errors.EngineLostError, TimeoutError):
-                # Nobody is there to run them.
+                # No server is left that runs them.
                 return

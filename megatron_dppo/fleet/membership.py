@@ -1,11 +1,11 @@
-"""Which servers take part in the next weight update, as rank 0 decides.
+"""The members of the next weight update, chosen by rank 0.
 
-It reads which are published, checks newcomers and remembers faults.
+Rank 0 reads the published servers, checks new ones and remembers faults.
 
-A server serves from the weight update that first reaches it until it is *suspended* in generation or
-*blamed* for a failed update. One that no longer answers is reported to the supervisor, which replaces
-those that it started. One that answers is left out of the update that it failed and comes back with
-the next; after the second failure in a row it is replaced, or refused where it runs elsewhere.
+A server serves from the weight update that first reaches it until it is *suspended* in generation or *blamed* for a
+failed update. A server that no longer answers is reported to the supervisor, which replaces those that it started. One
+that answers is left out of the update that it failed and returns with the next one. After the second failure in a row
+it is replaced, or refused where it runs elsewhere.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, Literal, NoReturn
 
 from pydantic import TypeAdapter
@@ -46,11 +47,11 @@ _GENERATE_S = 10.0
 _SETTLE_S = 10.0
 _POLL_S = 0.25
 _PROGRESS_S = 60.0
-# As long as a process that was killed, on another node perhaps, may take to end.
+# Longest time that a killed process, perhaps on another node, may take to end.
 _CLEAR_S = 60.0
 _STRIKES = 2
 _NO_KEY = (401, 403)
-# What answers of another shape than SGLang's end in, wherever they are read.
+# Exceptions for answers of another shape than SGLang's, wherever they are read.
 _UNREADABLE = (
     ArithmeticError,
     AttributeError,
@@ -63,18 +64,22 @@ _UNREADABLE = (
 
 
 class EngineUnavailableError(RunError):
-    """The engine side is given up, on all trainer ranks alike: no healthy server appeared in time,
-    servers were lost again and again, or they refuse what the run needs."""
+    """No engine is available, on all trainer ranks alike.
+
+    No healthy server appeared in time, servers were lost repeatedly, or they refuse what the run needs.
+    """
 
 
 class FatalPromptError(EngineUnavailableError):
-    """A server ends when it is asked for one token of a prompt, which is named: every further one would, too."""
+    """A server ends when it receives a request for one token of a prompt; every further server would end, too."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A server, what it asks of its clients, and who must have signed its certificate (None: whom the
-    system trusts). ``first_answer_s``: as EngineClient's."""
+    """A server with the keys and certificate authority that its clients need.
+
+    ``ca_file`` is None where the system's authorities count. ``first_answer_s``: as in EngineClient.
+    """
 
     server: Server
     keys: Keys
@@ -83,17 +88,17 @@ class Member:
 
     @classmethod
     def of(cls, server: Server, keys: Keys, engine: EngineConfig) -> Member:
-        # Those that the run starts are published after their first answers.
+        # Servers that the run starts are published after their first answers.
         first_answer_s = 0.0 if server.replaceable else engine.start_timeout_s
         return cls(server, keys, engine.ca_file, first_answer_s)
 
 
 MEMBERS = TypeAdapter(list[Member])
-"""Members, to send to other ranks."""
+"""Converts members to JSON and back, to send them to other ranks."""
 
 
 def client_of(member: Member, parser: AnswerParser | None = None) -> EngineClient:
-    """A client of one server; ``close`` it. ``parser``: of its answers; None: this process."""
+    """Return a client of one server; the caller closes it. ``parser``: parser of answers; None: this process."""
     client = EngineClient(member.server.url, member.keys.api, member.keys.admin, member.ca_file)
     client.first_answer_s = member.first_answer_s
     if parser is not None:
@@ -103,7 +108,7 @@ def client_of(member: Member, parser: AnswerParser | None = None) -> EngineClien
 
 @dataclass(frozen=True)
 class Examination:
-    """What the examination of a server that runs elsewhere came to. ``time_s``: when, by the monotonic clock."""
+    """Result of the examination of an attached server. ``time_s``: its time, by the monotonic clock."""
 
     state: Literal["fits", "refused", "waits"]
     reason: str = ""
@@ -119,11 +124,15 @@ class Examination:
 
 @dataclass
 class ServerState:
-    """What rank 0 makes of one published server.
+    """Rank 0's view of one published server.
 
-    ``is_member``: takes part in the update under way or the last one; ``serves``: has the committed
-    weights. ``strikes``: updates in a row that failed by it. ``lost``, ``quarantined``: why it is
-    out; empty while it isn't. ``silent_s``: when it last gave no answer, by the monotonic clock.
+    Attributes:
+        is_member: whether it takes part in the update under way or the last one.
+        serves: whether it has the committed weights.
+        strikes: failed updates in a row that it caused.
+        lost: reason why it is lost; empty while it is not.
+        quarantined: reason why it is quarantined; empty while it is not.
+        silent_s: time of its last missing answer, by the monotonic clock.
     """
 
     is_member: bool = False
@@ -145,10 +154,10 @@ class ServerState:
 
 
 class ServerStates(dict[Server, ServerState]):
-    """The state of every published server; from any thread."""
+    """The state of every published server; usable from any thread."""
 
     def __missing__(self, server: Server) -> ServerState:
-        # In one step: another thread may look at the same newcomer.
+        # setdefault is one step: another thread may look at the same new server.
         return self.setdefault(server, ServerState())
 
     def keep(self, published: Collection[Server]) -> None:
@@ -158,16 +167,16 @@ class ServerStates(dict[Server, ServerState]):
 
 @dataclass(eq=False)
 class Examiner:
-    """Examines the attached servers of a run: whether they fit, and why not; rank 0 has it.
+    """Rank 0's examination of the attached servers of a run: whether they fit, and why not.
 
-    Whatever goes wrong while a server is examined means that it is refused, or, where it does not answer, that it is
-    asked again in a while. A refusal lasts until the server is attached anew. Coroutines run on one event loop.
+    Any error in the examination refuses the server; a server that does not answer is examined again later. A refusal
+    lasts until the server is attached anew. The coroutines run on one event loop.
 
     Args:
-        states: where examinations are kept; members are left alone.
-        check: raises EngineMismatchError for a server that does not serve what the run trains or can't be updated,
+        states: stores the examinations; members are not examined.
+        check: raises EngineMismatchError for a server that does not serve the run's model or can't be updated,
             EngineError where it does not answer.
-        on_news: called in a thread when there is another examination of a server.
+        on_news: called in a thread after a new examination of a server.
     """
 
     record: RecordClient
@@ -178,7 +187,7 @@ class Examiner:
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def watch(self) -> NoReturn:
-        """Examine whoever is attached, and again in a while whoever did not answer; for ever."""
+        """Examine the attached servers, and again later those that did not answer; runs until it is cancelled."""
         await asyncio.to_thread(self.on_news)
         while True:
             published = await self._published()
@@ -191,23 +200,27 @@ class Examiner:
             await asyncio.sleep(_LOOK_S)
 
     async def examine(self, server: Server, *, at_once: bool = False) -> Examination:
-        """The examination of an attached server: a new one where none is recent, or one that waits must be
-        settled ``at_once``."""
+        """Return the last examination of an attached server, or a new one where none is recent.
+
+        ``at_once``: examine a server again whose examination waits for an answer.
+        """
         state = self.states[server]
         async with self._one_at_a_time:
-            last = state.examination
-            if last is not None and (last.state == "refused" or self._is_recent(last, at_once)):
-                return last
+            last_examination = state.examination
+            if last_examination is not None and (
+                last_examination.state == "refused" or self._is_recent(last_examination, at_once)
+            ):
+                return last_examination
             member = Member.of(server, self.record.keys(server), self.engine)
             state.examination = examination = await self._examine(member)
-        if examination != last:
+        if examination != last_examination:
             level = logging.INFO if examination.state == "fits" else logging.WARNING
             log.log(level, "%s at %s: %s", server.name, server.url, examination)
             await asyncio.to_thread(self.on_news)
         return examination
 
     async def _published(self) -> list[Server]:
-        """Those of the last look where the record can't be asked now: the next one is soon."""
+        """Return the published servers; where the registry does not answer, those of the last look."""
         try:
             return await asyncio.to_thread(self.record.servers)
         except errors.EngineError as error:
@@ -243,9 +256,14 @@ def _reason_of(error: BaseException) -> str:
 
 
 class FleetMembership:
-    """Rank 0's view of the servers: who is sound, left out, lost or refused, and why.
+    """Rank 0's view of the servers: which of them are healthy, left out, lost or refused, and why.
 
-    ``check``: as Examiner's, of a server elsewhere. ``stop``: says whether a clean stop was asked for.
+    Args:
+        record: client of the server registry.
+        engine: the configuration's section.
+        runner: event loop of the clients.
+        check: examines a server elsewhere, as in Examiner.
+        stop: returns whether a clean stop was requested.
     """
 
     def __init__(
@@ -271,40 +289,46 @@ class FleetMembership:
     def choose(
         self, current: Sequence[Member], suspended: Mapping[str, str]
     ) -> list[Member] | None:
-        """Members of the next update: those of ``current`` that still are in order, and newcomers that answer; at least
-        one. None when a stop was asked for while there was none.
+        """Choose the members of the next update: healthy ones of ``current`` and new servers that answer, at least one.
 
-        ``suspended``: why, by name, of those that a rank suspended since. The first time it waits a while for every
-        server that the configuration names. Raises EngineUnavailableError after ``engine.start_timeout_s`` without a
-        server, EngineMismatchError where ``engine.urls`` names one that does not fit the run.
+        Returns None when a stop was requested while there was no server. The first call waits some time for every
+        server that the configuration names.
+
+        Args:
+            current: members of the last update.
+            suspended: servers that a rank suspended since, by name, with the reason.
+
+        Raises:
+            EngineUnavailableError: no server within ``engine.start_timeout_s``.
+            EngineMismatchError: ``engine.urls`` names a server that does not fit the run.
         """
         self._note_suspended(current, suspended)
-        expected, self._expected = self._expected, 1
+        expected_count, self._expected = self._expected, 1
         members = self._present(current)
-        if len(members) < expected:
+        if len(members) < expected_count:
             with progress("waiting for the engine", interval_s=_PROGRESS_S):
-                waited = self._wait(members, expected)
+                waited = self._wait(members, expected_count)
             if waited is None:
                 return None
             members = waited
-        chosen = {member.server for member in members}
+        chosen_servers = {member.server for member in members}
         for server, state in list(self._states.items()):
-            state.is_member = server in chosen
+            state.is_member = server in chosen_servers
         return members
 
-    def _wait(self, members: list[Member], expected: int) -> list[Member] | None:
+    def _wait(self, members: list[Member], expected_count: int) -> list[Member] | None:
         start, first_s = time.monotonic(), None
-        while len(members) < expected:
+        while len(members) < expected_count:
             if self._stop():
                 return None
-            now = time.monotonic() - start
+            waited_s = time.monotonic() - start
             if members and first_s is None:
-                first_s = now
-            if first_s is not None and now > first_s + max(_SETTLE_S, first_s / 2):
-                log.warning("%d of %d servers are ready; going on", len(members), expected)
+                first_s = waited_s
+            if first_s is not None and waited_s > first_s + max(_SETTLE_S, first_s / 2):
+                log.warning("%d of %d servers are ready; going on", len(members), expected_count)
                 return members
-            if not members and now > self._engine.start_timeout_s:
-                raise EngineUnavailableError(self._nobody(now))
+            if not members and waited_s > self._engine.start_timeout_s:
+                raise EngineUnavailableError(self._no_server_message(waited_s))
             time.sleep(_POLL_S)
             members = self._present(members)
         return members
@@ -317,25 +341,25 @@ class FleetMembership:
         *,
         attempts: int = errors.UNBOUNDED,
     ) -> None:
-        """An update of ``current`` failed, because of ``urls`` where those are known.
+        """Handle a failed update of ``current``, which ``urls`` caused where those are known.
 
-        ``attempts``: as of EngineError. Whose scheduler does not answer is lost; so is one at fault that
-        did not answer in the update and then generates nothing.
+        A server whose scheduler does not answer is lost. So is a server at fault that did not answer in the update and
+        then generates nothing. ``attempts``: as in EngineError.
         """
         suspects = [m for m in current if m.server.url in urls] or list(current)
         for member in suspects:
             server = member.server
             silent = server.url in urls and attempts == errors.UNBOUNDED
-            schedules = self._with_client(member, lambda client: client.schedules(_ANSWER_S))
+            schedules = self._with_client(member, methodcaller("schedules", _ANSWER_S))
             if not schedules or (silent and not self._still_generates(member)):
                 self._lose(server, f"does not answer after a failed update: {reason}")
             elif server.url in urls:
                 if attempts == 1:
                     self._states[server].strikes = _STRIKES - 1
-                self._strike(server, reason, others=len(current) > len(suspects))
+                self._strike(server, reason, has_other_members=len(current) > len(suspects))
 
     def commit(self, members: Sequence[Member], version: int) -> None:
-        """``members`` hold ``version``; who was left out of that update may try the next."""
+        """Record that ``members`` hold ``version``; servers that were left out may try the next update."""
         self._version = version
         serving = {member.server for member in members}
         for server in serving:
@@ -348,19 +372,22 @@ class FleetMembership:
                 state.quarantined = ""
 
     def has_servers(self) -> bool:
-        """Whether one is published that isn't lost."""
+        """Whether a server is published that is not lost."""
         try:
             return any(not self._states[server].lost for server in self._record.servers())
         except errors.EngineError:
-            # Whoever waits for servers is told.
+            # The code that waits for servers raises this error.
             return False
 
-    def clear_devices(self, let_go: Callable[[Member], Coroutine[Any, Any, None]]) -> str | None:
-        """Return when no server of this run starts, and all that run have ``let_go`` of their memory; those that don't
-        are replaced. Else why that can't be awaited."""
+    def clear_devices(self, release: Callable[[Member], Coroutine[Any, Any, None]]) -> str | None:
+        """Wait until no server of this run starts and all running ones have released their memory.
+
+        Servers that don't release it are replaced. Returns the reason where that takes too long, else None. ``release``
+        releases the memory of one member.
+        """
         deadline = time.monotonic() + _CLEAR_S
         try:
-            while occupants := self._occupants(let_go):
+            while occupants := self._occupants(release):
                 if time.monotonic() > deadline:
                     names = ", ".join(occupants)
                     return f"the trainer's devices are not free after {_CLEAR_S:.0f} s: {names} did not leave them"
@@ -369,20 +396,18 @@ class FleetMembership:
             return str(error)
         return None
 
-    def _occupants(self, let_go: Callable[[Member], Coroutine[Any, Any, None]]) -> list[str]:
-        # In this order: who is published then is starting no more.
+    def _occupants(self, release: Callable[[Member], Coroutine[Any, Any, None]]) -> list[str]:
+        # Ask for starting servers first: a server that is published afterwards is not starting any more.
         occupants = self._record.starting()
         for server in self._record.servers():
             if server.replaceable and not self._states[server].lost:
                 try:
-                    self._runner.run(let_go(self._member(server)))
+                    self._runner.run(release(self._member(server)))
                 except (errors.EngineError, OSError) as error:
                     self._lose(server, f"does not let go of its memory: {error}")
             if self._states[server].lost and server.replaceable:
                 occupants.append(server.name)
         return occupants
-
-    # --- one server
 
     def _note_suspended(self, current: Sequence[Member], suspended: Mapping[str, str]) -> None:
         for member in current:
@@ -411,25 +436,27 @@ class FleetMembership:
         return Member.of(server, self._record.keys(server), self._engine)
 
     def _may_join(self, server: Server, *, urgent: bool) -> bool:
-        """Ask a newcomer, or one that was lost elsewhere; in a while again where it says nothing."""
+        """Check a new server, or one that was lost elsewhere; a silent one again after some time."""
         state = self._states[server]
         if state.quarantined or (state.lost and server.replaceable):
             return False
-        now = time.monotonic()
-        if not urgent and now < state.silent_s + ASK_AGAIN_S:
+        current_time = time.monotonic()
+        if not urgent and current_time < state.silent_s + ASK_AGAIN_S:
             return False
         member = self._member(server)
         is_alive = self._generates if state.lost else self._answers
         if not (self._fits(server, urgent=urgent) and is_alive(member)):
-            state.silent_s = now
+            state.silent_s = current_time
             return False
         state.lost = ""
         log.info("%s at %s joins the fleet", server.name, server.url)
         return True
 
     def _fits(self, server: Server, *, urgent: bool) -> bool:
-        """Whether a server that runs elsewhere serves what the run trains. Raises EngineMismatchError
-        where the configuration names one that is refused."""
+        """Whether a server that runs elsewhere fits the run.
+
+        Raises EngineMismatchError where the configuration names a server that is refused.
+        """
         if server.replaceable:
             return True
         examination = self._runner.run(self._examiner.examine(server, at_once=urgent))
@@ -437,12 +464,12 @@ class FleetMembership:
             raise errors.EngineMismatchError(examination.reason)
         return examination.state == "fits"
 
-    def _strike(self, server: Server, reason: str, *, others: bool) -> None:
+    def _strike(self, server: Server, reason: str, *, has_other_members: bool) -> None:
         state = self._states[server]
         state.strikes += 1
         if state.strikes >= _STRIKES and server.replaceable:
             self._lose(server, f"failed {state.strikes} weight updates in a row: {reason}")
-        elif state.strikes >= _STRIKES or others:
+        elif state.strikes >= _STRIKES or has_other_members:
             state.quarantined = f"quarantined: {reason}"
             log.warning("%s is quarantined: %s", server.name, reason)
 
@@ -452,39 +479,37 @@ class FleetMembership:
         self._record.report_lost(server)
 
     def _publish(self) -> None:
-        """Put what is made of every server where the user's command reads it. From any thread."""
+        """Publish the state of every server for the user's command; usable from any thread."""
         with self._publishing:
             try:
                 states = {s.name: self._states[s].describe(s) for s in self._record.servers()}
                 self._record.publish_status(self._version, states)
             except errors.EngineError as error:
-                # A run can do without.
+                # The run does not depend on the published states.
                 log.warning("%s", error)
 
-    def _nobody(self, seconds: float) -> str:
+    def _no_server_message(self, seconds: float) -> str:
         servers = [
             f"{s.name} at {s.url} ({self._states[s].describe(s)})" for s in self._record.servers()
         ]
-        shown = f"published: {', '.join(servers)}" if servers else "none was published"
-        return f"no healthy engine within {seconds:.0f} s; {shown}"
-
-    # --- questions to a server
+        published_servers = f"published: {', '.join(servers)}" if servers else "none was published"
+        return f"no healthy engine within {seconds:.0f} s; {published_servers}"
 
     def _answers(self, member: Member) -> bool:
-        # A server elsewhere may be stock, whose /health generates, so that a paused one fails it.
+        # A server elsewhere may be unmodified SGLang, whose /health generates, so it fails while the server is paused.
         if member.server.replaceable:
-            return self._with_client(member, lambda client: client.health(_ANSWER_S))
-        return self._with_client(member, lambda client: client.answers(_ANSWER_S))
+            return self._with_client(member, methodcaller("health", _ANSWER_S))
+        return self._with_client(member, methodcaller("answers", _ANSWER_S))
 
     def _still_generates(self, member: Member) -> bool:
-        # A colocated one may have let go of the memory that it would generate in, and would not survive being asked.
+        # A colocated server may have released the memory that generation needs, and the request would kill it.
         if self._engine.placement != "separate":
             return False
-        # It is paused, as a failed update leaves it.
-        return self._with_client(member, lambda client: client.generates_again(_GENERATE_S))
+        # The failed update has left the server paused.
+        return self._with_client(member, methodcaller("generates_again", _GENERATE_S))
 
     def _generates(self, member: Member) -> bool:
-        return self._with_client(member, lambda client: client.generates(_GENERATE_S))
+        return self._with_client(member, methodcaller("generates", _GENERATE_S))
 
     def _with_client(self, member: Member, question: Callable[[EngineClient], Any]) -> Any:
         async def ask() -> Any:

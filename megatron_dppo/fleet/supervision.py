@@ -1,7 +1,7 @@
-"""The servers of a run and their HTTP router, kept alive: the run goes on while one server is left.
+"""Supervision of a run's servers and their HTTP router: the run continues while one server is left.
 
-A server that is healthy is published in the run's folder; one that died, or that the ranks reported
-lost, is withdrawn and started again.
+A healthy server is published in the run's folder. A server that died, or that the ranks reported lost, is withdrawn and
+restarted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONGEST_PAUSE_S = 60.0
 _PROGRESS_S = 60.0
 _RESTART_TAIL_LINES = 10
 _PORT_PATIENCE_S = 60.0
-# A client sees a killed server's connections break some milliseconds before its exit shows.
+# A client sees a killed server's connections break some milliseconds before the process has ended.
 _DYING_S = 0.1
 
 
@@ -34,8 +34,8 @@ _DYING_S = 0.1
 class RestartBudget:
     """At most ``limit`` restarts of one server within any ``window_s`` seconds.
 
-    Before the first one in a window it pauses for ``first_pause_s``, before each further one twice as
-    long as before the last, and never longer than LONGEST_PAUSE_S. ``clock`` tells the time in seconds.
+    The pause before the first restart in a window is ``first_pause_s``. Each further pause is twice as long, but at
+    most LONGEST_PAUSE_S. ``clock`` returns the time in seconds.
     """
 
     limit: int
@@ -45,13 +45,13 @@ class RestartBudget:
     _taken: list[float] = field(default_factory=list, init=False)
 
     def take(self) -> float | None:
-        """Use up one restart: the seconds to wait before it, or None where the window has none left."""
-        now = self.clock()
-        self._taken = [taken for taken in self._taken if taken > now - self.window_s]
+        """Use up one restart and return the seconds to wait before it; None where the window has none left."""
+        current_time = self.clock()
+        self._taken = [taken for taken in self._taken if taken > current_time - self.window_s]
         if len(self._taken) >= self.limit:
             return None
         pause = self.pause(len(self._taken))
-        self._taken.append(now)
+        self._taken.append(current_time)
         return pause
 
     @property
@@ -59,8 +59,8 @@ class RestartBudget:
         """Restarts in the window, at the time of the last ``take``."""
         return len(self._taken)
 
-    def pause(self, before: int) -> float:
-        return min(self.first_pause_s * 2.0 ** min(before, 30), LONGEST_PAUSE_S)
+    def pause(self, earlier_restarts: int) -> float:
+        return min(self.first_pause_s * 2.0 ** min(earlier_restarts, 30), LONGEST_PAUSE_S)
 
 
 class EngineGivenUpError(RunError):
@@ -83,24 +83,28 @@ class _Published:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """No process runs; the next one is started at ``due``, by the budget's clock."""
+    """No process runs; the next one starts at ``due``, by the budget's clock."""
 
     due: float
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """The first start came to nothing: whether to go on is the fleet's decision."""
+    """The first start failed; the fleet decides whether to retry."""
 
     error: FirstStartError
 
 
 @dataclass(frozen=True)
 class _PortWait:
-    """Since when somebody else has had the server's port, and how many starts found that."""
+    """The time since which another process has had the server's port, and the number of starts that failed for it."""
 
     since: float
     starts: int
+
+
+def _always(name: str) -> bool:
+    return True
 
 
 @dataclass(eq=False)
@@ -110,11 +114,12 @@ class SupervisedServer:
     All methods are called from the main thread.
 
     Args:
-        name: under which it is published in ``record``; ``title``: in messages.
+        name: name under which the server is published in ``record``.
+        title: name in messages.
         make_process: makes the process of an incarnation, not started.
-        budget: how often, and how soon, it is started again. A start that failed because somebody
-            else has its port costs none of it: that is waited for.
-        may_start: whether the devices of a name are free for it, to start or to go on with that.
+        budget: limits number and pace of restarts. A start that failed because another process has its port uses no
+            restart: the server waits for the port.
+        may_start: returns whether the server of a name may use its devices, to start or to continue its start.
     """
 
     name: str
@@ -123,14 +128,14 @@ class SupervisedServer:
     _: KW_ONLY
     budget: RestartBudget
     title: str = "the engine"
-    may_start: Callable[[str], bool] = lambda name: True
+    may_start: Callable[[str], bool] = _always
     incarnation: int = field(default=0, init=False)
     _process: ChildServer | None = field(default=None, init=False)
     _state: _Starting | _Published | _Waiting | _Failed | None = field(default=None, init=False)
     _port_wait: _PortWait | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        # It only waits: a process dies with the thread that started it, which must be the main one.
+        # The thread only waits. A process dies with the thread that started it, which must be the main one.
         self._waiter = ThreadPoolExecutor(1, f"start-{self.name}")
 
     @property
@@ -139,12 +144,13 @@ class SupervisedServer:
 
     @property
     def first_failure(self) -> FirstStartError | None:
-        """Why its first start failed, until ``retry``."""
+        """The error of the first start, until ``retry``."""
         return self._state.error if isinstance(self._state, _Failed) else None
 
     def start(self) -> None:
-        """Start the next incarnation, as soon as it may, and return at once; :meth:`check` publishes it when it is
-        healthy."""
+        """Start the next incarnation, as soon as ``may_start`` allows, and return at once; :meth:`check` publishes
+        it.
+        """
         if not self.may_start(self.name):
             self._state = _Waiting(self.budget.clock())
             return
@@ -160,10 +166,10 @@ class SupervisedServer:
         self._state = _Starting(healthy)
 
     def check(self) -> None:
-        """Publish a server that became healthy; restart one that died, or was reported lost.
+        """Publish a server that became healthy; restart one that died or was reported lost.
 
-        Raises EngineGivenUpError when the restarts are used up. After a first start that failed it does
-        nothing until :meth:`retry`.
+        Raises EngineGivenUpError when the restarts are used up. After a first start that failed, nothing happens until
+        :meth:`retry`.
         """
         match self._state:
             case _Waiting(due):
@@ -183,7 +189,7 @@ class SupervisedServer:
                 self._check_published()
 
     def free_devices(self) -> None:
-        """End it where it starts, or was reported lost, and start it no more: the run is stopping."""
+        """End a server that starts or was reported lost, and do not start it again: the run is stopping."""
         is_lost = self.record.take_report(self.name) == self.incarnation
         if isinstance(self._state, _Starting) or (self.is_published and is_lost):
             self._end()
@@ -213,23 +219,24 @@ class SupervisedServer:
             self.record.publish(server)
             self._state = _Published(server)
             log.info("%s ready after %.0f s at %s", self.title, healthy.result(), process.url)
-        # A fault in the code, which restarts would only hide.
+        # Raise a fault in the code: restarts would only hide it.
         elif not isinstance(error, RunError):
             raise error
         elif isinstance(error, PortHeldError):
             self._wait_for_port(error)
         elif self.incarnation == 1:
-            # The configuration may be at fault: only the fleet sees whether it works elsewhere.
+            # The configuration may be at fault: only the fleet sees whether another server starts with it.
             self._state = _Failed(FirstStartError(f"{self.title} did not start: {error}"))
         else:
             self._restart(f"{self.title} did not start again: {error}")
 
     def _check_published(self) -> None:
         assert self._process is not None
-        # A hung process runs on, so only its clients can tell. A report on an earlier incarnation comes too late.
+        # A hung process keeps running, so only its clients notice. A report on an earlier incarnation comes too late.
         is_reported = self.record.take_report(self.name) == self.incarnation
         if is_reported and self._process.poll() is None:
-            # Its connections break a moment before it can be waited for, and an exit code tells more than a report.
+            # Connections break a moment before the process can be waited for, and an exit code tells more than a
+            # report.
             time.sleep(_DYING_S)
         code = self._process.poll()
         if code is None and not is_reported:
@@ -256,20 +263,20 @@ class SupervisedServer:
         self._state = _Waiting(budget.clock() + pause)
 
     def _wait_for_port(self, error: PortHeldError) -> None:
-        """Try again soon: who has the port may be about to end."""
-        now = self.budget.clock()
-        wait = self._port_wait or _PortWait(now, 0)
-        if now > wait.since + _PORT_PATIENCE_S:
+        """Try again soon: the process that has the port may be about to end."""
+        current_time = self.budget.clock()
+        wait = self._port_wait or _PortWait(current_time, 0)
+        if current_time > wait.since + _PORT_PATIENCE_S:
             raise EngineGivenUpError(
-                f"{self.title} did not start in {now - wait.since:.0f} s: {error}"
+                f"{self.title} did not start in {current_time - wait.since:.0f} s: {error}"
             )
         if not wait.starts:
             log.warning("%s waits for its port: %s", self.title, error)
         self._port_wait = _PortWait(wait.since, wait.starts + 1)
-        self._state = _Waiting(now + self.budget.pause(wait.starts))
+        self._state = _Waiting(current_time + self.budget.pause(wait.starts))
 
     def _end(self) -> None:
-        """Its process is gone; only then nobody counts it as published, or starting, any more."""
+        """Forget the process after it has ended; only then is it not published and not starting."""
         assert self._process is not None
         self._process.kill()
         self._withdraw()
@@ -300,11 +307,11 @@ class SupervisedFleet:
     All methods are called from the main thread.
 
     Args:
-        servers: may be empty where others run elsewhere.
+        servers: may be empty where other servers run elsewhere.
         router: None where the run has none.
-        record: where the processes are published.
-        keys: what clients of these processes must show; they reach no file. The admin key opens the endpoint.
-        host: where the endpoint offers the record to ranks and commands.
+        record: registry in which the processes are published.
+        keys: keys that clients of these processes must send; no file has them. The admin key opens the endpoint.
+        host: address on which the endpoint offers the registry to ranks and commands.
     """
 
     def __init__(
@@ -334,14 +341,14 @@ class SupervisedFleet:
             server.start()
 
     def check(self) -> None:
-        """Publish servers that became healthy, restart those that died.
+        """Publish servers that became healthy, and restart those that died.
 
-        A server whose first start failed is restarted once another one, of the same configuration, has
-        started; where none does, all are given up at once: the configuration is at fault.
+        A server whose first start failed is restarted once another server of the same configuration has started. Where
+        none does, all are given up at once, because the configuration is at fault.
 
         Raises EngineGivenUpError when the last server is given up and none is attached.
         """
-        # A copy: whoever is given up leaves the list.
+        # Copy the list: a server that is given up is removed from it.
         for server in list(self._servers):
             self._take_step(server, server.check)
         self._decide_first_failures()
@@ -355,12 +362,12 @@ class SupervisedFleet:
                 self._router = None
 
     def free_devices(self) -> None:
-        """The run is stopping, and the trainer may want the devices of servers that start or are lost."""
+        """Free the devices of servers that start or are lost: the run is stopping, and the trainer may need them."""
         for server in self._servers:
             server.free_devices()
 
     def stop(self, *, at_once: bool) -> None:
-        """End all of them at the same time, those that were given up too."""
+        """End all servers at the same time, including those that were given up."""
         with ThreadPoolExecutor(max(1, len(self._everything)), "stop") as pool:
             for end in [pool.submit(s.stop, at_once=at_once) for s in self._everything]:
                 end.result()
@@ -388,5 +395,5 @@ class SupervisedFleet:
         attached = [s for s in self.record.servers() if not s.replaceable]
         if not self._servers and not attached:
             raise error
-        left = len(self._servers) + len(attached)
-        log.error("%s\ngoing on with the other servers, %d", error, left)
+        remaining_count = len(self._servers) + len(attached)
+        log.error("%s\ngoing on with the other servers, %d", error, remaining_count)

@@ -1,7 +1,7 @@
-"""Prompts under suspicion: servers were lost while they were asked, again and again.
+"""Prompts that may kill servers: servers were lost repeatedly while they had them.
 
-A server that dies takes every call with it that it has, so nothing says which prompt it died of, or whether of any. A
-prompt that two losses have in common is asked alone before anything else (``FleetClient.question_suspects``).
+A server that dies loses all its calls, so the loss does not show which prompt killed it, if any did. A prompt that two
+losses have in common is requested alone before anything else (``FleetClient.question_suspects``).
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ class Suspects:
         self._by_prompt: dict[tuple[int, ...], Suspect] = {}
 
     def note_loss(self, server: Server, requests: Sequence[GenerationRequest]) -> None:
-        """``server`` was lost with these ``requests``; one loss counts once for each prompt."""
+        """Record that ``server`` was lost with these ``requests``; one loss counts once for each prompt."""
         for prompt, request in {tuple(r.prompt_ids): r for r in requests}.items():
             self._by_prompt.setdefault(prompt, Suspect(request)).servers.append(server)
 
     def clear(self, requests: Sequence[GenerationRequest]) -> None:
-        """A server outlived these."""
+        """Remove the prompts of these requests, which a server answered."""
         for request in requests if self._by_prompt else ():
             self._by_prompt.pop(tuple(request.prompt_ids), None)
 
     def questionable(self) -> list[Suspect]:
-        """Those that two losses have in common, the ones with the most losses first."""
-        # A copy: a rank's thread asks, too, while calls end in the loop's.
-        found = [s for s in list(self._by_prompt.values()) if len(s.servers) >= _LOSSES]
-        return sorted(found, key=lambda s: len(s.servers), reverse=True)
+        """Return the prompts that two losses have in common, those with the most losses first."""
+        # Copy the list: a rank's thread calls this while calls end in the event loop's thread.
+        suspects = [s for s in list(self._by_prompt.values()) if len(s.servers) >= _LOSSES]
+        return sorted(suspects, key=_count_losses, reverse=True)
+
+
+def _count_losses(suspect: Suspect) -> int:
+    return len(suspect.servers)

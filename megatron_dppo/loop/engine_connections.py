@@ -18,8 +18,8 @@ from megatron_dppo.fleet.endpoint import (
     control_host,
 )
 from megatron_dppo.fleet.generation import Generation, GenerationEnd, GenerationLimits, Slots
-from megatron_dppo.fleet.http_router import HttpRouterLink
 from megatron_dppo.fleet.record import FleetRecord, Keys
+from megatron_dppo.fleet.router_link import HttpRouterLink
 from megatron_dppo.fleet.suspects import Suspect
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer import collectives

@@ -34,7 +34,7 @@ from megatron_dppo.data.reward_trial import reward_faults
 from megatron_dppo.data.seal import Origin, text_digest
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import makes_prompts
-from megatron_dppo.environments.episodes import TurnTemplate
+from megatron_dppo.environments.turn_template import TurnTemplate
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards.answers import BadAnswers, handed_over
 from megatron_dppo.system.errors import RunError

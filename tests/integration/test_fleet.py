@@ -36,9 +36,10 @@ from megatron_dppo.fleet.generation import (
     Results,
     generate_many,
 )
-from megatron_dppo.fleet.http_router import OPEN_PATHS, HttpRouterLink
+from megatron_dppo.fleet.http_router import OPEN_PATHS
 from megatron_dppo.fleet.membership import Member, client_of
 from megatron_dppo.fleet.record import Server
+from megatron_dppo.fleet.router_link import HttpRouterLink
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import KeptFleet, config_of, family, kill, proceed, stop
 from tests.integration.weight_server import reference_log_probs

@@ -28,18 +28,14 @@ from megatron_dppo.environments import (
     ChatCall,
     Step,
     Turn,
-    agents,
+    agent_programs,
+    agent_server,
     check_environment,
     makes_prompts,
 )
-from megatron_dppo.environments.agents import (
-    TOOL_FORMATS,
-    Agent,
-    AgentSession,
-    Conversation,
-    _run_command,
-    result_of,
-)
+from megatron_dppo.environments.agent_conversation import TOOL_FORMATS, Conversation
+from megatron_dppo.environments.agent_programs import AgentSession, _run_command, result_of
+from megatron_dppo.environments.agents import Agent
 from megatron_dppo.environments.episodes import Episodes
 from megatron_dppo.environments.sandbox import SandboxError
 from megatron_dppo.system.processes import child_ids, process_start
@@ -279,7 +275,7 @@ def test_a_command_gets_no_keys(monkeypatch):
 def sandbox() -> None:
     """This machine must have one: else what needs it is skipped, or fails where ``CI`` is set."""
     try:
-        agents.check_sandbox(())
+        agent_programs.check_sandbox(())
     except SandboxError as error:
         if os.environ.get("CI"):
             pytest.fail(str(error))
@@ -444,7 +440,7 @@ async def session(
 ) -> AsyncIterator[tuple[AsyncOpenAI, Conversation]]:
     """A server whose policy says ``turns``, and a client with its key."""
     conversation = Conversation(**options)
-    runner, url = await agents._serve(conversation, key, "127.0.0.1")
+    runner, url = await agent_server.serve(conversation, key, "127.0.0.1")
 
     async def policy() -> None:
         for turn in turns:

@@ -31,7 +31,8 @@ from megatron_dppo.environments import (
     find_environment,
     workers,
 )
-from megatron_dppo.environments.episodes import EpisodeLimits, Episodes, TurnTemplate, _Episode
+from megatron_dppo.environments.episodes import EpisodeLimits, Episodes, _Episode
+from megatron_dppo.environments.turn_template import TurnTemplate
 from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
 from megatron_dppo.loop.credit import with_rewards

@@ -20,9 +20,9 @@ from megatron_dppo.engine.errors import (
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
-from megatron_dppo.fleet.http_router import HttpRouterLink
 from megatron_dppo.fleet.membership import MEMBERS, client_of
 from megatron_dppo.fleet.record import Server
+from megatron_dppo.fleet.router_link import HttpRouterLink
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.small_fleet import KEYS, SmallRouter, SmallServer
 
@@ -292,7 +292,7 @@ def test_a_dead_router_is_done_without(runner):
 @pytest.mark.parametrize("registers", [True, False], ids=["rank 0", "another rank"])
 def test_a_router_that_came_back_is_used_again(runner, registers, monkeypatch):
     """Its servers are told to it again by the rank that does that; the others wait until they are."""
-    monkeypatch.setattr("megatron_dppo.fleet.http_router._RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("megatron_dppo.fleet.router_link._RETRY_SECONDS", 0.1)
     fleet = Fleet(pair(), SmallRouter())
     first, second = fleet.router, SmallRouter(incarnation=2)
     assert first is not None

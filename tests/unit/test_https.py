@@ -17,10 +17,11 @@ import pytest
 from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineLostError
-from megatron_dppo.fleet import http_router
-from megatron_dppo.fleet.http_router import HttpRouterProcess, routed_servers, set_servers
+from megatron_dppo.fleet import router_link
+from megatron_dppo.fleet.http_router import HttpRouterProcess
 from megatron_dppo.fleet.membership import MEMBERS, Member, client_of
 from megatron_dppo.fleet.record import Keys, Server
+from megatron_dppo.fleet.router_link import routed_servers, set_servers
 from megatron_dppo.system.network import free_port
 
 ADDRESS = "127.0.0.1"
@@ -121,7 +122,7 @@ def test_the_router_sends_to_it_too_where_it_is_told_of_the_authority(
     trusted: bool,
 ) -> None:
     port, authority = server
-    monkeypatch.setattr(http_router, "_REGISTRATION_SECONDS", 10.0 if trusted else 2.0)
+    monkeypatch.setattr(router_link, "_REGISTRATION_SECONDS", 10.0 if trusted else 2.0)
     router = HttpRouterProcess(
         EngineConfig(ca_file=str(authority) if trusted else None),
         host=ADDRESS, port=free_port(ADDRESS), metrics_port=free_port(ADDRESS), log_path=tmp_path / "router.log",

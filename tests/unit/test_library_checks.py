@@ -16,8 +16,8 @@ from megatron_dppo.config.loading import load_config
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.environments import ChatCall
-from megatron_dppo.environments.episodes import TurnTemplate, TurnTemplateError
 from megatron_dppo.environments.over_http import absent_services
+from megatron_dppo.environments.turn_template import TurnTemplate, TurnTemplateError
 from megatron_dppo.launch.library_checks import check_everything
 from megatron_dppo.launch.start_checks import check_start
 from megatron_dppo.system.network import host_fault, url_fault

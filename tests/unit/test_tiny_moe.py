@@ -41,7 +41,7 @@ from megatron_dppo.diagnostics.doctor import __main__ as doctor
 from megatron_dppo.diagnostics.explain import __main__ as explain
 from megatron_dppo.diagnostics.explain import replay
 from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.environments.episodes import TurnTemplate
+from megatron_dppo.environments.turn_template import TurnTemplate
 from megatron_dppo.launch.placement import Allocation, Host, Roles, place
 from megatron_dppo.rewards import find_reward
 

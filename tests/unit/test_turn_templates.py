@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import ChatCall
-from megatron_dppo.environments.episodes import TurnTemplate, TurnTemplateError
+from megatron_dppo.environments.turn_template import TurnTemplate, TurnTemplateError
 from megatron_dppo.model.families import FAMILIES
 from megatron_dppo.system import time_limit
 from tests.chat_templates import PUBLISHED, published_tokenizer
@@ -341,7 +341,7 @@ def test_a_template_that_does_not_end_is_refused_at_the_start(monkeypatch):
 def test_a_tokenizer_that_writes_a_space_before_every_text_is_refused():
     tokenizer = tiny_with(NO_END)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    with pytest.raises(TurnTemplateError, match="is encoded otherwise behind a turn than alone"):
+    with pytest.raises(TurnTemplateError, match="has other tokens behind a turn than alone"):
         TurnTemplate(tokenizer, "user")
 
 

@@ -1,0 +1,354 @@
+"""The conversation of an agent's session: its chat completions as messages, branches and tool calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dppo.environments import ChatCall, Turn
+
+MODEL = "policy"
+_SHOWN = 80
+_MOST_LEVELS = 200
+"""Most levels of brackets in a call. Python's limit of nested calls, in which calls are written and compared, is
+1,000.
+"""
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_ANSWERED = {"model", "messages", "tools", "stream", "stream_options", "user", "metadata"}
+_LIMITS = ("max_completion_tokens", "max_tokens")
+# Values of settings that have no effect.
+_HARMLESS: Mapping[str, Any] = {
+    "n": 1, "tool_choice": "auto", "parallel_tool_calls": True, "logprobs": False, "store": False,
+    "frequency_penalty": 0, "presence_penalty": 0, "response_format": {"type": "text"},
+}  # fmt: skip
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+MOST_BRANCHES = 8
+
+
+ToolFormat = Callable[[str], tuple[str, list[tuple[Any, Any]]]]
+"""Splits a turn's text into its text outside of calls, and the name and arguments of each tool call.
+
+Raises KeyError, TypeError or ValueError for a call that can't be parsed.
+"""
+
+
+def of_hermes(text: str) -> tuple[str, list[tuple[Any, Any]]]:
+    """Parse ``<tool_call>{"name", "arguments"}</tool_call>``, any number of them between text."""
+    calls = [json.loads(call) for call in _CALL.findall(text)]
+    return _CALL.sub("", text).strip(), [(call["name"], call["arguments"]) for call in calls]
+
+
+def of_llama3(text: str) -> tuple[str, list[tuple[Any, Any]]]:
+    """Parse ``{"name", "parameters"}`` and nothing else: one call."""
+    call = json.loads(text)
+    return "", [(call["name"], call["parameters"])]
+
+
+class RefusedCallError(Exception):
+    """A call that can't be answered; ``status`` is its HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(eq=False)
+class _Branch:
+    """A branch of the session.
+
+    Attributes:
+        messages: messages up to the last turn.
+        tools: tools of each of the branch's calls.
+        is_asked: whether a call waits for the branch's next turn.
+    """
+
+    tools: list[dict[str, Any]]
+    messages: Sequence[dict[str, Any]] = ()
+    is_asked: bool = True
+
+    def deviation(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
+        """Return why a call with these messages doesn't continue the branch; empty where it does."""
+        if self.is_asked:
+            return "another call of it waits"
+        for i, expected_message in enumerate(self.messages):
+            sent = messages[i] if i < len(messages) else None
+            if sent != expected_message:
+                return f"message {i}: got {shortened(sent)}, expected {shortened(expected_message)}"
+        if tools != self.tools:
+            return "tools: got others than in its first call"
+        new_messages = messages[len(self.messages) :]
+        if not new_messages or any(message["role"] == "assistant" for message in new_messages):
+            return f"expected messages of others after the policy's turn, message {len(self.messages) - 1}"
+        return ""
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of the agent. ``completion`` is its future answer.
+
+    ``is_waited_for`` is False where the client has disconnected; it may send the call again.
+    """
+
+    branch: _Branch
+    messages: list[dict[str, Any]]
+    completion: asyncio.Future[dict[str, Any]]
+    is_waited_for: bool = True
+
+
+class Conversation:
+    """The messages of a session, by branch, and the calls that wait for the policy's turns.
+
+    ``calls``: what is asked of the policy, one after another. ``refusal``: why the last call that was refused was.
+    """
+
+    def __init__(
+        self,
+        ignored: frozenset[str] = frozenset(),
+        most_branches: int = MOST_BRANCHES,
+        tool_format: ToolFormat = of_hermes,
+    ) -> None:
+        self.calls: asyncio.Queue[ChatCall] = asyncio.Queue()
+        self.refusal = ""
+        self._ignored, self._most_branches, self._tool_format = ignored, most_branches, tool_format
+        self._branches: list[_Branch] = []
+        # Calls without a turn, then calls whose answer no client has received.
+        self._unanswered: deque[_Call] = deque()
+        self._open: list[_Call] = []
+        self._turns = 0
+
+    def answer(self, turn: Turn) -> None:
+        """Give the policy's turn to the oldest waiting call."""
+        call = self._unanswered.popleft()
+        branch = call.branch
+        tool_format = self._tool_format if branch.tools else None
+        message, tool_calls = _message_of(turn.text, self._turns, tool_format)
+        branch.messages = [*call.messages, _plain(message, "the turn")]
+        branch.is_asked = False
+        self._turns += 1
+        reason = "length" if turn.is_truncated else "tool_calls" if tool_calls else "stop"
+        sampled = len(turn.token_ids)
+        completion = {
+            "id": f"chatcmpl-{self._turns}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": MODEL,
+            "choices": [
+                {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+            ],
+            "usage": {
+                "prompt_tokens": turn.prompt_tokens,
+                "completion_tokens": sampled,
+                "total_tokens": turn.prompt_tokens + sampled,
+            },
+        }
+        call.completion.set_result(completion)
+
+    @contextmanager
+    def asked(self, body: Any) -> Iterator[asyncio.Future[dict[str, Any]]]:
+        """Forward a request to the policy, or resume one that its client gave up; yield the future ``chat.completion``.
+
+        The block must await the future without cancelling it. Raises RefusedCallError.
+        """
+        try:
+            call = self._call_of(body)
+        except RefusedCallError:
+            raise
+        # A client would repeat a call that ends with status 500 for ever.
+        except Exception as error:
+            kind = type(error).__name__
+            raise RefusedCallError(400, f"the call can't be read: {kind}: {error}") from error
+        call.is_waited_for = True
+        try:
+            yield call.completion
+            self._open.remove(call)
+        finally:
+            call.is_waited_for = False
+
+    def _call_of(self, body: Any) -> _Call:
+        if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+            raise RefusedCallError(400, "expected a JSON object with a list of messages")
+        if _is_deeper(body, _MOST_LEVELS):
+            raise RefusedCallError(400, f"expected at most {_MOST_LEVELS} levels of nested JSON")
+        stream_options = body.get("stream_options")
+        if not isinstance(stream_options, dict | None):
+            raise RefusedCallError(
+                400, f"stream_options: got {shortened(stream_options)}, expected an object"
+            )
+        limit = self._limit_of(body)
+        messages = [_plain(m, f"message {i}") for i, m in enumerate(body["messages"])]
+        tools = _checked_tools(body.get("tools") or [])
+        if not messages:
+            raise RefusedCallError(400, "messages: got none, expected one or more")
+        for call in self._open:
+            if not call.is_waited_for and (call.messages, call.branch.tools) == (messages, tools):
+                return call
+        number = self._branch_of(messages, tools)
+        if number == len(self._branches):
+            self._branches.append(_Branch(tools))
+        branch = self._branches[number]
+        branch.is_asked = True
+        call = _Call(branch, messages, asyncio.get_running_loop().create_future())
+        self._open.append(call)
+        self._unanswered.append(call)
+        new_messages = messages[len(branch.messages) :]
+        self.calls.put_nowait(ChatCall(new_messages, tools, limit, number))
+        return call
+
+    def _branch_of(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> int:
+        """Return the number of the newest branch that these messages continue; else that of a new branch."""
+        deviations = [branch.deviation(messages, tools) for branch in self._branches]
+        fitting = [number for number, deviation in enumerate(deviations) if not deviation]
+        if fitting:
+            return fitting[-1]
+        if len(deviations) == self._most_branches:
+            raise RefusedCallError(
+                409,
+                f"{deviations[-1]}: it goes on with none of the session's {len(deviations)} branches, and there may be "
+                "no more (environment.options.branches)",
+            )
+        return len(deviations)
+
+    def _limit_of(self, body: Mapping[str, Any]) -> int | None:
+        """Return the largest number of tokens of the turn. Raises RefusedCallError for settings that belong to the
+        run.
+        """
+        for name, value in body.items():
+            is_known = name in _ANSWERED or name in _LIMITS or name in self._ignored
+            if not (is_known or value is None or value == _HARMLESS.get(name)):
+                raise RefusedCallError(
+                    400,
+                    f"{name}: got {shortened(value)}, but the run's settings hold: leave it out, or name it in "
+                    "environment.options.ignored",
+                )
+        limits = [body[name] for name in _LIMITS if body.get(name) is not None]
+        if any(type(limit) is not int or limit < 1 for limit in limits):
+            raise RefusedCallError(400, f"{_LIMITS[0]}: got {limits}, expected 1 or more")
+        return min(limits, default=None)
+
+
+def _plain(message: Any, location: str) -> dict[str, Any]:
+    """Return a message in the form that chat templates take, the same for all ways in which clients write it."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RefusedCallError(
+            400, f"{location}: got {shortened(message)}, expected a role and content"
+        )
+    if message["role"] not in _ROLES:
+        raise RefusedCallError(
+            400,
+            f"{location}: got the role {shortened(message['role'])}, expected one of {', '.join(_ROLES)}",
+        )
+    content = _text_of(message.get("content"), location)
+    is_turn = message["role"] == "assistant"
+    role = "system" if message["role"] == "developer" else message["role"]
+    plain = {"role": role, "content": content.strip() if is_turn else content}
+    if is_turn and message.get("tool_calls"):
+        plain["tool_calls"] = _plain_calls(message["tool_calls"], location)
+    for name in ("tool_call_id", "name"):
+        if not is_turn and name in message:
+            plain[name] = message[name]
+            if not isinstance(plain[name], str | None):
+                raise RefusedCallError(
+                    400, f"{location}: {name}: got {shortened(plain[name])}, expected text"
+                )
+    return plain
+
+
+def _text_of(content: Any, location: str) -> str:
+    """Return the text of a message's ``content``: text, null, or a list of text parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [None]
+    texts = []
+    for part in parts:
+        text = None
+        if isinstance(part, dict) and part.get("type") == "text":
+            text = part.get("text")
+        if not isinstance(text, str):
+            raise RefusedCallError(
+                400, f"{location}: got {shortened(content)}, expected text alone"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether a JSON value is nested in more than ``levels`` lists and objects."""
+    values = [value]
+    for _ in range(levels + 1):
+        containers = [v for v in values if isinstance(v, list | dict)]
+        values = []
+        for container in containers:
+            values += container.values() if isinstance(container, dict) else container
+        if not containers:
+            return False
+    return True
+
+
+def _checked_tools(tools: Any) -> list[dict[str, Any]]:
+    if not isinstance(tools, list):
+        raise RefusedCallError(400, f"tools: got {shortened(tools)}, expected a list")
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RefusedCallError(
+                400,
+                f'tools: got {shortened(tool)}, expected {{"type": "function", "function": {{"name": ...}}}}',
+            )
+    return tools
+
+
+def _plain_calls(calls: Any, location: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise RefusedCallError(
+            400, f"{location}: tool_calls: got {shortened(calls)}, expected a list"
+        )
+    return [_plain_call(call, location) for call in calls]
+
+
+def _plain_call(call: Any, location: str) -> dict[str, Any]:
+    try:
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        if not isinstance(name, str) or _is_deeper(arguments, _MOST_LEVELS):
+            raise ValueError(name)
+        function = {"name": name, "arguments": arguments}
+        return {"type": "function", "id": call["id"], "function": function}
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise RefusedCallError(
+            400,
+            f"{location}: got the tool call {shortened(call)}, expected id, name and arguments as JSON",
+        ) from error
+
+
+def _message_of(
+    text: str, turn: int, tool_format: ToolFormat | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a turn's text as a message, and its tool calls. Text with an unreadable call stays text.
+
+    ``turn``: number of the turn. ``tool_format``: parser of the calls; None where there are no tools.
+    """
+    try:
+        content, named_calls = (text, []) if tool_format is None else tool_format(text)
+        if _is_deeper([a for _, a in named_calls], _MOST_LEVELS):
+            raise ValueError("arguments that no call may have")
+        functions = [{"name": str(n), "arguments": json.dumps(dict(a))} for n, a in named_calls]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        functions = []
+    if not functions:
+        return {"role": "assistant", "content": text}, []
+    calls = [
+        {"id": f"call_{turn}_{i}", "type": "function", "function": function}
+        for i, function in enumerate(functions)
+    ]
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}, calls
+
+
+def shortened(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -1,0 +1,172 @@
+"""The connection to the HTTP router: its list of servers, and calls through it.
+
+A router that the supervisor restarts comes back at another address and without servers; the connection survives that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import orjson
+
+from megatron_dppo.engine.client import Answer, HttpClient, Method
+from megatron_dppo.engine.errors import EngineLostError, EngineRequestError
+from megatron_dppo.fleet.record import Keys, Server
+
+log = logging.getLogger(__name__)
+
+ROUTED_MODEL = "policy"
+"""Name of the model at the router; the servers' own names may differ (a path each)."""
+
+SERVED_BY = "x-smg-routed-worker-id"
+"""Header of an answer: the URL of the server that gave it."""
+
+_REGISTRATION_SECONDS = 20.0
+_POLL_SECONDS = 0.05
+_CONTROL_SECONDS = 10.0
+_RETRY_SECONDS = 1.0
+_WATCH_SECONDS = 5.0
+
+
+async def routed_servers(client: HttpClient) -> dict[str, str]:
+    """Return the router's id of each server that it sends requests to, by URL."""
+    answer = await client.request("GET", "/workers", admin=True, timeout_s=_CONTROL_SECONDS)
+    return {worker["url"].rstrip("/"): worker["id"] for worker in orjson.loads(answer)["workers"]}
+
+
+async def set_servers(client: HttpClient, servers: Mapping[str, str | None]) -> None:
+    """Make the router's list of servers equal to ``servers``, URLs with their API keys.
+
+    Returns when the list is equal. Raises EngineLostError where the router does not add a server in time; it adds only
+    servers that answer it.
+    """
+    routed = await routed_servers(client)
+    await remove_servers(client, [url for url in routed if url not in servers])
+    for url in servers.keys() - routed.keys():
+        body = {"url": url, "api_key": servers[url], "models": [{"id": ROUTED_MODEL}]}
+        await _control_once(client, "POST", "/workers", orjson.dumps(body), done_status=409)
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + _REGISTRATION_SECONDS
+    while (routed := await routed_servers(client)).keys() != servers.keys():
+        if clock() > deadline:
+            raise EngineLostError(
+                f"{client.url}: the router serves from {sorted(routed)} after {_REGISTRATION_SECONDS:.0f} s"
+            )
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def remove_servers(client: HttpClient, urls: Sequence[str]) -> None:
+    """Make the router send no more requests to these servers; their running requests continue."""
+    ids = await routed_servers(client)
+    for url in urls:
+        if url in ids:
+            await _control_once(client, "DELETE", f"/workers/{ids[url]}", done_status=404)
+
+
+async def _control_once(
+    client: HttpClient, method: Method, path: str, body: bytes | None = None, *, done_status: int
+) -> None:
+    """Send a control request. ``done_status``: the error status that tells that another rank has done it already."""
+    try:
+        await client.request(method, path, body, admin=True, timeout_s=_CONTROL_SECONDS)
+    except EngineRequestError as error:
+        if error.status != done_status:
+            raise
+
+
+class HttpRouterLink:
+    """A connection that finds the HTTP router, keeps its list of servers current, and notices its loss.
+
+    ``usable`` tells whether calls may go through the router.
+
+    Args:
+        find: returns the published router and its keys; None while there is none.
+        registers: whether this client registers the servers with the router; other clients of the run wait until the
+            router knows them.
+    """
+
+    def __init__(self, find: Callable[[], tuple[Server, Keys] | None], *, registers: bool) -> None:
+        self._find = find
+        self._registers = registers
+        self._client: HttpClient | None = None
+        self._routed: dict[str, str | None] = {}
+        self._announced: Server | None = None
+        self.server: Server | None = None
+        self.usable = False
+
+    @property
+    def url(self) -> str:
+        return self.server.url if self.server is not None else "the router"
+
+    async def serve(self, servers: Mapping[str, str | None]) -> None:
+        """Make the router send calls to ``servers``, URLs with their API keys; ``usable`` tells the result."""
+        self._routed = dict(servers)
+        self.usable = False
+        await self._connect()
+
+    async def remove(self, url: str) -> None:
+        self._routed.pop(url, None)
+        if self._client is not None:
+            try:
+                await remove_servers(self._client, [url])
+            except (EngineLostError, EngineRequestError) as error:
+                log.info("the router was not told of a lost server: %s", error)
+
+    async def generate(self, body: bytes) -> Answer:
+        """Return the answer of the server that the router chose, or the router's own. Raises EngineLostError."""
+        if self._client is None:
+            raise EngineLostError("there is no router")
+        return await self._client.exchange("POST", "/generate", body, timeout_s=None)
+
+    def mark_down(self, reason: str) -> bool:
+        """Stop using the router until ``watch`` or ``serve`` finds it healthy; return whether it was usable."""
+        was_usable, self.usable, self._announced = self.usable, False, None
+        if was_usable:
+            log.warning("the router is lost, generating directly: %s", reason)
+        return was_usable
+
+    async def watch(
+        self, hang_timeout_s: float, on_lost: Callable[[HttpRouterLink, str], None]
+    ) -> None:
+        """Call ``on_lost`` for a router that hangs, and use a router that came back; runs until it is cancelled."""
+        clock = asyncio.get_running_loop().time
+        pause = min(_WATCH_SECONDS, hang_timeout_s / 4)
+        asked_s = last_life = clock()
+        while True:
+            await asyncio.sleep(min(_RETRY_SECONDS, pause))
+            if not self.usable:
+                await self._connect()
+                asked_s = last_life = clock()
+            elif clock() >= asked_s + pause and self._client is not None:
+                asked_s = clock()
+                if await self._client.is_ok("/liveness", hang_timeout_s / 2):
+                    last_life = clock()
+                elif clock() - last_life > hang_timeout_s:
+                    on_lost(self, f"{self.url}: silent for {clock() - last_life:.0f} s")
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+        self.usable = False
+
+    async def _connect(self) -> None:
+        """Find the router and register the servers; ``usable`` tells whether both succeeded."""
+        router = self._find()
+        if router is None:
+            return
+        server, keys = router
+        if server != self.server or self._client is None:
+            await self.close()
+            self.server, self._client = server, HttpClient(server.url, keys.api, keys.admin)
+        try:
+            if self._registers:
+                await set_servers(self._client, self._routed)
+            self.usable = self._routed.keys() == (await routed_servers(self._client)).keys()
+        except (EngineLostError, EngineRequestError) as error:
+            log.info("the router at %s is not in order yet: %s", server.url, error)
+        if self.usable and server != self._announced:
+            self._announced = server
+            log.info("generating through the router at %s", server.url)
