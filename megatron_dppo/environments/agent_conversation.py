@@ -51,6 +51,10 @@ def of_llama3(text: str) -> tuple[str, list[tuple[Any, Any]]]:
     return "", [(call["name"], call["parameters"])]
 
 
+TOOL_FORMATS: Mapping[str, ToolFormat] = {"hermes": of_hermes, "llama3_json": of_llama3}
+"""Parser of each ``environment.options.tool_format``."""
+
+
 class RefusedCallError(Exception):
     """A call that can't be answered; ``status`` is its HTTP status."""
 

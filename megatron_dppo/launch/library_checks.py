@@ -1,6 +1,6 @@
-"""Every check of a configuration, those that need torch, Megatron-Core or SGLang included.
+"""Every check of a configuration, including those that need torch, Megatron-Core or SGLang.
 
-Run in a child process before anything starts: the imports take seconds, and the supervisor stays small.
+The checks run in a child process before anything starts: the imports take seconds, and the supervisor stays small.
 """
 
 from __future__ import annotations

@@ -19,14 +19,8 @@ from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import Runtime
 from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, Roles, place
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.supervisor import (
-    Grounds,
-    RankFailure,
-    Supervisor,
-    failed_at,
-    keep_previous,
-    supervised_fleet,
-)
+from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
+from megatron_dppo.launch.supervisor import RankFailure, Supervisor, failed_at, keep_previous
 from megatron_dppo.logging import TERMINAL_VARIABLE, configure_logging, failure_mark
 from megatron_dppo.system import network
 from megatron_dppo.system.lease import NONCE_VARIABLE
@@ -79,7 +73,7 @@ def run_local(
                 sections,
                 directory,
                 placement,
-                Grounds(lambda hosts: runtime, placement.master_address),
+                ServerStarts(lambda hosts: runtime, placement.master_address),
                 seed=run.seed,
                 interface=parallel.interface,
             )

@@ -1,10 +1,10 @@
-"""Who runs where: the trainer's ranks, the SGLang servers and their router on the hosts of an allocation.
+"""Placement of a run's processes: ranks, SGLang servers and their router on the hosts of an allocation.
 
-Pure: reads no file, opens no socket. A run on one machine and one on a cluster are placed by the same function. A
+The module reads no file and opens no socket. The same function places a run on one machine and one on a cluster. A
 *device* is a GPU or, on a host without GPUs, room for one process.
 
-Ranks come first, host by host; the servers take the devices after them, each on devices next to each other of one host,
-or on all devices of several. The router runs beside the first rank.
+Ranks come first, host by host. The servers take the devices after them, each on adjacent devices of one host, or on all
+devices of several hosts. The router runs beside the first rank.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from megatron_dppo.system.errors import RunError
 
 
 class LaunchError(RunError):
-    """The run can't start here and now; the message says what to do about it."""
-
-
-# --- hosts, and the places that processes have on them
+    """The run can't start here and now; the message says how to change that."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine of an allocation. ``name``: as the launcher of commands knows it; ``address``: where others reach it.
+    """A machine of an allocation.
 
-    ``devices``: that the run may use; None: processes share its cores, as many as are wanted. ``group``: of a
-    heterogeneous Slurm job; None in any other.
+    Attributes:
+        name: name for the launcher of commands.
+        address: address for other hosts.
+        devices: devices that the run may use; None: processes share the cores, without a limit of their number.
+        group: group of a heterogeneous Slurm job; None in any other job.
     """
 
     name: str
@@ -41,8 +41,8 @@ class Host:
 class Allocation:
     """Hosts of one run, in the order in which roles fill them, all with the same number of devices.
 
-    ``first_port``: ports count on from it on every host; None: free ones are looked for when a process
-    starts, which takes a run on one machine.
+    ``first_port`` is the first of the run's ports on every host; None: a process takes a free port at its start, which
+    is possible only on one machine.
     """
 
     hosts: tuple[Host, ...]
@@ -50,13 +50,15 @@ class Allocation:
 
     @property
     def groups(self) -> list[tuple[Host, ...]]:
-        groups = dict.fromkeys(host.group for host in self.hosts)
-        return [tuple(h for h in self.hosts if h.group == group) for group in groups]
+        groups: dict[int | None, list[Host]] = {}
+        for host in self.hosts:
+            groups.setdefault(host.group, []).append(host)
+        return [tuple(hosts) for hosts in groups.values()]
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank. ``device``: its number on its host, which is its LOCAL_RANK."""
+    """One rank. ``device`` is its number on its host, which is its LOCAL_RANK."""
 
     rank: int
     host: Host
@@ -67,8 +69,8 @@ class RankPlace:
 class ServerPlace:
     """One SGLang server on ``devices`` devices of each of ``hosts``, from ``first_device`` on.
 
-    Its ranks are dealt out in order; the first host answers its clients. ``port``: of its first start; None:
-    a free one. ``port_step`` is added at each further start, which then does not wait for the port of the last.
+    Its ranks are assigned in order; the first host answers its clients. ``port`` is the port of the first start; None:
+    a free one. Each further start adds ``port_step``, so it does not wait for the port of the last one.
     """
 
     index: int
@@ -84,7 +86,7 @@ class ServerPlace:
 
     @property
     def meeting_port(self) -> int | None:
-        """Where the ranks of a server over several hosts meet at its first start, on the first host."""
+        """Port on the first host where the ranks of a server over several hosts meet at its first start."""
         return None if self.port is None or len(self.hosts) == 1 else self.port + 1
 
     @property
@@ -94,7 +96,7 @@ class ServerPlace:
 
 @dataclass(frozen=True)
 class RouterPlace:
-    """The servers' HTTP router. Ports are None where free ones are looked for; ``port_step`` is as a server's."""
+    """The servers' HTTP router. Ports are None where free ones are used; ``port_step`` as in ServerPlace."""
 
     host: Host
     port: int | None
@@ -104,9 +106,10 @@ class RouterPlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """Every process of a run with its host; ``unused``: hosts that no role takes.
+    """Every process of a run with its host.
 
-    ``master_port``: where the ranks meet, on the first rank's host; None: a free one.
+    ``unused`` are hosts without a process. ``master_port`` is the port on the first rank's host where the ranks meet;
+    None: a free one.
     """
 
     ranks: tuple[RankPlace, ...]
@@ -125,7 +128,10 @@ class Placement:
 
     @property
     def server_hosts(self) -> tuple[Host, ...]:
-        return tuple(dict.fromkeys(host for server in self.servers for host in server.hosts))
+        hosts: dict[Host, None] = {}
+        for server in self.servers:
+            hosts |= dict.fromkeys(server.hosts)
+        return tuple(hosts)
 
     @property
     def ranks_per_host(self) -> int:
@@ -135,8 +141,8 @@ class Placement:
         rows = [("host", "role", "devices", "address")]
         rows += [self._rank_row(host) for host in self.rank_hosts]
         if self.router is not None:
-            where = _address(self.router.host, self.router.port)
-            rows.append((self.router.host.name, "router", "-", where))
+            router_address = _address(self.router.host, self.router.port)
+            rows.append((self.router.host.name, "router", "-", router_address))
         for server in self.servers:
             devices = _span(server.first_device, server.devices)
             ports = [server.port, *[None] * (len(server.hosts) - 1)]
@@ -146,37 +152,38 @@ class Placement:
         return "\n".join(aligned(rows))
 
     def _rank_row(self, host: Host) -> tuple[str, str, str, str]:
-        there = [rank for rank in self.ranks if rank.host == host]
-        ranks = _span(there[0].rank, len(there))
-        master = self.master_port if there[0].rank == 0 else None
-        role = f"ranks {ranks}" if len(there) > 1 else f"rank {ranks}"
-        return host.name, role, _span(0, len(there)), _address(host, master)
+        host_ranks = [rank for rank in self.ranks if rank.host == host]
+        ranks = _span(host_ranks[0].rank, len(host_ranks))
+        master = self.master_port if host_ranks[0].rank == 0 else None
+        role = f"ranks {ranks}" if len(host_ranks) > 1 else f"rank {ranks}"
+        return host.name, role, _span(0, len(host_ranks)), _address(host, master)
 
 
-def _span(first: int, count: int) -> str:
-    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+def _span(first_number: int, count: int) -> str:
+    return str(first_number) if count == 1 else f"{first_number}-{first_number + count - 1}"
 
 
 def _address(host: Host, port: int | None) -> str:
     return host.address if port is None else f"{host.address}:{port}"
 
 
-# Rendezvous, router, the router's metrics; the servers' ports follow.
+# Ports of the rendezvous, the router and the router's metrics; the servers' ports follow.
 _FIXED_PORTS = 3
-# Of a server over several hosts: where it answers, and where its ranks meet.
+# Ports of a server over several hosts: for its clients, and for its ranks.
 _SPANNING_PORTS = 2
 
 
 class PlacementError(LaunchError):
-    """The roles do not fit on the hosts; the message says which, and what would fit."""
+    """The roles do not fit on the hosts; the message says which ones, and what would fit."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """What a run is made of: ranks, a device each, and SGLang servers to start.
+    """The processes of a run: ranks, one device each, and SGLang servers to start.
 
-    ``first_device``: of the first server, counted over all hosts; None: the one after the ranks.
-    ``port``: of the first server, where the configuration names one.
+    Attributes:
+        first_device: first device of the first server, counted over all hosts; None: the one after the ranks.
+        port: port of the first server, where the configuration has one.
     """
 
     ranks: int
@@ -191,35 +198,37 @@ class Roles:
         if sections is None:
             return cls(ranks)
         engine, table = sections.engine, sections.sglang
-        # With attention in data parallel SGLang's replicas share the devices of tp_size; otherwise each has its own.
+        # With data-parallel attention, SGLang's replicas share the devices of tp_size; otherwise each has its own.
         replicas = 1 if table.get("enable_dp_attention") else table.get("dp_size") or 1
         size = int((table.get("tp_size") or 1) * (table.get("pp_size") or 1) * replicas)
-        first = table.get("base_gpu_id")
+        first_device = table.get("base_gpu_id")
         if engine.placement == "colocated":
-            first = 0
-        return cls(ranks, engine.started, size, first, engine.port, engine.uses_router)
+            first_device = 0
+        return cls(ranks, engine.started, size, first_device, engine.port, engine.uses_router)
 
     def hosts_needed(self, devices: int) -> int:
-        """Hosts of ``devices`` devices that these roles fill. Raises PlacementError where the roles
-        can't be cut into such hosts."""
+        """Return how many hosts with ``devices`` devices these roles fill.
+
+        Raises PlacementError where the roles can't be divided among such hosts.
+        """
         _require_fit(self, devices)
-        first = self.ranks if self.first_device is None else self.first_device
-        free = -first % devices // self.server_devices
+        first_device = self.ranks if self.first_device is None else self.first_device
+        free = -first_device % devices // self.server_devices
         beyond = max(0, self.servers - free)
         if self.server_devices > devices:
             more = self.servers * (self.server_devices // devices)
         else:
             more = -(-beyond // (devices // self.server_devices))
-        return max(-(-self.ranks // devices), -(-first // devices) + more)
+        return max(-(-self.ranks // devices), -(-first_device // devices) + more)
 
     def ports(self, devices: int) -> int:
         return _SPANNING_PORTS if self.server_devices > devices else 1
 
 
 def place(roles: Roles, allocation: Allocation) -> Placement:
-    """Give every process of a run its host and devices.
+    """Assign a host and devices to every process of a run.
 
-    Raises PlacementError where the roles do not fit on the hosts, with what would.
+    Raises PlacementError where the roles do not fit on the hosts, with what would fit.
     """
     hosts = allocation.hosts
     if not hosts:
@@ -227,9 +236,9 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
     room = hosts[0].devices
     devices = _room_for_all(roles) if room is None else room
     roles = _in_groups(roles, allocation, devices)
-    needed = roles.hosts_needed(devices)
-    if needed > len(hosts):
-        raise PlacementError(_too_few(roles, hosts, devices, needed))
+    needed_hosts = roles.hosts_needed(devices)
+    if needed_hosts > len(hosts):
+        raise PlacementError(_too_few(roles, hosts, devices, needed_hosts))
     ranks = tuple(
         RankPlace(rank, hosts[rank // devices], rank % devices) for rank in range(roles.ranks)
     )
@@ -240,16 +249,18 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
         if base is not None:
             router = RouterPlace(hosts[0], base + 1, base + 2, _ports(roles, devices))
     servers = _servers(roles, hosts, devices, base)
-    used = {rank.host for rank in ranks} | {host for server in servers for host in server.hosts}
+    used = {rank.host for rank in ranks}
+    for server in servers:
+        used |= set(server.hosts)
     unused = tuple(host for host in hosts if host not in used)
     return Placement(ranks, servers, router, base, unused)
 
 
 def _in_groups(roles: Roles, allocation: Allocation, devices: int) -> Roles:
-    first, *others = allocation.groups
-    if not others:
+    first_group, *other_groups = allocation.groups
+    if not other_groups:
         return roles
-    room = len(first) * devices
+    room = len(first_group) * devices
     if roles.ranks > room:
         raise PlacementError(
             f"the first group of the job has {room} devices, {roles.ranks} ranks need as many"
@@ -259,7 +270,7 @@ def _in_groups(roles: Roles, allocation: Allocation, devices: int) -> Roles:
             "sglang.base_gpu_id: the servers of a heterogeneous job begin on its second group; leave "
             "it out"
         )
-    # On the second group's first host, also where the ranks leave devices of the first group free.
+    # The servers start on the second group's first host, even where the ranks leave devices of the first group free.
     return replace(roles, first_device=room)
 
 
@@ -274,7 +285,7 @@ def _servers(
     device = roles.ranks if roles.first_device is None else roles.first_device
     servers = []
     for index in range(roles.servers):
-        # The rest of this host is too small.
+        # The rest of this host is too small for the server.
         if device % devices + size > devices:
             device += devices - device % devices
         port = None if first_port is None else first_port + index * roles.ports(devices)
@@ -286,14 +297,14 @@ def _servers(
 
 
 def _ports(roles: Roles, devices: int) -> int:
-    """Ports of a whole run, whose servers and router take as many further ones when they start again."""
+    """Return the number of ports of a whole run; restarted servers and routers take as many further ones."""
     return _FIXED_PORTS + roles.servers * roles.ports(devices)
 
 
 def _room_for_all(roles: Roles) -> int:
-    """Devices of one host that takes every process."""
-    first = roles.ranks if roles.first_device is None else roles.first_device
-    return max(roles.ranks, first + roles.servers * roles.server_devices)
+    """Return the devices of one host that holds every process."""
+    first_device = roles.ranks if roles.first_device is None else roles.first_device
+    return max(roles.ranks, first_device + roles.servers * roles.server_devices)
 
 
 def _require_fit(roles: Roles, devices: int) -> None:
@@ -312,7 +323,7 @@ def _require_fit(roles: Roles, devices: int) -> None:
         )
 
 
-def _too_few(roles: Roles, hosts: tuple[Host, ...], devices: int, needed: int) -> str:
+def _too_few(roles: Roles, hosts: tuple[Host, ...], devices: int, needed_hosts: int) -> str:
     ranks = f"{roles.ranks} ranks" if roles.ranks > 1 else "1 rank"
     size = f" of {roles.server_devices}" if roles.server_devices > 1 else ""
     servers = f" and {roles.servers} servers{size}" if roles.servers else ""
@@ -323,7 +334,7 @@ def _too_few(roles: Roles, hosts: tuple[Host, ...], devices: int, needed: int) -
         if Roles(roles.ranks, count, roles.server_devices, roles.first_device).hosts_needed(devices)
         <= len(hosts)
     ]
-    ways = [f"{needed} hosts of {devices}"]
+    ways = [f"{needed_hosts} hosts of {devices}"]
     ways += [f"engine.servers={fewer[0]}"] if fewer else []
     if roles.servers and roles.first_device is None and roles.ranks <= devices * len(hosts):
         ways.append("sglang.base_gpu_id=0, by which servers share the ranks' devices")

@@ -1,11 +1,11 @@
-"""Commands of a run inside a Slurm allocation: each is a step of its own, started by srun.
+"""Commands of a run inside a Slurm allocation: each command is a step of its own, started by srun.
 
-SIGTERM to srun has Slurm kill the step's tasks at once, so that is how a step is ended. srun names the
-step by the job's id and the step's number, which a requeued job counts from 0 again: an srun that can't
-reach Slurm tries anew for seconds, and would then kill a step of the attempt that succeeded it. So where
-the run's lease is another's, srun itself is killed, and says nothing.
+A step ends by SIGTERM to its srun: Slurm then kills the step's tasks at once. srun names the step by the job's id and
+the step's number, and a requeued job counts these numbers from 0 again. An srun that can't reach Slurm retries for
+seconds, and could then kill a step of the next attempt. So where another start holds the run's lease, srun itself is
+killed, and sends nothing.
 
-A step shares its node with the others (``--overlap``) and gets all of the node's cores and GPUs.
+A step shares its node with other steps (``--overlap``) and uses all of the node's cores and GPUs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 from megatron_dppo.launch.placement import Host, Placement
@@ -26,9 +27,9 @@ from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.secret_variables import split_environment
 
 _END_S = 15.0
-# Variables that sbatch, or an allocation around it, sets and srun takes for options of a step. A step asks for none of
-# them: it shares all that the job has of its nodes. Two ways to count memory together, the whole job's GPUs for a step
-# of fewer nodes, or tasks by GPU beside tasks by node would end srun.
+# Variables that sbatch, or an allocation around it, sets and srun takes for options of a step. A step needs none of
+# them: it shares everything that the job has of its nodes. srun would fail on two ways to count memory together, on the
+# whole job's GPUs for a step of fewer nodes, or on tasks by GPU beside tasks by node.
 _OPTION_VARIABLES = (
     "SLURM_CPUS_PER_GPU",
     "SLURM_CPUS_PER_TASK",
@@ -57,17 +58,23 @@ _OPTION_VARIABLES = (
 )
 
 
+def _no_fence() -> None:
+    """Accept this start as the newest of its run."""
+
+
 @dataclass(frozen=True)
 class StepForm:
-    """What every step of a run has in common.
+    """The common part of every step of a run.
 
-    ``flags``: of srun. ``prefix``: words before the command, such as those that enter a container. ``fence``:
-    raises FencedError once another start has taken over the run.
+    Attributes:
+        flags: flags of srun.
+        prefix: words before the command, such as those that enter a container.
+        fence: raises FencedError once another start has taken over the run.
     """
 
     flags: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
-    fence: Callable[[], None] = lambda: None
+    fence: Callable[[], None] = _no_fence
 
     def command(
         self,
@@ -80,11 +87,16 @@ class StepForm:
         stdin: bool,
         tolerant: bool = False,
     ) -> list[str]:
-        """The srun command line of a step, whose tasks all run ``command``.
+        """Return the srun command line of a step, whose tasks all run ``command``.
 
-        ``hosts``: in Slurm's order, all of one group; tasks of one host are neighbours in rank. ``output``: a
-        file that is appended to; ``%t`` is the task. ``stdin``: whether the tasks read srun's standard input.
-        ``tolerant``: a task that ends with an error leaves the others running.
+        Args:
+            command: the command of each task.
+            name: name of the step.
+            hosts: hosts in Slurm's order, all of one group; tasks of one host are neighbours in rank.
+            tasks_per_host: number of tasks on each host.
+            output: file that is appended to; ``%t`` is the task.
+            stdin: whether the tasks read srun's standard input.
+            tolerant: whether the other tasks continue after a task's error.
         """
         groups = {host.group for host in hosts}
         assert len(groups) == 1, "a step is inside one group of a heterogeneous job"
@@ -114,19 +126,21 @@ class StepForm:
 
 
 def literal(path: Path) -> str:
-    """``path`` in a pattern of an output file, which Slurm takes as it is (one without a backslash)."""
+    """Return ``path`` for a pattern of an output file, without its special characters (for paths without a
+    backslash).
+    """
     return str(path).replace("%", "%%")
 
 
 def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` less what srun would take for options of the step."""
+    """Return ``environment`` without the variables that srun would take for options of the step."""
     return {name: value for name, value in environment.items() if name not in _OPTION_VARIABLES}
 
 
 class SrunLauncher(processes.Launcher):
-    """Starts commands at a host of the allocation, or one task on each of several; see Launcher.
+    """Starts commands at a host of the allocation, or one task on each of several hosts; see Launcher.
 
-    The tasks have one log, each of its lines begins with the task's number where there are several.
+    The tasks have one log; with several tasks, each of its lines begins with the task's number.
     """
 
     def __init__(self, hosts: Sequence[Host], name: str, form: StepForm) -> None:
@@ -154,18 +168,18 @@ class SrunLauncher(processes.Launcher):
         )
 
     def require_free_port(self, address: str, port: int) -> None:
-        """Ports of another host can't be asked for from here: the command finds out there."""
+        """Do nothing: ports of another host can't be tested from here, so the command reports a used port."""
 
 
 class SrunProcess(processes.StartedProcess):
     """A step, by its srun, whose exit code is the highest of the tasks'. ``fence``: see StepForm.
 
-    Either way of ending it is SIGTERM to srun, by which Slurm kills the tasks: a server whose run is over
-    has no request to finish.
+    Both ways of ending it are SIGTERM to srun, by which Slurm kills the tasks: a server whose run has ended has no
+    request to finish.
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], fence: Callable[[], None] = lambda: None
+        self, process: subprocess.Popen[bytes], fence: Callable[[], None] = _no_fence
     ) -> None:
         super().__init__(process)
         self._fence = fence
@@ -174,9 +188,9 @@ class SrunProcess(processes.StartedProcess):
         self.kill()
 
     def kill(self) -> None:
-        """Have Slurm kill the tasks; returns when srun is gone."""
-        # Where another start has taken over the run, this job's steps of these numbers are that start's: the tasks
-        # are left to Slurm, which ended this attempt, and to their own fences.
+        """Make Slurm kill the tasks; returns when srun has ended."""
+        # After a takeover, this job's steps with these numbers belong to the other start. Leave the tasks to Slurm,
+        # which ended this attempt, and to their own fences.
         try:
             self._fence()
         except FencedError:
@@ -185,11 +199,9 @@ class SrunProcess(processes.StartedProcess):
             super().stop(_END_S)
 
 
-# --- a task of a step as a rank of torch.distributed, without torchrun
-
 RANKS_VARIABLE = "MEGATRON_DPPO_RANKS"
-"""``slurm`` in the environment of steps whose tasks are ranks, however few."""
-# Ids from here on are the batch script, its extern step, an interactive shell.
+"""Value ``slurm`` in the environment of steps whose tasks are ranks, even a single one."""
+# Step ids from here on are the batch script, its extern step, an interactive shell.
 _SPECIAL_STEPS = 2**32 - 16
 _FIRST_PORT, _PORTS = 21_000, 9_000
 _HOSTNAMES_S = 30
@@ -198,8 +210,8 @@ _HOSTNAMES_S = 30
 def adopt_slurm_rank(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set RANK and the other variables of torch.distributed where this process is a task of a step.
 
-    Leaves them alone where RANK is set already. MASTER_ADDR and MASTER_PORT of the environment are
-    kept; without them the ranks meet on the step's first host, at a port that follows from the job.
+    The variables stay unchanged where RANK is set already. MASTER_ADDR and MASTER_PORT of the environment are kept;
+    without them the ranks meet on the step's first host, at a port that the job's id determines.
     """
     if "RANK" in environment or not _is_rank(environment):
         return
@@ -217,16 +229,17 @@ def adopt_slurm_rank(environment: MutableMapping[str, str] = os.environ) -> None
 
 
 def port_base(job: str) -> int:
-    """First of the ports of a Slurm job: below those that systems give to outgoing connections, and
-    rarely those of another job."""
+    """Return the first port of a Slurm job: below the ports of outgoing connections, and rarely another job's."""
     return _FIRST_PORT + int(job) * 97 % _PORTS
 
 
 def hostnames(nodes: str) -> list[str]:
-    """The names in Slurm's short form of a list, ``n[1-3]``, in order."""
+    """Return the names in Slurm's short form of a list, ``n[1-3]``, in order."""
     command = ["scontrol", "show", "hostnames", nodes]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_HOSTNAMES_S)
-    return done.stdout.split()
+    completed = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=_HOSTNAMES_S
+    )
+    return completed.stdout.split()
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -237,27 +250,30 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def _is_rank(environment: MutableMapping[str, str]) -> bool:
-    # Only a numbered step counts: in a batch script, and in the shell of ``salloc``, SLURM_PROCID is 0 too.
-    # A step of one task may be an interactive shell, so it counts where our own supervisor started it.
+    # Only a numbered step counts: in a batch script, and in the shell of ``salloc``, SLURM_PROCID is 0 too. A step of
+    # one task may be an interactive shell, so it counts where our own supervisor started it.
     step, tasks = environment.get("SLURM_STEP_ID", ""), environment.get("SLURM_STEP_NUM_TASKS", "")
     if not step.isdigit() or int(step) >= _SPECIAL_STEPS or not tasks.isdigit():
         return False
     return environment.get(RANKS_VARIABLE) == "slurm" or int(tasks) > 1
 
 
-# --- the trainer's ranks: one step, a task for each rank
-
 _ENDED = re.compile(r"^srun: error: (\S+): tasks? ([\d,\- ]+): (.*)$", re.MULTILINE)
 _CODE = re.compile(r"Exited with exit code (\d+)")
-# The code of a task whose end srun tells in other words: most were killed after the first one.
+# Exit code of tasks that Slurm killed after the first failure.
 _KILLED = 137
 
 
 class SrunRanks:
     """The ranks of a run as one step; see Ranks.
 
-    ``command``: of every rank, which finds its number in Slurm's variables. ``variables``: of the environment
-    of every rank, beside those of this process; those that hold keys come on its standard input.
+    Args:
+        command: command of every rank, which finds its number in Slurm's variables.
+        directory: the run's directory.
+        placement: the run's placement.
+        form: the common part of steps.
+        variables: environment variables of every rank in addition to those of this process; variables with keys
+            come on its standard input.
     """
 
     def __init__(
@@ -306,26 +322,26 @@ class SrunRanks:
         processes.feed(self._popen, secrets)
 
     def ended(self) -> bool:
-        # Slurm may give 0 for a step whose node died: what the run left behind tells.
+        # Slurm may report 0 for a step whose node died, so other evidence decides.
         return self._code() == 0
 
     def failures(self, grace_s: float) -> list[RankFailure]:
-        """See Ranks. srun ends the others itself, and says whose end it saw in which order."""
+        """See Ranks. srun ends the other ranks itself, and reports the order in which it saw tasks end."""
         code = self._code()
         if not code:
             return []
-        # Its last words.
+        # Wait for the last messages of srun.
         time.sleep(min(grace_s, 0.2))
         text = self._messages.read_text(errors="replace") if self._messages.exists() else ""
         failures = [self._failure(rank, ended) for rank, ended in ended_tasks(text)]
         by_itself = [failure for failure in failures if failure.code != _KILLED]
-        others = [failure for failure in failures if failure.code == _KILLED]
-        by_itself.sort(key=lambda failure: failure.failed_at)
+        killed_ranks = [failure for failure in failures if failure.code == _KILLED]
+        by_itself.sort(key=attrgetter("failed_at"))
         unknown = RankFailure(None, code, self._messages, failed_at(self._messages))
-        return [*by_itself, *others] or [unknown]
+        return [*by_itself, *killed_ranks] or [unknown]
 
     def ask_to_stop(self) -> None:
-        # By a file, which rank 0 reads: a signal through srun reaches their child processes too.
+        # Rank 0 reads a file: a signal through srun would also reach the ranks' child processes.
         processes.ask_to_stop(self._directory.stop_file)
 
     def kill(self) -> None:
@@ -342,15 +358,15 @@ class SrunRanks:
 
 
 def ended_tasks(messages: str) -> Iterator[tuple[int, int]]:
-    """Each task that srun saw end with an error, in order, with its exit code."""
-    for _, tasks, how in _ENDED.findall(messages):
-        code = _CODE.search(how)
+    """Yield each task that srun saw end with an error, in order, with its exit code."""
+    for _, tasks, description in _ENDED.findall(messages):
+        code = _CODE.search(description)
         for task in _numbers(tasks):
             yield task, int(code[1]) if code else _KILLED
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """Numbers of a list such as ``0,2-4``."""
+    """Yield the numbers of a list such as ``0,2-4``."""
     for part in text.replace(" ", "").split(","):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
+        first_number, _, last_number = part.partition("-")
+        yield from range(int(first_number), int(last_number or first_number) + 1)

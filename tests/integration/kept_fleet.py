@@ -21,7 +21,7 @@ from megatron_dppo.fleet.membership import Member
 from megatron_dppo.fleet.record import Server
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.supervisor import Grounds, supervised_fleet
+from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
 from megatron_dppo.system.errors import RunError
 from tests.patience import UNBOUNDED_S, Patience, family_of
 
@@ -62,7 +62,7 @@ class KeptFleet:
         with RunDirectory(self._config.run.directory) as directory:
             sections = ServerSections.of(self._config)
             placement = local_placement(self._config.parallel.world_size, sections, this_machine())
-            grounds = Grounds(lambda hosts: Runtime(), placement.master_address)
+            grounds = ServerStarts(lambda hosts: Runtime(), placement.master_address)
             fleet = supervised_fleet(
                 sections,
                 directory,

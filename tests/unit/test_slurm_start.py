@@ -11,7 +11,7 @@ from megatron_dppo.cluster.slurm.supervise import Job, Start
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.placement import Host
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.supervisor import StopRequests
+from megatron_dppo.launch.stops import StopRequests
 from tests.unit.config_files import minimal
 
 

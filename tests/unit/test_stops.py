@@ -6,7 +6,7 @@ import os
 import signal
 
 from megatron_dppo.cluster.slurm.supervise import deadlines
-from megatron_dppo.launch.supervisor import OVERTIME, TIME, Stop, StopRequests
+from megatron_dppo.launch.stops import OVERTIME, TIME, Stop, StopRequests
 
 
 def test_signals_and_deadlines_come_in_order_and_patient_ones_once():

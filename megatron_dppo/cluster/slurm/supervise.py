@@ -42,16 +42,9 @@ from megatron_dppo.launch.placement import (
     place,
 )
 from megatron_dppo.launch.run_directory import RunDirectory, is_finished
-from megatron_dppo.launch.supervisor import (
-    OVERTIME,
-    TIME,
-    Grounds,
-    Outcome,
-    Stop,
-    StopRequests,
-    Supervisor,
-    supervised_fleet,
-)
+from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
+from megatron_dppo.launch.stops import OVERTIME, TIME, Stop, StopRequests
+from megatron_dppo.launch.supervisor import Outcome, Supervisor
 from megatron_dppo.logging import REFUSED, configure_logging
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.lease import NONCE_VARIABLE
@@ -407,7 +400,7 @@ class Start:
         if self._sections is not None:
             spares = Spares(placement.unused)
             # Slurm starts the batch process on the first node.
-            grounds = Grounds(self._runtime_at, self.job.hosts[0].address, spares.host_now)
+            grounds = ServerStarts(self._runtime_at, self.job.hosts[0].address, spares.host_now)
             fleet = supervised_fleet(
                 self._sections,
                 directory,

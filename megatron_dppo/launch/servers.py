@@ -1,0 +1,149 @@
+"""The servers of a run and their HTTP router, each at its place, under supervision."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from megatron_dppo.engine.options import ServerHosts, ServerSections
+from megatron_dppo.engine.process import ChildServer, EngineProcess, Runtime
+from megatron_dppo.fleet.endpoint import admin_key, control_host
+from megatron_dppo.fleet.http_router import OPEN_PATHS, HttpRouterProcess
+from megatron_dppo.fleet.record import API_KEY_VARIABLE, ROUTER, Keys
+from megatron_dppo.fleet.supervision import (
+    RestartBudget,
+    SupervisedFleet,
+    SupervisedServer,
+)
+from megatron_dppo.launch.placement import Host, LaunchError, Placement, RouterPlace, ServerPlace
+from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.logging import say
+from megatron_dppo.system.network import InterfaceError, free_port, is_loopback
+
+_SEEDS_PER_START = 10_007
+_SEEDS_PER_SERVER = 1_000_003
+
+
+def _same_host(host: Host) -> Host:
+    return host
+
+
+@dataclass(frozen=True)
+class ServerStarts:
+    """How servers are started.
+
+    Attributes:
+        runtime_at: returns the runtime of a server at a host, or over several.
+        address: address on which this process listens for the ranks.
+        host_now: returns the host to restart on instead of one that may have died.
+    """
+
+    runtime_at: Callable[[Sequence[Host]], Runtime]
+    address: str
+    host_now: Callable[[Host], Host] = _same_host
+
+
+@dataclass(frozen=True)
+class _ServerMaker:
+    sections: ServerSections
+    directory: RunDirectory
+    keys: Keys
+    seed: int
+    starts: ServerStarts
+
+    def server(self, server: ServerPlace, incarnation: int) -> ChildServer:
+        assert self.keys.admin is not None
+        hosts = server.hosts
+        if incarnation > 1:
+            hosts = tuple(self.starts.host_now(host) for host in hosts)
+        several = None
+        if server.meeting_port is not None:
+            port = self._port(server.meeting_port, server.port_step, incarnation)
+            several = ServerHosts({host.name: host.address for host in hosts}, port)
+        return EngineProcess(
+            self.sections,
+            port=self._port(server.port, server.port_step, incarnation),
+            log_path=self.directory.server_log(server.name, incarnation),
+            seed=self.seed + server.index * _SEEDS_PER_SERVER + incarnation - 1,
+            api_key=self.keys.api,
+            admin_api_key=self.keys.admin,
+            host=hosts[0].address,
+            first_device=server.first_device,
+            hosts=several,
+            runtime=self.starts.runtime_at(hosts),
+        )
+
+    def router(self, router: RouterPlace, incarnation: int) -> ChildServer:
+        assert self.keys.api is not None
+        assert self.keys.admin is not None
+        if incarnation == 1 and not is_loopback(router.host.address):
+            say(
+                f"the router at {router.host.address} answers without a key: {', '.join(OPEN_PATHS)}"
+            )
+        return HttpRouterProcess(
+            self.sections.engine,
+            port=self._port(router.port, router.port_step, incarnation),
+            metrics_port=self._port(router.metrics_port, router.port_step, incarnation),
+            log_path=self.directory.server_log(ROUTER, incarnation),
+            api_key=self.keys.api,
+            admin_api_key=self.keys.admin,
+            host=router.host.address,
+            runtime=self.starts.runtime_at([router.host]),
+        )
+
+    def _port(self, first_port: int | None, step: int, incarnation: int) -> int:
+        if first_port is None:
+            return free_port(self.sections.engine.host)
+        return first_port + step * (incarnation - 1)
+
+
+def supervised_fleet(
+    sections: ServerSections,
+    directory: RunDirectory,
+    placement: Placement,
+    starts: ServerStarts,
+    *,
+    seed: int,
+    interface: str | None,
+) -> SupervisedFleet:
+    """Return the run's servers and HTTP router, not started.
+
+    The keys are new, except those that the environment has. This process offers the server registry to the ranks, on
+    ``interface``.
+    """
+    engine = sections.engine
+    # The router forwards its client's key, so the servers of a fleet share one key.
+    api_key = os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32)
+    keys = Keys(api_key, admin_key())
+    # A resumed run, or a restarted server, must not sample with the same seeds again.
+    seed += _SEEDS_PER_START * directory.count_start()
+    maker = _ServerMaker(sections, directory, keys, seed, starts)
+
+    def supervised(
+        name: str, make: Callable[[int], ChildServer], title: str, **gate: Callable[[str], bool]
+    ) -> SupervisedServer:
+        budget = RestartBudget(engine.max_restarts, engine.restart_window_s)
+        return SupervisedServer(name, make, directory.fleet, budget=budget, title=title, **gate)
+
+    # A colocated trainer allows the starts once it has left the devices.
+    directory.fleet.allow_starts(engine.placement == "separate")
+    servers = [
+        supervised(
+            server.name,
+            partial(maker.server, server),
+            "the engine" if engine.started == 1 else server.name,
+            may_start=directory.fleet.begin_start,
+        )
+        for server in placement.servers
+    ]
+    router = None
+    if placement.router is not None:
+        router = supervised(ROUTER, partial(maker.router, placement.router), "the router")
+    try:
+        host = control_host(interface, starts.address)
+        return SupervisedFleet(servers, router, directory.fleet, keys, host)
+    except (InterfaceError, OSError) as error:
+        raise LaunchError(f"parallel.interface: the supervisor can't listen: {error}") from error

@@ -1,0 +1,77 @@
+"""Requests to end a run: signals and deadlines."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A reason to end a run cleanly, with the run's exit code.
+
+    ``insists``: whether the stop ends a run at once that is stopping already.
+    """
+
+    why: str
+    code: int
+    insists: bool = False
+
+
+TIME = Stop("time", 0)
+"""Stop because the time limit is near."""
+OVERTIME = Stop("overtime", 1, insists=True)
+"""Stop because the time limit is near and the ranks have not ended their step."""
+
+
+@dataclass(eq=False)
+class StopRequests:
+    """The requested stops, in order.
+
+    Attributes:
+        signals: stop of each signal, received within ``listening()``.
+        deadlines: epoch seconds at which a stop is requested without a signal.
+        now: returns the time in epoch seconds.
+    """
+
+    signals: Mapping[int, Stop]
+    deadlines: Mapping[Stop, float] = field(default_factory=dict)
+    now: Callable[[], float] = time.time
+    _came: list[Stop] = field(default_factory=list, init=False)
+
+    def move_deadlines(self, deadlines: Mapping[Stop, float]) -> None:
+        """Replace the deadlines of the stops that were not requested yet; callable from any thread."""
+        self.deadlines = deadlines
+
+    def came(self) -> list[Stop]:
+        """Return the requested stops, without repetitions of a stop that does not insist."""
+        for stop, deadline in self.deadlines.items():
+            if stop not in self._came and self.now() >= deadline:
+                self._came.append(stop)
+        return self._came
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signals; call it in the main thread."""
+        previous_handlers = {number: signal.signal(number, self._note) for number in self.signals}
+        try:
+            yield
+        finally:
+            for number, handler in previous_handlers.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # A signal handler runs between any two instructions of the main thread, so it only stores the stop.
+        stop = self.signals[number]
+        if stop.insists or stop not in self._came:
+            self._came.append(stop)
+
+
+def terminal_stops() -> StopRequests:
+    """Return the stops of a run that a user started: Ctrl-C, SIGTERM and SIGHUP, each with a shell's exit code."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return StopRequests({n: Stop("interrupted", 128 + n, insists=True) for n in numbers})
