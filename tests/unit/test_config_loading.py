@@ -132,24 +132,28 @@ def test_every_problem_is_told_at_once(tmp_path, tree):
     tree["model"]["dtype"] = "fp16"
     with pytest.raises(ConfigError) as caught:
         load_config(write_config(tmp_path, tree), ["optimizer.lr=0", "nonsense", "run.seed=true"])
-    text = str(caught.value)
-    assert text.startswith(f"{tmp_path}/config.yaml: 8 faults\n")
-    for line in (
-        "override 'nonsense': expected key.path=value",
-        "rollout.top_p: got 'x' (str), expected a number > 0 and <= 1",
-        "rollout.group_size: got 1 (int), expected a whole number > 1 and <= 65536",
-        "model.dtype: got 'fp16' (str), expected one of 'float32', 'bfloat16'",
-        "optimizer.lr: got 0 (int), expected a number > 0",
-        "run.seed: got true (bool), expected a whole number >= 0 and < 2147483648",
-        "run.steps: missing, expected a whole number > 0 (Rollout batches to train on in all; a "
-        "resumed run counts on from its checkpoint)",
-    ):
-        assert f"\n  {line}\n" in f"{text}\n"
-    with pytest.raises(ConfigError, match="A server that pauses in place goes on with keys"):
+    assert caught.value.source == f"{tmp_path}/config.yaml"
+    faults = dict(fault.split(": ", 1) for fault in caught.value.faults)
+    assert faults.keys() == {
+        "override 'nonsense'",
+        "rollout.top_p",
+        "rollout.group_size",
+        "rollout.topp",
+        "model.dtype",
+        "optimizer.lr",
+        "run.seed",
+        "run.steps",
+    }
+    assert faults["rollout.top_p"].startswith("got 'x' (str)")
+    assert faults["rollout.group_size"].startswith("got 1 (int)")
+    assert "65536" in faults["rollout.group_size"]
+    assert "'bfloat16'" in faults["model.dtype"]
+    assert faults["run.steps"].startswith("missing")
+    assert "rollout.top_p?" in faults["rollout.topp"]
+    with pytest.raises(ConfigError) as refused:
         load_config(write_config(tmp_path, tree), ["rollout.interrupt=in_place"])
-    assert (
-        "\n  rollout.topp: unknown key (got 0.9 (float)); did you mean rollout.top_p? Exp" in text
-    )
+    [fault] = [f for f in refused.value.faults if f.startswith("rollout.interrupt")]
+    assert "'in_place'" in fault
 
 
 @pytest.mark.parametrize(
