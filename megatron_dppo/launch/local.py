@@ -83,9 +83,18 @@ def run_local(
         if fleet is not None:
             variables |= fleet.rank_variables
         outputs = [directory.rank_output(rank) for rank in range(ranks)]
-        command = rank_command(module, directory)
         cores = len(os.sched_getaffinity(0)) - servers_beside(sections)
-        group = RankGroup(command, outputs, port, variables, master_host=host, cores=cores)
+        # Imported here, as its class builds on this module's.
+        from megatron_dppo.launch.forked_ranks import ForkedRankGroup, shares_imports
+
+        group: RankGroup
+        if shares_imports(ranks, machine.gpus):
+            group = ForkedRankGroup(
+                module, directory.config, outputs, port, variables, master_host=host, cores=cores
+            )
+        else:
+            command = rank_command(module, directory)
+            group = RankGroup(command, outputs, port, variables, master_host=host, cores=cores)
         return Supervisor(group, fleet, lambda: lease.taken_over).run().code
 
 
@@ -177,22 +186,10 @@ class RankGroup:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        size = len(self._outputs)
-        # Threads share the cores fairly.
-        threads = max(1, self._cores // size)
         for rank, path in enumerate(self._outputs):
             keep_previous(path)
-            environment = {
-                "OMP_NUM_THREADS": str(threads),
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_WORLD_SIZE": str(size),
-                "PYTHONUNBUFFERED": "1",
-                **self._variables,
-            }
-            with path.open("wb") as file, _terminal_of(rank) as terminal:
+            environment = self.environment() | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with path.open("wb") as file, terminal_of(rank) as terminal:
                 if terminal is not None:
                     environment[TERMINAL_VARIABLE] = str(terminal)
                 plain, secrets = split_environment(environment)
@@ -205,6 +202,20 @@ class RankGroup:
                 )
             self._processes.append(process)
             feed(process, secrets)
+
+    def environment(self) -> dict[str, str]:
+        """The variables that all ranks have in common."""
+        size = len(self._outputs)
+        # Threads share the cores fairly.
+        threads = max(1, self._cores // size)
+        return {
+            "OMP_NUM_THREADS": str(threads),
+            **os.environ,
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "PYTHONUNBUFFERED": "1",
+            **self._variables,
+        }
 
     def codes(self) -> list[int | None]:
         return [process.poll() for process in self._processes]
@@ -245,7 +256,7 @@ class RankGroup:
 
 
 @contextmanager
-def _terminal_of(rank: int) -> Iterator[int | None]:
+def terminal_of(rank: int) -> Iterator[int | None]:
     """A copy of this process's standard output for rank 0, nothing for the others."""
     if rank > 0 or sys.stdout is None:
         yield None

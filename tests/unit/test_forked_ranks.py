@@ -1,0 +1,102 @@
+"""Ranks that are forked from one process: how they start, end, and are told apart."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_dppo.launch.forked_ranks import ForkedRankGroup, shares_imports
+from tests.patience import Patience, family_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def group_of(tmp_path, monkeypatch):
+    """A started group of three ranks that end as the argument says; killed at the end."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("HF_TOKEN", "hf-4711")
+    groups = []
+
+    def start(how: str) -> ForkedRankGroup:
+        config = tmp_path / "config"
+        config.write_text(how)
+        outputs = [tmp_path / f"rank{rank}.out" for rank in range(3)]
+        group = ForkedRankGroup("tests.unit.forked_rank", config, outputs, 1, cores=1)
+        group.start()
+        groups.append(group)
+        return group
+
+    yield start
+    for group in groups:
+        group.kill()
+
+
+def wait_for(condition) -> None:
+    patience = Patience(60, lambda: family_of(os.getpid()))
+    while not condition():
+        assert not patience.is_exhausted()
+        time.sleep(0.02)
+
+
+def outputs_of(folder: Path) -> list[str]:
+    return [path.read_text() for path in sorted(folder.glob("rank?.out"))]
+
+
+def test_each_rank_has_its_variables_its_output_and_the_keys(group_of, tmp_path):
+    group = group_of("ends")
+    wait_for(group.ended)
+    assert group.codes() == [0, 0, 0]
+    expected = [f"{rank} {rank} 3 hf-4711 False True True\n" for rank in range(3)]
+    assert outputs_of(tmp_path) == expected
+
+
+def test_a_killed_rank_is_the_failure(group_of):
+    group = group_of("killed")
+    wait_for(lambda: group.failures(0.0))
+    (failure,) = group.failures(0.0)
+    assert (failure.rank, failure.code) == (1, -signal.SIGKILL)
+
+
+def test_an_error_of_a_rank_is_in_its_output(group_of, tmp_path):
+    group = group_of("raises")
+    wait_for(lambda: group.failures(0.0))
+    (failure,) = group.failures(0.0)
+    assert (failure.rank, failure.code) == (1, 1)
+    assert "ValueError: this rank fails" in failure.output.read_text()
+
+
+def test_a_stop_reaches_every_rank(group_of, tmp_path):
+    group = group_of("waits")
+    wait_for(lambda: all(outputs_of(tmp_path)) and len(outputs_of(tmp_path)) == 3)
+    group.ask_to_stop()
+    wait_for(lambda: None not in group.codes())
+    assert group.codes() == [-signal.SIGTERM] * 3
+
+
+def test_a_dead_server_takes_its_ranks_along(group_of, tmp_path):
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    group = group_of("server")
+    wait_for(lambda: group.failures(0.0))
+    (failure,) = group.failures(0.0)
+    assert (failure.rank, failure.code) == (0, -signal.SIGKILL)
+    group.kill()
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_kill_ends_every_process(group_of, tmp_path):
+    group = group_of("waits")
+    wait_for(lambda: len(outputs_of(tmp_path)) == 3)
+    pids = family_of(group._server.pid)
+    group.kill()
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids if pid != os.getpid()))
+
+
+def test_ranks_share_imports_where_there_are_several_and_no_gpu():
+    assert shares_imports(2, 0)
+    assert not shares_imports(1, 0)
+    assert not shares_imports(2, 2)
