@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,14 @@ class TrainingRun:
             if all(word in told for word in words):
                 return member
         raise AssertionError(f"no process with {words} in\n{self.text}")
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a trainer rank."""
+        for member in self.family()[:-1]:
+            with suppress(psutil.NoSuchProcess):
+                if member.name() == f"rank{number}":
+                    return member
+        raise AssertionError(f"no rank {number} in\n{self.text}")
 
     def patience(self, seconds: float) -> Patience:
         """So long for the run's own processes."""

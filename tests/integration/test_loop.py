@@ -127,7 +127,7 @@ def test_a_dead_rank_ends_the_run_and_the_next_start_resumes_until_ctrl_c(config
     )
     with TrainingRun(config, *overrides) as run:
         run.wait_for_step(2)
-        run.find("RANK=1", "megatron_dppo.train").send_signal(signal.SIGKILL)
+        run.rank(1).send_signal(signal.SIGKILL)
         run.finish(code=1, timeout=60)
         assert "rank 1 was killed by SIGKILL" in run.text
     reached = steps_of(directory)[-1]

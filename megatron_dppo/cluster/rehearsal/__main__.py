@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -357,7 +358,7 @@ class Rehearsal:
         return 0
 
     def _next_commands(self) -> str:
-        words = " ".join([str(self.recipe), *self.options.overrides])
+        words = shlex.join([str(self.recipe), *self.options.overrides])
         nodes = self.options.nodes or "NODES"
         return (
             f"megatron-dppo plan {words} --gpu h100 --nodes {nodes}\n"

@@ -248,7 +248,7 @@ def write_model(folder: Path, config: Mapping[str, Any], dtype: str, seed: int) 
     end = ends[0] if isinstance(ends, list) else ends
     if end is not None:
         # The final norm makes the hidden state's length sqrt(hidden), so the logit's deviation is this times that.
-        deviation = 0.6 * math.log(values["vocab_size"]) / math.sqrt(values["hidden_size"])
+        deviation = 0.8 * math.log(values["vocab_size"]) / math.sqrt(values["hidden_size"])
         with torch.no_grad():
             row = model.get_output_embeddings().weight[end]
             row.copy_(torch.randn_like(row) * deviation)
