@@ -53,7 +53,7 @@ CONFIG = "rehearsal.yaml"
 RESULT = "rehearsal.json"
 _GPUS_OF_A_NODE = 8
 _SERVER_MIB = 1600
-_RANK_MIB = 600
+_RANK_MIB = 300
 """Rough sizes of processes, for the warning before a start."""
 
 
