@@ -7,6 +7,7 @@ within the limit, however busy the machine is, and one that only gets a tenth of
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -51,6 +52,26 @@ class Patience:
                 except (OSError, IndexError, ValueError):
                     continue
         return seconds
+
+
+def happens(
+    condition: Callable[[], object],
+    seconds: float = 60.0,
+    pids: Callable[[], Iterable[int]] | None = None,
+) -> bool:
+    """Return whether ``condition`` becomes true within ``seconds`` of the processes' own time.
+
+    Args:
+        condition: evaluated every 10 ms.
+        seconds: limit, as in Patience.
+        pids: of the processes, as in Patience; None: this process and its descendants.
+    """
+    patience = Patience(seconds, pids or (lambda: family_of(os.getpid())))
+    while not condition():
+        if patience.is_exhausted():
+            return bool(condition())
+        time.sleep(0.01)
+    return True
 
 
 def family_of(pid: int) -> list[int]:

@@ -75,7 +75,7 @@ def test_a_server_is_started_waited_for_and_ended(make: Callable[..., SmallServe
     server = make()
     server.start()
     seen: list[str] = []
-    assert 0 < server.wait_healthy(lambda seconds, line: seen.append(line)) < 60
+    assert server.wait_healthy(lambda seconds, line: seen.append(line)) > 0
     assert server.poll() is None
     assert "serving" in server.log_tail(5)
     shown = " ".join(psutil.Process(server.pid).cmdline())

@@ -24,6 +24,7 @@ from megatron_dppo.system.lease import (
     LeaseError,
     LeaseFiles,
 )
+from tests.patience import happens
 
 ROOT = Path(__file__).resolve().parents[2]
 TAKES = """
@@ -265,9 +266,7 @@ def test_a_succeeded_start_is_fenced_and_its_heartbeat_changes_nothing(tmp_path:
         Holder.of_this_process(), nonce="2" * 16, host="b", pid=88, job="12", attempt=1
     )
     files.install(second)
-    deadline = time.monotonic() + 60
-    while first.taken_over is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert happens(lambda: first.taken_over)
     message = (
         "another start of this run took over: process 88 on b (Slurm job 12, attempt 1); "
         "this one stops here"

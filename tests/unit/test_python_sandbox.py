@@ -30,6 +30,7 @@ from megatron_dppo.environments.workers import (
     EnvironmentSpec,
     RemoteEnvironment,
 )
+from tests.patience import Patience, family_of, happens
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +169,8 @@ def test_what_does_not_end_is_ended_and_leaves_nothing(snippet, answer):
     assert re.search(answer, run(snippet, seconds=1, longest_output=50))
     # Far below what the snippet asks for, on a machine of any load.
     assert time.monotonic() - before < 300
-    _, left = psutil.wait_procs(_inside(), timeout=60)
-    assert not left
+    inside = _inside()
+    assert happens(lambda: not any(process.is_running() for process in inside))
 
 
 @protected
@@ -221,9 +222,9 @@ def test_snippets_leave_no_process_behind():
             before = len(psutil.Process().children(recursive=True))
             for i in range(6):
                 assert await environment.step(Turn(f"{{ print({i}) }}", (1, 2))) == Step(str(i))
-            deadline = time.monotonic() + 60
+            patience = Patience(60.0, lambda: family_of(os.getpid()))
             while len(psutil.Process().children(recursive=True)) > before:
-                assert time.monotonic() < deadline
+                assert not patience.is_exhausted()
                 await asyncio.sleep(0.1)
 
     asyncio.run(ask())

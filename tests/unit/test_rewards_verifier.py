@@ -17,6 +17,7 @@ import pytest
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.rewards import RewardInput as Given
 from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError, require
+from tests.patience import happens
 
 
 def planted(function: str) -> str:
@@ -232,16 +233,12 @@ def test_what_a_check_started_ends_with_it(tmp_path, response):
     with Verifier(planted("leave_children"), timeout_s=4.0, workers=1) as verifier:
         [score] = verifier.score([Given(response, str(noted))])
         assert (score.crashed, score.timed_out) == (response == "die", response == "loop")
-        deadline = time.monotonic() + 60
-        while children_of(noted) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert children_of(noted) == []
+        assert happens(lambda: children_of(noted) == [])
 
 
 def test_what_a_check_started_ends_with_whoever_wanted_its_score(tmp_path):
     """A trainer rank that is killed in the middle of a check leaves nothing behind."""
     noted = tmp_path / "children"
-    deadline = time.monotonic() + 60
     code = (
         "from megatron_dppo.rewards import RewardInput\n"
         "from megatron_dppo.rewards.verifier import Verifier\n"
@@ -250,18 +247,13 @@ def test_what_a_check_started_ends_with_whoever_wanted_its_score(tmp_path):
     )
     rank = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
     try:
-        while not (noted.exists() and len(noted.read_text().split()) == 2):
-            assert rank.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        assert happens(lambda: noted.exists() and len(noted.read_text().split()) == 2)
+        assert rank.poll() is None
         workers = psutil.Process(rank.pid).children(recursive=True)
     finally:
         rank.kill()
         rank.wait()
-    deadline = time.monotonic() + 60
-    while any(runs(p.pid) for p in workers) or children_of(noted):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert happens(lambda: not any(runs(p.pid) for p in workers) and not children_of(noted))
 
 
 @pytest.mark.parametrize("reward", ["exact_integer", planted("is_the_answer")])

@@ -4,7 +4,6 @@ nothing."""
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.fleet.supervision import EngineGivenUpError, RestartBudget, SupervisedServer
 from megatron_dppo.system.network import free_port
+from tests.patience import happens
 from tests.unit.test_engine_child_server import SmallServer
 
 
@@ -77,11 +77,12 @@ class Kept:
 
     def until(self, condition: Callable[[], object]) -> None:
         """Check again and again while the clock stands still."""
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline
+
+        def is_met_after_a_check() -> object:
             self.server.check()
-            time.sleep(0.01)
+            return condition()
+
+        assert condition() or happens(is_met_after_a_check)
 
     def until_healthy(self) -> None:
         self.until(self.record.servers)

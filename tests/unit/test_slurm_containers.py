@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from megatron_dppo.launch.local import rank_command
 from megatron_dppo.launch.placement import Allocation, Host, Roles, place
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.srun import SrunLauncher, SrunRanks
+from tests.patience import happens
 from tests.unit.test_engine_server import run_config
 
 HOSTS = tuple(Host(f"n{i}", f"10.0.0.{i}", 8) for i in (1, 2))
@@ -52,11 +52,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 def words(path: Path, last: str) -> list[str]:
     """What srun was given, when all of it is there."""
-    deadline = time.monotonic() + 60
-    while (found := path.read_text().splitlines())[-1:] != [last]:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.01)
-    return [line for line in found if not line.startswith("---")]
+    assert happens(lambda: path.read_text().splitlines()[-1:] == [last]), path.read_text()
+    return [line for line in path.read_text().splitlines() if not line.startswith("---")]
 
 
 @pytest.mark.parametrize("kind", ["none", "pyxis", "apptainer"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from megatron_dppo.system.processes import (
     start_fed,
     withdraw_stop,
 )
+from tests.patience import happens
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -104,6 +104,10 @@ def test_the_command_line_of_a_step():
         assert flag in words
 
 
+def has_exited(step: SrunProcess) -> bool:
+    return step.poll() is not None
+
+
 def test_a_server_over_two_hosts_is_one_step(tmp_path, monkeypatch):
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/sh\nfor word; do echo "$word"; done\ncat\n')
@@ -114,9 +118,7 @@ def test_a_server_over_two_hosts_is_one_step(tmp_path, monkeypatch):
     for count, label in ((1, 0), (2, 1)):
         launcher = SrunLauncher(hosts[:count], "server", StepForm(("--x",)))
         step = launcher.start(["python"], environment=os.environ, log=log, stdin=b"keys\n")
-        deadline = time.monotonic() + 60
-        while step.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        assert happens(partial(has_exited, step))
         words = log.read_text().splitlines()
         assert words.count("--label") == label
         log.unlink()
@@ -202,9 +204,7 @@ def test_an_srun_of_a_start_that_was_succeeded_says_nothing_to_slurm(
     form, log = StepForm(fence=fence), tmp_path / "log"
     launcher = SrunLauncher([Host("n1", "10.0.0.1", 8)], "server", form)
     step = launcher.start(["python"], environment=os.environ, log=log, stdin=b"keys")
-    deadline = time.monotonic() + 60
-    while not log.read_text().endswith("\n") and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert happens(lambda: log.read_text().endswith("\n"))
     step.stop(20)
     assert step.poll() == code
 
@@ -224,9 +224,7 @@ def test_a_step_is_ended_through_its_srun_and_a_command_by_force(tmp_path, kind,
     log = tmp_path / "log"
     command = [sys.executable, "-c", NOTES_TERM]
     process = kind(start_fed(command, environment=os.environ, log=log, stdin=b"keys"))
-    deadline = time.monotonic() + 60
-    while not log.read_text().endswith("\n") and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert happens(lambda: log.read_text().endswith("\n"))
     process.stop(20) if how == "stop" else process.kill()
     assert process.poll() == code
     assert log.read_text() == "keys\n" + ("told\n" if code == 7 else "")

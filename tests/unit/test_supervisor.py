@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +22,10 @@ import pytest
 
 from megatron_dppo.system.files import write_private
 from megatron_dppo.system.lease import LeaseFiles
+from tests.patience import happens
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENT_S = 60  # on a machine that is busy with other things
+PATIENT_S = 60.0
 HEALTHY = "open(os.environ['HEALTHY'], 'w').close()\n"
 SLEEP = "time.sleep(300)\n"
 STAYS_UP = HEALTHY + SLEEP
@@ -72,17 +72,17 @@ class Run:
         return path.read_text().splitlines() if path.exists() else []
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENT_S
-        while not condition():
-            assert time.monotonic() < deadline, self.errors()
-            assert self.process.poll() is None, self.errors()
-            time.sleep(0.02)
+        def is_over() -> bool:
+            return bool(condition()) or self.process.poll() is not None
+
+        assert happens(is_over, PATIENT_S), self.errors()
+        assert self.process.poll() is None, self.errors()
 
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def end(self) -> int:
-        code = self.process.wait(PATIENT_S)
+        code = exit_code(self.process)
         assert self.process.stdout is not None
         self.output = self.process.stdout.read().decode()
         return code
@@ -113,14 +113,22 @@ def start(tmp_path):
                 process.kill()
 
 
-def gone(processes: list[psutil.Process], within_s: float = 10) -> bool:
-    """Whether all end in time; a zombie that nobody has reaped yet counts as ended."""
-    deadline = time.monotonic() + within_s
-    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+def exit_code(process: subprocess.Popen[bytes]) -> int:
+    assert happens(lambda: process.poll() is not None, PATIENT_S)
+    return process.wait()
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; a zombie that nobody has reaped yet has."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    """Whether all end in time."""
+    return happens(lambda: not any(map(runs, processes)), 10, lambda: [p.pid for p in processes])
 
 
 def test_a_run_ends_well_and_takes_everything_with_it(start):
@@ -218,7 +226,7 @@ def test_a_full_disk_under_the_console_and_the_logs_ends_no_run(tmp_path):
     (tmp_path / "logs" / "rank0.log").symlink_to("/dev/full")
     with open("/dev/full", "wb") as full:
         process = supervised(tmp_path, rank, full.fileno())
-    assert process.wait(PATIENT_S) == 0
+    assert exit_code(process) == 0
     assert (tmp_path / "notes").read_text() == "done\n"
     [said] = (tmp_path / "logs" / "rank0.out").read_text().splitlines()
     assert said.endswith("rank0.log: can't be written: No space left on device")
@@ -238,16 +246,15 @@ def test_a_console_on_a_full_disk_leaves_the_exit_code_as_it_is():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_killed_rank_ends_the_run_within_seconds(start):
+def test_a_killed_rank_ends_the_run_at_once(start):
     rank = RANK + "note(f'{rank} {os.getpid()}'); subprocess.Popen(['sleep', '300'])\n" + SLEEP
     run = start(rank, STAYS_UP)
     run.wait_until(lambda: len(run.notes()) == 2 and run.endpoint())
     family, pids = run.family(), dict(line.split() for line in run.notes())
     assert len(family) == 5  # two ranks with a child each, and the engine
-    killed_at = time.monotonic()
     os.kill(int(pids["1"]), signal.SIGKILL)
+    # The other rank and the engine would sleep for minutes.
     assert run.end() == 1
-    assert time.monotonic() - killed_at < 20
     assert "rank 1 was killed by SIGKILL (signal 9" in run.errors()
     assert "rank 0 failed" not in run.errors()
     assert gone(family)
@@ -556,7 +563,7 @@ def test_rank_0_draws_on_the_terminal_and_its_file_is_plain(tmp_path):
             seen += chunk
     except OSError:
         pass  # the terminal's other end is closed
-    assert process.wait(PATIENT_S) == 0
+    assert exit_code(process) == 0
     assert b"generate" in seen
     assert b"3/3" in seen
     assert b"stray" not in seen
@@ -574,6 +581,6 @@ def test_a_run_outlives_whoever_read_its_output(tmp_path):
     os.close(writing)
     os.close(reading)
     (tmp_path / "closed").touch()
-    assert process.wait(PATIENT_S) == 0
+    assert exit_code(process) == 0
     assert (tmp_path / "notes").read_text() == "went on\n"
     assert (tmp_path / "logs" / "rank0.out").read_text() == "into the void\n"

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -24,6 +23,7 @@ from megatron_dppo.system.processes import (
     start_process,
     tail,
 )
+from tests.patience import happens
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
 PARENT = [
@@ -34,15 +34,6 @@ PARENT = [
     "away = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
     "print(own.pid, away.pid, flush=True); time.sleep(300)",
 ]
-
-
-def within(condition: Callable[[], object], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def ended(pid: int) -> bool:
@@ -105,7 +96,7 @@ def test_the_group_of_a_child_that_died_is_killed() -> None:
         child.wait()
         assert not ended(own)
         kill_families([child])
-        assert within(lambda: ended(own))
+        assert happens(lambda: ended(own))
     finally:
         os.kill(away, signal.SIGKILL)
 

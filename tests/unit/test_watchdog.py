@@ -2,7 +2,6 @@
 
 import pickle
 import threading
-import time
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from megatron_dppo.trainer.watchdog import (
     patience,
     read_trace,
 )
+from tests.patience import happens
 
 SECOND = 10**9
 
@@ -152,9 +152,7 @@ def test_a_checkpoint_in_the_background_may_wait_for_hours():
 
 
 def wait_for(reports):
-    deadline = time.monotonic() + 60
-    while not reports and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert happens(lambda: reports)
     return reports
 
 
