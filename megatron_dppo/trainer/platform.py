@@ -72,10 +72,11 @@ def complete(environment: MutableMapping[str, str]) -> list[str]:
 
 log = logging.getLogger(__name__)
 _environment: list[str] = []
-_WGRAD = {
-    True: "weight gradients: accumulated in fp32 by apex's kernel",
-    False: "weight gradients: rounded to the weights' type in each micro-batch, apex's kernel is not "
-    "there (tools/environment/build_apex.sh)",
+_WGRAD: Mapping[str | None, str] = {
+    "apex": "weight gradients: accumulated in fp32 by apex's kernel",
+    "Transformer Engine": "weight gradients: accumulated in fp32 by Transformer Engine's layers",
+    None: "weight gradients: rounded to the weights' type in each micro-batch; neither Transformer Engine nor apex's "
+    "kernel is there (tools/environment/build_apex.sh)",
 }
 
 
@@ -143,7 +144,7 @@ def prepare() -> None:
         _environment.extend(compute.offer_tools(os.environ))
         _environment.extend(compute.offer_cudnn(os.environ))
     if has_cuda():
-        _environment.append(_WGRAD[has_fused_weight_gradients()])
+        _environment.append(_WGRAD[fused_weight_gradients()])
         if not has_transformer_engine():
             from megatron_dppo.trainer.cpu import megatron_shim
 
@@ -160,17 +161,31 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def has_fused_weight_gradients() -> bool:
-    """Whether apex's kernel is built that adds a matrix product to fp32 gradients, and loads.
+def fused_weight_gradients() -> str | None:
+    """The library whose kernels add a matrix product to fp32 gradients: Transformer Engine's layers do it themselves,
+    Megatron-Core's need apex's kernel.
 
-    Without it a micro-batch's weight gradients are rounded to the weights' type before they are added.
+    Without one a micro-batch's weight gradients are rounded to the weights' type before they are added.
     """
+    if has_transformer_engine():
+        return "Transformer Engine"
     try:
         importlib.import_module("fused_weight_gradient_mlp_cuda")
     except ImportError:
         # The library is not built, or built for another torch.
-        return False
-    return True
+        return None
+    return "apex"
+
+
+def _make_output_layer_without_apex() -> None:
+    """Let Megatron-Core make its output layer where weight gradients are fused and apex is not built.
+
+    The layer's constructor asks for apex, whose kernel only its own backward calls; ``leave_out_logits`` replaces the
+    forward. Not yet run on a GPU.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    layers._grad_accum_fusion_available = True
 
 
 def environment_lines() -> list[str]:
@@ -305,11 +320,14 @@ def _cuda() -> Platform:
             "apply_rope_fusion": True,
             "moe_permute_fusion": True,
             "batch_p2p_comm": True,
-            "gradient_accumulation_fusion": has_fused_weight_gradients(),
+            "gradient_accumulation_fusion": fused_weight_gradients() is not None,
         },
         layout_faults=lambda sizes, shape: (),
     )
-    return layers if has_transformer_engine() else _with_torch_layers(layers)
+    if not has_transformer_engine():
+        return _with_torch_layers(layers)
+    _make_output_layer_without_apex()
+    return layers
 
 
 def _with_torch_layers(cuda: Platform) -> Platform:

@@ -49,15 +49,18 @@ def model_inputs(batch: PackedBatch, rank_batch: PackedBatch | None = None) -> d
     (``leave_out_logits``).
     """
     rank_batch = rank_batch or batch
+    # Count padding as tokens under context parallelism: if it is separated from them, Transformer Engine computes wrong
+    # results. Padding does no harm as tokens, because no other token attends to it. Elsewhere leave these bounds out:
+    # Transformer Engine would compare them with the others on the device, two syncs in each layer.
+    is_split = rank_batch.num_tokens != batch.num_tokens
+    padded_bounds = batch.cu_seqlens if is_split else None
     table_length = _table_length(batch.max_seqlen, batch.num_tokens)
     packed_params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
-        # Count padding as tokens: if it is separated from them, Transformer Engine computes wrong results under
-        # context parallelism. Padding does no harm as tokens, because no other token attends to it.
-        cu_seqlens_q_padded=batch.cu_seqlens,
-        cu_seqlens_kv_padded=batch.cu_seqlens,
+        cu_seqlens_q_padded=padded_bounds,
+        cu_seqlens_kv_padded=padded_bounds,
         max_seqlen_q=table_length,
         max_seqlen_kv=table_length,
     )

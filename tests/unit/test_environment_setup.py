@@ -167,7 +167,9 @@ esac
 """
 
 
-def build_on_a_stand_in(script, tmp_path, cuda, build, nvcc="echo release 13.0, V13.0.88"):
+def build_on_a_stand_in(
+    script, tmp_path, cuda, build, nvcc="echo release 13.0, V13.0.88", words=()
+):
     """The script's run with an interpreter whose torch is of ``cuda`` beside a toolkit 13.0; the names in its texts."""
     names = {"home": tmp_path, "marker": tmp_path / "built", "asked": tmp_path / "asked"}
     python = PYTHON_FOR_GPUS.format(cuda=cuda, build=build.format(**names), **names)
@@ -176,7 +178,7 @@ def build_on_a_stand_in(script, tmp_path, cuda, build, nvcc="echo release 13.0, 
         (tmp_path / path).write_text(text)
         (tmp_path / path).chmod(0o755)
     run = subprocess.run(
-        ["bash", str(ENVIRONMENT / script)],
+        ["bash", str(ENVIRONMENT / script), *words],
         env={"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "TMPDIR": str(tmp_path)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -239,6 +241,27 @@ def test_transformer_engine_is_built_against_the_torch_that_is_there(
         home, path = names["marker"].read_text().split()
         last = tmp_path / "nvidia" / "cu13" / "include"  # after the toolkit's own
         assert (home, path) == (str(tmp_path), ":".join(map(str, [*site, last])))
+
+
+def test_another_installer_gets_the_builds_variables(tmp_path):
+    """uv builds the same package, for which the headers of the packages that it has installed must be named."""
+    for name in ("cudnn", "nccl"):
+        (tmp_path / "nvidia" / name / "include").mkdir(parents=True)
+    script = "build_transformer_engine.sh"
+    run, names = build_on_a_stand_in(script, tmp_path, "13.0", "true", words=["--variables"])
+    assert run.returncode == 0, run
+    assert not names["asked"].exists()
+    shown = subprocess.run(
+        ["bash", "-c", f"{run.stdout}\nenv"],
+        env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    variables = dict(line.split("=", 1) for line in shown.stdout.splitlines() if "=" in line)
+    includes = [tmp_path / "nvidia" / name / "include" for name in ("cudnn", "nccl", "cu13")]
+    assert variables["CPATH"] == ":".join(map(str, includes))
+    assert variables["CUDA_HOME"] == str(tmp_path)
+    assert variables["NVTE_FRAMEWORK"] == "pytorch"
+    assert variables["NVTE_PYTORCH_FORCE_BUILD"] == "TRUE"
+    assert int(variables["MAX_JOBS"]) > 0
 
 
 def test_the_toolkit_is_looked_for_in_one_script():

@@ -56,18 +56,35 @@ def test_mixture_of_experts_routes_as_transformers_does() -> None:
     assert t.calculate_per_token_loss
 
 
-@pytest.mark.parametrize("kernel", [True, False], ids=["apex", "no apex"])
-def test_weight_gradients_are_accumulated_in_fp32_where_apexs_kernel_loads(monkeypatch, kernel):
+@pytest.mark.parametrize(
+    ("has_engine", "kernel", "library"),
+    [
+        (True, False, "Transformer Engine"),
+        (True, True, "Transformer Engine"),
+        (False, True, "apex"),
+        (False, False, None),
+    ],
+)
+def test_weight_gradients_are_accumulated_in_fp32_where_a_library_does(
+    monkeypatch, has_engine, kernel, library
+):
     """On GPUs; with adapters never, for the frozen weights have no gradients."""
+    from megatron.core.tensor_parallel import layers
+
     name = "fused_weight_gradient_mlp_cuda"
     monkeypatch.setitem(sys.modules, name, ModuleType(name) if kernel else None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(platform, "has_transformer_engine", lambda: has_engine)
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
     on_gpus = platform._cuda()
+    assert platform.fused_weight_gradients() == library
+    # Megatron-Core's output layer asks for apex, whose kernel the trainer never calls.
+    assert layers._grad_accum_fusion_available is has_engine
     key = "gradient_accumulation_fusion"
     options = {key: on_gpus.transformer_options[key]}  # the others need Transformer Engine
     found = replace(on_gpus, transformer_options=options)
     monkeypatch.setattr(platform, "current", lambda: found)
-    assert built(MOE, {}).gradient_accumulation_fusion is kernel
+    assert built(MOE, {}).gradient_accumulation_fusion is (library is not None)
     assert not built(MOE, {}, lora=s.LoraConfig(rank=2)).gradient_accumulation_fusion
     assert not built(MOE, {}, megatron={key: False}).gradient_accumulation_fusion
 

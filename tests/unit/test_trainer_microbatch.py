@@ -92,6 +92,11 @@ def test_a_rank_s_own_rows_are_computed_where_the_whole_pack_lies() -> None:
     assert packed.cu_seqlens_q is packed.cu_seqlens_kv_padded
     assert packed.cu_seqlens_q_padded is packed.cu_seqlens_kv
     assert packed.cu_seqlens_q.tolist() == [0, 4, 20]
+    # A rank that has all tokens leaves the others out: Transformer Engine would compare them on the device.
+    alone = model_inputs(whole)["packed_seq_params"]
+    assert alone.cu_seqlens_q_padded is None
+    assert alone.cu_seqlens_kv_padded is None
+    assert alone.cu_seqlens_kv is whole.cu_seqlens
 
 
 @pytest.mark.parametrize(

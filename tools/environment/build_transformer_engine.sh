@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds transformer-engine-torch from source against the torch that is installed; `make setup GPU=1` calls it. PyPI has the
 # source alone, and its metadata names transformer-engine-cu12 whatever CUDA it is built for: so without its requirements.
+# With --variables it builds nothing and prints what another installer's build needs, for `eval` (docs/environment.md: uv).
 # PYTHON: the environment's interpreter (.venv/bin/python). MAX_JOBS: compilers at once (all cores, a compiler for each 4 GB).
 # Not yet run on a GPU machine.
 set -euo pipefail
@@ -11,7 +12,7 @@ stop() { say "$*" >&2; exit 1; }
 version=$(sed -n 's/^transformer-engine==//p' tools/environment/gpu.txt)
 
 torch_cuda "Transformer Engine"
-if [ "$("$python" -c 'from importlib.metadata import version; print(version("transformer-engine-torch"))' 2>/dev/null)" = "$version" ]; then
+if [ "${1:-}" != --variables ] && [ "$("$python" -c 'from importlib.metadata import version; print(version("transformer-engine-torch"))' 2>/dev/null)" = "$version" ]; then
   say "$version is there already"
   exit 0
 fi
@@ -31,4 +32,10 @@ export MAX_JOBS=${MAX_JOBS:-$jobs}
 export CPATH=$site/nvidia/cudnn/include:$site/nvidia/nccl/include${CPATH:+:$CPATH}:$site/nvidia/cu13/include
 export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE # no wheel that was built against another torch
 PATH=$(cd "$(dirname "$python")" && pwd):$PATH # ninja
+if [ "${1:-}" = --variables ]; then
+  for name in CUDA_HOME MAX_JOBS CPATH NVTE_FRAMEWORK NVTE_PYTORCH_FORCE_BUILD PATH; do
+    printf 'export %s=%q\n' "$name" "${!name}"
+  done
+  exit 0
+fi
 build transformer_engine.pytorch "transformer-engine-torch==$version"

@@ -115,9 +115,11 @@ def torch_cuda() -> str | None:
 
 
 def fused_weight_gradients() -> str:
-    """Whether apex's kernel is there, with which Megatron-Core accumulates weight gradients in fp32."""
+    """The kernels with which weight gradients are accumulated in fp32: Transformer Engine's, else apex's."""
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return "Transformer Engine's"
     spec = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
-    return "not built" if spec is None else "built"
+    return "not built" if spec is None else "apex's"
 
 
 def missing_for_triton() -> list[str]:

@@ -192,7 +192,7 @@ def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
         yield from _without_compiler(evidence)
         yield from _cudnn(evidence)
     kernels = {h: roles["trainer"].get("fused_weight_gradients") for h, roles in evidence.items()}
-    yield from odd_ones("apex's kernel for weight gradients", kernels)
+    yield from odd_ones("kernels for weight gradients", kernels)
 
 
 def _unmet(
