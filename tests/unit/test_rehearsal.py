@@ -16,8 +16,9 @@ from megatron_dppo.config import check_config, load_config
 from megatron_dppo.config.data_schema import DataConfig
 from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.data.records import DataError
-from megatron_dppo.model.families import FAMILIES, ConfigFacts
+from megatron_dppo.model.families import FAMILIES, ConfigFacts, load_model_shape
 from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
+from tests.tiny_models import tiny_tokenizer
 from tests.unit.test_recipes import RECIPES, STEPS
 
 LAYOUTS = {
@@ -191,6 +192,32 @@ def test_a_row_that_is_no_problem_is_named(tmp_path):
     own.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=r"^data\.train: .*line 601"):
         make_problems(DataConfig(train=str(own)), tiny_model.byte_tokenizer(), tmp_path / "out", 8)
+
+
+def test_a_dry_run_makes_all_that_the_run_needs(tmp_path):
+    """With a tokenizer and data of the recipe's own, and a system prompt; no weights."""
+    model = tmp_path / "Qwen3-8B-Base"
+    shutil.copytree(tiny_model.KNOWN_MODELS / "qwen3-8b-base", model)
+    tiny_tokenizer().save_pretrained(model)
+    data = tmp_path / "own.jsonl"
+    rows = [{"prompt": f"Add {i} and 1", "answer": f"{i + 1}"} for i in range(300)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        *(str(RECIPES / "qwen3_8b_base.yaml"), "--dry-run", f"--directory={tmp_path / 'r'}"),
+        *(f"model.hf_checkpoint={model}", f"data.train={data}", "data.system_prompt=Be brief"),
+    ]
+    assert main(words) == 0
+    derived = load_config(tmp_path / "r" / "rehearsal.yaml")
+    check_config(derived)
+    shape = load_model_shape(derived.model.hf_checkpoint)
+    assert shape.family == "qwen3"
+    assert shape.vocab_size == load_model_shape(model).vocab_size
+    names = {path.name for path in Path(derived.model.hf_checkpoint).iterdir()}
+    assert {"tokenizer.json", "model.safetensors"} <= names
+    written = [json.loads(line) for line in Path(derived.data.train).read_text().splitlines()]
+    assert all(row in rows for row in written)
+    assert len(written) >= derived.rollout.prompts_per_step
+    assert derived.data.system_prompt == "Be brief"
 
 
 def refused(capsys, tmp_path, *words: str) -> str:

@@ -130,6 +130,9 @@ class Rehearsal:
         path.write_text(resolved_yaml(derived), encoding="utf-8")
         say(f"the rehearsal's configuration is {path}; it changes {self._changed(config, derived)}")
         self._warn_of_memory(derived)
+        if self.options.dry_run:
+            say(f"nothing was started; megatron-dppo train {path} is the rehearsal's run")
+            return 0
         left_out = [
             *(Omission(absence.key, absence.reason) for absence in problems.absent),
             *([Omission("model.hf_checkpoint", known.missing)] if known.missing else []),
@@ -344,6 +347,8 @@ class Rehearsal:
             f"{name} {seconds:.0f} s" for name, seconds in self.phases.seconds.items()
         )
         CONSOLE.print(f"{times}; {cpu:.0f} CPU seconds of ranks and servers", soft_wrap=True)
+        inside = ", ".join(f"{name} {s:.0f}" for name, s in summary["seconds_per_phase"].items())
+        CONSOLE.print(f"seconds inside the runs: {inside}", soft_wrap=True)
         if placement is not None:
             CONSOLE.print(f"on {self.options.nodes} nodes:\n{placement.table()}", soft_wrap=True)
         self._write(derived, found, left_out, done, passed=not missed)
@@ -484,6 +489,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--servers", type=int, default=1, help="SGLang servers to start (1)")
     parser.add_argument("--directory", help="where the rehearsal goes (runs/rehearsal-RECIPE)")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="make the model, the problems and the configuration, and stop",
+    )
     parser.add_argument(
         "--strict",
         action="store_true",

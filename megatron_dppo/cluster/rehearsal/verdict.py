@@ -91,7 +91,14 @@ def findings(
     if config.environment.name is not None:
         turns = _largest(records, names.TURNS)
         found.append(RehearsalResult("turns of an episode", _small(turns), "above 0", bool(turns)))
+        found.append(_environment_faults(config.environment.name, summary["environment_faults"]))
     return found
+
+
+def _environment_faults(name: str, faults: Sequence[Mapping[str, Any]]) -> RehearsalResult:
+    """Episodes that the environment failed in: a real run replaces them, and a rehearsal reports them."""
+    measured = "; ".join(f"{fault['count']} x {fault['reason']}" for fault in faults) or "none"
+    return RehearsalResult(f"faults of environment.name {name}", measured, "none", not faults)
 
 
 def exercised(config: TrainConfig) -> list[str]:
