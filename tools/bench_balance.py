@@ -1,5 +1,5 @@
 """How long ranks wait for each other on long-tailed batches, where micro-batches share tokens and where
-they share FLOPs: ``python tools/bench_balance.py [--json docs/benchmarks/balance.json]``.
+they share FLOPs: ``python tools/bench_balance.py [--json docs/evidence/benchmarks/balance.json]``.
 
 Simulated: the plan is the trainer's own, a micro-batch takes the FLOPs of its sequences, and the k-th
 micro-batches of all ranks run together.

@@ -36,7 +36,7 @@ from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.system.files import sync_folder
 
 COPY_BYTES = 256 << 10
-"""Buffer of the plain copy: the fastest of 64 KiB to 32 MiB on the machine of docs/benchmarks.md."""
+"""Buffer of the plain copy: the fastest of 64 KiB to 32 MiB on the machine of docs/evidence/benchmarks.md."""
 
 
 def make(config: Path, layers: int, folder: Path) -> None:

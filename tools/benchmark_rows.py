@@ -4,7 +4,7 @@
     write_rows(words.json, "data plane", [Quantity("seconds after the last response", 6.1, "s", "two processes")])
 
 A file: ``{"benchmark", "command", "machine", "rows": [{"quantity", "value", "unit", "how"}, ...]}``. Those under
-``docs/benchmarks/`` are the published ones.
+``docs/evidence/benchmarks/`` are the published ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-PUBLISHED = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+PUBLISHED = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "benchmarks"
 
 
 @dataclass(frozen=True)

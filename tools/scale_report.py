@@ -2,7 +2,7 @@
 """What a step takes at the recipes' sizes: computed, simulated or measured, and which.
 
 python tools/scale_report.py             # print it
-python tools/scale_report.py --write     # put it into docs/scale.md
+python tools/scale_report.py --write     # put it into docs/evidence/scale.md
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from benchmark_rows import PUBLISHED, read_rows  # noqa: E402
 from tools.scale.page import page  # noqa: E402
 from tools.scale.sizes import sizes  # noqa: E402
 
-PAGE = ROOT / "docs" / "scale.md"
+PAGE = ROOT / "docs" / "evidence" / "scale.md"
 
 
 def main() -> int:
     """Print or write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="into docs/scale.md")
+    parser.add_argument("--write", action="store_true", help="into docs/evidence/scale.md")
     parser.add_argument("--benchmarks", type=Path, default=PUBLISHED, metavar="FOLDER",
-                        help="of JSON files that benchmarks wrote; default docs/benchmarks")  # fmt: skip
+                        help="of JSON files that benchmarks wrote; default docs/evidence/benchmarks")  # fmt: skip
     words = parser.parse_args()
     text = page(sizes(), read_rows(words.benchmarks))
     if words.write:

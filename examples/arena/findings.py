@@ -162,7 +162,7 @@ the claim. This rule was fixed after the claims of ten seeds were seen, and befo
 "p, Holm" is the primary test's. "Tests" counts all tests of the claim at 5%, each by itself. "Seeds to decide" are \
 those with which the primary test would be decided after Holm, in 4 of 5 cases, if the mean and the spread seen here \
 were the true ones. A claim that is marked † is about a rule whose paper was read second-hand or in part: its \
-verdict is of the formula in [algorithms.md](algorithms.md), not of the paper.
+verdict is of the formula in [algorithms.md](../algorithms.md), not of the paper.
 
 The lab has models of about a million parameters and runs of {steps} steps. It says nothing of what needs longer \
 runs or larger models. `make arena` writes this page from what is kept of every step of every run; the lab, its \
@@ -414,7 +414,8 @@ def all_rules(records: Mapping[str, Record]) -> list[str]:
     return [
         "## All rules side by side\n",
         f"Less {TV}: of the seeds that both have, with the 95% interval of a single test, not adjusted for the number "
-        "of rows. † The rule's paper was read second-hand or in part: what was read, [algorithms.md](algorithms.md).\n",
+        "of rows. † The rule's paper was read second-hand or in part: what was read, "
+        "[algorithms.md](../algorithms.md).\n",
         *(f"`{name}`: {s.caution}.\n" for name, s in sorted(SETTINGS.items()) if s.caution),
         f"| setting | rule | seeds | final reward, their mean | lowest to highest | lost of the best | less {TV} |",
         "|---|---|---|---|---|---|---|",

@@ -1,7 +1,7 @@
-"""``make arena``: rules side by side, under the claims of claims.py; then docs/findings.md and its figures.
+"""``make arena``: rules side by side, under the claims of claims.py; then docs/evidence/findings.md and its figures.
 
     python -m examples.arena.run [--quick] [--claim NAME ...] [--lab | --real | --only-findings] [--processes 2]
-    python -m examples.arena.run --only-findings --results docs/findings/results.jsonl.gz --out docs
+    python -m examples.arena.run --only-findings --results docs/evidence/findings/results.jsonl.gz --out docs/evidence
 
 Every run is one line of ``results.jsonl``, which is never made again: an interrupted arena goes on where it was. The
 runs of a claim come before those of the next, seed by seed; then each of the claims' runs is made once in the real
@@ -43,7 +43,7 @@ from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.processes import describe_exit
 
 RESULTS = Path("runs/arena/results.jsonl")
-KEPT = Path("docs/findings/results.jsonl.gz")
+KEPT = Path("docs/evidence/findings/results.jsonl.gz")
 QUICK_CLAIMS = ("mask-needed", "efficiency", "topk")
 
 
@@ -243,7 +243,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     results: Path = options.results
     if options.only_findings and not results.is_file():
-        parser.error(f"{results}: no such file; those that are kept: --results {KEPT} --out docs")
+        parser.error(
+            f"{results}: no such file; those that are kept: --results {KEPT} --out docs/evidence"
+        )
     if results.suffix == ".gz" and not options.only_findings:
         parser.error(f"{results}: runs are added to lines of JSON, not to .gz; gunzip it first")
     chosen = options.claim or (QUICK_CLAIMS if options.quick else None)

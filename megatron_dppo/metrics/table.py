@@ -560,7 +560,7 @@ check.
 
 def linked(text: str) -> str:
     """``text`` for a page of docs/, where each page that it names as ``docs/NAME.md`` is a link."""
-    return re.sub(r"\bdocs/(\w+\.md)(#[\w-]+)?", r"[\1](\1\2)", text)
+    return re.sub(r"\bdocs/((?:\w+/)*\w+\.md)(#[\w-]+)?", r"[\1](\1\2)", text)
 
 
 def reference() -> str:

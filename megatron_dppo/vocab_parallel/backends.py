@@ -302,7 +302,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 # (``cvt.rn.bf16``): its bfloat16 gradients err by more than twice what a GPU's do.
 
 LANES = 512
-"""Lanes of a row in the forward kernel, which is fastest on an H100 with 512 (docs/gpu_first_day.md)."""
+"""Lanes of a row in the forward kernel, which is fastest on an H100 with 512 (docs/evidence/gpu_first_day.md)."""
 VECTOR_BYTES = 16
 BLOCK = 4096
 """Columns of a program of the backward kernel."""

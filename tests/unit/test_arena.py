@@ -50,7 +50,7 @@ from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenize
 from megatron_dppo.diagnostics.doctor.rounding import bfloat16, float8
 from megatron_dppo.metrics import table as names
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "evidence"
 
 
 def a_record(rewards, entropies=None):

@@ -37,7 +37,7 @@ def test_every_link_leads_somewhere(page):
 
 
 SPAN = re.compile(r"^```.*?^```|`([^`\n]+)`", re.MULTILINE | re.DOTALL)
-CONFIGURED = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+CONFIGURED = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 KEYS = {path for schema in (TrainConfig, SupervisedConfig) for path in dotted_paths(schema)}
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(sorted(SECTIONS))})(?:\.[a-z_0-9]+)+(?![\w/(-])")

@@ -55,4 +55,4 @@ def test_every_file_that_the_overview_names_is_there():
 
 def test_the_readme_names_every_model_family():
     section = (ROOT / "README.md").read_text().split("## Which models\n")[1].split("\n## ")[0]
-    assert set(re.findall(r"`(\w+)` \(", section)) == FAMILIES.keys()
+    assert set(re.findall(r"`(\w+)`\s\(", section)) == FAMILIES.keys()

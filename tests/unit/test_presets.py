@@ -58,7 +58,7 @@ def test_the_table_in_the_docs_is_the_golden_copy():
 
 
 def test_every_algorithm_that_a_help_or_a_page_has_somebody_ask_for_is_a_row():
-    texts = [p.read_text() for p in (*DOCS.parent.glob("*.md"), *PACKAGE.rglob("*.py"))]
+    texts = [p.read_text() for p in (*DOCS.parent.rglob("*.md"), *PACKAGE.rglob("*.py"))]
     asked = {name for t in texts for name in re.findall(r"--algorithm ([a-z][\w.-]*)", t)}
     assert "cppo-binary-tv" in asked
     assert asked <= set(PRESETS)

@@ -38,7 +38,7 @@ def test_the_published_page_is_the_reports():
         text=True,
         check=True,
     )
-    fresh = told.stdout == (ROOT / "docs" / "scale.md").read_text()
+    fresh = told.stdout == (ROOT / "docs" / "evidence" / "scale.md").read_text()
     assert fresh, "run: python tools/scale_report.py --write"
 
 

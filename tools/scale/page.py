@@ -16,7 +16,7 @@ HEAD = f"""# At the recipes' sizes
 What a step takes at the size of each recipe (`examples/recipes`), on the nodes of eight
 {DEVICES[GPU].name} that it is written for. Made by `python tools/scale_report.py --write`.
 
-**Computed** rows come from the planner's formulas ([planner.md](planner.md)), with responses of half of the longest
+**Computed** rows come from the planner's formulas ([planner.md](../planner.md)), with responses of half of the longest
 length but in "{FULLEST}": every response at its limit, with Top-K 20. **Simulated** rows run the
 trainer's own plan over drawn lengths. **Measured** rows are at the end, each with its command. The two recipes of the
 thinking model are of the sizes of the base model's."""
@@ -56,7 +56,7 @@ def _measured(benchmarks: Sequence[Benchmark]) -> Iterator[str]:
         "[benchmarks.md](benchmarks.md)."
     )
     if not benchmarks:
-        yield "Nothing yet: no benchmark has written its rows into `docs/benchmarks/`."
+        yield "Nothing yet: no benchmark has written its rows into `docs/evidence/benchmarks/`."
     for found in benchmarks:
         rows = [
             [row.quantity, f"{row.value:.4g} {row.unit}".strip(), row.how] for row in found.rows

@@ -89,10 +89,10 @@ def hand_over_seconds(
 
 HBM_EFFICIENCY = 0.7
 """Share of the memory's rate at which decoding reads dense weights and KV cache. Published runs of dense models agree
-with the value (docs/scale.md)."""
+with the value (docs/evidence/scale.md)."""
 EXPERT_EFFICIENCY = 0.55
 """The same share for experts' weights, each of which serves only a few tokens. Set from published runs
-(docs/scale.md)."""
+(docs/evidence/scale.md)."""
 PREFILL_UTILISATION = 0.4
 """Share of peak FLOP/s in prefill and in large decode batches. Assumption."""
 DECODE_OVERHEAD = 0.004
@@ -100,7 +100,7 @@ DECODE_OVERHEAD = 0.004
 Assumption."""
 SEQUENCE_OVERHEAD = 10e-6
 """Seconds that each sequence adds to a decode step: sampling, its log-probability, scheduling, detokenizing. Set from
-published runs (docs/scale.md)."""
+published runs (docs/evidence/scale.md)."""
 REDUCE_LATENCY = 15e-6
 """Seconds that each all-reduce over NVLink adds to the time of its bytes. Assumption."""
 
@@ -289,7 +289,7 @@ def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
 
 DENSE_UTILISATION = 0.5
 """Share of a GPU's peak that the forward and backward passes of dense layers reach, without collectives. Set from
-published runs (docs/scale.md)."""
+published runs (docs/evidence/scale.md)."""
 MOE_UTILISATION = 0.13
 """The same share for fine-grained experts in RL. Tuned pretraining with balanced experts reaches more than twice as
 much."""
