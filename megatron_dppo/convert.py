@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
 from megatron_dppo.model.layout import EngineLayout, Layout
 from megatron_dppo.model.mapping import parameters
 from megatron_dppo.model.shape import ITEM_BYTES
@@ -111,6 +111,8 @@ def _plan_arguments(command: argparse.ArgumentParser) -> None:
 def _hf_to_megatron(arguments: argparse.Namespace) -> int:
     from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
 
+    for warning in unknown_key_warnings(arguments.hf):
+        print(f"warning: {warning}", file=sys.stderr)
     with _bytes_progress("converting", _stored_bytes(arguments.hf)) as advance:
         result = hf_to_megatron(
             arguments.hf, arguments.out, dtype=arguments.dtype, progress=advance

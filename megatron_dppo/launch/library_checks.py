@@ -36,7 +36,7 @@ from megatron_dppo.environments import check_environment, find_environment
 from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
 from megatron_dppo.system.compute import has_megatrons_deep_ep, has_visible_gpu
 from megatron_dppo.system.secret_variables import split_environment
 
@@ -102,9 +102,12 @@ def check_everything_supervised(config: SupervisedConfig, source: str) -> None:
 
 
 def untried_options(config: PolicyConfig) -> list[str]:
-    """Return a warning for each forwarded option whose effect on a run is not known."""
+    """Return a warning for each forwarded option, and each key of the model's config.json, whose effect is unknown."""
     sglang = config.sglang if isinstance(config, TrainConfig) else {}
-    return [*MEGATRON.untried(config.megatron), *SGLANG.untried(sglang)]
+    of_model = [
+        f"model.hf_checkpoint: {w}" for w in unknown_key_warnings(config.model.hf_checkpoint)
+    ]
+    return [*MEGATRON.untried(config.megatron), *SGLANG.untried(sglang), *of_model]
 
 
 def _with_libraries(

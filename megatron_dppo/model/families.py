@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.model import layout
+from megatron_dppo.model.config_keys import HARMLESS, NEUTRAL
 from megatron_dppo.model.errors import ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.shape import ITEM_BYTES, Llama3RopeScaling, ModelShape
 
@@ -25,15 +26,21 @@ class ConfigFacts:
     """The entries of a config.json, checked as a family asks for them.
 
     An entry that is missing or wrong becomes a line of ``faults``, with the file and the key, and a
-    stand-in is returned, so that one reading finds everything that is wrong.
+    stand-in is returned, so that one reading finds everything that is wrong. ``read`` collects the keys that
+    were asked for.
     """
 
-    def __init__(
-        self, values: Mapping[str, Any], where: str, faults: list[str] | None = None
-    ) -> None:
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values
         self.where = where
-        self.faults: list[str] = [] if faults is None else faults
+        self.faults: list[str] = []
+        self.read: set[str] = set()
+
+    def of_table(self, values: Mapping[str, Any]) -> ConfigFacts:
+        """The facts of another table of the file; its faults, and the keys that are read, are noted here."""
+        table = ConfigFacts(values, self.where)
+        table.faults, table.read = self.faults, self.read
+        return table
 
     def positive(self, *keys: str, default: int | None = None) -> int:
         """The first of ``keys`` that is set, a positive whole number."""
@@ -87,6 +94,7 @@ class ConfigFacts:
         """``(theta, scaling)``."""
         # transformers 5 writes ``rope_parameters``, with theta in it. Where a file also has ``rope_scaling``, the key
         # of earlier versions, transformers and SGLang take that table alone.
+        self.read |= {"rope_scaling", "rope_parameters"}
         key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
         nested = self.values.get(key) or {}
         if not isinstance(nested, Mapping):
@@ -97,8 +105,8 @@ class ConfigFacts:
             self.fault(f"{key}.{by_layer_type[0]} is a table, expected one for all layers")
         # The engine reads the outer factor, transformers the one in the table.
         for table in (self.values, nested):
-            ConfigFacts(table, self.where, self.faults).require("partial_rotary_factor", 1, 1)
-        facts = ConfigFacts({**self.values, **nested}, self.where, self.faults)
+            self.of_table(table).require("partial_rotary_factor", 1, 1)
+        facts = self.of_table({**self.values, **nested})
         theta = facts.number("rope_theta", 10000.0)
         kind = nested.get("rope_type", nested.get("type", "default"))
         if kind == "default":
@@ -118,11 +126,31 @@ class ConfigFacts:
         )
         return theta, scaling
 
+    def ignore(self, *keys: str) -> None:
+        """Note that ``keys`` are handled elsewhere, or that models of this family do not read them."""
+        self.read |= set(keys)
+
+    def require_neutral(self) -> None:
+        """Refuse a model whose arithmetic a key changes that no reader has asked for."""
+        for key, neutral in NEUTRAL.items():
+            value = self.values.get(key)
+            if key not in self.read and value is not None and value not in neutral:
+                self.fault(
+                    f"{key} is {value!r}, expected {' or '.join(map(repr, neutral)) or 'none'}: models of this family "
+                    "are trained without it"
+                )
+
+    def unknown(self) -> list[str]:
+        """The keys of which nothing is known: no reader has asked for them and no list has them."""
+        known = self.read | NEUTRAL.keys() | HARMLESS
+        return [key for key in self.values if key not in known]
+
     def fault(self, text: str) -> None:
         """Note what is wrong with the file."""
         self.faults.append(f"{self.where}: {text}")
 
     def _first(self, keys: tuple[str, ...], default: Any) -> Any:
+        self.read |= set(keys)
         for key in keys:
             if self.values.get(key) is not None:
                 return self.values[key]
@@ -134,17 +162,6 @@ class ConfigFacts:
         else:
             self.fault(f"{keys[0]} is {value!r}, expected {expected}")
         return stand_in
-
-
-_UNREAD = {
-    "compression_config": None,
-    "dual_chunk_attention_config": None,
-    "is_causal": True,
-    "original_num_attention_heads": None,
-    "rope_is_neox_style": True,
-    "scale_emb": None,
-}
-"""Entries that transformers or SGLang obey in models of these families -> the value under which they change nothing."""
 
 
 def read_decoder_shape(
@@ -166,8 +183,6 @@ def read_decoder_shape(
     """
     facts.require("hidden_act", "silu", "silu")
     facts.require("use_sliding_window", False, False)
-    for key, harmless in _UNREAD.items():
-        facts.require(key, harmless, harmless)
     facts.require_each("layer_types", "full_attention")
     heads = facts.positive("num_attention_heads")
     is_absent = "num_key_value_heads" not in facts.values
@@ -415,6 +430,30 @@ def load_model_shape(hf_dir: str | Path, *, quantized: bool = False) -> ModelSha
     ModelConfigError where there is none or it is no JSON, UnsupportedModelError, with all faults, for a family or
     entries outside the tables.
     """
+    facts, shape = _read(hf_dir)
+    _refuse_quantization(facts, reads_fp8=quantized)
+    if not facts.faults:
+        # Between values that hold by themselves: a stand-in for a wrong one would only be blamed a second time.
+        _check_relations(shape, facts)
+    if facts.faults:
+        raise UnsupportedModelError(facts.faults)
+    return shape
+
+
+def unknown_key_warnings(hf_dir: str | Path) -> list[str]:
+    """A warning for each key of ``hf_dir/config.json`` of which it is not known whether it changes the model.
+
+    Raises what ``load_model_shape`` raises where there is no such file, or no such family.
+    """
+    facts, _ = _read(hf_dir)
+    return [
+        f"{facts.where} has the key {key}, which is neither read nor known to be harmless: if it changes the model's "
+        "arithmetic, another model is trained"
+        for key in facts.unknown()
+    ]
+
+
+def _read(hf_dir: str | Path) -> tuple[ConfigFacts, ModelShape]:
     path = Path(hf_dir)
     path = path / "config.json" if path.is_dir() else path
     values = _read_json(path)
@@ -426,14 +465,10 @@ def load_model_shape(hf_dir: str | Path, *, quantized: bool = False) -> ModelSha
         )
     facts = ConfigFacts(values, str(path))
     facts.require("architectures", [family.architecture], [family.architecture])
-    _refuse_quantization(facts, reads_fp8=quantized)
+    facts.ignore("quantization_config")
     shape = family.read(facts)
-    if not facts.faults:
-        # Between values that hold by themselves: a stand-in for a wrong one would only be blamed a second time.
-        _check_relations(shape, facts)
-    if facts.faults:
-        raise UnsupportedModelError(facts.faults)
-    return shape
+    facts.require_neutral()
+    return facts, shape
 
 
 def _refuse_quantization(facts: ConfigFacts, *, reads_fp8: bool) -> None:
@@ -501,13 +536,14 @@ def declares(model_type: str, architecture: str, **tables: Any) -> Callable[[Rea
 def read_llama(facts: ConfigFacts) -> ModelShape:
     """Llama 2 and 3 (OctoThinker is Llama 3.2): no biases; ``llama3`` rotary scaling."""
     facts.require("attention_bias", False, False)
-    facts.require("mlp_bias", False, False)
+    facts.require("sliding_window", None, None)
     return read_decoder_shape(facts, "llama")
 
 
 @declares("qwen2", "Qwen2ForCausalLM", layer=(*ATTENTION, QKV_BIAS, *DENSE_MLP))
 def read_qwen2(facts: ConfigFacts) -> ModelShape:
     """Qwen2 and Qwen2.5 dense (DeepSeek-R1-Distill-Qwen): biases on Q, K and V only."""
+    facts.ignore("attention_bias")
     return read_decoder_shape(facts, "qwen2", key_value_heads_default=32)
 
 
@@ -529,8 +565,6 @@ def read_qwen3(facts: ConfigFacts) -> ModelShape:
 def read_qwen3_moe(facts: ConfigFacts) -> ModelShape:
     """Qwen3-MoE (Qwen3-30B-A3B and kin): qk-norm, every layer's MLP routed, no shared expert."""
     facts.require("attention_bias", False, False)
-    facts.require("decoder_sparse_step", 1, 1)
-    facts.require("mlp_only_layers", [], [])
     return read_decoder_shape(
         facts,
         "qwen3_moe",
@@ -555,7 +589,7 @@ def read_qwen3_moe(facts: ConfigFacts) -> ModelShape:
 def read_olmoe(facts: ConfigFacts) -> ModelShape:
     """OLMoE (OLMoE-1B-7B): queries and keys normed over all heads; refuses values that SGLang's model does not read."""
     facts.require("attention_bias", False, False)
-    facts.require("clip_qkv", None, None)
+    facts.require("sliding_window", None, None)
     facts.require("norm_topk_prob", False, False)
     facts.require("rms_norm_eps", 1e-5, 1e-5)
     shape = read_decoder_shape(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from transformers import AutoConfig
 
 from megatron_dppo.checkpoint_conversion.gathering import assemble, pack
 from megatron_dppo.config.checks import engine_split_faults
+from megatron_dppo.model.config_keys import NEUTRAL
 from megatron_dppo.model.errors import LayoutError, ModelConfigError, UnsupportedModelError
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.families import FAMILIES, load_model_shape, unknown_key_warnings
 from megatron_dppo.model.gather_plan import (
     Piece,
     TensorSources,
@@ -308,6 +310,19 @@ def config(**changes) -> dict:
     return {**base, **changes}
 
 
+OLMOE = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 8,
+    "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def config_of(family: str) -> dict:
+    """A whole config.json of ``family``."""
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    extra = {"qwen3_moe": moe, "olmoe": OLMOE}
+    return config(model_type=family, **extra.get(family, {}))
+
+
 def written(folder, values) -> str:
     (folder / "config.json").write_text(json.dumps(values))
     return str(folder)
@@ -381,11 +396,68 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
         ({"quantization_config": "int4"}, "quantization_config.*'int4'"),
         ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config"),
         ({"scale_emb": 12}, "scale_emb"),
+        ({"sliding_window": 4096, "model_type": "llama"}, "sliding_window"),
+        ({"num_experts": 8}, "num_experts"),
     ],
 )
 def test_unsupported_configs_are_refused_with_the_reason(tmp_path, changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
         load_model_shape(written(tmp_path, config(**changes)))
+
+
+ALTERED = {
+    "attention_multiplier": 0.01, "attn_logit_softcapping": 50.0, "clip_qkv": 8.0, "embedding_multiplier": 12.0,
+    "final_logit_softcapping": 30.0, "first_k_dense_replace": 1, "hidden_activation": "gelu_pytorch_tanh",
+    "logits_scaling": 6.0, "mlp_bias": True, "n_group": 4, "n_shared_experts": 1, "no_rope_layers": [1, 1, 1, 0],
+    "num_nextn_predict_layers": 1, "per_layer_config": {"0": {"num_attention_heads": 2}},
+    "query_pre_attn_scalar": 256, "residual_multiplier": 0.22, "rope_interleave": True, "rotary_pct": 0.5,
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "shared_expert_intermediate_size": 64,
+    "text_config": {"hidden_size": 64}, "topk_group": 2, "use_qk_norm": True,
+}  # fmt: skip
+"""Keys, with values, that change the arithmetic of models of other families."""
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("key", ALTERED)
+def test_a_key_that_changes_the_arithmetic_is_refused_in_every_family(tmp_path, family, key):
+    values = config_of(family)
+    load_model_shape(written(tmp_path, {**values, key: None}))
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model_shape(written(tmp_path, {**values, key: ALTERED[key]}))
+    assert [key] == [line.split(": ")[1].split(" is ")[0] for line in caught.value.faults]
+
+
+@pytest.mark.parametrize("key", NEUTRAL)
+def test_neutral_values_are_taken(tmp_path, key):
+    for value in NEUTRAL[key]:
+        folder = written(tmp_path, {**config_of("qwen2"), key: value})
+        load_model_shape(folder)
+        assert unknown_key_warnings(folder) == []
+
+
+def test_an_unknown_key_is_a_warning(tmp_path):
+    folder = written(tmp_path, {**config_of("qwen3_moe"), "wobble": 0.5, "use_cache": True})
+    load_model_shape(folder)
+    (warning,) = unknown_key_warnings(folder)
+    assert "wobble" in warning
+    assert str(tmp_path) in warning
+
+
+PUBLISHED = sorted((Path(__file__).resolve().parents[2] / "examples" / "model_configs").glob("*/"))
+
+
+@pytest.mark.parametrize("folder", PUBLISHED, ids=lambda folder: folder.name)
+def test_no_published_config_has_an_unknown_key(folder):
+    if json.loads((folder / "config.json").read_text())["model_type"] in FAMILIES:
+        assert unknown_key_warnings(folder) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_config_that_transformers_writes_has_an_unknown_key(tmp_path, family):
+    AutoConfig.for_model(family, architectures=[FAMILIES[family].architecture]).save_pretrained(
+        tmp_path
+    )
+    assert unknown_key_warnings(tmp_path) == []
 
 
 def test_more_experts_than_a_table_can_list_are_refused(tmp_path):
@@ -418,10 +490,9 @@ def test_more_experts_than_a_table_can_list_are_refused(tmp_path):
     ],
 )
 def test_a_config_is_read_as_transformers_reads_it(tmp_path, family, changes):
-    sizes = {
-        "num_attention_heads": 32, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-    }  # fmt: skip
+    sizes = {"num_attention_heads": 32, "num_key_value_heads": 2}
+    if family == "qwen3_moe":
+        sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     values = config(model_type=family, **{**sizes, **changes})
     folder = written(tmp_path, {k: v for k, v in values.items() if v is not ABSENT})
     ours, theirs = load_model_shape(folder), AutoConfig.from_pretrained(folder)
@@ -471,14 +542,8 @@ def test_more_experts_a_token_than_there_are_is_refused(tmp_path):
         load_model_shape(written(tmp_path, config(model_type="qwen3_moe", **moe)))
 
 
-OLMOE = {
-    "model_type": "olmoe", "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 8,
-    "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
-}  # fmt: skip
-
-
 def test_olmoe_is_read_as_transformers_reads_it(tmp_path):
-    folder = written(tmp_path, config(**OLMOE))
+    folder = written(tmp_path, config_of("olmoe"))
     ours, theirs = load_model_shape(folder), AutoConfig.from_pretrained(folder)
     assert (ours.moe_ffn_hidden_size, ours.norm_topk_prob, ours.norms_all_heads) == (
         *(theirs.intermediate_size, theirs.norm_topk_prob, True),
@@ -500,13 +565,13 @@ def test_olmoe_is_read_as_transformers_reads_it(tmp_path):
 )
 def test_an_olmoe_that_sglang_computes_otherwise_is_refused(tmp_path, key, value):
     with pytest.raises(UnsupportedModelError) as caught:
-        load_model_shape(written(tmp_path, config(**{**OLMOE, key: value})))
+        load_model_shape(written(tmp_path, config_of("olmoe") | {key: value}))
     assert [key] == [line.split(": ")[1].split(" is ")[0] for line in caught.value.faults]
 
 
 def test_norms_of_all_heads_are_cut_by_heads(tmp_path):
     """4 heads of 16: each of two ranks has 32 of the 64 weights."""
-    shape = load_model_shape(written(tmp_path, config(**OLMOE)))
+    shape = load_model_shape(written(tmp_path, config_of("olmoe")))
     tensors = numbered(shape)
     for part in ("q", "k"):
         whole = tensors[f"model.layers.1.self_attn.{part}_norm.weight"]
@@ -521,7 +586,7 @@ def test_norms_of_all_heads_are_cut_by_heads(tmp_path):
 
 
 def test_an_engine_of_two_ranks_does_not_compute_olmoe(tmp_path):
-    shape = load_model_shape(written(tmp_path, config(**OLMOE)))
+    shape = load_model_shape(written(tmp_path, config_of("olmoe")))
     assert engine_parameters(shape, EngineLayout(1), 0)
     with pytest.raises(LayoutError, match="tensor 2"):
         engine_parameters(shape, EngineLayout(2), 0)

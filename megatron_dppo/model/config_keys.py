@@ -1,0 +1,166 @@
+"""Keys of a config.json that no family reads: those that must have a neutral value, and those that do not matter.
+
+A family reads its own keys (``model/families.py``). A key that is in none of these places is unknown: it may change the
+model's arithmetic, so the start of a run and the converter print a warning that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    # Attention.
+    "alibi": (False,),
+    "attention_chunk_size": (),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "dual_chunk_attention_config": (),
+    "final_logit_softcapping": (),
+    "is_causal": (True,),
+    "kv_lora_rank": (),
+    "learnable_sink": (False,),
+    "original_num_attention_heads": (),
+    "parallel_attn": (False,),
+    "q_lora_rank": (),
+    "qk_layernorm": (False,),
+    "qk_norm": (False,),
+    "query_pre_attn_scalar": (),
+    "sliding_window_pattern": (),
+    "use_qk_norm": (False,),
+    # Positions.
+    "no_rope_layer_interval": (),
+    "no_rope_layers": ([],),
+    "rope_interleave": (False,),
+    "rope_interleaved": (False,),
+    "rope_is_neox_style": (True,),
+    "rotary_dim": (),
+    "rotary_pct": (1,),
+    # Multipliers.
+    "dim_model_base": (),
+    "embedding_multiplier": (1,),
+    "lm_head_multiplier": (1,),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "residual_multiplier": (1,),
+    "scale_depth": (),
+    "scale_emb": (),
+    # Linears.
+    "hidden_activation": ("silu",),
+    "lm_head_bias": (False,),
+    "mlp_bias": (False,),
+    # Experts.
+    "decoder_sparse_step": (1,),
+    "first_k_dense_replace": (0,),
+    "mlp_only_layers": ([],),
+    "moe_layer_freq": (1,),
+    "n_group": (0, 1),
+    "n_routed_experts": (0,),
+    "n_shared_experts": (0,),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "num_shared_experts": (0,),
+    "routed_scaling_factor": (1,),
+    "scoring_func": ("softmax",),
+    "shared_expert_intermediate_size": (0,),
+    "topk_group": (0, 1),
+    "topk_method": ("greedy",),
+    "use_routing_bias": (False,),
+    # Further parts, other parts for some layers, and weights in other forms.
+    "add_cross_attention": (False,),
+    "audio_config": (),
+    "compression_config": (),
+    "is_encoder_decoder": (False,),
+    "num_nextn_predict_layers": (0,),
+    "per_layer_config": ({},),
+    "pruned_heads": ({},),
+    "text_config": (),
+    "vision_config": (),
+}
+"""Key that changes tensors or arithmetic in some model or engine -> the values beside null that change nothing."""
+
+HARMLESS = frozenset(
+    (
+        # The file and its origin.
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "_name_or_path",
+        "attn_implementation",
+        "auto_map",
+        "model_type",
+        "name_or_path",
+        "tokenizer_class",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        # Training with dropout, noise or losses of its own, and initial values.
+        "attention_dropout",
+        "embd_pdrop",
+        "hidden_dropout",
+        "initializer_range",
+        "output_router_logits",
+        "resid_pdrop",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        # How a library computes the same values, and what it returns.
+        "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "is_decoder",
+        "output_attentions",
+        "output_hidden_states",
+        "pretraining_tp",
+        "return_dict",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "torchscript",
+        "use_bfloat16",
+        "use_cache",
+        # Windows, which every family refuses by a key of its own.
+        "max_window_layers",
+        "sliding_window",
+        # Tokens, and sampling: a run samples by its own configuration.
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "eos_token_id",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "pad_token_id",
+        "prefix",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "unk_token_id",
+        # Classification.
+        "finetuning_task",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "task_specific_params",
+    )
+)
+"""Keys that change neither tensors nor log-probabilities, whatever their value is."""
