@@ -28,8 +28,9 @@ arena: setup  ## the rules of papers under their claims, in one process each, te
 gpu-check: setup  ## what to run first on a GPU machine; without one it checks what it can: page in runs/gpu_check (also ONLY=kernels,mask)
 	@$(PYTHON_IN_VENV) -m megatron_dppo gpu-check $(if $(ONLY),--only $(ONLY))
 
+# In the order of folders: the longest files, of distributed and integration tests, begin first, and short ones fill the end.
 test: lint types  ## every check: lint, types, unit, distributed, integration and Slurm tests (ALL=1: the slow ones too)
-	@$(RUN_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile $(if $(ALL),,-m 'not slow')
+	@$(RUN_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(if $(ALL),,-m 'not slow')
 
 unit: setup  ## the fast tests alone
 	@$(RUN_IN_VENV) -m pytest tests/unit
