@@ -1,0 +1,197 @@
+"""Trace a small real run and write the package's files that each walk of docs/structure.md enters, in order.
+
+    python tools/trace_walk.py --write      # about two minutes: a run of two steps on two ranks and a server
+
+The run is ``megatron-dppo train`` on a random tiny model. Every process of the run records the functions of the package
+that it enters (``tools/trace/sitecustomize.py``). A walk is what rank 0 and the processes it calls enter while a
+function of rank 0 is active in the last step. The files of ``system/``, ``config/`` and ``logging.py`` are left out:
+they hold helpers that any part of the package calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_dppo.system.files import write_atomically  # noqa: E402
+from tests.integration.runs import write_material  # noqa: E402
+
+STORED = ROOT / "docs" / "evidence" / "walks.yaml"
+TRACE_FOLDER = ROOT / "tools" / "trace"
+HELPERS = ("system/", "config/", "logging.py", "__init__.py")
+SUPERVISOR = "supervisor"
+RANK_0 = "rank 0"
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A part of a training step.
+
+    Args:
+        title: Heading of the walk on the page.
+        start: Function of rank 0 whose call begins the walk, as file and qualified name.
+        end: Function of rank 0 whose return ends it.
+        processes: Kinds of process whose entries belong to the walk.
+    """
+
+    title: str
+    start: str
+    end: str
+    processes: frozenset[str]
+
+
+EVERY_PROCESS = frozenset({RANK_0, "answer parser", "reward worker", "server", "router"})
+WALKS = (
+    Walk(
+        "A prompt becomes a scored response",
+        "loop/rollout_sources.py GeneratedRollouts.collect",
+        "loop/rollout_sources.py GeneratedRollouts.collect",
+        EVERY_PROCESS,
+    ),
+    Walk(
+        "A batch becomes an optimiser step",
+        "loop/learning.py Learner.plan",
+        "loop/learning.py Learner.learn",
+        frozenset({RANK_0}),
+    ),
+    Walk(
+        "A micro-batch becomes a loss",
+        "trainer/step.py forward_backward",
+        "trainer/step.py forward_backward",
+        frozenset({RANK_0}),
+    ),
+    Walk(
+        "New weights reach the server",
+        "loop/engine_session.py EngineSession.update_weights",
+        "loop/engine_session.py EngineSession.update_weights",
+        EVERY_PROCESS,
+    ),
+)
+_KINDS = {
+    "megatron_dppo.engine.answer_parsing": "answer parser",
+    "megatron_dppo.rewards": "reward worker",
+    "megatron_dppo.engine.launch_server": "server",
+    "sglang_router": "router",
+    "multiprocessing": "server",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a process's record.
+
+    Args:
+        seconds: Time on the system's monotonic clock, which all processes share.
+        process: Kind of the process.
+        event: ``call`` or ``return``.
+        function: File of the package and qualified name.
+    """
+
+    seconds: float
+    process: str
+    event: str
+    function: str
+
+    @property
+    def file(self) -> str:
+        """The function's file, relative to the package."""
+        return self.function.partition(" ")[0]
+
+
+def read_entries(folder: Path) -> list[Entry]:
+    """The entries of all processes, in order of time."""
+    entries: list[Entry] = []
+    for path in folder.glob("*.txt"):
+        kind = ""
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("# "):
+                kind = kind_of(line)
+                continue
+            seconds, event, function = line.split(" ", 2)
+            entries.append(Entry(float(seconds), kind, event, function))
+    return sorted(entries, key=lambda entry: entry.seconds)
+
+
+def kind_of(header: str) -> str:
+    """The kind of process that wrote a record with this first line: rank and command line."""
+    _, rank, command = header.split(" ", 2)
+    if "-m megatron_dppo.train" in command:
+        return f"rank {rank}" if rank else SUPERVISOR
+    return next((kind for word, kind in _KINDS.items() if word in command), command)
+
+
+def files_of(walk: Walk, entries: Sequence[Entry]) -> list[str]:
+    """The files that ``walk`` enters in the last step, each at its first entry."""
+    begin, end = _last_span(walk, entries)
+    inside = (entry for entry in entries if begin <= entry.seconds <= end)
+    return list(dict.fromkeys(_subjects(walk, inside)))
+
+
+def _last_span(walk: Walk, entries: Sequence[Entry]) -> tuple[float, float]:
+    of_rank_0 = [entry for entry in entries if entry.process == RANK_0]
+    ends = [e.seconds for e in of_rank_0 if e.event == "return" and e.function == walk.end]
+    starts = [e.seconds for e in of_rank_0 if e.event == "call" and e.function == walk.start]
+    if not ends or not starts:
+        raise ValueError(f"the trace of rank 0 lacks {walk.start} or {walk.end}")
+    return max(second for second in starts if second < ends[-1]), ends[-1]
+
+
+def _subjects(walk: Walk, entries: Iterable[Entry]) -> Iterator[str]:
+    for entry in entries:
+        is_helper = entry.file.startswith(HELPERS[:-1]) or entry.file == HELPERS[-1]
+        if entry.process in walk.processes and not is_helper:
+            yield f"megatron_dppo/{entry.file}"
+
+
+def trace_run(folder: Path) -> list[Entry]:
+    """Run two steps with every process traced. Raises RuntimeError where the run fails."""
+    config = write_material(folder)
+    record = folder / "trace"
+    record.mkdir()
+    bounds = {function for walk in WALKS for function in (walk.start, walk.end)}
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(TRACE_FOLDER), str(ROOT)]),
+        "TRACE_WALK_FOLDER": str(record),
+        "TRACE_WALK_BOUNDS": ";".join(sorted(bounds)),
+    }
+    command = [sys.executable, "-m", "megatron_dppo.train", str(config), *_OVERRIDES]
+    done = subprocess.run(command, env=os.environ | variables, cwd=ROOT, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}")
+    return read_entries(record)
+
+
+_OVERRIDES = ("run.steps=2", "evaluation.every=9", "checkpoint.every=9")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the walks, or write them into the stored file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"into {STORED.relative_to(ROOT)}")
+    parser.add_argument("--from", dest="record", type=Path, help="a folder of records to read")
+    options = parser.parse_args(arguments)
+    if options.record is not None:
+        entries = read_entries(options.record)
+    else:
+        with tempfile.TemporaryDirectory(prefix="walk-") as folder:
+            entries = trace_run(Path(folder))
+    text = yaml.safe_dump({w.title: files_of(w, entries) for w in WALKS}, sort_keys=False)
+    if options.write:
+        write_atomically(STORED, text)
+    else:
+        print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
