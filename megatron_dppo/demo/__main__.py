@@ -1,8 +1,8 @@
 """Train a tiny mixture of experts on this machine.
 
-``make demo`` prepares model and data, trains by DPPO and judges the results::
+``make demo`` prepares model and data, trains with DPPO and compares the results with targets::
 
-    megatron-dppo demo [--task sums|calculator|python] [--seed N] [--directory runs/demo] [key.path=value ...]
+megatron-dppo demo [--task sums|calculator|python] [--seed N] [--directory runs/demo] [key.path=value ...]
 
 An interrupted demo resumes. The folder of a finished one is renamed, and a new one starts.
 """
@@ -47,7 +47,7 @@ RECIPES = EXAMPLES / "tiny_moe"
 FLAGS = {"run.directory": "--directory", "run.seed": "--seed"}
 CONSOLE = Console(highlight=False)
 KEPT_BATCHES = "rollout.save=true"
-"""For ``explain``, ``doctor`` and ``replay``: 16 MB in 40 steps."""
+"""Setting that saves batches for ``explain``, ``doctor`` and ``replay``: 16 MB in 40 steps."""
 SECONDS = "seconds, set-up excluded"
 
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *options.overrides,
     ]
     try:
-        # A wrong key must not be told after the material, which takes minutes.
+        # Check the overrides first: making the material takes minutes.
         config = load_config(recipe, overrides)
         check_environment(config.environment.name, config.environment.options)
     except ValueError as error:
@@ -96,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = json.loads((directory / "summary.json").read_text())
     dtype = yaml.safe_load((directory / "config.yaml").read_text())["model"]["dtype"]
     results = judge(summary, load_config(recipe, ()).run.steps, dtype, task.gain)
-    longest = f"{task.longest_s} or less on two quiet cores"
-    seconds = DemoResult(SECONDS, f"{time.monotonic() - started:.0f}", longest)
+    target = f"{task.longest_s} or less on two quiet cores"
+    seconds = DemoResult(SECONDS, f"{time.monotonic() - started:.0f}", target)
     show([*results, seconds], summary, directory)
     CONSOLE.print(verdict(results), soft_wrap=True, markup=False)
     CONSOLE.print("\n".join(next_commands(directory)), soft_wrap=True, markup=False)
@@ -111,11 +111,15 @@ def set_aside(
     config = directory / "config.yaml"
     if not config.exists():
         return
-    before = yaml.safe_load(config.read_text())
-    now = load_config(recipe, overrides)
-    same = _identity(before) == (seed, now.algorithm.name, now.environment.name)
+    earlier_config = yaml.safe_load(config.read_text())
+    new_config = load_config(recipe, overrides)
+    is_same_demo = _identity(earlier_config) == (
+        seed,
+        new_config.algorithm.name,
+        new_config.environment.name,
+    )
     finished = (directory / "summary.json").exists()
-    if same and not finished:
+    if is_same_demo and not finished:
         return
     stamp = f"{directory.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     renamed = unused_path(directory.with_name(stamp))
@@ -131,7 +135,7 @@ def _identity(config: Mapping[str, Any]) -> tuple[int, str, str | None]:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """A row of the table: a measurement, its target, and whether it is met (None: not judged)."""
+    """A row of the table: a measurement, its target, and whether it is met (None: no target)."""
 
     label: str
     measured: str
@@ -177,7 +181,7 @@ def judge(
 
 
 def verdict(results: Sequence[DemoResult]) -> str:
-    """Whether it learned and everything else holds, in a line."""
+    """Return a line that tells whether the policy learned and every target is met."""
     gained, missed = results[0], [result for result in results if result.holds is False]
     learned = f"{gained.label} {gained.measured}, expected {gained.expected}"
     if missed:
@@ -189,7 +193,7 @@ def verdict(results: Sequence[DemoResult]) -> str:
 
 
 def show(results: Sequence[DemoResult], summary: Mapping[str, Any], directory: Path) -> None:
-    """Print the results as a table, and where the run's files are."""
+    """Print the results as a table, and the paths of the run's files."""
     steps, turns = series(read_records(directory), names.TURNS)
     has_turns = max(turns, default=1.0) > 1
     spoken = f"{turns[0]:.2f} -> {turns[-1]:.2f}" if has_turns else "1"
@@ -211,9 +215,9 @@ def show(results: Sequence[DemoResult], summary: Mapping[str, Any], directory: P
 
 
 def next_commands(directory: Path) -> list[str]:
-    """What to look at next in the run in ``directory``: one line for each command, and what it shows.
+    """Return a line for each command that shows more of the run in ``directory``.
 
-    Without saved batches, those that read them are left out.
+    Without saved batches, commands that read them are left out.
     """
     program = Path(sys.executable).with_name("megatron-dppo")
     if program.is_relative_to(Path.cwd()):
@@ -228,12 +232,12 @@ def next_commands(directory: Path) -> list[str]:
             f"doctor {directory}": "whether engine and trainer agree about it, and if not, why",
             f"replay {directory} --algorithm grpo-clip-higher": "what another rule would have blocked",
         }
-    longest = max(map(len, commands))
-    return ["next:", *(f"  {program} {c:{longest}}  {shows}" for c, shows in commands.items())]
+    width = max(map(len, commands))
+    return ["next:", *(f"  {program} {c:{width}}  {shows}" for c, shows in commands.items())]
 
 
 def show_conversations(directory: Path, *steps: int) -> None:
-    """Print two of each step's training samples, whole."""
+    """Print two whole training samples of each step."""
     for step in steps:
         of_step = (s for s in read_samples(directory) if (s.set, s.step) == (TRAINING, step))
         for sample in islice(of_step, 2):

@@ -1,22 +1,26 @@
 """Material of the demo: data, a random model, and the supervised warm start that RL begins from.
 
-    python -m megatron_dppo.demo.material [--task sums] [--seed 1] [--root runs/tiny_moe/material] [key.path=value ...]
+python -m megatron_dppo.demo.material [--task sums] [--seed 1] [--root runs/tiny_moe/material] [key.path=value ...]
 
-Makes ``<root>/seed-<seed>/`` with ``random/`` (the initial checkpoint), ``warm/`` (the policy that RL starts from, a
-Hugging Face folder) and, in the JSON Lines form of DAPO-Math and AIME files, the problems of a task; of ``sums``,
-sums and differences of four small numbers, e.g. ``3+5-2+4`` with answer 10:
+The program makes ``<root>/seed-<seed>/`` with ``random/`` (the initial checkpoint), ``warm/`` (the policy that RL
+starts from, a Hugging Face folder) and, in the JSON Lines form of DAPO-Math and AIME files, the problems of a task. The
+problems of ``sums`` are sums and differences of four small numbers, e.g. ``3+5-2+4`` with answer 10:
 
-``train.jsonl``, ``held_out.jsonl``: ``{"prompt", "answer"}``; no expression is in both.
-``warm_start.jsonl``: ``{"prompt", "response"}`` for supervised learning, on expressions of the training split only.
+``train.jsonl``, ``held_out.jsonl``: ``{"prompt", "answer"}``; no expression is in both. ``warm_start.jsonl``:
+``{"prompt", "response"}`` for supervised learning, on expressions of the training split only.
 
-The warm start imitates the mixed styles of a base model's training text: 40% of its responses are worked out,
-``8 6 = 10`` (the running totals, then the answer); the others are estimates, ``= 12``, which are wrong by up to five. A
-model that imitates both is correct less than half of the time; reinforcement learning can find from the reward that
-working out is better. The tasks ``calculator`` and ``python`` are products with a number added or subtracted, and their
-warm start conversations, few of which use the tool to the end (``tool_pairs``).
+The warm start imitates the mixed styles of a base model's training text: 40% of its responses are worked out, ``8 6 =
+10`` (the running totals, then the answer); the others are estimates, ``= 12``, which are wrong by up to five. A model
+that imitates both is correct less than half of the time; reinforcement learning can learn from the reward that working
+out is better. The problems of the tasks ``calculator`` and ``python`` are products with a number added or subtracted;
+few of their warm start conversations use the tool to the end (``tool_pairs``).
 
 Overrides apply to the warm start's configuration, warm_start.yaml. A finished folder is used again unless its sources,
 seed or overrides have changed.
+
+The model is a random Qwen3-MoE of 1.1 million parameters with a tokenizer of numbers, as a Hugging Face folder. It has
+the features of its family: 8 experts, 2 per token, grouped-query attention, normalised queries and keys, an output
+layer that is not tied to the embedding.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Pair = Mapping[str, Any]
-"""``prompt``, text or chat messages, and ``response``."""
+"""A pair for supervised learning: ``prompt`` (text or chat messages) and ``response``."""
 TERMS = 4
 LARGEST_TERM = 5
 HELD_OUT = 200
@@ -61,41 +65,41 @@ ESTIMATE_RANGE = 5
 
 
 def running_totals(expression: str) -> list[int]:
-    """The value after each operation: ``3+5-2+4`` -> [8, 6, 10]."""
+    """Return the value after each operation: ``3+5-2+4`` -> [8, 6, 10]."""
     signed = expression.replace("-", "+-").split("+")
     return list(itertools.accumulate(int(term) for term in signed))[1:]
 
 
 def expressions() -> Iterator[str]:
-    """Every expression whose running totals are all 0 or above."""
+    """Yield every expression whose running totals are all 0 or above."""
     terms = [str(i) for i in range(1, LARGEST_TERM + 1)]
     for signs in itertools.product("+-", repeat=TERMS - 1):
-        for first, *rest in itertools.product(terms, repeat=TERMS):
-            text = first + "".join(s + t for s, t in zip(signs, rest, strict=True))
+        for first_term, *later_terms in itertools.product(terms, repeat=TERMS):
+            text = first_term + "".join(s + t for s, t in zip(signs, later_terms, strict=True))
             if min(running_totals(text)) >= 0:
                 yield text
 
 
 def worked_out(expression: str) -> str:
-    """A worked-out response: ``8 6 = 10``."""
+    """Return a worked-out response: ``8 6 = 10``."""
     *steps, answer = running_totals(expression)
     return " ".join([*map(str, steps), "=", str(answer)])
 
 
 def estimate(expression: str, rng: random.Random) -> str:
-    """An estimate: ``= 12``."""
+    """Return an estimate: ``= 12``."""
     answer = calculate(expression)
     low, high = max(0, answer - ESTIMATE_RANGE), answer + ESTIMATE_RANGE
     return f"= {rng.randint(low, high)}"
 
 
 TOOL_SHARES = {"estimate": 0.6, "half way": 0.25, "to the end": 0.15}
-"""Of the warm start's conversations: answered at once, after the first call, and after the second."""
+"""Shares of the warm start's conversations that answer at once, after the first call, and after the second."""
 LARGEST_NUMBER = 99
 
 
 def products() -> Iterator[str]:
-    """Every ``a*b+c`` and ``a*b-c`` of factors from 2 to 9 whose value is a number of the tokenizer."""
+    """Yield every ``a*b+c`` and ``a*b-c`` of factors from 2 to 9 whose value is a number of the tokenizer."""
     for a, b, sign, c in itertools.product(range(2, 10), range(2, 10), "+-", range(1, 20)):
         text = f"{a}*{b}{sign}{c}"
         if 0 <= calculate(text) <= LARGEST_NUMBER:
@@ -103,10 +107,11 @@ def products() -> Iterator[str]:
 
 
 def tool_pairs(call: str, expression: str, rng: random.Random) -> Iterator[Pair]:
-    """The turns of a conversation about ``7*8-5``, each a pair. ``call``: a turn that asks a tool, ``{}`` for what.
+    """Yield the turns of a conversation about ``7*8-5``, each a pair. ``call``: format of a tool call, ``{}`` for its
+    text.
 
-    To the end it asks for ``7*8``, then for ``56-5``, and answers ``= 51``. Half way it answers ``= 56``, which is
-    wrong; an estimate, ``= 47``, is seldom right.
+    A conversation to the end calls the tool for ``7*8``, then for ``56-5``, and answers ``= 51``. Half way it answers
+    ``= 56``, which is wrong; an estimate, ``= 47``, is seldom right.
     """
     style = rng.choices(list(TOOL_SHARES), list(TOOL_SHARES.values()))[0]
     messages = [{"role": "user", "content": expression}]
@@ -115,8 +120,8 @@ def tool_pairs(call: str, expression: str, rng: random.Random) -> Iterator[Pair]
         return
     product = expression[:3]
     value = calculate(product)
-    asked = [product] if style == "half way" else [product, f"{value}{expression[3:]}"]
-    for question in asked:
+    questions = [product] if style == "half way" else [product, f"{value}{expression[3:]}"]
+    for question in questions:
         turn, value = call.format(question), calculate(question)
         yield {"prompt": list(messages), "response": turn}
         messages += [
@@ -127,7 +132,7 @@ def tool_pairs(call: str, expression: str, rng: random.Random) -> Iterator[Pair]
 
 
 def sum_pairs(expression: str, rng: random.Random) -> Iterator[Pair]:
-    """A response to a sum, worked out or estimated."""
+    """Yield a response to a sum, worked out or estimated."""
     worked = rng.random() < WORKED_OUT_SHARE
     response = worked_out(expression) if worked else estimate(expression, rng)
     yield {"prompt": expression, "response": response}
@@ -167,10 +172,6 @@ def _write(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
     return len(lines)
 
 
-# The model: a random Qwen3-MoE of 1.1 million parameters with a tokenizer of numbers, as a Hugging Face folder. It has
-# the features of its family: 8 experts, 2 per token, grouped-query attention, normalised queries and keys, an output
-# layer that is not tied to the embedding.
-
 SPECIAL = ["<pad>", "<user>", "<assistant>", "<end>", "<unknown>"]
 NUMBERS = 28
 """Numbers 0 to 27: totals reach 20, estimates 25; 36 words in all are divisible by TP 4."""
@@ -201,10 +202,15 @@ SHAPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class DemoTask:
-    """What a demo learns. ``recipe``: a file of examples/tiny_moe. ``gain``: of held-out accuracy, expected at least.
-    ``longest_s``: seconds with the warm start, expected at most on two quiet cores.
+    """A task of the demo.
 
-    ``expressions``: all problems. ``pairs``: of the warm start, on one of them. ``words``: of the tokenizer.
+    Attributes:
+        recipe: a file of examples/tiny_moe.
+        gain: least expected gain of held-out accuracy.
+        longest_s: seconds with the warm start that two quiet cores should need at most.
+        expressions: all problems.
+        pairs: pairs of the warm start for one of them.
+        words: words of the tokenizer.
     """
 
     recipe: str
@@ -232,7 +238,7 @@ TASKS = {
 
 
 def make_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each number, sign and word; spaces are ignored."""
+    """Make a tokenizer with one token for each number, sign and word; spaces are ignored."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -257,7 +263,7 @@ def make_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
 
 def make_model(folder: Path, seed: int, words: Sequence[str] = WORDS) -> int:
     """Write the checkpoint into ``folder``; returns the number of parameters."""
-    # Here, for whoever finds the material made needs no torch.
+    # Import here, so that a demo with existing material needs no torch.
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -316,7 +322,7 @@ def prepare(
     made_from = fingerprint(seed, overrides)
     folder.mkdir(parents=True, exist_ok=True)
     with open(root / f"seed-{seed}.lock", "w") as lock:
-        # A second demo waits.
+        # A second demo waits here.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _stamp(folder) == made_from:
             print(f"material: {folder} is there", flush=True)
@@ -328,18 +334,18 @@ def prepare(
 
 
 def _make(folder: Path, seed: int, overrides: Sequence[str], task: str) -> None:
-    began = time.monotonic()
+    start_time = time.monotonic()
     counts = make_data(folder, seed, task)
     lines = ", ".join(f"{name} {count}" for name, count in counts.items())
     print(f"material: lines of data: {lines}", flush=True)
     parameters = make_model(folder / "random", seed, TASKS[task].words)
     print(f"material: a random Qwen3-MoE of {parameters:,} parameters", flush=True)
     _warm_start(folder, seed, overrides)
-    print(f"material: {folder} made in {time.monotonic() - began:.0f} s", flush=True)
+    print(f"material: {folder} made in {time.monotonic() - start_time:.0f} s", flush=True)
 
 
 def fingerprint(seed: int, overrides: Sequence[str]) -> dict[str, object]:
-    """All that the material depends on: hashes of its sources, seed and overrides."""
+    """Return everything that the material depends on: hashes of its sources, seed and overrides."""
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES}
     return {"seed": seed, "overrides": list(overrides), "sources": digests}
 
@@ -360,7 +366,7 @@ def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
         f"data.train={folder / 'warm_start.jsonl'}",
         *overrides,
     ]
-    # The matrices are too small for two.
+    # The matrices are too small for two threads.
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     code = run_to_the_end(command, env=one_thread)
     if code in INTERRUPTED:
@@ -375,9 +381,9 @@ def run_to_the_end(
     env: Mapping[str, str] | None = None,
     *,
     errors: int | None = None,
-    started: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+    started: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> int:
-    """Run ``command`` and return its exit code; what ends the parent does not cut it short.
+    """Run ``command`` and return its exit code; signals that end the parent do not cut it short.
 
     Args:
         command: program and arguments.
@@ -385,9 +391,9 @@ def run_to_the_end(
         errors: its standard error, as ``subprocess.Popen`` takes it; None: this process's.
         started: called with the process once it runs.
 
-    A terminal sends Ctrl-C, and SIGHUP when it closes, to parent and child. ``subprocess.run`` would then
-    kill the child after 0.25 s; here the parent ignores it and waits until the child has saved its state and
-    ended. SIGTERM, which comes to the parent alone, is passed on.
+    A terminal sends Ctrl-C, and SIGHUP when it closes, to parent and child. ``subprocess.run`` would then kill the
+    child after 0.25 s; here the parent ignores it and waits until the child has saved its state and ended. SIGTERM,
+    which only the parent receives, is passed on.
     """
     plain, secrets = split_environment(os.environ if env is None else env)
     # before signals are ignored: a child inherits that
@@ -398,12 +404,15 @@ def run_to_the_end(
         signal.SIGHUP: signal.SIG_IGN,
         signal.SIGTERM: lambda *_: process.terminate(),
     }
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    previous_handlers = {
+        number: signal.signal(number, handler) for number, handler in handlers.items()
+    }
     try:
-        started(process)
+        if started is not None:
+            started(process)
         return process.wait()
     finally:
-        for number, handler in previous.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
@@ -417,24 +426,28 @@ def main() -> None:
     prepare(arguments.seed, arguments.root, arguments.overrides, arguments.task)
 
 
-# What of the demo's recipe changes on GPUs: Transformer Engine and SGLang's CUDA server work in bfloat16.
-
 EXPORT_BOUNDS: Mapping[Dtype, float] = {"float32": 1e-4, "bfloat16": 1.0}
-"""Nats, of the largest difference of one token's log-probability; bfloat16's is a guess until it is measured."""
+"""Largest accepted difference of one token's log-probability, nats; bfloat16's is a guess until it is measured."""
 _ONE_RANK = ("parallel.world_size=1", "parallel.expert=1")
 _SHARED = ("sglang.base_gpu_id=0", "sglang.mem_fraction_static=0.3", "weight_sync.strategy=tensor")
 
 
 def trainer_overrides(gpus: int) -> tuple[str, ...]:
-    """For the warm start and the run: the recipe's two ranks where there are three GPUs or none. Not yet run on one."""
+    """Return overrides for the warm start and the run: two ranks, as in the recipe, where there are three GPUs or none.
+
+    Not yet run on a GPU. Transformer Engine and SGLang's CUDA server work in bfloat16.
+    """
     if not gpus:
         return ()
     return ("model.dtype=bfloat16", *(() if gpus > 2 else _ONE_RANK))
 
 
 def engine_overrides(gpus: int) -> tuple[str, ...]:
-    """For the run: the server shares the only GPU, with weights by CUDA IPC, as NCCL takes a GPU once. Its Triton
-    attention takes heads of 32."""
+    """Return overrides for the run's server.
+
+    With one GPU the server shares it, with weights by CUDA IPC, because NCCL uses a GPU only once. SGLang's Triton
+    attention takes heads of 32.
+    """
     if not gpus:
         return ()
     return ("sglang.attention_backend=triton", *(_SHARED if gpus == 1 else ()))

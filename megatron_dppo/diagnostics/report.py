@@ -57,15 +57,15 @@ FEW_POINTS = 30
 LEGEND_WIDTH = 72
 """Characters of a legend that fit over a panel in one row; a line's sample counts as six."""
 WHOLE = 1.01
-"""Upper end of an axis of shares: a line at 1 is seen in its full width."""
+"""Upper end of an axis of shares, above 1 so that a line at 1 is visible in its full width."""
 PERCENT = (0, 100 * WHOLE)
-"""Ends of an axis of shares in percent."""
+"""Range of an axis of shares in percent."""
 STEP_AXIS = "step"
 """Label of the horizontal axis of every panel that shows steps."""
 
 
 BOUND: dict[str, Any] = {"linestyle": "-", "linewidth": 6, "alpha": 0.35, "solid_capstyle": "butt"}
-"""How a bound is drawn."""
+"""Line style of a bound."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ STROKES: dict[Stroke, tuple[str, LineStyle]] = {
 
 def in_panel(panel: str, *, right: bool = False) -> list[Metric]:
     """The metrics that ``panel`` draws on its left or its right axis."""
-    drawn = [(row, row.line) for row in METRICS.values() if row.line is not None]
-    return [row for row, line in drawn if (line.panel, line.right) == (panel, right)]
+    rows_with_lines = [(row, row.line) for row in METRICS.values() if row.line is not None]
+    return [row for row, line in rows_with_lines if (line.panel, line.right) == (panel, right)]
 
 
 def centred_mean(values: list[float], reach: int) -> list[float]:
@@ -99,13 +99,18 @@ def centred_mean(values: list[float], reach: int) -> list[float]:
 
 
 def _plot(
-    axes: Axes, steps: list[int], values: list[float], colour: str, style: LineStyle, alone: bool
+    axes: Axes,
+    steps: list[int],
+    values: list[float],
+    colour: str,
+    style: LineStyle,
+    is_only_run: bool,
 ) -> None:
     """Draw a line with a dot for each step; of many steps the mean of five, without dots, and with one run also the
     unsmoothed values, thin and pale.
     """
     few = len(steps) <= FEW_POINTS
-    if alone and not few:
+    if is_only_run and not few:
         axes.plot(steps, values, "-", color=colour, alpha=0.22, linewidth=1)
     axes.plot(
         steps,
@@ -125,7 +130,7 @@ def plot_metrics(
     handles = []
     for metric in metrics:
         assert metric.line is not None
-        line, drawn = metric.line, False
+        line, has_data = metric.line, False
         own_colour, style = STROKES[line.stroke]
         for index, run in enumerate(runs):
             points = [
@@ -136,15 +141,15 @@ def plot_metrics(
                 points = [(step, value) for step, value in points if value > 0]
             if not points:
                 continue
-            drawn = True
+            has_data = True
             steps, values = map(list, zip(*points, strict=True))
             colour = RUN_COLOURS[index] if len(runs) > 1 else own_colour
             if line.stroke == "bound":
-                # Wide, pale and below: what must stay above it may be equal.
+                # The bound is wide, pale and below: the line above it may have equal values.
                 axes.plot(steps, values, color=colour, zorder=1, **BOUND)
             else:
                 _plot(axes, steps, values, colour, style, len(runs) == 1)
-        if drawn:
+        if has_data:
             handle = _handle(line.legend, runs, own_colour, style)
             handle.set(**BOUND if line.stroke == "bound" else {})
             handles.append(handle)
@@ -166,7 +171,8 @@ def plot_on_the_right(axes: Axes, runs: list[RunRecords], panel: str, unit: str)
 
 def is_recorded(runs: list[RunRecords], *metrics: str) -> bool:
     """Whether any run has any of the metrics."""
-    return any(series(run.records, metric)[0] for run in runs for metric in metrics)
+    recorded = {name for run in runs for name in metrics if series(run.records, name)[0]}
+    return bool(recorded)
 
 
 def _handle(
@@ -250,16 +256,17 @@ def draw_reward(axes: Axes, runs: list[RunRecords]) -> None:
         _remark(
             axes, "no evaluation in this run" if len(runs) == 1 else "no evaluation in these runs"
         )
-    least, largest = axes.dataLim.intervaly
+    least_value, largest_value = axes.dataLim.intervaly
     bottom, top = axes.get_ylim()
-    axes.set_ylim(bottom if least < 0 else 0.0, top if largest > 1 else WHOLE)
+    axes.set_ylim(bottom if least_value < 0 else 0.0, top if largest_value > 1 else WHOLE)
     mark_empty(axes, handles)
     finish(axes, "Reward and held-out accuracy", "mean", handles)
 
 
 def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw mean |pi - mu| at equal weights and over the step, and what is expected of each as a thin line of its
-    colour; right axis: agreement of routing.
+    """Draw mean |pi - mu| at equal weights and over the step, each with its expected value as a thin line.
+
+    The right axis has the agreement of routing.
     """
     handles: list[Line2D] = []
     bounds: list[tuple[float, str]] = []
@@ -287,14 +294,14 @@ def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
 def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the share of tokens that the trust region masks, by sign of the advantage.
 
-    Its axis ends where the lines do: what is normal, below 1%, could not be read on one up to 100%.
+    The axis ends at the largest value: normal values, below 1%, could not be read on an axis up to 100%.
     """
     handles = plot_metrics(axes, runs, in_panel("masked"))
     if handles:
         axes.set_ylim(0, min(max(axes.get_ylim()[1], 0.1), PERCENT[1]))
         handles += _band(axes, runs, names.MASKED_POSITIVE, 100, "%")
     flat = [series(run.records, names.ZERO_VARIANCE_GROUPS)[1] for run in runs]
-    without_advantage = all(flat) and {share for shares in flat for share in shares} == {1.0}
+    without_advantage = all(flat) and all(set(shares) == {1.0} for shares in flat)
     reason = "no token to mask:\nthe responses of each group earned the same"
     mark_empty(axes, handles, *([reason] if without_advantage else []))
     finish(axes, "Masked tokens by sign of advantage", "% of tokens", handles)
@@ -312,7 +319,9 @@ def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
 
 
 def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw the model's FLOP/s of a rank: as a share of the GPU's peak where every run's is known, else in TFLOP/s."""
+    """Draw the model's FLOP/s of a rank: as a share of the GPU's peak where it is known for every run, else in
+    TFLOP/s.
+    """
     is_known = all(is_recorded([run], names.MFU) for run in runs)
     unit = "% of the GPU's bf16 peak" if is_known else "TFLOP/s"
     panel = "mfu" if is_known else "tflops"
@@ -320,7 +329,7 @@ def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
 
 
 def draw_memory(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw the most memory that a rank took; right axis: the ranks' idle share."""
+    """Draw the largest memory of a rank; right axis: the ranks' idle share."""
     _draw_from_zero(axes, runs, "memory", "Peak memory and idle ranks", "GiB", "% of FLOPs")
 
 
@@ -332,7 +341,10 @@ def _draw_from_zero(
     unit: str,
     right: str | None = None,
 ) -> None:
-    """``right``: unit of the shares on the right axis. An axis of shares goes from 0 to 100%."""
+    """Draw a panel whose axis starts at zero; an axis of shares goes from 0 to 100%.
+
+    ``right`` is the unit of the shares on the right axis.
+    """
     metrics = in_panel(panel)
     handles = plot_metrics(axes, runs, metrics)
     if handles and all(metric.share for metric in metrics):
@@ -363,11 +375,11 @@ draw_waiting = partial(_draw_from_zero, panel="waiting", title="Waiting", unit="
 draw_update_seconds = partial(
     _draw_from_zero, panel="update seconds", title="Weight update: time", unit="seconds"
 )
-"""Each update's seconds, their part in which the engines stood still, and the fewest that the network allows."""
+"""Draw each update's seconds, the seconds in which the engines were paused, and the least that the network allows."""
 draw_update_bytes = partial(
     _draw_from_zero, panel="update bytes", title="Weight update: bytes", unit="GB"
 )
-"""The bytes that each update moved, their static lower bound, and those of them that left a node."""
+"""Draw the bytes of each update, their static lower bound, and the bytes that left a node."""
 
 REST = "rest"
 PHASE_COLOURS = {
@@ -390,15 +402,16 @@ def fold_short_phases(tables: list[Mapping[str, list[float]]]) -> list[dict[str,
     for table in tables:
         for phase, seconds in table.items():
             totals[phase] = totals.get(phase, 0.0) + sum(seconds)
-    ranked = sorted(totals, key=lambda phase: -totals[phase])
-    longest, short = ranked[:MOST_PHASES], ranked[MOST_PHASES:]
+    ranked = sorted(totals, key=totals.__getitem__, reverse=True)
+    longest_phases, short = ranked[:MOST_PHASES], ranked[MOST_PHASES:]
     folded = []
     for table in tables:
         length = max((len(seconds) for seconds in table.values()), default=0)
         nothing = [0.0] * length
-        row = {phase: table.get(phase, nothing) for phase in longest}
+        row = {phase: table.get(phase, nothing) for phase in longest_phases}
         if short:
-            row[REST] = [sum(table[p][i] for p in short if p in table) for i in range(length)]
+            short_rows = [table[phase] for phase in short if phase in table]
+            row[REST] = [sum(column) for column in zip(*short_rows, strict=True)] or nothing
         folded.append(row)
     return folded
 
@@ -414,7 +427,10 @@ def draw_time(axes: Axes, runs: list[RunRecords]) -> None:
 
     Step 0 (the work before training) is left out.
     """
-    trained = [RunRecords(r.label, [x for x in r.records if step_of(x) > 0], r.dtype) for r in runs]
+    trained: list[RunRecords] = []
+    for run in runs:
+        records = [record for record in run.records if step_of(record) > 0]
+        trained.append(RunRecords(run.label, records, run.dtype))
     tables = fold_short_phases([phase_table(run.records) for run in trained])
     colours = phase_colours(list(tables[0]))
     if len(trained) == 1:
@@ -448,11 +464,13 @@ def _draw_means(
     colours: Mapping[str, str],
 ) -> None:
     for row, (run, table) in enumerate(zip(runs, tables, strict=True)):
-        left = 0.0
+        bar_start = 0.0
         for phase, seconds in table.items():
             mean = sum(seconds) / max(1, len(seconds))
-            axes.barh(row, mean, 0.45, left, color=colours[phase], edgecolor="white", linewidth=0.4)
-            left += mean
+            axes.barh(
+                row, mean, 0.45, bar_start, color=colours[phase], edgecolor="white", linewidth=0.4
+            )
+            bar_start += mean
         axes.text(0, row - 0.28, run.label, fontsize=SMALL, va="bottom")
 
 
@@ -528,8 +546,8 @@ def _labels(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) 
     parts = [info.parts for info in infos if info is not None]
     if len(parts) < len(infos):
         return folders
-    differing = [i for i in range(len(parts[0])) if len({part[i] for part in parts}) > 1]
-    labels = [", ".join(part[i] for i in differing) for part in parts]
+    differing_columns = [column for column in zip(*parts, strict=True) if len(set(column)) > 1]
+    labels = [", ".join(row) for row in zip(*differing_columns, strict=True)] or [""] * len(parts)
     return labels if len(set(labels)) == len(labels) else folders
 
 
@@ -540,24 +558,29 @@ def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -
         return " | ".join(parts[0] if parts else (Path(directories[0]).resolve().name,))
     if len(parts) < len(infos):
         return f"{len(infos)} runs"
-    common = [column[0] for column in zip(*parts, strict=True) if len(set(column)) == 1]
-    return " | ".join([*common, f"{len(infos)} runs"])
+    common_parts = [column[0] for column in zip(*parts, strict=True) if len(set(column)) == 1]
+    return " | ".join([*common_parts, f"{len(infos)} runs"])
 
 
 def _draw(runs: list[RunRecords], title: str) -> Figure:
-    """The page: six panels, two more each of the machine's use, of generation ahead, of turns and of weight updates; of
-    several runs also their names below.
+    """Draw the page: six panels, and two more each for the machine's use, generation ahead, turns and weight updates.
+
+    With several runs, their names are below.
     """
-    drawn = PANELS + (USE_PANELS if is_recorded(runs, *USE_METRICS) else ())
-    drawn += AHEAD_PANELS if _largest(runs, names.STALENESS_MAX) > 0 else ()
-    drawn += TURN_PANELS if _largest(runs, names.TURNS) > 1 else ()
-    drawn += UPDATE_PANELS if is_recorded(runs, names.UPDATE_SECONDS) else ()
-    figure = Figure(figsize=(10.5, 11 * len(drawn) / len(PANELS)), dpi=130)
+    drawn_panels = PANELS + (USE_PANELS if is_recorded(runs, *USE_METRICS) else ())
+    drawn_panels += AHEAD_PANELS if _largest(runs, names.STALENESS_MAX) > 0 else ()
+    drawn_panels += TURN_PANELS if _largest(runs, names.TURNS) > 1 else ()
+    drawn_panels += UPDATE_PANELS if is_recorded(runs, names.UPDATE_SECONDS) else ()
+    figure = Figure(figsize=(10.5, 11 * len(drawn_panels) / len(PANELS)), dpi=130)
     figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
     figure.suptitle(title, fontsize=12, fontweight="bold")
-    steps = [step_of(record) for run in runs for record in run.records]
+    steps: list[int] = []
+    for run in runs:
+        steps += [step_of(record) for record in run.records]
     margin = max(0.8, 0.02 * (max(steps) - min(steps)))
-    for axes, draw in zip(figure.subplots(len(drawn) // 2, 2).flat, drawn, strict=True):
+    for axes, draw in zip(
+        figure.subplots(len(drawn_panels) // 2, 2).flat, drawn_panels, strict=True
+    ):
         draw(axes, runs)
         if axes.get_xlabel() == STEP_AXIS:
             axes.set_xlim(min(steps) - margin, max(steps) + margin)

@@ -2,8 +2,8 @@
 
 ``megatron-dppo watch RUN`` serves one page on this machine's loopback interface, during the run and afterwards.
 
-It only reads the run's folder, which need not exist yet. No path is ever taken from a request, and every route lies
-under a key that is new in every start: other users of this machine don't know it. Loads no torch.
+The program only reads the run's folder, which need not exist yet. It takes no path from a request, and every route is
+under a key that is new in every start, so other users of this machine don't know it. It loads no torch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -32,9 +33,9 @@ from megatron_dppo.diagnostics.samples import KINDS
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.logging import fatal
 from megatron_dppo.metrics import records
-from megatron_dppo.metrics.progress import NormalityCheck
 from megatron_dppo.metrics.records import Record, phase_table, read_records, series, step_of
 from megatron_dppo.metrics.samples import about, printable, read_samples
+from megatron_dppo.metrics.step_table import NormalityCheck
 from megatron_dppo.metrics.summary import RunInfo, environment_faults
 from megatron_dppo.metrics.table import METRICS, accuracy_set
 from megatron_dppo.system.errors import RunError
@@ -44,7 +45,7 @@ PAGE = Path(__file__).with_name("watch_page.html")
 HOST = "127.0.0.1"
 PORT = 8350
 MOST_POINTS = 800
-"""Points of a curve; longer curves keep the smallest and the largest value of each stretch."""
+"""Most points of a curve; longer curves keep the smallest and the largest value of each stretch."""
 MOST_SAMPLES = 18
 MOST_SHOWN_STEPS = 40
 """Steps whose phases are shown, and whose masked tokens are counted together."""
@@ -56,23 +57,25 @@ _ROWS = {row.recorded_as or name: row for name, row in METRICS.items()}
 _MEANING = {name: row.meaning for name, row in _ROWS.items()}
 
 
-def thinned(steps: list[int], values: list[float], most: int = MOST_POINTS) -> list[list[float]]:
-    """Thin a curve to ``most`` points: the smallest and the largest value of each stretch, the first and the last."""
+def thinned(
+    steps: list[int], values: list[float], max_points: int = MOST_POINTS
+) -> list[list[float]]:
+    """Thin a curve to ``max_points``: the first, the last, and the smallest and largest value of each stretch."""
     points = list(zip(steps, values, strict=True))
-    if len(points) > most:
-        inner, count = points[1:-1], (most - 2) // 2
-        cuts = [len(inner) * i // count for i in range(count + 1)]
-        ends = [
-            {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
-            for first, end in pairwise(cuts)
-            if (part := inner[first:end])
-        ]
-        points = [points[0], *(p for pair in ends for p in sorted(pair)), points[-1]]
+    if len(points) > max_points:
+        inner_points, count = points[1:-1], (max_points - 2) // 2
+        cuts = [len(inner_points) * i // count for i in range(count + 1)]
+        kept_points = [points[0]]
+        for start, end in pairwise(cuts):
+            if part := inner_points[start:end]:
+                extremes = {min(part, key=itemgetter(1)), max(part, key=itemgetter(1))}
+                kept_points += sorted(extremes)
+        points = [*kept_points, points[-1]]
     return [[step for step, _ in points], [value for _, value in points]]
 
 
 _STATE_S = 5.0
-"""How old may be what is known of the run's processes where no file of it has changed."""
+"""Longest age in seconds of the state of the run's processes where no file of the run has changed."""
 
 
 class RunView:
@@ -84,14 +87,14 @@ class RunView:
         self._seen = (-math.inf, "")
 
     def version(self) -> str:
-        """Another one whenever a file of the run has changed that is shown, or what it does."""
+        """Return a text that changes whenever a displayed file of the run, or the state of its processes, changes."""
         names = (records.RECORDS_FILE, records.SAMPLES_FILE, records.MASKED_TOKENS_FILE, LEASE_FILE,
                  records.CONFIG_FILE, records.SUMMARY_FILE, "engine/fleet.json", "logs/supervisor.log",
                  "logs/rank0.log", records.ENVIRONMENT_FAULTS_FILE)  # fmt: skip
-        now = time.monotonic()
-        if now - self._seen[0] > _STATE_S:
-            # Slurm may be asked for it.
-            self._seen = (now, self._state())
+        current_time = time.monotonic()
+        if current_time - self._seen[0] > _STATE_S:
+            # The state may need a call of Slurm.
+            self._seen = (current_time, self._state())
         stamps = [*(_stamp(self.directory / name) for name in names), self._seen[1]]
         return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
 
@@ -106,7 +109,7 @@ class RunView:
         return self._read[1]
 
     def state(self, _: Json) -> Json:
-        """All but curves and samples."""
+        """Return everything except curves and samples."""
         recorded = self.records()
         return {
             "version": self.version(),
@@ -129,20 +132,20 @@ class RunView:
         }
 
     def curves(self, query: Json) -> Json:
-        """Name -> steps and values, of the metrics that are asked for."""
+        """Return name -> steps and values of the requested metrics."""
         recorded = self.records()
         return {name: thinned(*series(recorded, name)) for name in query.get("name", [])}
 
     def samples(self, query: Json) -> Json:
-        """The newest samples of the kind and set that are asked for, and the names of all sets."""
-        kind, chosen = query.get("kind", [""])[0], query.get("set", [""])[0]
+        """Return the newest samples of the requested kind and set, and the names of all sets."""
+        kind, selected_set = query.get("kind", [""])[0], query.get("set", [""])[0]
         if _stamp(self.directory / records.SAMPLES_FILE) is None:
             return {"sets": [], "samples": []}
         everything = list(read_samples(self.directory))
-        shown = (
+        selected_samples = (
             sample
             for sample in everything
-            if chosen in ("", sample.set) and (kind not in KINDS or KINDS[kind][1](sample))
+            if selected_set in ("", sample.set) and (kind not in KINDS or KINDS[kind][1](sample))
         )
         return {
             "sets": sorted({sample.set for sample in everything}),
@@ -153,7 +156,7 @@ class RunView:
                     "response": printable(sample.response),
                     "right": sample.reward > 0,
                 }
-                for sample in islice(shown, MOST_SAMPLES)
+                for sample in islice(selected_samples, MOST_SAMPLES)
             ],
         }
 
@@ -188,11 +191,14 @@ class RunView:
     def _phases(self, recorded: Sequence[Record]) -> Json:
         # Leave out the phases before step 1: the start of the servers would dwarf every step.
         trained = [record for record in recorded if step_of(record)] or recorded
-        last = trained[-MOST_SHOWN_STEPS:]
-        return {"steps": [step_of(record) for record in last], "seconds": phase_table(last)}
+        last_records = trained[-MOST_SHOWN_STEPS:]
+        return {
+            "steps": [step_of(record) for record in last_records],
+            "seconds": phase_table(last_records),
+        }
 
     def _masked(self) -> list[list[Any]]:
-        """Text, id, and how often the mask kept it from being raised and lowered, in the last steps."""
+        """Return text, id, and counts of blocked raises and reductions of the tokens most masked in the last steps."""
         path = self.directory / records.MASKED_TOKENS_FILE
         if _stamp(path) is None:
             return []
@@ -207,8 +213,8 @@ class RunView:
             raise records.RecordsError(
                 f"{path}: expected in each line tokens with id, text, raised and lowered: {error!r}"
             ) from error
-        most = (raised + lowered).most_common(_MOST_TOKENS)
-        return [[texts[i], i, raised[i], lowered[i]] for i, _ in most]
+        most_masked = (raised + lowered).most_common(_MOST_TOKENS)
+        return [[texts[i], i, raised[i], lowered[i]] for i, _ in most_masked]
 
     def _fleet(self) -> Json:
         if not (self.directory / "engine").is_dir():
@@ -234,7 +240,7 @@ class RunView:
             for name, finding in check.step(values).items():
                 normal = METRICS[name].normal
                 newest[name] = [step_of(record), finding, normal.why if normal else ""]
-        return sorted(newest.values(), key=lambda row: -row[0])
+        return sorted(newest.values(), key=itemgetter(0), reverse=True)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
@@ -246,19 +252,23 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def _names(recorded: Sequence[Record]) -> list[str]:
-    metrics = {name: None for record in recorded for name in record if name != "step"}
-    return sorted(metrics, key=lambda name: (name.startswith("time/"), name))
+    metrics: set[str] = set()
+    for record in recorded:
+        metrics |= record.keys()
+    metrics.discard("step")
+    times = {name for name in metrics if name.startswith("time/")}
+    return [*sorted(metrics - times), *sorted(times)]
 
 
 def _axes(metrics: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Ends of the axis of those that are shares."""
-    known = {name: _ROWS[name].axis() for name in metrics if name in _ROWS}
-    axes = {name: axis for name, axis in known.items() if axis is not None}
+    """Return the axis range of each metric that is a share."""
+    ranges = {name: _ROWS[name].axis() for name in metrics if name in _ROWS}
+    axes = {name: axis for name, axis in ranges.items() if axis is not None}
     return axes | {name: (0.0, 1.0) for name in metrics if accuracy_set(name) is not None}
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Answers on ``HOST`` alone. ``url``: of the page, with the key. Raises OSError where the port is taken."""
+    """A server on ``HOST`` only. ``url`` is the page's address with the key. Raises OSError where the port is taken."""
 
     daemon_threads = True
 
@@ -283,7 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         try:
             url = urlsplit(self.path)
-        # An address in brackets that is none.
+        # The URL has an invalid address in brackets.
         except ValueError:
             self.send_error(404)
             return
@@ -304,7 +314,7 @@ class _Handler(BaseHTTPRequestHandler):
             if route == "state" and query.get("version", [""])[0] == self.server.version():
                 return {"unchanged": True}
             return self.server.routes[route](query)
-        # A file that is damaged, holds anything but what a run writes, or is just set aside by a new start.
+        # A file may be damaged, hold other content than a run's, or be moved by a new start at this moment.
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
@@ -328,7 +338,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing: a line for every look would bury the address."""
+        """Log nothing: a line for every request would hide the page's address."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from megatron_dppo.loop.recorder import Recorder, SampleMaker, chosen
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.progress import PhaseTimer
+from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.metrics.samples import Sample
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.collectives import all_gather_json

@@ -19,8 +19,8 @@ from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.metrics import records
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.progress import StepTable
 from megatron_dppo.metrics.samples import TRAINING, Sample, console_lines, shortened
+from megatron_dppo.metrics.step_table import StepTable
 from megatron_dppo.metrics.summary import RunInfo, write_summary
 from megatron_dppo.metrics.sums import MaskedToken
 from megatron_dppo.metrics.trackers import TrackedRun, Trackers, find_trackers, run_id

@@ -38,7 +38,7 @@ from megatron_dppo.loop.group_quota import GroupQuota, Selection
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import ComponentSums, ScoredGeneration
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.progress import PhaseTimer
+from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank
 from megatron_dppo.trainer.topology import Topology
 

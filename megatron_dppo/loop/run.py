@@ -47,7 +47,7 @@ from megatron_dppo.loop.run_parts import active_line, generation_job, open_episo
 from megatron_dppo.loop.run_state import FILES, ResumeError, RunState, changes_of, settings_of
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.progress import PhaseTimer
+from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.metrics.records import CHECKPOINTS_FOLDER, ROLLOUTS_FOLDER, remember_checkpoint
 from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.model.errors import CheckpointError

@@ -1,10 +1,12 @@
-"""The files of a run that grow by the step: records of ``metrics.jsonl`` (one flat JSON object for each step), and the
-lines of ``masked_tokens.jsonl``, ``samples.jsonl`` and ``environment_faults.jsonl``; reading, writing, series. And what
-earlier starts left beside them, and how a new beginning sets it aside:
+"""The files of a run that grow by the step: reading, writing, and series of values.
 
-last_checkpoint.json        {"step": n}: a checkpoint of that step was written, wherever it is now
-upload.json                 {"repository", "steps"}: the export after so many steps was sent there, or refused
-earlier-<UTC time>/         records, rollouts and checkpoints of a run that was begun anew
+``metrics.jsonl`` has one flat JSON object for each step. ``masked_tokens.jsonl``, ``samples.jsonl`` and
+``environment_faults.jsonl`` have lines with a step. These files and folders are left by earlier starts, and a new
+beginning sets them aside:
+
+last_checkpoint.json        {"step": n}: a checkpoint of that step was written, wherever it is now upload.json
+{"repository", "steps"}: the export after so many steps was sent there, or refused earlier-<UTC time>/         records,
+rollouts and checkpoints of a run that was begun anew
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ CONFIG_FILE = "config.yaml"
 """The resolved configuration in a run's folder."""
 RECORDS_FILE = "metrics.jsonl"
 MASKED_TOKENS_FILE = "masked_tokens.jsonl"
-"""Tokens that the trust region masked, a line a step."""
+"""Tokens that the trust region masked, one line for each step."""
 SAMPLES_FILE = "samples.jsonl"
-"""A few responses of each step as text, a line each."""
+"""A few responses of each step as text, one line each."""
 ENVIRONMENT_FAULTS_FILE = "environment_faults.jsonl"
-"""{"step", "environment", "faults": reason -> count}: a line for each step in which environments failed."""
+"""{"step", "environment", "faults": reason -> count}: one line for each step in which environments failed."""
 TENSORBOARD_FOLDER = "tensorboard"
 TRACKERS_FOLDER = "trackers"
-"""What experiment trackers keep of a run, and the id under which they know it."""
+"""Folder of the experiment trackers' files of a run, and of the run's id in the trackers."""
 REPORT_FILE = "report.png"
 """The run's figures."""
 SUMMARY_FILE = "summary.json"
@@ -49,7 +51,7 @@ class RecordsError(RunError, ValueError):
 
 
 def encode_record(step: int, values: Mapping[str, float]) -> str:
-    """One JSON line without the line end. NaN and infinities become null. Raises RecordsError."""
+    """Encode one JSON line without the line end. NaN and infinities become null. Raises RecordsError."""
     record: Record = {"step": step}
     for name, value in values.items():
         if not isinstance(value, int | float):
@@ -66,7 +68,7 @@ def encode_record(step: int, values: Mapping[str, float]) -> str:
 
 
 def decode_records(lines: Iterable[str], source: str) -> list[dict[str, Any]]:
-    """Parse ``lines``, in order; a last line without a line end (left by a crash) is dropped.
+    """Parse ``lines``, in order; an incomplete last line (left by a crash) is dropped.
 
     Raises:
         RecordsError: a line is not a JSON object with an integer ``step``; names ``source`` and line.
@@ -88,7 +90,7 @@ def decode_records(lines: Iterable[str], source: str) -> list[dict[str, Any]]:
 
 
 def read_records(directory: str | Path) -> list[Record]:
-    """All records of the run in ``directory``. Raises RecordsError if it has no metrics file."""
+    """Read all records of the run in ``directory``. Raises RecordsError if it has no metrics file."""
     path = Path(directory) / RECORDS_FILE
     if not path.is_file():
         raise RecordsError(f"{directory}: no {RECORDS_FILE} in it, expected the folder of a run")
@@ -96,7 +98,7 @@ def read_records(directory: str | Path) -> list[Record]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a file that the run itself wrote, with their ends.
+    """Return the lines of a file that the run itself wrote, with their ends.
 
     Raises RecordsError where it can't be read, or is not UTF-8.
     """
@@ -112,9 +114,9 @@ def read_lines(path: Path) -> list[str]:
 
 
 def sha256_until(records: Iterable[Record], step: int) -> str:
-    """SHA-256 (hex) of the records up to ``step``, by their values."""
-    earlier = [record for record in records if step_of(record) <= step]
-    return hashlib.sha256(json.dumps(earlier, sort_keys=True).encode()).hexdigest()
+    """Return the SHA-256 (hex) of the records up to ``step``, by their values."""
+    earlier_records = [record for record in records if step_of(record) <= step]
+    return hashlib.sha256(json.dumps(earlier_records, sort_keys=True).encode()).hexdigest()
 
 
 def step_of(record: Record) -> int:
@@ -122,14 +124,14 @@ def step_of(record: Record) -> int:
 
 
 def series(records: Iterable[Record], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of metric ``name``, at the steps where it is present and finite."""
+    """Return steps and values of metric ``name``, at the steps where it is present and finite."""
     values = [(step_of(record), record.get(name)) for record in records]
     points = [(step, value) for step, value in values if value is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def mean_accuracy(record: Mapping[str, float | None]) -> float | None:
-    """Held-out accuracy of one step: mean over the evaluation sets; None if none was evaluated."""
+    """Return the held-out accuracy of one step: mean over the evaluation sets; None if none was evaluated."""
     measured = [
         value
         for name, value in record.items()
@@ -139,11 +141,19 @@ def mean_accuracy(record: Mapping[str, float | None]) -> float | None:
 
 
 def phase_table(records: Iterable[Record]) -> dict[str, list[float]]:
-    """Phase -> seconds in each record (0 if it did not run); the phase with the largest sum first."""
+    """Return phase -> seconds in each record (0 if it did not run), the phase with the largest sum first."""
     records = list(records)
-    timed = {name for record in records for name in record if names.phase_of(name) is not None}
-    table = {str(names.phase_of(n)): [record.get(n) or 0.0 for record in records] for n in timed}
-    return dict(sorted(table.items(), key=lambda item: (-sum(item[1]), item[0])))
+    table: dict[str, list[float]] = {}
+    for index, record in enumerate(records):
+        for name, value in record.items():
+            phase = names.phase_of(name)
+            if phase is not None:
+                table.setdefault(phase, [0.0] * len(records))[index] = value or 0.0
+    return dict(sorted(sorted(table.items()), key=_total_seconds, reverse=True))
+
+
+def _total_seconds(phase_row: tuple[str, list[float]]) -> float:
+    return sum(phase_row[1])
 
 
 class StepLines:
@@ -157,14 +167,14 @@ class StepLines:
         self.path = path
         lines = read_lines(path) if path.exists() else []
         steps = [record["step"] for record in decode_records(lines, str(path))]
-        remaining = [line for line, step in zip(lines, steps, strict=False) if step < resume_step]
-        if len(remaining) < len(lines):
-            write_atomically(path, "".join(remaining))
+        kept_lines = [line for line, step in zip(lines, steps, strict=False) if step < resume_step]
+        if len(kept_lines) < len(lines):
+            write_atomically(path, "".join(kept_lines))
         self.last_step = max((step for step in steps if step < resume_step), default=-1)
 
     def append(self, text: str) -> None:
         """Append encoded lines with their ends. Raises OSError."""
-        # Half of a character, as a judge's answer may end with, must not end the run.
+        # Replace half of a surrogate pair, with which a judge's answer may end: it must not end the run.
         with open(self.path, "a", encoding="utf-8", errors="replace") as file:
             file.write(text)
 
@@ -174,7 +184,7 @@ class StepLines:
 
 
 def read_step_lines(path: Path) -> list[dict[str, Any]]:
-    """The parsed lines, without a last line that a killed process left incomplete. Raises RecordsError."""
+    """Return the parsed lines, without an incomplete last line of a killed process. Raises RecordsError."""
     return decode_records(read_lines(path), str(path))
 
 
@@ -188,7 +198,7 @@ class MetricsWriter:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._lines = StepLines(directory / RECORDS_FILE, resume_step)
-        # A run has the file from its start: readers take one without it for no run.
+        # Create the file at the start: readers take a folder without it for no run.
         self._lines.append("")
         self._last_step = self._lines.last_step
 
@@ -214,20 +224,22 @@ class MetricsWriter:
         RecordsError: the last record is another's.
         """
         lines = read_lines(self._lines.path)
-        last = decode_records(lines[-1:], str(self._lines.path))
-        if not last or step_of(last[0]) != step:
+        last_records = decode_records(lines[-1:], str(self._lines.path))
+        if not last_records or step_of(last_records[0]) != step:
             raise RecordsError(f"{self._lines.path}: the last record is not that of step {step}")
-        before = {n: math.nan if value is None else value for n, value in last[0].items()}
-        sums = {n: values[n] + before.get(n, 0) for n in summed if n in values}
-        completed = encode_record(step, {**before, **values, **sums}) + "\n"
+        recorded_values = {
+            n: math.nan if value is None else value for n, value in last_records[0].items()
+        }
+        sums = {n: values[n] + recorded_values.get(n, 0) for n in summed if n in values}
+        completed = encode_record(step, {**recorded_values, **values, **sums}) + "\n"
         write_atomically(self._lines.path, "".join([*lines[:-1], completed]))
-        return {n: value for n, value in values.items() if n not in before}
+        return {n: value for n, value in values.items() if n not in recorded_values}
 
 
 CHECKPOINTS_FOLDER = "checkpoints"
 ROLLOUTS_FOLDER = "rollouts"
 BATCH_FILES = "step_*.safetensors"
-"""Saved batches, in that folder."""
+"""File names of saved batches in that folder."""
 EXPORT_FOLDER = "hf"
 _LAST_CHECKPOINT = "last_checkpoint.json"
 _RECORDS = (
@@ -237,7 +249,7 @@ _RECORDS = (
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps whose batches are in ``folder``, in order. Raises ValueError where there is none."""
+    """Return the steps whose batches are in ``folder``, in order. Raises ValueError without any."""
     saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob(BATCH_FILES))
     if not saved:
         raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
@@ -245,9 +257,9 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def saved_step(folder: Path, step: int | None) -> int:
-    """The ``step`` of a saved batch, or where that is None the last one.
+    """Return the ``step`` of a saved batch, or the last one where it is None.
 
-    Raises ValueError where there is none, or not of that step.
+    Raises ValueError where there is none, or none of that step.
     """
     saved = saved_steps(folder)
     if step is not None and step not in saved:
@@ -259,11 +271,13 @@ def saved_step(folder: Path, step: int | None) -> int:
 
 @dataclass(frozen=True)
 class History:
-    """What a run's folder tells of earlier starts, apart from the checkpoints themselves.
+    """Evidence of earlier starts in a run's folder, apart from the checkpoints themselves.
 
-    ``recorded``: the last step of ``metrics.jsonl``, None where it has no record. ``saved``: the
-    step of the last checkpoint that was written, None where none ever was. ``damage``: why one of
-    the two could not be read, None where both could. ``counted``: whether a record counts one that was written.
+    Attributes:
+        recorded: last step of ``metrics.jsonl``; None without a record.
+        saved: step of the last written checkpoint; None where none was written.
+        damage: reason why one of the two could not be read; None where both could.
+        counted: whether a record counts a written checkpoint.
     """
 
     recorded: int | None
@@ -273,7 +287,7 @@ class History:
 
 
 def read_history(directory: str | Path) -> History:
-    """The history of the run in ``directory``, which need not exist. Raises OSError."""
+    """Read the history of the run in ``directory``, which need not exist. Raises OSError."""
     directory = Path(directory)
     recorded, saved, damage, counted = None, None, None, False
     try:
@@ -288,25 +302,25 @@ def read_history(directory: str | Path) -> History:
 
 
 def remember_checkpoint(directory: str | Path, step: int) -> None:
-    """Note that a checkpoint of ``step`` was written, apart from the checkpoint itself."""
+    """Record that a checkpoint of ``step`` was written, apart from the checkpoint itself."""
     write_atomically(Path(directory) / _LAST_CHECKPOINT, json.dumps({"step": step}) + "\n")
 
 
 def remember_upload(directory: str | Path, repository: str, steps: int) -> None:
-    """Note that the export after ``steps`` steps was sent to ``repository``, or that it is known why not."""
+    """Record that the export after ``steps`` steps was sent to ``repository``, or was refused."""
     note = {"repository": repository, "steps": steps}
     write_atomically(Path(directory) / UPLOAD_FILE, json.dumps(note) + "\n")
 
 
 def set_aside(directory: str | Path, *, rollouts: bool) -> Path | None:
-    """Move what earlier starts left into a folder named after the time; that folder.
+    """Move what earlier starts left into a folder with the time in its name, and return that folder.
 
-    None where there was nothing. ``rollouts``: move saved rollout batches too.
-    Raises OSError where something can't be moved, for one a mounted folder.
+    Returns None without anything to move. ``rollouts``: move saved rollout batches too. Raises OSError where something
+    can't be moved, such as a mounted folder.
     """
     directory = Path(directory)
     names = [*_RECORDS, _LAST_CHECKPOINT, CHECKPOINTS_FOLDER, *([ROLLOUTS_FOLDER] * rollouts)]
-    # The checkpoints first: where a mount can't be moved, nothing else has been.
+    # Move the checkpoints first: where a mount can't be moved, nothing else was moved yet.
     paths = [path for name in reversed(names) if (path := directory / name).exists()]
     if not paths:
         return None
@@ -317,7 +331,7 @@ def set_aside(directory: str | Path, *, rollouts: bool) -> Path | None:
 
 
 def keep_copy(directory: str | Path) -> Path:
-    """Copy the records, of which a start is about to drop the last steps; the copy's folder."""
+    """Copy the records whose last steps a start will drop, and return the copy's folder."""
     directory = Path(directory)
     folder = _new_folder(directory)
     for name in (RECORDS_FILE, MASKED_TOKENS_FILE, ENVIRONMENT_FAULTS_FILE):
@@ -327,7 +341,7 @@ def keep_copy(directory: str | Path) -> Path:
 
 
 def _new_folder(directory: Path) -> Path:
-    """A new ``earlier-<UTC time>``; numbered where two starts fall into one second."""
+    """Create a new ``earlier-<UTC time>``; numbered where two starts happen in one second."""
     folder = unused_path(directory / time.strftime("earlier-%Y%m%d-%H%M%S", time.gmtime()))
     folder.mkdir()
     return folder

@@ -1,4 +1,4 @@
-"""What is said of a metric: a row of ``table.py``."""
+"""The attributes of a metric: a row of ``table.py``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ Dtype = Literal["float32", "bfloat16"]
 Stroke = Literal["first", "second", "third", "bound"]
 
 SMALL_SHARE = 0.05
-"""A share whose upper bound is below this value can't be read on an axis from 0 to 1."""
+"""Largest bound of a share that can't be read on an axis from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class NormalRange:
-    """What is normal for a metric. A figure outside is marked and explained; it changes nothing in the run.
-
-    ``label``: the metric's name for people. ``why``: likely causes of a figure outside the range, and what to check.
-    ``low``, ``high``: bounds (inclusive); infinite where there is none. ``high_bf16``: upper bound in bfloat16, where
-    rounding makes it larger. ``most_drop``, ``most_rise``: smallest and largest normal ratio to the mean of the last
-    steps.
+    """The normal range of a metric. A value outside is marked and explained, without an effect on the run.
 
     Bounds whose ``why`` says that they are this project's choice, and the ratios, were chosen here; the others are
     published for DPPO (arXiv 2602.04879) or follow from the arithmetic.
+
+    Attributes:
+        label: the metric's name for the user.
+        why: likely causes of a value outside the range, and what to check.
+        low, high: inclusive bounds; infinite where there is none.
+        high_bf16: upper bound in bfloat16, where rounding makes the value larger.
+        most_drop, most_rise: smallest and largest normal ratio to the mean of the last steps.
     """
 
     label: str
@@ -35,15 +37,15 @@ class NormalRange:
     most_rise: float = math.inf
 
     def upper(self, dtype: Dtype) -> float:
-        """Upper bound for a policy held in ``dtype``."""
+        """Return the upper bound for a policy held in ``dtype``."""
         return self.high_bf16 if dtype == "bfloat16" and self.high_bf16 is not None else self.high
 
 
 @dataclass(frozen=True)
 class Line:
-    """How the report draws a metric: in ``panel``, as ``legend``, times ``scale``. ``right``: on the right axis.
+    """The line of a metric in the report: in ``panel``, as ``legend``, times ``scale``. ``right``: on the right axis.
 
-    ``stroke`` "bound": what another line of the panel should stay at or above.
+    ``stroke`` "bound" draws a bound that another line of the panel should stay at or above.
     """
 
     panel: str
@@ -55,8 +57,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Metric:
-    """A row. ``divisor``: the metric that divides this sum over all ranks; None: recorded unchanged. ``recorded_as``:
-    its name once it was divided; None: the same. ``share``: between 0 and 1, shown in percent.
+    """A row of the table.
+
+    Attributes:
+        divisor: metric that divides this sum over all ranks; None: recorded unchanged.
+        recorded_as: name after the division; None: the same.
+        share: whether the value is between 0 and 1, and shown in percent.
     """
 
     name: str
@@ -68,13 +74,13 @@ class Metric:
     line: Line | None = None
 
     def show(self, value: float) -> str:
-        """``value`` as text with the metric's unit."""
+        """Format ``value`` with the metric's unit."""
         return f"{100 * value:.3g}%" if self.share else f"{value:.3g}"
 
     def axis(self) -> tuple[float, float] | None:
-        """Ends that the axis of a share has at least; None for a metric that is no share.
+        """Return the least range of a share's axis; None for a metric that is no share.
 
-        They are 0 and 1, or 0 and the metric's upper bound where that bound is a small share.
+        The range is 0 to 1, or 0 to the metric's upper bound where that bound is a small share.
         """
         if not self.share:
             return None
@@ -82,7 +88,7 @@ class Metric:
         return 0.0, high if high < SMALL_SHARE else 1.0
 
     def range_text(self, dtype: Dtype) -> str:
-        """The normal range as text; empty where the metric has no bounds."""
+        """Return the normal range as text; empty where the metric has no bounds."""
         if self.normal is None:
             return ""
         low, high = self.normal.low, self.normal.upper(dtype)

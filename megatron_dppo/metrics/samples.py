@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
 from megatron_dppo.metrics.records import SAMPLES_FILE, RecordsError, read_step_lines
 
 LONGEST_TEXT = 16_384
-"""Characters of a prompt or response that are kept: half of them from each end."""
+"""Most characters of a prompt or response that are kept, half of them from each end."""
 TRAINING = "training"
-"""The set of the responses that were trained on."""
+"""Name of the set of the responses that were trained on."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +24,18 @@ class Sample:
     """One response.
 
     Attributes:
-        step: that was trained on it, or that the policy had been trained for when it was evaluated.
+        step: step that trained on it, or number of trained steps at its evaluation.
         set: ``training``, or the name of a held-out set.
         problem, sample: the problem's id in its file, and the response's number in its group.
-        prompt, response: all tokens as text, special ones too; long ones are cut in the middle.
+        prompt, response: all tokens as text, special ones too; long texts are cut in the middle.
         answer: the gold answer.
-        reward: that the response earned.
-        reason: of the reward, in words.
-        truncated: the response hit the length limit.
-        tokens: of the response.
-        advantage: None in an evaluation.
-        masked: tokens that the mask kept from training; None in an evaluation, and where nothing says.
-        components: of the reward, by name; empty where nothing says.
+        reward: the response's reward.
+        reason: reason of the reward, in words.
+        truncated: whether the response reached the length limit.
+        tokens: tokens of the response.
+        advantage: the response's advantage; None in an evaluation.
+        masked: tokens that the mask kept from training; None in an evaluation, and where it is not recorded.
+        components: components of the reward, by name; empty where they are not recorded.
     """
 
     step: int
@@ -57,57 +58,57 @@ class Sample:
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Self:
-        """What ``to_json`` gave. Raises KeyError where something is missing but components, which early runs lack."""
+        """Return the sample of ``to_json``'s values. Raises KeyError for a missing field except components."""
         return cls(
             **{f.name: line[f.name] for f in fields(cls)[:-1]},
             components=line.get("components", {}),
         )
 
 
-def shortened(text: str, longest: int = LONGEST_TEXT) -> str:
-    """``text``, or both its ends with the number of characters between them, which were left out."""
-    if len(text) <= longest:
+def shortened(text: str, max_characters: int = LONGEST_TEXT) -> str:
+    """Return ``text``, or both its ends with the number of omitted characters between them."""
+    if len(text) <= max_characters:
         return text
-    half = longest // 2
+    half = max_characters // 2
     return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
 
 
-def console_lines(sample: Sample, longest: int = 300) -> list[str]:
-    """A sample for the console: what it is of, its prompt, its response and its reward."""
+def console_lines(sample: Sample, max_characters: int = 300) -> list[str]:
+    """Return a sample's lines for the console: its origin, its prompt, its response and its reward."""
     gained = "" if sample.advantage is None else f", A = {sample.advantage:+.3g}"
     masked = f", {sample.masked} of {sample.tokens} tokens masked" if sample.masked else ""
     return [
         f"sample of {sample.set}, step {sample.step}, problem {sample.problem}: "
-        f"{one_line(shortened(sample.prompt, longest))}",
-        f"  {one_line(shortened(sample.response, longest))}",
+        f"{one_line(shortened(sample.prompt, max_characters))}",
+        f"  {one_line(shortened(sample.response, max_characters))}",
         f"  reward {sample.reward:g}{_parts(sample)}{gained}{masked}: {sample.reason}",
     ]
 
 
 def _parts(sample: Sample) -> str:
-    """The reward's components in brackets; nothing where it has none."""
-    named = ", ".join(f"{name} {value:g}" for name, value in sample.components.items())
-    return f" ({named})" if named else ""
+    """Return the reward's components in brackets; empty where it has none."""
+    components = ", ".join(f"{name} {value:g}" for name, value in sample.components.items())
+    return f" ({components})" if components else ""
 
 
 def printable(text: str) -> str:
-    """``text`` with unprintable characters, a terminal's commands among them, as escapes; line ends stay."""
+    """Return ``text`` with unprintable characters, such as a terminal's commands, as escapes; line ends stay."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def one_line(text: str) -> str:
-    """As ``printable``, line ends marked."""
+    """Return ``text`` as ``printable`` does, with marks for line ends."""
     return printable(text).replace("\n", "\u23ce")
 
 
 def read_samples(directory: str | Path) -> Iterator[Sample]:
-    """The samples of the run in ``directory``, newest step first. Raises RecordsError."""
+    """Yield the samples of the run in ``directory``, newest step first. Raises RecordsError."""
     path = Path(directory) / SAMPLES_FILE
     if not path.is_file():
         raise RecordsError(f"{directory}: no {SAMPLES_FILE} in it, expected the folder of a run")
     lines = read_step_lines(path)
-    # A stable sort: those of one step stay in order.
-    for line in sorted(lines, key=lambda line: -line["step"]):
+    # The sort is stable: samples of one step stay in order.
+    for line in sorted(lines, key=itemgetter("step"), reverse=True):
         try:
             yield Sample.from_json(line)
         except KeyError as error:
@@ -117,7 +118,7 @@ def read_samples(directory: str | Path) -> Iterator[Sample]:
 
 
 def about(sample: Sample) -> tuple[str, str]:
-    """What a sample is of, and what it earned, as two lines."""
+    """Return two lines about a sample: its origin, and its reward."""
     facts = [f"{sample.tokens} tokens", *(["truncated"] if sample.truncated else [])]
     if sample.advantage is not None:
         facts.append(f"A = {sample.advantage:+.3g}")

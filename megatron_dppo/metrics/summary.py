@@ -1,6 +1,6 @@
-"""What a run is, for titles, and ``summary.json``: its results in a few numbers.
+"""The results of a run in a few numbers (``summary.json``), and its identification for titles.
 
-Computed from ``metrics.jsonl``, so that a resumed run includes the steps of earlier processes.
+The numbers come from ``metrics.jsonl``, so that a resumed run includes the steps of earlier processes.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class RunInfo:
 
 
 def describe_layout(parallel: Mapping[str, Any]) -> str:
-    """The parallel sizes above 1 with Megatron's short names: ``TP2 PP2 SP, 4 ranks``; ``1 rank``."""
+    """Return the parallel sizes above 1 with Megatron's short names: ``TP2 PP2 SP, 4 ranks``; ``1 rank``."""
     world, tensor, pipeline = (parallel[key] for key in ("world_size", "tensor", "pipeline"))
-    # Runs that were recorded before there was context parallelism have no size of it.
+    # Records of runs before context parallelism have no size of it.
     context = parallel.get("context", 1)
     sizes = {
         "TP": tensor,
@@ -101,7 +101,7 @@ def describe_layout(parallel: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class EnvironmentFault:
-    """What went wrong with an environment, and how often. ``environment``: its name; ``reason``: without it."""
+    """A kind of fault of an environment, and its count. ``reason`` does not contain the environment's name."""
 
     environment: str
     reason: str
@@ -109,7 +109,7 @@ class EnvironmentFault:
 
 
 def environment_faults(directory: str | Path) -> tuple[EnvironmentFault, ...]:
-    """Those of the run in ``directory``, the most frequent first. Raises RecordsError."""
+    """Return the faults of the run in ``directory``, the most frequent first. Raises RecordsError."""
     path = Path(directory) / ENVIRONMENT_FAULTS_FILE
     counts = Counter[tuple[str, str]]()
     for line in read_step_lines(path) if path.is_file() else ():
@@ -183,7 +183,11 @@ def summarize(
     window = window_of(steps)
     evaluated = [(step_of(r), mean_accuracy(r)) for r in records]
     accuracies = [(step, value) for step, value in evaluated if value is not None]
-    sets = {name: dataset for r in records for name in r if (dataset := names.accuracy_set(name))}
+    sets: dict[str, str] = {}
+    for record in records:
+        for name in record:
+            if dataset := names.accuracy_set(name):
+                sets[name] = dataset
     by_set = {dataset: series(records, name)[1] for name, dataset in sorted(sets.items())}
     rewards = series(records, names.REWARD)[1]
     return RunSummary(

@@ -1,9 +1,11 @@
-"""What is summed on the device and read once a step: sums, maxima and minima with the vector that reduces them over
-ranks, and counts of the tokens that the mask blocks, by token id and by response.
+"""Metrics as sums on the device, which are read once a step.
+
+Sums, maxima and minima are reduced over ranks by one vector. Counts of the tokens that the mask blocks are kept by
+token id and by response.
 
 Losses return sums instead of means: one division by a global count gives the same number for every packing,
-micro-batching and data-parallel layout. A line of ``masked_tokens.jsonl`` is
-``{"step": n, "tokens": [{"id", "raised", "lowered", "text"}, ...]}``.
+micro-batching and data-parallel layout. A line of ``masked_tokens.jsonl`` is ``{"step": n, "tokens": [{"id", "raised",
+"lowered", "text"}, ...]}``.
 """
 
 from __future__ import annotations
@@ -78,16 +80,16 @@ class MetricSums:
             float64 ``[names.vector_size(world_size)]``, detached.
         """
         names = self.names
-        every = [self.sums[n] for n in names.sums]
+        sums = [self.sums[n] for n in names.sums]
         extremes = [self.maxima[n] for n in names.maxima] + [self.minima[n] for n in names.minima]
         if device is None:
-            device = (every + extremes)[0].device if every or extremes else "cpu"
+            device = (sums + extremes)[0].device if sums or extremes else "cpu"
         vector = torch.zeros(names.vector_size(world_size), dtype=torch.float64, device=device)
-        if every:
-            vector[: len(every)] = _stacked(every, device)
+        if sums:
+            vector[: len(sums)] = _stacked(sums, device)
         if extremes:
-            # Slots of this rank's own, 0 on all others: their sum keeps a maximum as it is.
-            start = len(every) + rank * len(extremes)
+            # Each rank has slots of its own, 0 on all other ranks, so that the sum keeps a maximum unchanged.
+            start = len(sums) + rank * len(extremes)
             vector[start : start + len(extremes)] = _stacked(extremes, device)
         return vector
 
@@ -97,11 +99,12 @@ class MetricSums:
 
         Raises ValueError if the vector's length does not match ``names`` and ``world_size``.
         """
-        expected = names.vector_size(world_size)
-        if vector.shape != (expected,):
+        expected_length = names.vector_size(world_size)
+        if vector.shape != (expected_length,):
             raise ValueError(
-                f"metric vector has shape {tuple(vector.shape)}, expected ({expected},) for {len(names.sums)} sums, "
-                f"{len(names.maxima)} maxima and {len(names.minima)} minima of {world_size} ranks"
+                f"metric vector has shape {tuple(vector.shape)}, expected ({expected_length},) for "
+                f"{len(names.sums)} sums, {len(names.maxima)} maxima and {len(names.minima)} minima "
+                f"of {world_size} ranks"
             )
         n, high = len(names.sums), len(names.maxima)
         slots = vector[n:].reshape(world_size, high + len(names.minima))
@@ -141,7 +144,7 @@ FREQUENCY_SUMS = (
     "frequency/low",
     "frequency/low_square",
 )
-"""Of the frequency canary (``loop/rollout_figures.py``), which alone reads them."""
+"""Sums that only the frequency canary (``loop/rollout_figures.py``) reads."""
 
 
 def means(values: Mapping[str, float]) -> dict[str, float]:
@@ -219,7 +222,7 @@ class MaskedResponses:
             advantages: float ``[T]``.
             blocked: bool ``[T]``.
         """
-        # By a running sum: a loop over sequences would ask the device for each.
+        # Use a running sum: a loop over sequences would synchronise with the device for each.
         summed = torch.nn.functional.pad((blocked & (advantages != 0)).long().cumsum(0), (1, 0))
         ends = summed[cu_seqlens.to(summed.device, torch.int64)]
         self._parts.append((positions, ends.diff()[: len(positions)]))
@@ -234,15 +237,15 @@ class MaskedResponses:
         return dict(+total)
 
 
-def most_masked(counts: Tensor, shown: int = SHOWN) -> list[MaskedToken]:
-    """The at most ``shown`` ids with the largest counts, descending; ties in the order of ids.
+def most_masked(counts: Tensor, count: int = SHOWN) -> list[MaskedToken]:
+    """Return the at most ``count`` ids with the largest counts, descending; ties in the order of ids.
 
     ``counts``: int ``[2, V]``, as in ``MaskedTokenCounts``. Device sync.
     """
     total = counts.sum(0)
     blocked_ids = int(total.count_nonzero())
     # Stable, which topk is not: equal counts come in one order on every device.
-    ids = torch.argsort(total, descending=True, stable=True)[: min(blocked_ids, shown)]
+    ids = torch.argsort(total, descending=True, stable=True)[: min(blocked_ids, count)]
     raised, lowered = counts[:, ids].tolist()
     return [
         MaskedToken(id=token, raised=up, lowered=down)
@@ -257,7 +260,7 @@ def read_masked_tokens(directory: str | Path, step: int) -> list[MaskedToken] | 
     """
     for line in read_step_lines(Path(directory) / MASKED_TOKENS_FILE):
         if line["step"] == step:
-            # Without their texts.
+            # The tokens' texts are left out.
             return [
                 MaskedToken(id=t["id"], raised=t["raised"], lowered=t["lowered"])
                 for t in line["tokens"]

@@ -514,8 +514,8 @@ def accuracy_set(name: str) -> str | None:
 def component(of: str, evaluation_set: str | None = None) -> str:
     """Name of the metric of a reward's component, mean over the responses that have it, all generated groups; or over
     those to a held-out set."""
-    where = "reward" if evaluation_set is None else f"evaluation/{evaluation_set}"
-    return f"{where}/component/{of}"
+    prefix = "reward" if evaluation_set is None else f"evaluation/{evaluation_set}"
+    return f"{prefix}/component/{of}"
 
 
 def file_prompts(file: str) -> str:

@@ -1,7 +1,7 @@
-"""Experiment trackers: where a run's scalars, samples and figures are shown beside ``metrics.jsonl``, the truth.
+"""Experiment trackers, which show a run's scalars, samples and figures beside the authoritative ``metrics.jsonl``.
 
-A row of ``TRACKERS``, an installed package's entry point in the group ``megatron_dppo.trackers``, or
-``package.module:Class``. Imports no tracker's library; each is imported in ``start``, in the tracker's own thread.
+A tracker is a row of ``TRACKERS``, an installed package's entry point in the group ``megatron_dppo.trackers``, or
+``package.module:Class``. This module imports no tracker's library; ``start`` imports it, in the tracker's own thread.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -31,17 +32,17 @@ log = logging.getLogger(__name__)
 _RUN_ID = "run_id"
 _LONGEST_QUEUE = 1024
 FINISH_S = 30.0
-"""Longest wait for all trackers together at a run's end; what they have not sent by then is lost to them."""
+"""Longest wait in seconds for all trackers together at a run's end; data that is not sent by then is lost to them."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of the run.
+    """The run as a tracker knows it.
 
     Attributes:
-        id: 8 hex digits, the same in every start that resumes the run, another once it is begun anew.
-        project, name: under which it is filed.
-        directory: of the run.
+        id: 8 hex digits, the same in every start that resumes the run, new once the run is begun anew.
+        project, name: project and name of the run in the tracker.
+        directory: the run's folder.
         config: the resolved configuration as plain values.
         resume_step: first step that this start will record; 0 in a fresh run.
     """
@@ -55,27 +56,31 @@ class TrackedRun:
 
     @property
     def folder(self) -> Path:
-        """Where a tracker may keep files of this run."""
+        """Folder for a tracker's files of this run."""
         return self.directory / TRACKERS_FOLDER
 
 
 class ExperimentTracker(Protocol):
-    """Constructed without arguments; all calls come from one thread. What raises is counted and told of once."""
+    """A class without constructor arguments; all calls come from one thread. Exceptions are counted and logged once."""
 
     def start(self, run: TrackedRun) -> None:
-        """Open the run, or go on with the one that has ``run.id``. Asked again before the next call where it raised."""
+        """Open the run, or continue the one with ``run.id``. After an exception it is called again before the next
+        call.
+        """
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Metric name -> value, NaN and infinities included. A step may come twice: its evaluation ends later."""
+        """Store metric name -> value, NaN and infinities included. A step may come twice, because its evaluation
+        ends later.
+        """
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Responses of one step, as ``samples.jsonl`` has them."""
+        """Store responses of one step, in the form of ``samples.jsonl``."""
 
     def figure(self, name: str, path: Path) -> None:
-        """A PNG."""
+        """Store a PNG file."""
 
     def finish(self) -> None:
-        """Send what is still kept back, and close."""
+        """Send what is still buffered, and close."""
 
 
 def _by_set(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -86,10 +91,13 @@ def _by_set(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str,
 
 
 def _rows(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of a table, a reward's components as JSON."""
+    """Return columns and rows of a table, with a reward's components as JSON."""
     columns = list(samples[0])
-    rows = [[sample[column] for column in columns] for sample in samples]
-    return columns, [[json.dumps(v) if isinstance(v, Mapping) else v for v in row] for row in rows]
+    rows: list[list[Any]] = []
+    for sample in samples:
+        values = [sample[column] for column in columns]
+        rows.append([json.dumps(v) if isinstance(v, Mapping) else v for v in values])
+    return columns, rows
 
 
 class TensorBoardTracker:
@@ -112,7 +120,7 @@ class TensorBoardTracker:
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         for name, group in _by_set(samples).items():
-            # Indented by four: Markdown's code, which shows a response's own HTML as text.
+            # Four spaces of indentation are code in Markdown, which shows a response's own HTML as text.
             text = json.dumps(group, indent=1, ensure_ascii=False).replace("\n", "\n    ")
             self._events.add_text(f"samples/{name}", f"    {text}", step)
 
@@ -126,7 +134,7 @@ class TensorBoardTracker:
 
 
 class _LogTracker:
-    """By a library whose run takes everything by ``log``, tables and images as its own classes."""
+    """Base of trackers whose library logs everything by ``log``, with tables and images as its own classes."""
 
     _library: Any
     _run: Any
@@ -172,7 +180,7 @@ class WandbTracker(_LogTracker):
                 config=dict(run.config),
                 settings=wandb.Settings(console="off", silent=True, api_key=key),
             )
-        # An axis of our own: wandb drops what comes at a step below its last one, as after a resume.
+        # Define an axis: wandb drops values at a step below its last one, as after a resume.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -191,7 +199,7 @@ class TrackioTracker(_LogTracker):
         self._library = trackio
         self._run = trackio.init(
             project=run.project,
-            # It knows runs by their names alone.
+            # Trackio identifies runs only by their names.
             name=f"{run.name}-{run.id}",
             config=json.loads(json.dumps(run.config, default=str)),
             resume="allow",
@@ -216,10 +224,10 @@ class MlflowTracker:
         self._client = MlflowClient()
         experiment = self._client.get_experiment_by_name(run.project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(run.project)  # fmt: skip
-        # MLflow makes its own ids, so ours is a tag.
-        earlier = self._client.search_runs([number], f"tags.`{self._ID_TAG}` = '{run.id}'")
-        if earlier:
-            self._id = earlier[0].info.run_id
+        # MLflow makes its own ids, so the run's id is a tag.
+        earlier_runs = self._client.search_runs([number], f"tags.`{self._ID_TAG}` = '{run.id}'")
+        if earlier_runs:
+            self._id = earlier_runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
         self._id = self._client.create_run(
@@ -230,19 +238,23 @@ class MlflowTracker:
     def _log_parameters(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        flat = [(f"{s}.{k}", v) for s, t in config.items() if isinstance(t, dict) for k, v in t.items()]  # fmt: skip
-        rows = [Param(key, str(value)[: self._LONGEST_VALUE]) for key, value in flat]
-        for first in range(0, len(rows), self._MOST_PARAMETERS):
-            part = rows[first : first + self._MOST_PARAMETERS]
+        rows: list[Param] = []
+        for section, table in config.items():
+            if isinstance(table, dict):
+                for key, value in table.items():
+                    text = str(value)[: self._LONGEST_VALUE]
+                    rows.append(Param(f"{section}.{key}", text))
+        for start in range(0, len(rows), self._MOST_PARAMETERS):
+            part = rows[start : start + self._MOST_PARAMETERS]
             self._client.log_batch(self._id, params=part)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        rows = [Metric(name, float(value), now, step) for name, value in values.items()]
-        for first in range(0, len(rows), self._MOST_METRICS):
-            self._client.log_batch(self._id, metrics=rows[first : first + self._MOST_METRICS])
+        time_ms = int(time.time() * 1000)
+        rows = [Metric(name, float(value), time_ms, step) for name, value in values.items()]
+        for start in range(0, len(rows), self._MOST_METRICS):
+            self._client.log_batch(self._id, metrics=rows[start : start + self._MOST_METRICS])
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         for name, group in _by_set(samples).items():
@@ -256,7 +268,7 @@ class MlflowTracker:
 
 
 _BuiltIn = type[TensorBoardTracker | WandbTracker | TrackioTracker | MlflowTracker]
-# Not entry points of our own: a clone on the path, or an installation older than a row, has none of them.
+# These rows are no entry points: a clone on the path, or an installation older than a row, has no such entry point.
 TRACKERS: dict[str, _BuiltIn] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
@@ -266,7 +278,7 @@ TRACKERS: dict[str, _BuiltIn] = {
 
 
 def find_trackers(names: Sequence[str]) -> dict[str, Callable[[], ExperimentTracker]]:
-    """Name -> class. Raises ValueError for a name that is none or twice there, and where its package is missing."""
+    """Return name -> class. Raises ValueError for an unknown or repeated name, and where its package is missing."""
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"got {repeated[0]!r} twice, expected each tracker once")
     return {name: _tracker(name) for name in names}
@@ -290,19 +302,19 @@ def _tracker(name: str) -> Callable[[], ExperimentTracker]:
         raise ValueError(f"{name!r} can't be imported: {error}") from error
     try:
         inspect.signature(loaded).bind()
-    # The last of a value that can't be called, or that takes arguments; the first of one that Python can't inspect.
+    # TypeError: the value can't be called, or needs arguments. ValueError: Python can't inspect it.
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"got {name!r}, expected a class that is made without arguments: {error}"
         ) from error
-    lacking = [m for m in ("start", "scalars") if not hasattr(loaded, m)]
-    if isinstance(loaded, type) and lacking:
-        raise ValueError(f"got {name!r}, expected a class with a method {lacking[0]}")
+    missing_methods = [m for m in ("start", "scalars") if not hasattr(loaded, m)]
+    if isinstance(loaded, type) and missing_methods:
+        raise ValueError(f"got {name!r}, expected a class with a method {missing_methods[0]}")
     return loaded
 
 
 def run_id(directory: Path) -> str:
-    """The id under which trackers know the run in ``directory``; a new one where it has none. Raises OSError."""
+    """Return the id of the run in ``directory`` in trackers; a new one where it has none. Raises OSError."""
     path = directory / TRACKERS_FOLDER / _RUN_ID
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -310,21 +322,27 @@ def run_id(directory: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
+def _open(tracker: ExperimentTracker) -> None:
+    """Do nothing: a tracker is opened before its first call."""
+
+
 class _Channel:
     """A tracker in a thread of its own, behind a bounded queue: it neither stalls nor ends the run."""
 
     def __init__(
-        self, name: str, build: Callable[[], ExperimentTracker], run: TrackedRun, longest: int
+        self, name: str, build: Callable[[], ExperimentTracker], run: TrackedRun, max_calls: int
     ) -> None:
         self.name = name
         self.lost = 0
         self._build = build
         self._run = run
         self._tracker: ExperimentTracker | None = None
-        self._queue: queue.Queue[Callable[[ExperimentTracker], None] | None] = queue.Queue(longest)
+        self._queue: queue.Queue[Callable[[ExperimentTracker], None] | None] = queue.Queue(
+            max_calls
+        )
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
-        self.put(lambda tracker: None)  # opens it
+        self.put(_open)
 
     def put(self, call: Callable[[ExperimentTracker], None]) -> None:
         try:
@@ -332,17 +350,17 @@ class _Channel:
         except queue.Full:
             self._lose(f"{self._queue.maxsize} calls wait for it")
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, reason: str) -> None:
         self.lost += 1
         if self.lost == 1:
             text = "tracker %s: %s; the run goes on, and metrics.jsonl has everything"
-            log.warning(text, self.name, why)
+            log.warning(text, self.name, reason)
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
             self._try(call)
         if self._tracker is not None:
-            self._try(lambda tracker: tracker.finish())
+            self._try(methodcaller("finish"))
 
     def _try(self, call: Callable[[ExperimentTracker], None]) -> None:
         try:
@@ -390,13 +408,13 @@ class Trackers(Closing):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         values = dict(values)  # the caller may change its own
-        self._put(lambda tracker: tracker.scalars(step, values))
+        self._put(methodcaller("scalars", step, values))
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        self._put(lambda tracker: tracker.samples(step, samples))
+        self._put(methodcaller("samples", step, samples))
 
     def figure(self, name: str, path: Path) -> None:
-        self._put(lambda tracker: tracker.figure(name, path))
+        self._put(methodcaller("figure", name, path))
 
     def _put(self, call: Callable[[ExperimentTracker], None]) -> None:
         for channel in self._channels:

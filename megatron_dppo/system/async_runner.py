@@ -1,6 +1,6 @@
-"""Synchronous code's door to the asynchronous client: one event loop, in a thread of its own.
+"""A bridge from synchronous code to asynchronous clients: one event loop in a thread of its own.
 
-Connections stay open between calls, and what was submitted goes on while the caller does other work.
+Connections stay open between calls, and submitted coroutines continue while the caller does other work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 class AsyncRunner(Closing):
     """Runs coroutines on one event loop; ``run`` waits for the result, ``submit`` doesn't.
 
-    A context manager. Threads that wait may be several, the loop's own thread must not.
+    The runner is a context manager. Several threads may wait, except the loop's own thread.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class AsyncRunner(Closing):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result, or its exception; it is cancelled where the wait is broken off."""
+        """Return the coroutine's result, or raise its exception. An interrupted wait cancels the coroutine."""
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -45,7 +45,7 @@ class AsyncRunner(Closing):
         self.run(_cancel_others())
 
     def close(self) -> None:
-        """As ``cancel_all``, and end the thread. Harmless twice."""
+        """Cancel all coroutines and end the thread. A second call has no effect."""
         if self._loop.is_closed():
             return
         self.cancel_all()

@@ -1,4 +1,4 @@
-"""What this machine computes with: GPUs and their driver, CUDA's toolkit, compilers, kernels that they build."""
+"""The machine's means of computation: GPUs and their driver, CUDA's toolkit, compilers, and kernels that they build."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-# What this machine has of CUDA, as its files tell it: GPUs and their driver. No torch.
-
 DEVICES = Path("/dev")
 DRIVER = Path("/proc/driver/nvidia")
 LEAST_DRIVER = {12: 525, 13: 580}
@@ -32,29 +30,36 @@ def has_visible_gpu() -> bool:
 
 
 def driver_version(folder: Path | None = None) -> str | None:
-    """Of the loaded kernel module, such as ``580.65.06``; None without one. ``folder``: in place of DRIVER."""
+    """Return the version of the loaded kernel module, such as ``580.65.06``; None without one.
+
+    ``folder`` replaces DRIVER.
+    """
     path = (folder or DRIVER) / "version"
     match = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text()) if path.exists() else None
     return match and match.group()
 
 
 def unusable_gpu(torch_version: str, cuda: str | None) -> str:
-    """Why this torch, which sees no GPU, can't use the one that is visible: got, expected, the way out.
+    """Return why this torch, which sees no GPU, can't use the visible one: the given and expected value, and a remedy.
 
-    ``cuda``: the version that torch was built for, such as ``13.0``; None: for CPUs.
+    ``cuda`` is the version that torch was built for, such as ``13.0``; None for CPUs.
     """
     if cuda is None:
-        needed = "expected the packages of tools/environment/gpu.txt"
-        return f"GPU: torch {torch_version} is built for CPUs alone, {needed}; {_HIDE}"
+        requirement = "expected the packages of tools/environment/gpu.txt"
+        return f"GPU: torch {torch_version} is built for CPUs alone, {requirement}; {_HIDE}"
     driver = driver_version() or "of unknown version"
-    least = LEAST_DRIVER.get(int(cuda.partition(".")[0]))
-    if least is not None and driver[0].isdigit() and int(driver.partition(".")[0]) >= least:
-        expected = "one that answers: nvidia-smi says why"
+    oldest_driver = LEAST_DRIVER.get(int(cuda.partition(".")[0]))
+    if (
+        oldest_driver is not None
+        and driver[0].isdigit()
+        and int(driver.partition(".")[0]) >= oldest_driver
+    ):
+        expected_driver = "one that answers: nvidia-smi says why"
     else:
-        expected = f"{least} or newer" if least else f"one for CUDA {cuda}"
+        expected_driver = f"{oldest_driver} or newer" if oldest_driver else f"one for CUDA {cuda}"
     return (
         f"GPU: torch {torch_version} (CUDA {cuda}) can't use it: got driver {driver}, expected "
-        f"{expected}; {_HIDE}"
+        f"{expected_driver}; {_HIDE}"
     )
 
 
@@ -116,24 +121,27 @@ def tool_path(environment: Mapping[str, str], python: str = sys.executable) -> s
 
 
 def toolkit_home(environment: Mapping[str, str]) -> Path | None:
-    """Root of CUDA's toolkit: CUDA_HOME or CUDA_PATH where one is set, else of the ``nvcc`` on PATH, else
-    /usr/local/cuda; None where none of these has a compiler and its headers.
+    """Return the root of CUDA's toolkit, with a compiler and its headers; None without one.
 
-    ``nvcc`` may be a link, or a script beside which there is nothing else: SGLang would take that one's folder.
+    CUDA_HOME or CUDA_PATH count where one is set, else the ``nvcc`` on PATH, else /usr/local/cuda. ``nvcc`` may be a
+    link, or a script in a folder without the rest: SGLang would use that folder.
     """
-    chosen = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
-    if chosen:
-        return Path(chosen)
+    configured_home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    if configured_home:
+        return Path(configured_home)
     program = shutil.which("nvcc", path=environment.get("PATH", os.defpath))
     candidates = (
         [USUAL_HOME] if program is None else [Path(program).resolve().parents[1], USUAL_HOME]
     )
     parts = ("bin/nvcc", "include/cuda_runtime.h")
-    return next((c for c in candidates if all((c / part).is_file() for part in parts)), None)
+    for candidate in candidates:
+        if all((candidate / part).is_file() for part in parts):
+            return candidate
+    return None
 
 
 def toolkit_version(home: Path) -> str | None:
-    """What its ``nvcc`` says, such as ``13.0``; None where it does not answer."""
+    """Return the version of its ``nvcc``, such as ``13.0``; None where it does not answer."""
     try:
         done = subprocess.run(
             [str(home / "bin" / "nvcc"), "--version"],

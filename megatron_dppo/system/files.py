@@ -20,14 +20,14 @@ from megatron_dppo.system.errors import RunError
 
 @contextmanager
 def atomic_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
-    """A new file that takes the place of ``path`` when the block ends without an error.
+    """Open a new file that replaces ``path`` when the block ends without an error.
 
-    Its bytes are on the disk before it gets its name. After an error, or a crash, ``path`` is as it
-    was before. Several processes and threads may replace one path: the last one stays.
+    The bytes are on the disk before the file gets its name. After an error, or a crash, ``path`` is unchanged. Several
+    processes and threads may replace one path: the last one stays.
 
     Args:
-        path: where the file will be; its folder must exist.
-        mode: permissions, less the umask. The file never had wider ones.
+        path: path of the file; its folder must exist.
+        mode: permissions, less the umask. The file never has wider ones.
     """
     # Two threads, or processes, that replace one path must not write into one temporary file.
     owner = f"{os.getpid()}-{threading.get_ident()}"
@@ -42,20 +42,20 @@ def atomic_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    # A rename is on the disk only when the folder's list of names is.
+    # The rename is on the disk only when the folder's list of names is.
     sync_to_disk(path.parent)
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 (hex) of a file's bytes. Raises OSError."""
+    """Return the SHA-256 (hex) of a file's bytes. Raises OSError."""
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def unused_path(path: Path) -> Path:
-    """``path``, or the first of ``path-2``, ``path-3``, ... that nothing is at."""
-    others = (path.with_name(f"{path.name}-{number}") for number in count(2))
-    return next(candidate for candidate in chain([path], others) if not candidate.exists())
+    """Return ``path``, or the first of ``path-2``, ``path-3``, ... that does not exist."""
+    numbered_paths = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(candidate for candidate in chain([path], numbered_paths) if not candidate.exists())
 
 
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o644) -> None:
@@ -73,7 +73,7 @@ def write_synced(path: Path, content: str) -> None:
 
 
 def unwritable(folder: Path) -> str | None:
-    """Why ``folder`` can't be made, or written in: in words that begin with the folder at fault; else None."""
+    """Return why ``folder`` can't be created or written, beginning with the folder at fault; else None."""
     try:
         existing = next(
             path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
@@ -81,7 +81,7 @@ def unwritable(folder: Path) -> str | None:
     except OSError as error:
         return f"{folder} can't be looked at ({error.strerror})"
     try:
-        # By writing: permission bits don't tell of a read-only mount, a quota, or root squashed on NFS.
+        # Write a file: permission bits don't show a read-only mount, a quota, or root squashing on NFS.
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         return f"{existing} can't be written ({error.strerror})"
@@ -107,18 +107,16 @@ def sync_folder(folder: Path) -> None:
     sync_to_disk(folder)
 
 
-# --- files that another user could have written, or could read, and ours that none can
-
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UnsafeFileError(RunError, PermissionError):
-    """A file or folder that somebody else owns, or may write; the message names it."""
+    """A file or folder that another user owns or may write; the message names it."""
 
 
 def make_private_folder(path: Path) -> None:
-    """Make ``path`` with its parents, or take it back from others: its user alone may enter it.
+    """Create ``path`` with its parents, or restrict it, so that only its user can enter it.
 
     Raises UnsafeFileError where it is another user's, or no folder; OSError.
     """
@@ -126,7 +124,7 @@ def make_private_folder(path: Path) -> None:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        # Not stat, which would judge what a link leads to.
+        # lstat judges the path itself; stat would judge the target of a link.
         status = path.lstat()
         _require_own(path, status)
         if not stat.S_ISDIR(status.st_mode):
@@ -136,17 +134,17 @@ def make_private_folder(path: Path) -> None:
 
 
 def write_private(path: Path, content: str) -> None:
-    """As ``write_atomically``, for the owner's eyes only."""
+    """Write a file as ``write_atomically`` does, readable only by its owner."""
     write_atomically(path, content, 0o600)
 
 
 def read_own(path: Path) -> str:
-    """The text of a file that nobody else could have written.
+    """Return the text of a file that no other user could have written.
 
-    Raises UnsafeFileError for a file of another user, or one that a group or everybody may write;
-    OSError, UnicodeDecodeError.
+    Raises UnsafeFileError for a file of another user, or one that a group or everybody may write; OSError,
+    UnicodeDecodeError.
     """
-    # NOFOLLOW: a link may lead to a file of anybody's choice. NONBLOCK: opening a FIFO would wait for its writer.
+    # NOFOLLOW: a link may lead to any file. NONBLOCK: opening a FIFO would wait for its writer.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -154,7 +152,7 @@ def read_own(path: Path) -> str:
             raise
         raise UnsafeFileError(f"{path}: expected a file, not a symbolic link") from None
     with open(descriptor, encoding="utf-8") as file:
-        # Of the open file, not of the path, which could be another one by now.
+        # Check the open file: the path could name another one by now.
         status = os.fstat(descriptor)
         _require_own(path, status)
         if status.st_mode & _OTHERS_WRITE:
@@ -171,11 +169,11 @@ def _require_own(path: Path, status: os.stat_result) -> None:
 
 
 class Closing(ABC):
-    """A context manager that closes itself at the end of the block, however that ends."""
+    """A context manager that closes itself at the end of the block, also after an error."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what is held."""
+        """Release the resources."""
 
     def __enter__(self) -> Self:
         return self

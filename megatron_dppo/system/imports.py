@@ -1,4 +1,4 @@
-"""Import of what a user names as ``package.module:name``: a reward, an environment, an agent, a tracker."""
+"""Import of objects that a user names as ``package.module:name``: a reward, an environment, an agent, a tracker."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _LONGEST_REASON = 300
 
 
 class ImportTargetError(ValueError):
-    """A name is not of the form ``package.module:name``, or what it names can't be imported."""
+    """A name is not of the form ``package.module:name``, or can't be imported."""
 
 
 def import_target(target: str) -> Any:
-    """The object that ``package.module:name`` names. Raises ImportTargetError, whatever the module raises."""
+    """Return the object with the name ``package.module:name``. Raises ImportTargetError, whatever the module raises."""
     if not _TARGET.fullmatch(target):
         raise ImportTargetError(f"got {target!r}, expected package.module:name")
     module, _, names = target.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-    # A module is a program: it may raise anything, and end the process.
+        target_object: Any = importlib.import_module(module)
+    # A module is a program: it may raise anything, or end the process.
     except (Exception, SystemExit) as error:
         raise ImportTargetError(reason_of(error)) from error
     for name in names.split("."):
-        if not hasattr(found, name):
+        if not hasattr(target_object, name):
             raise ImportTargetError(f"module {module!r} has no attribute {names!r}")
-        found = getattr(found, name)
-    return found
+        target_object = getattr(target_object, name)
+    return target_object
 
 
 def reason_of(error: BaseException) -> str:
-    """What another's code raised, in a line, with its place where the message alone does not tell it."""
+    """Describe an exception of foreign code in one line, with its place where the message alone does not tell it."""
     message = " ".join(str(error).split())[:_LONGEST_REASON]
     if isinstance(error, ImportError):
         return message
@@ -46,7 +46,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call gives a coroutine: of a decorated function as what it wraps, of an object as its ``__call__``."""
+    """Whether a call returns a coroutine, for functions, decorated functions and objects with ``__call__``."""
     if not inspect.isroutine(function) and not isinstance(function, functools.partial):
         function = type(function).__call__
     return inspect.iscoroutinefunction(inspect.unwrap(function))

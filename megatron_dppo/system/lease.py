@@ -1,18 +1,20 @@
-"""The right to write in a run's folder: one start at a time has it, on whatever host it runs.
+"""The right to write in a run's folder: one start at a time has it, on any host.
 
-A holder renews a counter in the background. A start that finds a holder takes the lease over where the holder gave it
-back, where its process is gone (both on one machine), where Slurm has restarted its job, or where its counter stands
-still for ``PATIENCE_S`` of the newcomer's own clock; else it is refused. Of starts that race for one lease exactly one
-gets it. A holder that was only stopped for a while, and goes on after it was succeeded, is held off by the fence.
+A holder renews a counter in the background. A start that finds a holder takes the lease over where the holder released
+it, where its process has ended (both on one machine), where Slurm has restarted its job, or where its counter is
+unchanged for ``PATIENCE_S`` of the new start's own clock; otherwise the start is refused. Exactly one of several starts
+that race for a lease gets it. A holder that was only stopped for a while, and continues after a takeover, is rejected
+by the fence.
 
     <folder>/lease.json                 the holder
-    <folder>/lease/<nonce>.beat         what the holder of that nonce renews; nobody else writes it
+    <folder>/lease/<nonce>.beat         the counter of the holder with that nonce; only the holder writes it
     <folder>/lease/<nonce>.next/holder.json
-                                        the start that succeeds the holder of that nonce
+                                        the start that succeeds the holder of
+                                            that nonce
 
-Relied on, also of NFS and Lustre: a rename is atomic, a rename of a folder onto one that is not empty fails, and a file
-that is opened by its name after a rename has the new content. Not relied on: locks, attributes (times, sizes), listings
-of folders, equal clocks, process ids of other hosts.
+The lease relies on these properties, also of NFS and Lustre: a rename is atomic, a rename of a folder onto one that is
+not empty fails, and a file that is opened by its name after a rename has the new content. It does not rely on locks,
+attributes (times, sizes), listings of folders, equal clocks, or process ids of other hosts.
 """
 
 from __future__ import annotations
@@ -38,31 +40,31 @@ from megatron_dppo.system.files import write_atomically
 from megatron_dppo.system.processes import process_start
 
 LEASE_FILE = "lease.json"
-# Stands for the nonce of the holder before the first one.
+# Placeholder for the nonce of the holder before the first one.
 _FIRST = "first"
-# What a rename onto a claim fails with; ENOENT where another start tidied up meanwhile.
+# Errors of a rename onto an existing claim; ENOENT where another start has cleaned up meanwhile.
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}
 
 
 class LeaseError(RunError):
-    """A lease can't be taken; the message says who holds it, or what is wrong with its files."""
+    """A lease can't be taken; the message names the holder, or the fault of the lease's files."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that takes a lease, as others can recognise it.
+    """A process that takes a lease, as other processes can identify it.
 
     Attributes:
-        nonce: drawn anew by every start.
-        host, boot, namespace: where ``pid`` means something: the machine's name, this boot of it, and
-            the namespace of process ids (containers have their own).
-        pid, pid_start: the process, and when it started, in clock ticks after the boot.
-        job, attempt: Slurm's job id, with the cluster's name where it is known, and how often the job
-            was restarted; None and 0 outside of Slurm.
-        taken: seconds since the epoch by its own clock, for people to read.
+        nonce: new for every start.
+        host, boot, namespace: scope of ``pid``: the machine's name, this boot of it, and the namespace of process
+            ids (containers have their own).
+        pid, pid_start: the process, and its start time in clock ticks after the boot.
+        job, attempt: Slurm's job id, with the cluster's name where it is known, and the number of the job's
+            restarts; None and 0 outside of Slurm.
+        taken: seconds since the epoch by its own clock, for the user.
     """
 
-    # It becomes a file's name.
+    # The nonce becomes a file's name, so its form is restricted.
     nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     host: str
     boot: str
@@ -115,7 +117,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a holder renews. ``count`` grows; ``ended``: it gave the lease back."""
+    """The content of a holder's counter file. ``count`` grows; ``ended`` tells that the holder released the lease."""
 
     count: int = 0
     ended: bool = False
@@ -129,22 +131,22 @@ class LeaseFiles:
         self._folder = Path(folder) / "lease"
 
     def holder(self) -> Holder | None:
-        """Whom ``lease.json`` names. Raises LeaseError where it is damaged, OSError."""
+        """Return the holder in ``lease.json``. Raises LeaseError where the file is damaged, OSError."""
         return _read_holder(self.path)
 
     def last_claim(self, holder: Holder | None) -> Holder | None:
-        """The last of the starts that succeed ``holder``, itself where there is none."""
+        """Return the last of the starts that succeed ``holder``; ``holder`` itself without one."""
         while (successor := _read_holder(self._claim_on(holder) / "holder.json")) is not None:
             holder = successor
         return holder
 
-    def claim(self, last: Holder | None, successor: Holder) -> bool:
-        """Name the one successor of ``last``; False where it has another one already."""
+    def claim(self, predecessor: Holder | None, successor: Holder) -> bool:
+        """Name the only successor of ``predecessor``; return False where it has another one already."""
         prepared = self._folder / f".{successor.nonce}"
         prepared.mkdir(parents=True)
         try:
             write_atomically(prepared / "holder.json", _encode(successor))
-            prepared.rename(self._claim_on(last))
+            prepared.rename(self._claim_on(predecessor))
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
@@ -153,11 +155,11 @@ class LeaseFiles:
             shutil.rmtree(prepared, ignore_errors=True)
         return True
 
-    def give_up_claim(self, last: Holder | None) -> None:
-        shutil.rmtree(self._claim_on(last), ignore_errors=True)
+    def give_up_claim(self, predecessor: Holder | None) -> None:
+        shutil.rmtree(self._claim_on(predecessor), ignore_errors=True)
 
     def install(self, holder: Holder) -> None:
-        """Have ``lease.json`` name ``holder``; then remove what earlier ones left."""
+        """Write ``holder`` to ``lease.json``, then remove the files of earlier holders."""
         self.write_beat(holder, Beat())
         write_atomically(self.path, _encode(holder))
         for path in self._others(holder):
@@ -167,7 +169,7 @@ class LeaseFiles:
                 path.unlink(missing_ok=True)
 
     def beat(self, holder: Holder) -> Beat | None:
-        """What ``holder`` renewed last; None where it never has, or the file is damaged."""
+        """Return the last counter of ``holder``; None where it has none, or the file is damaged."""
         try:
             return TypeAdapter(Beat).validate_json(self.beat_of(holder).read_bytes())
         except (FileNotFoundError, ValidationError):
@@ -210,18 +212,18 @@ def _read_holder(path: Path) -> Holder | None:
 # --- the fence
 
 NONCE_VARIABLE = "MEGATRON_DPPO_LEASE"
-"""Names the nonce of the run's lease in the environment of the trainer's ranks."""
+"""Variable with the nonce of the run's lease, in the environment of the trainer's ranks."""
 
 
 class FencedError(RunError):
-    """This start of the run no longer holds its folder; the message names the one that does."""
+    """This start of the run no longer holds its folder; the message names the start that does."""
 
 
 class Fence:
-    """Tells whether the lease on ``folder`` is still the one with ``nonce``, before something is published.
+    """Check of the lease on ``folder`` for ``nonce``, before something is published.
 
-    A rename follows within milliseconds: a process that is stopped exactly in between still makes it, so names
-    of unfinished folders differ between starts, and records are numbered.
+    A rename follows the check within milliseconds. A process that is stopped exactly in between still makes the rename,
+    so names of unfinished folders differ between starts, and records are numbered.
     """
 
     def __init__(self, folder: str | Path, nonce: str) -> None:
@@ -245,7 +247,7 @@ log = logging.getLogger(__name__)
 
 RENEW_S = 3.0
 PATIENCE_S = 30.0
-"""A holder on another machine whose counter stands still for so long has ended."""
+"""Seconds after which a holder on another machine with an unchanged counter counts as ended."""
 _POLL_S = 0.5
 
 Announce = Callable[[str], None]
@@ -255,10 +257,10 @@ class Lease:
     """A lease on ``folder`` from ``take`` to ``release``; a context manager does both.
 
     Args:
-        folder: of the run; must exist.
+        folder: the run's folder; must exist.
         announce: called with one line before a wait for another machine's holder.
-        patience_s: how long that wait is.
-        renew_s: time between two renewals.
+        patience_s: length of that wait.
+        renew_s: seconds between two renewals.
     """
 
     def __init__(
@@ -279,7 +281,7 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self.fence = Fence(folder, self._holder.nonce)
         self.taken_over: str | None = None
-        """Who succeeded this start while it ran, in a sentence; None while nobody has."""
+        """A sentence about the start that took over while this one ran; None without one."""
 
     @property
     def heartbeat(self) -> Path:
@@ -299,23 +301,23 @@ class Lease:
         files, newcomer = self._files, self._holder
         while True:
             holder = files.holder()
-            last = files.last_claim(holder)
-            if last is not None and not self._has_ended(last):
+            last_claim = files.last_claim(holder)
+            if last_claim is not None and not self._has_ended(last_claim):
                 raise LeaseError(
-                    f"in use by the run of {last.describe()}; end that one ({last.how_to_end()})"
+                    f"in use by the run of {last_claim.describe()}; end that one ({last_claim.how_to_end()})"
                 )
-            if not files.claim(last, newcomer):
-                # Another start was faster: look whether it lives.
+            if not files.claim(last_claim, newcomer):
+                # Another start was faster: check whether it is alive.
                 continue
-            # The claim may be one that its winner has removed since, after it became the holder.
+            # The winner may have removed the claim after it became the holder.
             if files.holder() == holder:
                 break
-            files.give_up_claim(last)
+            files.give_up_claim(last_claim)
         files.install(newcomer)
         self._thread.start()
 
     def release(self) -> None:
-        """Give the lease back: the next start need not wait."""
+        """Release the lease, so that the next start need not wait."""
         self._ended.set()
         self._thread.join()
         if self.taken_over is None:
@@ -336,18 +338,18 @@ class Lease:
             return not holder.runs()
         return self._stands_still(holder, beat)
 
-    def _stands_still(self, holder: Holder, first: Beat | None) -> bool:
-        # By this machine's clock alone, for clocks differ; the last look is after the time is up.
+    def _stands_still(self, holder: Holder, first_beat: Beat | None) -> bool:
+        # Use only this machine's clock, because clocks differ. The last check follows after the time is up.
         self._announce(
             f"{self._files.path} is held by {holder.describe()}, which can't be asked from here: "
-            f"taking it over if its heartbeat ({first.count if first else 'none yet'}) does not change "
+            f"taking it over if its heartbeat ({first_beat.count if first_beat else 'none yet'}) does not change "
             f"for {self._patience_s:.0f} s"
         )
         deadline = time.monotonic() + self._patience_s
         while True:
             late = time.monotonic() >= deadline
             beat = self._files.beat(holder)
-            if beat != first:
+            if beat != first_beat:
                 return beat is not None and beat.ended
             if late:
                 return True

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 
-# --- ports
-
 _bound: list[socket.socket] = []
 
 
@@ -29,19 +27,21 @@ class PortTakenError(RuntimeError):
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of ``host`` that nobody has, and that the system gives to nobody else while this process
-    runs: as :func:`hold_port`."""
+    """Return a free port of ``host`` that the system assigns to no other process while this one runs.
+
+    See :func:`hold_port`.
+    """
     bound = hold_port(host, 0)
     _bound.append(bound)
     return int(bound.getsockname()[1])
 
 
 def hold_port(host: str, port: int) -> socket.socket:
-    """``port`` of ``host``, 0 for any that is free, bound until the socket is closed.
+    """Bind ``port`` of ``host`` (0: any free one) until the socket is closed.
 
-    While it is, the system gives the port neither to a server that takes any port nor to a connection;
-    one that asks for this very port, with SO_REUSEADDR as servers do, can listen on it. A connection
-    to it is refused meanwhile. Raises PortTakenError where it can't be bound.
+    Meanwhile the system assigns the port neither to a server that takes any port nor to a connection. A server that
+    requests this very port, with SO_REUSEADDR as servers do, can listen on it. A connection to the port is refused.
+    Raises PortTakenError where it can't be bound.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -57,20 +57,19 @@ def require_free_port(host: str, port: int) -> None:
     hold_port(host, port).close()
 
 
-# --- interfaces and their addresses
-
-
 class InterfaceError(RunError, ValueError):
-    """This machine has no such interface, or it has no address; the message names those that it has."""
+    """This machine has no such interface, or the interface has no address; the message names the machine's
+    interfaces.
+    """
 
 
 def interface_address(name: str) -> str:
-    """The address of an interface, IPv4 where it has one; ``name`` may be an address of this machine.
+    """Return the address of an interface, IPv4 where it has one; ``name`` may be an address of this machine.
 
     Raises InterfaceError.
     """
     interfaces = {n: _usable(addresses) for n, addresses in psutil.net_if_addrs().items()}
-    if name in {address for addresses in interfaces.values() for address in addresses}:
+    if any(name in addresses for addresses in interfaces.values()):
         return name
     if not interfaces.get(name):
         names = ", ".join(f"{n} ({a[0]})" for n, a in sorted(interfaces.items()) if a)
@@ -79,7 +78,7 @@ def interface_address(name: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has ``address``; None where none of this machine has."""
+    """Return the name of the interface with ``address``; None where this machine has none."""
     for name, addresses in psutil.net_if_addrs().items():
         if address in _usable(addresses):
             return name
@@ -87,7 +86,7 @@ def interface_of(address: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's own, which nobody else reaches."""
+    """Whether a host's name or address is this machine's own, which other machines can't reach."""
     try:
         return ipaddress.ip_address(resolve(host)).is_loopback
     except (ValueError, OSError):
@@ -95,33 +94,35 @@ def is_loopback(host: str) -> bool:
 
 
 def resolve(host: str) -> str:
-    """The address that a host's name stands for, IPv4 where it has one. Raises OSError."""
+    """Return the address of a host's name, IPv4 where it has one. Raises OSError."""
     entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return str(min(entries, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+    ipv4_entries = [entry for entry in entries if entry[0] == socket.AF_INET]
+    return str((ipv4_entries or entries)[0][4][0])
 
 
 def source_address(host: str) -> str:
-    """This machine's address on the network that leads to ``host``. Raises OSError."""
+    """Return this machine's address on the network that leads to ``host``. Raises OSError."""
     address = resolve(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    # A datagram socket's connect sends nothing: it only chooses the route.
+    # Connecting a datagram socket sends nothing: it only selects the route.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return str(probe.getsockname()[0])
 
 
 def _usable(addresses: Sequence[Any]) -> list[str]:
-    """IPv4 addresses, then IPv6 ones that need no interface's name to be reached."""
+    """Return IPv4 addresses, then IPv6 ones that can be reached without an interface's name."""
     families = socket.AF_INET, socket.AF_INET6
-    wanted = [a for a in addresses if a.family in families and "%" not in a.address]
-    return [a.address for a in sorted(wanted, key=lambda a: families.index(a.family))]
-
-
-# --- URLs
+    usable_addresses: list[str] = []
+    for family in families:
+        for entry in addresses:
+            if entry.family == family and "%" not in entry.address:
+                usable_addresses.append(entry.address)
+    return usable_addresses
 
 
 def url_host(host: str) -> str:
-    """``host`` as a URL has it: an IPv6 address in brackets."""
+    """Return ``host`` in the form of a URL: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -130,7 +131,7 @@ _FOUR_NUMBERS = re.compile(r"\d+(\.\d+){3}")
 
 
 def _is_host(host: str) -> bool:
-    """Whether it can be a host's name, or is an IPv4 address."""
+    """Whether the text can be a host's name, or is an IPv4 address."""
     if _FOUR_NUMBERS.fullmatch(host):
         return _is_address(host)
     return _HOST.fullmatch(host) is not None
@@ -145,9 +146,9 @@ def _is_address(host: str) -> bool:
 
 
 def host_fault(host: str) -> str | None:
-    """What is wrong with ``host`` as an address to listen on, in a line: it is no address, and no name known here.
+    """Return the fault of ``host`` as an address to listen on, in one line: neither an address nor a known name.
 
-    An address need not be this machine's: a run may be checked on another one.
+    The address need not be this machine's: a run may be checked on another one.
     """
     if _is_address(host):
         return None
@@ -162,14 +163,14 @@ def host_fault(host: str) -> str | None:
 
 
 def url_fault(url: str) -> str | None:
-    """What is wrong with ``url``, in a line; None where a server can have it.
+    """Return the fault of ``url`` in one line; None where a server can have it.
 
-    It is ``http`` or ``https``, a host's name or address, perhaps a port from 1 on and a path.
+    A valid URL is ``http`` or ``https``, a host's name or address, and optionally a port from 1 on and a path.
     """
     problem = f"got {url!r}, expected http://host:port"
     try:
         parts = urlsplit(url)
-        # Told without the URL: it would be in every log.
+        # Report this without the URL, whose password would be in every log.
         if "@" in parts.netloc:
             return (
                 f"got one for {parts.hostname} with a user or a password in it, expected "
@@ -178,24 +179,25 @@ def url_fault(url: str) -> str | None:
         host, port = parts.hostname or "", parts.port
     except ValueError as error:
         return f"{problem}: {error}"
-    # An IPv6 address is checked by urlsplit.
-    named = ":" in host or _is_host(host)
+    # urlsplit checks an IPv6 address.
+    has_valid_host = ":" in host or _is_host(host)
     plain = not (parts.query or parts.fragment or re.search(r"\s", url))
-    return None if parts.scheme in ("http", "https") and named and port != 0 and plain else problem
+    return (
+        None
+        if parts.scheme in ("http", "https") and has_valid_host and port != 0 and plain
+        else problem
+    )
 
 
 HIDDEN_SECRET = "<api key>"
 
 
 def without_secrets(text: str, secrets: Iterable[str | None]) -> str:
-    """``text`` of a server, for a message, with each key replaced: a server may echo the key that it was sent."""
+    """Return ``text`` of a server, for a message, with each key replaced: a server may echo a key that it received."""
     for secret in secrets:
         if secret:
             text = text.replace(secret, HIDDEN_SECRET)
     return text
-
-
-# --- the rendezvous of torch.distributed
 
 
 class ListenError(RunError):
@@ -205,9 +207,9 @@ class ListenError(RunError):
 def listening_store(
     host: str, port: int, world_size: int | None, timeout: timedelta, **options: Any
 ) -> TCPStore:
-    """The store that the others connect to, on ``host`` only; a free port where ``port`` is 0.
+    """Return a store that other ranks connect to, on ``host`` only; a free port where ``port`` is 0.
 
-    ``options``: of TCPStore. Raises ListenError where the address can't be bound.
+    ``options`` are TCPStore's. Raises ListenError where the address can't be bound.
     """
     from torch.distributed import TCPStore
 

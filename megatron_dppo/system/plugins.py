@@ -76,8 +76,8 @@ def _declared_entries(group: str) -> list[EntryPoint]:
         if project["name"] == _DISTRIBUTION:
             declared = project.get("entry-points", {}).get(group, {})
             return [EntryPoint(name, value, group) for name, value in declared.items()]
-    own = importlib.metadata.distribution(_DISTRIBUTION)
-    return [entry for entry in own.entry_points if entry.group == group]
+    distribution = importlib.metadata.distribution(_DISTRIBUTION)
+    return [entry for entry in distribution.entry_points if entry.group == group]
 
 
 def _foreign_entries(group: str) -> Iterator[tuple[str, EntryPoint]]:
@@ -89,14 +89,14 @@ def _foreign_entries(group: str) -> Iterator[tuple[str, EntryPoint]]:
 
 def module_file(module: str) -> Path | None:
     """The source file of ``module``, found without importing it or its parent packages; None if there is none."""
-    package, *rest = module.split(".")
+    package, *submodules = module.split(".")
     spec = importlib.util.find_spec(package)
     if spec is None:
         return None
-    if not rest:
+    if not submodules:
         return Path(spec.origin) if spec.origin else None
     for folder in spec.submodule_search_locations or ():
-        path = Path(folder).joinpath(*rest)
+        path = Path(folder).joinpath(*submodules)
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
                 return file

@@ -1,4 +1,4 @@
-"""Processes: start one, ask it to end, end it with all its descendants, say how it ended."""
+"""Processes: start one, ask it to end, kill it with all its descendants, describe how it ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import select
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -50,15 +49,15 @@ def start_process(
     """Start ``command`` in a session and process group of its own, which Ctrl-C does not reach.
 
     Args:
-        command: program and arguments. Everybody can read them with ``ps``: secrets go through ``stdin``.
+        command: program and arguments. Every user can read them with ``ps``: secrets go through ``stdin``.
         environment: all of the child's variables.
-        output: file descriptor for its standard output, or ``subprocess.PIPE``.
-        errors: the same for its standard error; by default both go to ``output``.
+        output: file descriptor of its standard output, or ``subprocess.PIPE``.
+        errors: file descriptor of its standard error; by default both go to ``output``.
         stdin: ``subprocess.PIPE`` opens an unbuffered pipe to its standard input.
-        dies_with_thread: the kernel kills it when the *thread* that called this ends, and so also when this process is
-            killed. Call it from a thread that lives as long as the child.
-        inherited: further descriptors that it gets, under the same numbers.
-        lifts_memory_limit: its address space has the hard limit alone, not this process's soft one.
+        dies_with_thread: whether the kernel kills it when the *thread* that called this ends, and so also when this
+            process is killed. Call it from a thread that lives as long as the child.
+        inherited: further descriptors that it inherits, under the same numbers.
+        lifts_memory_limit: whether its address space has only the hard limit, not this process's soft one.
     """
     parent = os.getpid()
 
@@ -78,7 +77,7 @@ def start_process(
         env=dict(environment),
         start_new_session=True,
         pass_fds=tuple(inherited),
-        # Between fork and exec it makes system calls only.
+        # prepare makes only system calls between fork and exec.
         preexec_fn=prepare if dies_with_thread or lifts_memory_limit else None,  # noqa: PLW1509
     )
 
@@ -86,32 +85,32 @@ def start_process(
 def start_connected(
     module: str, *arguments: str, environment: Mapping[str, str], output: int
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start ``python -m module DESCRIPTOR arguments``; the connection's other end is what DESCRIPTOR names.
+    """Start ``python -m module DESCRIPTOR arguments``; DESCRIPTOR is the other end of the returned connection.
 
-    ``recv`` raises EOFError at either end when the other process is gone. ``output``: file descriptor for all that
-    the child prints.
+    ``recv`` raises EOFError at either end when the other process has ended. ``output``: file descriptor for everything
+    that the child prints.
     """
-    ours, theirs = Pipe()
-    with theirs:
+    own_end, child_end = Pipe()
+    with child_end:
         process = start_process(
-            [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
+            [sys.executable, "-m", module, str(child_end.fileno()), *arguments],
             environment=environment,
             output=output,
-            # It ends with its connection: the thread that starts it may end long before.
+            # The child ends with its connection; the thread that starts it may end long before.
             dies_with_thread=False,
-            inherited=[theirs.fileno()],
+            inherited=[child_end.fileno()],
         )
-    return process, ours
+    return process, own_end
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL this process when the thread of ``parent`` that started it ends.
+    """Make the kernel SIGKILL this process when the thread of ``parent`` that started it ends.
 
     Exits at once where ``parent`` is dead already.
     """
-    # System calls only: it runs between fork and exec, where locks that other threads held are lost.
+    # Make only system calls: this runs between fork and exec, where locks that other threads held are lost.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # It died before prctl took effect.
+    # The parent died before prctl took effect.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -130,8 +129,11 @@ def is_rank_name(name: str) -> bool:
 
 
 def bound_memory(gib: int, *, is_final: bool) -> None:
-    """Give this process, and what it starts, so much address space: a number with 10^9 digits, or an endless list,
-    must not take the node's memory. ``is_final``: nobody can lift it again (``start_process`` can otherwise)."""
+    """Limit the address space of this process and its children to so many GiB.
+
+    A number with 10^9 digits, or an endless list, must not take the node's memory. ``is_final``: the limit can't be
+    lifted again; otherwise ``start_process`` can lift it.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     memory = gib << 30
     soft = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
@@ -148,12 +150,12 @@ def adopt_orphans() -> None:
 
 
 def kill_descendants(timeout_s: float = 10.0) -> list[int]:
-    """SIGKILL everything below this process and reap it; the ids of what would not go in time.
+    """SIGKILL every process below this one and reap it; return the ids of those that do not end in time.
 
-    For a process that adopts orphans, at its own end: it takes over the exit codes of all children.
+    For a process that adopts orphans, at its own end: the function takes the exit codes of all children.
     """
     deadline = time.monotonic() + timeout_s
-    # Again and again until nothing is left: a process may fork while it is being looked for.
+    # Repeat until no process is left: one may fork during the search.
     while True:
         family = psutil.Process().children(recursive=True)
         _kill(family)
@@ -161,7 +163,7 @@ def kill_descendants(timeout_s: float = 10.0) -> list[int]:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
-            # None left, and orphans would have become children.
+            # No child is left, and orphans would have become children.
             return []
         if time.monotonic() > deadline:
             return [process.pid for process in family]
@@ -169,8 +171,11 @@ def kill_descendants(timeout_s: float = 10.0) -> list[int]:
 
 
 def continue_guarded(descriptor: int) -> None:
-    """Return in a child of this process, which itself adopts and reaps what is orphaned below. When the child ends, or
-    nobody is left at the other side of ``descriptor``, it ends everything below, and itself as the child did."""
+    """Fork: return in the child, while this process adopts and reaps orphans below it.
+
+    When the child ends, or the other side of ``descriptor`` is closed, this process kills everything below it, and ends
+    as the child did.
+    """
     guarding = os.getpid()
     adopt_orphans()
     if (child := os.fork()) != 0:
@@ -180,43 +185,48 @@ def continue_guarded(descriptor: int) -> None:
 
 @contextmanager
 def guarded(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """``command`` as ``start_process`` starts it with ``settings``, in a child of the process that is given, its guard,
-    which ends as it does. With either of them, or with the block, all that the command started is gone, whatever
-    session or parent it took."""
-    theirs, ours = os.pipe()
-    inherited = [theirs, *settings.pop("inherited", ())]
+    """Start ``command`` under a guard process, which ends as the command does; yield the guard.
+
+    ``settings`` are those of ``start_process``. When the command, the guard or the block ends, every process that the
+    command started is killed, whatever its session or parent.
+    """
+    guard_end, own_end = os.pipe()
+    inherited = [guard_end, *settings.pop("inherited", ())]
     try:
-        guard = [sys.executable, "-m", __name__, str(theirs), *command]
+        guard = [sys.executable, "-m", __name__, str(guard_end), *command]
         process = start_process(guard, inherited=inherited, **settings)
     except BaseException:
-        os.close(ours)
+        os.close(own_end)
         raise
     finally:
-        os.close(theirs)
+        os.close(guard_end)
     try:
         yield process
     finally:
-        # The guard learns that nobody is left.
-        os.close(ours)
+        # Closing the pipe tells the guard to end.
+        os.close(own_end)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_KILL_WAIT_S)
         kill_families([process])
 
 
 def connect_guarded(descriptor: int) -> Connection:
-    """The connection of ``start_connected`` in the process that it started, which goes on as ``continue_guarded`` says.
-    Nothing that this one starts or forks has it."""
+    """Return the connection of ``start_connected`` in the started process, which continues as ``continue_guarded``
+    says.
+
+    Processes that this one starts or forks do not have the connection.
+    """
     connection = Connection(descriptor)
     os.set_inheritable(descriptor, False)
     continue_guarded(descriptor)
-    # Not by its number, under which a child may open something else before it forks, too.
+    # Close the object: its number may belong to another file that a child opens before it forks.
     os.register_at_fork(after_in_child=connection.close)
     return connection
 
 
 def _guard(child: int, descriptor: int) -> NoReturn:
     ends = select.poll()
-    # Without an event this tells only that the other side is closed; what it sends is the child's to read.
+    # Without an event, poll tells only that the other side is closed; its data is for the child.
     ends.register(descriptor, 0)
     ends.register(os.pidfd_open(child), select.POLLIN)
     while not ends.poll(1000.0):
@@ -242,16 +252,19 @@ def child_ids() -> frozenset[int]:
 
 
 def kill_children(spared: Collection[int] = ()) -> None:
-    """SIGKILL and reap the children of this process but ``spared``, and what is below them.
+    """SIGKILL and reap the children of this process except ``spared``, and all their descendants.
 
-    For a process that adopts orphans: then nothing escapes by changing its parent or its session.
-    Quick where there are no children.
+    For a process that adopts orphans: then no process escapes by changing its parent or its session. Fast where there
+    are no children.
     """
     while _has_children():
         doomed = [c for c in psutil.Process().children() if c.pid not in spared]
         if not doomed:
             return
-        _kill([member for child in doomed for member in (*_family(child.pid), child)])
+        members: list[psutil.Process] = []
+        for child in doomed:
+            members += [*_family(child.pid), child]
+        _kill(members)
         for child in doomed:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child.pid, 0)
@@ -266,12 +279,14 @@ def _has_children() -> bool:
 
 
 def kill_families(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """SIGKILL each process that ``start_process`` gave, its process group and its descendants.
+    """SIGKILL each process that ``start_process`` started, its process group and its descendants.
 
-    Returns when all are gone, or after ten seconds. Processes that have ended are no error.
+    Returns when all have ended, or after ten seconds. Processes that have ended already are no error.
     """
     roots = list(processes)
-    family = [member for root in roots for member in _family(root.pid)]
+    family: list[psutil.Process] = []
+    for root in roots:
+        family += _family(root.pid)
     for root in roots:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(root.pid, signal.SIGKILL)
@@ -291,7 +306,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """False for a zombie too, which may wait long until its parent reaps it."""
+    """Whether the process runs. A zombie, which may wait long until its parent reaps it, does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -305,7 +320,7 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def process_start(pid: int) -> int | None:
-    """When a process started, in clock ticks after the boot; None where it has ended, or is a zombie."""
+    """Return a process's start time in clock ticks after the boot; None where it has ended, or is a zombie."""
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -314,7 +329,9 @@ def process_start(pid: int) -> int | None:
 
 
 def describe_exit(code: int, exception: str | None = None) -> str:
-    """How a process ended, in words. ``exception``: the last one in its log; then that is why, and not memory."""
+    """Describe how a process ended. ``exception``: the last one in its log, which explains a kill better than
+    memory.
+    """
     if code >= 0:
         ending = f"exited with code {code}"
     elif -code not in set(signal.Signals):
@@ -337,12 +354,12 @@ def tail(path: Path, lines: int = 40) -> str:
 
 
 def last_exception(log: str) -> str | None:
-    """The type and message of the last Python exception in a log, in one line; None where it has none."""
-    _, found, rest = log.rpartition(_TRACEBACK)
-    if not found:
+    """Return the type and message of the last Python exception in a log, in one line; None without one."""
+    _, traceback_mark, traceback_text = log.rpartition(_TRACEBACK)
+    if not traceback_mark:
         return None
-    # Below it stand the frames, indented, and then the exception.
-    for line in rest.splitlines()[1:]:
+    # The indented frames follow, then the exception.
+    for line in traceback_text.splitlines()[1:]:
         if line.strip() and not line.startswith((" ", "\t")):
             return line.strip()[:_LONGEST_EXCEPTION]
     return None
@@ -350,14 +367,11 @@ def last_exception(log: str) -> str | None:
 
 def quote(text: str) -> str:
     """``text`` indented by four spaces, for a message; a note where it is empty."""
-    return textwrap.indent(text or "(empty)", "    ", lambda line: True)
-
-
-# --- a command at a host
+    return "".join(f"    {line}" for line in (text or "(empty)").splitlines(keepends=True))
 
 
 class StartedProcess:
-    """A command that was started on this machine, or what runs it elsewhere."""
+    """A command that was started on this machine, or the process that runs it elsewhere."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -365,7 +379,7 @@ class StartedProcess:
         self.poll = process.poll
 
     def stop(self, grace_s: float) -> None:
-        """Ask it to end, by force after ``grace_s`` seconds; returns when it is gone."""
+        """Ask the process to end, kill it after ``grace_s`` seconds; returns when it has ended."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -379,8 +393,8 @@ class StartedProcess:
 class Launcher:
     """Starts commands on this machine; a subclass may start them at another host.
 
-    A command dies with the *thread* that called ``start`` (the kernel counts the thread, not the
-    process): start it from the main thread.
+    A command dies with the *thread* that called ``start`` (the kernel counts the thread, not the process): start it
+    from the main thread.
     """
 
     def start(
@@ -388,21 +402,21 @@ class Launcher:
     ) -> StartedProcess:
         """Start ``command`` with all of the variables in ``environment``, and return at once.
 
-        Everybody can read the command with ``ps``: secrets go through ``stdin``. Output is appended to ``log``.
+        Every user can read the command with ``ps``: secrets go through ``stdin``. Output is appended to ``log``.
         """
         return StartedProcess(start_fed(command, environment=environment, log=log, stdin=stdin))
 
     def require_free_port(self, address: str, port: int) -> None:
-        """Raise PortTakenError where the port can't be bound, as far as that can be told from here."""
+        """Raise PortTakenError where the port can't be bound, as far as this machine can tell."""
         require_free_port(address, port)
 
 
 def start_fed(
     command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
 ) -> subprocess.Popen[bytes]:
-    """``start_process`` with all of its standard input, its output appended to ``log``.
+    """Start a process with all of its standard input, its output appended to ``log``.
 
-    Where it dies before it has read that, its exit code tells.
+    The exit code tells where the process dies before it has read the input.
     """
     with open(log, "ab") as file:
         process = start_process(
@@ -419,24 +433,21 @@ def feed(process: subprocess.Popen[bytes], content: bytes) -> None:
         pipe.write(content)
 
 
-# --- what asks a process to end: signals, a file, a heartbeat that stops
-
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Have those signals wait until the block's end, also for the programs that it starts; what is ignored stays
-    ignored (nohup). Main thread only.
+    """Delay ending signals until the block's end, also for the programs that it starts. Main thread only.
 
-    Programs inherit the mask.
+    Ignored signals stay ignored (nohup). Programs inherit the mask.
     """
-    # The mask holds for this thread alone, and another one, of a library, may take a signal that is meant for
-    # the process: so the handlers only note it until the end.
-    came: list[int] = []
+    # The mask applies only to this thread, and another thread, of a library, may receive a signal that is meant for the
+    # process. So the handlers store the signal until the end.
+    received_signals: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     handlers = {
-        number: signal.signal(number, lambda n, _: came.append(n))
+        number: signal.signal(number, lambda n, _: received_signals.append(n))
         for number in ENDING_SIGNALS
         if signal.getsignal(number) is not signal.SIG_IGN
     }
@@ -446,38 +457,38 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for noted in came:
+        for noted in received_signals:
             signal.raise_signal(noted)
 
 
 def end_now(code: int) -> NoReturn:
     """Run the exit handlers, flush the logs and both standard streams, and end without the interpreter's shutdown.
 
-    Whatever a ``with`` block must close is closed before.
+    ``with`` blocks must be left before.
     """
-    # As multiprocessing ends its children: a daemon thread that is in native code while the interpreter shuts
-    # down, such as what watches the collectives, aborts the process when it comes back to Python.
+    # multiprocessing ends its children in this way: a daemon thread in native code during the interpreter's shutdown,
+    # such as the watcher of the collectives, aborts the process when it returns to Python.
     atexit._run_exitfuncs()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            # A full disk; the logs have said so.
+            # The disk is full; the logs have reported it.
             continue
     os._exit(code)
 
 
 STOP_FILE_VARIABLE = "MEGATRON_DPPO_STOP_FILE"
-"""Names the file in the environment of those that are asked."""
+"""Variable with the path of the stop file, in the environment of the processes that watch it."""
 _STOP = "stop"
 _STOP_LOOK_S = 1.0
 
 
 def ask_to_stop(path: Path) -> None:
-    """Ask whoever watches ``path``, on whatever host."""
-    # In place, never renamed: NFS shows the new content of a file that it knows, but may hide for a
-    # minute that another file has got its name.
+    """Ask the processes that watch ``path`` to stop, on any host."""
+    # Write in place and never rename: NFS shows the new content of a known file, but may hide for a minute that another
+    # file has its name.
     path.write_text(_STOP, encoding="utf-8")
 
 
@@ -486,7 +497,7 @@ def withdraw_stop(path: Path) -> None:
 
 
 class StopFile:
-    """Watches a file; call it to learn whether a stop was asked for. Looks once a second at most."""
+    """A watched file; a call returns whether a stop was requested. It reads the file at most once a second."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -494,23 +505,24 @@ class StopFile:
         self._next_look = 0.0
 
     def __call__(self) -> bool:
-        now = time.monotonic()
-        if not self._asked and now >= self._next_look:
-            self._next_look = now + _STOP_LOOK_S
+        current_time = time.monotonic()
+        if not self._asked and current_time >= self._next_look:
+            self._next_look = current_time + _STOP_LOOK_S
             self._asked = self._path.exists() and self._path.read_text(encoding="utf-8") == _STOP
         return self._asked
 
 
 HEARTBEAT_VARIABLE = "MEGATRON_DPPO_HEARTBEAT"
-"""Names the file that is renewed, in the environment of those that watch it."""
+"""Variable with the path of the renewed file, in the environment of the processes that watch it."""
 PATIENCE_VARIABLE = "MEGATRON_DPPO_HEARTBEAT_PATIENCE_S"
-"""For how many seconds it may stand still: far longer than the time between two renewals, so that a file
-system that hangs for a while ends nothing."""
+"""Longest time without a renewal: far longer than the time between two renewals, so that a file system that hangs
+for a while ends no process.
+"""
 _LOOK_EVERY_S = 5.0
 
 
 class Heartbeat:
-    """Tells how long the content of ``path`` has not changed, by this process's clock."""
+    """Measures how long the content of ``path`` has not changed, by this process's clock."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
@@ -532,7 +544,7 @@ class Heartbeat:
 
 
 def when_it_stops(path: Path, act: Callable[[], None], patience_s: float) -> None:
-    """Watch ``path`` from a thread of its own; ``act`` once its heartbeat has stopped."""
+    """Watch ``path`` from a thread of its own; call ``act`` once its heartbeat has stopped."""
 
     def watch() -> None:
         heartbeat = Heartbeat(path)
@@ -544,11 +556,11 @@ def when_it_stops(path: Path, act: Callable[[], None], patience_s: float) -> Non
 
 
 def main() -> None:
-    """Become a guard, and in its child the command that ``guarded`` names."""
+    """Become a guard; in its child become the command of ``guarded``."""
     descriptor, *command = sys.argv[1:]
     os.set_inheritable(int(descriptor), False)
     continue_guarded(int(descriptor))
-    # Python ignores it, and a command would go on doing so.
+    # Python ignores SIGPIPE, and the command would inherit that.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.execvp(command[0], command)
 

@@ -1,10 +1,10 @@
-"""What a process has on its machine while it runs: temporary files, sockets, shared memory.
+"""Temporary resources of a process on its machine: files, sockets, shared memory.
 
     <TMPDIR, or /tmp>/mdppo-<user>-<pid namespace>-<pid>-<start>-<random>/     mode 0700
     /dev/shm/mdppo-<the same>*, /dev/shm/sem.mdppo-<the same>*
 
-The name says whose it is, so that whoever comes next can remove what a killed process left. Not under
-XDG_RUNTIME_DIR, which the system removes when its user logs out, while the run may go on.
+The name identifies the owner, so that a later process can remove what a killed process left. XDG_RUNTIME_DIR is
+unsuitable: the system removes it when its user logs out, while the run may continue.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = Path("/dev/shm")
 ALIGNMENT = 64
-"""Bytes: a cache line, and what every element type and vector load divides."""
+"""Alignment in bytes: a cache line, and a multiple of every element type and vector load."""
 _NAME = re.compile(r"(?:sem\.)?mdppo-(\d+)-(\d+)-(\d+)-(\d+)-.*")
-# Bytes of the folder's path: sockets in it have up to 34 more, and may have 107 in all.
+# Longest path of the folder in bytes: sockets in it have up to 34 more, and may have 107 in total.
 _LONGEST = 73
 _RANDOM = 8
 
 
 def private_name() -> str:
-    """The beginning of names that belong to this process; ends in a hyphen."""
+    """Return the prefix of names that belong to this process; it ends in a hyphen."""
     start = process_start(os.getpid())
     return f"mdppo-{os.getuid()}-{_namespace()}-{os.getpid()}-{start}-"
 
 
 def make_runtime_directory() -> Path:
-    """A new folder that its user alone can enter. Raises OSError."""
+    """Create a new folder that only its user can enter. Raises OSError."""
     name = private_name()
-    given = tempfile.gettempdir()
-    fits = len(os.path.join(given, name)) + _RANDOM <= _LONGEST
-    return Path(tempfile.mkdtemp(prefix=name, dir=given if fits else "/tmp"))
+    temporary_folder = tempfile.gettempdir()
+    fits = len(os.path.join(temporary_folder, name)) + _RANDOM <= _LONGEST
+    return Path(tempfile.mkdtemp(prefix=name, dir=temporary_folder if fits else "/tmp"))
 
 
 def use_as_temporary(directory: Path) -> None:
-    """Have this process, and those that it starts, put temporary files into ``directory``."""
-    # Compiled kernels are worth keeping: they stay where they would be without this.
+    """Make this process, and its children, put temporary files into ``directory``."""
+    # Compiled kernels are worth keeping, so they stay in the usual folder.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.environ.get('USER') or os.getuid()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     os.environ["TMPDIR"] = str(directory)
@@ -59,7 +59,7 @@ def use_as_temporary(directory: Path) -> None:
 
 
 def remove_left_behind() -> None:
-    """Remove what processes of this user have left on this machine that are gone."""
+    """Remove what ended processes of this user have left on this machine."""
     for base in {Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY}:
         for path in _left_behind(base):
             if path.is_dir() and not path.is_symlink():
@@ -95,13 +95,11 @@ def _namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-# --- buffers that processes of one host have in common
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def memory_name() -> str:
-    """Equal for processes that see the same shared memory, and for no others."""
+    """Return a name that is equal for processes with the same shared memory, and only for these."""
     try:
         return f"{_BOOT.read_text().strip()}-{os.stat(SHARED_MEMORY).st_dev}"
     except OSError:
@@ -109,8 +107,10 @@ def memory_name() -> str:
 
 
 def free_bytes(folder: Path = SHARED_MEMORY) -> int:
-    """Bytes that may be taken of the memory that ``folder`` is in: half of all is left to others, such
-    as NCCL; 0 where there is none."""
+    """Return how many bytes of the memory of ``folder`` may be used; 0 without any.
+
+    Half of all is left to other users of the memory, such as NCCL.
+    """
     try:
         space = os.statvfs(folder)
     except OSError:
@@ -119,20 +119,20 @@ def free_bytes(folder: Path = SHARED_MEMORY) -> int:
 
 
 class SharedBuffer:
-    """``size`` bytes, uint8, that others of this user on this host may map by ``path``; ``hide`` it then.
+    """``size`` bytes, uint8, that this user's processes on this host may map by ``path``; call ``hide`` after that.
 
-    The memory goes with the last process that has it mapped.
+    The memory is freed with the last process that has it mapped.
     """
 
     def __init__(self, size: int) -> None:
-        """Raises OSError where there is no room (``free_bytes``)."""
+        """Create the buffer. Raises OSError where there is no room (``free_bytes``)."""
         if size > free_bytes():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(SHARED_MEMORY))
         descriptor, name = tempfile.mkstemp(prefix=f"{private_name()}buffer-", dir=SHARED_MEMORY)
         self.path = Path(name)
         try:
             if size:
-                # Else a full memory is a SIGBUS later.
+                # Allocate now: otherwise a full memory would raise SIGBUS later.
                 os.posix_fallocate(descriptor, 0, size)
             self.array = _mapped(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError:
@@ -142,47 +142,47 @@ class SharedBuffer:
             os.close(descriptor)
 
     def hide(self) -> None:
-        """Take away the name; those that have it mapped keep it. Harmless twice."""
+        """Remove the name; processes that have the memory mapped keep it. A second call has no effect."""
         self.path.unlink(missing_ok=True)
 
 
 class FileBuffer:
     """``size`` bytes, uint8, of a file without a name in the temporary folder.
 
-    What was written lies in the system's cache of files, which writes it to the disk and takes the memory back where
-    it is needed; of the process it is no memory once it has been let go of.
+    Written data is in the system's file cache, which writes it to the disk and frees the memory where it is needed.
+    After ``let_go`` it does not count as memory of the process.
     """
 
     def __init__(self, size: int) -> None:
-        """Raises OSError where there is no room."""
+        """Create the buffer. Raises OSError where there is no room."""
         import numpy as np
 
         self._map: mmap.mmap | None = None
         self.array = np.empty(0, np.uint8)
         if size:
             with tempfile.TemporaryFile() as file:
-                # Else a full disk is a SIGBUS later.
+                # Allocate now: otherwise a full disk would raise SIGBUS later.
                 os.posix_fallocate(file.fileno(), 0, size)
                 self._map = mmap.mmap(file.fileno(), size)
             self.array = np.frombuffer(self._map, np.uint8)
 
     def let_go(self) -> None:
-        """Hold none of it in memory; it is read from the file when it is used again."""
+        """Release the memory; a later access reads the file."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def aligned(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where arrays of these many bytes begin in one buffer, each at a multiple of 64, and the buffer's size.
+    """Return the offsets of arrays with these sizes in one buffer, each a multiple of 64, and the buffer's size.
 
-    The one way in which arrays lie together: in a parser's reply, in a rank's share of a batch, in a save's copy.
+    All arrays in one buffer use this layout: in a parser's reply, in a rank's share of a batch, in a save's copy.
     """
     starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
     return starts[:-1], starts[-1]
 
 
 def mapped(path: str, size: int) -> np.ndarray:
-    """Another process's buffer, to read. Raises OSError, and ValueError for another size."""
+    """Map another process's buffer for reading. Raises OSError, and ValueError for another size."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         file_size = os.fstat(descriptor).st_size
@@ -194,8 +194,8 @@ def mapped(path: str, size: int) -> np.ndarray:
 
 
 def _mapped(descriptor: int, size: int, protection: int) -> np.ndarray:
-    """With all its pages at once: one by one they would take longer than the copies."""
-    # The start of a rank passes here before it has set OMP_NUM_THREADS, which numpy reads when it is imported.
+    """Map all pages at once: one by one they would take longer than the copies."""
+    # Import lazily: a rank runs this before it sets OMP_NUM_THREADS, which numpy reads at its import.
     import numpy as np
 
     if not size:

@@ -1,15 +1,14 @@
-"""Variables of the environment that hold keys: which these are, and how they reach a process without being shown.
+"""Environment variables that hold keys: their names, and how they reach a process without becoming visible.
 
-What a process was started with stays in ``/proc/<pid>/environ``, where every process of the same user reads it, and its
-children inherit it. So of the processes of a run
+The initial environment of a process stays in ``/proc/<pid>/environ``, where every process of the same user can read it,
+and its children inherit it. Therefore
 
-- one that a user started with keys overwrites them in that memory (``hide_secrets``);
-- one that the run starts is started without. It reads its keys, as a JSON object, from standard input
-  (``split_environment``, ``hide_secrets``), or from the connection that it serves (``receive_passed``);
-- each that has keys keeps them in Python's ``os.environ`` alone. The C library's environment, which a child inherits
-  unless its variables are named, lacks them;
-- each that has keys is not dumpable: the kernel then refuses its environment and its memory to the same user's
-  processes, but not to those with CAP_SYS_PTRACE, such as root's.
+- a process that a user started with keys overwrites them in that memory (``hide_secrets``); - a process that the run
+starts is started without keys. It reads them, as a JSON object, from standard input (``split_environment``,
+``hide_secrets``), or from the connection that it serves (``receive_passed``); - a process with keys keeps them only in
+Python's ``os.environ``. The C library's environment, which a child inherits unless its variables are named, lacks them;
+- a process with keys is not dumpable: the kernel then refuses its environment and its memory to the same user's
+processes, but not to those with CAP_SYS_PTRACE, such as root's.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 SECRETS_VARIABLE = "MEGATRON_DPPO_SECRETS"
-"""``stdin`` in the environment of a process whose keys come on its standard input."""
+"""Variable whose value ``stdin`` tells that a process receives its keys on its standard input."""
 DUMPABLE_VARIABLE = "MEGATRON_DPPO_DUMPABLE"
-"""``1``: the run's processes stay open to debuggers and profilers of the same user."""
+"""Variable whose value ``1`` keeps the run's processes open to debuggers and profilers of the same user."""
 _STDIN = "stdin"
 _RUN_PREFIX = "MEGATRON_DPPO_"
 _PR_SET_DUMPABLE = 4
 _LIBC = ctypes.CDLL(None, use_errno=True)
-# Of /proc/<pid>/stat, counted behind the name: where the memory of the initial environment begins and ends.
+# Fields of /proc/<pid>/stat, counted after the name: begin and end of the memory of the initial environment.
 _ENV_START, _ENV_END = 47, 48
 
 _SECRET_NAME = re.compile(
@@ -57,49 +56,51 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that hold keys."""
+    """Return the variables that hold keys."""
     return {name: value for name, value in environment.items() if is_secret(name, value)}
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that hold no key."""
+    """Return the variables that hold no key."""
     return {name: value for name, value in environment.items() if not is_secret(name, value)}
 
 
-# --- from a process to one that it starts
-
-
 def split_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], bytes]:
-    """What a process may be started with, and what it is to read from standard input in ``hide_secrets``."""
+    """Return the environment for a new process, and the data that ``hide_secrets`` reads there from standard input."""
     plain = {**without_secrets(environment), SECRETS_VARIABLE: _STDIN}
     return plain, json.dumps(secrets_of(environment)).encode()
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of a process that runs a user's own code, and perhaps what a model wrote: no keys, nothing of the run's own."""
+    """Return the environment of a process that runs a user's code or a model's: no keys, and no variables of the
+    run.
+    """
     plain = without_secrets(environment)
     own = {name for name in plain if name.startswith(_RUN_PREFIX) and name != DUMPABLE_VARIABLE}
     return {name: value for name, value in plain.items() if name not in own}
 
 
 def program_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of a program that acts for a model: where programs and libraries are, the language, certificates, proxies, and
-    the variables that were passed to this process."""
-    common = {
+    """Return the environment of a program that acts for a model.
+
+    It has the paths of programs and libraries, the language, certificates, proxies, and the variables that were passed
+    to this process.
+    """
+    allowed_variables = {
         name: value
         for name, value in worker_environment(environment).items()
         if _PROGRAM_NAMES.fullmatch(name)
     }
-    return {**common, **chosen_variables(environment, _passed)}
+    return {**allowed_variables, **chosen_variables(environment, _passed)}
 
 
 def chosen_variables(environment: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """The variables in ``names``, as far as they are set."""
+    """Return the variables in ``names`` that are set."""
     return {name: environment[name] for name in names if name in environment}
 
 
 def named_in_options(options: Mapping[str, Any]) -> list[str]:
-    """The variables that options name, such as ``api_key_variable: JUDGE_KEY``."""
+    """Return the variables that options name, such as ``api_key_variable: JUDGE_KEY``."""
     return [
         value
         for key, value in options.items()
@@ -108,22 +109,22 @@ def named_in_options(options: Mapping[str, Any]) -> list[str]:
 
 
 def withheld_hint(text: str, key: str) -> str:
-    """What to do where an error's ``text`` names a variable of this process that workers don't get; empty where it
-    names none. ``key``: of the configuration, lists the variables that they get."""
+    """Return a remedy where an error's ``text`` names a variable of this process that workers don't receive; else "".
+
+    ``key`` is the configuration's key that lists the variables that workers receive.
+    """
     names = [name for name in secrets_of(os.environ) if re.search(rf"\b{re.escape(name)}\b", text)]
     if not names:
         return ""
     return f"; {', '.join(sorted(names))}: set, but not passed to this process; name it in {key}"
 
 
-# --- in the process that has them
-
 _changing = threading.Lock()
 _passed: set[str] = set()
 
 
 def hide_secrets() -> None:
-    """Receive the keys that this process is handed, and hide all that it has. Harmless twice.
+    """Receive the keys that this process was given, and hide all its keys. A second call has no effect.
 
     Call it first, before other threads and children are started.
     """
@@ -137,7 +138,7 @@ def hide_secrets() -> None:
 
 
 def hold(values: Mapping[str, str]) -> None:
-    """Have ``os.environ`` name these values, and no environment that a child inherits."""
+    """Put these values into ``os.environ``, but into no environment that a child inherits."""
     with _changing:
         for name, value in values.items():
             os.environ[name] = value
@@ -145,14 +146,14 @@ def hold(values: Mapping[str, str]) -> None:
 
 
 def receive_passed(values: Mapping[str, str]) -> None:
-    """``hold`` the variables that a worker is to have; programs that it starts get them too."""
+    """Put a worker's variables into ``os.environ``; programs that it starts receive them too."""
     hold(values)
     _passed.update(values)
 
 
 @contextmanager
 def withheld() -> Iterator[None]:
-    """Take the keys out of ``os.environ`` for a library that starts a process with a copy of it."""
+    """Remove the keys from ``os.environ`` for a library that starts a process with a copy of it."""
     secrets = secrets_of(os.environ)
     for name in secrets:
         os.environ.pop(name, None)
@@ -163,9 +164,9 @@ def withheld() -> Iterator[None]:
 
 
 def close_to_others() -> None:
-    """Have the kernel refuse this process's memory, environment and descriptors to the same user's processes.
+    """Make the kernel refuse this process's memory, environment and descriptors to the same user's processes.
 
-    Its files in /proc are root's then: it leaves no core file, and py-spy or gdb needs root. A program that it
+    Its files in /proc then belong to root: it leaves no core file, and py-spy or gdb needs root. A program that it
     executes is open again.
     """
     if os.environ.get(DUMPABLE_VARIABLE) != "1":
@@ -175,7 +176,7 @@ def close_to_others() -> None:
 def _overwrite_initial(names: Iterable[str]) -> None:
     """Overwrite the values of ``names`` in the memory that ``/proc/<pid>/environ`` shows."""
     for name in names:
-        # The C library must not point there any more.
+        # The C library must not use this memory any more.
         os.unsetenv(name)
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[_ENV_START]), int(fields[_ENV_END])

@@ -1,4 +1,4 @@
-"""A limit on the processor time of a block of Python that somebody else wrote, such as a chat template."""
+"""A limit on the processor time of a block of foreign Python code, such as a chat template."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class _Watcher:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._watches)
+                while not self._watches:
+                    self._changed.wait()
                 for number, watch in list(self._watches.items()):
                     # A watched thread is inside its block, so its clock exists.
                     if time.clock_gettime(watch.clock) >= watch.end:

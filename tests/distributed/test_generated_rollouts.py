@@ -90,7 +90,7 @@ def source_of(folder: str, engine: ScriptedEngine, scorer, sampler, changes: dic
     from megatron_dppo.engine.protocol import SamplingParams
     from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
     from megatron_dppo.loop.rollout_sources import GeneratedRollouts
-    from megatron_dppo.metrics.progress import PhaseTimer
+    from megatron_dppo.metrics.phase_timer import PhaseTimer
 
     here = Path(folder) / str(dist.get_rank())
     here.mkdir(exist_ok=True)

@@ -338,7 +338,7 @@ def train_in_each_mode(config_json: str) -> dict[str, dict[str, Any]]:
     from megatron_dppo.loop.engine_session import EngineSession
     from megatron_dppo.loop.rollout_sources import GeneratedRollouts
     from megatron_dppo.loop.scorer import Scorer
-    from megatron_dppo.metrics.progress import PhaseTimer
+    from megatron_dppo.metrics.phase_timer import PhaseTimer
     from megatron_dppo.trainer.trainer import Trainer
 
     config, found = TrainConfig.model_validate_json(config_json), {}

@@ -25,7 +25,7 @@ from megatron_dppo.loop.evaluation import Evaluations, Evaluator, MixedVersionsE
 from megatron_dppo.loop.recorder import Recorder, SampleMaker
 from megatron_dppo.loop.scorer import PendingScore, Scorer
 from megatron_dppo.loop.scoring import ScoredGeneration
-from megatron_dppo.metrics.progress import PhaseTimer
+from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.metrics.records import read_records, read_step_lines
 from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.rewards import RewardInput, RewardUnavailableError

@@ -7,13 +7,13 @@ import pytest
 from rich.console import Console
 
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.progress import (
+from megatron_dppo.metrics.progress import progress
+from megatron_dppo.metrics.step_table import (
     COLUMNS,
     HEADER_EVERY,
     HISTORY,
     NormalityCheck,
     StepTable,
-    progress,
 )
 from megatron_dppo.metrics.table import BY_METRIC
 

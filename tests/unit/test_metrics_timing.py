@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dppo.metrics.progress import PhaseTimer
+from megatron_dppo.metrics.phase_timer import PhaseTimer
 
 
 class Clock:

@@ -255,7 +255,7 @@ def test_two_servers_have_two_keys(tmp_path):
 def test_a_long_curve_keeps_its_ends_and_its_extremes(count):
     values = [float(i % 7) for i in range(count)]
     values[count // 2], values[count // 3] = 100.0, -100.0
-    steps, kept = thinned(list(range(count)), values, most=10)
+    steps, kept = thinned(list(range(count)), values, max_points=10)
     assert len(steps) <= 10
     assert (steps[0], steps[-1]) == (0, count - 1)
     assert steps == sorted(set(steps))

@@ -1,0 +1,189 @@
+"""The console table with a row for each step, and explanations of unusual values."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+
+from rich.console import Console
+from rich.text import Text
+
+from megatron_dppo.logging import shared_console
+from megatron_dppo.metrics import table
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.records import mean_accuracy
+from megatron_dppo.metrics.row import Dtype
+
+HEADER_EVERY = 20
+HISTORY = 5
+"""Number of earlier steps whose mean a value is compared with to detect a sudden change."""
+
+
+@dataclass(frozen=True)
+class TableColumn:
+    """One column of the table.
+
+    Attributes:
+        top, bottom: the two lines of the header.
+        width: width in characters.
+        show: formats the value.
+        metric: metric in the column, whose normal range marks the value.
+        value: computes a value from several metrics; replaces ``metric``.
+    """
+
+    top: str
+    bottom: str
+    width: int
+    show: Callable[[float], str]
+    metric: str = ""
+    value: Callable[[Mapping[str, float]], float | None] | None = None
+
+    def read(self, values: Mapping[str, float]) -> float | None:
+        """Return the value of this column in one step; None if it was not measured."""
+        return self.value(values) if self.value else values.get(self.metric)
+
+
+def total_seconds(values: Mapping[str, float]) -> float | None:
+    """Return the wall-clock seconds of the step, the sum of its phases; None if no phase was timed."""
+    phases = [value for name, value in values.items() if names.phase_of(name) is not None]
+    return sum(phases) if phases else None
+
+
+def _percent(value: float) -> str:
+    """Format a share in percent with two decimals below 10%, one from 10% on: 0.02%, 12.5%."""
+    return f"{100 * value:.2f}%" if abs(value) < 0.1 else f"{100 * value:.1f}%"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def _plain(decimals: int) -> Callable[[float], str]:
+    return f"{{:.{decimals}f}}".format
+
+
+def _small(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+COLUMNS: tuple[TableColumn, ...] = (
+    TableColumn("", "reward", 6, _plain(3), names.REWARD),
+    TableColumn("held-", "out", 6, _plain(3), value=mean_accuracy),
+    TableColumn("|pi-mu|", "equal w", 8, _small, names.GAP_ON_POLICY),
+    TableColumn("|pi-mu|", "step", 8, _small, names.GAP),
+    TableColumn("masked", "A>0", 7, _percent, names.MASKED_POSITIVE),
+    TableColumn("masked", "A<0", 7, _percent, names.MASKED_NEGATIVE),
+    TableColumn("", "entropy", 7, _plain(3), names.ENTROPY),
+    TableColumn("", "length", 7, _plain(1), names.RESPONSE_LENGTH),
+    TableColumn("trun-", "cated", 7, _percent, names.TRUNCATED),
+    TableColumn("grad", "norm", 6, "{:.2g}".format, names.GRAD_NORM),
+    TableColumn("", "seconds", 7, _seconds, value=total_seconds),
+    TableColumn("", "gen", 6, _seconds, names.phase_seconds("generate")),
+    TableColumn("", "train", 6, _seconds, names.phase_seconds("train")),
+    TableColumn("", "sync", 6, _seconds, names.phase_seconds("sync")),
+    TableColumn("tokens", "/s", 7, _plain(0), names.TOKENS_PER_SECOND),
+)
+
+
+class NormalityCheck:
+    """Compares each step's metrics with their normal ranges and with the steps before."""
+
+    def __init__(self, dtype: Dtype) -> None:
+        self.dtype = dtype
+        self._history: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=HISTORY))
+
+    def step(self, values: Mapping[str, float]) -> dict[str, str]:
+        """Compare one step; returns metric -> finding, for the unusual metrics only."""
+        unusual: dict[str, str] = {}
+        for name, normal in table.BY_METRIC.items():
+            value = values.get(name)
+            if value is None:
+                continue
+            finding = self._judge(table.METRICS[name], normal, value)
+            if finding:
+                unusual[name] = f"{normal.label} {table.METRICS[name].show(value)}: {finding}"
+            if math.isfinite(value):
+                self._history[name].append(value)
+        return unusual
+
+    def _judge(self, metric: table.Metric, normal: table.NormalRange, value: float) -> str:
+        """Return the finding about ``value``; empty if it is normal."""
+        if not math.isfinite(value):
+            return "not a finite number"
+        if not normal.low <= value <= normal.upper(self.dtype):
+            # Name the data type only where the bound depends on it.
+            of_dtype = "" if normal.high_bf16 is None else f" in {self.dtype}"
+            return f"expected {metric.range_text(self.dtype)}{of_dtype}"
+        history = self._history[metric.name]
+        if len(history) == HISTORY:
+            usual = fmean(history)
+            # A metric without a bound on its drop may also fall below zero.
+            low = normal.most_drop * usual if normal.most_drop else -math.inf
+            if usual > 0 and not low <= value <= normal.most_rise * usual:
+                return f"its mean over the {HISTORY} steps before was {metric.show(usual)}"
+        return ""
+
+
+class StepTable:
+    """Prints one row for each step; marks unusual values with ``!`` and explains each once.
+
+    The header is repeated every ``HEADER_EVERY`` rows. In a file or a pipe, the rows have no colours, no control codes
+    and no line breaks.
+
+    Args:
+        dtype: type of the policy's weights; selects the normal ranges.
+        total_steps: steps of the whole run.
+        console: console to print on; default: the process's shared console.
+    """
+
+    def __init__(self, dtype: Dtype, total_steps: int, *, console: Console | None = None) -> None:
+        self._check = NormalityCheck(dtype)
+        self._total = total_steps
+        self._console = console or shared_console()
+        self._explained: set[str] = set()
+        self._lines = 0
+        self._step_width = 2 * len(str(total_steps)) + 1
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Print the row of ``step``; ``values``: metric name -> value, as in the metrics file."""
+        unusual = self._check.step(values)
+        if self._lines % HEADER_EVERY == 0:
+            self._print(self._header())
+        self._lines += 1
+        self._print(self._row(step, values, unusual))
+        for metric in [name for name in unusual if name not in self._explained]:
+            self._explained.add(metric)
+            self._print(
+                Text(f"  ! {unusual[metric]}. {table.BY_METRIC[metric].why}", style="yellow")
+            )
+
+    def note(self, lines: Sequence[str]) -> None:
+        """Print ``lines`` below the last row."""
+        for line in lines:
+            self._print(Text(f"  {line}", style="dim"))
+
+    def _header(self) -> Text:
+        top = ["".rjust(self._step_width), *(c.top.rjust(c.width) for c in COLUMNS)]
+        bottom = ["step".rjust(self._step_width), *(c.bottom.rjust(c.width) for c in COLUMNS)]
+        return Text("\n".join(" ".join(row).rstrip() for row in (top, bottom)), style="bold")
+
+    def _row(self, step: int, values: Mapping[str, float], unusual: Mapping[str, str]) -> Text:
+        line = Text(f"{step}/{self._total}".rjust(self._step_width) + " ")
+        for column in COLUMNS:
+            value = column.read(values)
+            formatted_value = (
+                "" if value is None else column.show(value) if math.isfinite(value) else "nan"
+            )
+            marked = column.metric in unusual
+            cell = formatted_value.rjust(column.width) + ("!" if marked else " ")
+            line.append(cell, style="yellow" if marked else "")
+        line.rstrip()
+        return line
+
+    def _print(self, text: Text) -> None:
+        """Print without line breaks; outside a terminal rich would break at 80 columns."""
+        self._console.print(text, soft_wrap=True)
