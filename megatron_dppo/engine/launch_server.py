@@ -26,7 +26,7 @@ from multiprocessing import process, shared_memory
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.engine import continuation, recordings
+from megatron_dppo.engine import broadcast_group, continuation, recordings
 from megatron_dppo.engine.options import ADAPTER_DIGESTS, HOSTS_VARIABLE
 from megatron_dppo.system import network, processes, scratch, secret_variables
 from megatron_dppo.system.compute import has_visible_gpu, offer_tools
@@ -188,6 +188,7 @@ def _change_sglang() -> None:
     bind_stores()
     recordings.register()
     continuation.register()
+    broadcast_group.register()
     if VARIABLE in os.environ:
         register_digests()
 

@@ -18,7 +18,6 @@ import logging
 import shutil
 import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
@@ -37,6 +36,7 @@ from torch.distributed.distributed_c10d import GroupName
 from megatron_dppo.checkpoint_conversion.hf_folder import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.broadcast_group import CALLED_OFF, errors_abort_the_group, new_name
 from megatron_dppo.engine.errors import EngineError, EngineMismatchError
 from megatron_dppo.engine.weights import EngineWeights, shared_empty
 from megatron_dppo.system.network import is_loopback, listening_store
@@ -58,7 +58,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """The backend of torch.distributed for each device of the engine."""
-_CALLED_OFF = "called off"
 _LISTEN_S = 0.2
 _CALL_S = 5.0
 _SLACK = timedelta(seconds=30)
@@ -136,7 +135,7 @@ class DistributedStrategy(Strategy):
         self._transfer.engines.each(lambda e: e.end())
 
     def abort(self) -> None:
-        """Break this rank's group, which frees an engine that waits in it; rank 0 tells the others."""
+        """Break this rank's group, which frees the engines that wait in it; rank 0 tells the others."""
         if self._transfer.is_rank_0:
             self._call_off()
         self._in_flight = self._conducting = None
@@ -225,7 +224,7 @@ def call_off(address: str, port: int) -> None:
     limit = timedelta(seconds=_CALL_S)
     try:
         store = dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
-        store.set(_CALLED_OFF, "1")
+        store.set(CALLED_OFF, "1")
     except (RuntimeError, OSError) as error:
         # The engine has ended, or has left the group itself.
         log.info("weight transfer: %s:%d was not told to stop: %s", address, port, error)
@@ -239,11 +238,11 @@ class BroadcastGroup:
     """
 
     def __init__(self, *, ranks: int, address: str, device: str, timeout_s: float) -> None:
-        self.name = f"weights-{uuid.uuid4().hex[:12]}"
-        self.address = address
-        self.backend = BACKENDS[device]
         # The callers' own limits are shorter, and their errors name the slow operation: this limit is the last resort.
         self._backend_limit = timedelta(seconds=timeout_s) + _SLACK
+        self.name = new_name(self._backend_limit)
+        self.address = address
+        self.backend = BACKENDS[device]
         self._group: dist.ProcessGroup | None = None
         limit = timedelta(seconds=timeout_s)
         self._store = listening_store(address, 0, ranks + 1, limit, wait_for_workers=False)
@@ -261,7 +260,7 @@ class BroadcastGroup:
         # Time is kept by who gives the engines their orders, which includes waiting for other ranks' buckets; this
         # side only listens.
         while not wait([future], _LISTEN_S).done:
-            if self._store.check([_CALLED_OFF]):
+            if self._store.check([CALLED_OFF]):
                 raise CalledOffError("another rank called the weight transfer off")
         future.result()
 
@@ -269,7 +268,7 @@ class BroadcastGroup:
         limit = self._backend_limit
         options = _gloo_options(self.address, limit) if self.backend == "gloo" else None
         # An engine makes its group with this helper, too: both sides must name their keys alike.
-        with _connections():
+        with _connections(), errors_abort_the_group(self.backend):
             group, _ = c10d._new_process_group_helper(
                 size,
                 0,
@@ -301,7 +300,13 @@ class BroadcastGroup:
         return in_background(partial(_broadcast, data, self._group, self._backend_limit, filled))
 
     def abort(self) -> None:
+        """Break the group, on the engines' side too: their ranks watch the rendezvous for the call."""
         if self._group is not None:
+            self._store.set(CALLED_OFF, "1")
+            # Keep the rendezvous until the engines have read it.
+            holder = threading.Timer(_CALL_S, lambda store: None, [self._store])
+            holder.daemon = True
+            holder.start()
             self._group.abort()
             dist.destroy_process_group(self._group)
             self._group = None

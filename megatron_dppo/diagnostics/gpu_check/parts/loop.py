@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file
 
 from megatron_dppo import EXAMPLES
 from megatron_dppo.cluster.preflight.inspection import package_version
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.diagnostics.gpu_check import (
     Bench,
     LackingError,
     Row,
+    at_most,
     must_run,
     part,
     run_command,
     tiny_model,
 )
+from megatron_dppo.engine.client import HttpClient
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.engine.weights import EngineWeights, WireHeader
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import Record, read_records
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.table import BY_METRIC
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.network import free_port
+from megatron_dppo.weight_sync.engines import GRACE_S, EngineFaultError, Engines, local_address
+from megatron_dppo.weight_sync.strategies import BroadcastGroup, call_off
 
 RECIPE = str(EXAMPLES / "tiny_moe" / "config.yaml")
 _SMALL = (
@@ -166,6 +185,179 @@ def weights(bench: Bench) -> Iterator[Row]:
         dtype: Dtype = "bfloat16" if bench.gpus else "float32"
         run = tiny_run(bench, strategy, dtype, [f"weight_sync.strategy={strategy}"])
         yield updates_row(label, read_records(run))
+
+
+UPDATE_LIMIT_S = 10.0
+"""``weight_sync.timeout_s`` of the updates that ``broken_update`` interrupts."""
+_ENTER_S = 2.0
+"""Seconds in which a server enters the broadcast that it was told of."""
+_FREED_S = 60.0
+"""Seconds in which a server that goes on must answer orders again."""
+
+
+@part(
+    "a server that is killed, then one that is stopped, inside a bucket of a weight update", 600.0
+)
+def broken_update(bench: Bench) -> Iterator[Row]:
+    """Interrupt a server in a broadcast, as a fault of a node does.
+
+    This process must live on, and so must a server that goes on afterwards. It runs over gloo without GPUs, and is not
+    yet run on one.
+    """
+    require_engine()
+    if bench.gpus == 1:
+        yield Row("broken broadcast over NCCL", "not here: one GPU only, which NCCL takes once")
+        return
+    model = tiny_model(bench.folder / "model")
+    with AsyncRunner() as runner:
+        for what, signal_number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+            server = InterruptedServer.start(bench, model, runner, what)
+            try:
+                yield from interrupted_rows(server, what, signal_number)
+            finally:
+                server.kill()
+
+
+class InterruptedServer:
+    """One SGLang server with a tiny model, and the bucket of all its weights on this process's device."""
+
+    def __init__(self, process: EngineProcess, engine: EngineWeights, runner: AsyncRunner) -> None:
+        self.process = process
+        self.engine = engine
+        self.runner = runner
+        self.engines = Engines([engine], runner)
+        self._weights: list[tuple[str, torch.Tensor]] = []
+
+    @classmethod
+    def start(cls, bench: Bench, model: Path, runner: AsyncRunner, name: str) -> Self:
+        """Start a server, on the second GPU where there are GPUs, and wait until it is healthy."""
+        dtype: Dtype = "bfloat16" if bench.gpus else "float32"
+        key, port = secrets.token_hex(), free_port("127.0.0.1")
+        process = EngineProcess(
+            ServerSections.of(_server_config(model, dtype, bench.gpus)),
+            port=port,
+            log_path=bench.folder / f"server_{name}.log",
+            seed=1,
+            api_key=key,
+            admin_api_key=key,
+            first_device=min(bench.gpus, 1),
+        )
+        process.start()
+        process.wait_healthy()
+        connect = EngineWeights.connect(
+            HttpClient(process.url, key, key),
+            load_model_shape(model),
+            dtype,
+            timeout_s=UPDATE_LIMIT_S,
+        )
+        server = cls(process, runner.run(connect), runner)
+        device = "cuda:0" if bench.gpus else "cpu"
+        weights = load_file(model / "model.safetensors")
+        server._weights = [
+            (name, weight.to(device, getattr(torch, dtype))) for name, weight in weights.items()
+        ]
+        return server
+
+    def send(self, in_broadcast: Callable[[], None] = lambda: None) -> None:
+        """Send all weights as one bucket in a new group; call ``in_broadcast`` once the server waits in the broadcast.
+
+        Raises EngineFaultError, which names the server, as an update does.
+        """
+        engine = self.engine
+        address = local_address(engine.url)
+        group = BroadcastGroup(
+            ranks=engine.ranks, address=address, device=engine.device, timeout_s=UPDATE_LIMIT_S
+        )
+        try:
+            where = (group.address, group.port, group.name, group.backend)
+            self.runner.run(engine.open_group(*where, first_rank=1, size=engine.ranks + 1))
+            group.wait(group.joined)
+            self.runner.run(engine.begin())
+            self._bucket(group, engine.probe_header(), lambda: None, probe=True)
+            header = engine.header([(name, tensor.shape) for name, tensor in self._weights])
+            self._bucket(group, header, in_broadcast)
+            self.runner.run(engine.end())
+            self.runner.run(engine.close_group(group.name))
+        finally:
+            group.abort()
+
+    def _bucket(
+        self,
+        group: BroadcastGroup,
+        header: WireHeader,
+        in_broadcast: Callable[[], None],
+        *,
+        probe: bool = False,
+    ) -> None:
+        calls = self.engines.start(lambda engine: engine.receive(header, group.name))
+        if not probe:
+            time.sleep(_ENTER_S)
+            in_broadcast()
+        sent = group.connect(header.bytes) if probe else group.broadcast(self._bytes())
+        break_off = partial(call_off, group.address, group.port)
+        self.engines.arrive(calls, UPDATE_LIMIT_S, "a broken bucket", break_off)
+        group.wait(sent)
+
+    def _bytes(self) -> torch.Tensor:
+        return torch.cat(self.engine.pieces(self._weights))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of the server."""
+        os.killpg(os.getpgid(self.process.pid), number)
+
+    def answers_within(self, limit_s: float) -> bool:
+        """Whether the server's scheduler answers within ``limit_s``."""
+        return self.runner.run(self.engine.schedules(limit_s))
+
+    def kill(self) -> None:
+        """End the server, also one that is stopped."""
+        self.engines.close()
+        self.process.kill()
+
+
+def _server_config(model: Path, dtype: Dtype, gpus: int) -> TrainConfig:
+    # Triton's attention takes heads of 32.
+    sglang = {"attention_backend": "triton"} if gpus else {}
+    return TrainConfig.model_validate(
+        {
+            "run": {"directory": str(model.parent / "run"), "steps": 1},
+            "model": {"hf_checkpoint": str(model), "dtype": dtype},
+            "data": {"train": "unused.jsonl"},
+            "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 64},
+            "training": {"prompts_per_mini_batch": 1, "micro_batch_tokens": 1024},
+            "optimizer": {"lr": 1e-5},
+            "sglang": sglang,
+        }
+    )
+
+
+def interrupted_rows(
+    server: InterruptedServer, what: str, signal_number: signal.Signals
+) -> Iterator[Row]:
+    """Send a whole bucket, then one in which the server gets the signal; then, where it goes on, a whole one again."""
+    server.send()
+    began = time.monotonic()
+    fault: EngineFaultError | None = None
+    try:
+        server.send(lambda: server.signal(signal_number))
+    except EngineFaultError as error:
+        fault = error
+    seconds = time.monotonic() - began
+    named = fault is not None and fault.engines == (server.engine.url,)
+    yield Row(f"{what}: the update fails and names the server", str(fault), "it is named", named)
+    # A machine may be busy; the limits of torch and SGLang are 30 minutes.
+    limit = _ENTER_S + UPDATE_LIMIT_S + 2 * GRACE_S + 60
+    yield at_most(f"{what}: seconds until then", seconds, limit, " s")
+    # Watchdogs of NCCL that would end this process do so seconds later.
+    time.sleep(GRACE_S)
+    total = float(server._bytes().sum(dtype=torch.int64))
+    yield Row(f"{what}: this process and its device go on", f"{total:.0f}", "a sum", True)
+    if signal_number == signal.SIGSTOP:
+        server.signal(signal.SIGCONT)
+        freed = server.answers_within(_FREED_S)
+        yield Row(f"{what}: once it goes on, its scheduler answers", str(freed), "True", freed)
+        server.send()
+        yield Row(f"{what}: the next bucket", "received", "received", True)
 
 
 _FIGURES = ("eval_accuracy_start", "eval_accuracy_end", "mean_abs_prob_gap")

@@ -1,0 +1,193 @@
+"""The broadcast group of a weight update: what trainer and server agree on, and hooks for the server's side.
+
+A group has the trainer's rank 0 and all ranks of the servers. torch's defaults for NCCL do not suit it: an error or a
+timeout ends the whole process, the limit of a server's side is 30 minutes, and SGLang answers before the bytes of a
+bucket have arrived, so that a limit of the call bounds nothing. Therefore:
+
+- while a group is made, NCCL's error mode is to abort the group alone;
+- the group's name carries its time limit, which a hook sets on the server's side;
+- a thread of each server rank watches an NCCL group's rendezvous on the trainer's host. Once the trainer has called the
+  transfer off, or is gone, the thread aborts the group: over NVLink the abort of another rank frees nobody. Over gloo
+  it does, and a rank that aborts its own side is not woken by it, so gloo's groups are not watched;
+- a bucket is answered once its bytes are in the server's tensors.
+
+SGLang is called by its plugin hooks. gloo's part is tested; NCCL's is not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, TCPStore
+
+log = logging.getLogger(__name__)
+
+CALLED_OFF = "called off"
+"""Key in a group's rendezvous. Once it is set, the transfer has failed and every rank leaves the group."""
+ERROR_MODE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""torch reads the variable in the constructor of each NCCL group."""
+ABORT_GROUP = "2"
+"""The error mode in which torch aborts a failed group's communicators and leaves the process alone."""
+_NAME = re.compile(r"weights-[0-9a-f]{12}-(\d+)s")
+_ONE_AT_A_TIME = threading.Lock()
+"""Guards the variable, which is global to the process."""
+
+
+def new_name(limit: timedelta) -> str:
+    """Return a new group's name, which carries the time ``limit`` of its operations."""
+    return f"weights-{uuid.uuid4().hex[:12]}-{math.ceil(limit.total_seconds())}s"
+
+
+def limit_of(name: str) -> timedelta | None:
+    """Return the time limit in a group's name; None for a name that ``new_name`` did not make."""
+    match = _NAME.fullmatch(name)
+    return timedelta(seconds=int(match.group(1))) if match else None
+
+
+@contextmanager
+def errors_abort_the_group(backend: str) -> Iterator[None]:
+    """Within the block, a group of ``backend`` is made whose errors end the group, not the process."""
+    if backend != "nccl":
+        yield
+        return
+    with _ONE_AT_A_TIME:
+        previous_value = os.environ.get(ERROR_MODE)
+        os.environ[ERROR_MODE] = ABORT_GROUP
+        try:
+            yield
+        finally:
+            if previous_value is None:
+                del os.environ[ERROR_MODE]
+            else:
+                os.environ[ERROR_MODE] = previous_value
+
+
+# --- SGLang's side
+
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+JOINING = f"{_UPDATER}.init_weights_update_group"
+LOADING = f"{_UPDATER}.load_weights_from_distributed"
+_POLL_S = 0.2
+_CONNECT_S = 5.0
+_ATTEMPTS = 3
+"""Failed calls in a row after which the trainer counts as gone."""
+
+
+def register() -> None:
+    """Register the hooks, in each process of a server, before SGLang applies its plugins' hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(JOINING, join, HookType.AROUND)
+    HookRegistry.register(LOADING, wait_for_bytes, HookType.AFTER)
+
+
+def join(
+    original: Callable[..., tuple[bool, str]],
+    updater: Any,
+    master_address: str,
+    master_port: int,
+    rank_offset: int,
+    world_size: int,
+    group_name: str,
+    backend: str = "nccl",
+) -> tuple[bool, str]:
+    """Join a group by SGLang's ``original`` method, then set its time limit, and watch for the trainer's call."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    with errors_abort_the_group(backend):
+        answer = original(
+            updater, master_address, master_port, rank_offset, world_size, group_name, backend
+        )
+    groups, limit = updater._model_update_group, limit_of(group_name)
+    if group_name not in groups or limit is None:
+        return answer
+    _set_pg_timeout(limit, groups[group_name])
+    if backend == "nccl":
+        GroupWatch(master_address, master_port, groups, group_name).start()
+    return answer
+
+
+def wait_for_bytes(result: tuple[bool, str], updater: Any, *_: Any) -> tuple[bool, str]:
+    """After a bucket was queued for loading: wait until its bytes are in the tensors."""
+    if not str(updater.device).startswith("cuda"):
+        return result
+    import torch
+
+    try:
+        torch.cuda.current_stream().synchronize()
+    except RuntimeError as error:
+        return False, f"the bytes of a bucket did not arrive: {error}"
+    return result
+
+
+class GroupWatch:
+    """Aborts this rank's part of an NCCL group once the trainer has called the transfer off, or is gone.
+
+    Args:
+        address: the host of the group's rendezvous.
+        port: the port of the group's rendezvous.
+        groups: the groups that this rank is in, by name. The watch ends when ``name`` is not among them.
+        name: the group's name.
+    """
+
+    def __init__(
+        self, address: str, port: int, groups: MutableMapping[str, ProcessGroup], name: str
+    ) -> None:
+        self._address = address
+        self._port = port
+        self._groups = groups
+        self._name = name
+        self._store: TCPStore | None = None
+
+    def start(self) -> None:
+        """Watch from a thread that does not keep the process alive."""
+        threading.Thread(target=self.run, daemon=True, name="weight-group-watch").start()
+
+    def run(self) -> None:
+        """Watch until the rank has left the group, or the group is aborted."""
+        failures = 0
+        while self._name in self._groups:
+            reason = ""
+            try:
+                if self._is_called_off():
+                    reason = "the trainer called the transfer off"
+                failures = 0
+            except RuntimeError as error:
+                self._store = None
+                failures += 1
+                if failures == _ATTEMPTS:
+                    reason = f"the trainer is gone: {error}"
+            if reason:
+                self._abort(reason)
+                return
+            time.sleep(_POLL_S)
+
+    def _abort(self, reason: str) -> None:
+        # First let no broadcast begin: in an aborted group it would fail, or wait for the group's limit.
+        group = self._groups.pop(self._name, None)
+        if group is not None:
+            log.warning("weight update: the broadcast group is aborted: %s", reason)
+            group.abort()
+
+    def _is_called_off(self) -> bool:
+        # The group's own connection may be inside a call.
+        self._store = self._store or _client(self._address, self._port)
+        return bool(self._store.check([CALLED_OFF]))
+
+
+def _client(address: str, port: int) -> TCPStore:
+    from torch.distributed import TCPStore
+
+    limit = timedelta(seconds=_CONNECT_S)
+    return TCPStore(address, port, None, False, limit, wait_for_workers=False)

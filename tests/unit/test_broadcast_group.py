@@ -1,0 +1,282 @@
+"""The broadcast group of a weight update: error mode, time limit and end, as far as a CPU shows them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_dppo.engine import broadcast_group
+from megatron_dppo.engine.broadcast_group import (
+    ABORT_GROUP,
+    CALLED_OFF,
+    ERROR_MODE,
+    GroupWatch,
+    errors_abort_the_group,
+    limit_of,
+    new_name,
+    wait_for_bytes,
+)
+from megatron_dppo.system.network import listening_store
+from megatron_dppo.weight_sync import strategies
+from megatron_dppo.weight_sync.strategies import BroadcastGroup, call_off
+
+ENGINE = """
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+from megatron_dppo.engine import broadcast_group
+
+def sglangs_method(updater, address, port, rank, size, name, backend):
+    limit = timedelta(minutes=30)
+    store, rank, size = next(rendezvous(f"tcp://{address}:{port}", rank, size, timeout=limit))
+    group, _ = _new_process_group_helper(
+        size, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(size)}
+    updater._model_update_group[name] = group
+    return True, "joined"
+
+address, port, name = sys.argv[1:]
+updater = SimpleNamespace(_model_update_group={}, device="cpu")
+print(*broadcast_group.join(sglangs_method, updater, address, int(port), 1, 2, name, "gloo"), flush=True)
+options = dist.BroadcastOptions()
+options.rootRank = options.rootTensor = 0
+try:
+    if (group := updater._model_update_group.get(name)) is None:
+        raise RuntimeError("left already")
+    group.broadcast([torch.ones(1 << 24, dtype=torch.uint8)], options).wait()
+    print("received", flush=True)
+except RuntimeError:
+    print("freed", flush=True)
+"""
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """A group of this process, and a process of an engine rank that waits in its first broadcast."""
+    engines: list[subprocess.Popen[str]] = []
+    groups: list[BroadcastGroup] = []
+
+    def join(limit_s: float = 90.0) -> tuple[BroadcastGroup, subprocess.Popen[str]]:
+        name = new_name(timedelta(seconds=limit_s))
+        monkeypatch.setattr(strategies, "new_name", lambda limit: name)
+        group = BroadcastGroup(ranks=1, address="127.0.0.1", device="cpu", timeout_s=60.0)
+        groups.append(group)
+        words = [group.address, str(group.port), group.name]
+        engine = subprocess.Popen(
+            [sys.executable, "-c", ENGINE, *words], stdout=subprocess.PIPE, text=True
+        )
+        engines.append(engine)
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == "True joined\n"
+        group.joined.result(60)
+        return group, engine
+
+    yield join
+    for engine in engines:
+        engine.kill()
+        engine.wait()
+    for group in groups:
+        group.abort()
+
+
+def next_line(engine: subprocess.Popen[str]) -> str:
+    assert engine.stdout is not None
+    return engine.stdout.readline().strip()
+
+
+def test_an_engine_frees_itself_at_the_limit_in_the_groups_name(joined):
+    """SGLang itself gives the group 30 minutes."""
+    _, engine = joined(limit_s=1.0)
+    assert next_line(engine) == "freed"
+
+
+def test_the_trainers_abort_frees_an_engine_over_gloo(joined):
+    group, engine = joined()
+    group.abort()
+    assert next_line(engine) == "freed"
+
+
+def test_a_bucket_is_received(joined):
+    group, engine = joined()
+    group.broadcast(torch.zeros(1 << 24, dtype=torch.uint8)).result(60)
+    assert next_line(engine) == "received"
+
+
+def test_an_abort_tells_the_engines_before_it_breaks_the_group(monkeypatch):
+    seen: list[str] = []
+    group = BroadcastGroup.__new__(BroadcastGroup)
+    group._store = SimpleNamespace(set=lambda key, value: seen.append(key))
+    group._group = SimpleNamespace(abort=lambda: seen.append("abort"))
+    monkeypatch.setattr(strategies.dist, "destroy_process_group", lambda group: seen.append("left"))
+    group.abort()
+    assert seen == [CALLED_OFF, "abort", "left"]
+
+
+@pytest.mark.parametrize("value", [None, "3"])
+def test_an_nccl_group_is_made_with_an_error_mode_that_ends_no_process(monkeypatch, value):
+    """torch reads the variable in the constructor; this class is one that says what it read."""
+    seen: list[str | None] = []
+    monkeypatch.delenv(ERROR_MODE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(ERROR_MODE, value)
+
+    def construct(*_: Any, **__: Any) -> tuple[Any, None]:
+        seen.append(os.environ.get(ERROR_MODE))
+        return SimpleNamespace(abort=lambda: None), None
+
+    monkeypatch.setattr(c10d, "_new_process_group_helper", construct)
+    monkeypatch.setattr(strategies.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
+    monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_group_ranks={}))
+    group = BroadcastGroup.__new__(BroadcastGroup)
+    group.backend, group.address, group.name = "nccl", "127.0.0.1", "weights"
+    group._backend_limit, group._store = timedelta(seconds=1), torch.distributed.HashStore()
+    with suppress(TypeError):  # the class can't be hashed into torch's table
+        group._join(2)
+    assert seen == [ABORT_GROUP]
+    assert os.environ.get(ERROR_MODE) == value
+
+
+@pytest.mark.parametrize(("backend", "read"), [("nccl", ABORT_GROUP), ("gloo", None)])
+def test_the_server_s_group_is_made_with_it_too(monkeypatch, backend, read):
+    seen: list[str | None] = []
+    monkeypatch.delenv(ERROR_MODE, raising=False)
+
+    def original(updater: Any, *_: Any) -> tuple[bool, str]:
+        seen.append(os.environ.get(ERROR_MODE))
+        return False, "no such host"
+
+    updater = SimpleNamespace(_model_update_group={})
+    answer = broadcast_group.join(original, updater, "h", 1, 1, 2, "weights", backend)
+    assert answer == (False, "no such host")
+    assert seen == [read]
+    assert ERROR_MODE not in os.environ
+
+
+def test_two_groups_at_a_time_leave_the_variable_as_it_was(monkeypatch):
+    monkeypatch.setenv(ERROR_MODE, "1")
+    inside = threading.Event()
+
+    def first() -> None:
+        with errors_abort_the_group("nccl"):
+            inside.set()
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    inside.wait()
+    with errors_abort_the_group("nccl"):
+        assert os.environ[ERROR_MODE] == ABORT_GROUP
+    thread.join()
+    assert os.environ[ERROR_MODE] == "1"
+
+
+def test_a_name_carries_its_limit():
+    limit = timedelta(seconds=600.2)
+    assert limit_of(new_name(limit)) == timedelta(seconds=601)
+    assert new_name(limit) != new_name(limit)
+    assert limit_of("weights") is None
+
+
+def watched(monkeypatch):
+    """A rendezvous, the groups of a rank that watches it, whether it aborted one, and the thread."""
+    monkeypatch.setattr(broadcast_group, "_POLL_S", 0.01)
+    monkeypatch.setattr(broadcast_group, "_CONNECT_S", 0.05)
+    store = [listening_store("127.0.0.1", 0, 2, timedelta(seconds=5), wait_for_workers=False)]
+    aborted = threading.Event()
+    groups: dict[str, Any] = {"weights": SimpleNamespace(abort=aborted.set)}
+    watch = GroupWatch("127.0.0.1", store[0].port, groups, "weights")
+    thread = threading.Thread(target=watch.run)
+    thread.start()
+    return store, groups, aborted, thread
+
+
+def test_a_call_has_an_engine_abort_its_own_side(monkeypatch):
+    """Over NVLink the abort of another rank frees nobody."""
+    store, groups, aborted, thread = watched(monkeypatch)
+    assert not aborted.wait(0.1)
+    call_off("127.0.0.1", store[0].port)
+    assert aborted.wait(60)
+    thread.join(30)
+    assert groups == {}
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_nccl_groups_alone_are_watched(monkeypatch, backend):
+    """A gloo group that aborts its own side would not be woken by its peers any more."""
+    started: list[str] = []
+    limits: list[timedelta] = []
+    monkeypatch.setattr(GroupWatch, "start", lambda watch: started.append(watch._name))
+    monkeypatch.setattr(c10d, "_set_pg_timeout", lambda limit, group: limits.append(limit))
+    name = new_name(timedelta(seconds=7))
+    updater = SimpleNamespace(_model_update_group={})
+
+    def original(updater: Any, *_: Any) -> tuple[bool, str]:
+        updater._model_update_group[name] = object()
+        return True, "joined"
+
+    broadcast_group.join(original, updater, "h", 1, 1, 2, name, backend)
+    assert limits == [timedelta(seconds=7)]
+    assert started == ([name] if backend == "nccl" else [])
+
+
+def test_a_watch_ends_with_the_group(monkeypatch):
+    _, groups, aborted, thread = watched(monkeypatch)
+    assert not aborted.wait(0.1)
+    del groups["weights"]
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not aborted.is_set()
+
+
+def test_a_trainer_that_is_gone_frees_its_engines(monkeypatch):
+    store, groups, aborted, thread = watched(monkeypatch)
+    assert not aborted.wait(0.1)
+    store.clear()
+    assert aborted.wait(60)
+    thread.join(30)
+    assert groups == {}
+
+
+class Stream:
+    def __init__(self, error: RuntimeError | None) -> None:
+        self.error = error
+        self.waited = 0
+
+    def synchronize(self) -> None:
+        self.waited += 1
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("NCCL")])
+def test_on_a_gpu_a_bucket_is_answered_when_its_bytes_are_there(monkeypatch, error):
+    stream = Stream(error)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    success, _ = wait_for_bytes((True, "loaded"), SimpleNamespace(device="cuda"), [])
+    assert success is (error is None)
+    assert stream.waited == 1
+    assert wait_for_bytes((True, "loaded"), SimpleNamespace(device="cpu"), []) == (True, "loaded")
+    assert stream.waited == 1
+
+
+def test_the_hooks_are_of_methods_that_sglang_has():
+    import pkgutil
+
+    for target in (broadcast_group.JOINING, broadcast_group.LOADING):
+        path, _, name = target.rpartition(".")
+        assert callable(getattr(pkgutil.resolve_name(path), name))
