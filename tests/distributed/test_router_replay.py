@@ -294,8 +294,10 @@ def replay_beside_dense_layers(trainer) -> dict[str, Any]:
     from megatron_dppo.trainer.router_replay import ChunkState, Recording, attach
     from megatron_dppo.trainer.step import model_inputs
 
-    config = trainer.config.model_copy(update={"megatron": {"moe_layer_freq": [0, 1, 0, 1]}})
-    chunks = build_chunks(transformer_config(config, trainer.shape, trainer.layout), trainer.shape)
+    # No table may ask for it: which layers are dense is the model's to say.
+    transformer = transformer_config(trainer.config, trainer.shape, trainer.layout)
+    transformer = replace(transformer, moe_layer_freq=[0, 1, 0, 1])
+    chunks = build_chunks(transformer, trainer.shape)
     state = ChunkState(trainer.device)
     try:
         attach(chunks[0], state, trainer.shape.moe_layers)

@@ -274,9 +274,33 @@ def test_on_a_gpu_a_bucket_is_answered_when_its_bytes_are_there(monkeypatch, err
     assert stream.waited == 1
 
 
-def test_the_hooks_are_of_methods_that_sglang_has():
-    import pkgutil
+SGLANG = """
+import logging
+from datetime import timedelta
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from sglang.srt.plugins.hook_registry import HookRegistry
+from megatron_dppo.engine import broadcast_group
+from megatron_dppo.system.network import free_port
 
-    for target in (broadcast_group.JOINING, broadcast_group.LOADING):
-        path, _, name = target.rpartition(".")
-        assert callable(getattr(pkgutil.resolve_name(path), name))
+broadcast_group.register()
+HookRegistry.apply_hooks()
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+updater = SimpleNamespace(_model_update_group={}, tp_rank=0, device="cpu")
+name = broadcast_group.new_name(timedelta(seconds=7))
+port = free_port("127.0.0.1")
+join = WeightUpdater.init_weights_update_group
+print(join(updater, "127.0.0.1", port, 0, 1, name, "gloo")[0])
+print(updater._model_update_group[name]._get_backend(torch.device("cpu")).options._timeout)
+print(hasattr(WeightUpdater.load_weights_from_distributed, "__wrapped__"))
+"""
+
+
+def test_sglangs_own_group_gets_the_limit_by_the_hook():
+    done = subprocess.run(
+        [sys.executable, "-c", SGLANG], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines()[-3:] == ["True", "0:00:07", "True"], done.stderr[-2000:]
