@@ -360,6 +360,20 @@ def test_what_nobody_has_tried_is_passed_on_with_a_warning(problems):
         assert not list(table.untried({key: False}))
 
 
+def test_a_check_tells_the_warnings_of_both_tables(tmp_path):
+    path = write_config(tmp_path, minimal(tmp_path))
+    overrides = [
+        "megatron.flash_decode=true",
+        "sglang.enable_torch_compile=true",
+        "sglang.tp_size=1",
+    ]
+    warnings = library_checks.untried_options(load_config(path, overrides))
+    assert [warning.partition(":")[0] for warning in warnings] == [
+        "megatron.flash_decode",
+        "sglang.enable_torch_compile",
+    ]
+
+
 @pytest.mark.parametrize(
     ("table", "capability", "key"),
     [
