@@ -64,9 +64,8 @@ def cudnn_library(environment: Mapping[str, str] = os.environ) -> str | None:
     """
     wheels = [str(path) for path in _nvidia_folders("cudnn")]
     homes = [environment.get(name) for name in _CUDNN_VARIABLES]
-    if not any(homes[:2]):
-        homes = wheels + homes
-    for home in filter(None, [*homes, _USUAL_HOME]):
+    first = [] if any(homes[:2]) else wheels
+    for home in filter(None, [*first, *homes, _USUAL_HOME]):
         libraries = [path for path in Path(home).rglob("libcudnn.so*") if "stub" not in str(path)]
         if libraries:
             return str(max(libraries, key=lambda path: path.name))
