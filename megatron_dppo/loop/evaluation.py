@@ -43,6 +43,35 @@ class Evaluation:
     generations: Mapping[str, ScoredGeneration]
 
 
+def evaluation_job(
+    template: GenerationJob,
+    settings: EvaluationConfig,
+    problems: Sequence[Problem],
+    purpose: str,
+    positions: Sequence[int],
+) -> GenerationJob:
+    """Return the job that generates ``settings.samples_per_prompt`` responses to each of ``problems``.
+
+    Args:
+        template: a job of the training; what ends a response holds here too, and so do the seeds.
+        settings: k and the sampling.
+        problems: of one held-out set.
+        purpose: of the seeds.
+        positions: of ``problems`` in the set.
+    """
+    sampling = replace(
+        template.sampling,
+        max_new_tokens=settings.max_response_tokens or template.sampling.max_new_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+    )
+    seeds = template.seeds
+    if seeds is not None:
+        seeds = replace(seeds, purpose=purpose, positions=positions)
+    samples, play = settings.samples_per_prompt, template.play
+    return GenerationJob(problems, samples, sampling, seeds=seeds, play=play)
+
+
 @dataclass(frozen=True)
 class Evaluator:
     """Generates and scores responses to every held-out problem.
@@ -123,21 +152,10 @@ class Evaluator:
 
     def _job(self, step: int, name: str) -> GenerationJob:
         """This rank's share of a set."""
-        template, settings = self.template, self.settings
         positions = own_positions(range(len(self.sets[name])), self.topology)
-        sampling = replace(
-            template.sampling,
-            max_new_tokens=settings.max_response_tokens or template.sampling.max_new_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-        )
-        seeds = template.seeds
-        if seeds is not None:
-            purpose = f"evaluation on {name} after step {step}"
-            seeds = replace(seeds, purpose=purpose, positions=positions)
         problems = [self.sets[name][p] for p in positions]
-        samples, play = settings.samples_per_prompt, template.play
-        return GenerationJob(problems, samples, sampling, seeds=seeds, play=play)
+        purpose = f"evaluation on {name} after step {step}"
+        return evaluation_job(self.template, self.settings, problems, purpose, positions)
 
     def _score(
         self, step: int, name: str, generation: ScoredGeneration, trainer_version: int

@@ -117,6 +117,10 @@ class SampleMaker:
             self._sample(step, name, problems[i], scored[i], None) for i in chosen(scored, step)
         ]
 
+    def of_response(self, name: str, problem: Problem, scored: Trajectory) -> Sample:
+        """Return the sample of one response to a problem of the held-out set ``name``, before any step."""
+        return self._sample(0, name, problem, scored, None)
+
     def _trained(self, step: int, t: Trajectory) -> Sample:
         return self._sample(step, TRAINING, self._problems[t.problem_id], t, t.advantage)
 

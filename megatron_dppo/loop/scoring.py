@@ -75,7 +75,7 @@ class ScoredGeneration:
         self._order = order
         self._scores: dict[Hashable, PendingScore] = {}
         self._responses: list[Trajectory] = []
-        arrived = _scoring(scorer, job, self._scores)
+        arrived = score_on_arrival(scorer, job, self._scores)
         self._generation = engine.start(job, description, arrived, order)
         self._earlier_seconds = 0.0
         self._earlier_redrawn = 0
@@ -173,7 +173,7 @@ class ScoredGeneration:
         scored: dict[Hashable, Trajectory] = {
             key: t for key, t in responses.items() if key not in replaced_keys
         }
-        arrived = _scoring(self._scorer, job, self._scores)
+        arrived = score_on_arrival(self._scorer, job, self._scores)
         self._earlier_seconds, self._earlier_redrawn = self.seconds, self.redrawn
         description = f"{self._description}, replacement {number}"
         self._generation = self._engine.start(job, description, arrived, self._order, done=scored)
@@ -190,7 +190,7 @@ class ScoredGeneration:
             self.components.add(sums)
 
 
-def _scoring(
+def score_on_arrival(
     scorer: Scorer, job: GenerationJob, scores: dict[Hashable, PendingScore]
 ) -> OnResponse:
     """Return the callback that stores the pending score of each response in ``scores``."""

@@ -1,0 +1,432 @@
+"""Evaluate checkpoints on the held-out sets of a configuration, without a trainer.
+
+``megatron-dppo evaluate CONFIG.yaml [key.path=value ...] [--checkpoint FOLDER ...]``.
+
+SGLang servers load each checkpoint themselves and generate ``evaluation.samples_per_prompt`` responses to every
+problem of ``data.evaluation``, which the reward of the configuration scores. The results are a table,
+``evaluation.json`` with avg@k and pass@j, and ``samples.jsonl`` with every response.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import secrets
+import statistics
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_dppo.config import ConfigError, TrainConfig, check_config, load_config
+from megatron_dppo.config.layout import missing_weights
+from megatron_dppo.config.machine import this_machine
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.process import EngineProcess, Runtime
+from megatron_dppo.launch.local import local_placement
+from megatron_dppo.logging import INTERRUPTED, aligned, configure_logging, fatal
+from megatron_dppo.metrics.progress import progress
+from megatron_dppo.metrics.records import SAMPLES_FILE
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.network import free_port
+from megatron_dppo.system.secret_variables import hide_secrets
+
+if TYPE_CHECKING:
+    from megatron_dppo.data.trajectory import Problem, Trajectory
+    from megatron_dppo.fleet.generation import GenerationJob, OnResponse
+    from megatron_dppo.fleet.membership import Member
+    from megatron_dppo.fleet.record import Server
+    from megatron_dppo.loop.inputs import RunData
+    from megatron_dppo.loop.recorder import SampleMaker
+    from megatron_dppo.loop.scorer import PendingScore, Scorer
+    from megatron_dppo.metrics.samples import Sample
+
+log = logging.getLogger(__name__)
+REPORT = "evaluation.json"
+PASS_REWARD = 0.5
+
+
+class EvaluationError(RunError):
+    """A checkpoint can't be evaluated; the message says why."""
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """The result of one checkpoint on one held-out set.
+
+    Attributes:
+        rewards: of each problem's responses, problem by problem.
+        truncated: number of responses that hit the length limit.
+        mean_tokens: of a response.
+    """
+
+    rewards: Sequence[Sequence[float]]
+    truncated: int
+    mean_tokens: float
+
+    @property
+    def average(self) -> float:
+        """avg@k: the mean reward over all responses."""
+        return statistics.fmean(reward for group in self.rewards for reward in group)
+
+    @property
+    def standard_error(self) -> float | None:
+        """Standard error of avg@k over the problems; None for one problem."""
+        if len(self.rewards) < 2:
+            return None
+        means = [statistics.fmean(group) for group in self.rewards]
+        return statistics.stdev(means) / len(means) ** 0.5
+
+    def pass_at(self, tries: int, pass_reward: float) -> float:
+        """pass@tries: the probability that one of ``tries`` responses earns at least ``pass_reward``.
+
+        The unbiased estimator 1 - C(n - c, tries) / C(n, tries) of n responses of which c pass, averaged over the
+        problems (Chen et al., arXiv 2107.03374, eq. 1).
+        """
+        estimates = []
+        for group in self.rewards:
+            passed = sum(reward >= pass_reward for reward in group)
+            estimates.append(1 - comb(len(group) - passed, tries) / comb(len(group), tries))
+        return statistics.fmean(estimates)
+
+    def to_json(self, pass_reward: float) -> dict[str, object]:
+        size = len(self.rewards[0])
+        tries = [2**i for i in range(size.bit_length()) if 2**i <= size]
+        return {
+            "problems": len(self.rewards),
+            "responses_per_problem": size,
+            "average": self.average,
+            "standard_error": self.standard_error,
+            "pass": {str(j): self.pass_at(j, pass_reward) for j in tries},
+            "pass_reward": pass_reward,
+            "truncated": self.truncated,
+            "mean_tokens": self.mean_tokens,
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Evaluate all checkpoints; the process's exit code: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    options = _parser().parse_intermixed_args(arguments)
+    hide_secrets()
+    try:
+        config = load_config(options.config, options.overrides)
+        check_config(config, options.config)
+        checkpoints = [str(folder) for folder in options.checkpoint]
+        checkpoints = checkpoints or [config.model.hf_checkpoint]
+        faults = list(_faults(config, checkpoints))
+        if faults:
+            raise ConfigError(faults, options.config)
+        out = Path(options.out or Path(config.run.directory) / "evaluation")
+        return _evaluate(config, checkpoints, out, options.pass_reward)
+    except (ConfigError, RunError) as error:
+        fatal(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _faults(config: TrainConfig, checkpoints: Sequence[str]) -> Iterator[str]:
+    """What stands against an evaluation."""
+    if not config.data.evaluation_files:
+        yield "data.evaluation: names no held-out set, expected at least one"
+    for folder in checkpoints:
+        for fault in missing_weights(folder):
+            yield (
+                f"--checkpoint: {fault}; a Megatron checkpoint is converted by "
+                "megatron-dppo convert megatron-to-hf"
+            )
+
+
+def _evaluate(
+    config: TrainConfig, checkpoints: Sequence[str], out: Path, pass_reward: float
+) -> int:
+    from megatron_dppo.loop.inputs import RunData
+    from megatron_dppo.loop.recorder import SampleMaker
+    from megatron_dppo.loop.scorer import Scorer
+
+    out.mkdir(parents=True, exist_ok=True)
+    configure_logging(out, None)
+    data = RunData(config)
+    samples = SampleMaker(
+        config.reward.name,
+        data,
+        zeroes_truncated=config.algorithm.truncated_responses == "zero-reward",
+        is_alone=config.environment.name is None and not config.reward.further,
+    )
+    results: dict[str, dict[str, SetResult]] = {}
+    with Scorer(config.reward) as scorer, open(out / SAMPLES_FILE, "w", encoding="utf-8") as file:
+
+        def keep(checkpoint: str, sample: Sample) -> None:
+            file.write(json.dumps({"checkpoint": checkpoint, **sample.to_json()}) + "\n")
+
+        for number, checkpoint in enumerate(checkpoints):
+            folder = out / "logs" / f"{number}"
+            evaluated = _Checkpoint(config, checkpoint, folder, data, scorer, samples, keep)
+            results[checkpoint] = evaluated.results()
+            _write(out / REPORT, results, pass_reward)
+    print("\n".join(aligned(_rows(results, pass_reward))))
+    print(f"every number is in {out / REPORT}, every response in {out / SAMPLES_FILE}")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """The evaluation of one checkpoint."""
+
+    config: TrainConfig
+    checkpoint: str
+    logs: Path
+    data: RunData
+    scorer: Scorer
+    samples: SampleMaker
+    keep: Callable[[str, Sample], None]
+
+    def results(self) -> dict[str, SetResult]:
+        """Start the servers, evaluate every set, and stop them."""
+        from megatron_dppo.loop.run_parts import generation_job, open_episodes
+        from megatron_dppo.model.families import load_model_shape
+
+        model = self.config.model.model_copy(update={"hf_checkpoint": self.checkpoint})
+        config = self.config.model_copy(update={"model": model})
+        episodes = open_episodes(config, self.data)
+        with ExitStack() as stack:
+            if episodes is not None:
+                stack.callback(episodes.pool.close)
+            members = stack.enter_context(_servers(config, self.logs))
+            fleet = stack.enter_context(_fleet(config, members))
+            template = generation_job(
+                config, self.data, load_model_shape(self.checkpoint), 0, episodes
+            )
+            return {
+                name: self._result(fleet, name, template, problems)
+                for name, problems in self.data.held_out.items()
+            }
+
+    def _result(
+        self, fleet: _Fleet, name: str, template: GenerationJob, problems: Sequence[Problem]
+    ) -> SetResult:
+        from megatron_dppo.loop.evaluation import evaluation_job
+
+        settings = self.config.evaluation
+        job = evaluation_job(
+            template, settings, problems, f"evaluation on {name}", range(len(problems))
+        )
+        responses = self._scored(fleet, name, job)
+        size = settings.samples_per_prompt
+        for number, trajectory in enumerate(responses):
+            problem = problems[number // size]
+            self.keep(self.checkpoint, self.samples.of_response(name, problem, trajectory))
+        rewards = [t.reward for t in responses]
+        return SetResult(
+            [rewards[start : start + size] for start in range(0, len(rewards), size)],
+            sum(t.truncated for t in responses),
+            statistics.fmean(t.sampled for t in responses),
+        )
+
+    def _scored(self, fleet: _Fleet, name: str, job: GenerationJob) -> list[Trajectory]:
+        """Generate and score; the responses with their rewards, in the order of the job.
+
+        A response whose reward is unavailable is generated again, ``reward.max_replacements`` times at most.
+        """
+        from megatron_dppo.loop.credit import with_rewards
+        from megatron_dppo.loop.scoring import score_on_arrival
+        from megatron_dppo.rewards import RewardUnavailableError
+        from megatron_dppo.rewards.verifier import Score, require
+
+        pending_scores: dict[Hashable, PendingScore] = {}
+        on_response = score_on_arrival(self.scorer, job, pending_scores)
+        description = f"{Path(self.checkpoint).name}: evaluate on {name}"
+        size = job.group_size
+        keys = [divmod(index, size) for index in range(len(job.problems) * size)]
+        done: dict[Hashable, Trajectory] = {}
+        scores: list[Score] = []
+        for _ in range(1 + self.scorer.max_replacements):
+            done = fleet.generate(job, description, on_response, done)
+            scores = [pending_scores[key].result() for key in keys]
+            missing = [k for k, s in zip(keys, scores, strict=True) if s.unavailable is not None]
+            if not missing:
+                break
+            log.warning("%s: %d responses have no reward yet", description, len(missing))
+            for key in missing:
+                del done[key]
+        else:
+            reason = next(s.unavailable for s in scores if s.unavailable is not None)
+            raise RewardUnavailableError(f"{description}: {len(missing)} responses: {reason}")
+        responses = job.trajectories(done)
+        inputs = [job.problems[i // size].reward_input(t.text) for i, t in enumerate(responses)]
+        require(scores, inputs)
+        # Penalties on length shape what is trained; an evaluation's average is of the rewards themselves.
+        unshaped = self.config.algorithm.model_copy(
+            update={"overlong_tokens": 0, "length_penalty": 0.0}
+        )
+        most_tokens = job.sampling.max_new_tokens
+        return with_rewards(responses, scores, size, unshaped, most_tokens=most_tokens)
+
+
+@contextmanager
+def _servers(config: TrainConfig, logs: Path) -> Iterator[list[Member]]:
+    """Start the servers of a checkpoint on this machine, and kill them at the end."""
+    from megatron_dppo.fleet.membership import Member
+    from megatron_dppo.fleet.record import Keys, Server
+
+    sections = ServerSections.of(config)
+    keys = Keys(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
+    assert keys.admin is not None
+    runtime = Runtime(python=config.engine.python or sys.executable)
+    processes = []
+    try:
+        for place in local_placement(0, sections, this_machine()).servers:
+            process = EngineProcess(
+                sections,
+                port=free_port(config.engine.host),
+                log_path=logs / f"server-{place.index}.log",
+                seed=config.run.seed + place.index,
+                api_key=keys.api,
+                admin_api_key=keys.admin,
+                first_device=place.first_device,
+                runtime=runtime,
+            )
+            processes.append(process)
+            process.start()
+        members = []
+        for number, process in enumerate(processes):
+            with progress(f"server {number + 1} of {len(processes)} starts", None) as bar:
+                process.wait_healthy(
+                    lambda seconds, stage: bar.update(note=f"{stage}, {seconds:.0f} s")
+                )
+            server = Server(f"server-{number}", process.url, 1, process.pid)
+            members.append(Member.of(server, keys, config.engine))
+        yield members
+    finally:
+        for process in processes:
+            process.kill()
+
+
+class _Fleet:
+    """The servers of a checkpoint, as one client."""
+
+    def __init__(self, config: TrainConfig, members: Sequence[Member]) -> None:
+        from megatron_dppo.engine.answer_parsing import AnswerParser
+        from megatron_dppo.fleet.client import FleetClient
+        from megatron_dppo.fleet.generation import GenerationLimits, Slots
+        from megatron_dppo.system.async_runner import AsyncRunner
+
+        self._limits = GenerationLimits.of(config.rollout, config.engine, config.environment)
+        self._slots = Slots(self._limits.calls, self._limits.episodes)
+        self._runner = AsyncRunner()
+        self._parser = AnswerParser()
+        self._client = FleetClient(_report_lost, parser=self._parser)
+        self._runner.run(self._client.serve(members, 0))
+
+    def generate(
+        self,
+        job: GenerationJob,
+        description: str,
+        on_response: OnResponse,
+        done: Mapping[Hashable, Trajectory],
+    ) -> dict[Hashable, Trajectory]:
+        """Generate the responses of ``job`` that are not in ``done``, and return all of them by key.
+
+        Raises EvaluationError where no server is left or a response can't be had.
+        """
+        from megatron_dppo.fleet.generation import Generation, GenerationEnd
+
+        generation = Generation(job, description, on_response, 0, dict(done))
+        generation.resume(self._runner, self._client, self._limits, _never, self._slots)
+        end, reason = generation.wait(_never)
+        if end is not GenerationEnd.DONE:
+            raise EvaluationError(f"{description}: {reason}")
+        return generation.done
+
+    def close(self) -> None:
+        self._runner.cancel_all()
+        self._runner.run(self._client.close())
+        self._parser.close()
+        self._runner.close()
+
+
+@contextmanager
+def _fleet(config: TrainConfig, members: Sequence[Member]) -> Iterator[_Fleet]:
+    fleet = _Fleet(config, members)
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def _report_lost(server: Server) -> None:
+    log.warning("%s is lost: %s", server.name, server.url)
+
+
+def _never() -> bool:
+    return False
+
+
+def _write(path: Path, results: Mapping[str, Mapping[str, SetResult]], pass_reward: float) -> None:
+    report = {
+        checkpoint: {name: result.to_json(pass_reward) for name, result in sets.items()}
+        for checkpoint, sets in results.items()
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _rows(
+    results: Mapping[str, Mapping[str, SetResult]], pass_reward: float
+) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("CHECKPOINT", "SET", "PROBLEMS", "AVG@K", "PASS@K", "TRUNCATED", "TOKENS")
+    ]
+    for checkpoint, sets in results.items():
+        for name, result in sets.items():
+            size = len(result.rewards[0])
+            error = result.standard_error
+            average = f"avg@{size} {result.average:.3f}"
+            average += "" if error is None else f" ± {error:.3f}"
+            passed = f"pass@{size} {result.pass_at(size, pass_reward):.3f}"
+            responses = len(result.rewards) * size
+            truncated = f"{result.truncated / responses:.1%}"
+            row = (checkpoint, name, f"{len(result.rewards)}", average, passed, truncated)
+            rows.append((*row, f"{result.mean_tokens:.0f}"))
+    return rows
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-dppo evaluate",
+        description="Evaluate checkpoints on a configuration's held-out sets: SGLang servers, no trainer.",
+        epilog=(
+            "Sampling, k and length are those of evaluation: in the configuration; servers, reward, template and "
+            "environment are those of a run. Exit codes: 0 done, 1 failed, 2 refused, 130 interrupted."
+        ),
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces one value")
+    parser.add_argument(
+        "--checkpoint",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FOLDER",
+        help="a Hugging Face folder; may be given several times (default: model.hf_checkpoint)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="of the results (default: run.directory/evaluation)",
+    )
+    parser.add_argument(
+        "--pass-reward",
+        type=float,
+        default=PASS_REWARD,
+        metavar="REWARD",
+        help=f"least reward of a response that counts as passed in pass@k (default: {PASS_REWARD})",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
