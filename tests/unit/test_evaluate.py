@@ -1,0 +1,41 @@
+"""Figures of an evaluation, worked by hand, and what an evaluation refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_dppo.evaluate import SetResult, main
+from megatron_dppo.logging import REFUSED
+from tests.unit.config_files import minimal, write_config
+
+
+def test_the_average_is_over_all_responses():
+    result = SetResult([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]], 3, 12.0)
+    assert result.average == pytest.approx(3 / 8)
+    # The means of the problems are 1/2 and 1/4: their standard deviation is 0.25 / sqrt(2).
+    assert result.standard_error == pytest.approx(0.125)
+    assert SetResult([[1.0]], 0, 1.0).standard_error is None
+
+
+def test_pass_at_k_is_the_unbiased_estimator():
+    result = SetResult([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], 0, 1.0)
+    # One of four responses passes: of one try 1/4, of two 1 - C(3,2)/C(4,2) = 1/2, of four 1; of the other problem 0.
+    assert result.pass_at(1, 0.5) == pytest.approx(1 / 8)
+    assert result.pass_at(2, 0.5) == pytest.approx(1 / 4)
+    assert result.pass_at(4, 0.5) == pytest.approx(1 / 2)
+    assert result.pass_at(1, 0.0) == 1.0
+    assert result.to_json(0.5)["pass"] == {"1": 0.125, "2": 0.25, "4": 0.5}
+
+
+def test_three_responses_have_figures_of_one_and_two_tries():
+    assert set(SetResult([[0.0, 1.0, 0.0]], 0, 1.0).to_json(0.5)["pass"]) == {"1", "2"}  # type: ignore[call-overload]
+
+
+def test_a_checkpoint_without_weights_is_refused(tmp_path, capsys):
+    (tmp_path / "step_3").mkdir()
+    tree = minimal(tmp_path)
+    tree["data"]["evaluation"] = {"held": tree["data"]["train"]}
+    with pytest.raises(SystemExit) as ended:
+        main([str(write_config(tmp_path, tree)), "--checkpoint", str(tmp_path / "step_3")])
+    assert ended.value.code == REFUSED
+    assert "step_3" in capsys.readouterr().err
