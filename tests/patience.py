@@ -54,6 +54,11 @@ class Patience:
         return seconds
 
 
+def own_patience(seconds: float) -> Patience:
+    """Return a limit on what this process and its descendants do from now on."""
+    return Patience(seconds, lambda: family_of(os.getpid()))
+
+
 def happens(
     condition: Callable[[], object],
     seconds: float = 60.0,
@@ -66,7 +71,7 @@ def happens(
         seconds: limit, as in Patience.
         pids: of the processes, as in Patience; None: this process and its descendants.
     """
-    patience = Patience(seconds, pids or (lambda: family_of(os.getpid())))
+    patience = own_patience(seconds) if pids is None else Patience(seconds, pids)
     while not condition():
         if patience.is_exhausted():
             return bool(condition())

@@ -15,6 +15,7 @@ from megatron_dppo.fleet.membership import EngineUnavailableError, FleetMembersh
 from megatron_dppo.fleet.record import FleetRecord, Keys, Server
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import config_of
+from tests.patience import own_patience
 from tests.unit.small_fleet import KEYS, SmallServer
 
 
@@ -121,10 +122,11 @@ def test_those_that_the_run_did_not_start_may_take_long_to_answer_first(open_boo
 def test_the_first_time_the_others_are_waited_for_but_not_for_ever(open_book):
     book = open_book(servers=3)
     book.start("engine0")
-    start = time.monotonic()
+    start, patience = time.monotonic(), own_patience(30)
     members = book.choose([])
     assert names(members) == ["engine0"]
-    assert 0.3 <= time.monotonic() - start < 30
+    assert time.monotonic() - start >= 0.3
+    assert not patience.is_exhausted()
     book.start("engine1")
     assert names(book.choose(members)) == ["engine0", "engine1"]
 
@@ -250,9 +252,9 @@ def test_one_that_hangs_behind_live_http_is_replaced_after_the_first_failed_upda
     book = open_book(servers=1)
     members = book.choose([Member(book.start("engine0"), Keys())])
     book.small(members[0].server).deaf |= deaf
-    start = time.monotonic()
+    patience = own_patience(30)
     book.membership.blame(members, [members[0].server.url], "no answer within 60 s")
-    assert time.monotonic() - start < 30
+    assert not patience.is_exhausted()
     assert book.record.take_report("engine0") == 1
 
 
