@@ -3,9 +3,9 @@
 Legend: K = ids of TopK(mu); P = K + 2 points: TopK(mu), the sampled token where TopK(mu) lacks it, and "other", which
 has the rest of each distribution. l = log pi and m = log mu at the points.
 
-The projection is the distribution p that is nearest to pi in KL(p || pi) among those with KL(p || mu) <= bound. Where
-pi itself is one, p = pi. Elsewhere p is proportional to pi^(1 - x) mu^x, and x in (0, 1] is found by halving. With the
-constraint differentiated too, and d = m - l, means and covariances under p:
+The projection p minimises KL(p || pi) among the distributions with KL(p || mu) <= bound. If pi is within the bound,
+p = pi. Else p is proportional to pi^(1 - x) mu^x, and bisection finds x in (0, 1]. The derivative of p, which includes
+that of x by the constraint, is with d = m - l, and means and covariances under p:
 
     d log p(y) = (1 - x) [ dl(y) - E dl - (d(y) - E d) Cov(d, dl) / Var(d) ].
 """
@@ -21,17 +21,20 @@ from megatron_dppo.algorithms.inputs import Anchor, TokenInputs, rollout
 from megatron_dppo.algorithms.rules import topk_of
 
 HALVINGS = 44
-"""Of the interval in which x is looked for: x is then known to 6e-14."""
+"""Number of bisections of the interval of x; the error of x is then at most 6e-14."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Of each token, float64 and without gradient.
+    """The projection at each token, float64 and without gradient. y is the sampled token.
 
-    ``log_ratio``: log p(y) - log mu(y) at the sampled token y. ``distance``: KL(pi || p), 0 where pi is not projected.
-    ``of_sampled``: d log p(y) / d log pi(y), the part that is y's own. ``of_columns`` ``[..., K + 1]``: the rest of the
-    derivative of log p(y), by log pi at TopK(mu) and at y. ``distance_slopes`` ``[..., K + 1]``: d KL(pi || p) by the
-    same, with p fixed. The last column is 0 where TopK(mu) holds y.
+    Attributes:
+        log_ratio: log p(y) - log mu(y).
+        distance: KL(pi || p); 0 where pi is within the bound.
+        of_sampled: The explicit part 1 - x of d log p(y) / d log pi(y).
+        of_columns: ``[..., K + 1]``, the remaining derivative of log p(y), by log pi at TopK(mu) and at y. The last
+            column is 0 where TopK(mu) holds y.
+        distance_slopes: ``[..., K + 1]``, the derivative of KL(pi || p) by the same log pi, with p fixed.
     """
 
     log_ratio: Tensor
@@ -45,11 +48,11 @@ class Projection:
 def projected(inputs: TokenInputs, kl_bound: float) -> Projection:
     """Project pi at each token; tokens within ``kl_bound`` nats keep their own log-probability.
 
-    Read: the paper's method in two descriptions of it, and the configuration of the authors' code
-    (NiklasFreymuth/troll), whose bound of 0.05, regression of 1 and K of up to 256 it has. There the centre is pi' of
-    the trainer, and what is left out of the sparse distribution counts as next to nothing; here it is mu, with the
-    bucket "other" of the Top-K divergences. Not read: the paper's text and the library that solves the projection
-    (pbecker93/discrete_trpl).
+    Sources: two descriptions of the paper's method, and the configuration of the authors' code
+    (NiklasFreymuth/troll) with its bound of 0.05, regression of 1 and K of up to 256. Two differences: their centre is
+    pi' of the trainer, ours is mu; they give tokens outside the sparse distribution almost no probability, we give them
+    the bucket "other" of the Top-K divergences. The paper's text and the library that solves the projection
+    (pbecker93/discrete_trpl) were not read.
     """
     columns = topk_of(inputs, rollout)
     log_pi, log_mu = _points(*columns)
@@ -59,19 +62,22 @@ def projected(inputs: TokenInputs, kl_bound: float) -> Projection:
     spread = torch.where(p > 0, log_mu - log_pi, 0.0)
     centred = spread - (p * spread).sum(-1, keepdim=True)
     variance = (p * centred.square()).sum(-1, keepdim=True).clamp(min=1e-300)
-    own_pi, own_mu = (c[..., -1:].detach().double() for c in columns[:2])
-    own_centred = own_mu - own_pi - (p * spread).sum(-1, keepdim=True)
+    sampled_pi, sampled_mu = (c[..., -1:].detach().double() for c in columns[:2])
+    sampled_centred = sampled_mu - sampled_pi - (p * spread).sum(-1, keepdim=True)
     scale = (1 - x)[..., None]
-    # By the points as if they were free; then "other", whose probability is 1 less the others', is put back.
-    of_points = -scale * p * (1 + own_centred * centred / variance)
+    # Differentiate by the points as if they were independent, then replace "other", whose probability is 1 minus the
+    # sum of the others.
+    of_points = -scale * p * (1 + sampled_centred * centred / variance)
     log_p = _mix(log_pi, log_mu, x)
     gaps = torch.where(p > 0, log_pi - log_p, 0.0)
     pi = log_pi.exp()
     of_columns = of_points[..., :-1] - of_points[..., -1:] * pi[..., :-1] / pi[..., -1:]
     distance_slopes = pi[..., :-1] * (gaps[..., :-1] - gaps[..., -1:])
-    own = (1 - x) * own_pi[..., 0] + x * own_mu[..., 0] - _normaliser(log_pi, log_mu, x)
+    log_p_sampled = (
+        (1 - x) * sampled_pi[..., 0] + x * sampled_mu[..., 0] - _normaliser(log_pi, log_mu, x)
+    )
     return Projection(
-        log_ratio=torch.where(keeps, own_pi[..., 0], own) - own_mu[..., 0],
+        log_ratio=torch.where(keeps, sampled_pi[..., 0], log_p_sampled) - sampled_mu[..., 0],
         distance=torch.where(keeps, 0.0, (pi * gaps).sum(-1)),
         of_sampled=1 - x,
         of_columns=torch.where(keeps[..., None], 0.0, of_columns),
@@ -86,21 +92,23 @@ def projected_ratio(inputs: TokenInputs, anchor: Anchor, *, kl_bound: float) -> 
 
 
 def _points(topk: Tensor, rollout_topk: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """log pi and log mu at the P points, [..., P] float64, normalised; -inf where a column is not valid."""
-    smallest = 4 * torch.finfo(topk.dtype).eps
+    """log pi and log mu at the P points, [..., P] float64, normalised; -inf in columns that are not valid."""
+    resolution = 4 * torch.finfo(topk.dtype).eps
     points = []
     for log_probs in (topk, rollout_topk):
         log_p = torch.where(valid, log_probs.detach().double().clamp(max=0), -torch.inf)
-        rest = (1 - log_p.exp().sum(-1, keepdim=True)).clamp(min=smallest).log()
+        rest = (1 - log_p.exp().sum(-1, keepdim=True)).clamp(min=resolution).log()
         points.append(torch.cat([log_p, rest], -1).log_softmax(-1))
     return points[0], points[1]
 
 
 def _interpolation(log_pi: Tensor, log_mu: Tensor, kl_bound: float) -> Tensor:
-    """x of each token: 0 where KL(pi || mu) is within the bound, else the one at which the mixture's is the bound."""
+    """Find x of each token: 0 where KL(pi || mu) is within the bound, else the x at which KL(p || mu) equals the
+    bound.
+    """
     zero = torch.zeros_like(log_pi[..., 0])
-    far = _kl(log_pi, log_mu, zero) > kl_bound
-    low, high = zero, torch.where(far, 1.0, zero)
+    is_far = _kl(log_pi, log_mu, zero) > kl_bound
+    low, high = zero, torch.where(is_far, 1.0, zero)
     for _ in range(HALVINGS):
         middle = 0.5 * (low + high)
         is_outside = _kl(log_pi, log_mu, middle) > kl_bound
@@ -128,5 +136,5 @@ def _unnormalised(log_pi: Tensor, log_mu: Tensor, x: Tensor) -> Tensor:
 def _kl(log_pi: Tensor, log_mu: Tensor, x: Tensor) -> Tensor:
     """KL(mixture || mu), nats."""
     log_p = _mix(log_pi, log_mu, x)
-    present = log_p > -torch.inf
-    return torch.where(present, log_p.exp() * (log_p - log_mu), 0.0).sum(-1)
+    is_present = log_p > -torch.inf
+    return torch.where(is_present, log_p.exp() * (log_p - log_mu), 0.0).sum(-1)

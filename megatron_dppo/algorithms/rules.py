@@ -1,11 +1,13 @@
-"""The functions that a row of ``table.py`` names: masks M and weights w of the unified update, the sum over tokens of
-M min(w, C) A grad log pi (arXiv 2602.04879 v2, Eq. 23), and additive penalties. None carries a gradient. Rules that
-look at a response as a whole are in ``sequence_rules.py``.
+"""Masks M and weights w of the unified update, the sum over tokens of M min(w, C) A grad log pi (arXiv 2602.04879 v2,
+Eq. 23), and additive penalties.
 
-Masks and weights take ``TokenInputs`` first, then an anchor (``inputs.rollout`` or ``inputs.recomputed``: what
-pi is compared with), then their numbers by keyword. A mask is True where the token trains: also exactly at a
-threshold, and without advantage, where there is no gradient to block. A comparison with NaN blocks: a mask lets a
-token train only where its test says so.
+A row of ``table.py`` names these functions. None of them carries a gradient. Rules that need a whole response are in
+``sequence_rules.py``.
+
+Masks and weights take ``TokenInputs`` first, then an anchor (``inputs.rollout`` or ``inputs.recomputed``: the policy
+that pi is compared with), then their numbers by keyword. A mask is True where the token trains. It is True exactly at a
+threshold, and at an advantage of 0, where there is no gradient to block. Comparisons with NaN are False, and every test
+is written so that the token is then blocked.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Mask = Callable[[TokenInputs], Tensor]
 
 @torch.no_grad()
 def train_all(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """Blocks nothing: PG-IS, and with a finite ratio cap PG-TIS = CISPO."""
+    """Block no token: PG-IS, and with a finite ratio cap PG-TIS = CISPO."""
     return torch.ones_like(inputs.loss_mask)
 
 
@@ -145,17 +147,17 @@ def icepop(
     """IcePop (arXiv 2510.18855): blocked when k = pi' / mu is outside [mismatch_low,
     mismatch_high], or by PPO's clip of r'.
 
-    r' = pi / pi'. The first test holds for either sign of A. IcePop weighs a kept token by k r' =
-    pi / mu, which is Eq. 23's r: so it is this mask with an infinite cap.
+    r' = pi / pi'. The first test holds for either sign of A. IcePop's weight of a trained token is k r' =
+    pi / mu, which is Eq. 23's r. So IcePop is this mask with an infinite cap.
     """
     mismatch = (recomputed(inputs) - inputs.rollout_log_probs).exp()
-    agreed = (mismatch >= mismatch_low) & (mismatch <= mismatch_high)
-    return agreed & ratio_clip(inputs, anchor, clip_low=clip_low, clip_high=clip_high)
+    is_within = (mismatch >= mismatch_low) & (mismatch <= mismatch_high)
+    return is_within & ratio_clip(inputs, anchor, clip_low=clip_low, clip_high=clip_high)
 
 
 @torch.no_grad()
 def symmetric_binary_tv(inputs: TokenInputs, anchor: Anchor, *, tv_threshold: float) -> Tensor:
-    """Blocked where |anchor - pi| > ``tv_threshold``, whatever the sign of A and the way that the update leads.
+    """Block tokens with |anchor - pi| > ``tv_threshold``, whatever the sign of A and the direction of the update.
 
     The mask of prime-rl's IPO loss, read in that project's description of it (pull requests 1930 and 3586 of
     PrimeIntellect-ai/prime-rl), not in its code.
@@ -165,12 +167,12 @@ def symmetric_binary_tv(inputs: TokenInputs, anchor: Anchor, *, tv_threshold: fl
 
 @torch.no_grad()
 def kpop(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float) -> Tensor:
-    """KPop: blocked where the binary KL of anchor and pi exceeds ``kl_threshold`` nats in either direction, whatever
-    the sign of A.
+    """KPop: block tokens where the binary KL of anchor and pi exceeds ``kl_threshold`` nats in either direction,
+    whatever the sign of A.
 
-    Its authors' note (ringtech.notion.site/kpop) was read to its motivation only; the formula and the threshold are
-    those of two implementations of it (PrimeIntellect-ai/prime-rl, pull request 3283; verl-project/verl, 6800). Where
-    they compare pi' with mu, here the policy that is trained is compared.
+    Sources: formula and threshold are those of two implementations (PrimeIntellect-ai/prime-rl, pull request 3283;
+    verl-project/verl, 6800). They compare pi' with mu; this mask compares the trained policy pi. Of the authors' note
+    (ringtech.notion.site/kpop), only the motivation was read.
     """
     return divergence.binary_kl_both_ways(inputs.log_probs, anchor(inputs)) <= kl_threshold
 
@@ -186,23 +188,31 @@ def complementary_clip(
 
 @torch.no_grad()
 def pdm(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float, tail: Tail) -> Tensor:
-    """Predictive divergence mask (arXiv 2607.10848): blocked where the Top-K KL(mu || pi) exceeds ``kl_threshold``
+    """Predictive divergence mask (arXiv 2607.10848): block tokens where the Top-K KL(mu || pi) exceeds ``kl_threshold``
     nats and the update raises it, A times ``divergence.topk_kl_change`` > 0.
 
-    ``tail``: what TopK(mu) leaves out counts as one token, or as equally likely ones (the paper's two estimators), or
-    as proportional to pi (ours); at K = V they are one, and exact. ValueError where the number of those tokens, or the
-    sum of pi^2, is not known. From its abstract, a description of it and the formula as its authors' code has it, at
-    second hand; the paper's text was not read.
+    Sources: the abstract, a description, and the formula of the authors' code as others quote it. The paper's text was
+    not read.
+
+    Args:
+        inputs: The tokens.
+        anchor: The policy that pi is compared with.
+        kl_threshold: Nats.
+        tail: How the tokens outside TopK(mu) count: as one token, as equally likely tokens (the paper's two
+            estimators), or in proportion to pi (this project's estimator). With K = V all three are equal and exact.
+
+    Raises:
+        ValueError: ``inputs`` lacks the number of those tokens, or the sum of pi^2, and ``tail`` needs it.
     """
-    wanted = {"one": None, "uniform": "tail_ids", "proportional": "sum_squares"}[tail]
-    given = {} if wanted is None else {wanted: getattr(inputs, wanted)}
-    if None in given.values():
-        raise ValueError(f"the mask has a {tail} tail, but TokenInputs has no {wanted}")
+    column = {"one": None, "uniform": "tail_ids", "proportional": "sum_squares"}[tail]
+    tail_inputs = {} if column is None else {column: getattr(inputs, column)}
+    if None in tail_inputs.values():
+        raise ValueError(f"the mask has a {tail} tail, but TokenInputs has no {column}")
     topk = topk_of(inputs, anchor)
     distance = divergence.topk_kl(*topk)
-    change = divergence.topk_kl_change(*topk, **given)
-    falls = inputs.advantages.sign() * change <= 0
-    return ((distance <= kl_threshold) | falls) & distance.isfinite()
+    change = divergence.topk_kl_change(*topk, **tail_inputs)
+    decreases = inputs.advantages.sign() * change <= 0
+    return ((distance <= kl_threshold) | decreases) & distance.isfinite()
 
 
 def _ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
@@ -210,7 +220,7 @@ def _ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
 
 
 def inside(inputs: TokenInputs, above_low: Tensor, below_high: Tensor) -> Tensor:
-    """True unless the update would push a token further out on the side on which it already is."""
+    """True unless the update would move a token that is outside its bounds further out."""
     return ((inputs.advantages <= 0) | below_high) & ((inputs.advantages >= 0) | above_low)
 
 
@@ -221,7 +231,7 @@ def near(
     threshold: float,
     threshold_negative: float | None = None,
 ) -> Tensor:
-    """True where ``distance`` is within the threshold, or the update leads back to the anchor."""
+    """True where ``distance`` is within the threshold, or the update moves pi back towards the anchor."""
     close = distance <= threshold
     if threshold_negative is not None:
         close = torch.where(inputs.advantages < 0, distance <= threshold_negative, close)
@@ -229,27 +239,29 @@ def near(
 
 
 def inward(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """True where the update leads back to the anchor."""
-    # Outward are A > 0 with r > 1 and A < 0 with r < 1: further the way pi has gone.
+    """True where the update moves pi back towards the anchor."""
+    # The update moves pi further away if A > 0 and r > 1, or A < 0 and r < 1.
     return inputs.advantages.sign() * (inputs.log_probs.detach() - anchor(inputs)) <= 0
 
 
 def topk_of(inputs: TokenInputs, anchor: Anchor) -> tuple[Tensor, Tensor, Tensor]:
-    """log pi, log of ``anchor`` and validity at its TopK and at the sampled token. Raises ValueError without them."""
+    """log pi, log of ``anchor`` and validity, at the anchor's TopK and at the sampled token. Raises ValueError without
+    Top-K tensors."""
     if inputs.topk_log_probs is None:
         raise ValueError("the mask needs Top-K log-probabilities, but TokenInputs has none")
-    # TokenInputs has all three or none.
+    # TokenInputs has all three Top-K tensors or none.
     assert inputs.rollout_topk_log_probs is not None
     assert inputs.topk_valid is not None
-    others = inputs.rollout_topk_log_probs
+    anchor_topk = inputs.rollout_topk_log_probs
     if anchor is not rollout:
-        # The columns are the anchor's; beside them stands mu of the sampled token, which is no part of its policy.
-        others = torch.cat([others[..., :-1], anchor(inputs)[..., None].to(others.dtype)], -1)
-    return inputs.topk_log_probs, others, inputs.topk_valid
+        # The Top-K columns are the anchor's, but the last column is mu of the sampled token: replace it.
+        sampled = anchor(inputs)[..., None].to(anchor_topk.dtype)
+        anchor_topk = torch.cat([anchor_topk[..., :-1], sampled], -1)
+    return inputs.topk_log_probs, anchor_topk, inputs.topk_valid
 
 
-# Rules that look at all tokens of an optimiser step, whatever replica, micro-batch or pack they are in. What they need
-# to know of them is one number, found before the step by a pass without gradient; a mask reads it.
+# The rules below read all tokens of an optimiser step, in all replicas, micro-batches and packs. A pass without
+# gradient before the step computes one number from these tokens; the mask reads that number.
 
 StepTotal = Callable[[Tensor], Tensor]
 """Sums a tensor over the replicas, in place."""
@@ -259,7 +271,7 @@ StepBound = Callable[[Tensor, Tensor, StepTotal], float]
 
 
 def of_step(inputs: TokenInputs) -> Tensor:
-    """``step_bound``. Raises ValueError where it is missing."""
+    """The ``step_bound`` of ``inputs``. Raises ValueError if it is missing."""
     if inputs.step_bound is None:
         raise ValueError(
             "the mask looks at the whole optimiser step, but TokenInputs has no step_bound"
@@ -271,8 +283,10 @@ def of_step(inputs: TokenInputs) -> Tensor:
 def outward_moment_cut(
     log_ratio: Tensor, advantages: Tensor, total: StepTotal, *, second_moment: float
 ) -> float:
-    """The level c at which the mean of min((log r)^2, c) over the tokens that the update moves further out is
-    ``second_moment``; inf where the mean of their (log r)^2 is no more than that. By halving: 32 sums of one number.
+    """Find the level c at which the mean of min((log r)^2, c) is ``second_moment``.
+
+    The mean is over the tokens that the update moves further from the anchor. c is inf if the mean of their (log r)^2
+    is not above ``second_moment``. Bisection finds c with 32 sums of one number over the replicas.
     """
     values = log_ratio.float().square().nan_to_num(nan=torch.inf)
     values = values[advantages.sign() * log_ratio > 0]
@@ -292,34 +306,39 @@ def outward_moment_cut(
 def second_moment_cut(
     log_ratio: Tensor, advantages: Tensor, total: StepTotal, *, second_moment: float
 ) -> float:
-    """The (log r)^2 up to which tokens train, so that the mean over them is at most ``second_moment``, and over no more
-    of them; inf where all may. Equal values are on one side. By halving: 62 sums of two numbers.
+    """Find the largest (log r)^2 at which tokens may train, so that the mean over these tokens is at most
+    ``second_moment``.
+
+    The result is inf if all tokens may train. Tokens with equal values all train, or none does. Bisection finds the
+    cut with 62 sums of two numbers over the replicas.
     """
     values = log_ratio.float().square().nan_to_num(nan=torch.inf)
 
-    def kept(cut: float) -> tuple[float, float]:
+    def sum_and_count(cut: float) -> tuple[float, float]:
         """(sum, number) of the values up to ``cut``."""
-        inside = values <= cut
-        sums = torch.where(inside, values, 0.0).sum(dtype=torch.float64), inside.sum().double()
-        found = total(torch.stack(sums)).tolist()
-        return found[0], found[1]
+        is_below = values <= cut
+        sums = torch.where(is_below, values, 0.0).sum(dtype=torch.float64), is_below.sum().double()
+        totals = total(torch.stack(sums)).tolist()
+        return totals[0], totals[1]
 
     def is_within(cut: float) -> bool:
-        moment, number = kept(cut)
+        moment, number = sum_and_count(cut)
         return moment <= second_moment * number
 
-    below = _largest_float32(is_within)
-    count = kept(below)[1]
-    if count == total(
-        torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
-    ):
+    def blocks_more(cut: float) -> bool:
+        return sum_and_count(cut)[1] < count
+
+    highest = _largest_float32(is_within)
+    count = sum_and_count(highest)[1]
+    num_values = torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
+    if count == total(num_values):
         return torch.inf
-    # Between the last token that trains and the first that doesn't: the pass with a gradient may round otherwise.
-    return 0.5 * (below + _largest_float32(lambda cut: kept(cut)[1] < count))
+    # The cut lies halfway between two tokens' values, because the pass with a gradient may round a value otherwise.
+    return 0.5 * (highest + _largest_float32(blocks_more))
 
 
 def _largest_float32(holds: Callable[[float], bool]) -> float:
-    """The largest finite float32 of at least 0 at which ``holds``, as it does at every smaller one and at 0."""
+    """Find the largest finite float32 at which ``holds`` is True. It must be True at 0 and at every smaller number."""
     low, high = 0, int(torch.tensor(torch.finfo(torch.float32).max).view(torch.int32))
     while low < high:
         middle = (low + high + 1) // 2
@@ -328,20 +347,21 @@ def _largest_float32(holds: Callable[[float], bool]) -> float:
 
 
 def _of_bits(bits: int) -> float:
-    """The float32 whose bits are this int32; between 0 and the largest one, they are in the same order."""
+    """The float32 with the bits of this int32. From 0 to the largest float32, both have the same order."""
     return float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
 
 
 @torch.no_grad()
 def outward_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """M2PO (arXiv 2510.01161) as its authors released it: blocked where the update moves pi further away and (log r)^2
-    exceeds the cut of ``outward_moment_cut``, which is PPO's clip with the bounds e^-sqrt(cut) and e^sqrt(cut).
+    """M2PO (arXiv 2510.01161) as its authors released it: block tokens where the update moves pi further away and
+    (log r)^2 exceeds the cut of ``outward_moment_cut``.
 
-    Read: the authors' code (Infini-AI-Lab/M2PO, ``compute_m2po_policy_loss`` and its scripts), whose r is against the
-    policy that sampled, as here. There the moment is that of a micro-batch, so that the cut depends on how a batch is
-    packed; here it is that of the optimiser step, over all replicas. There the cut is the largest of the tokens' own
-    values below the level, here the level itself, which blocks the same tokens unless one of them is exactly at it. Not
-    read: the paper's text.
+    The mask is PPO's clip with the bounds e^-sqrt(cut) and e^sqrt(cut).
+
+    Source: the authors' code (Infini-AI-Lab/M2PO, ``compute_m2po_policy_loss`` and its scripts), whose r is pi / mu as
+    here. Two differences: their moment is over a micro-batch, so that their cut depends on packing; ours is over the
+    optimiser step and all replicas. Their cut is the largest value of a token below the level, ours is the level
+    itself; both block the same tokens unless a value equals the level. The paper's text was not read.
     """
     squares = (inputs.log_probs.detach() - anchor(inputs)).double().square()
     return inward(inputs, anchor) | (squares <= of_step(inputs))
@@ -349,18 +369,20 @@ def outward_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
 
 @torch.no_grad()
 def second_moment(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """M2PO as AReaL reads it: the tokens with the largest (log r)^2 are blocked, as few as bring the mean over the
-    others in the optimiser step to at most ``second_moment`` (``second_moment_cut``), whatever the sign of A.
+    """M2PO as AReaL implements it: block the tokens with the largest (log r)^2, whatever the sign of A.
 
-    Read: the description and the code of AReaL, where the mean is over a rank's part of the step, and r is pi' / mu.
+    The mask blocks the smallest number of tokens with which the mean over the remaining tokens of the optimiser step
+    is at most ``second_moment`` (``second_moment_cut``).
+
+    Sources: description and code of AReaL, where the mean is over a rank's part of the step, and r is pi' / mu.
     ``outward_moment`` is the rule that the paper's authors released.
     """
     return (inputs.log_probs.detach() - anchor(inputs)).double().square() <= of_step(inputs)
 
 
 def measured(name: str, inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """The divergence of ``divergence.py`` with that name at each token, float64: of Top-K tensors, else of pi and
-    anchor.
+    """Compute the divergence of ``divergence.py`` with that name at each token, float64. It reads the Top-K tensors if
+    its name begins with "topk", else pi and the anchor at the sampled token.
     """
     measure: Callable[..., Tensor] = getattr(divergence, name)
     if name.startswith("topk"):
@@ -369,12 +391,12 @@ def measured(name: str, inputs: TokenInputs, anchor: Anchor) -> Tensor:
 
 
 Weight = Callable[[TokenInputs], Tensor]
-"""w, shaped as ``log_probs``. Algorithms that weigh tokens otherwise than Eq. 23, by r = pi / mu, differ here."""
+"""w, shaped as ``log_probs``. In Eq. 23 it is r = pi / mu; some algorithms have another weight."""
 
 
 @torch.no_grad()
 def importance_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
-    """r = pi / mu, always against the rollout policy, whatever the mask is anchored on."""
+    """r = pi / mu. The denominator is always the rollout policy, whatever the anchor of the mask."""
     return (inputs.log_probs - inputs.rollout_log_probs).exp()
 
 
@@ -383,12 +405,12 @@ def drpo(inputs: TokenInputs, anchor: Anchor, *, penalty_threshold: float) -> Te
     """w = r (1 - sign(A) (pi - mu) / delta): the gradient weight of DRPO (arXiv 2606.09821, section
     3).
 
-    Implemented from what is public: the paper, and its authors' code (Tencent-Hunyuan/UniRL,
-    ``_drpo_loss``), whose loss per token is -A r + |A| mu (r - 1)^2 / (2 delta). Differentiated,
-    that is -w A grad log pi with the w above: DPPO's Binary-TV geometry with a smooth penalty in
-    place of the mask. w falls to 0 where a harmful |pi - mu| reaches delta and turns against the
-    update beyond it; delta = 12.5 is the authors' number ("the regularization threshold"), at which
-    w / r stays within 8% of 1. The authors' code clips log r to [-20, 20]; here it is not.
+    Sources: the paper, and its authors' code (Tencent-Hunyuan/UniRL, ``_drpo_loss``), whose loss per
+    token is -A r + |A| mu (r - 1)^2 / (2 delta). Its gradient is -w A grad log pi with the w above:
+    DPPO's Binary-TV geometry with a smooth penalty instead of the mask. Where the update increases
+    |pi - mu|, w is 0 at |pi - mu| = delta and negative beyond it. delta = 12.5 is the authors' number
+    ("the regularization threshold"), at which w / r stays within 8% of 1. The authors' code clips
+    log r to [-20, 20]; this function does not.
     """
     shift = inputs.log_probs.exp() - inputs.rollout_log_probs.exp()
     ratio = (inputs.log_probs - inputs.rollout_log_probs).exp()
@@ -399,24 +421,24 @@ def drpo(inputs: TokenInputs, anchor: Anchor, *, penalty_threshold: float) -> Te
 def complementary_ratio(inputs: TokenInputs, anchor: Anchor, *, smoothing: float) -> Tensor:
     """w = (1 + e - mu) / (1 + e - pi), e = ``smoothing``: the weight of Bellman policy optimization (arXiv 2609.15987).
 
-    At e = 0 it is 1 plus the derivative of the binary KL(mu || pi) by log pi. The abstract and a third party's summary
-    of the loss were read (weight, cap and "a GRPO-style clip mask" on the weight), not the paper's text; there is no
-    public code of it.
+    At e = 0, w is 1 plus the derivative of the binary KL(mu || pi) by log pi. Sources: the abstract, and a third
+    party's summary of the loss (weight, cap and "a GRPO-style clip mask" on the weight). The paper's text was not
+    read; there is no public code.
     """
-    kept = 1 + smoothing
-    return (kept - inputs.rollout_log_probs.exp()) / (kept - inputs.log_probs.exp())
+    upper = 1 + smoothing
+    return (upper - inputs.rollout_log_probs.exp()) / (upper - inputs.log_probs.exp())
 
 
 @torch.no_grad()
 def soft_gate(
     inputs: TokenInputs, anchor: Anchor, *, tau_positive: float, tau_negative: float
 ) -> Tensor:
-    """w = 4 s (1 - s) r, s = sigmoid(tau (r - 1)), tau by the sign of A: SAPO's (arXiv 2511.20347), whose loss per
-    token is -A (4 / tau) sigmoid(tau (r - 1)); 1 at r = 1.
+    """w = 4 s (1 - s) r, s = sigmoid(tau (r - 1)), tau by the sign of A: the gradient weight of SAPO (arXiv
+    2511.20347), whose loss per token is -A (4 / tau) sigmoid(tau (r - 1)). w = 1 at r = 1.
 
-    Read in its abstract and in public code (verl's ``compute_policy_loss_sapo``, among others), which agree on gate
-    and temperatures. SAPO's own objective averages a response's tokens: ``sequence-mean-token-mean``. A ratio that
-    overflows, at which the weight is 0, blocks its token as one that is no number.
+    Sources: the abstract, and public code (verl's ``compute_policy_loss_sapo``, among others); they agree on gate and
+    temperatures. SAPO's own objective averages a response's tokens: ``sequence-mean-token-mean``. At a ratio that
+    overflows w is 0 times inf = NaN, and its token is blocked.
     """
     ratio = importance_ratio(inputs, anchor)
     tau = torch.where(inputs.advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
@@ -430,41 +452,40 @@ def centering(inputs: TokenInputs, ratio_cap: float) -> Tensor:
 
         -A [ min(r, C) log pi(y) - sum over TopK(mu) of c_v log pi_v ],    c_v = min(pi_v, C mu_v) - min(1, C rho) pi_v,
 
-    rho = (1 - sum mu) / (1 - sum pi), both sums over TopK(mu). Under mu the weighted score of what is sampled then has
-    the mean 0, where outside TopK(mu) mu is proportional to pi; at pi = mu every c is 0. 0 where an entry is not valid.
-    The sampled token does not belong to the sums where TopK(mu) lacks it: they may not depend on it.
+    rho = (1 - sum mu) / (1 - sum pi), both sums over TopK(mu). The mean under mu of the sampled token's weighted score
+    is then 0 if mu is proportional to pi outside TopK(mu). At pi = mu every c is 0. c is 0 in columns that are not
+    valid. The sums exclude the sampled token's own column, because they must not depend on the sampled token.
 
-    Read: the abstract, and the derivation and the terms of two public implementations (vime, SkyRL's kind), which
-    agree; not the paper's experiments.
+    Sources: the abstract, and the derivation and terms of two public implementations (vime, SkyRL's kind), which
+    agree. The paper's experiments were not read.
     """
     topk, rollout_topk, valid = (x[..., :-1] for x in topk_of(inputs, rollout))
     pi = torch.where(valid, topk.detach().double().clamp(max=0).exp(), 0.0)
     mu = torch.where(valid, rollout_topk.double().clamp(max=0).exp(), 0.0)
-    # The rest of a peaked pi is rounding; its factor is 1 at most, whatever it is.
-    smallest = 4 * torch.finfo(topk.dtype).eps
-    rests = [(1 - p.sum(-1, keepdim=True)).clamp(min=smallest) for p in (mu, pi)]
-    scale = (ratio_cap * rests[0] / rests[1]).clamp(max=1)
+    # If pi is peaked, 1 - sum pi is only rounding error; the factor is at most 1 for any value of it.
+    resolution = 4 * torch.finfo(topk.dtype).eps
+    rest_mu = (1 - mu.sum(-1, keepdim=True)).clamp(min=resolution)
+    rest_pi = (1 - pi.sum(-1, keepdim=True)).clamp(min=resolution)
+    scale = (ratio_cap * rest_mu / rest_pi).clamp(max=1)
     return torch.minimum(pi, ratio_cap * mu) - scale * pi
 
 
 Penalty = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""log r = log pi - log mu -> (value of an additive term of the token's loss, its derivative by log pi). Holds for every
-trained token, whatever the advantage, those that a mask blocks included."""
+"""log r = log pi - log mu -> (value of an additive term of the token's loss, its derivative by log pi). The term
+applies to every token in ``loss_mask``, also where the mask blocks it, and whatever the advantage."""
 
 Correction = Callable[[TokenInputs], tuple[Tensor, Tensor]]
-"""(value of a row's own additive term at each token, derivative of their sum by each log pi), float64."""
+"""(value of the additive term at each token, derivative of their sum by each log pi), float64."""
 
 LARGEST_LOG_RATIO = 20.0
-"""Exponents of penalties above it count as it: e^20 = 4.9e8, whose square, summed over a batch, is a float32."""
+"""Penalties cut log ratios to this: e^20 = 4.9e8, and the sum of its square over a batch fits a float32."""
 
 
 @torch.no_grad()
 def kl(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """r - 1 - log r, whose mean under mu is KL(mu || pi); its derivative is r - 1. A log r above
-    ``LARGEST_LOG_RATIO`` counts as it.
-    """
-    # e^88.7 is float32's largest number: unbounded, the term would block a token whose weight a finite cap cuts, and
-    # two tokens just below it would make the batch's loss infinite.
+    """Estimate KL(mu || pi) by r - 1 - log r, whose derivative is r - 1. log r is cut to ``LARGEST_LOG_RATIO``."""
+    # The largest float32 is e^88.7. Without the cut, an infinite term would block a token whose weight a finite cap
+    # bounds, and two tokens just below e^88.7 would make the batch's loss infinite.
     log_ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO)
     shift = torch.expm1(log_ratio)
     return shift - log_ratio, shift
@@ -472,7 +493,7 @@ def kl(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def squared_log_ratio(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """(log r)^2 / 2; its derivative is log r."""
+    """Compute (log r)^2 / 2, whose derivative is log r."""
     return 0.5 * log_ratio.square(), log_ratio
 
 
@@ -480,4 +501,4 @@ PENALTIES: dict[str, Penalty] = {
     "kl_coefficient": kl,
     "log_ratio_coefficient": squared_log_ratio,
 }
-"""Option that holds the term's coefficient -> the term."""
+"""Option with the term's coefficient -> the term."""

@@ -1,9 +1,8 @@
-"""Every algorithm of arXiv 2602.04879 and its common comparators, as one table: its numbers, the functions that
-it is made of, and what it needs of engine and trainer. Loads no torch.
+"""The table of algorithms: those of arXiv 2602.04879 and its common comparators. Imports no torch.
 
-The loss, the configuration's checks, the planner and the records of a step all read a row from here;
-``build_algorithm`` turns it into functions. What each row blocks, and where each number comes from:
-docs/algorithms.md.
+A row has an algorithm's numbers, the names of its functions, and its needs of engine and trainer. The loss, the
+configuration's checks, the planner and the records of a step all read it; ``build_algorithm`` finds its functions.
+docs/algorithms.md describes the tokens that each row blocks, and the source of each number.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 Settings = Literal["stability", "scaling"]
-"""Whose numbers a preset has: the paper's stability study's, or those of its scaling runs."""
+"""The source of a preset's numbers: the paper's stability study, or its scaling runs."""
 AnchorName = Literal["rollout", "recomputed"]
-"""What a mask compares pi with: mu of the engine, or pi' of the trainer at the rollout's weights."""
+"""The policy that a mask compares pi with: mu of the engine, or pi' of the trainer at the rollout's weights."""
 Divergence = Literal["binary_tv", "binary_kl", "binary_kl_both_ways", "topk_tv", "topk_kl"]
 """A function of ``divergence.py``. A mask of the same name bounds it at each token, in DPPO's form."""
 AggregationName = Literal[
@@ -27,19 +26,26 @@ AggregationName = Literal[
     "sequence-mean-token-mean",
 ]
 Tail = Literal["one", "uniform", "proportional"]
-"""What PDM takes the ids outside of TopK(mu) for: one token; as many equally likely ones; tokens whose mu / pi is that
-of their whole, whatever pi is at each, which takes the sum of pi^2 over the vocabulary."""
+"""How PDM treats the ids outside of TopK(mu): as one token; as equally likely tokens; as tokens that all have the mu /
+pi of their total, which needs the sum of pi^2 over the vocabulary."""
 AdvantageName = Literal["group-mean", "leave-one-out", "group-standardized"]
-"""What a response's reward is compared with: ``inputs.group_relative``."""
+"""The baseline of a response's reward: ``advantages.group_relative``."""
 EstimatorName = Literal["k1-on-policy", "k2", "k3", "k3-on-policy", "reverse-k3-on-policy"]
 Role = Literal["mask", "weight", "both", "step", "cap", "topk", "penalty", "correction"]
 
 
 @dataclass(frozen=True)
 class Option:
-    """``meaning``; ``role``: the part of the algorithm that takes the number, both: mask and weight, step: what is
-    found of a whole step, correction: the row's own additive term; its range, ``low`` excluded unless
-    ``includes_low``, ``high`` included.
+    """A number of an algorithm.
+
+    Attributes:
+        meaning: The meaning, for documentation and messages.
+        role: The part of the algorithm that takes the number. ``both``: mask and weight. ``step``: the function that
+            reads all tokens of a step. ``correction``: the additive term that belongs to this algorithm alone.
+        low: Lower end of the range, excluded unless ``includes_low``.
+        high: Upper end of the range, included.
+        includes_low: Whether ``low`` itself is allowed.
+        whole: Whether the number must be an int.
     """
 
     meaning: str
@@ -50,7 +56,7 @@ class Option:
     whole: bool = False
 
     def fault(self, value: Any) -> str | None:
-        """What is wrong with ``value``; None where nothing is. A bool is not a number."""
+        """Describe the error in ``value``; None for a valid one. A bool is not a number."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return f"expected a number, got {value!r}"
         if self.whole and not isinstance(value, int):
@@ -130,22 +136,29 @@ NEGATIVE = {
 }
 """Threshold -> the option that replaces it where A < 0."""
 COEFFICIENTS = tuple(name for name, option in OPTIONS.items() if option.role == "penalty")
-"""Of additive terms, which every algorithm takes and none has by itself."""
+"""Options for coefficients of additive terms. Every algorithm accepts them; no preset sets them."""
 
 
 @dataclass(frozen=True)
 class Preset:
     """A row of the table.
 
-    ``mask``, ``weight``: names of functions in ``rules.py``, with ``sequences`` first in ``sequence_rules.py``.
-    ``stability``: their numbers, the cap (infinite where it is missing) and K; ``scaling``: those that differ there.
-    ``fixed``: arguments of the mask that are no option. ``divergence``: what the mask compares with its threshold, for
-    records of a step; None where it measures none. ``whole_vocabulary``: it is taken over the anchor's whole
-    distribution in TopK(mu)'s place. ``sequences``: the rule looks at whole responses. ``centers``: the score is
-    centered (``rules.centering``), with a gradient through TopK(mu). ``projects``: pi is projected
-    (``projection.py``), with a gradient through TopK(mu) too. ``step_bound``: the function in
-    ``rules.py`` that finds of all tokens of an optimiser step what the mask reads, which costs a pass without gradient.
-    ``correction``: the function in ``sequence_rules.py`` of an additive term that is the row's own.
+    Attributes:
+        mask: Name of the mask, a function in ``rules.py``; if ``sequences``, first looked for in ``sequence_rules.py``.
+        stability: The numbers of mask and weight, the cap (infinite if it is missing) and K, for the stability study.
+        scaling: The numbers that differ from these in the scaling runs.
+        anchor: The policy that the mask compares pi with.
+        weight: Name of the weight, a function in the same modules.
+        fixed: Arguments of the mask that are no options.
+        divergence: The divergence that the mask compares with its threshold, for records of a step. None if the mask
+            measures none.
+        whole_vocabulary: Whether the divergence is over the anchor's whole distribution instead of TopK(mu).
+        sequences: Whether mask or weight read whole responses.
+        centers: Whether the loss centers the score (``rules.centering``), with a gradient through TopK(mu).
+        projects: Whether the loss projects pi (``projection.py``), also with a gradient through TopK(mu).
+        correction: Name of a function in ``sequence_rules.py``, an additive term that belongs to this row alone.
+        step_bound: Name of a function in ``rules.py`` that computes a number from all tokens of an optimiser step. The
+            mask reads it. It costs a pass without gradient.
     """
 
     mask: str = "train_all"
@@ -163,9 +176,9 @@ class Preset:
     step_bound: str | None = None
 
     def numbers(self, settings: Settings) -> dict[str, float]:
-        """The preset's numbers in a setting, each of them an option."""
-        changed = self.scaling if settings == "scaling" else {}
-        return {"ratio_cap": math.inf, **self.stability, **changed}
+        """The preset's numbers in a setting. Each is the value of an option."""
+        overrides = self.scaling if settings == "scaling" else {}
+        return {"ratio_cap": math.inf, **self.stability, **overrides}
 
 
 CAP = {"ratio_cap": 5.0}
@@ -183,14 +196,15 @@ GSPO = {"clip_low": 3e-4, "clip_high": 4e-4}
 BPO = {**CLIP_HIGHER, "smoothing": 0.1, "ratio_cap": 3.0}
 CPPO = {**TV, "weight_min": 0.8, "budget_low": 0.02, "budget_high": 0.04}
 CPPO_KL = {**KL, "weight_min": 0.8, "budget_low": 0.0008, "budget_high": 0.0032}
-"""The paper has no numbers of its KL forms: DPPO's threshold, and Pinsker's bound 2 TV^2 at the budgets of TV."""
+"""The paper has no numbers for its KL forms. These are DPPO's threshold, and Pinsker's bound 2 TV^2 at the budgets of
+TV."""
 PDM = {"kl_threshold": 0.15, "ratio_cap": 5.0}
 
 
 def _bounded(
     divergence: Divergence, anchor: AnchorName = "rollout", *, whole_vocabulary: bool = False
 ) -> Preset:
-    """DPPO's form: a mask that bounds ``divergence`` and has its name."""
+    """DPPO's form: a mask that bounds ``divergence`` and has the same name."""
     stability, scaling = (TV, TV_SCALING) if divergence.endswith("tv") else (KL, CAP)
     if divergence.startswith("topk") and not whole_vocabulary:
         stability = {**stability, **TOPK}
@@ -313,14 +327,14 @@ PRESETS: dict[str, Preset] = {
 }
 """``algorithm.name`` -> its row.
 
-``recomputed-exact-...`` are diagnostics, not DPPO: distance and direction are those of pi', the
-trainer's own policy at the rollout's weights, so a gap between mu and pi' stays out of their sight.
+``recomputed-exact-...`` are diagnostics, not DPPO: their masks compare pi with pi', the trainer's own policy at the
+rollout's weights, and so do not measure a gap between mu and pi'.
 """
 
 
 @dataclass(frozen=True)
 class AlgorithmFacts:
-    """A row with the numbers in force: what engine, trainer and planner need to know of an algorithm."""
+    """A row with its numbers, for engine, trainer and planner."""
 
     name: str
     preset: Preset
@@ -338,38 +352,39 @@ class AlgorithmFacts:
 
     @property
     def reads_topk(self) -> bool:
-        """Whether the algorithm looks at the Top-K tensors, whatever they hold."""
+        """Whether the algorithm reads the Top-K tensors, of mu or of another anchor."""
         return self.needs_topk_gradient or self.preset.divergence in ("topk_tv", "topk_kl")
 
     @property
     def needs_topk_gradient(self) -> bool:
-        """The loss has a gradient through log pi at TopK(mu)."""
+        """Whether the loss has a gradient through log pi at TopK(mu)."""
         return self.preset.centers or self.preset.projects
 
     @property
     def needs_sum_squares(self) -> bool:
-        """The statistics must return the sum over the vocabulary of pi^2."""
+        """Whether the statistics must return the sum over the vocabulary of pi^2."""
         return self.preset.fixed.get("tail") == "proportional"
 
     @property
     def needs_recomputed(self) -> bool:
-        """The trainer must recompute the log-probabilities at the rollout's weights."""
+        """Whether the trainer must recompute the log-probabilities at the rollout's weights."""
         return self.preset.anchor == "recomputed"
 
     @property
     def extra_pass(self) -> bool:
-        """The trainer scores every batch once more without gradient, whole or a step at a time."""
-        of_rollout = self.needs_recomputed or self.needs_recomputed_distribution
-        return of_rollout or self.preset.step_bound is not None
+        """Whether the trainer runs one more forward pass over each batch, without gradient, for the whole batch or for
+        each step."""
+        recomputes = self.needs_recomputed or self.needs_recomputed_distribution
+        return recomputes or self.preset.step_bound is not None
 
     @property
     def needs_full_distribution(self) -> bool:
-        """K of the engine's TopK(mu) must be the whole vocabulary."""
+        """Whether K of the engine's TopK(mu) must be the size of the whole vocabulary."""
         return self.preset.whole_vocabulary and self.preset.anchor == "rollout"
 
     @property
     def needs_recomputed_distribution(self) -> bool:
-        """The trainer must recompute the whole distribution, pi', which then takes TopK(mu)'s place."""
+        """Whether the trainer must recompute the whole distribution pi', which then replaces TopK(mu)."""
         return self.preset.whole_vocabulary and self.preset.anchor == "recomputed"
 
 
@@ -378,11 +393,11 @@ def algorithm_facts(
     options: Mapping[str, Any] | None = None,
     settings: Settings = "stability",
 ) -> AlgorithmFacts:
-    """The preset ``name`` in ``settings``, with ``options`` in place of its numbers.
+    """The preset ``name`` in ``settings``, with its numbers overridden by ``options``.
 
-    Raises ValueError, naming what is accepted, for an unknown name, setting or option, a value of
-    the wrong type (a bool is not a number; ``topk`` is whole) or outside its range, and bounds that
-    exclude each other.
+    Raises:
+        ValueError: An unknown name, setting or option, a value of the wrong type (a bool is not a number; ``topk`` is
+            whole) or outside its range, or bounds that exclude each other. The message lists the accepted values.
     """
     if name not in PRESETS:
         rows = [row for row in PRESETS if name and row.startswith(name)]
@@ -392,7 +407,7 @@ def algorithm_facts(
         accepted = ", ".join(get_args(Settings))
         raise ValueError(f"unknown settings {settings!r} of an algorithm; known: {accepted}")
     preset = PRESETS[name]
-    # A threshold of its own for A < 0 is of masks that compare token by token.
+    # Only masks that compare a divergence token by token have a separate threshold for A < 0.
     takes_negative = preset.mask == preset.divergence
     numbers = _replaced(name, preset.numbers(settings), options or {}, takes_negative)
     return AlgorithmFacts(name, preset, numbers)
@@ -424,16 +439,22 @@ def _replaced(
 
 
 ENGINE_WHOLE_VOCABULARY = 4096
-"""Tokens of a vocabulary up to which the engine is asked for its whole distribution: 8 bytes each,
-for every token of a response.
+"""Largest vocabulary, in tokens, for which the engine may return its whole distribution: 8 bytes for each vocabulary
+entry, at every token of a response.
 """
 
 
 def carried_topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) -> int:
     """K of TopK(mu) that the engine must return for each token; 0: none.
 
-    ``configured``: ``rollout.topk_log_probs``, 0: as the algorithm asks. Raises ValueError where
-    that is too few, or the algorithm needs all of a vocabulary too large to be carried.
+    Args:
+        algorithm: The algorithm.
+        configured: ``rollout.topk_log_probs``; 0 stands for the algorithm's K.
+        vocab_size: Tokens of the model's vocabulary.
+
+    Raises:
+        ValueError: ``configured`` differs from the algorithm's K, or the algorithm needs the whole distribution of a
+            vocabulary above ``ENGINE_WHOLE_VOCABULARY``.
     """
     if not algorithm.needs_full_distribution:
         if configured and algorithm.topk and configured != algorithm.topk:
@@ -444,16 +465,16 @@ def carried_topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) ->
             )
         return configured or algorithm.topk
     if vocab_size > ENGINE_WHOLE_VOCABULARY:
-        instead = "pdm-aggregated, pdm-uniform and pdm-tail estimate it from fewer"
+        alternative = "pdm-aggregated, pdm-uniform and pdm-tail estimate it from fewer"
         if algorithm.preset.mask == algorithm.preset.divergence:
-            instead = (
+            alternative = (
                 f"dppo-topk-tv and dppo-topk-kl bound it from below; {algorithm.name.replace('dppo', 'recomputed')} "
                 "measures the trainer's own recomputed policy instead, which is another distance"
             )
         raise ValueError(
             f"{algorithm.name} needs mu of the whole vocabulary from the engine, and this model's "
             f"has {vocab_size} tokens, {8 * vocab_size} bytes for each response token; expected at "
-            f"most {ENGINE_WHOLE_VOCABULARY}. {instead}"
+            f"most {ENGINE_WHOLE_VOCABULARY}. {alternative}"
         )
     if configured not in (0, vocab_size):
         raise ValueError(

@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
-from megatron_dppo.algorithms.inputs import group_relative, turn_relative
+from megatron_dppo.algorithms.advantages import group_relative, turn_relative
 from megatron_dppo.algorithms.table import AdvantageName
 from megatron_dppo.data.trajectory import Outline, Problem, Stamp, Trajectory
 from megatron_dppo.system.errors import RunError

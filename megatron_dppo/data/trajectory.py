@@ -67,7 +67,7 @@ class Stamp:
 
     ``sampling``: the engine's settings as they were asked for, without the seed. ``seed``: None where the server drew
     as it liked. ``digests``: as ``Trajectory.digests``. ``reward``: None before it is scored. ``returns``: of its
-    turns, where these have advantages of their own (``algorithms.inputs.turn_relative``).
+    turns, where these have advantages of their own (``algorithms.advantages.turn_relative``).
     """
 
     sampling: Mapping[str, Any]

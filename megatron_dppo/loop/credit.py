@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron_dppo.algorithms.inputs import group_relative, turn_relative
+from megatron_dppo.algorithms.advantages import group_relative, turn_relative
 from megatron_dppo.config.data_schema import Credit
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.trajectory import Trajectory

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dppo.algorithms.inputs import group_relative, turn_relative
+from megatron_dppo.algorithms.advantages import group_relative, turn_relative
 
 
 def test_reward_minus_the_mean_of_the_group_itself_included():

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.algorithms import divergence, rules
+from megatron_dppo.algorithms.advantages import group_relative
 from megatron_dppo.algorithms.algorithm import build_algorithm
-from megatron_dppo.algorithms.inputs import group_relative
 from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.table import PRESETS
 from tests.unit.test_divergence import at_topk

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.numpy import load, save
 
-from megatron_dppo.algorithms.inputs import group_relative, turn_relative
+from megatron_dppo.algorithms.advantages import group_relative, turn_relative
 from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, load_batch, save_batch
 from megatron_dppo.data.seal import (
     AlteredWeightsError,

@@ -19,8 +19,9 @@ FILES = ("trajectory", "batch_file")
 CONVERSION = ("conversion_tables", "conversion_streaming", "conversion_bad_input", "dist_blocks")
 TARGETS: dict[str, tuple[str, ...]] = {
     "algorithms/divergence.py": LOSS,
-    "algorithms/inputs.py": (*LOSS, "advantages"),
+    "algorithms/inputs.py": LOSS,
     "algorithms/aggregation.py": (*LOSS, "mini_batches"),
+    "algorithms/advantages.py": ("advantages",),
     "algorithms/algorithm.py": (*LOSS, "loss_record"),
     "algorithms/decisions.py": LOSS,
     "algorithms/likelihood.py": ("nonfinite",),

@@ -1,0 +1,83 @@
+"""The advantage of a response or a turn: its reward compared with the rewards of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms.table import AdvantageName
+
+SMALLEST_DEVIATION = 1e-6
+"""Added to a group's standard deviation before the division."""
+
+
+def group_relative(
+    rewards: Sequence[float] | Tensor, group_size: int, advantage: AdvantageName = "group-mean"
+) -> Tensor:
+    """Compute A_i = R_i - mean of the rewards of its group; no division by the standard deviation (arXiv
+    2602.04879, section 2).
+
+    Args:
+        rewards: ``[N]``; each run of ``group_size`` rewards belongs to the responses of one prompt.
+        group_size: Number of responses to a prompt, G.
+        advantage: ``group-mean``: the mean includes the response itself. ``leave-one-out``: the mean excludes it
+            (RLOO, arXiv 2402.14740), which is G / (G - 1) times ``group-mean``. ``group-standardized``: ``group-mean``
+            divided by the group's standard deviation (with G - 1 degrees of freedom) plus 1e-6 (GRPO, arXiv
+            2402.03300). A group of one response gets 0.
+
+    Returns:
+        float32 ``[N]``. A group whose rewards are all equal gets exactly 0.
+
+    Raises:
+        ValueError: N is not a multiple of ``group_size``, or a reward is not finite.
+    """
+    values = torch.as_tensor(rewards, dtype=torch.float64)
+    if isinstance(group_size, bool) or group_size < 1:
+        raise ValueError(f"group_size is {group_size!r}, expected a whole number of at least 1")
+    if values.ndim != 1 or values.numel() % group_size:
+        raise ValueError(
+            f"rewards have shape {tuple(values.shape)}, expected [N] with N a multiple of "
+            f"group_size {group_size}"
+        )
+    if not values.isfinite().all():
+        positions = values.isfinite().logical_not().nonzero().flatten().tolist()
+        raise ValueError(f"rewards at positions {positions[:8]} are not finite")
+    groups = values.view(-1, group_size)
+    centred = groups - groups.mean(1, keepdim=True)
+    is_constant = (groups == groups[:, :1]).all(1, keepdim=True)
+    degrees_of_freedom = max(group_size - 1, 1)
+    if advantage == "leave-one-out":
+        centred = centred * (group_size / degrees_of_freedom)
+    if advantage == "group-standardized":
+        deviation = (centred.square().sum(1, keepdim=True) / degrees_of_freedom).sqrt()
+        centred = centred / (deviation + SMALLEST_DEVIATION)
+    # Rounding of the mean could leave small advantages in a group of equal rewards.
+    return torch.where(is_constant, 0.0, centred).flatten().float()
+
+
+def turn_relative(
+    returns: Sequence[Sequence[float]], group_size: int, advantage: AdvantageName = "group-mean"
+) -> list[list[float]]:
+    """Compute A_ik = G_ik - mean over the group's j of G_j,min(k, K_j).
+
+    The k-th turn of a response is compared with the k-th turns of the other responses in its group; a response with
+    fewer turns counts with its last one. A_i1 equals ``group_relative`` of the total rewards. If only last turns have
+    rewards, every A_ik equals it.
+
+    Args:
+        returns: For each response G_i1 .. G_iK: the sum of its rewards from that turn on. Responses are in the order
+            that ``group_relative`` takes.
+        group_size: Number of responses to a prompt.
+        advantage: As in ``group_relative``.
+    """
+    num_turns = max(map(len, returns), default=0)
+    advantages: list[list[float]] = [[] for _ in returns]
+    for k in range(num_turns):
+        turn_returns = [g[min(k, len(g) - 1)] for g in returns]
+        values = group_relative(turn_returns, group_size, advantage).tolist()
+        for i, g in enumerate(returns):
+            if k < len(g):
+                advantages[i].append(values[i])
+    return advantages
