@@ -1,12 +1,12 @@
 """The statistics of ``policy_stats`` from the hidden states, without the logits: a chunk of tokens at a time.
 
-Legend: T = tokens, N = those of them that count, c = tokens of a chunk, H = width of a hidden state, C = columns of
+Legend: T = tokens, N = number of tokens that count, c = tokens of a chunk, H = width of a hidden state, C = columns of
 this rank's shard, K = ids of TopK(mu).
 
 Cost: 2 N C H FLOPs forward, 4 M C H backward for the M tokens whose gradient is not zero, and 2 M C H more for the
 chunks whose logits are computed again. The last chunk's logits are kept from the forward to the backward pass, so
-nothing is computed twice where N <= c. Memory beyond hidden states and weight: one chunk of logits, and what the row
-kernels take; one all-reduce of [N, 2 x ranks + 1 + K] (ranks more for the entropy, and for
+nothing is computed twice if N <= c. Memory beyond hidden states and weight: one chunk of logits, and the buffers of the
+row kernels. Communication: one all-reduce of [N, 2 x ranks + 1 + K] (``ranks`` more columns for the entropy, and for
 the sum of squares), whatever the number of chunks.
 """
 
@@ -34,11 +34,11 @@ from megatron_dppo.vocab_parallel.policy_stats import (
 
 @dataclass(frozen=True)
 class HeadFactor:
-    """A summand of the logits: ``hidden`` [T, H] times ``weight`` [C, H], transposed; an output layer has one, with
-    an adapter beside it two, each with its own H.
+    """A term of the logits: ``hidden`` [T, H] times the transpose of ``weight`` [C, H].
 
-    The gradient of ``weight`` is added to ``main_gradient`` [C, H], in its dtype, and autograd sees none; without
-    one it is summed in float32 and goes to ``weight``.
+    An output layer has one factor; with an adapter it has two, each with its own H. If there is a ``main_gradient``
+    [C, H], the gradient of ``weight`` is added to it, in its dtype, and autograd gets none. Else the gradient is summed
+    in float32 and passed to ``weight``.
     """
 
     hidden: Tensor
@@ -48,9 +48,13 @@ class HeadFactor:
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """``chunk_tokens``: tokens whose logits exist at a time; ``dtype``: of the logits, None: the weight's;
-    ``backend``: a name in ``backends.BACKENDS``, None: the fastest one that is available; ``raise_on_faults``: as for
-    ``policy_stats``.
+    """Options of ``head_stats``.
+
+    Attributes:
+        chunk_tokens: Number of tokens whose logits exist at a time.
+        dtype: Dtype of the logits; None: the weight's.
+        backend: A name in ``backends.BACKENDS``; None: the fastest available one.
+        raise_on_faults: As for ``policy_stats``.
     """
 
     chunk_tokens: int = 4096
@@ -72,12 +76,13 @@ def head_stats(
     counted: Tensor | None = None,
     options: HeadOptions | None = None,
 ) -> PolicyStats:
-    """``policy_stats`` of logits = sum of hidden weight^T over ``factors``.
+    """Compute ``policy_stats`` of logits = sum of hidden weight^T over ``factors``.
 
-    ``counted`` bool [T], the same on all ranks: the other tokens are not read, and all their results are 0; None:
-    all count. The other arguments, errors and the meaning of shards are ``policy_stats``'s. Gradients flow to every
-    factor's hidden states (under tensor parallelism this rank's part of them: the caller sums over the group) and to
-    its weight, through all statistics. The dense twin is ``dense_head_stats``.
+    ``counted`` is bool [T], the same on all ranks: tokens where it is False are not read, and their results are 0.
+    None: all tokens count. The other arguments, errors and the meaning of shards are those of ``policy_stats``.
+    Gradients flow through all statistics to every factor's hidden states and weight. Under tensor parallelism the
+    gradient of the hidden states is this rank's part, which the caller sums over the group. ``dense_head_stats``
+    computes the same in plain torch.
     """
     options = options or HeadOptions()
     fault = next(_faults(factors, target_ids, counted, options), None)
@@ -90,7 +95,7 @@ def head_stats(
         query, count = replace(query, target_ids=target_ids[rows], topk_ids=topk), len(rows)
     request = StatsRequest.checked(
         query,
-        # Rows of no memory that say which logits there will be.
+        # An empty tensor with the rows, device and dtype of the future logits.
         weight.new_empty(0, dtype=options.dtype).expand(count, 0),
         len(weight),
         group,
@@ -173,7 +178,7 @@ def _faults(
 
 @dataclass(frozen=True)
 class _Head:
-    """One call: ``rows`` int64 [N] of ``tokens`` count, all where it is None."""
+    """One call of ``head_stats``. ``rows`` int64 [N] are the tokens that count, of ``tokens``; None: all count."""
 
     request: StatsRequest
     rows: Tensor | None
@@ -191,7 +196,7 @@ class _Head:
         return weight.new_empty(shape, dtype=self.options.dtype or weight.dtype)
 
     def positions(self, chunk: slice | Tensor) -> slice | Tensor:
-        """Among the T tokens, of rows of the N that count."""
+        """Convert indices into the N rows that count to positions among the T tokens."""
         return chunk if self.rows is None else self.rows[chunk]
 
     def logits(self, buffer: Tensor, tensors: Sequence[Tensor], chunk: slice | Tensor) -> Tensor:
@@ -203,7 +208,7 @@ class _Head:
         return buffer
 
     def spread(self, values: Tensor | None) -> Tensor | None:
-        """[N, ...] to [T, ...]: 0 where a token does not count."""
+        """Expand [N, ...] to [T, ...], with 0 at tokens that do not count."""
         if self.rows is None or values is None:
             return values
         return values.new_zeros(self.tokens, *values.shape[1:]).index_copy_(0, self.rows, values)
@@ -239,11 +244,12 @@ class _HeadStats(torch.autograd.Function):
         topk, squares = head.spread(stats.topk_log_probs), head.spread(stats.sum_squares)
         if any(ctx.needs_input_grad):
             ctx.head, ctx.main_gradients = head, main_gradients
-            # The last chunk's logits are still in the buffer: the backward pass computes them once less.
+            # The last chunk's logits are still in the buffer: keep them, so that the backward pass need not compute
+            # them.
             ctx.kept = (chunks[-1], buffer) if chunks else None
-            kept = request.kept(stats)
-            ctx.keeps_ids = bool(kept)
-            ctx.save_for_backward(stats.lse, stats.entropy_value, *kept, *tensors)
+            kept_tensors = request.kept(stats)
+            ctx.keeps_ids = bool(kept_tensors)
+            ctx.save_for_backward(stats.lse, stats.entropy_value, *kept_tensors, *tensors)
         without_gradient = [x for x in (squares, stats.bad_rows) if x is not None]
         ctx.mark_non_differentiable(*without_gradient)
         ctx.set_materialize_grads(False)
@@ -254,35 +260,38 @@ class _HeadStats(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        lse, entropy, *others = ctx.saved_tensors
-        log_p, tensors = (others[:1], others[1:]) if ctx.keeps_ids else ([], others)
+        lse, entropy, *tensors = ctx.saved_tensors
+        log_p: list[Tensor] = []
+        if ctx.keeps_ids:
+            log_p, tensors = tensors[:1], tensors[1:]
         head: _Head = ctx.head
-        # A gradient is written over it: gone in a second pass.
-        kept, ctx.kept = ctx.kept, None
+        # This pass writes a gradient into the kept logits, so a second pass cannot use them.
+        kept_chunk, ctx.kept = ctx.kept, None
         row_grads = [
             grad if grad is None or head.rows is None else grad[head.rows] for grad in grads[:3]
         ]
         sums = _Gradients(head, tensors, ctx.needs_input_grad[2:], ctx.main_gradients)
         of_ids = IdGradients.of(head.request.ids, log_p, *row_grads[:2])
         gradient = _RowGradients(head.request, lse, entropy, row_grads[0], of_ids, row_grads[2])
-        # A token that the mask blocked has no gradient, and needs no logits a second time.
-        remaining = gradient.nonzero_rows()
-        if kept is None:
-            buffer = head.buffer(len(remaining), tensors[1])
+        # A token that the mask blocked has no gradient: do not compute its logits again.
+        remaining_rows = gradient.nonzero_rows()
+        if kept_chunk is None:
+            buffer = head.buffer(len(remaining_rows), tensors[1])
         else:
-            chunk, buffer = kept
-            count, remaining = len(remaining), remaining[remaining < chunk.start]
-            if count > len(remaining):
+            chunk, buffer = kept_chunk
+            count = len(remaining_rows)
+            remaining_rows = remaining_rows[remaining_rows < chunk.start]
+            if count > len(remaining_rows):
                 sums.add(gradient.write(buffer[: chunk.stop - chunk.start], chunk), chunk)
-        for chunk in head.chunks(len(remaining)):
-            rows = remaining[chunk]
+        for chunk in head.chunks(len(remaining_rows)):
+            rows = remaining_rows[chunk]
             sums.add(gradient.write(head.logits(buffer, tensors, rows), rows), rows)
         return None, None, *sums.results()
 
 
 @dataclass(frozen=True)
 class _RowGradients:
-    """dL/d log pi and dL/dH of the N rows, and what the row kernels need beside them."""
+    """dL/d log pi and dL/dH of the N rows, and the other inputs of the row kernels' backward pass."""
 
     request: StatsRequest
     lse: Tensor
@@ -293,16 +302,16 @@ class _RowGradients:
 
     def nonzero_rows(self) -> Tensor:
         """int64: the rows with a gradient."""
-        used = torch.zeros_like(self.lse, dtype=torch.bool)
+        is_nonzero = torch.zeros_like(self.lse, dtype=torch.bool)
         for grad in (self.grad_log_probs, self.grad_entropy):
             if grad is not None:
-                used |= grad != 0
+                is_nonzero |= grad != 0
         if self.of_ids is not None:
-            used |= (self.of_ids.coefficients != 0).any(1)
-        return used.nonzero().squeeze(1)
+            is_nonzero |= (self.of_ids.coefficients != 0).any(1)
+        return is_nonzero.nonzero().squeeze(1)
 
     def write(self, logits: Tensor, rows: slice | Tensor) -> Tensor:
-        """dL/dlogits of these rows, over their ``logits``."""
+        """Write dL/dlogits of these rows into their ``logits``, and return them."""
         request, entropy = self.request, self.entropy
         of_ids = None if self.of_ids is None else self.of_ids.rows(rows)
         total = self.grad_log_probs if self.of_ids is None else self.of_ids.total
@@ -320,7 +329,7 @@ class _RowGradients:
 
 
 class _Gradients:
-    """The gradients of hidden states and weights, summed over chunks; None for those that need none."""
+    """The gradients of hidden states and weights, summed over chunks; None for a tensor that needs no gradient."""
 
     def __init__(
         self,
@@ -367,12 +376,12 @@ def _weight_sum(weight: Tensor, needed: bool, main_gradient: Tensor | None) -> T
     if not needed or main_gradient is not None:
         return main_gradient if needed else None
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    # A sum over chunks in bfloat16 would lose much of what each of them adds.
+    # A sum over chunks in bfloat16 would round away much of each chunk's contribution.
     return torch.zeros_like(weight, dtype=wide)
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor, beta: int) -> Tensor:
-    """``out`` becomes beta out + left right, summed in its dtype, which may be wider than the factors'."""
+    """Set ``out`` to beta out + left right. The sum has the dtype of ``out``, which may be wider than the factors'."""
     if out.dtype == left.dtype:
         return out.addmm_(left, right, beta=beta)
     # The product of bf16 factors in fp32.
@@ -380,7 +389,7 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor, beta: int) -> Tensor:
         return torch.addmm(out, left, right, beta=beta, out_dtype=out.dtype, out=out)
     if len(out) < out.shape[1]:
         return _add_product(out.T, right.T, left.T, beta).T
-    # A CPU has no such product: of the larger factor a block at a time is copied.
+    # On a CPU torch has no such product: convert the larger factor one block at a time.
     right, step = right.to(out.dtype), max(1, BLOCK_BYTES // (out.itemsize * left.shape[1]))
     for start in range(0, len(out), step):
         rows = slice(start, start + step)

@@ -1,4 +1,4 @@
-"""Log-probabilities, Top-K and entropy from tensor-parallel logits in one pass, with the gradient
+"""Log-probabilities, Top-K and entropy from tensor-parallel logits in one pass. The gradient is
 written in place.
 
 Legend: T = tokens, C = columns of this rank's shard, V = true vocabulary, K = ids of TopK(mu).
@@ -60,23 +60,23 @@ def argument_faults(query: StatsQuery, rows: int, columns: int, ranks: int) -> I
 
 
 def id_faults(target_ids: Tensor, topk_ids: Tensor | None, vocab_size: int) -> list[Tensor]:
-    """Float32 counts of the first two ``FAULTS``. A Top-K id of -1 means "none" and is no fault."""
-    none = torch.zeros((), device=target_ids.device)
-    topk = none if topk_ids is None else _outside(topk_ids, -1, vocab_size)
+    """Count the first two ``FAULTS``, float32. A Top-K id of -1 means "none" and is no error."""
+    zero = torch.zeros((), device=target_ids.device)
+    topk = zero if topk_ids is None else _outside(topk_ids, -1, vocab_size)
     return [_outside(target_ids, 0, vocab_size), topk]
 
 
 def _outside(ids: Tensor, low: int, high: int) -> Tensor:
     if ids.is_cpu and ids.numel():
-        smallest, largest = ids.aminmax()
-        # One pass over the ids where all is well.
-        if smallest >= low and largest < high:
+        # Valid ids, the usual case, need only one pass.
+        minimum, maximum = ids.aminmax()
+        if minimum >= low and maximum < high:
             return torch.zeros(())
     return ((ids < low) | (ids >= high)).sum().float()
 
 
 def describe(faults: Sequence[Tensor] | Tensor) -> str | None:
-    """An error message for counts in the order of ``FAULTS``; None where all are 0. Reads them."""
+    """Write an error message for counts in the order of ``FAULTS``; None if all are 0. Reads them from the device."""
     counts = [f"{int(n)} {fault}" for n, fault in zip(faults, FAULTS, strict=False) if n]
     return f"policy_stats: {'; '.join(counts)}" if counts else None
 
@@ -93,31 +93,29 @@ class PolicyStats:
     """
 
     log_probs: Tensor
-    """[T]: log pi of the target, differentiable. Its relative error is that of float32 (and of e^z)
-    also where pi is nearly 1: 1 - pi = -expm1(log pi) is as exact as pi.
+    """[T]: log pi of the target, differentiable. Its relative error is that of float32 (and of e^z),
+    also where pi is nearly 1: 1 - pi = -expm1(log pi) has the same relative error as pi.
     """
     topk_log_probs: Tensor | None
-    """[T, K]: log pi at the given ids, differentiable where no other id than the sampled one stands twice."""
+    """[T, K]: log pi at the given ids, differentiable. Only the sampled id may occur twice in a row."""
     entropy: Tensor | None
     """[T], nats, differentiable."""
     faults: Tensor
     """float32 [3]: counts of ``FAULTS``."""
     vocab_size: int | None = None
-    """V, where it is known."""
+    """V, or None if it is unknown."""
     sum_squares: Tensor | None = None
     """[T]: sum over the vocabulary of pi^2, without gradient."""
 
     def raise_on_faults(self) -> None:
-        """ValueError that names what ``faults`` counts. Reads from the device: a sync on a GPU."""
+        """Raise ValueError if ``faults`` counts any. Reads from the device: a sync on a GPU."""
         message = describe(self.faults)
         if message is not None:
             raise ValueError(message)
 
 
 class OverwrittenLogitsError(RuntimeError):
-    """The logits given hold a gradient: an earlier ``policy_stats`` wrote its backward pass over
-    them.
-    """
+    """The tensor of logits holds a gradient, which the backward pass of an earlier ``policy_stats`` wrote into it."""
 
 
 def policy_stats(
@@ -133,27 +131,33 @@ def policy_stats(
     backend: str | None = None,
     raise_on_faults: bool | None = None,
 ) -> PolicyStats:
-    """log softmax(logits / temperature) at ``target_ids`` and ``topk_ids``, the entropy, and the sum of squared
+    """Compute log softmax(logits / temperature) at ``target_ids`` and ``topk_ids``, the entropy, and the sum of squared
     probabilities, over the whole vocabulary.
 
-    ``logits`` [T, C]: this rank's columns, any float dtype; shards are equal and in rank order of
-    ``group``; columns from ``vocab_size`` on are padding. ``target_ids`` int64 [T] and ``topk_ids``
-    int64 [T, K] are global ids, the same on every rank; a Top-K id of -1 means "none" and gives
-    -inf. ``group``: the tensor-parallel group; None: one rank.
+    Cost: one read of the shard, one packed all-reduce (and on CPU groups a header of 64 bytes per rank, which overlaps
+    the read), and in the backward pass one read and one write. The backward pass writes the gradient dL/dlogits into
+    ``logits``; a later use of them raises an error, in autograd or OverwrittenLogitsError. Pass a copy to keep the
+    logits. Rows with a zero gradient are written without being read. A gradient through the log-probabilities at
+    ``topk_ids`` writes another [T, 1 + K] numbers.
 
-    Cost: one read of the shard, one packed all-reduce (and on CPU groups a header of 64 bytes a
-    rank, which overlaps the read), and in the backward pass one read and one write. The gradient
-    dL/dlogits is written over ``logits``; their reuse then raises, in autograd or as
-    OverwrittenLogitsError: who needs them hands over a copy. Rows with a zero gradient are written without
-    being read. A gradient through the log-probabilities at ``topk_ids`` costs [T, 1 + K] numbers that are written
-    beside it.
+    Args:
+        logits: [T, C], this rank's columns, any float dtype. All shards have the same size and are in rank order of
+            ``group``. Columns from ``vocab_size`` on are padding.
+        target_ids: int64 [T], global ids, the same on every rank.
+        group: The tensor-parallel group; None: one rank.
+        vocab_size: V.
+        temperature: Divides the logits.
+        topk_ids: int64 [T, K], global ids, the same on every rank. -1 means "none" and results in -inf.
+        with_entropy: Whether to compute the entropy.
+        with_squares: Whether to compute the sum of squares.
+        backend: A name in ``backends.BACKENDS``; None: the fastest available one.
+        raise_on_faults: Whether to read the counts of ``FAULTS`` from the device and raise. None: on a CPU only. With
+            False, the results of invalid rows are NaN and ``PolicyStats.faults`` has the counts, so that the caller can
+            stop all ranks together.
 
-    ``backend``: a name in ``backends.BACKENDS``; None: the fastest one that is available.
-
-    Raises ValueError, on every rank alike, where shapes, dtypes or numbers are wrong, ids lie
-    outside the vocabulary, rows hold NaN, or ranks disagree. ``raise_on_faults`` False (None: on a
-    GPU): what depends on values is not read back; it makes the rows' results NaN and is counted in
-    ``PolicyStats.faults``, for a caller who stops all ranks together.
+    Raises:
+        ValueError: On every rank: a wrong shape, dtype or number, ids outside the vocabulary, rows with NaN, or ranks
+            that disagree.
     """
     if getattr(logits, "_holds_gradient", False):
         raise OverwrittenLogitsError(
@@ -199,7 +203,7 @@ class StatsQuery:
     with_squares: bool = False
 
     def facts(self, rows: int, columns: int) -> list[int]:
-        """In the order of ``wire.FACTS``."""
+        """The numbers on which ranks must agree, in the order of ``wire.FACTS``."""
         width = 0 if self.topk_ids is None else self.topk_ids.shape[1]
         ids = wire.checksum(self.target_ids, self.topk_ids)
         sums = int(self.with_entropy), int(self.with_squares)
@@ -208,10 +212,10 @@ class StatsQuery:
 
 @dataclass(frozen=True)
 class StatsRequest:
-    """A query that all ranks have checked, of logits in equal shards.
+    """A query that all ranks have validated, for logits in equal shards.
 
-    ``id_faults``: counts of the first two ``FAULTS``; ``checks_values``: they, and what the rows hold, are read
-    back and raised.
+    ``id_faults`` are the counts of the first two ``FAULTS``. With ``checks_values``, these counts and that of bad rows
+    are read from the device, and raised.
     """
 
     query: StatsQuery
@@ -254,9 +258,9 @@ class StatsRequest:
         if raise_now:
             message = message or describe(faults)
         agreement = None
-        # A payload whose size differs between ranks ends a gloo process by abort, so it must be known before. On a
-        # GPU, where it would hang NCCL, asking costs a device sync, and the model's own collectives have carried the
-        # same T.
+        # gloo aborts the process if the payload's size differs between ranks, so compare the sizes first. On a GPU a
+        # difference would hang NCCL, but the comparison costs a device sync, and the model's own collectives have
+        # already used the same T.
         if on_cpu and group is not None:
             agreement = Agreement(group, query.facts(rows, columns) if message is None else None)
         if message is not None:
@@ -274,13 +278,13 @@ class StatsRequest:
 
     @cached_property
     def ids(self) -> Tensor:
-        """int64 [T, 1 + K]: the sampled id, then those of TopK(mu)."""
+        """int64 [T, 1 + K]: the sampled id, then the ids of TopK(mu)."""
         ids, topk_ids = self.query.target_ids[:, None], self.query.topk_ids
         return ids if topk_ids is None else torch.cat([ids, topk_ids], 1)
 
     @cached_property
     def columns(self) -> Tensor:
-        """int64 [T, 1 + K]: their columns in this shard, -1 where another rank owns the id."""
+        """int64 [T, 1 + K]: the columns of ``ids`` in this shard, -1 where another rank owns the id."""
         return self.shard.local(self.ids)
 
     def kept(self, stats: StatTensors) -> list[Tensor]:
@@ -294,7 +298,7 @@ class StatsRequest:
     ) -> StatTensors:
         """Combine this shard's rows (``backends.Rows``) with the other shards'; one all-reduce."""
         unknown = None if self.checks_values else self.shard.unknown(self.ids)
-        # An id that no rank owns: no share of the row's sums here, and NaN in the end.
+        # An id that no rank owns adds nothing to the row's sums, and its result becomes NaN.
         if unknown is not None:
             owned.masked_fill_(unknown, -torch.inf)
         if self.agreement is not None:
@@ -324,7 +328,7 @@ class StatsRequest:
         squares: Tensor | None,
         bad_rows: Tensor,
     ) -> PolicyStats:
-        """Raises ValueError where rows are no distributions and values are checked."""
+        """Build the result. Raises ValueError for invalid ids or rows if values are checked."""
         faults = torch.stack([*self.id_faults, bad_rows])
         stats = PolicyStats(log_probs, topk, entropy, faults, self.query.vocab_size, squares)
         if self.checks_values:
@@ -378,8 +382,12 @@ class _PolicyStats(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class IdGradients:
-    """dL/d log p at the sampled id and those of TopK(mu), all [T, 1 + K]: ``coefficients``, of an id that stands twice
-    the sum at both places, and ``log_p`` themselves. ``total`` [T]: the sum over the ids.
+    """The gradient dL/d log p at the sampled id and the ids of TopK(mu).
+
+    Attributes:
+        coefficients: [T, 1 + K], dL/d log p. If the sampled id is also in TopK(mu), both columns hold the sum.
+        log_p: [T, 1 + K], log p at the ids.
+        total: [T], the sum of dL/d log p over the ids.
     """
 
     coefficients: Tensor
@@ -402,23 +410,28 @@ class IdGradients:
             return None
         topk = torch.where(ids[:, 1:] >= 0, grad_topk, 0.0)
         sampled = torch.zeros_like(topk[:, 0]) if grad_log_probs is None else grad_log_probs
-        twice = ids[:, 1:] == ids[:, :1]
-        both = sampled + torch.where(twice, topk, 0.0).sum(1)
-        merged = torch.cat([both[:, None], torch.where(twice, both[:, None], topk)], 1)
-        return cls(merged, log_p[0], sampled + topk.sum(1))
+        is_sampled = ids[:, 1:] == ids[:, :1]
+        sampled_sum = sampled + torch.where(is_sampled, topk, 0.0).sum(1)
+        topk_sums = torch.where(is_sampled, sampled_sum[:, None], topk)
+        coefficients = torch.cat([sampled_sum[:, None], topk_sums], 1)
+        return cls(coefficients, log_p[0], sampled + topk.sum(1))
 
     def rows(self, index: slice | Tensor) -> IdGradients:
         """Select the gradients of some tokens."""
         return IdGradients(self.coefficients[index], self.log_p[index], self.total[index])
 
     def write(self, out: Tensor, columns: Tensor, scale: float, gradient: RowGradient) -> None:
-        """Put into ``out`` [T, C], which holds the gradient of ``total`` at the sampled ids, the true one at all ids:
-        scale [ c - total p - h p (log p + H) ], c the id's coefficient. ``columns`` int64 [T, 1 + K]: -1 where another
-        rank owns the id.
+        """Write the gradient at all ids into ``out``: scale [ c - total p - h p (log p + H) ], c the id's coefficient.
+
+        Args:
+            out: [T, C]. It holds the gradient that results if all of ``total`` belonged to the sampled id.
+            columns: int64 [T, 1 + K], columns of the ids in this shard; -1 where another rank owns the id.
+            scale: 1 / temperature.
+            gradient: The gradient of the rows, with h and H.
         """
         log_p = self.log_p.double()
         total = self.total[:, None].double()
-        # c - total p, exact also where p is nearly 1 and c is the total.
+        # This is c - total p, without cancellation where p is nearly 1 and c equals the total.
         value = (self.coefficients.double() - total) - total * torch.expm1(log_p)
         if gradient.entropy is not None:
             assert gradient.entropy_value is not None
@@ -426,17 +439,18 @@ class IdGradients:
             spread = torch.where(p > 0, p * (log_p + gradient.entropy_value[:, None]), 0.0)
             value = value - gradient.entropy[:, None] * spread
         value = (scale * value).to(out.dtype)
-        # An id that is not here writes what the row's first id that is here writes, or, without one, column 0 anew:
-        # so no two of a row's writes differ, and nothing is asked of the device.
-        owned = columns >= 0
-        first = owned.to(torch.uint8).argmax(1, keepdim=True)
-        column = columns.gather(1, first)
-        spare = torch.where(column >= 0, value.gather(1, first), out[:, :1])
-        index = torch.where(owned, columns, column.clamp(min=0))
+        # Every id writes, so that no device sync is needed to select ids. An id of another rank repeats the write of
+        # the row's first owned id; in a row without one, it writes column 0 unchanged. So equal columns of a row always
+        # get equal values.
+        is_owned = columns >= 0
+        first_owned = is_owned.to(torch.uint8).argmax(1, keepdim=True)
+        column = columns.gather(1, first_owned)
+        repeated = torch.where(column >= 0, value.gather(1, first_owned), out[:, :1])
+        index = torch.where(is_owned, columns, column.clamp(min=0))
         index += out.shape[1] * torch.arange(len(out), device=out.device)[:, None]
-        written = torch.where(owned, value, spare)
-        # On a CPU scatter_ copies all of what it writes into: five times the cost of the whole update.
-        out.view(-1).index_copy_(0, index.flatten(), written.flatten())
+        new_values = torch.where(is_owned, value, repeated)
+        # On a CPU scatter_ copies its whole output first, which takes five times as long as all of this update.
+        out.view(-1).index_copy_(0, index.flatten(), new_values.flatten())
 
 
 def row_gradient(

@@ -6,9 +6,8 @@ Row of the packed buffer, float32 (float64 for float64 logits), with N ranks:
     [ rank 0: lse high, lse low, (sum p log p), (sum p^2) | ... | rank N-1: ... | logit of the sampled
     token | logits at K ids ]
 
-Each rank writes its own slots and the ids that it owns; everything else is zero. So every element
-has one non-zero contributor, and the sum is exact, independent of the order of reduction and
-bit-identical on all ranks.
+Each rank writes its own slots and the ids that it owns, and zero elsewhere. So only one rank contributes to an
+element, and the sum is exact, independent of the order of reduction, and bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class VocabShard:
 
     def local(self, ids: Tensor) -> Tensor:
         """The ids' columns in this shard; -1 for ids that another rank owns."""
-        owned = (ids >= self.start) & (ids < self.start + self.real)
-        return torch.where(owned, ids - self.start, -1)
+        is_owned = (ids >= self.start) & (ids < self.start + self.real)
+        return torch.where(is_owned, ids - self.start, -1)
 
     def unknown(self, ids: Tensor) -> Tensor:
         """Bool: the ids outside the vocabulary, which no rank owns."""
@@ -55,8 +54,14 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class Reduced:
-    """The same on every rank: ``lse`` float64 [T], ``others`` float64 [T]: likewise of all ids but
-    the sampled one, ``entropy`` and ``squares`` (sum p^2) float64 [T] or None, ``logits`` [T, 1 + K] unscaled.
+    """Reduced rows, the same on every rank.
+
+    Attributes:
+        lse: float64 [T], the log-sum-exp of all ids.
+        others: float64 [T], the log-sum-exp of all ids except the sampled one.
+        entropy: float64 [T], or None.
+        squares: sum p^2, float64 [T], or None.
+        logits: [T, 1 + K], not scaled.
     """
 
     lse: Tensor
@@ -75,8 +80,10 @@ def reduce_rows(
     scale: float,
     group: dist.ProcessGroup | None,
 ) -> Reduced:
-    """Combine the shards' rows (``backends.Rows``), and the sampled token's own share with them:
-    ``lse``, ``plogp`` and ``squares`` float64 [T], ``owned_logits`` [T, 1 + K], 0 where not owned.
+    """Combine the shards' rows (``backends.Rows``), and then add the sampled token, which they leave out.
+
+    ``lse``, ``plogp`` and ``squares`` are float64 [T]. ``owned_logits`` is [T, 1 + K], 0 where another rank owns the
+    id.
     """
     if shard.ranks == 1:
         return _with_sampled(lse, plogp, squares, owned_logits, scale)
@@ -121,7 +128,7 @@ def _merged(
     log_share = lse - total[:, None]
     share = log_share.exp()
     if plogp is not None:
-        # A share of 0 has the logarithm -inf, and 0 times that is NaN.
+        # The logarithm of a share of 0 is -inf, and 0 times -inf is NaN.
         plogp = (share * (plogp + torch.where(share > 0, log_share, 0.0))).sum(-1)
     return total, plogp, None if squares is None else (share.square() * squares).sum(-1)
 
@@ -133,15 +140,15 @@ FACTS = (
 
 
 class Agreement:
-    """Do all ranks call with the same shapes and ids? Seven numbers in an all-reduce that overlaps
-    the local pass.
+    """A comparison of shapes and ids between ranks: an all-reduce of seven numbers per rank that overlaps the local
+    pass.
 
-    Only CPU groups ask.
+    Only CPU groups make it.
     """
 
     def __init__(self, group: dist.ProcessGroup, facts: list[int] | None):
-        """Start to tell; ``facts`` in the order of FACTS, None where this rank's input is bad and
-        it raises by itself.
+        """Start the all-reduce. ``facts`` are in the order of FACTS; None if this rank's input is invalid, for which
+        its caller raises an error.
         """
         self._table = torch.zeros(dist.get_world_size(group), len(FACTS) + 1, dtype=torch.int64)
         self._table[dist.get_rank(group)] = torch.tensor(_facts_row(facts))
@@ -151,7 +158,7 @@ class Agreement:
             self._work.wait()
 
     def check(self) -> None:
-        """Raise ValueError on every rank where any rank's input is bad or the facts differ."""
+        """Raise ValueError on every rank if any rank's input is invalid or the facts differ."""
         self._work.wait()
         fault = disagreement(self._table.tolist())
         if fault is not None:
@@ -159,7 +166,7 @@ class Agreement:
 
 
 def _facts_row(facts: list[int] | None) -> list[int]:
-    """A rank's row of the table: its facts, then 1 where its input is bad."""
+    """A rank's row of the table: its facts, then 1 if its input is invalid."""
     return [0] * len(FACTS) + [1] if facts is None else [*facts, 0]
 
 
@@ -175,17 +182,17 @@ def disagreement(table: Sequence[Sequence[int]]) -> str | None:
 
 
 def checksum(target_ids: Tensor, topk_ids: Tensor | None) -> int:
-    """A sum of the ids, of the targets with their order: for comparison between ranks."""
+    """A sum of the ids that ranks compare. Target ids are weighted by their position, so that their order counts."""
     order = torch.arange(1, len(target_ids) + 1)
     total = int(torch.dot(target_ids, order))
     return total if topk_ids is None else total + int(topk_ids.sum())
 
 
 def log_softmax_at(reduced: Reduced, scale: float) -> Tensor:
-    """log p at the asked ids, float64 [T, 1 + K]; NaN where the row has no distribution.
+    """Compute log p at the sampled id and the K ids, float64 [T, 1 + K]; NaN in rows that are no distributions.
 
-    The sampled id's is -log(1 + e^(others - scale z)): precise relative to itself, also where p is
-    nearly 1; the others' are scale z - lse.
+    For the sampled id it is -log(1 + e^(others - scale z)), whose relative error is small also where p is nearly 1;
+    for the other ids it is scale z - lse.
     """
     z, lse = reduced.logits.double() * scale, reduced.lse[:, None]
     odds = reduced.others - z[:, 0]
