@@ -35,7 +35,7 @@ from megatron_dppo.launch.library_checks import (
 from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.launch.start_checks import check_start
 from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
-from megatron_dppo.rewards.answers import checked_answers_file
+from megatron_dppo.rewards.checked_answers import checked_answers_file
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import end_now, name_rank
 from megatron_dppo.system.secret_variables import hide_secrets

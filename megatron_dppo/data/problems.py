@@ -1,5 +1,5 @@
 """Problems with answers, and prompt-response pairs: read from a file, one record each, put to the model as the tokens
-of a prompt, and checked for answers that no response could match.
+of a prompt.
 """
 
 from __future__ import annotations
@@ -8,23 +8,22 @@ import json
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_dppo.chat import (
+from megatron_dppo.config.checks import PLACEHOLDER
+from megatron_dppo.data.chat import (
     ChatTemplateError,
     calls_of,
     has_date,
     lacks_generation_prompt,
     render,
 )
-from megatron_dppo.config.checks import PLACEHOLDER
-from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data.records import (
     DataError,
     FilePart,
@@ -42,16 +41,6 @@ from megatron_dppo.data.records import (
     unread_columns,
 )
 from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.metrics.progress import progress
-from megatron_dppo.rewards import (
-    Reward,
-    RewardForm,
-    RewardInput,
-    RewardUnavailableError,
-    find_reward,
-)
-from megatron_dppo.rewards.answers import BadAnswers
-from megatron_dppo.rewards.verifier import Score, Verifier
 
 log = logging.getLogger(__name__)
 # Characters that are given to a tokenizer at one time: it takes 400 bytes and more for each of a call's.
@@ -587,113 +576,3 @@ def template_warnings(tokenizer: PreTrainedTokenizerBase, form: PromptForm) -> I
 def _named(error: Exception) -> str:
     """An error of a library in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-# --- gold answers before they are needed: parsed and scored against themselves
-
-_SHOWN = 3
-
-
-def bad_answers(
-    sets: Mapping[str, ProblemSet], reward: RewardConfig, *, scores: bool = True
-) -> BadAnswers:
-    """The answers of each file that no response could match, or that a reward refuses; none where no reward needs any.
-
-    Each answer is scored by each reward that needs it: once, where the reward sees nothing else of a problem. One that
-    is asynchronous asks others, and is not asked for this. ``scores``: false: only what is no answer at all counts.
-    Raises RewardUnavailableError where no score could be had, and VerifierError where a reward fails in another way.
-    """
-    bad: dict[str, dict[int, str]] = {path: {} for path in sets}
-    for term in reward.terms.values():
-        row = find_reward(term.name)
-        changes: dict[str, Any] = (
-            {} if row.checks_itself else {"name": row.gold_target, "options": {}}
-        )
-        checking = term.model_copy(update=changes if scores else {**changes, "workers": 1})
-        with Verifier.of(checking) as verifier:
-            form = verifier.form()
-            if not form.needs_answer:
-                continue
-            for path, problems in sets.items():
-                bad[path] |= dict(problems.unanswered)
-            if scores and not form.is_async:
-                complaints_by_path = _complaints(verifier, form, sets, row, term.timeout_s)
-                for path, complaints in complaints_by_path.items():
-                    bad[path] = complaints | bad[path]
-    return {path: [[row, why] for row, why in sorted(rows.items())] for path, rows in bad.items()}
-
-
-def _complaints(
-    verifier: Verifier,
-    form: RewardForm,
-    sets: Mapping[str, ProblemSet],
-    reward: Reward,
-    timeout_s: float,
-) -> dict[str, dict[int, str]]:
-    """What is wrong with answers, by file and problem."""
-    sees_answers_alone = set(form.reads) <= {"response", "answer"} and not form.columns
-    keys: dict[tuple[str, int], Hashable] = {}
-    inputs: dict[Hashable, RewardInput] = {}
-    for path, problems in sets.items():
-        unanswered = dict(problems.unanswered)
-        for p in problems.problems:
-            if p.problem_id in unanswered:
-                continue
-            row_key = path, p.problem_id
-            answer = reward.final(p.answer)
-            keys[row_key] = answer if sees_answers_alone else row_key
-            given = p.reward_input(answer)
-            # Of the reward itself the verifier knows what it sees.
-            inputs.setdefault(keys[row_key], given if reward.checks_itself else reward.sees(given))
-    with progress("check answers", len(inputs)) as bar:
-        scores = verifier.check(list(inputs.values()), lambda: bar.advance(1))
-    # An outage says nothing of an answer, which must not be dropped for it.
-    if missing := [score.unavailable for score in scores if score.unavailable is not None]:
-        raise RewardUnavailableError(
-            f"the answers can't be checked: {len(missing)} of {len(scores)} rewards could not be had: {missing[0]}"
-        )
-    complaints = {
-        key: _complaint(score, reward.gold_target is not None, timeout_s)
-        for key, score in zip(inputs, scores, strict=True)
-    }
-    complaints_by_path: dict[str, dict[int, str]] = {path: {} for path in sets}
-    for (path, row), key in keys.items():
-        if (complaint := complaints[key]) is not None:
-            complaints_by_path[path][row] = complaint
-    return complaints_by_path
-
-
-def refuse_bad_answers(bad: BadAnswers, sets: Mapping[str, ProblemSet]) -> None:
-    """Raise DataError naming file and line of the first ones in ``sets``, where there are any."""
-    faults = [
-        f"{sets[path].location(path, row)}: {why}"
-        for path, rows in bad.items()
-        for row, why in rows
-    ]
-    if faults:
-        more = f" (and {len(faults) - _SHOWN} more)" if len(faults) > _SHOWN else ""
-        raise DataError(
-            f"{len(faults)} answers can't be used: {'; '.join(faults[:_SHOWN])}{more}. Put them right, "
-            "or leave these problems out with data.on_bad_answer=drop"
-        )
-
-
-def without(problems: ProblemSet, path: str, bad: BadAnswers) -> ProblemSet:
-    """``problems`` of the file ``path`` less those with a bad answer. Raises DataError where none is left."""
-    dropped = {row for row, _ in bad[path]}
-    remaining = tuple(p for p in problems.problems if p.problem_id not in dropped)
-    if not remaining:
-        raise DataError(f"{path}: no problem is left whose answer can be used; {bad[path][0][1]}")
-    return replace(problems, problems=remaining, bad_answers=len(dropped))
-
-
-def _complaint(score: Score, must_match: bool, timeout_s: float) -> str | None:
-    if score.refusal is not None:
-        return score.refusal
-    if score.timed_out:
-        return f"its check took longer than reward.timeout_s = {timeout_s:g} s"
-    if score.crashed:
-        return "its check was ended by the system"
-    if must_match and score.value != 1.0:
-        return f"scored against itself it earns {score.value:g}, expected 1"
-    return None

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.data_files import DESCRIPTIONS
+from megatron_dppo.data.gold_answers import gold_answer, holds_answer
 from megatron_dppo.data.records import DataError, columns_of, shorten, stream_records, value_at
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.rewards.answers import gold_answer, holds_answer
 from megatron_dppo.system.files import unwritable, write_atomically
 
 

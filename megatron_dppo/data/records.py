@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from megatron_dppo.config.data_files import data_files
-from megatron_dppo.rewards.answers import holds_answer
+from megatron_dppo.data.gold_answers import holds_answer
 from megatron_dppo.system.errors import RunError
 
 Record = dict[str, Any]

@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 from megatron_dppo.data.columns import Column, Form, Rows, declared, digest, read_only, usable_rows
-from megatron_dppo.rewards import RewardInput
 
 FinishReason = Literal["stop", "length", "aborted", "failed"]
 """``aborted``: the server ended it early, and the rest is still to be asked for; ``failed``: its environment did, and
@@ -46,11 +45,6 @@ class Problem:
     messages: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
     tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
-
-    def reward_input(self, response: str) -> RewardInput:
-        """What a reward may see of a response to it."""
-        messages = self.messages or ({"role": "user", "content": self.prompt},)
-        return RewardInput(response, self.answer, self.prompt, messages, self.metadata)
 
 
 class VersionSpan(NamedTuple):

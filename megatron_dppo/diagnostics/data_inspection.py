@@ -23,6 +23,7 @@ from megatron_dppo.data.records import DataError, keys, read_records
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards import RewardInput, find_reward
+from megatron_dppo.rewards.answer_check import bad_answers
 from megatron_dppo.rewards.verifier import Score, Verifier
 
 _QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
@@ -176,7 +177,7 @@ def _answers(
     given = problems.ProblemSet(
         chosen, 0, "", len(texts), parts=records.parts, unanswered=tuple(unanswered.items())
     )
-    bad = problems.bad_answers({inspection.path: given}, inspection.reward)[inspection.path]
+    bad = bad_answers({inspection.path: given}, inspection.reward)[inspection.path]
     final = find_reward(inspection.reward.name).final
     different = len({final(a) for i, a in enumerate(answers) if i not in unanswered})
     yield (

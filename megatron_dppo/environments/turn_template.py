@@ -13,8 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_dppo.chat import ChatTemplateError, ControlTokens, render
 from megatron_dppo.config.checks import ROLE
+from megatron_dppo.data.chat import ChatTemplateError, render
+from megatron_dppo.data.control_tokens import ControlTokens
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import (

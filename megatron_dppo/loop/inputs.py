@@ -21,22 +21,20 @@ from megatron_dppo.data.problems import (
     DataKeys,
     ProblemSet,
     PromptForm,
-    bad_answers,
     embedding_rows,
     load_problems,
     load_tokenizer,
-    refuse_bad_answers,
     template_warnings,
-    without,
 )
 from megatron_dppo.data.records import DataError
-from megatron_dppo.data.reward_trial import reward_faults
 from megatron_dppo.data.seal import Origin, text_digest
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import makes_prompts
 from megatron_dppo.environments.turn_template import TurnTemplate
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.rewards.answers import BadAnswers, handed_over
+from megatron_dppo.rewards.answer_check import bad_answers, refuse_bad_answers, without
+from megatron_dppo.rewards.checked_answers import BadAnswers, handed_over
+from megatron_dppo.rewards.trial import reward_faults
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import sha256_of
 from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank, on_rank_0
@@ -183,7 +181,7 @@ class RunData:
         return bad_answers(self._sets, self._config.reward) if results is None else results
 
     def reward_faults(self) -> list[str]:
-        """What the rewards fail on (``data/reward_trial.py``), of the first training file; a run that replays scores
+        """What the rewards fail on (``rewards/trial.py``), of the first training file; a run that replays scores
         nothing."""
         if self._config.rollout.replay_from is not None:
             return []

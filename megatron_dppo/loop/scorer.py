@@ -86,7 +86,7 @@ def weighted_sum(scores: Mapping[str, Score], weights: Mapping[str, float]) -> S
         f"reward {name}: {s.unavailable}" for name, s in scores.items() if s.unavailable is not None
     ]
     if unavailable_rewards:
-        return Score.unhad("; ".join(unavailable_rewards))
+        return Score.without_value("; ".join(unavailable_rewards))
     components: dict[str, float] = {}
     for name, score in scores.items():
         if len(scores) > 1:

@@ -15,7 +15,7 @@ from megatron_dppo.loop.credit import with_rewards
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.scorer import PendingScore, Scorer
 from megatron_dppo.metrics import table as names
-from megatron_dppo.rewards import RewardUnavailableError
+from megatron_dppo.rewards import RewardInput, RewardUnavailableError
 from megatron_dppo.rewards.verifier import Score, require
 from megatron_dppo.trainer.collectives import all_gather_json
 
@@ -150,7 +150,9 @@ class ScoredGeneration:
             self._scorer.failures[names.REWARD_REPLACED] += missing_count
             self._replace(unavailable_scores.keys(), replacements + 1)
             self.wait(version, mixes=mixes)
-        inputs = [problems[i // size].reward_input(t.text) for i, t in enumerate(self._responses)]
+        inputs = [
+            RewardInput.of(problems[i // size], t.text) for i, t in enumerate(self._responses)
+        ]
         require(list(scores.values()), inputs)
         self._count(list(scores.values()))
         most_tokens = self._job.sampling.max_new_tokens
@@ -199,11 +201,11 @@ def score_on_arrival(
     def arrived(key: Hashable, response: Trajectory) -> None:
         problem = job.problems[key[0]]  # type: ignore[index]
         if response.finish_reason == "failed":
-            scores[key] = PendingScore.known(Score.unhad(response.reason))
+            scores[key] = PendingScore.known(Score.without_value(response.reason))
             return
         if not response.wants_score:
             scores[key] = PendingScore.known(Score(0.0))
             return
-        scores[key] = scorer.submit(problem.reward_input(response.text))
+        scores[key] = scorer.submit(RewardInput.of(problem, response.text))
 
     return arrived

@@ -12,7 +12,7 @@ from megatron_dppo.loop.resuming import refuse_damage, refuse_fresh_start
 from megatron_dppo.loop.run_identity import identity_of
 from megatron_dppo.loop.run_state import RunState, changes_of, settings_of
 from megatron_dppo.metrics import records
-from megatron_dppo.rewards.answers import hand_over
+from megatron_dppo.rewards.checked_answers import hand_over
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import sha256_of
 from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory, read_manifest

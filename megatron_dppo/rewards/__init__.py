@@ -1,7 +1,6 @@
-"""Rewards: what they see and return, the table of them, and the one that needs no library. A further one is a file and
-a row.
+"""Rewards: their inputs and results, the table of rewards, and the reward that needs no library.
 
-Imports no reward's libraries.
+To add a reward, write a file and a row of ``REWARDS``. This module imports no reward's libraries.
 """
 
 from __future__ import annotations
@@ -12,37 +11,41 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from megatron_dppo.rewards.answers import gold_answer
+from megatron_dppo.data.gold_answers import gold_answer
 from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.imports import ImportTargetError, import_target, reason_of
 
+if TYPE_CHECKING:
+    from megatron_dppo.data.trajectory import Problem
+
 _LONGEST_SHOWN_VALUE = 200
-# Characters of a response's end that are read for a reason: the patterns take quadratic time.
+# Characters at the end of a response that are searched for a reason: the patterns take quadratic time.
 _LONGEST_READ = 4000
 _LONGEST_SHOWN = 80
 
 
 class RewardUnavailableError(RunError):
-    """No reward could be had, for a reason that isn't the response's: a service that is away or answers nonsense.
+    """A reward could not be computed, and the response is not the cause: a service is down or answers nonsense.
 
-    A reward raises it, or any OSError (broken connections and TimeoutError are some); it is asked again, and at last
-    another response takes the place of the one without a reward. A run ends with it where that does not help.
+    A reward raises this error, or any OSError (such as a broken connection or TimeoutError). The reward is then called
+    again. After the last attempt another response replaces the one without a reward. If this does not help either, the
+    run ends with this error.
     """
 
 
 @dataclass(frozen=True)
 class RewardInput:
-    """What a reward may see of a response.
+    """The input of a reward: a response and its problem.
 
     Attributes:
-        response: its text, without special tokens and stop texts.
-        answer: the problem's; empty where it has none.
-        prompt: the problem's own text; of chat messages the last one's.
-        messages: all that was put to the model, system prompt and template included, as chat messages.
-        metadata: the problem's, any JSON object.
+        response: Text of the response, without special tokens and stop texts.
+        answer: The problem's answer; empty if it has none.
+        prompt: The problem's own text; for chat messages the text of the last one.
+        messages: The whole prompt as chat messages, with system prompt and template.
+        metadata: The problem's metadata, any JSON object.
     """
 
     response: str
@@ -51,13 +54,21 @@ class RewardInput:
     messages: Sequence[Mapping[str, str]] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, problem: Problem, response: str) -> Self:
+        """The input for a response to ``problem``."""
+        messages = problem.messages or ({"role": "user", "content": problem.prompt},)
+        return cls(response, problem.answer, problem.prompt, messages, problem.metadata)
+
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What a reward returns instead of a number where it has more to say.
+    """The result of a reward that returns more than a number.
 
-    ``value``: any finite number. ``components``: named numbers that it is made of, which become metrics and stand in
-    samples. ``reason``: of the value, in words.
+    Attributes:
+        value: Any finite number.
+        components: Named parts of the value. They become metrics and are saved with samples.
+        reason: An explanation of the value.
     """
 
     value: float
@@ -70,11 +81,13 @@ RECORD, RECORDS = "record", "records"
 
 
 class RewardForm(NamedTuple):
-    """How a reward is called, by its signature.
+    """How a reward is called, as its signature tells.
 
-    ``reads``: the parameters that it is given, by name: fields of RewardInput; ``record``, all of it; ``records``, a
-    list of these, for which it returns a list. ``is_async``: it is a coroutine function, and waits for others.
-    ``columns``: further parameters, which are named as columns of the problem's metadata.
+    Attributes:
+        reads: Names of the parameters for its input: fields of RewardInput; ``record``, a whole RewardInput; or
+            ``records``, a list of them, for which the reward returns a list.
+        is_async: Whether it is a coroutine function, which waits for a service.
+        columns: Names of further parameters, which are columns of the problem's metadata.
     """
 
     reads: tuple[str, ...]
@@ -87,30 +100,36 @@ class RewardForm(NamedTuple):
 
     @property
     def needs_answer(self) -> bool:
-        """Whether a problem without an answer can't be scored."""
+        """Whether the reward cannot score a problem without an answer."""
         return "answer" in self.reads
 
     def calls_at_once(self, batch_size: int) -> int:
-        """Responses that a process has at a time."""
+        """Number of responses that a worker process scores at a time."""
         return batch_size if self.takes_many or self.is_async else 1
 
 
 @dataclass(frozen=True)
 class BoundReward:
-    """A reward's callable with its options. Called with some inputs: one, unless its form takes many."""
+    """A reward's callable with its options. It takes a list of inputs: of one, unless its form takes many."""
 
     function: Callable[..., Any]
     form: RewardForm
 
     @classmethod
     def of(cls, target: Callable[..., Any], options: Mapping[str, Any]) -> Self:
-        """A parameter that is neither a field, ``record(s)``, nor an option that is given or has a default is a column
-        of the problem's metadata. Raises ValueError where an option has no parameter, or no parameter is a field."""
+        """Bind options to a reward's function or class, and read its form from the signature.
+
+        A parameter is a column of the problem's metadata if it is not a field, not ``record`` or ``records``, and not
+        an option with a value or a default.
+
+        Raises:
+            ValueError: An option has no parameter, or no parameter is a field.
+        """
         try:
-            # A class keeps what its calls share; its constructor takes the options.
+            # A class holds state that its calls share. Its constructor takes the options.
             if isinstance(target, type):
                 inspect.signature(target).bind(**options)
-                target, options = _made(target, options), {}
+                target, options = _construct(target, options), {}
             parameters = inspect.signature(target).parameters
             reads = tuple(name for name in parameters if name in (*FIELDS, RECORD, RECORDS))
             if clash := sorted(options.keys() & set(reads)):
@@ -126,31 +145,31 @@ class BoundReward:
                 f"its parameters are {list(parameters)}, expected some of {', '.join(FIELDS)}, {RECORD}, or "
                 f"{RECORDS} alone"
             )
-        # Of an object it is the method's.
-        called = target if inspect.isroutine(target) else type(target).__call__
-        is_async = inspect.iscoroutinefunction(called)
+        # An object is called by its class's __call__ method, so look at that.
+        function = target if inspect.isroutine(target) else type(target).__call__
+        is_async = inspect.iscoroutinefunction(function)
         return cls(partial(target, **options), RewardForm(reads, is_async, columns))
 
     def __call__(self, inputs: Sequence[RewardInput]) -> Any:
-        """What the function returns; an awaitable of it where it is asynchronous."""
+        """Call the function and return its result: an awaitable if the function is asynchronous."""
         if self.form.takes_many:
             return self.function(records=inputs)
-        (given,) = inputs
+        (record,) = inputs
         values = {
-            name: given if name == RECORD else getattr(given, name) for name in self.form.reads
+            name: record if name == RECORD else getattr(record, name) for name in self.form.reads
         }
         for name in self.form.columns:
-            if name not in given.metadata:
+            if name not in record.metadata:
                 raise ValueError(
-                    f"the reward reads {name!r}, and the problem's metadata has {sorted(given.metadata)}; with the "
+                    f"the reward reads {name!r}, and the problem's metadata has {sorted(record.metadata)}; with the "
                     "file's metadata_key: '*' it has all columns of the record"
                 )
-            values[name] = given.metadata[name]
+            values[name] = record.metadata[name]
         return self.function(**values)
 
 
-def _made(kind: type[Any], options: Mapping[str, Any]) -> Any:
-    """An object of a reward's class. Raises ValueError for whatever its constructor raises."""
+def _construct(kind: type[Any], options: Mapping[str, Any]) -> Any:
+    """Construct an object of a reward's class. Raises ValueError for any exception of its constructor."""
     try:
         return kind(**options)
     except ValueError:
@@ -160,13 +179,15 @@ def _made(kind: type[Any], options: Mapping[str, Any]) -> Any:
 
 
 def _columns_of(
-    parameters: Mapping[str, inspect.Parameter], known: Collection[str]
+    parameters: Mapping[str, inspect.Parameter], known_names: Collection[str]
 ) -> tuple[str, ...]:
-    """Names of the parameters that a call must give and that are not ``known``; behind a ``*`` they are options."""
+    """Names of the required positional parameters that are not in ``known_names``. Keyword-only parameters are
+    options.
+    """
     return tuple(
         name
         for name, parameter in parameters.items()
-        if name not in known
+        if name not in known_names
         and parameter.default is parameter.empty
         and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     )
@@ -178,13 +199,14 @@ class Reward:
 
     Attributes:
         target: ``package.module:function``, or a class whose objects are called.
-        runs_inline: the verifier calls the function in its own process, without a time limit. Only
+        runs_inline: Whether the verifier calls the function in its own process, without a time limit. Only
             for string functions whose time is linear in the response's length.
-        gold_target: as ``target``, of a function that scores an answer 1 where responses can match
-            it, whatever the response. None: ``target`` itself; an answer need not match itself.
-        answer_target: as ``target``, of a function from a response to the part of it that is compared
-            with the answer, for people to read; imports no library. None: it can't be told.
-        reads_solutions: gold answers may be worked solutions; one's own reward gets them as they stand.
+        gold_target: Like ``target``: a function that scores an answer 1 if responses can match
+            it, and ignores the response. None: ``target`` itself, and an answer need not match itself.
+        answer_target: Like ``target``: a function that extracts the part of a response that is compared
+            with the answer, for people to read. It imports no library. None: there is no such function.
+        reads_solutions: Whether gold answers may be worked solutions, whose final answer the reward gets. A user's
+            own reward gets the answer unchanged.
     """
 
     target: str
@@ -194,11 +216,12 @@ class Reward:
     reads_solutions: bool = False
 
     def load(self) -> Callable[..., Any]:
-        """Import the function. Raises ValueError where there is no such module or function."""
-        return _imported(self.target)
+        """Import the function. Raises ValueError if there is no such module or function."""
+        return _import_function(self.target)
 
     def bind(self, options: Mapping[str, Any]) -> BoundReward:
-        """As ``load``, with its options. Raises ValueError where its signature is no reward's, or not for these."""
+        """Import the function and bind its options. Raises ValueError if its signature does not fit a reward or the
+        options."""
         target = self.load()
         try:
             return BoundReward.of(target, options)
@@ -207,31 +230,35 @@ class Reward:
 
     @property
     def checks_itself(self) -> bool:
-        """Whether answers are checked by it, as responses, and not by a function of their own."""
+        """Whether the reward itself checks gold answers, as responses, and not a separate function."""
         return self.gold_target in (None, self.target)
 
     def final(self, answer: str) -> str:
-        """What of a problem's answer it compares with: of a worked solution its end, where it reads these."""
+        """The part of a problem's answer that responses are compared with: the final answer of a worked solution, if
+        the reward reads solutions; else all of it."""
         return gold_answer(answer) if self.reads_solutions else answer
 
-    def sees(self, given: RewardInput) -> RewardInput:
-        """``given`` with the final answer."""
-        return replace(given, answer=self.final(given.answer))
+    def sees(self, record: RewardInput) -> RewardInput:
+        """``record`` with the final answer."""
+        return replace(record, answer=self.final(record.answer))
 
     def reason(self, response: str, answer: str, score: float) -> str:
-        """Why ``response`` has this score, as far as it can be told without the reward's libraries."""
+        """Explain the score of ``response``, as far as possible without the reward's libraries."""
         if self.answer_target is None:
             return f"by {self.target}"
-        given = _imported(self.answer_target)(response[-_LONGEST_READ:])
-        given = given if len(given) <= _LONGEST_SHOWN else f"{given[:_LONGEST_SHOWN]}..."
+        found_answer = _import_function(self.answer_target)(response[-_LONGEST_READ:])
+        if len(found_answer) > _LONGEST_SHOWN:
+            found_answer = f"{found_answer[:_LONGEST_SHOWN]}..."
         if score > 0:
-            return f"{given!r} is right"
-        if given == answer:
-            return f"{given!r} is right, but the check ended without a score"
-        return f"{given!r}, expected {answer!r}" if given else f"no answer, expected {answer!r}"
+            return f"{found_answer!r} is right"
+        if found_answer == answer:
+            return f"{found_answer!r} is right, but the check ended without a score"
+        if not found_answer:
+            return f"no answer, expected {answer!r}"
+        return f"{found_answer!r}, expected {answer!r}"
 
 
-def _imported(target: str) -> Callable[..., Any]:
+def _import_function(target: str) -> Callable[..., Any]:
     try:
         return import_target(target)
     except ImportTargetError as error:
@@ -264,26 +291,26 @@ REWARDS: dict[str, Reward] = {
 
 
 def result_of(value: Any) -> RewardResult | str:
-    """What a reward returned, as a result, or in words why it is none."""
+    """Convert the return value of a reward to a result; or describe the error in it."""
     result = value if isinstance(value, RewardResult) else RewardResult(value)
     for name, number in {"": result.value, **result.components}.items():
-        where = f" as {name!r}" if name else ""
+        key_text = f" as {name!r}" if name else ""
         if not isinstance(number, Real):
             kind = type(number).__name__
-            return f"it returned a {kind}{where}, expected a finite number or a RewardResult"
+            return f"it returned a {kind}{key_text}, expected a finite number or a RewardResult"
         if not is_usable(number):
-            return f"it returned {_shown(number)}{where}, expected {USABLE_NUMBER}"
+            return f"it returned {_shown(number)}{key_text}, expected {USABLE_NUMBER}"
     components = {name: float(number) for name, number in result.components.items()}
     return RewardResult(float(result.value), components, str(result.reason))
 
 
 LARGEST_REWARD = 1e18
-"""Largest absolute value: a group's rewards are added up, and their squares too, in float32, which ends at 3.4e38."""
+"""Largest absolute value. The squares of a group's rewards are summed in float32, whose largest number is 3.4e38."""
 USABLE_NUMBER = f"a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
 
 
 def is_usable(value: Any) -> bool:
-    """Whether a value can be a reward, or a part of one: a finite number, and no sum of such numbers overflows."""
+    """Whether a value can be a reward, or a part of one: a finite number, small enough that sums do not overflow."""
     if not isinstance(value, Real):
         return False
     # Compare without a conversion: an integer can be too large for a float. NaN compares as false.
@@ -294,7 +321,7 @@ def is_usable(value: Any) -> bool:
 def _shown(value: Any) -> str:
     try:
         return str(value)[:_LONGEST_SHOWN_VALUE]
-    # Python writes out no integer of more than some thousand digits.
+    # str() raises ValueError for integers of more than some thousand digits.
     except ValueError:
         return "a number of thousands of digits"
 
@@ -315,8 +342,6 @@ def find_reward(name: str) -> Reward:
     return Reward(registered[name])
 
 
-# --- exact match of one integer: the demo's arithmetic problems
-
 INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
@@ -326,11 +351,11 @@ def exact_integer(response: str, answer: str) -> float:
     Without ``=`` the whole response is compared. White space around the integer, a plus sign and leading zeros are
     ignored; any other character scores 0. Raises ValueError if ``answer`` is not an integer.
     """
-    expected = answer.strip()
-    if not INTEGER.fullmatch(expected):
+    integer = answer.strip()
+    if not INTEGER.fullmatch(integer):
         raise ValueError(f"the answer is {answer!r}, expected an integer")
-    given = stated_result(response)
-    return float(bool(INTEGER.fullmatch(given)) and _normalise(given) == _normalise(expected))
+    result = stated_result(response)
+    return float(bool(INTEGER.fullmatch(result)) and _normalise(result) == _normalise(integer))
 
 
 def stated_result(response: str) -> str:
@@ -340,6 +365,6 @@ def stated_result(response: str) -> str:
 
 def _normalise(integer: str) -> str:
     """``integer`` without plus sign and leading zeros."""
-    # As text: int() takes quadratic time.
+    # Compare integers as text, because int() takes quadratic time.
     digits = integer.lstrip("+-").lstrip("0")
     return ("-" if integer.startswith("-") and digits else "") + digits

@@ -1,29 +1,10 @@
-r"""Final answers: of a worked gold solution, ``#### 72`` of GSM8K and ``\boxed{72}`` of MATH, and of a response; what a
-check of gold answers found, and the file by which the check of a start tells the ranks.
-
-Imports none of the rewards' libraries.
-"""
+r"""The final answer of a response. Imports none of the rewards' libraries."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
-from megatron_dppo.system.files import write_atomically
-
-# Characters. Anything longer is a derivation, and costly to parse.
-LONGEST_ANSWER = 500
-
-_BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s*\{")
-_UNBRACED_BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s+([^${}]+?)\s*(?:\$|$)")
-_MARK = "####"
-_GROUPED_NUMBER = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+from megatron_dppo.data.gold_answers import BOX, LONGEST_ANSWER, UNBRACED_BOX, braced
 
 # In Markdown the mark begins a heading, which has words: "#### Step 2", "#### 1. Find the area".
 _MARKED = re.compile(r"####(?!#)[ \t]*([^\n#]*)")
@@ -41,7 +22,7 @@ _REASON = re.compile(r"(?i),?\s+(?:because|since|as|so|not)\s.*")
 _DENIAL = re.compile(
     r"(?i)\b(?:not|isn't|cannot|can't|never|neither|nor|wrong)\b|\u4e0d\u662f|\u4e0d\u4e3a"
 )
-# Characters between two boxes that are looked at, and statements of an answer, the last ones.
+# Limits: characters between two boxes of one answer; number of statements of an answer, counted from the end.
 _LONGEST_JOINT, _STATEMENTS = 30, 20
 _JOINT = re.compile(
     r"(?i)[\s$*.\\()]*(?:,|;|\b(?:and|or)\b|[\u548c\u6216\u53ca])[\s$*\\()]*(?:(?:and|or)\b[\s$*\\()]*)?"
@@ -71,46 +52,8 @@ _SPACE = re.compile(r"[^\S\n ]")
 
 
 def in_ascii_punctuation(text: str) -> str:
-    """``text`` with full-width characters as ASCII, spaces of every width as one, and nothing invisible."""
+    """Convert full-width characters to ASCII and every kind of space to one, and remove invisible characters."""
     return _SPACE.sub(" ", text.translate(_ASCII_PUNCTUATION))
-
-
-def gold_answer(text: str) -> str:
-    r"""What follows the last ``####``, else the content of the last closed ``\boxed``, else ``text``.
-
-    After ``####`` a number's groups of three digits are joined: ``1,080`` becomes ``1080``. A box
-    without braces, ``\boxed 4$`` as in some of MATH's solutions, ends with its formula.
-    """
-    if _MARK in text:
-        answer = text.rpartition(_MARK)[2].strip()
-        return answer.replace(",", "") if _GROUPED_NUMBER.fullmatch(answer) else answer
-    contents = [content for _, content in boxes(text)] or _UNBRACED_BOX.findall(text)
-    return contents[-1].strip() if contents else text
-
-
-def holds_answer(text: str) -> bool:
-    """Whether ``gold_answer`` finds an answer in ``text`` that is not all of it."""
-    return _MARK in text or any(boxes(text)) or bool(_UNBRACED_BOX.search(text))
-
-
-def boxes(text: str) -> Iterator[tuple[int, str]]:
-    """Position and content of every box that is closed."""
-    for match in _BOX.finditer(text):
-        content = braced(text, match.end())
-        if content is not None:
-            yield match.end(), content
-
-
-def braced(text: str, start: int) -> str | None:
-    """What stands between the brace before ``start`` and the one that closes it; None where none does."""
-    depth = 1
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(
-        text, start, start + LONGEST_ANSWER + 100
-    ):
-        depth += {"{": 1, "}": -1}.get(match[0], 0)
-        if depth == 0:
-            return text[start : match.start()]
-    return None
 
 
 def final_answer(response: str) -> str:
@@ -126,26 +69,26 @@ def final_answer(response: str) -> str:
 
 
 def written_answer(response: str) -> str:
-    """As ``final_answer``, with the markup."""
+    """The final answer of a response with the markup around it."""
     spoken = _in_answer_tag(_after_thinking(in_ascii_punctuation(response)))
     answers = [*_boxed_answers(spoken), *_marked_answers(spoken), *_stated_answer(spoken)]
     if not answers:
         return _last_line_answer(spoken)
     answer = max(answers)[1]
     # A box may hold a sentence: "The answer is 42".
-    inner = _stated_answer(answer)
-    return inner[0][1].lstrip("} ") if inner else answer
+    statements = _stated_answer(answer)
+    return statements[0][1].lstrip("} ") if statements else answer
 
 
 def _after_thinking(response: str) -> str:
-    """What a response says after its thoughts; nothing where these don't end."""
+    """The text after ``</think>``; empty if the response begins with ``<think>`` and never closes it."""
     if _THINKING_ENDS in response:
         return response.rpartition(_THINKING_ENDS)[2]
     return "" if response.lstrip().startswith(_THINKING_BEGINS) else response
 
 
 def _in_answer_tag(text: str) -> str:
-    """What the last ``<answer>`` holds; all of ``text`` where there is none."""
+    """The content of the last ``<answer>``; ``text`` if there is none."""
     end = text.rfind(_ANSWER_ENDS)
     start = text.rfind(_ANSWER_BEGINS, 0, max(end, 0))
     return text if start < 0 else text[start + len(_ANSWER_BEGINS) : end]
@@ -155,47 +98,47 @@ _Positioned = tuple[int, str]
 
 
 def _boxed_answers(text: str) -> list[_Positioned]:
-    """Where each box ends, and its content; those in a row are one, and end with the last of them."""
+    """End position and content of each box. Boxes in a row count as one, which ends with the last of them."""
     answers: list[_Positioned] = []
     end = 0
-    for match in _BOX.finditer(text):
+    for match in BOX.finditer(text):
         start, content = match.end(), braced(text, match.end())
         if content is None:
-            # Cut off: the answer that it was to hold is not there.
+            # The response was cut off inside the box: the box counts as an empty answer.
             answers.append((start, ""))
             continue
         box_end = start + len(content) + 1
         if answers and _is_joint(text, end, match.start()):
-            previous = answers.pop()[1]
-            content = _listed_with(previous, content.strip())
+            previous_content = answers.pop()[1]
+            content = _listed_with(previous_content, content.strip())
         end = box_end
         answers.append((end, content))
-    return answers + [(m.start(1), m[1]) for m in _UNBRACED_BOX.finditer(text)]
+    return answers + [(m.start(1), m[1]) for m in UNBRACED_BOX.finditer(text)]
 
 
 def _is_joint(text: str, start: int, end: int) -> bool:
     return end - start <= _LONGEST_JOINT and _JOINT.fullmatch(text, start, end) is not None
 
 
-def _listed_with(previous: str, content: str) -> str:
-    if len(previous) > LONGEST_ANSWER or content in previous.split(", "):
-        return previous
-    return f"{previous}, {content}"
+def _listed_with(previous_content: str, content: str) -> str:
+    if len(previous_content) > LONGEST_ANSWER or content in previous_content.split(", "):
+        return previous_content
+    return f"{previous_content}, {content}"
 
 
 def _marked_answers(text: str) -> list[_Positioned]:
-    """What follows ``####`` in its line; with words behind a number only in the last line."""
-    last = len(text.rstrip())
-    return [
-        (match.start(1), match[1])
-        for match in _MARKED.finditer(text)
-        if _NUMBER_OR_FORMULA.match(match[1])
-        and (match.end() >= last or not _HEADING.match(match[1]))
-    ]
+    """The text after each ``####`` in its line. Text that looks like a heading counts only in the last line."""
+    end = len(text.rstrip())
+    answers = []
+    for match in _MARKED.finditer(text):
+        is_last_line = match.end() >= end
+        if _NUMBER_OR_FORMULA.match(match[1]) and (is_last_line or not _HEADING.match(match[1])):
+            answers.append((match.start(1), match[1]))
+    return answers
 
 
 def _stated_answer(text: str) -> list[_Positioned]:
-    """What is last said to be the answer, in words; empty where nothing is, and where all that is said is denied."""
+    """The last statement of the form ``answer is X``; empty if there is none, or all are negated."""
     matches = list(_STATED.finditer(text))
     for match in reversed(matches[-_STATEMENTS:]):
         statement = _display_at(text, match.end())
@@ -209,7 +152,7 @@ def _stated_answer(text: str) -> list[_Positioned]:
 
 
 def _first_answer_of(line: str) -> str:
-    """The answer in the text after ``Answer:``: its first formula or sentence; empty where it is denied."""
+    """The first formula or sentence of the text after ``Answer:``; empty if it is negated."""
     formula = _FORMULA.search(line)
     if formula is not None:
         return "" if _DENIAL.search(line, 0, formula.start()) else _content(formula)
@@ -220,7 +163,7 @@ def _first_answer_of(line: str) -> str:
 
 
 def _display_at(text: str, start: int) -> str | None:
-    """The content of a displayed formula that begins at ``start``, over several lines; None where none does."""
+    """The content of a displayed formula that begins at ``start``, also over several lines; None if none does."""
     for begin, end in _DISPLAYED:
         if text.startswith(begin, start):
             body, closed, _ = text[start + len(begin) :].partition(end)
@@ -229,7 +172,7 @@ def _display_at(text: str, start: int) -> str | None:
 
 
 def _last_line_answer(text: str) -> str:
-    """The last formula of the last line, with those that it lists; else the line."""
+    """The last formula of the last line, with the formulas of its list; the line if it has no formula."""
     text = text.strip()
     for begin, end in _DISPLAYED:
         body = text.rstrip(".")
@@ -258,47 +201,15 @@ def _content(formula: re.Match[str]) -> str:
 def without_markup(text: str) -> str:
     """``text`` without fonts, dollar signs and punctuation around the whole of it."""
     text = _trimmed(text)
-    while (match := _STYLE.match(text)) and (inner := braced(text, match.end())) is not None:
-        if match.end() + len(inner) + 1 != len(text):
+    while (match := _STYLE.match(text)) and (content := braced(text, match.end())) is not None:
+        if match.end() + len(content) + 1 != len(text):
             break
-        text = _trimmed(inner)
+        text = _trimmed(content)
     number = _PARENTHESISED_NUMBER.fullmatch(text)
     return number[1] if number else text
 
 
 def _trimmed(text: str) -> str:
-    before = _BEFORE.match(text)
-    assert before is not None
-    return text[before.end() :].rstrip(_AFTER)
-
-
-BadAnswers = dict[str, list[list[Any]]]
-"""File -> [problem id, what is wrong with its answer] of each; plain JSON."""
-VARIABLE = "MEGATRON_DPPO_CHECKED_ANSWERS"
-"""The file's path, in the environment of the processes of a run."""
-
-
-@contextmanager
-def checked_answers_file() -> Iterator[str]:
-    """The path of a file that only this user can read, for the processes started within; removed after."""
-    with tempfile.TemporaryDirectory(prefix="megatron_dppo-") as folder:
-        path = os.environ[VARIABLE] = str(Path(folder) / "answers.json")
-        try:
-            yield path
-        finally:
-            del os.environ[VARIABLE]
-
-
-def hand_over(path: Path, scored: Mapping[str, str], bad: BadAnswers) -> None:
-    """Write ``bad`` for another process. ``scored``: what it was found of."""
-    write_atomically(path, json.dumps({"scored": dict(scored), "bad": bad}))
-
-
-def handed_over(scored: Mapping[str, str]) -> BadAnswers | None:
-    """What the check of this start wrote of the same; None where it wrote nothing, or of something else."""
-    try:
-        content = json.loads(Path(os.environ[VARIABLE]).read_text(encoding="utf-8"))
-    # A launcher started this rank, or on another machine.
-    except (KeyError, OSError, ValueError):
-        return None
-    return content["bad"] if content["scored"] == dict(scored) else None
+    prefix = _BEFORE.match(text)
+    assert prefix is not None
+    return text[prefix.end() :].rstrip(_AFTER)

@@ -10,14 +10,16 @@ from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
 from sympy import Eq, Integer, Mul, Number, Pow
 
+from megatron_dppo.data.gold_answers import LONGEST_ANSWER
 from megatron_dppo.rewards import notation
-from megatron_dppo.rewards.answers import LONGEST_ANSWER, without_markup, written_answer
+from megatron_dppo.rewards.answers import without_markup, written_answer
 
 _INTEGER = re.compile(r"([+-]?)0*(\d+)")
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _VERDICTS = {"yes", "no", "true", "false", "none"}
 _ROUNDING = 6
-"""Digits behind the point that decimals are compared by; of a smaller answer its first six digits."""
+"""Decimals are compared by this many digits after the point. Answers below ``_SMALL`` are compared by their first six
+digits."""
 _SMALL = 1e-3
 _STATEMENT_TOLERANCE = 0.01
 
@@ -25,70 +27,73 @@ _STATEMENT_TOLERANCE = 0.01
 def math_verify(response: str, answer: str) -> float:
     r"""Score 1 if the response's final answer is mathematically equal to ``answer``, else 0.
 
-    Which part of the response is its final answer: ``answers.final_answer``. Both are brought to one notation
+    ``answers.final_answer`` defines the final answer of a response. Both answers are converted to one notation
     (``notation.plain_notation``: ``1\,234``, ``3 1/2``, ``0.\overline{3}``, full-width digits). Integers are compared
-    without leading zeros, words as words, choices by their letter or by the value behind it, numbers with a base
-    digit by digit; others are parsed by math-verify on both sides: 1/2 equals 0.5, {1,2} equals {2,1}, ``x = 5``
-    equals 5. An answer scores 0 that has another unit, is denied (``not 5``) or made a bound (``5 or more``), or
-    stands in a wrong equation of numbers (``2 + 2 = 5``).
+    without leading zeros, words as words, choices by their letter or by the value after it, and numbers with a base
+    digit by digit. math-verify parses all other answers: 1/2 equals 0.5, {1,2} equals {2,1}, ``x = 5`` equals 5. An
+    answer scores 0 if it has another unit, is negated (``not 5``) or is a bound (``5 or more``), or is part of a wrong
+    equation of numbers (``2 + 2 = 5``).
 
-    No time limit of its own: nested powers can take unlimited time. Raises ValueError if ``answer``
-    cannot be parsed.
+    The function has no time limit: nested powers can take unlimited time. Raises ValueError if ``answer`` cannot be
+    parsed.
     """
     written = written_answer(response)
-    given = without_markup(written)
-    if not given or len(given) > LONGEST_ANSWER:
+    candidate = without_markup(written)
+    if not candidate or len(candidate) > LONGEST_ANSWER:
         return 0.0
-    expected = without_markup(answer)
-    if _same_text(given, expected):
+    gold_text = without_markup(answer)
+    if _same_text(candidate, gold_text):
         return 1.0
     written_as_text = notation.is_set_as_text(written) or notation.is_set_as_text(answer)
-    return float(_equal(given, expected, written_as_text) or _same_choice(given, expected))
+    is_equal = _equal(candidate, gold_text, written_as_text)
+    return float(is_equal or _same_choice(candidate, gold_text))
 
 
 def check_gold(response: str, answer: str) -> float:
-    """1 where ``answer`` can be parsed and equals itself, so that a response can earn something.
+    """Score 1 if ``answer`` can be parsed and equals itself, so that a response can match it.
 
-    ``response`` is ignored: this has a reward's form so that a verifier can bound its time. Raises
-    ValueError where ``answer`` cannot be parsed, or is longer than the longest that is compared.
+    The function ignores ``response``: it has a reward's signature so that a verifier can bound its time. Raises
+    ValueError if ``answer`` cannot be parsed, or has more than ``LONGEST_ANSWER`` characters.
     """
-    expected = without_markup(answer)
-    if not expected or len(expected) > LONGEST_ANSWER:
+    gold_text = without_markup(answer)
+    if not gold_text or len(gold_text) > LONGEST_ANSWER:
         raise ValueError(
-            f"the answer has {len(expected)} characters, expected 1 to {LONGEST_ANSWER}"
+            f"the answer has {len(gold_text)} characters, expected 1 to {LONGEST_ANSWER}"
         )
-    if _INTEGER.fullmatch(expected):
+    if _INTEGER.fullmatch(gold_text):
         return 1.0
-    gold = _required(expected)
+    gold = _parse_gold(gold_text)
     return float(verify(gold, gold, timeout_seconds=None))
 
 
-def _same_choice(given: str, expected: str) -> bool:
-    """Whether a choice with its text, ``(B) 12``, is the expected letter or the expected value."""
-    choice = notation.choice_of(given)
+def _same_choice(candidate: str, gold_text: str) -> bool:
+    """Whether a choice with its text, ``(B) 12``, has the expected letter or the expected value."""
+    choice = notation.choice_of(candidate)
     if choice is None:
         return False
-    letter, rest = choice
-    if expected_letter := _CHOICE.fullmatch(expected):
+    letter, value_text = choice
+    if expected_letter := _CHOICE.fullmatch(gold_text):
         return letter == expected_letter[1]
-    value = without_markup(rest)
-    return bool(value) and (_same_text(value, expected) or _equal(value, expected, False))
+    value = without_markup(value_text)
+    return bool(value) and (_same_text(value, gold_text) or _equal(value, gold_text, False))
 
 
-def _equal(given: str, expected: str, written_as_text: bool) -> bool:
-    """Whether two answers without markup are equal. ``written_as_text``: one of them is text, and no formula."""
-    words, expected_words = notation.words_of(given), notation.words_of(expected)
-    are_words = words is not None and expected_words is not None
-    # As formulas they are products of letters: "on" would equal "no".
-    if are_words and (written_as_text or words == expected_words or expected_words in _VERDICTS):
-        return words == expected_words
-    gold = _required(expected)
-    plain, expected_plain = notation.plain_notation(given), notation.plain_notation(expected)
+def _equal(candidate: str, gold_text: str, written_as_text: bool) -> bool:
+    """Whether two answers without markup are equal. ``written_as_text``: one of them is text, not a formula."""
+    candidate_words, expected_words = notation.words_of(candidate), notation.words_of(gold_text)
+    are_words = candidate_words is not None and expected_words is not None
+    # math-verify would parse words as products of letters, and "on" would equal "no".
+    if are_words and (
+        written_as_text or candidate_words == expected_words or expected_words in _VERDICTS
+    ):
+        return candidate_words == expected_words
+    gold = _parse_gold(gold_text)
+    plain, expected_plain = notation.plain_notation(candidate), notation.plain_notation(gold_text)
     if _same_text(plain, expected_plain):
         return True
     if (
-        (notation.is_denied(given) and not notation.is_denied(expected))
-        or _differ(notation.noun_of(given), notation.noun_of(expected))
+        (notation.is_denied(candidate) and not notation.is_denied(gold_text))
+        or _differ(notation.noun_of(candidate), notation.noun_of(gold_text))
         or _differ(notation.unit_of(plain), notation.unit_of(expected_plain))
         or _differ(notation.digits_and_base(plain), notation.digits_and_base(expected_plain))
     ):
@@ -98,17 +103,18 @@ def _equal(given: str, expected: str, written_as_text: bool) -> bool:
 
 
 def _differ(part: object, expected_part: object) -> bool:
-    """Whether both answers have such a part, and not the same."""
+    """Whether both answers have this part, and the parts differ."""
     return part is not None and expected_part is not None and part != expected_part
 
 
 def _is_wrong_statement(value: object) -> bool:
-    """Whether ``value`` is an equation of numbers whose sides differ by more than was rounded."""
+    """Whether ``value`` is an equation of numbers whose sides differ by more than ``_STATEMENT_TOLERANCE``."""
     for equation in _equations(value):
         if equation.free_symbols:
             return False
-        left, right = (complex(side.doit().evalf()) for side in (equation.lhs, equation.rhs))
-        if abs(left - right) > _STATEMENT_TOLERANCE * abs(right):
+        left_value = complex(equation.lhs.doit().evalf())
+        right_value = complex(equation.rhs.doit().evalf())
+        if abs(left_value - right_value) > _STATEMENT_TOLERANCE * abs(right_value):
             return True
     return False
 
@@ -116,13 +122,15 @@ def _is_wrong_statement(value: object) -> bool:
 def _equations(value: object) -> list[Eq]:
     if isinstance(value, Eq):
         return [value]
+    equations: list[Eq] = []
     if isinstance(value, And):
-        return [equation for part in value.args for equation in _equations(part)]
-    return []
+        for part in value.args:
+            equations += _equations(part)
+    return equations
 
 
 def _rounding(gold: list) -> int:
-    """Digits behind the point, so that of a small number six digits are compared."""
+    """Number of digits after the point to compare: more for a small number, so that six of its digits count."""
     value = gold[0]
     factors = value.args if isinstance(value, Mul) else (value,)
     if not all(map(_is_plain_number, factors)):
@@ -132,17 +140,17 @@ def _rounding(gold: list) -> int:
 
 
 def _is_plain_number(factor: object) -> bool:
-    """Whether ``factor`` is a number, or a power of numbers that takes no time."""
+    """Whether ``factor`` is a number, or a power of numbers that is quick to compute."""
     if isinstance(factor, Pow):
         base, exponent = factor.args
         return isinstance(base, Number) and isinstance(exponent, Integer) and abs(exponent) < 100
     return isinstance(factor, Number) and bool(abs(factor) < 1e300)
 
 
-def _same_text(given: str, expected: str) -> bool:
-    if given == expected:
+def _same_text(candidate: str, gold_text: str) -> bool:
+    if candidate == gold_text:
         return True
-    a, b = _INTEGER.fullmatch(given), _INTEGER.fullmatch(expected)
+    a, b = _INTEGER.fullmatch(candidate), _INTEGER.fullmatch(gold_text)
     return bool(a and b) and _signed(a) == _signed(b)
 
 
@@ -151,8 +159,8 @@ def _signed(integer: re.Match[str] | None) -> tuple[bool, str]:
     return integer[1] == "-" and integer[2] != "0", integer[2]
 
 
-def _required(answer: str) -> list:
-    """The values of an expected answer. Raises ValueError where it has none."""
+def _parse_gold(answer: str) -> list:
+    """Parse the values of an expected answer. Raises ValueError if there are none."""
     gold = _parse(notation.plain_notation(answer))
     if not gold:
         raise ValueError(f"math-verify cannot parse the answer {answer!r}")

@@ -1,8 +1,10 @@
-r"""Ways to write the same answer: digits of other scripts, thousands, mixed numbers, repeating decimals, currencies,
-units, and choices such as ``(B) 12``.
+r"""Notations of an answer: digits of other scripts, thousands, mixed numbers, repeating decimals, currencies, units,
+and
+choices such as ``(B) 12``.
 
-``plain_notation`` writes an answer as the parser of math-verify reads it; the other functions say what two answers are
-compared by beside their values. Imports none of the rewards' libraries.
+``plain_notation`` converts an answer to a notation that math-verify parses. The other functions extract further parts
+by which two answers are compared: nouns, units, bases, choices, words, negations. Imports none of the rewards'
+libraries.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from megatron_dppo.rewards.answers import braced, in_ascii_punctuation
+from megatron_dppo.data.gold_answers import braced
+from megatron_dppo.rewards.answers import in_ascii_punctuation
 
 _SUPERSCRIPTS = {ord(c): str(i) for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")} | {ord("⁻"): "-"}
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
@@ -37,12 +40,12 @@ _WORDS_OF_A_NUMBER = re.compile(
     r"([+-]?[\d.,/]*\d)\s+([A-Za-z][a-z]{3,}(?:[ -][A-Za-z]+)*|[A-Z]{3})"
 )
 
-# math-verify takes these for units.
+# math-verify would parse these variables as units.
 _VARIABLES = re.compile(r"(.*\d)\s*(t|c|d|ab|bc)")
 
 
 def plain_notation(text: str) -> str:
-    """``text``, an answer without markup around it, in ASCII digits and the parser's own forms of numbers."""
+    """Convert ``text``, an answer without markup around it, to ASCII digits and to numbers that math-verify parses."""
     text = _in_ascii(text)
     text = _SIZES.sub("", text)
     text = _REPEATING.sub(_as_fraction, text)
@@ -52,14 +55,14 @@ def plain_notation(text: str) -> str:
     if typed := _TYPED_THOUSANDS.fullmatch(text):
         text = re.sub("[ '_]", "", typed[1]) + typed[2]
     if mixed := _MIXED.fullmatch(text):
-        sign, whole, numerator, denominator = mixed.groups()
-        return rf"{sign}({whole}+\frac{{{numerator}}}{{{denominator}}})"
+        sign, integer, numerator, denominator = mixed.groups()
+        return rf"{sign}({integer}+\frac{{{numerator}}}{{{denominator}}})"
     if exponent := _EXPONENT.fullmatch(text):
         return rf"{exponent[1]} \times 10^{{{int(exponent[2])}}}"
     if variables := _VARIABLES.fullmatch(text):
         return rf"{variables[1]} \cdot {variables[2]}"
-    if words := _WORDS_OF_A_NUMBER.fullmatch(text):
-        return rf"{words[1]} \text{{ {words[2]}}}"
+    if counted := _WORDS_OF_A_NUMBER.fullmatch(text):
+        return rf"{counted[1]} \text{{ {counted[2]}}}"
     return _MIXED_FORMULA.sub(r"\1\2", text)
 
 
@@ -91,18 +94,15 @@ def _digits_only(match: re.Match[str]) -> str:
 
 def _as_fraction(match: re.Match[str]) -> str:
     """A repeating decimal as a fraction of integers: ``0.1\\overline{6}`` is (16 - 1) / 90."""
-    whole, start = match[1] or "0", match[2]
+    integer, start = match[1] or "0", match[2]
     period = next(group for group in match.groups()[2:] if group)
-    numerator = int(whole + start + period) - int(whole + start)
+    numerator = int(integer + start + period) - int(integer + start)
     denominator = (10 ** len(period) - 1) * 10 ** len(start)
     return rf"\frac{{{numerator}}}{{{denominator}}}"
 
 
-# --- what two answers are compared by beside their values
-
-
 def noun_of(text: str) -> str | None:
-    """The words after a number, ``apples`` of ``5 apples``; None where there are none, or they are set as text."""
+    """The words after a number, ``apple`` of ``5 apples``; None if there are none, or if they are inside ``\\text``."""
     match = _WORDS_OF_A_NUMBER.fullmatch(text)
     return None if match is None else match[2].casefold().removesuffix("s")
 
@@ -139,20 +139,20 @@ _UNIT = re.compile(
 
 
 def unit_of(text: str) -> tuple[str, str] | None:
-    """The unit behind a number and its power, such as ``("cm", "2")``; None where there is none that is known here."""
-    found = [match for match in _UNIT.finditer(text) if match.end() == len(text)]
-    if not found:
+    """The unit after a number and its power, such as ``("cm", "2")``; None for no unit, or an unknown one."""
+    matches = [match for match in _UNIT.finditer(text) if match.end() == len(text)]
+    if not matches:
         return None
-    name = found[0][1].lower()
+    name = matches[0][1].lower()
     unit = _UNITS.get(name) or _UNITS.get(name.removesuffix("s"))
-    return None if unit is None else (unit, found[0][2] or "1")
+    return None if unit is None else (unit, matches[0][2] or "1")
 
 
 _BASED = re.compile(r"([0-9a-zA-Z]+)_(?:(\d+)|\{(\d+)\}|\{\\text\{(\d+)\}\})")
 
 
 def digits_and_base(text: str) -> tuple[str, int] | None:
-    """Of ``1011_2`` the digits and the base; None where ``text`` is nothing else."""
+    """The digits and the base of ``1011_2``; None for any other text."""
     match = _BASED.fullmatch(text.replace(" ", ""))
     if match is None:
         return None
@@ -169,13 +169,12 @@ _FURTHER_CHOICE = re.compile(r"\([A-J]\)|(?:\b(?:and|or)\b|[,;&])\s*[A-J]\b(?!\w
 
 
 def choice_of(text: str) -> tuple[str, str] | None:
-    """The letter of a choice and what follows it: ``(B) 12`` is B and 12. None where there is none, or another one
-    follows."""
+    """The letter of a choice and the text after it: B and 12 for ``(B) 12``. None for no choice, or several."""
     match = _CHOICE.fullmatch(text)
     if match is None:
         return None
-    letter, rest = match[1] or match[2], match[3].strip()
-    return None if _FURTHER_CHOICE.search(rest) else (letter, rest)
+    letter, value_text = match[1] or match[2], match[3].strip()
+    return None if _FURTHER_CHOICE.search(value_text) else (letter, value_text)
 
 
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{")
@@ -183,7 +182,7 @@ _WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
 
 
 def words_of(text: str) -> str | None:
-    """An answer that is words alone, in lower case with single spaces; None where it is anything else."""
+    """An answer that consists of words alone, in lower case with single spaces; None for any other answer."""
     if (match := _TEXT.match(text)) and braced(text, match.end()) == text[match.end() : -1]:
         text = text[match.end() : -1]
     text = " ".join(text.split()).strip(" .")
@@ -191,7 +190,7 @@ def words_of(text: str) -> str | None:
 
 
 def is_set_as_text(text: str) -> bool:
-    """Whether the answer stands in ``\\text`` or a kin of it as a whole."""
+    """Whether the whole answer is inside ``\\text`` or a similar command."""
     match = _TEXT.search(text)
     return match is not None and words_of(text[match.start() :].rstrip(" $.*")) is not None
 
@@ -203,5 +202,5 @@ _DENIAL = re.compile(
 
 
 def is_denied(text: str) -> bool:
-    """Whether words say that a value is not the one meant, or only a bound of it: ``not 5``, ``5 or more``."""
+    """Whether words negate the value, or make it a bound: ``not 5``, ``5 or more``."""
     return _DENIAL.search(text) is not None

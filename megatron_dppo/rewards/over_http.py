@@ -1,12 +1,11 @@
-"""Rewards that another server gives: a reward model behind SGLang's ``/classify``, and a judge behind any endpoint of
-OpenAI's chat completions.
+"""Rewards that another server computes: a reward model behind SGLang's ``/classify``, and a judge behind any endpoint
+for OpenAI's chat completions.
 
-Both are asynchronous: the verifier bounds how many responses are asked for at a time, keeps the time limit and asks
-again. Here: one request, what its answer means, and a cache, as a group's responses are often alike: of equal ones a
-worker asks for one, also while its answer is on the way. A connection that
-breaks, a status of 408, 429 or 5xx and an answer that makes no sense are RewardUnavailableErrors; any other status says
-that the request itself is wrong, which ends the run. A redirect is such a status: the address that it names was not
-configured, and a server there must not set rewards.
+Both are asynchronous. The verifier bounds the number of concurrent requests, applies the time limit and retries. This
+module sends a request, parses its answer, and caches it: the responses of a group are often equal, and a worker sends
+one request for equal ones, also while the answer is pending. A broken connection, a status of 408, 429 or 5xx, and an
+invalid answer are RewardUnavailableErrors. Any other status means that the request itself is wrong, which ends the run.
+A redirect is such a status: its target is not the configured address, and must not set rewards.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from megatron_dppo.chat import ControlTokens, render
+from megatron_dppo.data.chat import render
+from megatron_dppo.data.control_tokens import ControlTokens
 from megatron_dppo.rewards import (
     USABLE_NUMBER,
     RewardInput,
@@ -40,9 +40,9 @@ _REDIRECTS = range(300, 400)
 _LONGEST_SHOWN = 300
 _PRESENCE_S = 10.0
 _LARGEST_BYTES = 1 << 24
-"""Of an answer."""
+"""Size limit of an answer."""
 _CACHED = 65536
-"""Scores and judgements that a worker keeps."""
+"""Number of scores or judgements in a worker's cache."""
 _PLACEHOLDER = re.compile(r"\{(prompt|response|answer)\}")
 JUDGE_TEMPLATE = """\
 Judge the response to the request below by how correct, helpful and honest it is.
@@ -57,9 +57,10 @@ Explain in one sentence, then end with a line "Score: N", N being a whole number
 
 
 class JsonEndpoint:
-    """POSTs of JSON to one server. ``api_key_variable``: of the environment, with the key; None: it needs none.
+    """A server that receives POST requests with JSON.
 
-    Raises ValueError for an address that is none, and where the variable is not set.
+    ``api_key_variable`` is the environment variable with its key; None: the server needs no key. Raises ValueError for
+    an invalid URL, and if the variable is not set.
     """
 
     def __init__(self, url: str, api_key_variable: str | None) -> None:
@@ -79,45 +80,45 @@ class JsonEndpoint:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The answer's JSON. Raises ValueError where the server refuses the request, RewardUnavailableError where none
-        comes that can be read."""
-        where = f"{self._url}{path}"
+        """Send a request and return the JSON of its answer. Raises ValueError if the server refuses the request, and
+        RewardUnavailableError if there is no valid answer."""
+        address = f"{self._url}{path}"
         if self._session is None:
-            # Without limits of its own: the verifier has them.
+            # The verifier applies the time limit.
             timeout = aiohttp.ClientTimeout(total=None)
             self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
         try:
-            async with self._session.post(where, json=body, allow_redirects=False) as answer:
+            async with self._session.post(address, json=body, allow_redirects=False) as answer:
                 content = bytearray()
                 async for piece in answer.content.iter_any():
                     content += piece
                     if len(content) > _LARGEST_BYTES:
                         raise RewardUnavailableError(
-                            f"{where}: more than {_LARGEST_BYTES} bytes, expected an answer of fewer"
+                            f"{address}: more than {_LARGEST_BYTES} bytes, expected an answer of fewer"
                         )
         except aiohttp.ClientError as error:
             raise RewardUnavailableError(
-                f"{where}: {str(error) or type(error).__name__}"
+                f"{address}: {str(error) or type(error).__name__}"
             ) from error
-        shown = self.shown(content.decode(errors="replace"))
+        excerpt = self.excerpt(content.decode(errors="replace"))
         if answer.status >= 500 or answer.status in _TEMPORARY:
-            raise RewardUnavailableError(f"{where}: status {answer.status}: {shown}")
+            raise RewardUnavailableError(f"{address}: status {answer.status}: {excerpt}")
         if answer.status in _REDIRECTS:
-            target = self.shown(answer.headers.get("Location", ""))
+            target = self.excerpt(answer.headers.get("Location", ""))
             raise ValueError(
-                f"{where}: status {answer.status}, a redirect to {target!r}, which is not followed; expected the "
+                f"{address}: status {answer.status}, a redirect to {target!r}, which is not followed; expected the "
                 "server's own address as url"
             )
         if answer.status != 200:
-            raise ValueError(f"{where}: status {answer.status}: {shown}")
+            raise ValueError(f"{address}: status {answer.status}: {excerpt}")
         try:
             return json.loads(content)
-        # Deeply nested brackets are a RecursionError.
+        # json raises RecursionError for deeply nested brackets.
         except (ValueError, RecursionError) as error:
-            raise RewardUnavailableError(f"{where}: no JSON: {shown}") from error
+            raise RewardUnavailableError(f"{address}: no JSON: {excerpt}") from error
 
     async def absence(self) -> str | None:
-        """Why nothing answers at the address now, within some seconds; None where something does, whatever it says."""
+        """Describe why no server answers at the address within some seconds; None for any answer."""
         timeout = aiohttp.ClientTimeout(total=_PRESENCE_S)
         try:
             async with (
@@ -130,31 +131,31 @@ class JsonEndpoint:
         except (aiohttp.ClientError, OSError) as error:
             return f"no answer from {self._url}: {str(error) or type(error).__name__}"
 
-    def shown(self, said: Any) -> str:
-        """The beginning of what the server said, for a message: without the key, which a server may echo."""
-        return self.without_key(_text_of(said))[:_LONGEST_SHOWN]
+    def excerpt(self, answer: Any) -> str:
+        """The beginning of a server's answer, for a message, without the key, which a server may echo."""
+        return self.without_key(_text_of(answer))[:_LONGEST_SHOWN]
 
     def without_key(self, text: str) -> str:
         """``text`` with the server's key replaced."""
         return without_secrets(text, [self._key])
 
     async def close(self) -> None:
-        """Let go of its connections."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
 
-def _text_of(said: Any) -> str:
+def _text_of(answer: Any) -> str:
     try:
-        return str(said)
-    # Nested too deeply, or an integer of thousands of digits.
+        return str(answer)
+    # str() fails for values that are nested too deeply, and for integers of thousands of digits.
     except (RecursionError, ValueError):
-        return f"a {type(said).__name__} that can't be shown"
+        return f"a {type(answer).__name__} that can't be shown"
 
 
 class _Cache(OrderedDict[Hashable, Any]):
-    """The last ``size`` values that were asked for."""
+    """The values of the last ``size`` keys, as futures."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -163,41 +164,42 @@ class _Cache(OrderedDict[Hashable, Any]):
     async def values_of(
         self, keys: Sequence[Hashable], ask: Callable[[list[Hashable]], Awaitable[Sequence[Any]]]
     ) -> list[Any]:
-        """The value of each key. ``ask`` gives, in order, those that are neither here nor under way; what it raises
-        reaches all who wait for them, and is not kept."""
-        lacking = [key for key in dict.fromkeys(keys) if key not in self]
+        """The value of each key. ``ask`` computes the values of keys that are neither in the cache nor pending, in
+        order. Its exception is raised in every caller that waits for them, and is not cached."""
+        new_keys = [key for key in dict.fromkeys(keys) if key not in self]
         for key in keys:
             self[key] = self.get(key) or asyncio.get_running_loop().create_future()
             self.move_to_end(key)
         futures = {key: self[key] for key in keys}
         while len(self) > self._size:
             self.popitem(last=False)
-        if lacking:
+        if new_keys:
             try:
-                values = dict(zip(lacking, await ask(lacking), strict=True))
-            # Whatever it is: an equal request must not wait for an answer that never comes.
+                values = dict(zip(new_keys, await ask(new_keys), strict=True))
+            # Catch every exception, cancellation too: other callers must not wait for an answer that never comes.
             except BaseException as error:
                 failure: Exception = RewardUnavailableError("an equal request was given up")
                 if isinstance(error, Exception):
                     failure = error
-                for key in lacking:
+                for key in new_keys:
                     self.pop(key, None)
                     futures[key].set_exception(failure)
-                    # Perhaps nobody else waits, which asyncio takes for a mistake.
+                    # Read the exception: asyncio logs an error if no caller does.
                     futures[key].exception()
                 raise
             for key, value in values.items():
                 futures[key].set_result(value)
-        # Whoever is cancelled leaves it to the others.
+        # The shield keeps the future for other callers if this one is cancelled.
         return [await asyncio.shield(futures[key]) for key in keys]
 
 
 async def service_faults(services: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Which of the servers don't answer now: ``KEY.url: got URL, ...``.
+    """List the servers that do not answer now, as ``KEY.url: no answer from URL ...``.
 
     Args:
-        services: by the key of the options table, its options, of which ``url`` is read. One that is no URL is left to
-            the check of the options.
+        services: Key of an options table -> its options, of which ``url`` is read. Invalid URLs are skipped, because
+        the
+            check of the options reports them.
     """
     endpoints: dict[str, JsonEndpoint] = {}
     for key, options in services.items():
@@ -216,56 +218,57 @@ async def service_faults(services: Mapping[str, Mapping[str, Any]]) -> list[str]
 class RewardModel:
     """The score of a sequence classifier with one label, as SGLang serves it (``--is-embedding``).
 
-    It reads the conversation, the response as its last turn, in its own chat template and without special tokens
-    twice. One request has all responses of a call that are not in the cache.
+    It reads the conversation in its own chat template, with the response as the last turn, and without doubled special
+    tokens. One request has all responses of a call that are not in the cache.
 
     Args:
-        url: of the server.
-        tokenizer: folder, or name on the hub, of the reward model's tokenizer with its chat template.
-        api_key_variable: of the environment, with the server's key; None: it needs none.
+        url: URL of the server.
+        tokenizer: Folder, or name on the hub, of the reward model's tokenizer with its chat template.
+        api_key_variable: Environment variable with the server's key; None: the server needs no key.
     """
 
     def __init__(self, *, url: str, tokenizer: str, api_key_variable: str | None = None) -> None:
         self._endpoint = JsonEndpoint(url, api_key_variable)
-        # Here, and not in the first call: a call's time limit is for the server.
+        # Load the tokenizer now: in the first call its time would count towards the server's time limit.
         self._tokenizer = _loaded_tokenizer(tokenizer)
         self._control = ControlTokens(self._tokenizer)
         self._cache = _Cache(_CACHED)
 
     async def __call__(self, records: Sequence[RewardInput]) -> list[float]:
-        """Raises ValueError, RewardUnavailableError."""
+        """Score responses. Raises ValueError and RewardUnavailableError."""
         ids = [self._token_ids(record) for record in records]
         keys = [hashlib.blake2b(repr(tokens).encode()).digest() for tokens in ids]
         tokens: dict[Hashable, list[int]] = dict(zip(keys, ids, strict=True))
 
-        async def ask(lacking: Sequence[Hashable]) -> list[float]:
-            body = {"input_ids": [tokens[key] for key in lacking]}
+        async def ask(new_keys: Sequence[Hashable]) -> list[float]:
+            body = {"input_ids": [tokens[key] for key in new_keys]}
             answer = await self._endpoint.post("/classify", body)
             try:
-                return _classified(answer, len(lacking))
+                return _labels_of(answer, len(new_keys))
             except TypeError as error:
                 raise RewardUnavailableError(
-                    f"/classify answered {self._endpoint.shown(answer)}: {error}"
+                    f"/classify answered {self._endpoint.excerpt(answer)}: {error}"
                 ) from error
 
         return await self._cache.values_of(keys, ask)
 
     def _token_ids(self, record: RewardInput) -> list[int]:
-        # A policy that writes <|im_end|> in letters must not end its turn there and praise itself in the next one.
-        said = self._control.hold(record.response, self._control.special)
-        turns = [*record.messages, {"role": "assistant", "content": said}]
-        # As text first: a template's own beginning must not be put before it twice.
+        # If a policy writes the characters <|im_end|>, its turn must not end there: the rest would look like another
+        # turn, which could praise the response.
+        content = self._control.hold(record.response, self._control.special)
+        turns = [*record.messages, {"role": "assistant", "content": content}]
+        # Render to text and encode it without special tokens: the template has written the tokens of the beginning.
         return self._control.encode(render(self._tokenizer, turns, asks=False))
 
 
 def _loaded_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """A reward model's tokenizer. Raises ValueError where there is none, or it has no chat template."""
+    """Load a reward model's tokenizer. Raises ValueError if there is none, or it has no chat template."""
     # Import lazily: it takes seconds, and a judge needs none of it.
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    # Damaged files raise whatever the libraries make of them; tokenizers raises bare Exceptions.
+    # Damaged files can raise any exception; the tokenizers library raises bare Exceptions.
     except Exception as error:
         reason = " ".join(str(error).split())[:_LONGEST_SHOWN]
         raise ValueError(
@@ -277,9 +280,9 @@ def _loaded_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _classified(answer: Any, count: int) -> list[float]:
-    """One number for each sequence. Raises TypeError where the answer has none, of a model with several labels
-    ValueError."""
+def _labels_of(answer: Any, count: int) -> list[float]:
+    """The number for each sequence. Raises TypeError if the answer is invalid, and ValueError if the model has several
+    labels."""
     rows = answer if isinstance(answer, list) else [answer]
     if len(rows) != count:
         raise TypeError(f"{len(rows)} results, expected {count}, one for each sequence")
@@ -301,19 +304,19 @@ def _only_label(row: Any) -> float:
 
 
 class Judge:
-    """A language model that is asked for a score in words.
+    """A language model that judges a response and writes a score.
 
     Args:
-        url: before ``/chat/completions``, as ``http://127.0.0.1:30010/v1``.
-        model: its name there.
-        template: what it is asked, with ``{prompt}``, ``{response}`` and ``{answer}`` where these go.
-        system_prompt: before it; None: none.
-        pattern: regular expression whose first group is the score; the last match counts.
-        lowest, highest: scores that stand for 0 and 1. One outside of them counts as none.
-        unparsed: the reward where the judge gave no score. None: no reward could be had, so it is asked again and at
-            last the response is replaced.
-        request: further fields of the request, instead of temperature 0 and 512 tokens at most.
-        api_key_variable: of the environment, with the endpoint's key; None: it needs none.
+        url: The part of the URL before ``/chat/completions``, such as ``http://127.0.0.1:30010/v1``.
+        model: Name of the model at this endpoint.
+        template: The question, with the placeholders ``{prompt}``, ``{response}`` and ``{answer}``.
+        system_prompt: System message before the question; None: none.
+        pattern: Regular expression whose first group is the score; the last match counts.
+        lowest, highest: Scores that correspond to the rewards 0 and 1. A score outside of this range is invalid.
+        unparsed: Reward of a reply without a valid score. None: the reward is unavailable, so that the judge is called
+            again, and after the last attempt the response is replaced.
+        request: Further fields of the request; they override temperature 0 and at most 512 tokens.
+        api_key_variable: Environment variable with the endpoint's key; None: the endpoint needs no key.
     """
 
     def __init__(
@@ -348,25 +351,25 @@ class Judge:
         self._cache = _Cache(_CACHED)
 
     async def __call__(self, record: RewardInput) -> RewardResult:
-        """Raises ValueError, RewardUnavailableError."""
+        """Score a response. Raises ValueError and RewardUnavailableError."""
         question = self._question(record)
-        (result,) = await self._cache.values_of([question], self._judged)
+        (result,) = await self._cache.values_of([question], self._judge)
         return result
 
-    async def _judged(self, questions: Sequence[Hashable]) -> list[RewardResult]:
+    async def _judge(self, questions: Sequence[Hashable]) -> list[RewardResult]:
         (question,) = questions
         reply = await self._ask(str(question))
         score = self._score(reply)
         last_words = self._endpoint.without_key(reply)[-_LONGEST_SHOWN:]
-        shown = " ".join(last_words.split())
+        excerpt = " ".join(last_words.split())
         if score is None and self._unparsed is None:
-            raise RewardUnavailableError(f"the judge gave no score: {shown!r}")
+            raise RewardUnavailableError(f"the judge gave no score: {excerpt!r}")
         if score is None:
-            return [RewardResult(float(self._unparsed or 0.0), reason=f"no score: {shown}")]
-        return [RewardResult(score, reason=shown)]
+            return [RewardResult(float(self._unparsed or 0.0), reason=f"no score: {excerpt}")]
+        return [RewardResult(score, reason=excerpt)]
 
     def _question(self, record: RewardInput) -> str:
-        # In one pass: what a response says is no placeholder.
+        # Replace all placeholders in one pass, so that the characters of a response are never read as a placeholder.
         return _PLACEHOLDER.sub(lambda match: str(getattr(record, match[1])), self._template)
 
     async def _ask(self, question: str) -> str:
@@ -378,11 +381,11 @@ class Judge:
         try:
             return str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
-            shown = self._endpoint.shown(answer)
-            raise RewardUnavailableError(f"no chat completion: {shown}") from error
+            excerpt = self._endpoint.excerpt(answer)
+            raise RewardUnavailableError(f"no chat completion: {excerpt}") from error
 
     def _score(self, reply: str) -> float | None:
-        """In [0, 1]; None where there is none, or one outside of the range."""
+        """The score in a reply, mapped to [0, 1]; None if there is none, or it is outside of the range."""
         scores = [match[1] for match in self._pattern.finditer(reply)]
         lowest, highest = self._range
         try:

@@ -1,7 +1,7 @@
-"""The tasks of reasoning-gym: problems that its generators make, and the reward that its own checks give.
+"""The tasks of reasoning-gym: problems from its generators, and the reward that its own checks compute.
 
-A problem's metadata has the task, its configuration and the generator's own metadata, by which the task's check reads
-an answer: many tasks take any valid answer, not the one that was generated. Needs the extra ``reasoning-gym``.
+A problem's metadata has the task, its configuration and the generator's own metadata, which the task's check needs:
+many tasks accept any valid answer, not only the generated one. Needs the extra ``reasoning-gym``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_dppo.data.gold_answers import boxes
 from megatron_dppo.rewards import RewardInput, RewardResult
-from megatron_dppo.rewards.answers import boxes
 
 try:
     import reasoning_gym
@@ -25,7 +25,7 @@ except ImportError as error:
 
 _LONGEST_WHY = 80
 COMPOSITE = "composite"
-"""Not a task but a mixture of others."""
+"""The name of mixtures of other tasks; it is not a task."""
 
 
 def tasks() -> list[str]:
@@ -36,30 +36,30 @@ def tasks() -> list[str]:
 def problems(
     task: str, count: int, seed: int, config: Mapping[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """``count`` problems of a task as records of a data set: problem, answer (where the generator gives one), metadata.
+    """Generate ``count`` problems of a task as data rows: problem, answer (if the generator has one), metadata.
 
-    ``config``: of the task, by its own names. Raises ValueError for a task or a configuration that there is none of.
+    ``config`` has the task's own options. Raises ValueError for an unknown task or an invalid configuration.
     """
     if task not in tasks():
         raise ValueError(f"reasoning-gym has no task {task!r}; it has {', '.join(tasks())}")
-    chosen = dict(config or {})
+    options = dict(config or {})
     try:
-        dataset = reasoning_gym.create_dataset(task, seed=seed, size=count, **chosen)
+        dataset = reasoning_gym.create_dataset(task, seed=seed, size=count, **options)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"task {task}, configuration {chosen}: {error}") from error
+        raise ValueError(f"task {task}, configuration {options}: {error}") from error
     for index in range(count):
         entry = dataset[index]
         answer = {} if entry["answer"] is None else {"answer": str(entry["answer"])}
-        metadata = {"task": task, "config": chosen, "entry": encode(entry["metadata"])}
+        metadata = {"task": task, "config": options, "entry": encode(entry["metadata"])}
         yield {"problem": entry["question"], **answer, "metadata": metadata}
 
 
 def score(record: RewardInput, *, answer_in: str = "tag") -> RewardResult:
-    """The task's own score of the response's answer, from 0 to 1.
+    """Score the response's answer, from 0 to 1, with the task's own check.
 
-    ``answer_in``: where that stands: the last ``<answer>`` ``tag``, the last ``boxed`` formula of a ``box``, or the
-    ``whole`` response. A response without one scores 0, and so does one that the check fails on. Raises ValueError
-    where the metadata is not that of a task.
+    ``answer_in`` is the place of the answer: ``tag``, the last ``<answer>``; ``box``, the last ``\\boxed``; or
+    ``whole``, the whole response. A response without an answer scores 0, and so does one for which the check raises an
+    exception. Raises ValueError if the metadata is not that of a task.
     """
     if answer_in not in _FINDERS:
         raise ValueError(f"answer_in: got {answer_in!r}, expected {', '.join(_FINDERS)}")
@@ -68,8 +68,8 @@ def score(record: RewardInput, *, answer_in: str = "tag") -> RewardResult:
         raise ValueError(
             f"its metadata has {sorted(metadata)}, expected those of megatron-dppo data generate: task, entry"
         )
-    given = _FINDERS[answer_in](record.response)
-    if given is None:
+    answer = _FINDERS[answer_in](record.response)
+    if answer is None:
         return RewardResult(0.0, reason=f"no answer in a {answer_in}")
     entry = {
         "question": record.prompt,
@@ -78,16 +78,17 @@ def score(record: RewardInput, *, answer_in: str = "tag") -> RewardResult:
     }
     dataset = _dataset(metadata["task"], json.dumps(metadata.get("config") or {}, sort_keys=True))
     try:
-        value = float(dataset.score_answer(given, entry))
-    # Its process has none left, and the verifier sees to that.
+        value = float(dataset.score_answer(answer, entry))
+    # The verifier handles a process without memory.
     except MemoryError:
         raise
-    # What a response says may be anything but what a check reads.
+    # A check may raise any exception for an answer that it cannot parse.
     except Exception as error:
-        why = f"the task's check failed on it: {type(error).__name__}: {str(error)[:_LONGEST_WHY]}"
-        return RewardResult(0.0, reason=why)
-    shown = given if len(given) <= 80 else f"{given[:80]}..."
-    return RewardResult(value, reason=f"{shown!r} by {metadata['task']}")
+        message = str(error)[:_LONGEST_WHY]
+        reason = f"the task's check failed on it: {type(error).__name__}: {message}"
+        return RewardResult(0.0, reason=reason)
+    excerpt = answer if len(answer) <= 80 else f"{answer[:80]}..."
+    return RewardResult(value, reason=f"{excerpt!r} by {metadata['task']}")
 
 
 def _boxed(response: str) -> str | None:
@@ -100,38 +101,37 @@ _FINDERS = {"tag": extract_answer, "box": _boxed, "whole": str}
 
 @functools.cache
 def _dataset(task: str, config: str) -> Any:
-    """What scores a task's answers; some take seconds to make."""
+    """The object that scores a task's answers. It is cached, because some take seconds to build."""
     return reasoning_gym.create_dataset(task, **json.loads(config))
 
 
-# --- metadata as JSON, and back as it was: checks compare tuples, and look numbers up
-
+# ``encode`` and ``decode`` keep tuples and keys that are numbers, because the tasks' checks compare and look up these.
 _TUPLE, _PAIRS = "__tuple__", "__pairs__"
 
 
 def encode(value: Any) -> Any:
-    """Tuples, dictionaries with any keys and what JSON has, as JSON. Raises ValueError for anything else."""
+    """Convert tuples, dictionaries with any keys, and JSON's own types to JSON. Raises ValueError for other types."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
-            return {key: encode(inner) for key, inner in value.items()}
-        return {_PAIRS: [[encode(key), encode(inner)] for key, inner in value.items()]}
+            return {key: encode(item) for key, item in value.items()}
+        return {_PAIRS: [[encode(key), encode(item)] for key, item in value.items()]}
     if isinstance(value, tuple):
-        return {_TUPLE: [encode(inner) for inner in value]}
+        return {_TUPLE: [encode(item) for item in value]}
     if isinstance(value, list):
-        return [encode(inner) for inner in value]
+        return [encode(item) for item in value]
     if value is None or isinstance(value, str | int | float):
         return value
     raise ValueError(f"metadata holds a {type(value).__name__}, which is no JSON")
 
 
 def decode(value: Any) -> Any:
-    """What ``encode`` was given."""
+    """Invert ``encode``."""
     if isinstance(value, Mapping):
         if value.keys() == {_TUPLE}:
-            return tuple(decode(inner) for inner in value[_TUPLE])
+            return tuple(decode(item) for item in value[_TUPLE])
         if value.keys() == {_PAIRS}:
-            return {decode(key): decode(inner) for key, inner in value[_PAIRS]}
-        return {key: decode(inner) for key, inner in value.items()}
+            return {decode(key): decode(item) for key, item in value[_PAIRS]}
+        return {key: decode(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [decode(inner) for inner in value]
+        return [decode(item) for item in value]
     return value

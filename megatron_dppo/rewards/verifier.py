@@ -1,20 +1,20 @@
-"""Scores of responses, from worker processes that check each under a hard time limit.
+"""Scores of responses, computed in worker processes with a hard time limit for each call.
 
-A check that runs away cannot be interrupted from within: math-verify's own limit needs the main
-thread, and neither a regular expression nor an integer power looks up while it runs. So a check
-runs in a process, and the process is killed.
+A process cannot interrupt its own endless check: math-verify's own limit needs the main thread, and neither a regular
+expression nor an integer power checks for interrupts while it runs. So checks run in a worker process, which the
+verifier kills at the time limit.
 
-That process, ``python -m megatron_dppo.rewards.verifier DESCRIPTOR``, is sent a JSON object (its reward's name and
-options, its limits, and the variables that hold keys which it is to have), says on its connection
-how its reward is called (RewardForm) once it is ready, and answers each number and list of RewardInputs with the number
-and a Score for each: a value and what goes with it; or why the reward refused it (a ValueError), could not be had
-(RewardUnavailableError, OSError, errors of clients that are known here), or returned what is no score. It answers in
-JSON: nothing is unpickled that comes from where responses may be run. Imports the reward and nothing heavier. Any other
-exception of the reward ends the process with its traceback.
+The worker, ``python -m megatron_dppo.rewards.verifier DESCRIPTOR``, receives a JSON object: the reward's name and
+options, the limits, and the environment variables with keys that it may have. Once it is ready, it sends the reward's
+form (RewardForm). Then it receives calls, each a number and a list of RewardInputs, and answers with the number and a
+Score for each input. A Score has a value; or a refusal, if the reward raised ValueError or returned no number; or it
+says that the reward is unavailable (RewardUnavailableError, OSError, and known errors of HTTP clients). The worker
+answers in JSON, because nothing may be unpickled that comes from a process in which responses may run. It imports the
+reward and nothing heavier. Any other exception of the reward ends the worker with its traceback.
 
-Checks run in a child. What a check starts ends with the check, whatever session or parent it took;
-what the reward's module started while it was imported lives as long as the worker. The guard, its
-parent, ends all of it when the child dies, or when nobody is left to read an answer.
+Checks run in a child of the worker's first process, the guard. Processes that a check starts end with the check, even
+in another session or with another parent. Processes that the reward's module started at its import live as long as the
+worker. The guard ends all of them when the child dies, or when the verifier has closed the connection.
 """
 
 from __future__ import annotations
@@ -64,28 +64,32 @@ from megatron_dppo.system.secret_variables import (
 if TYPE_CHECKING:
     from megatron_dppo.config.data_schema import OnTimeout, RewardTerm
 
-# Longest time for a worker to import its reward; long, because machines start many at once.
+# Longest time for a worker to import its reward. It is long because a machine starts many workers at once.
 START_LIMIT_S = 300.0
 _PACKAGE = Path(__file__).parents[1]
 BACK_OFF_S = 0.5
-"""Before the second attempt at a reward that could not be had; doubled for each further one."""
+"""Pause before the second attempt at a reward that is unavailable. The pause doubles for each further attempt."""
 LONGEST_BACK_OFF_S = 60.0
 _LONGEST_REFUSAL = 200
 OnScore = Callable[[], None]
 
 
 class VerifierError(RunError):
-    """The reward function raised, or its worker could not start; the message holds the worker's output."""
+    """The reward function raised an exception, or its worker could not start. The message has the worker's output."""
 
 
 @dataclass(frozen=True)
 class Score:
     """The result of one check.
 
-    ``timed_out``: the check was killed at the time limit. ``crashed``: the operating system ended it, for one because
-    it asked for too much memory. ``refusal``: why the reward gave no score. In each case ``value`` is 0.
-    ``unavailable``: why no reward could be had; ``value`` is NaN then, and nobody may use it.
-    ``components``, ``reason``: as RewardResult.
+    Attributes:
+        value: The reward. It is 0 for a check that timed out, crashed or was refused, and NaN if ``unavailable``.
+        timed_out: Whether the check was killed at the time limit.
+        crashed: Whether the operating system ended it, for example because it asked for too much memory.
+        refusal: The reward's error about this response; None for none.
+        components: As in RewardResult.
+        reason: As in RewardResult.
+        unavailable: The reason why no reward could be computed; None for none. Callers must not use ``value`` then.
     """
 
     value: float
@@ -98,24 +102,29 @@ class Score:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Of what a reward returned."""
+        """Build a score from the return value of a reward."""
         result = result_of(value)
         if isinstance(result, str):
             return cls(0.0, refusal=result)
         return cls(result.value, components=result.components, reason=result.reason)
 
     @classmethod
-    def unhad(cls, reason: str) -> Self:
+    def without_value(cls, reason: str) -> Self:
+        """A score for a reward that is unavailable."""
         return cls(math.nan, unavailable=reason)
 
 
 class Verifier:
     """``with Verifier("math_verify", timeout_s=10, workers=2) as verifier: verifier.score(inputs)``.
 
-    ``timeout_s``: wall-clock seconds for one call, from the moment a worker has it. ``workers``:
-    processes, started on entry and restarted after a kill; a reward that runs inline has none. ``options``,
-    ``batch_size``, ``attempts``, ``on_timeout``, ``memory_gib``, ``passed_variables``: as in RewardTerm. Callable from
-    any thread.
+    Its methods may be called from any thread.
+
+    Args:
+        name: Name of the reward.
+        timeout_s: Wall-clock seconds for one call, from the moment a worker has received it.
+        workers: Number of processes. They start on entry, and are replaced after a kill. A reward that runs inline has
+            none.
+        options, batch_size, attempts, on_timeout, memory_gib, passed_variables: As in RewardTerm.
     """
 
     def __init__(
@@ -151,7 +160,7 @@ class Verifier:
 
     @classmethod
     def of(cls, term: RewardTerm) -> Self:
-        """As configured."""
+        """Build the verifier of a configured reward."""
         return cls(
             term.name,
             term.timeout_s,
@@ -167,7 +176,7 @@ class Verifier:
     def __enter__(self) -> Self:
         self._closing.clear()
         if self._count:
-            self._workers = [self._started() for _ in range(self._count)]
+            self._workers = [self._start_worker() for _ in range(self._count)]
             self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="rewards")
             for index in range(self._count):
                 self._idle.put(index)
@@ -188,28 +197,28 @@ class Verifier:
         self._workers = []
 
     def form(self) -> RewardForm:
-        """How the reward is called; waits for the first worker. Raises VerifierError where that can't start."""
+        """The reward's form. Waits for the first worker. Raises VerifierError if the worker cannot start."""
         if self._reward.runs_inline:
             return self._reward.bind(self._options).form
         return self._workers[0].form()
 
-    def submit(self, given: RewardInput) -> Future[Score]:
-        """Score a response while the caller goes on; at once, and here, where the reward runs inline.
+    def submit(self, record: RewardInput) -> Future[Score]:
+        """Score a response in the background. A reward that runs inline is called at once, in this thread.
 
-        Where the reward refuses it, or could not be had in all attempts, the ``Score`` says why. The future raises
-        VerifierError where the reward raises anything but a ValueError, or a worker can't start.
+        If the reward refuses the response, or is unavailable in all attempts, the ``Score`` has the reason. The future
+        raises VerifierError if the reward raises another exception than ValueError, or a worker cannot start.
         """
-        (future,) = self._submit([given])
+        (future,) = self._submit([record])
         return future
 
     def _submit(self, inputs: Sequence[RewardInput]) -> list[Future[Score]]:
-        """All before a worker looks, so that they come in as few calls as the reward takes."""
+        """Queue all inputs under one lock, so that workers find as many as they can take in one call."""
         futures: list[Future[Score]] = [Future() for _ in inputs]
-        inputs = [self._reward.sees(given) for given in inputs]
+        inputs = [self._reward.sees(record) for record in inputs]
         if self._reward.runs_inline:
-            for given, future in zip(inputs, futures, strict=True):
+            for record, future in zip(inputs, futures, strict=True):
                 try:
-                    (score,) = scores_of(self._reward.bind(self._options), [given])
+                    (score,) = scores_of(self._reward.bind(self._options), [record])
                     future.set_result(score)
                 except Exception as error:
                     future.set_exception(error)
@@ -219,11 +228,11 @@ class Verifier:
                 raise ValueError("the verifier is not open; use it in a with statement")
             self._waiting.extend(zip(inputs, futures, strict=True))
             for _ in inputs:
-                self._threads.submit(self._take_turn)
+                self._threads.submit(self._score_next)
         return futures
 
     def check(self, inputs: Sequence[RewardInput], on_score: OnScore = lambda: None) -> list[Score]:
-        """As ``submit``, of several in order. ``on_score``: called as each is there."""
+        """Score several responses, in order, as ``submit`` does. ``on_score`` is called after each score."""
         futures = self._submit(inputs)
         scores = []
         try:
@@ -236,9 +245,13 @@ class Verifier:
                 future.cancel()
 
     def score(self, inputs: Sequence[RewardInput], on_score: OnScore = lambda: None) -> list[Score]:
-        """As ``check``. Raises VerifierError where the reward function raises or returns anything but a
-        finite number or a RewardResult: that is a fault of the program or of the data, no wrong answer;
-        RewardUnavailableError where a reward could not be had."""
+        """Score several responses as ``check`` does, and raise its errors.
+
+        Raises:
+            VerifierError: The reward function raised an exception, or returned anything but a finite number or a
+                RewardResult. The error is in the program or in the data; it is not a wrong answer.
+            RewardUnavailableError: A reward is unavailable.
+        """
         scores = self.check(inputs, on_score)
         require(scores, inputs, f"reward {self._name}: ")
         for score in scores:
@@ -246,74 +259,75 @@ class Verifier:
                 raise RewardUnavailableError(f"reward {self._name}: {score.unavailable}")
         return scores
 
-    # --- in the threads, of which each has a worker at a time
-
-    def _take_turn(self) -> None:
-        """Score the next response, or as many as the reward takes at once."""
+    def _score_next(self) -> None:
+        """Score the next response, or as many as the reward takes at once, with an idle worker. Runs in a thread of the
+        pool, which has as many threads as there are workers."""
         index = self._idle.get()
-        taken: list[tuple[RewardInput, Future[Score]]] = []
+        batch: list[tuple[RewardInput, Future[Score]]] = []
         try:
-            self._take(taken, 1)
-            if taken:
+            self._fill(batch, 1)
+            if batch:
                 form = self._workers[index].form()
-                self._take(taken, form.calls_at_once(self._batch_size))
-                scores = self._attempted(index, form, [given for given, _ in taken])
-                for (_, future), score in zip(taken, scores, strict=True):
+                self._fill(batch, form.calls_at_once(self._batch_size))
+                scores = self._call_with_retries(index, form, [record for record, _ in batch])
+                for (_, future), score in zip(batch, scores, strict=True):
                     future.set_result(score)
         except Exception as error:
-            for _, future in taken:
+            for _, future in batch:
                 future.set_exception(error)
         finally:
             self._renew(index)
             self._idle.put(index)
 
-    def _take(self, taken: list[tuple[RewardInput, Future[Score]]], most: int) -> None:
-        """Of those that wait, until there are ``most``."""
+    def _fill(self, batch: list[tuple[RewardInput, Future[Score]]], size: int) -> None:
+        """Move waiting responses to ``batch`` until it has ``size``."""
         with self._lock:
-            while self._waiting and len(taken) < most:
-                given, future = self._waiting.popleft()
+            while self._waiting and len(batch) < size:
+                record, future = self._waiting.popleft()
                 if future.set_running_or_notify_cancel():
-                    taken.append((given, future))
+                    batch.append((record, future))
 
-    def _attempted(
+    def _call_with_retries(
         self, index: int, form: RewardForm, inputs: Sequence[RewardInput]
     ) -> list[Score]:
-        scores = self._ask(index, inputs)
+        scores = self._call(index, inputs)
         if form.takes_many and len(inputs) > 1 and (scores[0].timed_out or scores[0].crashed):
-            # One of them did it.
-            scores = [score for given in inputs for score in self._ask(index, [given])]
+            # One input of the batch caused this: score each in a call of its own.
+            scores = []
+            for record in inputs:
+                scores += self._call(index, [record])
         for attempt in range(1, self._attempts):
-            lacking = [i for i, score in enumerate(scores) if score.unavailable is not None]
+            missing_rows = [i for i, score in enumerate(scores) if score.unavailable is not None]
             pause = min(BACK_OFF_S * 2 ** (attempt - 1), LONGEST_BACK_OFF_S)
-            if not lacking or self._closing.wait(pause):
+            if not missing_rows or self._closing.wait(pause):
                 break
-            again = self._ask(index, [inputs[i] for i in lacking])
-            for i, score in zip(lacking, again, strict=True):
+            new_scores = self._call(index, [inputs[i] for i in missing_rows])
+            for i, score in zip(missing_rows, new_scores, strict=True):
                 scores[i] = score
         return scores
 
-    def _ask(self, index: int, inputs: Sequence[RewardInput]) -> list[Score]:
+    def _call(self, index: int, inputs: Sequence[RewardInput]) -> list[Score]:
         self._renew(index)
         is_used = self._workers[index].is_used
         scores = self._workers[index].scores(inputs)
         if is_used and (crashed := [i for i, score in enumerate(scores) if score.crashed]):
-            # What earlier calls left there may have done it.
+            # Earlier calls may have caused the crash, for example by memory that they left: use a new process.
             self._renew(index)
-            again = self._workers[index].scores([inputs[i] for i in crashed])
-            for i, score in zip(crashed, again, strict=True):
+            new_scores = self._workers[index].scores([inputs[i] for i in crashed])
+            for i, score in zip(crashed, new_scores, strict=True):
                 scores[i] = score
         return scores
 
     def _renew(self, index: int) -> None:
-        """Another process for one that is dead; a verifier that was closed meanwhile starts nothing more."""
+        """Replace a dead worker. A verifier that has been closed starts no more workers."""
         with self._lock:
             if self._workers[index].is_dead and self._threads is not None:
-                # Its guard may have gone without what was below.
+                # The guard may have died before its child processes: end these too.
                 self._workers[index].kill()
                 self._workers[index].close()
-                self._workers[index] = self._started()
+                self._workers[index] = self._start_worker()
 
-    def _started(self) -> _Worker:
+    def _start_worker(self) -> _Worker:
         return _Worker(
             self._name,
             self._timeout_s,
@@ -325,12 +339,12 @@ class Verifier:
 
 
 def require(scores: Sequence[Score], inputs: Sequence[RewardInput], prefix: str = "") -> None:
-    """Raise VerifierError, which begins with ``prefix``, where a reward refused a response: a fault of the program or
-    of the data."""
-    for score, given in zip(scores, inputs, strict=True):
+    """Raise VerifierError, which begins with ``prefix``, if a reward refused a response: an error in the program or in
+    the data."""
+    for score, record in zip(scores, inputs, strict=True):
         if score.refusal is not None:
             raise VerifierError(
-                f"{prefix}{score.refusal}; response {_shorten(given.response)}, answer {_shorten(given.answer)}"
+                f"{prefix}{score.refusal}; response {_shorten(record.response)}, answer {_shorten(record.answer)}"
             )
 
 
@@ -339,8 +353,10 @@ def _shorten(text: str) -> str:
 
 
 class _Worker:
-    """One process, which has one call at a time. ``is_used``: it has had one. ``variable_names``: of the variables that
-    it gets, though they hold keys."""
+    """One worker process, with one call at a time.
+
+    ``is_used`` is True after its first call. ``variable_names`` are the environment variables with keys that it gets.
+    """
 
     def __init__(
         self,
@@ -365,7 +381,7 @@ class _Worker:
             "memory_gib": memory_gib,
             "variables": chosen_variables(os.environ, variable_names),
         }
-        # Of one that has died already, its form is asked for in vain.
+        # If the process has died already, ``form`` raises its error.
         with contextlib.suppress(OSError):
             self._connection.send_bytes(json.dumps(start).encode())
         self._form: RewardForm | None = None
@@ -376,11 +392,11 @@ class _Worker:
 
     @property
     def is_dead(self) -> bool:
-        """It was killed, or has ended."""
+        """Whether the process was killed, or has ended."""
         return self._was_killed or self._process.poll() is not None
 
     def form(self) -> RewardForm:
-        """How its reward is called, once it is ready. Raises VerifierError where it can't start."""
+        """The reward's form. Waits until the worker is ready. Raises VerifierError if it cannot start."""
         with self._receiving:
             if self._form is None:
                 try:
@@ -397,9 +413,9 @@ class _Worker:
             return self._form
 
     def scores(self, inputs: Sequence[RewardInput]) -> list[Score]:
-        """Of one call; the clock starts when the process is ready and has it."""
+        """Score ``inputs`` in one call. The time limit begins when the process is ready and has received the call."""
         form = self.form()
-        # An asynchronous reward keeps the limit itself, for each response.
+        # The worker of an asynchronous reward applies the limit to each response itself.
         limit = self._timeout_s + (GRACE_S if form.is_async else 0.0)
         self.is_used = True
         try:
@@ -408,24 +424,24 @@ class _Worker:
             if self._connection.poll(limit):
                 scores = _scores_of_call(self._connection.recv_bytes(), number, len(inputs))
                 if any(score.crashed for score in scores):
-                    # What did it stays: a memory that is full, answers of who may not answer.
+                    # The cause would remain in this process: full memory, or answers that a response has written.
                     self.kill()
-                return [
-                    self._blamed(score, "its process had no memory left, or was to exit")
-                    for score in scores
-                ]
+                reason = "its process had no memory left, or was to exit"
+                return [self._blame_service(score, reason) for score in scores]
             self.kill()
-            score = self._blamed(Score(0.0, timed_out=True), f"no answer within {limit:g} s")
+            timeout = Score(0.0, timed_out=True)
+            score = self._blame_service(timeout, f"no answer within {limit:g} s")
         except (EOFError, OSError):
-            score = self._blamed(self._ended(), f"its process ended within {limit:g} s")
+            score = self._blame_service(self._crash(), f"its process ended within {limit:g} s")
         return [score] * len(inputs)
 
-    def _blamed(self, score: Score, why: str) -> Score:
-        """As it is, or without a value where a service and not the response took too long or ended the process."""
+    def _blame_service(self, score: Score, reason: str) -> Score:
+        """Remove the value of a score that timed out or crashed, if a service and not the response is the cause: for
+        asynchronous rewards, and as ``on_timeout`` says. Other scores are returned unchanged."""
         is_fault = score.timed_out or score.crashed
         if not (is_fault and (self.form().is_async or self._on_timeout == "unavailable")):
             return score
-        return replace(Score.unhad(why), crashed=score.crashed)
+        return replace(Score.without_value(reason), crashed=score.crashed)
 
     def kill(self) -> None:
         """End the process at once."""
@@ -433,7 +449,7 @@ class _Worker:
         kill_families([self._process])
 
     def close(self) -> None:
-        """Give back what a dead worker had."""
+        """Close the connection and the output file of a dead worker."""
         self._connection.close()
         self._output.close()
 
@@ -442,11 +458,12 @@ class _Worker:
         self.kill()
         return code
 
-    def _ended(self) -> Score:
+    def _crash(self) -> Score:
+        """The score of a call in which a signal ended the process. Raises VerifierError if the process exited."""
         code = self._end()
         if code >= 0:
             raise self._error()
-        # The worker's own alarm rings where this process was too slow to kill it.
+        # The worker's own alarm ends it if this process was too slow to kill it.
         is_late = code == -signal.SIGALRM
         return Score(0.0, timed_out=is_late, crashed=not is_late)
 
@@ -460,26 +477,26 @@ class _Worker:
 
 
 def _scores_of_call(content: bytes, number: int, count: int) -> list[Score]:
-    """What a worker answered; of a crash where that is no answer to the call with this number."""
+    """Parse a worker's answer to the call with this number. Any other content counts as a crash."""
     try:
-        answered, rows = json.loads(content)
+        answered_number, rows = json.loads(content)
         scores = [Score(*row) for row in rows]
-    # What a reward runs may have sent it.
+    # Code that a reward runs may have sent this content.
     except (RecursionError, TypeError, ValueError):
-        answered, scores = None, []
-    if (answered, len(scores)) != (number, count):
+        answered_number, scores = None, []
+    if (answered_number, len(scores)) != (number, count):
         return [Score(0.0, crashed=True)] * count
     return scores
 
 
-# --- in the worker's process
+# The functions below run in the worker process.
 
 
 def scores_of(reward: BoundReward, inputs: Sequence[RewardInput]) -> list[Score]:
-    """Of one call of a synchronous reward. Raises what it raises and no score stands for."""
+    """Call a synchronous reward. Raises its exceptions, except those that ``_failure`` converts to scores."""
     try:
         returned = reward(inputs)
-    # Of whatever library: those that no score stands for are raised again.
+    # A reward may use any library, and so raise any exception. _failure raises unknown exceptions again.
     except (Exception, SystemExit) as error:
         return [_failure(error)] * len(inputs)
     return _as_scores(reward.form, returned, len(inputs))
@@ -488,20 +505,24 @@ def scores_of(reward: BoundReward, inputs: Sequence[RewardInput]) -> list[Score]
 async def scores_in_time(
     reward: BoundReward, inputs: Sequence[RewardInput], timeout_s: float
 ) -> list[Score]:
-    """Of an asynchronous reward: all at the same time, each call ``timeout_s`` long at most."""
+    """Call an asynchronous reward for all inputs at the same time. Each call has a limit of ``timeout_s``."""
 
     async def call(part: Sequence[RewardInput]) -> list[Score]:
         try:
             async with asyncio.timeout(timeout_s):
                 returned = await reward(part)
         except TimeoutError as error:
-            return [Score.unhad(str(error) or f"no answer within {timeout_s:g} s")] * len(part)
+            reason = str(error) or f"no answer within {timeout_s:g} s"
+            return [Score.without_value(reason)] * len(part)
         except (Exception, SystemExit) as error:
             return [_failure(error)] * len(part)
         return _as_scores(reward.form, returned, len(part))
 
-    parts = [inputs] if reward.form.takes_many else [[given] for given in inputs]
-    return [score for part in await asyncio.gather(*map(call, parts)) for score in part]
+    parts = [inputs] if reward.form.takes_many else [[record] for record in inputs]
+    scores: list[Score] = []
+    for part_scores in await asyncio.gather(*map(call, parts)):
+        scores += part_scores
+    return scores
 
 
 def _as_scores(form: RewardForm, returned: Any, count: int) -> list[Score]:
@@ -516,56 +537,60 @@ def _as_scores(form: RewardForm, returned: Any, count: int) -> list[Score]:
     return [Score.of(value) for value in returned]
 
 
-# Clients' errors that are no OSErrors and say that a service was not reached, is too busy or broke off: package, class.
-_OF_SERVICES = {
+# (package, class) of HTTP clients' errors for a service that cannot be reached, is too busy, or broke the connection.
+# They are not OSErrors.
+_SERVICE_ERRORS = {
     ("http", "HTTPException"),
     ("httpx", "TransportError"),
-    *(("aiohttp", name) for name in ("ClientConnectionError", "ClientPayloadError")),
-    *(("openai", name) for name in ("APIConnectionError", "InternalServerError", "RateLimitError")),
+    ("aiohttp", "ClientConnectionError"),
+    ("aiohttp", "ClientPayloadError"),
+    ("openai", "APIConnectionError"),
+    ("openai", "InternalServerError"),
+    ("openai", "RateLimitError"),
 }
 
 
 def _failure(error: Exception | SystemExit) -> Score:
-    """What stands for an error of a reward. Raises it where nothing does: a fault of the program."""
-    # By a response that it runs, as a signal would be.
+    """Convert an exception of a reward to a score. Raises an exception that is an error of the program."""
+    # A response that the reward runs may cause these, as it may cause a signal.
     if isinstance(error, MemoryError | SystemExit):
         return Score(0.0, crashed=True)
-    why = str(error)[:_LONGEST_REFUSAL]
-    # By name: their packages are not imported here.
+    reason = str(error)[:_LONGEST_REFUSAL]
+    # Compare names, because the clients' packages are not imported here.
     names = {(c.__module__.partition(".")[0], c.__name__) for c in type(error).__mro__}
-    if isinstance(error, RewardUnavailableError | OSError) or names & _OF_SERVICES:
-        return Score.unhad(why or type(error).__name__)
+    if isinstance(error, RewardUnavailableError | OSError) or names & _SERVICE_ERRORS:
+        return Score.without_value(reason or type(error).__name__)
     if not isinstance(error, ValueError):
         raise error
     frame = traceback.extract_tb(error.__traceback__)[-1]
     if Path(frame.filename).parent == Path(__file__).parent:
-        return Score(0.0, refusal=why)
-    return Score(0.0, refusal=f"{why} ({Path(frame.filename).name}, line {frame.lineno})")
+        return Score(0.0, refusal=reason)
+    return Score(0.0, refusal=f"{reason} ({Path(frame.filename).name}, line {frame.lineno})")
 
 
-# How much later than the verifier the worker ends itself, should nobody be left to kill it.
+# Seconds after the verifier's limit at which the worker ends itself, in case the verifier is gone.
 GRACE_S = 5.0
 
 
 def serve(connection: Connection, name: str, timeout_s: float, options: Mapping[str, Any]) -> None:
-    """Answer until nobody is left to ask."""
+    """Answer calls until the verifier closes the connection."""
     logging.disable(logging.WARNING)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Ctrl-C is the verifier's to handle.
+    # The verifier handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.adopt_orphans()
     reward = find_reward(name).bind(options)
     helpers = processes.child_ids()
     limit = timeout_s + (GRACE_S if reward.form.is_async else 0.0)
     connection.send_bytes(json.dumps(reward.form).encode())
-    # One loop for the worker's life, so that connections stay open between calls.
+    # Use one event loop for the worker's life, so that connections stay open between calls.
     with asyncio.Runner() as runner:
         while True:
             try:
                 number, inputs = connection.recv()
             except (EOFError, ConnectionResetError):
                 return
-            # SIGALRM's default action ends the process, whatever the reward does.
+            # The default action of SIGALRM ends the process, whatever the reward does.
             signal.setitimer(signal.ITIMER_REAL, limit + GRACE_S)
             if reward.form.is_async:
                 scores = runner.run(scores_in_time(reward, inputs, timeout_s))
@@ -578,10 +603,10 @@ def serve(connection: Connection, name: str, timeout_s: float, options: Mapping[
 
 
 def main() -> None:
-    """Serve in a child, under this process as its guard."""
+    """Serve in a child process, with this process as its guard."""
     [descriptor] = sys.argv[1:]
     close_to_others()
-    # No process that the reward starts may answer.
+    # Processes that the reward starts do not inherit the connection, so they cannot answer.
     connection = processes.connect_guarded(int(descriptor))
     start = json.loads(connection.recv_bytes())
     receive_passed(start["variables"])
@@ -590,23 +615,27 @@ def main() -> None:
         serve(connection, start["name"], start["timeout_s"], start["options"])
     except Exception as error:
         sys.stderr.write(users_traceback(error))
-        # As an exception that nothing catches: the verifier reads what was written.
+        # Exit as after an uncaught exception: the verifier reads the output.
         sys.exit(1)
 
 
 def users_traceback(error: Exception) -> str:
-    """The traceback from the first frame on that is neither this package's nor the standard library's asyncio's.
+    """The traceback without its first frames, as far as they are in this package or in the standard library's asyncio.
 
-    All of it where there is no such frame.
+    The whole traceback if all frames are.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = (str(_PACKAGE), str(Path(asyncio.__file__).parent))
-    first = next((i for i, f in enumerate(frames) if not f.filename.startswith(own)), 0)
-    shown = error.__traceback__
-    for _ in range(first):
-        assert shown is not None
-        shown = shown.tb_next
-    return "".join(traceback.format_exception(type(error), error, shown))
+    skipped_folders = (str(_PACKAGE), str(Path(asyncio.__file__).parent))
+    start = 0
+    for number, frame in enumerate(frames):
+        if not frame.filename.startswith(skipped_folders):
+            start = number
+            break
+    users_part = error.__traceback__
+    for _ in range(start):
+        assert users_part is not None
+        users_part = users_part.tb_next
+    return "".join(traceback.format_exception(type(error), error, users_part))
 
 
 if __name__ == "__main__":

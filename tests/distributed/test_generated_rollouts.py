@@ -135,7 +135,7 @@ def scorer_without(response: int | None) -> Any:
 
         def submit(self, given):
             if next(self.numbers) == response and dist.get_rank() == 0:
-                return PendingScore.known(Score.unhad("away"))
+                return PendingScore.known(Score.without_value("away"))
             return super().submit(given)
 
     return Unlucky(RewardConfig(name="exact_integer"))

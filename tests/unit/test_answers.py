@@ -12,14 +12,16 @@ import pytest
 
 from megatron_dppo.config.data_schema import RewardTerm
 from megatron_dppo.config.schema import RewardConfig, TrainConfig
-from megatron_dppo.data.problems import PromptForm, bad_answers
+from megatron_dppo.data.gold_answers import gold_answer
+from megatron_dppo.data.problems import PromptForm
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.seal import text_digest
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.scorer import Scorer
-from megatron_dppo.rewards import RewardUnavailableError, find_reward
-from megatron_dppo.rewards.answers import checked_answers_file, gold_answer, hand_over, handed_over
+from megatron_dppo.rewards import RewardInput, RewardUnavailableError, find_reward
+from megatron_dppo.rewards.answer_check import bad_answers
+from megatron_dppo.rewards.checked_answers import checked_answers_file, hand_over, handed_over
 from tests.tiny_models import tiny_tokenizer
 from tests.unit.config_files import minimal
 
@@ -137,7 +139,7 @@ def test_each_reward_reads_an_answer_as_if_it_were_alone(run_data, order):
     data = run_data([row(solution)] * 3, first)
     assert bad_answers({"x": data.train}, config) == {"x": []}
     with Scorer(config) as scorer:
-        score = scorer.submit(data.train.problems[0].reward_input(solution)).result()
+        score = scorer.submit(RewardInput.of(data.train.problems[0], solution)).result()
     assert set(score.components.values()) == {1.0}
 
 

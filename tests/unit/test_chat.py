@@ -10,7 +10,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_dppo.chat import ChatTemplateError, ControlTokens, render
+from megatron_dppo.data.chat import ChatTemplateError, render
+from megatron_dppo.data.control_tokens import ControlTokens
 from megatron_dppo.demo.material import make_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.chat import has_date, lacks_generation_prompt, render
 from megatron_dppo.config.data_files import data_files
+from megatron_dppo.data.chat import has_date, lacks_generation_prompt, render
 from megatron_dppo.data.problems import (
     DataKeys,
     ProblemSet,
@@ -24,7 +24,6 @@ from megatron_dppo.data.problems import (
     load_pairs,
     load_problems,
     load_tokenizer,
-    refuse_bad_answers,
     token_counts,
 )
 from megatron_dppo.data.records import (
@@ -40,6 +39,7 @@ from megatron_dppo.data.records import (
 )
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.rewards import RewardInput
+from megatron_dppo.rewards.answer_check import refuse_bad_answers
 from megatron_dppo.system import time_limit
 from tests.chat_templates import PUBLISHED, published_tokenizer
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
@@ -389,13 +389,13 @@ def test_metadata_and_the_messages_of_a_problem(load, tmp_path, tokenizer):
     (problem,) = load(line).problems
     assert problem.metadata == nested
     messages = ({"role": "user", "content": "1+1"},)
-    assert problem.reward_input("so 2") == RewardInput("so 2", "2", "1+1", messages, nested)
+    assert RewardInput.of(problem, "so 2") == RewardInput("so 2", "2", "1+1", messages, nested)
     # What the model gets, not what the file says.
     (problem,) = load(
         line, apply_chat_template=True, system_prompt="Be brief.", template="{prompt}="
     ).problems
-    assert [m["content"] for m in problem.reward_input("").messages] == ["Be brief.", "1+1="]
-    assert problem.reward_input("").prompt == "1+1"
+    assert [m["content"] for m in RewardInput.of(problem, "").messages] == ["Be brief.", "1+1="]
+    assert RewardInput.of(problem, "").prompt == "1+1"
     # Published sets have texts under this name, too.
     assert (
         load(json.dumps({"prompt": "1", "answer": "1", "metadata": "x"})).problems[0].metadata == {}

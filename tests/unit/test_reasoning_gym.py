@@ -55,7 +55,7 @@ def test_every_task_scores_its_own_answers(tmp_path: Path) -> None:
         assert bool(problem.answer) != (task in WITHOUT_ANSWER), task
         right = [(f"<answer>{answer}</answer>", 1.0)] if answer else []
         for response, value in [*right, ("I don't know.", 0.0)]:
-            inputs.append(problem.reward_input(response))
+            inputs.append(RewardInput.of(problem, response))
             expected.append(value)
             tasks.append(task)
     with Verifier("reasoning_gym", timeout_s=60.0, workers=2) as verifier:

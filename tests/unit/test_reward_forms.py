@@ -219,7 +219,7 @@ def test_the_weighted_sum_by_hand():
     )  # fmt: skip
     alone = weighted_sum({"short": scores["short"]}, {"short": 0.5})
     assert (alone.value, alone.components) == (-1.0, {"tokens": 7.0})
-    lacking = scores | {"judge": Score.unhad("refused")}
+    lacking = scores | {"judge": Score.without_value("refused")}
     total = weighted_sum(lacking, dict.fromkeys(lacking, 1.0))
     assert math.isnan(total.value)
     assert total.unavailable == "reward judge: refused"

@@ -424,8 +424,8 @@ _SUMS = ("math_verify", "exact_integer")
 def _scores_toys(config: TrainConfig, problems: Problems) -> bool:
     """Whether the recipe's rewards take a toy problem: one may need columns that only its own data has."""
     from megatron_dppo.data.problems import ProblemSet
-    from megatron_dppo.data.reward_trial import reward_faults
     from megatron_dppo.data.trajectory import Problem
+    from megatron_dppo.rewards.trial import reward_faults
 
     row = json.loads(Path(problems.train[0]).read_text(encoding="utf-8").splitlines()[0])
     prompt, answer, *_ = (str(value) for value in row.values())

@@ -1,6 +1,7 @@
-"""A trial of a run's rewards before the run: responses as a policy gives them sooner or later, to one problem.
+"""A trial of a run's rewards before the run, with unusual responses to one problem.
 
-A reward that fails on an empty response, say, ends a run in the step in which the first of them comes.
+A policy produces such responses sooner or later: a reward that fails on an empty response, for example, would end the
+run in the step with the first one.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ _CHARACTERS_OF_A_TOKEN = 4
 def reward_faults(
     path: str, problem_set: ProblemSet, reward: RewardConfig, response_tokens: int
 ) -> Iterator[str]:
-    """What the run's rewards raise, or refuse, for an empty, a truncated and a long response to the first problem.
+    """Yield the errors of the run's rewards for an empty, a truncated and a long response to the first problem.
 
-    The two that are compared with every answer before a start, ``exact_integer`` and ``math_verify``, are not tried,
-    nor are asynchronous ones: each call may cost the service behind it. A call that takes too long is no fault.
+    The trial skips ``exact_integer`` and ``math_verify``, which score every answer before a start, and asynchronous
+    rewards, because each call may cost the service behind them. A call that takes too long is no error.
 
     Args:
-        path: of the problems' file.
-        problem_set: its problems, at least one.
-        reward: all rewards.
-        response_tokens: of the longest response of the run.
+        path: Path of the problems' file.
+        problem_set: The file's problems, at least one.
+        reward: The run's rewards.
+        response_tokens: Tokens of the longest response of the run.
     """
     problem = problem_set.problems[0]
     half = problem.answer[: len(problem.answer) // 2]
@@ -43,19 +44,19 @@ def reward_faults(
         if find_reward(term.name).reads_solutions:
             continue
         for kind, response in responses.items():
-            fault = _fault(term, problem.reward_input(response))
+            fault = _fault(term, RewardInput.of(problem, response))
             if fault is not None:
-                where = problem_set.location(path, problem.problem_id)
+                place = problem_set.location(path, problem.problem_id)
                 answer = shorten(problem.answer)
-                yield f"reward {name}: {kind} to {where}, whose answer is {answer}: {fault}"
+                yield f"reward {name}: {kind} to {place}, whose answer is {answer}: {fault}"
                 break
 
 
-def _fault(term: RewardTerm, given: RewardInput) -> str | None:
+def _fault(term: RewardTerm, record: RewardInput) -> str | None:
     with Verifier.of(term.model_copy(update={"workers": 1, "attempts": 1})) as verifier:
         try:
             if not verifier.form().is_async:
-                require(verifier.check([given]), [given])
+                require(verifier.check([record]), [record])
         except VerifierError as error:
             return str(error)
     return None

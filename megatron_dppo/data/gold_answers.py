@@ -1,0 +1,52 @@
+r"""The final answer in a worked solution: ``#### 72`` of GSM8K and ``\boxed{72}`` of MATH."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+# Characters. A longer text is a derivation, and slow to parse.
+LONGEST_ANSWER = 500
+
+BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s*\{")
+UNBRACED_BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s+([^${}]+?)\s*(?:\$|$)")
+_MARK = "####"
+_GROUPED_NUMBER = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+
+
+def gold_answer(text: str) -> str:
+    r"""The text after the last ``####``, else the content of the last closed ``\boxed``, else ``text``.
+
+    After ``####`` a number's groups of three digits are joined: ``1,080`` becomes ``1080``. A box
+    without braces, ``\boxed 4$`` as in some of MATH's solutions, ends with its formula.
+    """
+    if _MARK in text:
+        answer = text.rpartition(_MARK)[2].strip()
+        return answer.replace(",", "") if _GROUPED_NUMBER.fullmatch(answer) else answer
+    contents = [content for _, content in boxes(text)] or UNBRACED_BOX.findall(text)
+    return contents[-1].strip() if contents else text
+
+
+def holds_answer(text: str) -> bool:
+    """Whether ``text`` marks an answer that ``gold_answer`` extracts."""
+    return _MARK in text or any(boxes(text)) or bool(UNBRACED_BOX.search(text))
+
+
+def boxes(text: str) -> Iterator[tuple[int, str]]:
+    """Position and content of every closed box."""
+    for match in BOX.finditer(text):
+        content = braced(text, match.end())
+        if content is not None:
+            yield match.end(), content
+
+
+def braced(text: str, start: int) -> str | None:
+    """The text between the brace before ``start`` and its closing brace; None without a closing brace."""
+    depth = 1
+    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(
+        text, start, start + LONGEST_ANSWER + 100
+    ):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return text[start : match.start()]
+    return None
