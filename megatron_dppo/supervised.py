@@ -107,7 +107,8 @@ def _run(config: SupervisedConfig, fence: RunFence) -> None:
 
 def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> float:
     """One optimiser step; returns the mean negative log-likelihood, nats per token."""
-    from megatron_dppo.data.packing import pack, padded_length, plan_mini_batch
+    from megatron_dppo.data.balancing import plan_mini_batch
+    from megatron_dppo.data.packing import pack, padded_length
 
     samples = [Trajectory.of_response(prompt, response) for prompt, response in pairs]
     multiple = trainer.share.sequence_multiple

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from benchmark_rows import Quantity, write_rows
 
-from megatron_dppo.data.packing import idle_share, plan_mini_batch
+from megatron_dppo.data.balancing import idle_share, plan_mini_batch
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.shape import forward_flops
 

@@ -2,16 +2,16 @@
 
     trajectories    int64 [n, 4]: problem, sample, tokens, finish reason
     scores          float64 [n, 2]: reward, advantage
-    token_ids       int32, of all trajectories in a row; so are loss_mask and each column
+    token_ids       int32, all trajectories end to end, as in loss_mask and each column
     loss_mask       bool
     column.NAME     rows of the trajectories that have the column
-    present.NAME    bool [n]: which have it
-    hash.ARRAY      uint8 [n, 16]: of each trajectory's part of an array; zeros where it has none
-    hash.numbers    uint8 [n, 16]: of its rows of trajectories and scores, as bytes
-    seal            JSON in the file's metadata: what made the batch (``data/seal.py``); missing where nothing says it
+    present.NAME    bool [n]: whether each trajectory has the column
+    hash.ARRAY      uint8 [n, 16]: hash of each trajectory's part of an array; zeros if it has none
+    hash.numbers    uint8 [n, 16]: hash of its rows of trajectories and scores, as bytes
+    seal            JSON in the file's metadata: the origin of the batch (``data/seal.py``); missing without a seal
 
-A hash is compared when its part is read. The text is left out: the tokens say it. Columns follow from their
-declarations (``data/columns.py``).
+A hash is compared when its part is read. The file has no text, because the tokens contain it. Columns follow from
+their declarations (``data/columns.py``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLUMN, PRESENT, HASH, NUMBERS, SEAL = "column.", "present.", "hash.", "numbers"
 
 
 class BatchFormatError(RunError, ValueError):
-    """A file is not a batch of trajectories, or not the one that is asked for."""
+    """A file is not a batch of trajectories, or not the expected one."""
 
 
 def batch_path(folder: str | Path, step: int) -> Path:
@@ -46,10 +46,10 @@ def batch_path(folder: str | Path, step: int) -> Path:
 def save_batch(
     folder: str | Path, step: int, trajectories: Sequence[Trajectory], seal: Seal | None = None
 ) -> Path:
-    """Write one step's batch with its seal, if it has one; the file appears whole or not at all.
+    """Write one step's batch with its seal, if it has one. The file is written atomically.
 
-    Raises ValueError where some trajectories alone have a column that is complete or absent, or
-    where a column's arrays differ in type or trailing shape.
+    Raises ValueError if only some trajectories have a complete column, or if a column's arrays differ in type or
+    trailing shape.
     """
     path = batch_path(folder, step)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,24 +59,23 @@ def save_batch(
 
 
 def load_batch(folder: str | Path, step: int) -> list[Trajectory]:
-    """Read one step's batch. Raises FileNotFoundError, or BatchFormatError with the path and the fault."""
+    """Read one step's batch. Raises FileNotFoundError, or BatchFormatError with the path and the error."""
     saved = SavedBatch(folder, step)
     return saved.read(range(len(saved.problems)))
 
 
 class SavedBatch:
-    """One step's batch in its file, of which single trajectories are read; nothing else of it is in memory.
+    """One step's batch in its file. Only the trajectories that ``read`` returns are loaded into memory.
 
-    ``problems``: the problem's id of each, in order. ``seal``: None where the file has none.
-
-    Raises FileNotFoundError, or BatchFormatError with the path and the fault.
+    ``problems`` has the problem id of each trajectory, in order. ``seal`` is None if the file has none. Raises
+    FileNotFoundError, or BatchFormatError with the path and the error.
     """
 
     def __init__(self, folder: str | Path, step: int) -> None:
         self._path = batch_path(folder, step)
         with self._faults_named():
             self._file = safe_open(self._path, framework="numpy")
-            # Slices, which read nothing yet: the columns of a batch may be larger than the memory.
+            # A slice reads nothing yet: the columns of a batch may be larger than the memory.
             self._arrays: dict[str, Any] = {n: self._file.get_slice(n) for n in self._file.keys()}  # noqa: SIM118
             self._numbers = self._rows("trajectories", 0, self._size("trajectories"))
             self._scores = self._rows("scores", 0, self._size("scores"))
@@ -101,9 +100,9 @@ class SavedBatch:
     def read(
         self, positions: Iterable[int], without: Container[str] = frozenset()
     ) -> list[Trajectory]:
-        """The trajectories at these positions, with empty texts and all columns but those ``without``.
+        """Read the trajectories at these positions, with empty texts and without the columns in ``without``.
 
-        Raises BatchFormatError, also for a column that is not declared or holds what can't be.
+        Raises BatchFormatError, also for a column that is not declared or has invalid values.
         """
         with self._faults_named():
             batch = [self._trajectory(i, without) for i in positions]
@@ -139,26 +138,27 @@ class SavedBatch:
         )
 
     def _check(self, name: str, i: int, array: np.ndarray | None) -> None:
-        """Raise ValueError where the trajectory's part of an array is not as it was written."""
+        """Raise ValueError if the trajectory's part of an array does not have its hash."""
         if not np.array_equal(self._rows(HASH + name, i, i + 1), _hashes([array])):
             raise ValueError(
                 f"altered: the {name.removeprefix(COLUMN)} of trajectory {i} are not those of their hash"
             )
 
     def _check_names(self) -> None:
-        # A column whose name was altered would be gone without a word.
+        # Without this check, a column whose name was altered would be dropped silently.
         columns = [COLUMN + name for name in self._columns]
         parts = [NUMBERS, "token_ids", "loss_mask", *columns]
-        expected = {"trajectories", "scores", "token_ids", "loss_mask", *columns}
-        expected |= {PRESENT + name for name in self._columns} | {HASH + name for name in parts}
-        if odd := expected ^ self._arrays.keys():
-            raise ValueError(f"altered: its arrays lack, or should not have, {sorted(odd)}")
+        expected_names = {"trajectories", "scores", "token_ids", "loss_mask", *columns}
+        expected_names |= {PRESENT + name for name in self._columns}
+        expected_names |= {HASH + name for name in parts}
+        if wrong_names := expected_names ^ self._arrays.keys():
+            raise ValueError(f"altered: its arrays lack, or should not have, {sorted(wrong_names)}")
 
     def _mask(self, i: int) -> np.ndarray:
         return self._rows("loss_mask", self._tokens[i], self._tokens[i + 1])
 
     def _ends(self, name: str, counts: np.ndarray) -> list[int]:
-        """0, and where each trajectory's rows end."""
+        """0, and the end of each trajectory's rows."""
         ends = [0, *np.cumsum(counts).tolist()]
         if self._size(name) != ends[-1]:
             raise ValueError(f"{name} has {self._size(name)} rows, expected {ends[-1]}")
@@ -168,7 +168,7 @@ class SavedBatch:
         return int(self._arrays[name].get_shape()[0])
 
     def _rows(self, name: str, begin: int, end: int) -> np.ndarray:
-        # safetensors takes no slice of an array without rows, and none that begins at its end.
+        # safetensors raises an error for a slice of an array without rows, and for one that begins at the array's end.
         if not self._size(name):
             return np.asarray(self._file.get_tensor(name))
         array = self._arrays[name]
@@ -213,8 +213,8 @@ def _flat(parts: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
 
 
 def _hashes(parts: Sequence[np.ndarray | None]) -> np.ndarray:
-    """uint8 [parts, 16]."""
-    # Zeros for what is absent, so that a column that was taken away counts as altered.
+    """Hash each part: uint8 [parts, 16]."""
+    # A missing part has zeros, so that a column that was removed counts as altered.
     rows = [bytes(16) if part is None else bytes.fromhex(digest(part)) for part in parts]
     return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 16)
 

@@ -1,8 +1,8 @@
 """The per-token columns of a trajectory, each declared once: type, shape, alignment and readers.
 
-What the engine is asked for (``engine/protocol.py``), batch files, the exchange between ranks
-and packing follow from the declarations: a new column is a ``declare`` here or in any other module,
-and a source where the engine is what says it.
+Requests to the engine (``engine/protocol.py``), batch files, the exchange between ranks and packing follow from the
+declarations. To add a column, call ``declare`` here or in another module; a column that the engine returns also needs a
+source in ``engine/protocol.py``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Usable = Callable[[np.ndarray, Mapping[str, np.ndarray]], np.ndarray]
 """(loss_mask [S], the trajectory's columns) -> bool, one for each row of a column."""
 
 Check = Callable[[np.ndarray, Mapping[str, np.ndarray], str], None]
-"""(a column, all of the trajectory's, where they are from): raises ValueError for what can't be."""
+"""(a column, all columns of the trajectory, their origin): raises ValueError for invalid values."""
 
 
 @cache
 def _name(dtype: np.dtype) -> str:
-    # numpy makes the name anew each time, which takes longer than all other checks of an array.
+    # Cached: numpy builds the name at each access, which takes longer than all other checks of an array.
     return dtype.name
 
 
@@ -40,14 +40,14 @@ class Rows(Enum):
 
 
 class ReadBy(Enum):
-    """Which pipeline stages of the replica that trains on a trajectory read a column: only these get it."""
+    """The pipeline stages that read a column, in the replica that trains on a trajectory. Only these receive it."""
 
     FIRST = "the first stage, which embeds the tokens"
     LAST = "the last stage, which computes the loss"
     ALL = "every stage; of a column by MoE layer, that stage's layers"
 
     def includes(self, stage: int, stages: int) -> bool:
-        """Whether ``stage`` of ``stages``, counted from 0, is one of them."""
+        """Whether ``stage`` of ``stages``, counted from 0, reads the column."""
         return {
             ReadBy.FIRST: stage == 0,
             ReadBy.LAST: stage == stages - 1,
@@ -73,13 +73,19 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """What one per-token column is; its arrays are [rows, *trailing].
+    """The declaration of a per-token column, whose arrays are [rows, *trailing].
 
-    ``dtypes``: names of the allowed types, the usual one first. ``trailing``: names of the sizes of
-    the further axes, which are equal in a batch. ``fill``: the value of rows that a pack has no value
-    for. ``complete``: every trajectory of a batch has the column, or none; otherwise some may lack
-    it. ``packed``: micro-batches carry it. ``usable``: which rows hold (None: all). ``check``: of
-    values that come from elsewhere (``Trajectory.check``). ``read_by``: which pipeline stages get it.
+    Attributes:
+        name: Name of the column.
+        dtypes: Names of the allowed types, the usual one first.
+        rows: The tokens that have a row.
+        trailing: Names of the sizes of the further axes, which are equal in a batch.
+        fill: The value in a pack's rows that have no value.
+        complete: Whether all trajectories of a batch have the column, or none. Otherwise some may lack it.
+        packed: Whether micro-batches have the column.
+        usable: Computes which rows are valid. None: all.
+        check: Validates values from a file or the engine (``Trajectory.check``).
+        read_by: The pipeline stages that receive the column.
     """
 
     name: str
@@ -95,29 +101,29 @@ class Column:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether a pack must say which of its rows hold."""
+        """Whether a pack needs a mask of the column's valid rows."""
         return not self.complete or self.usable is not None
 
     def count(self, loss_mask: np.ndarray) -> int:
-        """Rows of a trajectory with this mask [S]."""
+        """Number of rows for a trajectory with this mask [S]."""
         if self.rows is Rows.SAMPLED:
             return int(np.count_nonzero(loss_mask))
         return len(loss_mask) - 1
 
     def positions(self, loss_mask: np.ndarray) -> np.ndarray:
-        """Position in the trajectory that each row stands at in a pack: int64 [rows].
+        """The position in the trajectory at which a pack places each row: int64 [rows].
 
-        A sampled token's row stands at the token before it, which predicts it.
+        The row of a sampled token is placed at the token before it, which predicts it.
         """
         if self.rows is Rows.SAMPLED:
             return np.flatnonzero(loss_mask) - 1
         return np.arange(len(loss_mask) - 1)
 
     def array(self, values: object, loss_mask: np.ndarray, where: object) -> np.ndarray:
-        """``values`` as this column of a trajectory with ``loss_mask``: contiguous and read-only.
+        """Convert ``values`` to this column of a trajectory with ``loss_mask``: contiguous and read-only.
 
-        A sequence that is no array becomes one of the usual type. Raises ValueError, beginning with
-        ``where``, for a type, a number of axes or a number of rows that is not the declared one.
+        A sequence that is no array gets the usual type. Raises ValueError, beginning with ``where``, for a type, a
+        number of axes or a number of rows that differs from the declaration.
         """
         array = values if isinstance(values, np.ndarray) else np.asarray(values, self.dtypes[0])
         dtype = _name(array.dtype)
@@ -138,7 +144,7 @@ class Column:
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
-    """A contiguous view that can't be written through; the given array stays as it is."""
+    """A contiguous read-only view. The array itself is not changed."""
     if not array.flags.writeable and array.flags.c_contiguous:
         return array
     view = np.ascontiguousarray(array).view()
@@ -147,8 +153,8 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 
 def digest(array: np.ndarray) -> str:
-    """A hash of the values, type and shape: 32 hexadecimal digits."""
-    # XXH3 of 128 bits takes a tenth of the time of copying them.
+    """Hash the values, type and shape: 32 hexadecimal digits."""
+    # XXH3 of 128 bits takes a tenth of the time of a copy.
     hasher = xxhash.xxh3_128(f"{array.dtype.str}{array.shape}".encode())
     hasher.update(np.ascontiguousarray(array).data)
     return hasher.hexdigest()
@@ -159,7 +165,7 @@ COLUMNS: dict[str, Column] = {}
 
 
 def declare(column: Column) -> Column:
-    """Make ``column`` known. Raises ValueError where the name is taken."""
+    """Add ``column`` to ``COLUMNS``. Raises ValueError if the name is in use."""
     if column.name in COLUMNS:
         raise ValueError(f"column {column.name!r} is declared already")
     COLUMNS[column.name] = column
@@ -167,54 +173,51 @@ def declare(column: Column) -> Column:
 
 
 def declared(name: str) -> Column:
-    """The column of that name. Raises ValueError where there is none."""
+    """The column of that name. Raises ValueError if there is none."""
     if name not in COLUMNS:
         raise ValueError(f"column {name!r} is not declared; known are {', '.join(sorted(COLUMNS))}")
     return COLUMNS[name]
 
 
-# --- what log-probabilities must be: the same that the engine's protocol asks of answers
-
-# A log-probability may exceed 0 by this much: what fp32 makes of a near-certain token.
+# A log-probability may exceed 0 by this much, by fp32's rounding for a near-certain token. The engine's protocol checks
+# answers with the same functions.
 LOG_PROB_ROUNDING = 1e-6
 
 
 def check_log_probs(log_probs: Sequence[float] | np.ndarray, where: str) -> None:
-    """Raise ValueError, naming ``where`` and the position, unless all are finite and at most 0, give
-    or take fp32's rounding.
-    """
+    """Raise ValueError, with ``where`` and the position, unless all are finite and at most ``LOG_PROB_ROUNDING``."""
     values = np.asarray(log_probs, dtype=np.float64)
-    good = np.isfinite(values) & (values <= LOG_PROB_ROUNDING)
-    if not good.all():
-        first = tuple(int(i) for i in np.argwhere(~good)[0])
+    is_valid = np.isfinite(values) & (values <= LOG_PROB_ROUNDING)
+    if not is_valid.all():
+        position = tuple(int(i) for i in np.argwhere(~is_valid)[0])
         raise ValueError(
-            f"{where}: {values[first]} at token {first[0]}, expected a finite log-probability <= 0"
+            f"{where}: {values[position]} at token {position[0]}, expected a finite log-probability <= 0"
         )
 
 
 def check_topk(ids: np.ndarray, log_probs: np.ndarray, where: str) -> None:
-    """As ``check_log_probs``, of Top-K entries [R, K] whose id is not negative; ValueError also where
-    a token has an id twice, whose probability would count twice.
+    """Check the log-probabilities of Top-K entries [R, K] as ``check_log_probs`` does, where their id is not negative.
+
+    Raises ValueError also if a token has an id twice, because its probability would count twice.
     """
     valid = ids >= 0
     check_log_probs(np.where(valid, log_probs, 0.0), f"{where}: Top-K log-probabilities")
     ordered = np.sort(ids, axis=1)
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    if twice.any():
-        row, column = np.argwhere(twice)[0]
+    is_repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if is_repeated.any():
+        row, column = np.argwhere(is_repeated)[0]
         raise ValueError(
             f"{where}: Top-K id {ordered[row, column]} stands twice at token {row}, expected different ids"
         )
 
 
-# --- recorded expert choices (R3, arXiv 2510.11370): what no router chooses, and which rows hold
-#
-# A recording of one trajectory is uint8 or uint16 [S - 1, L, E]: row t holds the experts of token t in each
-# mixture-of-experts layer. The last token is never fed back to the engine, so it has none. S = tokens of the
-# trajectory, L = mixture-of-experts layers, E = experts a token.
+# The functions below check recorded expert choices (R3, arXiv 2510.11370). A recording of one trajectory is uint8 or
+# uint16 [S - 1, L, E]: row t has the experts of token t in each mixture-of-experts layer. The last token is never fed
+# back to the engine, so it has no row. S = tokens of the trajectory, L = mixture-of-experts layers, E = experts a
+# token.
 
-# Where one expert serves a token, zeros in every layer for more tokens than this were never written: no router
-# sends so many tokens to expert 0 of every layer.
+# With one expert per token, a recording with zeros in every layer for more tokens than this was never written: no
+# router sends so many tokens to expert 0 of every layer.
 UNWRITTEN_TOKENS = 8
 
 
@@ -229,30 +232,30 @@ def check_recording(routed: np.ndarray, experts: int) -> None:
         raise ValueError(f"routed expert outside 0..{experts - 1}")
     if routed.shape[-1] > 1 and not routed.any():
         raise ValueError("routed experts are all 0: the engine recorded nothing")
-    # They would break the dispatch of tokens.
+    # A repeated expert would break the dispatch of tokens.
     if has_repeats(routed):
         raise ValueError("a token is routed to the same expert twice")
 
 
 def has_repeats(routed: np.ndarray) -> bool:
-    """Whether an entry [..., E] has one number twice."""
-    # Pairs are compared: a sort of so short rows takes ten times as long.
+    """Whether an entry [..., E] has a number twice."""
+    # Compare pairs: sorting such short rows takes ten times as long.
     size = routed.shape[-1]
     choices = np.ascontiguousarray(routed.reshape(-1, size).T)
     return any((choices[i + 1 :] == choices[i]).any() for i in range(size - 1))
 
 
 def is_unwritten(routed: np.ndarray) -> bool:
-    """Whether a recording with one expert a token holds zeros alone: a buffer nobody wrote to."""
+    """Whether a recording with one expert per token has only zeros, and so was never written."""
     return routed.shape[-1] == 1 and len(routed) > UNWRITTEN_TOKENS and not routed.any()
 
 
 def usable_rows(loss_mask: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """bool [S - 1]: whether each row of a recording belongs to the tokens' log-probabilities.
+    """Whether each row of a recording was recorded by the weights that sampled the next token: bool [S - 1].
 
-    Rows that predict a token of another version than the one that recorded them are left out: ``routing_version`` says
-    which did. Without that column it was the last version: an engine that goes on with a response after a weight update
-    records the whole sequence again under the new weights. Without ``weight_version`` all rows hold.
+    ``routing_version`` has the version that recorded each row. Without that column it is the last version: an engine
+    that continues a response after a weight update records the whole sequence again under the new weights. Without
+    ``weight_version`` all rows are usable.
     """
     rows = np.ones(len(loss_mask) - 1, dtype=bool)
     versions = columns.get("weight_version")
@@ -260,9 +263,6 @@ def usable_rows(loss_mask: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.
         recorded = columns.get("routing_version", versions[-1])
         rows[np.flatnonzero(loss_mask)[versions != recorded] - 1] = False
     return rows
-
-
-# --- the columns
 
 
 def _log_probs(array: np.ndarray, _: Mapping[str, np.ndarray], where: str) -> None:
@@ -281,7 +281,7 @@ def _topk(ids: np.ndarray, columns: Mapping[str, np.ndarray], where: str) -> Non
 
 def _routing(array: np.ndarray, _: Mapping[str, np.ndarray], where: str) -> None:
     try:
-        # Without the model: any expert that the type can name.
+        # The number of experts is unknown here, so allow every number of the type.
         check_recording(array, np.iinfo(array.dtype).max + 1)
     except ValueError as error:
         raise ValueError(f"{where}: routed_experts: {error}") from error
@@ -295,7 +295,7 @@ def _finite(array: np.ndarray, _: Mapping[str, np.ndarray], where: str) -> None:
 ROLLOUT_LOG_PROBS = declare(
     Column("rollout_log_probs", ("float32",), Rows.SAMPLED, check=_log_probs, read_by=ReadBy.LAST)
 )
-"""Natural log mu(token) at the sampling temperature, as the engine returned it."""
+"""Natural log mu(token) at the sampling temperature, as returned by the engine."""
 
 RECOMPUTED_LOG_PROBS = declare(
     Column("recomputed_log_probs", ("float32",), Rows.SAMPLED, read_by=ReadBy.LAST)
@@ -307,16 +307,17 @@ REFERENCE_LOG_PROBS = declare(
 )
 """The trainer's own log-probabilities at the weights that training started from."""
 
-# Packs have it as ``PackedBatch.advantages``, whatever it is made from.
+# Packs have the advantages as ``PackedBatch.advantages``, with or without this column.
 ADVANTAGES = declare(
     Column(
         "advantages", ("float32",), Rows.SAMPLED, packed=False, check=_finite, read_by=ReadBy.LAST
     )
 )
-"""The advantage of each token's turn, where turns have their own (``environment.credit: turn``)."""
+"""The advantage of each token's turn, if turns have separate advantages (``environment.credit: turn``)."""
 
 STEP_BOUND = declare(Column("step_bound", ("float32",), Rows.SAMPLED, read_by=ReadBy.LAST))
-"""What an algorithm found of all tokens of the optimiser step (``algorithms/rules.py``), the same at each of them."""
+"""The number that an algorithm computed from all tokens of the optimiser step (``algorithms/rules.py``); the same for
+each token."""
 
 TOPK_IDS = declare(
     Column(
@@ -329,7 +330,7 @@ TOPK_IDS = declare(
         read_by=ReadBy.LAST,
     )
 )
-"""Ids of TopK(mu) where each token was sampled; -1 where the engine gave fewer than K."""
+"""Ids of TopK(mu) at each sampled token; -1 where the engine returned fewer than K."""
 
 TOPK_LOG_PROBS = declare(
     Column(
@@ -338,15 +339,15 @@ TOPK_LOG_PROBS = declare(
 )
 """Natural log mu at ``topk_ids``."""
 
-# Every stage needs them, for the rows of ``routed_experts`` that hold.
+# Every stage needs the versions to find the usable rows of ``routed_experts``.
 WEIGHT_VERSION = declare(Column("weight_version", ("int32",), Rows.SAMPLED, packed=False))
-"""The weights that sampled each token; every rank knows its runs (``Outline``)."""
+"""The weight version that sampled each token. ``Outline`` has its runs on every rank."""
 
 ROUTING_VERSION = declare(
     Column("routing_version", ("int32",), Rows.SAMPLED, complete=False, packed=False)
 )
-"""The weights that recorded the row of ``routed_experts`` which predicts each token; -1: that row was lost, and holds
-nothing. Only where not all rows are of the last version (``usable_rows``)."""
+"""The weight version that recorded the row of ``routed_experts`` before each token; -1 for a lost row. The column
+exists only if some rows are not of the last version (``usable_rows``)."""
 
 ROUTED_EXPERTS = declare(
     Column(
@@ -361,9 +362,9 @@ ROUTED_EXPERTS = declare(
 )
 """The experts that the engine sent each token to, for router replay."""
 
-# It says how to cut the others, and is of no use behind that.
+# Packing needs this column only to divide a trajectory into branches, so packs do not have it.
 BRANCH = declare(Column("branch", ("uint16",), Rows.INPUT, complete=False, packed=False))
-"""Which branch of its episode each token belongs to: 0, 1, ... Only where there is more than one."""
+"""The branch of the episode that each token belongs to: 0, 1, ... The column exists only with several branches."""
 
 LOSS_COLUMNS = tuple(
     declare(
@@ -378,8 +379,9 @@ LOSS_COLUMNS = tuple(
         ("trains", "bool", ()),
     )
 )
-"""What the loss saw of each token in the optimiser step that trained on it; saved batches have them, no rank.
+"""The inputs of the loss for each token, in the optimiser step that trained on it. Only saved batches have them.
 
-log pi; log pi', log pi at TopK(mu) and the entropy of pi where it had them; the divergence that the mask compared with
-its threshold, if it measures one; and whether the token trained. A response without a gradient has none of them.
+They are log pi; log pi', log pi at TopK(mu) and the entropy of pi, if the loss had them; the divergence that the mask
+compared with its threshold, if it measures one; and whether the token trained. Responses without a gradient have none
+of these columns.
 """

@@ -16,7 +16,7 @@ from megatron_dppo.config.data_files import data_files, label_of
 from megatron_dppo.config.data_schema import ProblemFile
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data import sampling
-from megatron_dppo.data.packing import partition_by_cost
+from megatron_dppo.data.balancing import partition_by_cost
 from megatron_dppo.data.problems import (
     DataKeys,
     ProblemSet,

@@ -1,6 +1,5 @@
 r"""Notations of an answer: digits of other scripts, thousands, mixed numbers, repeating decimals, currencies, units,
-and
-choices such as ``(B) 12``.
+and choices such as ``(B) 12``.
 
 ``plain_notation`` converts an answer to a notation that math-verify parses. The other functions extract further parts
 by which two answers are compared: nouns, units, bases, choices, words, negations. Imports none of the rewards'

@@ -187,7 +187,8 @@ def micro_batches(
     input_rows: Any = None,
 ) -> list:
     """One replica's share of a step on ``data``; every seventh response does not train."""
-    from megatron_dppo.data.packing import pack, padded_length, plan_mini_batch
+    from megatron_dppo.data.balancing import plan_mini_batch
+    from megatron_dppo.data.packing import pack, padded_length
 
     lengths = [padded_length(t.length, sequence_multiple) for t in data]
     plan = plan_mini_batch(lengths, lengths, dp_size, budget, count_multiple)

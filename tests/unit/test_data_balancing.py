@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.data.packing import idle_share, partition_by_cost, plan_micro_batches
-from megatron_dppo.data.packing import plan_mini_batch as plan_by_cost
+from megatron_dppo.data.balancing import idle_share, partition_by_cost, plan_micro_batches
+from megatron_dppo.data.balancing import plan_mini_batch as plan_by_cost
 
 LENGTHS = st.lists(st.integers(1, 200), max_size=60)
 

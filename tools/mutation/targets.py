@@ -38,6 +38,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "vocab_parallel/wire.py": ("policy_stats",),
     "data/batch_file.py": FILES,
     "data/columns.py": ("trajectory", "exchange_parts", "nonfinite", "routing"),
+    "data/balancing.py": ("data_balancing",),
     "data/packing.py": (*DATA, "nonfinite"),
     "data/trajectory.py": (*FILES, "exchange_parts", "continuation", "routing"),
     "loop/evaluation.py": ("evaluation",),

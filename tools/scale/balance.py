@@ -8,7 +8,7 @@ import numpy as np
 from bench_balance import LIMIT, long_tailed
 
 from megatron_dppo.cluster.planner.run_plan import RunPlan
-from megatron_dppo.data.packing import idle_share, plan_mini_batch
+from megatron_dppo.data.balancing import idle_share, plan_mini_batch
 from megatron_dppo.model.shape import forward_flops
 
 HOW = "one optimiser step of log-normal lengths cut at the limit (tools/bench_balance.py, seed 0)"

@@ -295,7 +295,7 @@ MOE_UTILISATION = 0.13
 much."""
 UNBALANCED = 1.1
 """Time of the slowest replica over the replicas' mean in an optimiser step; sequences are distributed by predicted cost
-(data/packing.py). Assumption."""
+(data/balancing.py). Assumption."""
 OVERHEAD = 0.5
 """Seconds that an optimiser step adds to its passes: optimizer, reductions, launches. Assumption."""
 

@@ -26,7 +26,8 @@ from rich.table import Column, Table
 from torch import Tensor
 
 from megatron_dppo.config.schema import LoraConfig, ParallelConfig, TrainConfig
-from megatron_dppo.data.packing import pack, plan_micro_batches, unpack_sampled
+from megatron_dppo.data.balancing import plan_micro_batches
+from megatron_dppo.data.packing import pack, unpack_sampled
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.explain.__main__ import show_facts
 from megatron_dppo.diagnostics.report import BLUE, GREEN, ORANGE, PINK, SMALL, STYLE, VERMILION

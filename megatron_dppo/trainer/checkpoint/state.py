@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_dppo.checkpoint_conversion.dist_reading import Box, TensorBlock, flat_boxes
-from megatron_dppo.data.packing import partition_by_cost
+from megatron_dppo.data.balancing import partition_by_cost
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "fp32_param"
