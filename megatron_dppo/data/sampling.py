@@ -1,7 +1,6 @@
-"""The training files as one set of problems, and the order in which they are drawn: seeded, and resumable at any
-position.
+"""The training files as one set of problems, and samplers of it: seeded, and resumable at any position.
 
-A sampler is the same on every rank, and its state plain JSON values.
+A sampler is the same on every rank, and its state consists of plain JSON values.
 """
 
 from __future__ import annotations
@@ -16,39 +15,39 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.data.problems import ProblemSet
-from megatron_dppo.data.records import joined_sha256
+from megatron_dppo.data.records import FilePart, joined_sha256
+from megatron_dppo.data.trajectory import Problem
 
 
 def joined(sets: Sequence[ProblemSet]) -> ProblemSet:
-    """The problems of all sets in a row; ``problem_id`` counts on from file to file.
-
-    One set stays as it is, its SHA-256 too.
-    """
+    """Join the problems of all sets. ``problem_id`` continues from file to file. A single set is returned unchanged."""
     if len(sets) == 1:
         return sets[0]
-    starts = accumulate((s.records for s in sets), initial=0)
-    moved = (
-        replace(problem, problem_id=problem.problem_id + start)
-        for part, start in zip(sets, starts, strict=False)
-        for problem in part.problems
-    )
+    problems: list[Problem] = []
+    parts: list[FilePart] = []
+    start = 0
+    for problem_set in sets:
+        for problem in problem_set.problems:
+            problems.append(replace(problem, problem_id=problem.problem_id + start))
+        parts += problem_set.parts
+        start += problem_set.records
     return ProblemSet(
-        problems=tuple(moved),
+        problems=tuple(problems),
         dropped=sum(s.dropped for s in sets),
         sha256=joined_sha256([s.sha256 for s in sets]),
         records=sum(s.records for s in sets),
         bad_answers=sum(s.bad_answers for s in sets),
-        parts=tuple(part for s in sets for part in s.parts),
+        parts=tuple(parts),
     )
 
 
 class TrainingFiles:
-    """Which training file a problem of :func:`joined` is from.
+    """The names of the training files, and the file of each problem of :func:`joined`.
 
     Args:
-        paths: of the files; a file is called by its name without the ending, or by its number where
-            two have the same name.
-        records: records of each file.
+        paths: Paths of the files. A file's name is that of the path without the ending, with a number if two names are
+            equal.
+        records: Number of records of each file.
     """
 
     def __init__(self, paths: Sequence[str], records: Sequence[int]) -> None:
@@ -68,8 +67,8 @@ class ProblemSampler:
     integers and a resumed sampler continues with the same positions.
 
     Args:
-        count: number of problems, at least 1.
-        seed: of the order.
+        count: Number of problems, at least 1.
+        seed: Seed of the order.
         shuffle: False: file order in every epoch.
     """
 
@@ -82,20 +81,20 @@ class ProblemSampler:
 
     @property
     def drawn(self) -> int:
-        """Number of positions that were handed out."""
+        """Number of positions that ``next`` has returned."""
         return self._epoch * self._count + self._position
 
     def next(self, n: int) -> list[int]:
         """The next ``n`` positions; after the end of an epoch the next one begins."""
-        taken: list[int] = []
-        while len(taken) < n:
-            upcoming = self._order[self._position : self._position + n - len(taken)]
-            taken.extend(upcoming.tolist())
+        positions: list[int] = []
+        while len(positions) < n:
+            upcoming = self._order[self._position : self._position + n - len(positions)]
+            positions.extend(upcoming.tolist())
             self._position += len(upcoming)
             if self._position == self._count:
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._order_of(self._epoch)
-        return taken
+        return positions
 
     def state_dict(self) -> dict[str, int | bool]:
         """The state as plain JSON values."""
@@ -112,13 +111,15 @@ class ProblemSampler:
 
         Raises ValueError if it belongs to another data set or order, or is malformed.
         """
-        expected = self.state_dict()
-        if set(state) != set(expected):
-            raise ValueError(f"sampler state has keys {sorted(state)}, expected {sorted(expected)}")
+        own_state = self.state_dict()
+        if set(state) != set(own_state):
+            raise ValueError(
+                f"sampler state has keys {sorted(state)}, expected {sorted(own_state)}"
+            )
         for key in ("count", "seed", "shuffle"):
-            if state[key] != expected[key]:
+            if state[key] != own_state[key]:
                 raise ValueError(
-                    f"sampler state was saved with {key}={state[key]}, this run has {expected[key]}"
+                    f"sampler state was saved with {key}={state[key]}, this run has {own_state[key]}"
                 )
         if state["epoch"] < 0 or not 0 <= state["position"] < self._count:
             raise ValueError(
@@ -131,21 +132,21 @@ class ProblemSampler:
     def _order_of(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
             return np.arange(self._count)
-        # A generator an epoch: whoever resumes needs none of the draws before.
+        # Each epoch has its own generator, so that a resumed sampler need not repeat earlier draws.
         return np.random.default_rng((self._seed, epoch)).permutation(self._count)
 
 
 class WeightedSampler:
-    """Positions in the problems of several files in a row, each file drawn by its weight.
+    """Returns positions in the joined problems of several files, with a weight for each file.
 
-    The file that lacks most of its share of the draws is next, the first of several; so after n draws each has had
-    its share of n, to within a draw or two. Within a file every problem comes once in an epoch of its own, in a
-    seeded order. The state is the files' positions; a resumed sampler goes on exactly.
+    The next file is the one that is furthest behind its share of the draws, so after n draws each file has had its
+    share of n, to within a draw or two. Each file has epochs of its own, in which every problem comes once, in a seeded
+    order. The state has the position in each file, so a resumed sampler continues exactly.
 
     Args:
-        counts: problems of each file.
-        weights: of each file, above 0; only their ratios matter.
-        seed: of the orders.
+        counts: Number of problems of each file.
+        weights: Weight of each file, above 0. Only their ratios matter.
+        seed: Seed of the orders.
         shuffle: False: file order.
     """
 
@@ -155,19 +156,19 @@ class WeightedSampler:
         assert len(counts) == len(weights)
         self._weights = [float(weight) for weight in weights]
         self._starts = list(accumulate(counts, initial=0))[:-1]
-        # A seed each, or files of one length would all come in one order.
+        # Each file has its own seed: with one seed, files of the same length would have the same order.
         self._files = [ProblemSampler(n, seed + i, shuffle) for i, n in enumerate(counts)]
 
     def next(self, n: int) -> list[int]:
         drawn = [file.drawn for file in self._files]
         total, weight = sum(drawn), sum(self._weights)
-        taken = []
+        positions = []
         for number in range(total + 1, total + n + 1):
-            lacking = [w * number / weight - d for w, d in zip(self._weights, drawn, strict=True)]
-            file = lacking.index(max(lacking))
+            deficits = [w * number / weight - d for w, d in zip(self._weights, drawn, strict=True)]
+            file = deficits.index(max(deficits))
             drawn[file] += 1
-            taken.append(self._starts[file] + self._files[file].next(1)[0])
-        return taken
+            positions.append(self._starts[file] + self._files[file].next(1)[0])
+        return positions
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain JSON values."""
@@ -190,10 +191,10 @@ class WeightedSampler:
 
 
 class ReturningSampler:
-    """Hands out first what an interrupted run had drawn and not trained on, then what ``sampler`` draws.
+    """Returns first the positions that an interrupted run had drawn but not trained on, then those of ``sampler``.
 
-    A run draws ahead. Where a batch that is trained on sooner drew after one that is trained on later, the position
-    alone doesn't tell what is still to be trained on; the state then has the indices under ``returned``.
+    A run draws ahead, and batches may be trained on in another order than they were drawn. The position alone then does
+    not tell which problems remain, so the state has their indices under ``returned``.
     """
 
     def __init__(self, sampler: ProblemSampler | WeightedSampler) -> None:
@@ -201,21 +202,21 @@ class ReturningSampler:
         self._returned: list[int] = []
 
     def next(self, n: int) -> list[int]:
-        taken, self._returned = self._returned[:n], self._returned[n:]
-        return taken + self._sampler.next(n - len(taken))
+        positions, self._returned = self._returned[:n], self._returned[n:]
+        return positions + self._sampler.next(n - len(positions))
 
     def state_dict(self, drawn_ahead: Sequence[int] = ()) -> dict[str, Any]:
-        """The state as plain JSON values. ``drawn_ahead``: of what was handed out, what is to be handed out again."""
+        """The state as plain JSON values. ``drawn_ahead`` are positions that a resumed run must return again."""
         returned = [*drawn_ahead, *self._returned]
         return {**self._sampler.state_dict(), **({"returned": returned} if returned else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``. Raises ValueError if it belongs to another data set or order, or is malformed."""
-        rest = dict(state)
-        returned = rest.pop("returned", [])
+        sampler_state = dict(state)
+        returned = sampler_state.pop("returned", [])
         if not all(isinstance(i, int) and i >= 0 for i in returned):
             raise ValueError(f"sampler state returns {returned}, expected positions")
-        self._sampler.load_state_dict(rest)
+        self._sampler.load_state_dict(sampler_state)
         self._returned = list(returned)
 
 

@@ -1,9 +1,9 @@
-"""Seals: what made a batch, taken down while it is made, and compared before it is trained on.
+"""Seals: records of a batch's origin, written while the batch is made and compared before training on it.
 
-A response gets a ``Stamp`` (``data/trajectory.py``) as soon as it is whole: the settings and the seed that it was asked
-for with, and a hash of each of its arrays; its reward follows when it is scored. The ``Seal`` of a batch adds what all
-its responses share: the hash of the weights of each version that sampled them, the template, the rows of the data.
-A batch file carries it. docs/replay.md tells which faults this sees, and which it can't.
+A response gets a ``Stamp`` (``data/trajectory.py``) as soon as it is complete: the requested settings and seed, and a
+hash of each of its arrays; the reward is added when it is scored. The ``Seal`` of a batch adds what its responses
+share: the hash of the weights of each version that sampled them, the template, and the data rows. Batch files contain
+the seal. docs/replay.md lists the errors that a seal detects, and those that it cannot.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megatron_dppo.data.trajectory import Outline, Problem, Stamp, Trajectory
 from megatron_dppo.system.errors import RunError
 
 SHOWN = 3
-"""Faults that an error names."""
+"""Number of faults that an error message lists."""
 _DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
-"""Settings that decide what a token's log-probability is of."""
+"""Settings that change the distribution of which the engine returns log-probabilities."""
 
 
 class SealError(RunError):
-    """A batch is not the one that was made, or not made as the run says."""
+    """A batch was altered, or was not made with the run's settings."""
 
     @classmethod
     def of(cls, step: int, faults: Sequence[str]) -> Self:
@@ -41,16 +41,16 @@ class SealError(RunError):
 
 
 class AlteredWeightsError(RunError):
-    """The trainer's weights are not those that its last step made."""
+    """The trainer's weights differ from the result of its last step."""
 
 
 def text_digest(*values: Any) -> str:
-    """Hash of JSON-able values: 32 hexadecimal digits."""
+    """Hash values that JSON can represent: 32 hexadecimal digits."""
     return xxhash.xxh3_128(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def row_digest(problem: Problem) -> str:
-    """Of a row of the data as the run uses it: prompt, its tokens, answer, and metadata where it has any."""
+    """Hash a data row as the run uses it: prompt, its tokens, answer, and metadata if it has any."""
     metadata = (
         [json.dumps(problem.metadata, sort_keys=True, default=str)] if problem.metadata else []
     )
@@ -59,13 +59,18 @@ def row_digest(problem: Problem) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """What every batch of a run is made with, as its configuration says.
+    """The settings with which every batch of a run is made.
 
-    ``sampling``: as ``SamplingParams.as_json``, without a seed. ``template``: hash of the chat template and of the form
-    around a prompt. ``group_size``: responses to a prompt. ``problems``: of the training set, by id. ``credit``: as
-    ``environment.credit``. ``generation_tokens``: the last ones of a prompt, before which an environment may put a
-    first observation; None without an environment. ``makes_prompts``: an environment does, in place of the problems'.
-    ``advantage``: as ``algorithm.advantage``.
+    Attributes:
+        sampling: The result of ``SamplingParams.as_json``, without a seed.
+        template: Hash of the chat template and of the form of prompts.
+        group_size: Number of responses to a prompt.
+        problems: The training set, by problem id.
+        credit: ``environment.credit``.
+        generation_tokens: Number of tokens at the end of a prompt (the generation prompt) before which an environment
+            may insert a first observation; None without an environment.
+        makes_prompts: Whether an environment makes the prompts instead of the data set.
+        advantage: ``algorithm.advantage``.
     """
 
     sampling: Mapping[str, Any]
@@ -78,23 +83,30 @@ class Origin:
     advantage: AdvantageName = "group-mean"
 
     def has_prompt(self, t: Trajectory) -> bool:
-        """Whether ``t`` answers the prompt of its problem, or that and an environment's first observation, or one that
-        an environment made."""
+        """Whether the prompt of ``t`` is its problem's prompt, perhaps with an environment's first observation. Every
+        prompt of a known problem counts if an environment makes the prompts."""
         problem = self.problems.get(t.problem_id)
         if problem is None or self.makes_prompts:
             return problem is not None
-        prompt, expected = t.prompt_ids.tolist(), list(problem.prompt_ids)
-        shared = len(expected) - (self.generation_tokens or 0)
-        continues = self.generation_tokens is not None and len(prompt) > len(expected)
-        return prompt[:shared] == expected[:shared] if continues else prompt == expected
+        prompt_ids, expected_ids = t.prompt_ids.tolist(), list(problem.prompt_ids)
+        has_observation = self.generation_tokens is not None and len(prompt_ids) > len(expected_ids)
+        if not has_observation:
+            return prompt_ids == expected_ids
+        prefix = len(expected_ids) - (self.generation_tokens or 0)
+        return prompt_ids[:prefix] == expected_ids[:prefix]
 
 
 @dataclass(frozen=True)
 class Seal:
-    """What made the batch of ``step``. By position in it: ``stamps``.
+    """The origin of the batch of ``step``.
 
-    ``weights``: by version, the hash of the trainer's weights: of those that sampled, of those that the batch is
-    trained from and, once it was, of those that this made (version ``step``). ``rows``: by problem id.
+    Attributes:
+        step: The step.
+        template: Hash of the chat template and of the form of prompts.
+        weights: Weight version -> hash of the trainer's weights: of the versions that sampled the batch, of the version
+            before the step and, after training, of the version that the step made (``step``).
+        rows: Problem id -> hash of its data row.
+        stamps: Stamps of the responses, by position in the batch.
     """
 
     step: int
@@ -104,11 +116,11 @@ class Seal:
     stamps: Sequence[Stamp] = ()
 
     def trained(self, digest: str) -> Self:
-        """The same once the batch was trained on, which made weights of this hash."""
+        """A copy after training on the batch, which made weights with this hash."""
         return replace(self, weights={**self.weights, self.step: digest})
 
     def to_text(self) -> str:
-        """JSON. Settings that all stamps share stand there once."""
+        """Convert to JSON. Equal settings of stamps are written once."""
         kinds = list(dict.fromkeys(json.dumps(stamp.sampling) for stamp in self.stamps))
         stamps = [
             [kinds.index(json.dumps(s.sampling)), s.seed, dict(s.digests), s.reward, s.returns]
@@ -126,7 +138,7 @@ class Seal:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """What ``to_text`` gave. Raises ValueError where it was altered."""
+        """Parse the result of ``to_text``. Raises ValueError if it was altered."""
         try:
             values = json.loads(text)
             digest = values.pop("digest")
@@ -138,19 +150,16 @@ class Seal:
                 template=values["template"],
                 weights=dict(values["weights"]),
                 rows=dict(values["rows"]),
-                stamps=[Stamp(kinds[kind], *others) for kind, *others in values["stamps"]],
+                stamps=[Stamp(kinds[kind], *fields) for kind, *fields in values["stamps"]],
             )
         except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"altered: the seal can't be read: {error!r}") from error
 
 
-# --- what is compared
-
-
 def response_faults(t: Trajectory, origin: Origin, versions: Mapping[int, str]) -> Iterator[str]:
-    """What is wrong with one response, beside its stamp and the run's ``origin``.
+    """Compare one response with its stamp and the run's ``origin``, and yield the differences.
 
-    ``versions``: of the weights that may have sampled it.
+    ``versions`` has the hashes of the weights that may have sampled it, by version.
     """
     if not origin.has_prompt(t):
         yield f"{t}: its prompt is not that of the problem in data.train, or there is none"
@@ -166,9 +175,9 @@ def response_faults(t: Trajectory, origin: Origin, versions: Mapping[int, str]) 
         yield f"{t}: nothing says what made it, expected a stamp"
         return
     digests = t.digests()
-    for name, expected in t.stamp.digests.items():
-        if digests.get(name) != expected:
-            yield f"{t}: {name}: got {digests.get(name, 'none')}, expected {expected}, as sampled"
+    for name, digest in t.stamp.digests.items():
+        if digests.get(name) != digest:
+            yield f"{t}: {name}: got {digests.get(name, 'none')}, expected {digest}, as sampled"
     if t.stamp.reward is None:
         yield f"{t}: reward: nothing says that it was scored"
     elif t.stamp.reward != t.reward:
@@ -176,76 +185,81 @@ def response_faults(t: Trajectory, origin: Origin, versions: Mapping[int, str]) 
 
 
 def sampling_faults(
-    stamps: Sequence[Stamp], expected: Mapping[str, Any], names: Sequence[str] | None = None
+    stamps: Sequence[Stamp], settings: Mapping[str, Any], names: Sequence[str] | None = None
 ) -> Iterator[str]:
-    """Settings (``names``; None: all) of responses that are not the ``expected`` ones."""
-    for name, value in expected.items():
+    """Compare the sampling settings in ``names`` (None: all) of responses with ``settings``, and yield the
+    differences.
+    """
+    for name, value in settings.items():
         if names is not None and name not in names:
             continue
-        others = [s.sampling.get(name) for s in stamps if s.sampling.get(name) != value]
-        if others:
-            yield f"{name}: {len(others)} responses were asked for with {others[0]!r}, expected {value!r}"
+        wrong_values = [s.sampling.get(name) for s in stamps if s.sampling.get(name) != value]
+        if wrong_values:
+            yield (
+                f"{name}: {len(wrong_values)} responses were asked for with {wrong_values[0]!r}, expected {value!r}"
+            )
 
 
 def advantage_faults(outlines: Sequence[Outline], origin: Origin) -> Iterator[str]:
-    """Advantages that are not those of their group's rewards."""
+    """Yield the advantages that differ from those of their group's rewards."""
     rewards = [t.reward for t in outlines]
-    expected = group_relative(rewards, origin.group_size, origin.advantage).tolist()
-    for t, advantage in zip(outlines, expected, strict=True):
+    expected_advantages = group_relative(rewards, origin.group_size, origin.advantage).tolist()
+    for t, advantage in zip(outlines, expected_advantages, strict=True):
         if t.advantage != advantage:
             yield f"{t}: advantage: got {t.advantage:g}, expected {advantage:g} by its group's rewards"
 
 
 def credit_faults(trajectories: Sequence[Trajectory], origin: Origin) -> Iterator[str]:
-    """Whole groups whose advantages by turn are not those of their returns, or not what the run trains with."""
+    """Yield errors in the advantages of whole groups: another kind of credit than the run's, or advantages of turns
+    that differ from those of their returns."""
     for t in trajectories:
         credit = "turn" if "advantages" in t.columns else "trajectory"
         if credit != origin.credit:
             yield f"{t}: credit: got {credit}, expected {origin.credit} (environment.credit)"
             return
     returns = [t.stamp.returns for t in trajectories if t.stamp is not None]
-    # Whoever has no stamp was named already.
+    # ``response_faults`` reports responses without a stamp.
     if origin.credit == "trajectory" or len(returns) < len(trajectories):
         return
     for t, of_turns in zip(trajectories, returns, strict=True):
         if len(of_turns) != t.turns or of_turns[0] != t.reward:
             yield f"{t}: returns of turns: got {of_turns}, expected {t.turns}, the first {t.reward:g}"
             return
-    expected = turn_relative(returns, origin.group_size, origin.advantage)
-    for t, by_turn in zip(trajectories, expected, strict=True):
+    expected_advantages = turn_relative(returns, origin.group_size, origin.advantage)
+    for t, by_turn in zip(trajectories, expected_advantages, strict=True):
         if not np.array_equal(t.advantages, t.by_token(by_turn)):
             yield f"{t}: advantages: got others than {by_turn}, those of its turns"
 
 
 def group_faults(outlines: Sequence[Outline], group_size: int) -> Iterator[str]:
-    """Groups that are not ``group_size`` different answers to one problem."""
+    """Yield the groups that are not ``group_size`` different responses to one problem."""
     for start in range(0, len(outlines), group_size):
         group = outlines[start : start + group_size]
-        named = [(t.problem_id, t.sample_index) for t in group]
-        expected = [(group[0].problem_id, i) for i in range(group_size)]
-        if named != expected:
-            yield f"group {start // group_size}: got (problem, sample) {named}, expected {expected}"
+        pairs = [(t.problem_id, t.sample_index) for t in group]
+        expected_pairs = [(group[0].problem_id, i) for i in range(group_size)]
+        if pairs != expected_pairs:
+            yield f"group {start // group_size}: got (problem, sample) {pairs}, expected {expected_pairs}"
 
 
 def seed_faults(seeds: Sequence[int | None]) -> Iterator[str]:
-    """Seeds that more than one response of a batch was drawn with."""
+    """Yield an error if two responses of a batch have the same seed."""
     counts = Counter(seed for seed in seeds if seed is not None)
-    equal = [seed for seed, count in counts.items() if count > 1]
-    if equal:
-        drawn = sum(counts[seed] for seed in equal)
-        yield f"seed: {drawn} responses were drawn with {len(equal)} seeds, expected one each"
+    repeated_seeds = [seed for seed, count in counts.items() if count > 1]
+    if repeated_seeds:
+        count = sum(counts[seed] for seed in repeated_seeds)
+        yield f"seed: {count} responses were drawn with {len(repeated_seeds)} seeds, expected one each"
 
 
 def file_faults(seal: Seal, step: int, origin: Origin) -> Iterator[str]:
-    """What is wrong with the seal of a saved batch that is about to be trained on as the batch of ``step``."""
+    """Yield the errors in the seal of a saved batch before training on it as the batch of ``step``."""
     if seal.step != step:
         yield f"step: it was made for step {seal.step}, expected {step}"
     if seal.template != origin.template:
         yield f"template: got the hash {seal.template}, expected {origin.template}"
     for problem_id, digest in seal.rows.items():
         problem = origin.problems.get(problem_id)
-        expected = "none" if problem is None else row_digest(problem)
-        if digest != expected:
-            yield f"data row {problem_id}: got the hash {digest}, expected {expected}"
-    # Lengths and stops bound a response; they change nothing in the meaning of its log-probabilities.
+        expected_digest = "none" if problem is None else row_digest(problem)
+        if digest != expected_digest:
+            yield f"data row {problem_id}: got the hash {digest}, expected {expected_digest}"
+    # Limits of length and stop texts do not change the distribution of a token, so they may differ.
     yield from sampling_faults(seal.stamps, origin.sampling, _DISTRIBUTION)

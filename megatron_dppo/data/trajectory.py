@@ -1,11 +1,12 @@
-"""A problem, and one trajectory of it from the engine's answer to the loss: tokens, which of them train, and columns.
+"""A problem, and a trajectory of it from the engine's response to the loss: tokens, loss mask, and columns.
 
-Nothing changes a trajectory in place: its arrays are read-only, and every step of the way makes a
-new one of it. S = tokens, N = sampled tokens.
+A trajectory is never changed in place: its arrays are read-only, and every change makes a new trajectory. S = tokens,
+N = sampled tokens.
 
-An episode that went on from an edited history has several branches: token sequences of which none sees another. They
-lie end to end in one trajectory, which is one response of its group, and are cut where sequences are packed. What a
-branch repeats of another is its prompt, so every sampled token has the loss mask True exactly once.
+An episode that continued from an edited history has several branches: token sequences that do not attend to each other.
+They are end to end in one trajectory, which is one response of its group, and packing makes each a sequence of its own.
+Tokens that a branch repeats from another one count as its prompt, so the loss mask is True exactly once for every
+sampled token.
 """
 
 from __future__ import annotations
@@ -22,20 +23,25 @@ import numpy as np
 from megatron_dppo.data.columns import Column, Form, Rows, declared, digest, read_only, usable_rows
 
 FinishReason = Literal["stop", "length", "aborted", "failed"]
-"""``aborted``: the server ended it early, and the rest is still to be asked for; ``failed``: its environment did, and
-nothing was sampled that counts. No batch has such trajectories."""
+"""``aborted``: the server ended the response early, and the fleet will request the rest. ``failed``: the environment
+failed, and the trajectory is not used. No batch has trajectories with either reason."""
 
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
-"""In the order of their numbers in batch files."""
+"""The reasons that batch files have, in the order of their numbers there."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One line of a data set, tokenised.
+    """A data row, tokenised.
 
-    ``problem_id``: its position in the file (0-based), which names it in trajectories and checkpoints. ``answer``:
-    empty where it has none. ``messages``: all that is put to the model, as chat messages; empty: ``prompt`` alone.
-    ``metadata``: whatever else the line says of it, for rewards. ``tools``: definitions of functions in its prompt.
+    Attributes:
+        problem_id: Position in the file (from 0), which identifies the problem in trajectories and checkpoints.
+        prompt: Text of the problem.
+        answer: The answer; empty if it has none.
+        prompt_ids: Token ids of the whole prompt.
+        messages: The whole prompt as chat messages; empty if it is ``prompt`` alone.
+        metadata: The row's metadata, for rewards.
+        tools: Definitions of functions in the prompt.
     """
 
     problem_id: int
@@ -57,11 +63,14 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Stamp:
-    """What made a response, and what it was when it was whole (``data/seal.py``).
+    """The origin of a response, and its hashes at the moment when it was complete (``data/seal.py``).
 
-    ``sampling``: the engine's settings as they were asked for, without the seed. ``seed``: None where the server drew
-    as it liked. ``digests``: as ``Trajectory.digests``. ``reward``: None before it is scored. ``returns``: of its
-    turns, where these have advantages of their own (``algorithms.advantages.turn_relative``).
+    Attributes:
+        sampling: The requested sampling settings, without the seed.
+        seed: The requested seed; None without one.
+        digests: The result of ``Trajectory.digests``.
+        reward: The reward; None before the response is scored.
+        returns: The returns of its turns, if turns have separate advantages (``algorithms.advantages.turn_relative``).
     """
 
     sampling: Mapping[str, Any]
@@ -71,25 +80,37 @@ class Stamp:
     returns: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        # JSON has lists.
+        # A stamp that was read from JSON has a list.
         object.__setattr__(self, "returns", tuple(self.returns))
 
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One sampled answer to a problem, with what the engine said of its tokens.
+    """One response to a problem, with the columns of its tokens.
 
-    ``token_ids`` int32 [S]; ``loss_mask`` bool [S]: the policy sampled the token (a prompt, a tool's output or an
-    environment's turn is not). ``columns``: arrays by the names of ``data/columns.py``. ``sample_index``: the
-    answer's number in its group. ``text``: of the turn that was sampled last. ``reward`` and ``advantage`` are 0 until
-    it is verified. ``stamp``: None where nothing says what made it. ``components``, ``reason``: of the reward, where it
-    was scored by this process and says so. ``ended_by``: the limit that cut an episode off, in words. Of the way to it,
-    and in no file: ``prompt_tokens`` of all calls that it took, ``cached_tokens`` of these that the engine had in its
-    prefix cache; ``turn_rewards`` by an environment, of the turns as they lie; ``turn_times``, the place of each in the
-    order in which they were sampled (empty: that they lie in); and whether the run's rewards score ``text`` beside.
+    Attributes:
+        problem_id: The problem's id.
+        sample_index: The response's number in its group.
+        token_ids: int32 [S].
+        loss_mask: Bool [S]; the policy sampled the token. False for a prompt, a tool's output or an environment's turn.
+        columns: Arrays by the names of ``data/columns.py``.
+        finish_reason: Why the response ended.
+        text: Text of the last sampled turn.
+        reward: The reward; 0 until the response is scored.
+        advantage: The advantage; 0 until the response is scored.
+        stamp: The origin; None if it is unknown.
+        components: Components of the reward, if this process scored the response.
+        reason: The reward's reason, if this process scored the response.
+        prompt_tokens: Prompt tokens of all engine calls for this response. Not in batch files, as all that follow.
+        cached_tokens: The part of ``prompt_tokens`` that was in the engine's prefix cache.
+        ended_by: The limit that cut an episode off, in words.
+        turn_rewards: An environment's rewards of the turns, in the order of the tokens.
+        turn_times: The position of each turn in the order of sampling; empty if that is the order of the tokens.
+        wants_score: Whether the run's rewards score ``text`` in addition.
 
-    Raises ValueError where shapes or types disagree with each other or with a declaration, where the first token of
-    a branch counts as sampled (nothing predicts it), and where the advantage is not finite.
+    Raises:
+        ValueError: Shapes or types disagree with each other or with a declaration, the first token of a branch is
+            marked as sampled although nothing predicts it, or the advantage is not finite.
     """
 
     problem_id: int
@@ -136,10 +157,8 @@ class Trajectory:
         response_ids: Sequence[int] | np.ndarray,
         **fields: Any,
     ) -> Self:
-        """A prompt and one response to it. ``fields``: the others of the record.
-
-        ``problem_id`` and ``sample_index`` are 0 unless they are given.
-        """
+        """Build the trajectory of a prompt and one response. ``fields`` are its other attributes; ``problem_id`` and
+        ``sample_index`` default to 0."""
         tokens = np.concatenate(
             [np.asarray(prompt_ids, np.int32), np.asarray(response_ids, np.int32)]
         )
@@ -150,24 +169,21 @@ class Trajectory:
 
     @classmethod
     def of_branches(cls, branches: Sequence[Self]) -> Self:
-        """One trajectory of ``branches`` end to end, with what is no token and no column of the first. A column that
-        one of them lacks is left out."""
+        """Join ``branches`` end to end. Attributes that are no tokens and no columns come from the first branch. A
+        column that a branch lacks is left out."""
         if len(branches) == 1:
             return branches[0]
-        parts = [b._with_recorders() for b in branches]
-        shared = set.intersection(*(set(p.columns) for p in parts))
-        # The last token of a branch is fed to nothing, and its row cut off again.
-        columns = {
-            name: np.concatenate(
-                [
-                    np.concatenate([p.columns[name], p.columns[name][-1:]])
-                    if declared(name).rows is Rows.INPUT and p is not parts[-1]
-                    else p.columns[name]
-                    for p in parts
-                ]
-            )
-            for name in shared
-        }
+        parts = [b._with_routing_version() for b in branches]
+        columns = {}
+        for name in set.intersection(*(set(p.columns) for p in parts)):
+            arrays = []
+            for part in parts:
+                arrays.append(part.columns[name])
+                # The last token of a branch has no row of the input. Repeat the row before as a filler, which
+                # ``branches`` removes again.
+                if declared(name).rows is Rows.INPUT and part is not parts[-1]:
+                    arrays.append(part.columns[name][-1:])
+            columns[name] = np.concatenate(arrays)
         numbers = np.repeat(np.arange(len(parts), dtype=np.uint16), [p.length for p in parts])
         return replace(
             parts[0],
@@ -178,8 +194,9 @@ class Trajectory:
             cached_tokens=sum(p.cached_tokens for p in parts),
         )
 
-    def _with_recorders(self) -> Self:
-        """With a ``routing_version`` where there is a recording: without one the last version of all stands for it."""
+    def _with_routing_version(self) -> Self:
+        """A copy with an explicit ``routing_version`` if it has a recording: without that column the last version of
+        the whole trajectory would count, which may belong to another branch."""
         if "routed_experts" not in self.columns or "routing_version" in self.columns:
             return self
         versions = self.column("weight_version")
@@ -189,13 +206,11 @@ class Trajectory:
         return f"response {self.sample_index} to problem {self.problem_id}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A read-only view of a mapping can't be pickled; what is unpickled is checked as a new one is.
+        # A read-only view of a mapping cannot be pickled. Unpickling calls the constructor, which validates again.
         return type(self), tuple(
             dict(self.columns) if field.name == "columns" else getattr(self, field.name)
             for field in fields(self)
         )
-
-    # --- what it is
 
     @property
     def length(self) -> int:
@@ -219,35 +234,37 @@ class Trajectory:
 
     @property
     def branches(self) -> tuple[Self, ...]:
-        """Its branches, each as a trajectory without stamp and rewards of turns; itself where there is one."""
+        """The branches, each as a trajectory without stamp and rewards of turns. With one branch, the trajectory
+        itself.
+        """
         if "branch" not in self.columns:
             return (self,)
-        branches, before = [], 0
+        branches, sampled_start = [], 0
         for start, length in zip(self._branch_starts, self.branch_lengths, strict=True):
             tokens = slice(start, start + length)
-            after = before + int(np.count_nonzero(self.loss_mask[tokens]))
+            sampled_end = sampled_start + int(np.count_nonzero(self.loss_mask[tokens]))
             rows = {
-                Rows.SAMPLED: slice(before, after),
+                Rows.SAMPLED: slice(sampled_start, sampled_end),
                 Rows.INPUT: slice(start, start + length - 1),
             }
+            columns = {n: a[rows[declared(n).rows]] for n, a in self.columns.items()}
+            del columns["branch"]
             branch = replace(
                 self,
                 token_ids=self.token_ids[tokens],
                 loss_mask=self.loss_mask[tokens],
-                columns={
-                    n: a[rows[declared(n).rows]] for n, a in self.columns.items() if n != "branch"
-                },
+                columns=columns,
                 stamp=None,
                 turn_rewards=(),
                 turn_times=(),
             )
             branches.append(branch)
-            before = after
+            sampled_start = sampled_end
         return tuple(branches)
 
     @cached_property
     def turns(self) -> int:
-        """Runs of sampled tokens: between two of them somebody else wrote."""
+        """Number of turns: runs of sampled tokens, with tokens of an environment between them."""
         return int(np.count_nonzero(self._turn_starts))
 
     @property
@@ -255,8 +272,8 @@ class Trajectory:
         return self.loss_mask[1:] & ~self.loss_mask[:-1]
 
     def by_token(self, by_turn: Sequence[float]) -> np.ndarray:
-        """Values of the turns at each of their sampled tokens: float32 [N]. Raises ValueError unless each turn has
-        one."""
+        """Repeat each turn's value at its sampled tokens: float32 [N]. Raises ValueError unless there is a value for
+        each turn."""
         if len(by_turn) != self.turns:
             raise ValueError(f"{self}: {len(by_turn)} values of turns, expected {self.turns}")
         turn_numbers = np.cumsum(self._turn_starts)[self.loss_mask[1:]] - 1
@@ -264,7 +281,8 @@ class Trajectory:
 
     @property
     def advantages(self) -> np.ndarray:
-        """A of each sampled token: float32 [N]. Its turn's where turns have their own, else the response's."""
+        """A of each sampled token: float32 [N]. It is the turn's advantage if turns have separate ones, else the
+        response's."""
         advantages = self.columns.get("advantages")
         if advantages is None:
             return np.full(self.sampled, self.advantage, np.float32)
@@ -277,12 +295,12 @@ class Trajectory:
 
     @cached_property
     def has_advantage(self) -> bool:
-        """Whether a token has one other than 0."""
+        """Whether a token has an advantage other than 0."""
         return bool(self.advantages.any())
 
     @property
     def prompt_ids(self) -> np.ndarray:
-        """What precedes the first sampled token; all of it where nothing was sampled."""
+        """The tokens before the first sampled token; all tokens if none was sampled."""
         return self.token_ids[: int(np.argmax(self.loss_mask)) if self.sampled else None]
 
     @property
@@ -292,12 +310,12 @@ class Trajectory:
 
     @cached_property
     def response_digest(self) -> str:
-        """The same for responses of the same tokens, and no others."""
+        """A hash of the sampled tokens."""
         return digest(self.response_ids)
 
     @property
     def log_prob(self) -> float:
-        """log mu of the whole response, nats; 0 where the engine's log-probabilities are not known."""
+        """log mu of the whole response, nats; 0 without the engine's log-probabilities."""
         return float(self.columns.get("rollout_log_probs", np.zeros(0)).sum(dtype=np.float64))
 
     @property
@@ -307,7 +325,7 @@ class Trajectory:
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Runs of sampled tokens that the same weights drew; empty where no version is known."""
+        """Runs of sampled tokens that the same weights sampled; empty if the versions are unknown."""
         versions = self.columns.get("weight_version")
         if versions is None or not len(versions):
             return ()
@@ -317,24 +335,26 @@ class Trajectory:
 
     @property
     def interruptions(self) -> tuple[int, ...]:
-        """Tokens of its branch before each change of version in the middle of a turn; between turns nothing is
-        interrupted."""
+        """The number of tokens in the branch before each change of version in the middle of a turn. A change between
+        turns interrupts nothing."""
         sampled = np.flatnonzero(self.loss_mask)
-        starts = [int(sampled[span.start]) for span in self.version_spans[1:]]
-        return tuple(
-            start - max(begin for begin in self._branch_starts if begin <= start)
-            for start in starts
-            if self.loss_mask[start - 1]
-        )
+        lengths = []
+        for span in self.version_spans[1:]:
+            position = int(sampled[span.start])
+            if self.loss_mask[position - 1]:
+                branch_start = max(start for start in self._branch_starts if start <= position)
+                lengths.append(position - branch_start)
+        return tuple(lengths)
 
     @cached_property
     def discarded_rows(self) -> int:
-        """Rows of a recorded routing that ``usable_rows`` leaves out, whether there is a recording or not."""
+        """The number of rows of a recorded routing that ``usable_rows`` excludes; computed also without a recording."""
         usable = usable_rows(self.loss_mask, self.columns)
         return len(usable) - int(np.count_nonzero(usable))
 
     def digests(self) -> dict[str, str]:
-        """Rows and hash of the prompt, the tokens, the loss mask and each column, by name; and how it ended."""
+        """Number of rows and hash of the prompt, the tokens, the loss mask and each column, by name; and the finish
+        reason."""
         arrays = {
             "prompt_ids": self.prompt_ids,
             "token_ids": self.token_ids,
@@ -345,68 +365,69 @@ class Trajectory:
         return {**hashes, "finish_reason": self.finish_reason}
 
     def column(self, name: str) -> np.ndarray:
-        """The column's array. Raises ValueError where the trajectory has none."""
+        """The column's array. Raises ValueError if the trajectory has none."""
         if name not in self.columns:
             raise ValueError(f"{self} has no {name}; it has {sorted(self.columns)}")
         return self.columns[name]
 
     def check(self, rows: Rows | None = None) -> None:
-        """Raise ValueError where a column (None: of any ``rows``) holds what can't be: for data that comes from a file
-        or is about to be trained on."""
+        """Raise ValueError if a column has invalid values: for data that comes from a file or will be trained on.
+        ``rows`` selects columns; None: all."""
         for name, array in self.columns.items():
             check = declared(name).check
             if check is not None and rows in (None, declared(name).rows):
                 check(array, self.columns, str(self))
 
-    # --- what becomes of it
-
     def with_columns(self, **columns: Any) -> Self:
-        """The same with ``columns`` beside or instead of its own."""
+        """A copy with ``columns`` added or replaced."""
         return replace(self, columns={**self.columns, **columns})
 
     def without(self, *names: str) -> Self:
-        """The same without these columns, whether it has them or not."""
+        """A copy without these columns. It need not have them."""
         if self.columns.keys().isdisjoint(names):
             return self
         columns = {name: array for name, array in self.columns.items() if name not in names}
         return replace(self, columns=columns)
 
     def stamped(self, sampling: Mapping[str, Any], seed: int | None) -> Self:
-        """The same with a stamp of what it is now. ``sampling``, ``seed``: that it was drawn with."""
+        """A copy with a stamp of its present state. ``sampling`` and ``seed`` are the settings that sampled it."""
         return replace(self, stamp=Stamp(sampling, seed, self.digests()))
 
     def scored(self, reward: float, advantage: float, **details: Any) -> Self:
-        """The same with what the rewards come to. ``details``: its components and reason."""
+        """A copy with a reward and an advantage. ``details`` are the components and the reason."""
         stamp = None if self.stamp is None else replace(self.stamp, reward=reward)
         return replace(self, reward=reward, advantage=advantage, stamp=stamp, **details)
 
     def credited(self, returns: Sequence[float], by_turn: Sequence[float]) -> Self:
-        """The same with an advantage of each turn. ``returns``: what it was made from."""
+        """A copy with an advantage for each turn, computed from ``returns``."""
         stamp = None if self.stamp is None else replace(self.stamp, returns=tuple(returns))
         return replace(self.with_columns(advantages=self.by_token(by_turn)), stamp=stamp)
 
 
 def forms_of(trajectories: Sequence[Trajectory]) -> dict[str, Form]:
-    """Type and trailing shape of each column that a batch has, by name in order.
+    """Type and trailing shape of each column of a batch, sorted by name.
 
-    Raises ValueError where arrays of one column differ in them, where columns differ in a size that
-    both are declared with, or where a complete column is there for some trajectories alone.
+    Raises ValueError if arrays of one column differ in them, if two columns differ in a size that both declare, or if
+    only some trajectories have a complete column.
     """
+    names: set[str] = set()
+    for t in trajectories:
+        names |= t.columns.keys()
     forms: dict[str, Form] = {}
-    for name in sorted({name for t in trajectories for name in t.columns}):
+    for name in sorted(names):
         arrays = [t.columns[name] for t in trajectories if name in t.columns]
         check_complete(declared(name), len(arrays), len(trajectories))
-        distinct = {Form.of(array) for array in arrays}
-        if len(distinct) > 1:
-            shown = sorted(f"{form.dtype} {list(form.trailing)}" for form in distinct)
-            raise ValueError(f"{name} of different forms in one batch: {', '.join(shown)}")
-        (forms[name],) = distinct
+        array_forms = {Form.of(array) for array in arrays}
+        if len(array_forms) > 1:
+            texts = sorted(f"{form.dtype} {list(form.trailing)}" for form in array_forms)
+            raise ValueError(f"{name} of different forms in one batch: {', '.join(texts)}")
+        (forms[name],) = array_forms
     sizes_of(forms)
     return forms
 
 
 def sizes_of(forms: Mapping[str, Form]) -> dict[str, int]:
-    """The trailing sizes by their declared names. Raises ValueError where two columns disagree."""
+    """The trailing sizes by their declared names. Raises ValueError if two columns disagree."""
     sizes: dict[str, int] = {}
     for name, form in forms.items():
         for size, value in zip(declared(name).trailing, form.trailing, strict=True):
@@ -416,7 +437,7 @@ def sizes_of(forms: Mapping[str, Form]) -> dict[str, int]:
 
 
 def check_complete(column: Column, present: int, trajectories: int) -> None:
-    """Raise ValueError unless as many of ``trajectories`` have the column as its declaration allows."""
+    """Raise ValueError if the column is complete, and only some of ``trajectories`` have it."""
     if column.complete and present not in (0, trajectories):
         raise ValueError(
             f"{column.name}: {trajectories - present} of {trajectories} trajectories have none, "
@@ -424,13 +445,10 @@ def check_complete(column: Column, present: int, trajectories: int) -> None:
         )
 
 
-# --- what every rank knows of a trajectory
-
-
 class Outline(NamedTuple):
-    """The properties of the Trajectory of the same names: enough to plan a step, none of its tokens.
+    """A summary of a trajectory that every rank has: enough to plan a step, without tokens.
 
-    ``length``: S; ``sampled``: N.
+    The fields are properties of Trajectory with the same names.
     """
 
     problem_id: int
@@ -465,14 +483,14 @@ class Outline(NamedTuple):
 
     @classmethod
     def from_json(cls, row: Sequence[Any]) -> Self:
-        """Of an outline that was JSON on its way: a list, as its last fields are."""
-        *others, lengths, interruptions, spans = row
+        """Build an outline from its JSON, a list in which the tuples are lists too."""
+        *plain_values, lengths, interruptions, spans = row
         version_spans = tuple(VersionSpan(*span) for span in spans)
-        return cls._make([*others, tuple(lengths), tuple(interruptions), version_spans])
+        return cls._make([*plain_values, tuple(lengths), tuple(interruptions), version_spans])
 
 
 TrajectoryFacts = Outline | Trajectory
-"""What a plan and the figures of a batch are made from."""
+"""The type from which a batch's plan and figures are computed."""
 
 
 def row_count(column: Column, trajectory: TrajectoryFacts) -> int:

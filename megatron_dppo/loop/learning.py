@@ -20,7 +20,7 @@ from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.algorithms.rules import StepBound
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig, TrainingConfig
-from megatron_dppo.data import packing
+from megatron_dppo.data import balancing, packing
 from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts, sizes_of
@@ -246,7 +246,7 @@ def plan_mini_batches(
         ]
         lengths = list(map(sum, branch_lengths))
         costs = [sum(map(layout.cost, branches)) for branches in branch_lengths]
-        plan = packing.plan_mini_batch(
+        plan = balancing.plan_mini_batch(
             lengths,
             costs,
             layout.dp_size,
@@ -255,7 +255,7 @@ def plan_mini_batches(
         )
         positions = [[[start + i for i in rows] for rows in rank] for rank in plan]
         plans.append(
-            MiniBatchPlan(positions, denominator, sum(costs), packing.idle_share(plan, costs))
+            MiniBatchPlan(positions, denominator, sum(costs), balancing.idle_share(plan, costs))
         )
     return plans
 
