@@ -16,7 +16,7 @@ _LONGEST_REASON = 300
 
 
 class ChatTemplateError(ValueError):
-    """A chat template fails on messages, or its text can't be encoded."""
+    """A chat template fails for messages, or its text cannot be encoded."""
 
 
 def render(
@@ -27,38 +27,38 @@ def render(
     arguments: Mapping[str, Any] | None = None,
     asks: bool = True,
 ) -> str:
-    """The text that the chat template makes of ``messages``.
+    """Render ``messages`` with the chat template.
+
+    Arguments of a tool call are objects. A template that takes them only as text gets them as JSON text.
 
     Args:
-        tokenizer: with the chat template.
-        messages: with a role and content.
-        tools: their definitions.
-        arguments: further variables of the template (``data.chat_template_arguments``).
-        asks: with the generation prompt, which asks for an answer.
-
-    Arguments of a call of a tool are objects. A template that takes them only as text gets them as JSON text.
+        tokenizer: The tokenizer with the chat template.
+        messages: Messages with a role and content.
+        tools: Definitions of tools.
+        arguments: Further variables of the template (``data.chat_template_arguments``).
+        asks: Whether to add the generation prompt.
 
     Raises:
-        ChatTemplateError: the template fails, or takes too long.
+        ChatTemplateError: The template fails, or takes too long.
     """
 
-    def rendering(chosen: Sequence[Message]) -> str:
-        return _rendering(tokenizer, chosen, tools, arguments, asks)
+    def rendered(variant: Sequence[Message]) -> str:
+        return _apply_template(tokenizer, variant, tools, arguments, asks)
 
     objects = _argument_objects(messages)
     if not objects:
-        return rendering(messages)
+        return rendered(messages)
     try:
-        text = rendering(messages)
+        text = rendered(messages)
     except ChatTemplateError:
-        return rendering(_with_argument_text(messages))
-    # Python's own notation of an object is no JSON: the template writes its arguments as they are.
+        return rendered(_with_argument_text(messages))
+    # If the text has Python's own notation of an object, the template writes arguments unchanged and needs JSON text.
     if any(str(value) in text for value in objects):
-        return rendering(_with_argument_text(messages))
+        return rendered(_with_argument_text(messages))
     return text
 
 
-def _rendering(
+def _apply_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     tools: Sequence[Message],
@@ -74,7 +74,7 @@ def _rendering(
                 tokenize=False,
                 **(arguments or {}),
             )
-    # A template is a program: it may raise anything, or never end.
+    # A template is a program: it may raise any exception, or never end.
     except Exception as error:
         reason = " ".join(str(error).split())[:_LONGEST_REASON]
         raise ChatTemplateError(f"{type(error).__name__}: {reason}") from error
@@ -82,7 +82,7 @@ def _rendering(
 
 
 def calls_of(message: Message) -> list[dict[str, Any]]:
-    """The functions that a message calls, each with its name and arguments."""
+    """The functions that a message calls, with name and arguments."""
     functions = []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -92,20 +92,25 @@ def calls_of(message: Message) -> list[dict[str, Any]]:
 
 
 def _argument_objects(messages: Sequence[Message]) -> list[Message]:
-    """The arguments of calls that are objects and not empty."""
-    found = [call.get("arguments") for message in messages for call in calls_of(message)]
-    return [value for value in found if isinstance(value, Mapping) and value]
+    """The arguments of tool calls that are objects and not empty."""
+    objects: list[Message] = []
+    for message in messages:
+        for call in calls_of(message):
+            arguments = call.get("arguments")
+            if isinstance(arguments, Mapping) and arguments:
+                objects.append(arguments)
+    return objects
 
 
 def _with_argument_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages with the arguments of calls as JSON text."""
-    changed = []
+    """Copy the messages, with the arguments of tool calls as JSON text."""
+    copies = []
     for message in messages:
         copy = dict(message)
         if copy.get("tool_calls"):
             copy["tool_calls"] = [_call_with_text(call) for call in copy["tool_calls"]]
-        changed.append(copy)
-    return changed
+        copies.append(copy)
+    return copies
 
 
 def _call_with_text(call: Any) -> Any:
@@ -118,8 +123,6 @@ def _call_with_text(call: Any) -> Any:
     return call
 
 
-# --- properties of a template that change prompts without a word
-
 _PROBE = "zqPROBEzq"
 _USER: Message = {"role": "user", "content": "3+5"}
 _SYSTEM: Message = {"role": "system", "content": "4"}
@@ -128,7 +131,7 @@ _SYSTEM: Message = {"role": "system", "content": "4"}
 def has_date(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None
 ) -> bool:
-    """Whether the template writes the date of the day into prompts."""
+    """Whether the template writes the current date into prompts."""
     probed = {"strftime_now": lambda _: _PROBE, **(arguments or {})}
     for messages in ([_USER], [_SYSTEM, _USER]):
         try:
@@ -142,9 +145,9 @@ def has_date(
 def lacks_generation_prompt(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None
 ) -> bool:
-    """Whether prompts end without the text that stands before what the assistant says.
+    """Whether prompts end without the text that the template writes before a message of the assistant.
 
-    Some templates have no such text, as Mixtral's: a prompt of these lacks nothing.
+    Some templates, such as Mixtral's, have no such text, and their prompts lack nothing.
     """
     answer = {"role": "assistant", "content": _PROBE}
     try:
@@ -153,7 +156,7 @@ def lacks_generation_prompt(
         answered = render(tokenizer, [_USER, answer], arguments=arguments, asks=False)
     except ChatTemplateError:
         return False
-    before, mark, _ = answered.partition(_PROBE)
-    if not mark or prompt != unasked or not before.startswith(prompt):
+    prefix, probe, _ = answered.partition(_PROBE)
+    if not probe or prompt != unasked or not prefix.startswith(prompt):
         return False
-    return bool(before.removeprefix(prompt).strip())
+    return bool(prefix.removeprefix(prompt).strip())

@@ -25,16 +25,16 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class ControlTokens:
-    """Encodes the renderings of a chat template, and keeps the text of messages from being read as control tokens.
+    """Encodes renderings of a chat template, so that the text of messages is not read as control tokens.
 
-    ``special``: the tokenizer's special tokens. ``further``: its other added tokens that the chat template writes, such
-    as ``</tool_response>``.
+    ``special`` are the tokenizer's special tokens. ``further`` are its other added tokens that the chat template
+    writes, such as ``</tool_response>``.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
-        # Tokens of single bytes are content: they are no control tokens.
+        # Tokens such as <0x0A> stand for a byte of text, and are no control tokens.
         words = [token for token in added if not _BYTE.fullmatch(str(token)) and str(token).strip()]
         self.special = frozenset(str(token) for token in words if token.special)
         template = str(tokenizer.chat_template)
@@ -47,12 +47,12 @@ class ControlTokens:
         self._mark = re.compile(f"Held{self._nonce}x[0-9]+z")
 
     def written_in(self, text: str) -> frozenset[str]:
-        """The control tokens, ``special`` or ``further``, that ``text`` has."""
+        """The control tokens, ``special`` or ``further``, in ``text``."""
         pattern = _alternation(self._marks)
         return frozenset() if pattern is None else frozenset(pattern.findall(text))
 
     def hold(self, value: Any, names: Collection[str]) -> Any:
-        """A copy of ``value``, text or JSON with text in it, that has marks in place of the tokens ``names``."""
+        """Copy ``value``, text or JSON with text in it, and replace the tokens ``names`` by marks."""
         pattern = _alternation(names)
         return value if pattern is None else self._held(value, pattern)
 
@@ -62,21 +62,21 @@ class ControlTokens:
         if isinstance(value, Mapping):
             return {self._held(k, pattern): self._held(v, pattern) for k, v in value.items()}
         if isinstance(value, list | tuple):
-            return [self._held(inner, pattern) for inner in value]
+            return [self._held(item, pattern) for item in value]
         return value
 
     def has_marks(self, text: str) -> bool:
-        """Whether ``hold`` replaced something in it."""
+        """Whether ``text`` has marks of ``hold``."""
         return self._mark.search(text) is not None
 
     def release(self, text: str) -> str:
-        """``text`` with the tokens' characters in place of their marks."""
+        """Replace the marks in ``text`` by the characters of their tokens."""
         return self._mark.sub(lambda match: self._names[match[0]], text)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a rendering; what is held in it becomes the tokens of its characters.
+        """Encode a rendering. Marks become the tokens of the characters that they stand for.
 
-        Raises ChatTemplateError where the tokenizer can't be made to read a control token as plain text.
+        Raises ChatTemplateError if the tokenizer cannot be made to read a control token as plain text.
         """
         if not self.has_marks(text):
             return self._usual(text)
@@ -104,16 +104,16 @@ class ControlTokens:
 
 
 class _RenamedTokenizer:
-    """A tokenizer whose added tokens ``names`` have secret names; the ids are those of the original.
+    """A copy of a tokenizer in which the added tokens ``names`` have secret names. It returns the original's ids.
 
     Args:
-        state: the original as its tokenizer.json.
-        names: of the tokens.
-        nonce: part of the secret names.
+        state: The original's tokenizer.json.
+        names: Names of the tokens.
+        nonce: Part of the secret names.
     """
 
     def __init__(self, state: str, names: Collection[str], nonce: str) -> None:
-        # Importing tokenizers takes a part of a second, and most runs never need this copy.
+        # Import lazily: the import takes a fraction of a second, and most runs never need this copy.
         from tokenizers import Tokenizer
 
         self._secret = {name: f"<|{nonce}n{i}|>" for i, name in enumerate(sorted(names))}
@@ -122,7 +122,7 @@ class _RenamedTokenizer:
         for token in tree["added_tokens"]:
             token["content"] = self._renamed(token["content"])
         model = tree["model"]
-        # Some models look whole words up in their vocabulary, where an added token may be listed too.
+        # Some models look up whole words in their vocabulary, which may also list added tokens.
         if isinstance(model["vocab"], dict):
             model["vocab"] = {self._renamed(word): i for word, i in model["vocab"].items()}
         else:
@@ -139,22 +139,22 @@ class _RenamedTokenizer:
         return self._secret.get(word, word)
 
     def named(self, text: str) -> str:
-        """``text`` with the secret name of every token in it."""
+        """Replace every control token in ``text`` by its secret name."""
         if self._pattern is None:
             return text
         return self._pattern.sub(lambda match: self._secret[match[0]], text)
 
     def encoded(self, text: str) -> list[int]:
-        """The ids of a text that has the secret names where it means control tokens."""
+        """Encode a text in which control tokens have their secret names."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return [self._ids.get(i, i) for i in ids]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text as the original reads it."""
+        """Encode a text as the original does."""
         return self.encoded(self.named(text))
 
 
 def _alternation(names: Collection[str]) -> re.Pattern[str] | None:
-    """Compile a pattern that finds each of ``names``, the longest first; None without names."""
+    """A pattern that matches any of ``names``, the longest first; None without names."""
     ordered = sorted(names, key=lambda name: (-len(name), name))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None

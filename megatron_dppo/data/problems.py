@@ -1,6 +1,4 @@
-"""Problems with answers, and prompt-response pairs: read from a file, one record each, put to the model as the tokens
-of a prompt.
-"""
+"""Problems with answers, and prompt-response pairs: read from a file, and converted to the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ from megatron_dppo.data.records import (
 from megatron_dppo.data.trajectory import Problem
 
 log = logging.getLogger(__name__)
-# Characters that are given to a tokenizer at one time: it takes 400 bytes and more for each of a call's.
+# Number of characters in one call of a tokenizer, which needs 400 bytes and more for each.
 PIECE = 2**18
 Tools = Sequence[Mapping[str, Any]]
 """Definitions of functions of one prompt."""
@@ -53,25 +51,25 @@ Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class PromptForm:
-    """How problems are put to the model.
+    """The form in which problems become prompts.
 
     Attributes:
-        apply_chat_template: send text through the tokenizer's chat template, as one user message; chat messages
-            always go through it.
-        system_prompt: a system message before the others; None: none.
-        template: text with ``{prompt}`` where the problem goes, the last message's text; None: the problem alone.
-        arguments: variables for the chat template.
+        apply_chat_template: Whether the tokenizer's chat template renders text, as one user message. It always renders
+            chat messages.
+        system_prompt: A system message before the others; None: none.
+        template: Text of the last message, with ``{prompt}`` in place of the problem; None: the problem alone.
+        arguments: Variables for the chat template.
     """
 
     apply_chat_template: bool = True
     system_prompt: str | None = None
     template: str | None = None
-    # Outside of the repr, which saved rollouts have a digest of: most runs have none.
+    # The repr excludes the arguments, because saved rollouts have a digest of it and most runs have no arguments.
     arguments: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
 
     def of(self, prompt: Prompt, where: str) -> Prompt:
-        """``prompt`` in this form. Raises DataError where it brings a system message of its own
-        beside ``system_prompt``."""
+        """Convert ``prompt`` to this form. Raises DataError if it has a system message and there is a
+        ``system_prompt``."""
         if self.template is not None:
             prompt = _with_last_text(prompt, self.template.replace(PLACEHOLDER, text_of(prompt)))
         if self.system_prompt is None:
@@ -86,10 +84,8 @@ class PromptForm:
 
 @dataclass(frozen=True)
 class DataKeys:
-    """Keys of a record's prompt and answer, ``a.b`` for a field of a structure.
-
-    None: the usual ones (``load_problems``).
-    """
+    """Keys of a record's prompt and answer, ``a.b`` for a field of a structure. None: the usual keys
+    (``load_problems``)."""
 
     prompt: str | None = None
     answer: str | None = None
@@ -97,12 +93,18 @@ class DataKeys:
 
 
 class ProblemRecords(NamedTuple):
-    """The problems of a data path as its files have them, by position.
+    """The problems of a data path before tokenisation, by position.
 
-    ``unanswered``: what is wrong with answers that are none. ``locations``: the place of each in words. ``sha256``: of
-    the file, or of all files. ``parts``: the files in their order. ``tools``: definitions of functions of each.
-    ``unread``: of columns that look like content and are no part of the prompts, the number of records that have a
-    value there.
+    Attributes:
+        prompts: The prompts.
+        answers: The answers; empty for a missing one.
+        metadata: The metadata.
+        unanswered: Position -> the error, for missing or invalid answers.
+        locations: File and line of each problem, in words.
+        sha256: Hash of the file, or of all files.
+        parts: The files in their order.
+        tools: Definitions of functions of each problem.
+        unread: Columns that look like content but are not in the prompts -> number of records with a value there.
     """
 
     prompts: list[Prompt]
@@ -118,16 +120,16 @@ class ProblemRecords(NamedTuple):
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """The problems of one file, or of several in a row, in the files' order.
+    """The problems of one file, or of several files in their order.
 
     Attributes:
-        problems: with prompts within the length limit.
-        dropped: number of problems with longer prompts, which are left out.
-        sha256: of the file's bytes, or of all files' hashes in their order; a resumed run compares it.
-        records: number of records in the files, with those left out.
-        bad_answers: number of problems left out because no response could match their answer.
-        parts: the files in their order; empty for a set that is from no file.
-        unanswered: ids of those problems whose answer is missing, empty or of another type, each with the reason.
+        problems: Problems with prompts within the length limit.
+        dropped: Number of problems with longer prompts, which are left out.
+        sha256: Hash of the file's bytes, or of all files' hashes in their order. A resumed run compares it.
+        records: Number of records in the files, including those left out.
+        bad_answers: Number of problems left out because no response could match their answer.
+        parts: The files in their order; empty for a set without a file.
+        unanswered: (problem id, reason) of the problems whose answer is missing, empty or of a wrong type.
     """
 
     problems: tuple[Problem, ...]
@@ -139,7 +141,7 @@ class ProblemSet:
     unanswered: tuple[tuple[int, str], ...] = ()
 
     def place(self, problem_id: int) -> str:
-        """Where the problem stands in its file, in words; with the file's path where the set has several."""
+        """The line of the problem in its file, in words; with the file's path if the set has several files."""
         if len(self.parts) < 2:
             unit = self.parts[0].unit if self.parts else "line"
             return f"{unit} {problem_id + 1}"
@@ -150,7 +152,7 @@ class ProblemSet:
         return f"{part.path}, {part.unit} {problem_id - start + 1}"
 
     def location(self, path: str, problem_id: int) -> str:
-        """The file and the place of the problem in it, of a set that is read from ``path``."""
+        """The file and the line of the problem, in words, for a set that was read from ``path``."""
         place = self.place(problem_id)
         return place if len(self.parts) > 1 else f"{path}, {place}"
 
@@ -159,9 +161,9 @@ class ProblemSet:
 
 
 def read_problems(path: str | Path, keys_of: DataKeys = DataKeys()) -> ProblemRecords:
-    """The problems of a file, a folder or a glob, not yet tokenised.
+    """Read the problems of a file, a folder or a glob, without tokenising them.
 
-    What is accepted: ``load_problems``. Raises DataError for a record that is not a problem.
+    ``load_problems`` describes the accepted records. Raises DataError for a record that is not a problem.
     """
     records, locations, sha256, parts = read_all_records(path)
     located = list(zip(records, locations, strict=True))
@@ -193,28 +195,28 @@ def load_problems(
     keys_of: DataKeys = DataKeys(),
     embedding_rows: int | None = None,
 ) -> ProblemSet:
-    """Read and tokenise problems: one record for each, with a prompt and an answer.
+    """Read and tokenise problems. Each record has a prompt and an answer.
 
-    What of a record is its prompt, its answer and its metadata: ``records.PROMPT_KEYS``, ``ANSWER_KEYS`` and
-    ``METADATA_KEYS``. ``problem_id`` counts all problems from 0, file after file, dropped ones included: in a
-    single file the line is one more. In JSON Lines a byte-order mark and blank lines at the end are ignored.
+    ``records.PROMPT_KEYS``, ``ANSWER_KEYS`` and ``METADATA_KEYS`` are the keys of prompt, answer and metadata.
+    ``problem_id`` counts all problems from 0, file after file, including dropped ones: in a single file it is the line
+    minus 1. In JSON Lines a byte-order mark and blank lines at the end are ignored.
 
     Args:
-        path: of the file, the folder or the glob; config/data_files.py.
-        tokenizer: for the prompts.
-        max_prompt_tokens: problems with longer prompts are dropped.
-        form: how the problems are put to the model.
-        keys_of: where the prompt and the answer are, instead of the keys above.
-        embedding_rows: of the model; None: not compared with.
+        path: Path of the file, the folder or the glob; see config/data_files.py.
+        tokenizer: Tokenizer for the prompts.
+        max_prompt_tokens: Problems with longer prompts are dropped.
+        form: The form of the prompts.
+        keys_of: Keys of prompt and answer, instead of the usual ones.
+        embedding_rows: Rows of the model's embedding; None: do not check tokens against it.
 
     Raises:
-        DataError: a record is not a problem, no problem is within the limit, or a prompt has a token beyond the
+        DataError: A record is not a problem, no problem is within the limit, or a prompt has a token beyond the
             embedding.
     """
     records = read_problems(path, keys_of)
     prompts, answers, metadata = records.prompts, records.answers, records.metadata
     unanswered, locations = records.unanswered, records.locations
-    # Without a key an answer may lack: not every reward needs one.
+    # Records may lack an answer, because not every reward needs one; but an explicit key must exist in some record.
     if keys_of.answer is not None and len(unanswered) == len(prompts):
         raise DataError(f"{locations[0]}: {unanswered[0]}; no record of the file has an answer")
     short = short_enough(tokenizer, prompts, max_prompt_tokens)
@@ -252,16 +254,16 @@ def load_problems(
         raise DataError(
             f"{path}: all {len(prompts)} prompts are longer than max_prompt_tokens={max_prompt_tokens}"
         )
-    remaining = {problem.problem_id for problem in problems}
+    problem_ids = {problem.problem_id for problem in problems}
     dropped = len(prompts) - len(problems)
-    lacking = tuple(row for row in unanswered.items() if row[0] in remaining)
+    remaining_unanswered = tuple(row for row in unanswered.items() if row[0] in problem_ids)
     return ProblemSet(
         problems,
         dropped,
         records.sha256,
         len(prompts),
         parts=records.parts,
-        unanswered=lacking,
+        unanswered=remaining_unanswered,
     )
 
 
@@ -272,11 +274,10 @@ def load_pairs(
     form: PromptForm,
     embedding_rows: int | None = None,
 ) -> list[Pair]:
-    """Read and tokenise prompt-response pairs for supervised learning: one record for each.
+    """Read and tokenise prompt-response pairs for supervised learning.
 
-    Prompts as in ``load_problems``. The response is text under ``response``; the end-of-sequence
-    token is appended to its ids. Raises DataError for a record that is not such a pair, and as ``load_problems`` for a
-    token beyond the ``embedding_rows``.
+    Prompts are as in ``load_problems``. The response is text under ``response``; the end-of-sequence token is appended
+    to its ids. Raises DataError for a record that is not such a pair, and for a token beyond the ``embedding_rows``.
     """
     records, locations, *_ = read_all_records(path)
     prompts = [prompt_of(record, where) for record, where in zip(records, locations, strict=True)]
@@ -296,11 +297,11 @@ def load_pairs(
     ]
 
 
-# --- tokens that the model's embedding has no row for: a server dies of them
+# A server crashes at tokens for which the model's embedding has no row, so the functions below find them in prompts.
 
 
 def embedding_rows(folder: str | Path) -> int | None:
-    """Rows of the embedding of the model in ``folder``, by its config.json; None where that does not say it."""
+    """Number of rows of the embedding of the model in ``folder``, from its config.json; None if it is not there."""
     try:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -310,12 +311,12 @@ def embedding_rows(folder: str | Path) -> int | None:
 
 
 def has_tokens_beyond(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> bool:
-    """Whether the tokenizer knows tokens that an embedding of so many rows lacks; prompts need not use them."""
+    """Whether the tokenizer has tokens beyond an embedding with that many rows. Prompts need not use them."""
     return rows is not None and max(tokenizer.get_vocab().values(), default=0) >= rows
 
 
 def first_token_beyond(token_ids: Sequence[int], rows: int) -> int | None:
-    """The first token of a prompt that an embedding of so many rows lacks."""
+    """The first token of a prompt that is beyond an embedding with that many rows."""
     return next((token for token in token_ids if token >= rows), None)
 
 
@@ -325,7 +326,7 @@ def _refuse_tokens_beyond(
     prompt_ids: Sequence[Sequence[int]],
     locations: Sequence[str],
 ) -> None:
-    """Raise DataError naming the first prompt with such a token, and how many have one."""
+    """Raise DataError with the first prompt that has such a token, and the number of them."""
     if rows is None or not has_tokens_beyond(tokenizer, rows):
         return
     beyond = {
@@ -357,11 +358,8 @@ def _messages(prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
 
 
 def _messages_unlike(prompt: Prompt, formed: Prompt) -> tuple[Mapping[str, Any], ...]:
-    """What is put to the model, where it is more than the text of the problem."""
+    """The messages of the prompt, if they are more than the text of the problem; else empty."""
     return () if isinstance(formed, str) and formed == prompt else _messages(formed)
-
-
-# --- from a problem to the tokens of its prompt: system prompt, template, chat template, tokenizer
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -370,18 +368,19 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise DataError(f"{folder}: no tokenizer here, expected a tokenizer_config.json")
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    # Whatever a damaged file makes of the libraries: tokenizers raises bare Exceptions.
+    # A damaged file can cause any exception; the tokenizers library raises bare Exceptions.
     except Exception as error:
-        raise DataError(f"{folder}: its tokenizer can't be loaded: {_named(error)}") from error
+        raise DataError(f"{folder}: its tokenizer can't be loaded: {_describe(error)}") from error
 
 
 def short_enough(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_prompt_tokens: int
 ) -> list[int]:
-    """Positions of the prompts that may be short enough: as characters, not as tokens."""
-    # Tokenising megabytes takes gigabytes, and no token stands for more than the vocabulary's longest.
-    longest = max(map(len, tokenizer.get_vocab()), default=1)
-    return [i for i, p in enumerate(prompts) if len(text_of(p)) <= longest * max_prompt_tokens]
+    """Positions of the prompts that may be short enough, by their number of characters."""
+    # Do not tokenise megabytes, which takes gigabytes of memory. No token is longer than the vocabulary's longest.
+    longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+    limit = longest_token * max_prompt_tokens
+    return [i for i, prompt in enumerate(prompts) if len(text_of(prompt)) <= limit]
 
 
 def rendered(
@@ -391,10 +390,10 @@ def rendered(
     locations: Sequence[str],
     tools: Sequence[Tools] = (),
 ) -> list[tuple[str, bool]]:
-    """The text of every prompt in ``form``, and whether the chat template wrote it.
+    """Render every prompt in ``form``: its text, and whether the chat template wrote it.
 
-    ``tools``: of every prompt; empty: none has any.
-    Raises DataError where a chat template leaves out what a message says.
+    ``tools`` are the definitions of every prompt; empty: no prompt has any. Raises DataError if a chat template leaves
+    out the content of a message.
     """
     formed = [form.of(prompt, where) for prompt, where in zip(prompts, locations, strict=True)]
     tools = tools or [()] * len(prompts)
@@ -405,10 +404,15 @@ def rendered(
             f"{locations[templated.index(True)]}: the prompt needs a chat template and the tokenizer "
             "has none; set data.apply_chat_template to false for plain-text prompts"
         )
-    return [
-        (_render(tokenizer, prompt, form, where, own), True) if chat else (text_of(prompt), False)
-        for prompt, chat, where, own in zip(formed, templated, locations, tools, strict=True)
-    ]
+    texts = []
+    for prompt, has_template, where, prompt_tools in zip(
+        formed, templated, locations, tools, strict=True
+    ):
+        text = text_of(prompt)
+        if has_template:
+            text = _render(tokenizer, prompt, form, where, prompt_tools)
+        texts.append((text, has_template))
+    return texts
 
 
 def tokenise(
@@ -418,15 +422,15 @@ def tokenise(
     locations: Sequence[str],
     tools: Sequence[Tools] = (),
 ) -> list[tuple[int, ...]]:
-    """Token ids of every prompt in ``form``. Special tokens: the chat template's, or for plain text the tokenizer's."""
+    """Tokenise every prompt in ``form``. The chat template adds special tokens; for plain text the tokenizer does."""
     texts = rendered(tokenizer, prompts, form, locations, tools)
     prompt_ids: list[tuple[int, ...]] = [()] * len(prompts)
     for with_template in (False, True):
-        chosen = [i for i, (_, by_template) in enumerate(texts) if by_template == with_template]
-        if not chosen:
+        positions = [i for i, (_, by_template) in enumerate(texts) if by_template == with_template]
+        if not positions:
             continue
-        encoded = _encoded(tokenizer, [texts[i][0] for i in chosen], special=not with_template)
-        for i, ids in zip(chosen, encoded, strict=True):
+        encoded = _encode(tokenizer, [texts[i][0] for i in positions], special=not with_template)
+        for i, ids in zip(positions, encoded, strict=True):
             prompt_ids[i] = tuple(ids)
     if () in prompt_ids:
         raise DataError(f"{locations[prompt_ids.index(())]}: the prompt has no tokens")
@@ -440,11 +444,13 @@ def token_counts(
     locations: Sequence[str],
     tools: Sequence[Tools] = (),
 ) -> list[int]:
-    """Tokens of every prompt in ``form``; a token more at each cut of one that is longer than ``PIECE``."""
-    return [
-        sum(map(len, _encoded_in_pieces(tokenizer, text, by_template)))
-        for text, by_template in rendered(tokenizer, prompts, form, locations, tools)
-    ]
+    """Count the tokens of every prompt in ``form``. A prompt longer than ``PIECE`` is cut, and each cut may add a
+    token."""
+    counts = []
+    for text, by_template in rendered(tokenizer, prompts, form, locations, tools):
+        pieces = _encode_in_pieces(tokenizer, text, by_template)
+        counts.append(sum(map(len, pieces)))
+    return counts
 
 
 def distinct_tokens(
@@ -454,23 +460,23 @@ def distinct_tokens(
     where: str,
     tools: Tools = (),
 ) -> set[int]:
-    """The ids of a prompt in ``form``, each once."""
+    """The set of token ids of a prompt in ``form``."""
     ((text, by_template),) = rendered(tokenizer, [prompt], form, [where], [tools])
-    return set().union(*_encoded_in_pieces(tokenizer, text, by_template))
+    return set().union(*_encode_in_pieces(tokenizer, text, by_template))
 
 
-def _encoded_in_pieces(
+def _encode_in_pieces(
     tokenizer: PreTrainedTokenizerBase, text: str, by_template: bool
 ) -> Iterator[list[int]]:
-    # A prompt of megabytes would take gigabytes at once.
+    # Tokenising a prompt of megabytes in one call would take gigabytes.
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
-    return _encoded(tokenizer, pieces, special=not by_template and len(pieces) == 1)
+    return _encode(tokenizer, pieces, special=not by_template and len(pieces) == 1)
 
 
-def _encoded(
+def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool
 ) -> Iterator[list[int]]:
-    """The ids of each text, about ``PIECE`` characters a call, or one text."""
+    """Yield the ids of each text. A call of the tokenizer has at most ``PIECE`` characters, or one text."""
     start = 0
     while start < len(texts):
         end, size = start + 1, len(texts[start])
@@ -496,27 +502,27 @@ def _render(
         text = render(tokenizer, messages, tools=tools, arguments=form.arguments)
     except ChatTemplateError as error:
         raise DataError(f"{where}: the chat template fails on it: {error}") from error
-    for missing in _missing_messages(text, messages):
+    for description in _missing_messages(text, messages):
         raise DataError(
-            f"{where}: the chat template leaves out, or alters, {missing}; expected it in the prompt. Leave it out of "
-            "the data, or give the checkpoint a chat template that writes it"
+            f"{where}: the chat template leaves out, or alters, {description}; expected it in the prompt. Leave it "
+            "out of the data, or give the checkpoint a chat template that writes it"
         )
     return text
 
 
 def _missing_messages(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The messages whose text a rendering lacks, in words."""
+    """Describe the messages whose text is missing in a rendering."""
     for number, message in enumerate(messages, start=1):
         role, content = str(message["role"]), str(message["content"])
         if role == "assistant":
-            # Templates take the thoughts out of earlier turns.
+            # Templates remove the thoughts from earlier turns.
             content = content.rpartition("</think>")[2]
         if not _is_in(text, content):
             yield f"message {number}, of the role {role!r}: {shorten(content)}"
 
 
 def _is_in(text: str, content: str) -> bool:
-    """Whether ``text`` has the content, as it is or as in a string of JSON, but for white space around it."""
+    """Whether ``text`` contains the content, unchanged or as a JSON string, ignoring white space around it."""
     content = content.strip()
     if content in text:
         return True
@@ -531,20 +537,20 @@ def left_out_tools(
     locations: Sequence[str],
     tools: Sequence[Tools],
 ) -> str | None:
-    """A warning where prompts lack the name of a tool that their record defines or calls; None: they have all."""
-    lacking = []
-    for prompt, where, own in zip(prompts, locations, tools, strict=True):
-        names = _tool_names(prompt, own)
+    """Write a warning if prompts lack the name of a tool that their record defines or calls; None if all have it."""
+    missing_tools = []
+    for prompt, where, prompt_tools in zip(prompts, locations, tools, strict=True):
+        names = _tool_names(prompt, prompt_tools)
         if not names:
             continue
-        ((text, _),) = rendered(tokenizer, [prompt], form, [where], [own])
-        lacking += [(where, name) for name in names if not _is_in(text, name)][:1]
-    if not lacking:
+        ((text, _),) = rendered(tokenizer, [prompt], form, [where], [prompt_tools])
+        missing_tools += [(where, name) for name in names if not _is_in(text, name)][:1]
+    if not missing_tools:
         return None
-    where, name = lacking[0]
+    where, name = missing_tools[0]
     return (
-        f"{len(lacking):,} of {len(prompts):,} prompts lack a tool that their record defines or calls, the first in "
-        f"{where}: {shorten(name)}; tools are written by a chat template that knows them, and by no plain text"
+        f"{len(missing_tools):,} of {len(prompts):,} prompts lack a tool that their record defines or calls, the first "
+        f"in {where}: {shorten(name)}; tools are written by a chat template that knows them, and by no plain text"
     )
 
 
@@ -557,7 +563,7 @@ def _tool_names(prompt: Prompt, tools: Tools) -> list[str]:
 
 
 def template_warnings(tokenizer: PreTrainedTokenizerBase, form: PromptForm) -> Iterator[str]:
-    """What the chat template does to prompts that is seldom meant, a sentence each."""
+    """Yield warnings about effects of the chat template that are seldom intended."""
     if tokenizer.chat_template is None or not form.apply_chat_template:
         return
     if has_date(tokenizer, form.arguments):
@@ -573,6 +579,6 @@ def template_warnings(tokenizer: PreTrainedTokenizerBase, form: PromptForm) -> I
         )
 
 
-def _named(error: Exception) -> str:
-    """An error of a library in one line."""
+def _describe(error: Exception) -> str:
+    """The error of a library in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

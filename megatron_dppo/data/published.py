@@ -1,7 +1,7 @@
-"""Published sets of problems: where each is, which columns its files have, what of it is taken; and their preparation.
+"""Published sets of problems: their place, the columns of their files, the rows that are used, and their preparation.
 
-A file's columns decide how it is read, not its name: ``schema_of`` takes the first schema of a set
-whose columns are all there. A further set is a row of ``SETS``.
+A file's columns decide how it is read, not its name: ``schema_of`` returns the first schema of a set whose columns the
+file has. To add a set, add a row to ``SETS``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from megatron_dppo.system.files import unwritable, write_atomically
 class Schema:
     """Two columns of a published file, each perhaps a field of a structure (``a.b``).
 
-    ``prompt``: the problem, as text or chat messages. ``answer``: the final answer. ``where``: what was published so.
-    ``worked``: ``answer`` is a worked solution, with its answer after ``####`` or in a box.
+    Attributes:
+        prompt: Column of the problem, as text or chat messages.
+        answer: Column of the final answer.
+        where: The sets that were published with these columns.
+        worked: Whether ``answer`` is a worked solution, with its answer after ``####`` or in a box.
     """
 
     prompt: str
@@ -71,18 +74,18 @@ _GSM8K = (Schema("question", "answer", "openai/gsm8k", worked=True), _VERL)
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """One name of ``prepare``.
+    """A published set, which ``prepare`` knows by a name.
 
     Attributes:
-        title: what it is.
-        schemas: that its files have been published with, in order of preference.
-        hub: its name on the Hugging Face hub.
-        file: of the hub's repository, for who downloads it by hand.
-        configs: of the hub's repository, and folders of a copy of it, that are read where they are there; none: all.
-        split: that is read where files name several; none: all.
-        year: of a competition; rows of other years are left out.
-        english: leave problems with Chinese, Japanese or Korean characters out.
-        integer_answers: whether every answer is an integer from 0 to 999.
+        title: Description of the set.
+        schemas: The schemas with which its files were published, in order of preference.
+        hub: Name on the Hugging Face hub.
+        file: The file in the hub's repository, for a download by hand.
+        configs: Configurations of the hub's repository, and folders of a copy of it, to read if they exist. None: all.
+        split: The split to read if files name several. None: all.
+        year: Year of a competition. Rows of other years are left out.
+        english: Whether to leave out problems with Chinese, Japanese or Korean characters.
+        integer_answers: Whether every answer is an integer from 0 to 999.
     """
 
     title: str
@@ -163,14 +166,14 @@ SETS: dict[str, PublishedSet] = {
         year=2023,
     ),
 }
-"""Name of ``prepare`` -> what it means."""
+"""Name for ``prepare`` -> the set."""
 
 _YEAR_COLUMNS = ("year", "Year", "url", "ID")
 _YEAR_IN_TEXT = re.compile(r"(?<!\d)((?:19|20)\d\d)(?!\d)")
 
 
 def schema_of(published: PublishedSet, columns: Sequence[str], where: object) -> Schema:
-    """The first schema of the set whose columns a file has. Raises DataError where none fits."""
+    """The first schema of the set whose columns a file has. Raises DataError if none fits."""
     for schema in published.schemas:
         if set(schema.columns) <= set(columns):
             return schema
@@ -179,19 +182,17 @@ def schema_of(published: PublishedSet, columns: Sequence[str], where: object) ->
 
 
 def columns_read(schema: Schema, columns: Sequence[str]) -> list[str]:
-    """What of a file's ``columns`` is looked at."""
+    """The columns of a file that are read."""
     return sorted({*schema.columns, *(name for name in _YEAR_COLUMNS if name in columns)})
 
 
 def year_of(record: Mapping[str, Any]) -> int | None:
-    """The year of a competition's problem: from its year, address or id; None where none says it."""
+    """The year of a competition's problem, from its year, address or id; None if it is unknown."""
     for column in _YEAR_COLUMNS:
         if year := _YEAR_IN_TEXT.search(str(record.get(column) or "")):
             return int(year[1])
     return None
 
-
-# --- from a record of a published file to a problem's text and its final answer
 
 _INSTRUCTIONS = tuple(
     re.compile(pattern, re.DOTALL)
@@ -204,7 +205,7 @@ _INSTRUCTIONS = tuple(
         r"\s+Please reason step by step, and put your final answer within \\boxed\{\}\.\s*\Z",
     )
 )
-"""What publishers put around a problem to say how it is to be answered."""
+"""Instructions about the form of the answer that publishers write around a problem."""
 _WHOLE = re.compile(r"([+-]?\d+)\.0+")
 _NUMBER = re.compile(r"[+-]?[\d.,/]+")
 _CONTEST_INTEGER = re.compile(r"\$?\s*(\d{1,3})\s*(?:\^\{?\\circ\}?|°)?\s*\$?")
@@ -212,15 +213,15 @@ _EAST_ASIAN = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uff01-\uff5e
 
 
 class RowError(ValueError):
-    """A record holds no problem or no answer that can be used."""
+    """A record has no usable problem or answer."""
 
 
 def prompt_text(value: object) -> str:
-    """The text of a problem: itself, or the one message of the user. Raises RowError."""
+    """The text of a problem, or of the single message of the user. Raises RowError."""
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
         questions = [message.get("content") for message in value if message.get("role") == "user"]
-        others = {message.get("role") for message in value} - {"user", "system"}
-        value = questions[0] if len(questions) == 1 and not others else value
+        other_roles = {message.get("role") for message in value} - {"user", "system"}
+        value = questions[0] if len(questions) == 1 and not other_roles else value
     if isinstance(value, str) and value.strip():
         return value
     raise RowError(f"its problem is {shorten(value)}, expected text or one message of a user")
@@ -234,7 +235,7 @@ def bare_problem(text: str) -> str:
 
 
 def answer_text(value: object) -> str:
-    """The answer as text: text, a number, or a list that holds one of these. Raises RowError."""
+    """Convert an answer to text: from text, a number, or a list with one of these. Raises RowError."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -245,15 +246,15 @@ def answer_text(value: object) -> str:
 
 
 def final_answer(text: str, schema: Schema, published: PublishedSet) -> str:
-    """The final answer in what ``answer_text`` returned: ``27.0`` is written 27.
+    """The final answer in the result of ``answer_text``: ``27.0`` becomes 27.
 
-    Raises RowError where a worked solution has none, or a competition of integers another one.
+    Raises RowError if a worked solution has no answer, or if a set with integer answers has another kind.
     """
     if schema.worked and not holds_answer(text) and not _NUMBER.fullmatch(text):
         raise RowError("its solution has neither #### nor a box")
     answer = gold_answer(text)
-    if whole := _WHOLE.fullmatch(answer):
-        answer = whole[1]
+    if whole_number := _WHOLE.fullmatch(answer):
+        answer = whole_number[1]
     if not answer:
         raise RowError("its answer is empty")
     if published.integer_answers:
@@ -264,8 +265,6 @@ def final_answer(text: str, schema: Schema, published: PublishedSet) -> str:
     return answer
 
 
-# --- the files and rows that ``--from`` stands for: a file, a folder, or a name on the hub
-
 _FORMATS = (".parquet", ".jsonl", ".json", ".arrow")
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|test|validation|valid|dev)(?=[/_.-]|$)", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -273,7 +272,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """Rows with one schema, and where they are from. ``name``: of the file, or on the hub."""
+    """Rows with one schema. ``name`` is the file's path, or the name on the hub."""
 
     name: str
     schema: Schema
@@ -281,15 +280,15 @@ class PublishedFile:
 
 
 def files_of(published: PublishedSet, source: str, split: str | None) -> list[PublishedFile]:
-    """What ``source`` holds of the set, file by file.
+    """The files of the set in ``source``.
 
     Args:
-        published: the set.
-        source: path of a file or a folder, or a name on the hub.
-        split: that is read instead of the set's own.
+        published: The set.
+        source: Path of a file or a folder, or a name on the hub.
+        split: The split to read instead of the set's own.
 
     Raises:
-        DataError: nothing is there, or no file has a known schema.
+        DataError: There is no file, or no file has a known schema.
     """
     path = Path(source)
     if path.exists():
@@ -307,28 +306,28 @@ def _published_file(published: PublishedSet, file: Path) -> PublishedFile:
 
 
 def _files_in(folder: Path, published: PublishedSet, split: str | None) -> list[Path]:
-    """The folder's data files, of one configuration and one split where paths name several."""
-    paths = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.suffix in _FORMATS and path.name not in DESCRIPTIONS and path.is_file()
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
-    chosen = [p for p in paths if set(p.relative_to(folder).parts) & set(published.configs)]
-    paths = chosen or paths
+    """The folder's data files, of one configuration and one split if paths name several."""
+    paths = []
+    for path in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        is_data = path.suffix in _FORMATS and path.name not in DESCRIPTIONS and path.is_file()
+        if is_data and not is_hidden:
+            paths.append(path)
+    config_paths = [p for p in paths if set(p.relative_to(folder).parts) & set(published.configs)]
+    paths = config_paths or paths
     if split is not None and any(_split_of(path, folder) for path in paths):
         paths = [path for path in paths if _split_of(path, folder) in (None, split)]
     if not paths:
-        wanted = f" of the split {split}" if split else ""
+        split_text = f" of the split {split}" if split else ""
         raise DataError(
-            f"{folder}: no {', '.join(_FORMATS)} file{wanted} in it. {_how_to_get(published)}"
+            f"{folder}: no {', '.join(_FORMATS)} file{split_text} in it. {_how_to_get(published)}"
         )
     return paths
 
 
 def _split_of(path: Path, folder: Path) -> str | None:
-    named = _SPLIT.findall(str(path.relative_to(folder)))
-    return named[0].lower() if named else None
+    names = _SPLIT.findall(str(path.relative_to(folder)))
+    return names[0].lower() if names else None
 
 
 def _how_to_get(published: PublishedSet) -> str:
@@ -339,7 +338,7 @@ def _how_to_get(published: PublishedSet) -> str:
 
 
 def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[PublishedFile]:
-    """A repository of the hub, through ``datasets``, which keeps what it has downloaded."""
+    """Read a repository of the hub with ``datasets``, which caches its downloads."""
     try:
         import datasets
     except ImportError as error:
@@ -368,11 +367,9 @@ def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[Pub
     return files
 
 
-# --- ``megatron-dppo data prepare``: published problems as the JSON Lines that a run reads
-#
-# One line a problem: ``problem`` without the publisher's instructions, ``answer`` as what follows
-# ``####`` or stands in the box, ``source``. How the problem is put to the model is the recipe's
-# to say (``data.prompt_template``), so that training and evaluation say it alike.
+# ``megatron-dppo data prepare`` writes published problems as JSON Lines, with one problem a line: ``problem`` without
+# the publisher's instructions, ``answer`` (the text after ``####`` or in the box), ``source``. The recipe sets the form
+# of the prompt (``data.prompt_template``), so that training and evaluation have the same.
 
 DUPLICATES, OTHER_YEARS, NOT_ENGLISH = "duplicates", "of other years", "not in English"
 CONFLICTING, UNUSABLE = "with another answer elsewhere", "without a usable answer or problem"
@@ -382,15 +379,15 @@ _ADVANCE = 10_000
 
 @dataclass
 class Preparation:
-    """The problems of a published set, taken row by row, each once.
+    """The problems of a published set, collected row by row without duplicates.
 
     Attributes:
-        published: the set.
-        answers: problem -> answer, in the published order.
-        rows: rows read.
-        left_out: reason -> rows.
-        faults: the first rows that can't be used, in words.
-        instructed: problems whose publisher's instructions were taken away.
+        published: The set.
+        answers: Problem -> answer, in the published order.
+        rows: Number of rows read.
+        left_out: Reason -> number of rows.
+        faults: Descriptions of the first unusable rows.
+        instructed: Problems from which a publisher's instructions were removed.
     """
 
     published: PublishedSet
@@ -404,7 +401,7 @@ class Preparation:
     _conflicting: set[str] = field(default_factory=set)
 
     def add(self, record: Mapping[str, Any], schema: Schema, where: str) -> None:
-        """Take the row's problem, or count why not."""
+        """Add the row's problem, or count the reason why it is left out."""
         self.rows += 1
         try:
             reason = self._reason_against(record, schema)
@@ -416,7 +413,7 @@ class Preparation:
             self.left_out[reason] += 1
 
     def finish(self) -> None:
-        """Leave problems out that came with different answers: all but one of them are wrong."""
+        """Remove problems with different answers, because all but one of these answers are wrong."""
         for key in self._conflicting:
             del self.answers[self._problems[key]]
             self.left_out[CONFLICTING] += 1
@@ -430,7 +427,7 @@ class Preparation:
         return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
     def report(self) -> Iterator[str]:
-        """What was read, kept and left out, a line each."""
+        """Yield lines about the rows read, kept and left out."""
         yield f"{self.rows:,} rows read, {len(self.answers):,} problems kept"
         for reason, count in self.left_out.most_common():
             yield f"  {count:,} left out: {reason}"
@@ -442,17 +439,17 @@ class Preparation:
     def _reason_against(self, record: Mapping[str, Any], schema: Schema) -> str | None:
         published = self.published
         text = prompt_text(value_at(record, schema.prompt))
-        given = answer_text(value_at(record, schema.answer))
-        # Compared as they are published before a closer look, because one set has each row a hundred times.
-        if (text, given) in self._rows:
+        published_answer = answer_text(value_at(record, schema.answer))
+        # First compare rows as they were published, which is fast: one set has each row a hundred times.
+        if (text, published_answer) in self._rows:
             return DUPLICATES
-        self._rows.add((text, given))
+        self._rows.add((text, published_answer))
         if published.year is not None and year_of(record) not in (None, published.year):
             return OTHER_YEARS
         problem = bare_problem(text)
         if published.english and _EAST_ASIAN.search(problem):
             return NOT_ENGLISH
-        answer = final_answer(given, schema, published)
+        answer = final_answer(published_answer, schema, published)
         key = " ".join(problem.split())
         if key in self._problems:
             if self.answers[self._problems[key]] == answer:
@@ -467,9 +464,9 @@ class Preparation:
 
 
 def prepare(name: str, source: str, out: Path, split: str | None = None) -> Preparation:
-    """Read the published set ``name`` from ``source`` and write ``out``, whole or not at all.
+    """Read the published set ``name`` from ``source``, and write ``out`` atomically.
 
-    Raises DataError where nothing is found, or nothing of it can be used.
+    Raises DataError if nothing is found, or nothing can be used.
     """
     published = SETS[name]
     if reason := unwritable(out.parent):
@@ -483,7 +480,7 @@ def prepare(name: str, source: str, out: Path, split: str | None = None) -> Prep
 
 
 def collect(published: PublishedSet, files: Iterable[PublishedFile]) -> Preparation:
-    """The problems of all files, each once."""
+    """Collect the problems of all files, without duplicates."""
     prepared = Preparation(published)
     with progress("read rows", None) as bar:
         for file in files:

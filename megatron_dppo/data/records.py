@@ -1,7 +1,7 @@
-"""Files of records in every format that is read: JSON Lines, JSON, CSV, Parquet, Arrow; and what of a record is a
-problem's prompt, answer and metadata.
+"""Data rows from files in JSON Lines, JSON, CSV, Parquet and Arrow; and a row's prompt, answer and metadata.
 
-The first bytes decide, not the name: published files have many. One error names file and line.
+The first bytes of a file decide its format, not its name, because published files have many names. An error names file
+and line.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date, time, timedelta
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -31,18 +32,18 @@ PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
 COLUMNAR = (PARQUET, ARROW_FILE, ARROW_STREAM)
 GZIP = b"\x1f\x8b"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-# Rows that are Python objects at one time: published files have millions.
+# Number of rows that exist as Python objects at one time: published files have millions.
 _BATCH = 4096
 
 
 class DataError(RunError, ValueError):
-    """A data set cannot be used; the message names the file, the line (from 1) and the fault."""
+    """A data set cannot be used. The message has the file, the line (from 1) and the error."""
 
 
 class FilePart(NamedTuple):
-    """One of the files that a set of records is from.
+    """One of the files of a set of records.
 
-    ``records``: their number. ``unit``: what one is called in messages, ``line`` or ``row``.
+    ``records`` is the number of its records. ``unit`` is the word for a record in messages, ``line`` or ``row``.
     """
 
     path: str
@@ -53,8 +54,11 @@ class FilePart(NamedTuple):
 class RecordSet(NamedTuple):
     """The records of a data path.
 
-    ``locations``: the place of each in words. ``sha256``: of the file's bytes, or of all files' hashes. ``parts``: the
-    files in their order.
+    Attributes:
+        records: The records.
+        locations: File and line of each record, in words.
+        sha256: Hash of the file's bytes, or of all files' hashes.
+        parts: The files in their order.
     """
 
     records: list[Record]
@@ -64,7 +68,7 @@ class RecordSet(NamedTuple):
 
 
 def read_records(path: Path) -> tuple[list[Record], list[str], str]:
-    """The objects of a file, the place of each in words, and the SHA-256 of the file's bytes."""
+    """Read the objects of a file, the location of each in words, and the SHA-256 of the file's bytes."""
     if is_columnar(path):
         records = list(_rows(path))
         if not records:
@@ -79,9 +83,9 @@ def read_records(path: Path) -> tuple[list[Record], list[str], str]:
 
 
 def read_all_records(path: str | Path) -> RecordSet:
-    """The objects of a file, or of all files of a folder or a glob, file after file.
+    """Read the objects of a file, or of all files of a folder or a glob, file after file.
 
-    Raises DataError where there is no file, or one can't be read.
+    Raises DataError if there is no file, or one cannot be read.
     """
     expanded = data_files(path)
     if not expanded.files:
@@ -99,30 +103,30 @@ def read_all_records(path: str | Path) -> RecordSet:
 
 
 def joined_sha256(hashes: Sequence[str]) -> str:
-    """One hash for files in this order, from their own; a single file keeps its own."""
+    """Combine the hashes of files, in this order. A single hash is returned unchanged."""
     if len(hashes) == 1:
         return hashes[0]
     return hashlib.sha256(json.dumps(list(hashes)).encode()).hexdigest()
 
 
 def columns_of(path: Path) -> list[str]:
-    """The names of a file's columns; of the first object where it is JSON."""
+    """The names of a file's columns; for JSON, the keys of the first object."""
     if not is_columnar(path):
         return sorted(_objects(path)[0])
     with _faults_named(path):
-        return list(_opened(path, None)[0])
+        return list(_open(path, None)[0])
 
 
 def stream_records(path: Path, columns: Sequence[str]) -> Iterator[Record]:
-    """The objects of a file one after the other, with ``columns`` at least.
+    """Yield the objects of a file one after the other, with at least ``columns``.
 
-    Takes a JSON document too: a list of objects, or a single one, as MATH was first published.
+    The file may also be a JSON document: a list of objects, or one object, as MATH was first published.
     """
     return _rows(path, columns) if is_columnar(path) else iter(_objects(path))
 
 
 def is_columnar(path: Path) -> bool:
-    """Whether the file is Parquet or Arrow. Raises DataError where it can't be read."""
+    """Whether the file is Parquet or Arrow. Raises DataError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(4) in COLUMNAR
@@ -131,15 +135,12 @@ def is_columnar(path: Path) -> bool:
 
 
 def unit_of(path: Path) -> str:
-    """What a record of the file is called in messages, ``line`` or ``row``."""
+    """The word for a record of the file in messages, ``line`` or ``row``."""
     return "row" if is_columnar(path) or _delimiter(path) is not None else "line"
 
 
-# --- JSON and CSV, perhaps compressed by gzip
-
-
 def _delimiter(path: Path) -> str | None:
-    """What separates the columns of a CSV file; None for other files. ``.csv.gz`` is one too."""
+    """The column separator of a CSV file, which may be ``.csv.gz``; None for other files."""
     name = path.name.lower().removesuffix(".gz")
     return _DELIMITERS.get(Path(name).suffix)
 
@@ -154,7 +155,7 @@ def _decompressed(path: Path, content: bytes) -> bytes:
 
 
 def _parse_text_file(path: Path, content: bytes) -> tuple[list[Record], list[str]]:
-    """The objects of a JSONL or CSV file and the place of each in words."""
+    """Parse the objects of a JSONL or CSV file, and the location of each in words."""
     delimiter = _delimiter(path)
     if delimiter is None:
         return _parse_lines(path, content)
@@ -162,7 +163,7 @@ def _parse_text_file(path: Path, content: bytes) -> tuple[list[Record], list[str
 
 
 def _parse_table(path: Path, content: bytes, delimiter: str) -> tuple[list[Record], list[str]]:
-    """The rows of a CSV file, whose first line names the columns. Values are text; empty ones are none."""
+    """Parse a CSV file, whose first line has the column names. Values are text; an empty value becomes None."""
     try:
         text = content.decode("utf-8-sig")
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
@@ -175,7 +176,7 @@ def _parse_table(path: Path, content: bytes, delimiter: str) -> tuple[list[Recor
         raise DataError(f"{path}: the file is empty, expected a line of column names and rows")
     locations = [f"{path}, row {number}" for number in range(1, len(rows) + 1)]
     for row, where in zip(rows, locations, strict=True):
-        # DictReader keeps what is beyond the named columns under None.
+        # DictReader stores values beyond the named columns under the key None.
         if None in row or None in row.values():
             count = len(reader.fieldnames or ())
             raise DataError(f"{where}: expected {count} columns, as the first line names")
@@ -184,7 +185,7 @@ def _parse_table(path: Path, content: bytes, delimiter: str) -> tuple[list[Recor
 
 
 def _parse_lines(path: Path, content: bytes) -> tuple[list[Record], list[str]]:
-    """The objects of a JSONL file and the place of each in words."""
+    """Parse the objects of a JSONL file, and the location of each in words."""
     lines = content.removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n")
     if lines == [b""]:
         raise DataError(f"{path}: the file is empty, expected one JSON object a line")
@@ -197,10 +198,10 @@ def _parse_lines(path: Path, content: bytes) -> tuple[list[Record], list[str]]:
 
 
 def _parse_text(text: bytes, where: str) -> Any:
-    """A JSON value. Raises DataError beginning with ``where``, also for what can't be written back."""
+    """Parse a JSON value. Raises DataError beginning with ``where``, also for text that cannot be written to a file."""
     try:
         value = json.loads(text)
-        # An escape may be half of a surrogate pair, which json takes and no file can hold.
+        # json accepts an escape for half of a surrogate pair, but such text cannot be written to a file.
         if b"\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -211,7 +212,7 @@ def _parse_text(text: bytes, where: str) -> Any:
         raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
         raise DataError(f"{where}: nested too deeply") from error
-    # Python reads no integer of more than 4300 digits.
+    # Python raises ValueError for an integer of more than 4300 digits.
     except ValueError as error:
         raise DataError(f"{where}: {error}; write a long number as text") from error
     return value
@@ -238,20 +239,19 @@ def _content(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-# --- Parquet and Arrow
-
-
 def _rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Record]:
-    """The rows as plain Python values, of ``columns`` alone where they are given."""
+    """Yield the rows as plain Python values, with only ``columns`` unless they are None."""
     with _faults_named(path):
-        for batch in _opened(path, columns)[1]:
+        for batch in _open(path, columns)[1]:
             for start in range(0, batch.num_rows, _BATCH):
                 rows = batch.slice(start, _BATCH)
-                yield from (rows if columns is None else rows.select(list(columns))).to_pylist()
+                if columns is not None:
+                    rows = rows.select(list(columns))
+                yield from rows.to_pylist()
 
 
-def _opened(path: Path, columns: Sequence[str] | None) -> tuple[list[str], Iterator[Any]]:
-    """The names of the columns, and the record batches."""
+def _open(path: Path, columns: Sequence[str] | None) -> tuple[list[str], Iterator[Any]]:
+    """Open a file, and return the names of its columns and its record batches."""
     import pyarrow
     import pyarrow.parquet
 
@@ -259,14 +259,14 @@ def _opened(path: Path, columns: Sequence[str] | None) -> tuple[list[str], Itera
         kind = file.read(4)
     if kind == PARQUET:
         parquet = pyarrow.parquet.ParquetFile(path)
-        chosen = None if columns is None else list(columns)
-        return parquet.schema_arrow.names, parquet.iter_batches(_BATCH, columns=chosen)
+        selected_columns = None if columns is None else list(columns)
+        return parquet.schema_arrow.names, parquet.iter_batches(_BATCH, columns=selected_columns)
     source = pyarrow.memory_map(str(path))
     if kind == ARROW_STREAM:
         stream = pyarrow.ipc.open_stream(source)
         return stream.schema.names, iter(stream)
-    whole = pyarrow.ipc.open_file(source)
-    return whole.schema.names, map(whole.get_batch, range(whole.num_record_batches))
+    arrow = pyarrow.ipc.open_file(source)
+    return arrow.schema.names, map(arrow.get_batch, range(arrow.num_record_batches))
 
 
 @contextmanager
@@ -284,13 +284,11 @@ def _faults_named(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: no readable Parquet or Arrow file: {error}") from error
 
 
-# --- what of a record is a problem's prompt, its answer and its metadata
-
 Prompt = str | list[dict[str, Any]]
 """Text, or chat messages with the content as text."""
 Keys = tuple[tuple[str, ...], ...]
-"""Names of the same thing, in any case: the first row of which a record has one with a value is used. Values of two
-names of a row must be the same."""
+"""Rows of names with one meaning, in upper or lower case. The first row with a name that has a value in the record is
+used. If two names of this row have values, these must be equal."""
 PROMPT_KEYS: Keys = (
     ("prompt",),
     ("problem", "question", "query", "instruction"),
@@ -304,9 +302,9 @@ ANSWER_KEYS: Keys = (
     ("solution",),
 )
 METADATA_KEYS = ("metadata", "extra_info", "info")
-"""The first that is an object, or its JSON as text."""
+"""The first of these columns with an object, or with JSON text of one, is the metadata."""
 EVERY_COLUMN = "*"
-"""As the key of metadata: all columns of a record."""
+"""A key of metadata that stands for all columns of a record."""
 _CONVERSATIONS = ("messages", "conversations", "prompt")
 TOOLS_KEY = "tools"
 """Definitions of functions, which the chat template writes into the prompt."""
@@ -327,21 +325,21 @@ UNREAD_KEYS = (
     *("article", "choices", "options", "input", "history"),
     *("functions", "tool_definitions", "available_tools", "tool_schemas"),
 )
-"""Columns that are content by their names, and never a part of a prompt beside the columns above."""
+"""Columns whose names suggest content, but which are never added to the prompt of the columns above."""
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-"""ShareGPT's names of roles; other roles stay."""
+"""ShareGPT's names of roles -> the usual names. Other names are kept."""
 
 
 class UnansweredError(ValueError):
-    """A record has no usable answer; the message says why."""
+    """A record has no usable answer. The message has the reason."""
 
 
 def prompt_of(record: Mapping[str, Any], where: str, key: str | None = None) -> Prompt:
-    """The prompt under ``key``, ``a.b`` for a field of a structure; None: under one of ``PROMPT_KEYS``.
+    """Read the prompt under ``key`` (``a.b`` for a field of a structure); None: under one of ``PROMPT_KEYS``.
 
-    Chat messages have a role and content, or ShareGPT's ``from`` and ``value``; content is text, or parts of text, and
-    may lack where there are ``tool_calls``. What the assistant says at the end is an answer, and left out. Text under
-    ``input`` belongs to an ``instruction``. Raises DataError where there is no prompt, or two.
+    Chat messages have a role and content, or ShareGPT's ``from`` and ``value``. Content is text, or parts of text, and
+    may be missing if there are ``tool_calls``. Messages of the assistant at the end are an answer, and are left out.
+    Text under ``input`` is appended to an ``instruction``. Raises DataError if there is no prompt, or two.
     """
     if key is not None:
         if (value := value_at(record, key)) is None:
@@ -349,23 +347,25 @@ def prompt_of(record: Mapping[str, Any], where: str, key: str | None = None) -> 
         return _prompt(value, key, where)
     values = _values(record, PROMPT_KEYS)
     if not values:
-        expected = ", ".join(name for names in PROMPT_KEYS for name in names)
-        raise DataError(f"{where}: no prompt; expected one of {expected}, found {keys(record)}")
+        raise DataError(
+            f"{where}: no prompt; expected one of {', '.join(chain(*PROMPT_KEYS))}, found {keys(record)}"
+        )
     prompts = {name: _prompt(value, name, where) for name, value in values.items()}
     if len({text_of(prompt) for prompt in prompts.values()}) > 1:
         raise DataError(f"{where}: {_ambiguity(values, 'prompt_key')}")
     key, prompt = next(iter(prompts.items()))
     if key.lower() == "instruction" and isinstance(prompt, str):
-        further = next(iter(_values(record, (("input",),)).values()), "")
-        return f"{prompt}\n\n{further}" if isinstance(further, str) and further.strip() else prompt
+        input_text = next(iter(_values(record, (("input",),)).values()), "")
+        if isinstance(input_text, str) and input_text.strip():
+            return f"{prompt}\n\n{input_text}"
     return prompt
 
 
 def answer_of(record: Mapping[str, Any], key: str | None = None) -> str:
-    """The answer under ``key``; None: under one of ``ANSWER_KEYS``, a ``solution`` where it has its answer after
-    ``####`` or in a box, or is a single word. Text, a number, or a list with one of them.
+    """Read the answer under ``key``; None: under one of ``ANSWER_KEYS``.
 
-    Raises UnansweredError where there is no answer, or two.
+    The answer is text, a number, or a list with one of them. A ``solution`` counts only if it has its answer after
+    ``####`` or in a box, or is a single word. Raises UnansweredError if there is no answer, or two.
     """
     if key is not None:
         if _steps(key)[0] not in record and key not in record:
@@ -378,7 +378,7 @@ def answer_of(record: Mapping[str, Any], key: str | None = None) -> str:
     for name, answer in answers.items():
         if name.lower() != "solution" or holds_answer(answer) or len(answer.split()) == 1:
             return answer
-    expected = ", ".join(repr(name) for names in ANSWER_KEYS[:-1] for name in names)
+    expected = ", ".join(map(repr, chain(*ANSWER_KEYS[:-1])))
     raise UnansweredError(
         f"no answer; expected {expected}, or a 'solution' with #### or \\boxed, found {keys(record)}"
         f"{_last_message_hint(record)}"
@@ -386,7 +386,7 @@ def answer_of(record: Mapping[str, Any], key: str | None = None) -> str:
 
 
 def _last_message_hint(record: Mapping[str, Any]) -> str:
-    """How to name the answer that a conversation ends with; empty where none does."""
+    """A hint with the key of the answer, if a conversation ends with a message of the assistant; else empty."""
     for name, value in record.items():
         if name.lower() not in _CONVERSATIONS or not isinstance(value, list) or not value:
             continue
@@ -399,10 +399,10 @@ def _last_message_hint(record: Mapping[str, Any]) -> str:
 
 
 def metadata_of(record: Mapping[str, Any], where: str, key: str | None = None) -> Mapping[str, Any]:
-    """The object under ``key``, or all columns where that is ``*``; None: under one of ``METADATA_KEYS``, and empty
-    where none is an object.
+    """Read the object under ``key``, or all columns for ``*``. None: under one of ``METADATA_KEYS``, and empty if none
+    is an object.
 
-    Raises DataError where there is none under ``key``, or it holds what JSON can't.
+    Raises DataError if there is no object under ``key``, or it has values that JSON cannot represent.
     """
     if key == EVERY_COLUMN:
         return {name: _as_json(value, f"{where}: {name!r}") for name, value in record.items()}
@@ -414,20 +414,20 @@ def metadata_of(record: Mapping[str, Any], where: str, key: str | None = None) -
             except (ValueError, RecursionError):
                 continue
         if isinstance(value, Mapping):
-            return {part: _as_json(inner, f"{where}: {name!r}") for part, inner in value.items()}
+            return {part: _as_json(item, f"{where}: {name!r}") for part, item in value.items()}
     if key is not None:
         raise DataError(f"{where}: {key!r} is {shorten(value_at(record, key))}, expected an object")
     return {}
 
 
 def _as_json(value: Any, where: str) -> Any:
-    """A value of a columnar file as JSON has it, for that is how it goes to processes: dates, times and decimals as
-    text. Raises DataError for what no text stands for, and what is nested too deeply."""
+    """Convert a value of a columnar file to JSON types, because processes exchange JSON: dates, times and decimals
+    become text. Raises DataError for other types, and for values that are nested too deeply."""
     try:
         if isinstance(value, Mapping):
-            return {key: _as_json(inner, where) for key, inner in value.items()}
+            return {key: _as_json(item, where) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [_as_json(inner, where) for inner in value]
+            return [_as_json(item, where) for item in value]
     except RecursionError as error:
         raise DataError(f"{where} is nested too deeply") from error
     if isinstance(value, date | time | timedelta | Decimal):
@@ -438,15 +438,15 @@ def _as_json(value: Any, where: str) -> Any:
 
 
 def tools_of(record: Mapping[str, Any], where: str) -> tuple[dict[str, Any], ...]:
-    """The definitions of functions under ``tools``: a list of objects, or its JSON as text; empty where there are none.
+    """Read the definitions of functions under ``tools``: a list of objects, or its JSON as text. Empty without any.
 
-    Raises DataError where it is something else.
+    Raises DataError for another value.
     """
     value = record.get(TOOLS_KEY)
     if _is_blank(value):
         return ()
     tools = _parsed(value)
-    # Some files have each definition as JSON text of its own.
+    # Some files have a separate JSON text for each definition.
     tools = [_parsed(tool) for tool in tools] if isinstance(tools, list) else [tools]
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(
@@ -457,10 +457,9 @@ def tools_of(record: Mapping[str, Any], where: str) -> tuple[dict[str, Any], ...
 
 
 def refuse_media(record: Mapping[str, Any], prompt: Prompt, where: str) -> None:
-    """Raise DataError where a record has images, videos or sound, which the model would not get.
+    """Raise DataError if a record has images, videos or sound, which the model would not receive.
 
-    A text under ``image`` alone may be a name of something else, so it counts where the prompt has a mark such as
-    ``<image>``.
+    Text under ``image`` may have another meaning, so it counts only if the prompt has a mark such as ``<image>``.
     """
     for name, value in record.items():
         if name.lower() not in MEDIA_KEYS or _is_empty(value):
@@ -475,26 +474,26 @@ def refuse_media(record: Mapping[str, Any], prompt: Prompt, where: str) -> None:
 
 
 def unread_columns(record: Mapping[str, Any], prompt: Prompt) -> list[str]:
-    """The columns of ``UNREAD_KEYS`` that have a value which is no part of the prompt."""
+    """The columns of ``UNREAD_KEYS`` that have a value which is not in the prompt."""
     text = _all_text(prompt)
-    found = []
+    names = []
     for name, value in record.items():
         if name.lower() not in UNREAD_KEYS or _is_empty(value):
             continue
         if not isinstance(value, str) or value.strip() not in text:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _all_text(prompt: Prompt) -> str:
-    """The text of every message."""
+    """The joined text of all messages."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(str(message["content"]) for message in prompt)
 
 
 def _is_empty(value: object) -> bool:
-    """Whether a column has nothing: also a list or an object of nothing, as columnar files have them."""
+    """Whether a value is empty. Lists and objects of empty values count, because columnar files have these."""
     if isinstance(value, Mapping):
         return all(map(_is_empty, value.values()))
     if isinstance(value, list | tuple):
@@ -503,7 +502,7 @@ def _is_empty(value: object) -> bool:
 
 
 def _parsed(value: Any) -> Any:
-    """The value of JSON text; another value, and text that is no JSON, stays what it is."""
+    """Parse JSON text. Other values, and text that is not JSON, are returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -513,32 +512,34 @@ def _parsed(value: Any) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """A copy without the keys that columnar files add to every object of a column."""
+    """A copy without keys of value None, which columnar files add to every object of a column."""
     if isinstance(value, Mapping):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_without_none(inner) for inner in value]
+        return [_without_none(item) for item in value]
     return value
 
 
 def text_of(prompt: Prompt) -> str:
-    """The text itself, or the last message's."""
+    """The prompt's text, or that of its last message."""
     return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
 def _values(record: Mapping[str, Any], rows: Keys) -> dict[str, Any]:
-    """What a record has under the names of the first row with a value, by key; where no name has one, what is there
-    instead under the first."""
+    """The values of a record under the names of the first row that has one, by key. If no row has a value, the blank
+    value under the first name that exists."""
     blank: dict[str, Any] = {}
     for names in rows:
-        # A structure's fields are asked for as they are written.
-        spelled = [k for n in names for k in ([n] if "." in n else record) if k.lower() == n]
-        present = {
-            k: value_at(record, k) for k in spelled if k in record or _is_structure(record, k)
-        }
-        if values := {k: value for k, value in present.items() if not _is_blank(value)}:
+        row_values: dict[str, Any] = {}
+        for name in names:
+            # Names of a structure's fields must match exactly; column names may differ in case.
+            spellings = [name] if "." in name else [key for key in record if key.lower() == name]
+            for key in spellings:
+                if key in record or _is_structure(record, key):
+                    row_values[key] = value_at(record, key)
+        if values := {key: value for key, value in row_values.items() if not _is_blank(value)}:
             return values
-        blank = blank or dict(list(present.items())[:1])
+        blank = blank or dict(list(row_values.items())[:1])
     return blank
 
 
@@ -551,8 +552,8 @@ def _is_blank(value: object) -> bool:
 
 
 def _ambiguity(values: Mapping[str, Any], config_key: str) -> str:
-    shown = " and ".join(f"{key!r} is {shorten(value)}" for key, value in values.items())
-    return f"{shown}; which of them is meant? Set the file's {config_key} (docs/data.md)"
+    values_text = " and ".join(f"{key!r} is {shorten(value)}" for key, value in values.items())
+    return f"{values_text}; which of them is meant? Set the file's {config_key} (docs/data.md)"
 
 
 def _prompt(value: object, key: str, where: str) -> Prompt:
@@ -572,10 +573,10 @@ def _prompt(value: object, key: str, where: str) -> Prompt:
 
 
 def _message(message: Any) -> dict[str, Any] | None:
-    """A message as chat templates take it; None where it is none."""
+    """Convert a message to the form that chat templates take. None for an invalid message."""
     if not isinstance(message, Mapping):
         return None
-    # Columnar files have every key in every message.
+    # Columnar files have every key in every message, with the value None.
     fields = {key: value for key, value in message.items() if value is not None}
     role = fields.pop("role", None) or fields.pop("from", None)
     content = fields.pop("content" if "content" in fields else "value", None)
@@ -593,7 +594,7 @@ def _message(message: Any) -> dict[str, Any] | None:
 
 
 def _tool_call(call: Any) -> Any:
-    """A call with its arguments as an object, where they are one or its JSON as text."""
+    """Convert a tool call: arguments that are JSON text of an object become the object."""
     if not isinstance(call, Mapping):
         return call
     plain = {key: _without_none(value) for key, value in call.items() if value is not None}
@@ -604,7 +605,7 @@ def _tool_call(call: Any) -> Any:
 
 
 def _text_of_parts(parts: list[Any]) -> str | None:
-    """The texts of ``{"type": "text", "text": ...}`` in a row; None where there is anything else."""
+    """Join the texts of ``{"type": "text", "text": ...}``. None if there is another kind of part."""
     texts = []
     for part in parts:
         is_text = isinstance(part, Mapping) and part.get("type") == "text"
@@ -626,7 +627,7 @@ def _answer(value: object, key: str) -> str:
 
 
 def _decimal_text(value: Decimal) -> str:
-    """A decimal without an exponent and without zeros at its end: ``5.00`` is 5."""
+    """Write a decimal without an exponent and without trailing zeros: ``5.00`` becomes 5."""
     text = format(value, "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -637,11 +638,8 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# --- values, and how messages show them
-
-
 def value_at(record: Mapping[str, Any], path: str) -> Any:
-    """The value under ``a``, under ``a.b`` in a structure, or under ``a[-1]`` in a list; None where it is not there."""
+    """The value under ``a``, under ``a.b`` in a structure, or under ``a[-1]`` in a list; None without one."""
     if path in record:
         return record[path]
     value: Any = record
@@ -655,11 +653,11 @@ def value_at(record: Mapping[str, Any], path: str) -> Any:
 
 
 def _steps(path: str) -> list[str | int]:
-    """``a[-1].b`` as a, -1, b."""
+    """Split a path: ``a[-1].b`` becomes a, -1, b."""
     steps: list[str | int] = []
     for part in path.split("."):
-        name, *places = re.split(r"\[(-?\d+)\]", part)
-        steps += [name, *map(int, places[::2])]
+        name, *indices = re.split(r"\[(-?\d+)\]", part)
+        steps += [name, *map(int, indices[::2])]
     return steps
 
 
