@@ -1,9 +1,9 @@
-"""LoRA: which matrices of a model have an adapter, and what of each adapter a rank holds.
+"""LoRA: the matrices of a model that have an adapter, and each rank's part of every adapter.
 
 An adapter of a Hugging Face matrix W [out, in] is a pair A [rank, in], B [out, rank]; the model computes with
-``W + scale * B A``. Everything follows from the families' tables: a rank holds the rows of B (or the columns of A) that
-belong to the rows (columns) of W that it holds, and all of the other one. So a rank makes its part of the merged matrix
-without asking another.
+``W + scale * B A``. The families' tables define a rank's part: if the rank holds some rows of W, it holds the same rows
+of B and all of A; if it holds some columns of W, the same columns of A and all of B. So a rank computes its part of the
+merged matrix without communication.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from megatron_dppo.model import mapping
 from megatron_dppo.model.errors import ModelError
@@ -30,12 +31,12 @@ from megatron_dppo.model.shape import ModelShape
 ALL = "all-linear"
 ATTENTION, MLP, EXPERTS, HEAD = "attention", "mlp", "experts", "head"
 ANY_EXPERT = "*"
-"""Stands for an expert's number in the name of an adapter that all experts of a layer share."""
+"""Placeholder of the expert's number in the name of an adapter that all experts of a layer share."""
 CHECKPOINT_PREFIX = "adapters."
 _EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 LORA_A, LORA_B = "lora_A", "lora_B"
 CHILD = "adapter"
-"""What the module of the adapters is called in its Megatron linear."""
+"""Name of the adapters' module in its Megatron linear."""
 
 
 class AdapterError(ModelError):
@@ -44,10 +45,13 @@ class AdapterError(ModelError):
 
 @dataclass(frozen=True)
 class Adapters:
-    """Which adapters a model has.
+    """The adapters of a model.
 
-    ``modules``: last names of the adapted matrices, as ``q_proj``, in the family's order. ``share_experts``: one
-    adapter for all experts of a layer, else one for each. ``alpha``: the scale is alpha / rank.
+    Attributes:
+        rank: Rank of A and B.
+        alpha: The scale is alpha / rank.
+        modules: Last names of the adapted matrices, such as ``q_proj``, in the family's order.
+        share_experts: Whether all experts of a layer share one adapter. Else each expert has its own.
     """
 
     rank: int
@@ -57,12 +61,12 @@ class Adapters:
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """The factor of B A."""
         return self.alpha / self.rank
 
 
 def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
-    """Group -> the last names of its matrices in the family's checkpoints; groups that the model lacks are absent."""
+    """Group -> the last names of its matrices in the family's checkpoints, without groups that the model lacks."""
     family = family_of(shape)
     linears = [rule for rule in family.layer if _is_linear(rule)]
     groups = {
@@ -71,42 +75,45 @@ def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
         EXPERTS: list(family.expert) if shape.is_moe else [],
         HEAD: [] if shape.tied_embeddings else [family.output],
     }
-    return {
-        group: tuple(_last(source) for rule in rules for source in rule.sources)
-        for group, rules in groups.items()
-        if rules
-    }
+    names: dict[str, tuple[str, ...]] = {}
+    for group, rules in groups.items():
+        members: list[str] = []
+        for rule in rules:
+            members += [_last_name(source) for source in rule.sources]
+        if members:
+            names[group] = tuple(members)
+    return names
 
 
 def resolve_modules(names: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
-    """The matrices that ``names`` (of matrices, of groups, or ALL) stand for, in the family's order.
+    """Resolve ``names`` of matrices, of groups, or ALL to matrices, in the family's order.
 
-    Raises AdapterError with every name that stands for nothing in this model.
+    Raises AdapterError with the names that this model does not have.
     """
     groups = module_groups(shape)
-    every = tuple(dict.fromkeys(name for members in groups.values() for name in members))
-    # As PEFT has it: all linears but the output layer, which an adapter has to be asked for.
-    linear = tuple(name for name in every if name not in groups.get(HEAD, ()))
-    meanings = {ALL: linear, **groups, **{name: (name,) for name in every}}
+    all_names = tuple(dict.fromkeys(chain(*groups.values())))
+    # ALL excludes the output layer, as in PEFT; an adapter of the output layer must be requested by name.
+    linear_names = tuple(name for name in all_names if name not in groups.get(HEAD, ()))
+    meanings = {ALL: linear_names, **groups, **{name: (name,) for name in all_names}}
     unknown = [name for name in names if name not in meanings]
     if unknown or not names:
         raise AdapterError(
             f"got {unknown or list(names)}, which name nothing in a {shape.family} model, expected "
-            f"some of {[ALL, *groups, *every]}"
+            f"some of {[ALL, *groups, *all_names]}"
         )
-    wanted = {module for name in names for module in meanings[name]}
-    return tuple(module for module in every if module in wanted)
+    requested_modules = set(chain(*(meanings[name] for name in names)))
+    return tuple(module for module in all_names if module in requested_modules)
 
 
 def adapter_faults(adapters: Adapters, shape: ModelShape, layout: Layout) -> Iterator[str]:
-    """Why ``adapters`` can't be: a rank over a matrix's dimensions, or a TP rank without a row of one."""
+    """Yield the errors in ``adapters``: a rank above a matrix's dimensions, or TP ranks with unequal parts of one."""
     family, sizes = family_of(shape), shape.sizes()
     for rule in (*family.layer, *(family.expert if shape.is_moe else ()), *_outputs(shape)):
         ranks = layout.expert_tensor if rule in family.expert else layout.tensor
         for index, source in _adapted_sources(adapters, rule):
             dims = [sizes[d] for d in source.dims]
             if adapters.rank > min(dims):
-                yield f"rank {adapters.rank} is over the {min(dims)} of {_last(source)} {dims[0]} x {dims[1]}"
+                yield f"rank {adapters.rank} is over the {min(dims)} of {_last_name(source)} {dims[0]} x {dims[1]}"
             shards = [
                 mapping.shard_of(rule.split, rule.sources, shape, r, ranks) for r in range(ranks)
             ]
@@ -114,18 +121,23 @@ def adapter_faults(adapters: Adapters, shape: ModelShape, layout: Layout) -> Ite
             if any(length * ranks != dims[shards[0].blocks[0].dim] for length in lengths):
                 # Ranks of one group multiply tensors of the same shape, and gradients are reduced over them.
                 yield (
-                    f"{_last(source)} is not cut evenly over {ranks} tensor-parallel ranks, "
+                    f"{_last_name(source)} is not cut evenly over {ranks} tensor-parallel ranks, "
                     "expected every rank to hold as much of it"
                 )
 
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """One Hugging Face matrix's adapter in a rank's Megatron linear.
+    """The adapter of one Hugging Face matrix in a rank's Megatron linear.
 
-    ``name``: its last name. ``module``: its full one, ``{expert}`` standing for an expert's number. ``dims``: (out, in)
-    of the whole matrix. ``axis``: along which ranks cut it: 0, B's rows; 1, A's columns. ``start``, ``length``: this
-    rank's share along it. ``blocks``: where its rows lie in the rank's fused parameter.
+    Attributes:
+        name: Last name of the matrix.
+        module: Full name of the matrix, with ``{expert}`` for an expert's number.
+        dims: (out, in) of the whole matrix.
+        axis: The axis along which ranks cut the matrix: 0, B's rows; 1, A's columns.
+        start: Start of this rank's share along the axis.
+        length: Length of this rank's share along the axis.
+        blocks: The matrix's blocks in the rank's fused parameter.
     """
 
     name: str
@@ -154,12 +166,16 @@ class AdapterPart:
 
 @dataclass(frozen=True)
 class AdaptedLinear:
-    """A Megatron linear of a rank with adapters.
+    """A Megatron linear with adapters, on one rank.
 
-    ``path``: in its chunk. ``layer``: number in the whole model, one more than the last's of the output layer.
-    ``experts``: numbers of the experts it holds, each
-    with adapters of its own; empty: one set of adapters. ``of_experts``: it belongs to the experts. ``rows``: of the
-    rank's fused parameter.
+    Attributes:
+        chunk: Number of the model chunk.
+        path: Path of the module in its chunk.
+        layer: Number of the layer in the whole model. The output layer has the number of layers.
+        parts: The adapters of its matrices.
+        rows: Rows of the rank's fused parameter.
+        of_experts: Whether the linear belongs to experts.
+        experts: Numbers of the experts on this rank, if each has its own adapters; empty: one set of adapters.
     """
 
     chunk: int
@@ -172,7 +188,7 @@ class AdaptedLinear:
 
     @cached_property
     def axis(self) -> int:
-        """Along which tensor-parallel ranks cut the linear: 0 its outputs, 1 its inputs."""
+        """The axis along which tensor-parallel ranks cut the linear: 0 its outputs, 1 its inputs."""
         return self.parts[0].axis
 
 
@@ -182,12 +198,12 @@ def adapted_linears(
     """All linears with adapters of global ``rank``, in model order."""
     coordinates, family = layout.coordinates(rank), family_of(shape)
     rules = [r for r in (*family.layer, *family.expert) if _adapted_sources(adapters, r)]
-    linears = [
-        _linear(adapters, shape, layout, coordinates, rule, (chunk, local_layer, layer))
-        for chunk in range(layout.chunks)
-        for local_layer, layer in enumerate(local_layers(shape, layout, coordinates.pp, chunk))
-        for rule in rules
-    ]
+    linears = []
+    for chunk in range(layout.chunks):
+        for local_layer, layer in enumerate(local_layers(shape, layout, coordinates.pp, chunk)):
+            numbers = chunk, local_layer, layer
+            for rule in rules:
+                linears.append(_linear(adapters, shape, layout, coordinates, rule, numbers))
     if coordinates.pp < layout.pipeline - 1:
         return linears
     numbers = layout.chunks - 1, 0, shape.num_layers
@@ -198,28 +214,29 @@ def adapted_linears(
 
 
 def adapter_tensors(adapters: Adapters, shape: ModelShape) -> dict[str, Dims]:
-    """Every A and B of the whole model by name, as ``model.layers.0.self_attn.q_proj.lora_A``, in model order."""
-    return {
-        f"{_module(part, expert)}.{which}": part.whole(which, adapters.rank)
-        for linear in adapted_linears(adapters, shape, Layout(), 0)
-        for expert in linear.experts or (None,)
-        for part in linear.parts
-        for which in (LORA_A, LORA_B)
-    }
+    """Every A and B of the whole model by name, such as ``model.layers.0.self_attn.q_proj.lora_A``, in model order."""
+    tensors: dict[str, Dims] = {}
+    for linear in adapted_linears(adapters, shape, Layout(), 0):
+        for expert in linear.experts or (None,):
+            for part in linear.parts:
+                for which in (LORA_A, LORA_B):
+                    name = f"{_module(part, expert)}.{which}"
+                    tensors[name] = part.whole(which, adapters.rank)
+    return tensors
 
 
 def trained_elements(shape: ModelShape, adapters: Adapters | None, *, routers: bool) -> int:
-    """Elements that a run trains, which are those of its checkpoints: the whole model's, or where there are
-    ``adapters`` theirs, and with ``routers`` the routers'."""
+    """Number of elements that a run trains and saves: the whole model's, or those of ``adapters`` and, with
+    ``routers``, of the routers."""
     if adapters is None:
         return mapping.parameters(shape)
-    trained = sum(math.prod(dims) for dims in adapter_tensors(adapters, shape).values())
-    return trained + routers * shape.num_layers * shape.num_experts * shape.hidden_size
+    adapter_elements = sum(math.prod(dims) for dims in adapter_tensors(adapters, shape).values())
+    return adapter_elements + routers * shape.num_layers * shape.num_experts * shape.hidden_size
 
 
 def checkpoint_key(name: str) -> tuple[str, int | None]:
-    """A training checkpoint's key of the tensor ``name`` of ``adapter_tensors``, and, where the experts of a layer are
-    stacked along a first axis, the expert's index in it."""
+    """The key in a training checkpoint of the tensor ``name`` of ``adapter_tensors``. For an expert's tensor also its
+    index in the first axis, because the experts of a layer are stacked; else None."""
     expert = _EXPERT_NUMBER.search(name)
     if expert is None:
         return f"{CHECKPOINT_PREFIX}{name}", None
@@ -230,9 +247,9 @@ def checkpoint_key(name: str) -> tuple[str, int | None]:
 def adapter_parameters(
     adapters: Adapters, shape: ModelShape, layout: Layout, rank: int
 ) -> Iterator[mapping.LocalParameter]:
-    """What ``rank`` holds of every A and B of ``adapter_tensors``.
+    """Yield the part of ``rank`` of every A and B of ``adapter_tensors``.
 
-    Names are those of Megatron's modules, an expert's A and B the slices of a stacked one: ``...lora_A.3``.
+    Names are those of Megatron's modules. An expert's A and B are slices of a stacked tensor: ``...lora_A.3``.
     """
     coordinates = layout.coordinates(rank)
     for linear in adapted_linears(adapters, shape, layout, rank):
@@ -252,7 +269,7 @@ def _parameter(
     expert: int | None,
     suffix: str,
 ) -> mapping.LocalParameter:
-    # An adapter that all experts share is whole on every rank of the stage; a rank uses its rows or columns of it.
+    # Every rank of the stage holds a shared adapter of experts as a whole, and uses its own rows or columns of it.
     is_shared = linear.of_experts and not linear.experts
     is_cut = part.is_cut(which) and not is_shared
     dims = part.local(which, adapters.rank) if is_cut else part.whole(which, adapters.rank)
@@ -289,7 +306,7 @@ def _linear(
         blocks = tuple(b for b in shard.blocks if b.source == index)
         parts.append(
             AdapterPart(
-                name=_last(source),
+                name=_last_name(source),
                 module=source.name.removesuffix(".weight").replace("{layer}", str(layer)),
                 dims=tuple(sizes[d] for d in source.dims),
                 axis=blocks[0].dim,
@@ -311,7 +328,7 @@ def _linear(
 
 
 def _outputs(shape: ModelShape) -> tuple[Rule, ...]:
-    """The output layer, unless it is the embedding too."""
+    """The output layer, unless it is tied to the embedding."""
     return () if shape.tied_embeddings else (family_of(shape).output,)
 
 
@@ -324,11 +341,11 @@ def _is_linear(rule: Rule) -> bool:
 
 
 def _adapted_sources(adapters: Adapters, rule: Rule) -> list[tuple[int, Source]]:
-    """The rule's sources with adapters, and their numbers in it."""
+    """The rule's sources with adapters, with their numbers in the rule."""
     if not _is_linear(rule):
         return []
-    return [(i, s) for i, s in enumerate(rule.sources) if _last(s) in adapters.modules]
+    return [(i, s) for i, s in enumerate(rule.sources) if _last_name(s) in adapters.modules]
 
 
-def _last(source: Source) -> str:
+def _last_name(source: Source) -> str:
     return source.name.removesuffix(".weight").rpartition(".")[2]

@@ -1,6 +1,5 @@
-"""What can be wrong with a model, its layout, or the files of its checkpoints. A message says what was found and what
-was expected.
-"""
+"""Errors of a model, its layout, or the files of its checkpoints. A message has the value found and the value
+expected."""
 
 from __future__ import annotations
 
@@ -10,15 +9,15 @@ from megatron_dppo.system.errors import RunError
 
 
 class ModelError(RunError, ValueError):
-    """Base of everything that is refused about a model: its config.json, its layout, its checkpoints."""
+    """Base class of errors in a model's config.json, its layout, or its checkpoints."""
 
 
 class ModelConfigError(ModelError):
-    """A config.json that is missing or can't be read."""
+    """A config.json is missing or cannot be read."""
 
 
 class UnsupportedModelError(ModelError):
-    """A config.json of a family, or with entries, that no table describes; ``faults``: one line each."""
+    """A config.json has a family or entries that no table describes. ``faults`` has a line for each error."""
 
     def __init__(self, faults: Sequence[str]) -> None:
         super().__init__("\n".join(faults))
@@ -26,16 +25,16 @@ class UnsupportedModelError(ModelError):
 
 
 class LayoutError(ModelError):
-    """A parallel layout that does not fit the model or the world."""
+    """A parallel layout does not fit the model or the number of ranks."""
 
 
 class ProofError(ModelError):
-    """An element that is produced or placed twice or never; the message names the tensor and the place."""
+    """An element is produced or placed twice or never. The message has the tensor and the position."""
 
 
 class CheckpointError(ModelError):
-    """Files that are missing, truncated, inconsistent or of the wrong type."""
+    """Files are missing, truncated, inconsistent or of the wrong type."""
 
 
 class MismatchError(CheckpointError):
-    """Bytes that differ from what was converted; the message names the tensor, the rank and the offset."""
+    """Bytes differ from the converted ones. The message has the tensor, the rank and the offset."""

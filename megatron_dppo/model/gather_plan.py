@@ -1,9 +1,9 @@
-"""Who provides which part of every Hugging Face tensor, and the same cut into buckets for streaming.
+"""The ranks that provide the parts of every Hugging Face tensor, and a plan that streams the tensors in buckets.
 
-Each element comes from exactly one rank (the primary holder of its shard). A bucket's tensors are gathered on its
-``receiver``: all on rank 0, or (``spread``) each on the rank that holds most of it, which moves the fewest bytes that
-any choice of receivers can: of every tensor, what its best holder lacks; or on one rank of the node that holds most of
-it, which moves the fewest bytes between nodes with the fewest receivers.
+Each element comes from exactly one rank, the primary holder of its shard. A bucket's tensors are gathered on its
+``receiver``. There are three choices of receivers: rank 0 for all; with ``spread`` the rank that holds most of a
+tensor, which moves the fewest bytes; or one rank of the node that holds most of a tensor, which moves the fewest bytes
+between nodes with the fewest receivers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Piece:
 
     @property
     def key(self) -> ParameterKey:
-        """Names the parameter on its rank."""
+        """Identifies the parameter on its rank."""
         return self.chunk, self.name
 
     @property
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorSources:
-    """A Hugging Face tensor and the pieces that tile it, ordered by their place in it."""
+    """A Hugging Face tensor and the pieces that tile it, in the order of their positions."""
 
     name: str
     shape: Dims
@@ -70,8 +70,8 @@ class TensorSources:
 class Bucket:
     """Tensors that are gathered together on rank ``receiver``.
 
-    Every other rank sends one flat tensor: its pieces in the plan's order, each contiguous; the receiver lays them out
-    among its own. All ranks make the same plan, so nothing but weights travels.
+    Every other rank sends one flat tensor: its pieces in the plan's order, each contiguous. The receiver combines them
+    with its own pieces. All ranks compute the same plan, so only weights are sent.
     """
 
     tensors: tuple[TensorSources, ...]
@@ -84,7 +84,7 @@ class Bucket:
 
     @cached_property
     def elements_by_rank(self) -> Counter[int]:
-        """Elements that each sending rank provides; ranks that send nothing are absent."""
+        """Sending rank -> number of elements that it provides, without ranks that provide none."""
         elements = Counter[int]()
         for tensor in self.tensors:
             elements.update(elements_held(tensor))
@@ -92,14 +92,14 @@ class Bucket:
 
 
 def gather_plan(shape: ModelShape, layout: Layout) -> list[TensorSources]:
-    """For every Hugging Face tensor, in model order, who provides which part of it."""
+    """The sources of every Hugging Face tensor, in model order."""
     return _plan(hf_tensors(shape), layout, lambda rank: primary_parameters(shape, layout, rank))
 
 
 def adapter_buckets_plan(
     adapters: Adapters, shape: ModelShape, layout: Layout, bucket_bytes: int, item_bytes: int
 ) -> list[Bucket]:
-    """The same of every A and B of ``adapter_tensors``, all on rank 0, in buckets as ``hf_buckets_plan`` cuts them."""
+    """The plan for every A and B of ``adapter_tensors``: gathered on rank 0, in buckets as in ``hf_buckets_plan``."""
 
     def parameters(rank: int) -> list[LocalParameter]:
         return [p for p in adapter_parameters(adapters, shape, layout, rank) if p.is_primary]
@@ -114,7 +114,7 @@ def _plan(
     pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
     for rank in range(layout.world_size):
         c = layout.coordinates(rank)
-        # A replica of both parts, dense and experts, is primary for nothing: its tables needn't be unrolled.
+        # Skip ranks that are replicas of both the dense part and the experts: they are the primary holder of nothing.
         if c.edp and (c.dp or c.cp):
             continue
         for p in primary_of(rank):
@@ -137,11 +137,17 @@ def hf_buckets_plan(
     spread: bool = False,
     ranks_per_node: int = 1,
 ) -> list[Bucket]:
-    """``gather_plan`` cut into buckets of at most ``bucket_bytes``; a larger tensor has one to itself.
+    """Divide ``gather_plan`` into buckets of at most ``bucket_bytes``. A larger tensor gets a bucket of its own.
 
-    ``item_bytes``: bytes of an element as it travels. ``spread``: each tensor is gathered on its ``best_receiver``, and
-    receivers take turns, so that one sends on while others gather; else all on rank 0, in model order.
-    ``ranks_per_node`` above 1: one receiver in each group of so many ranks, ``node_receivers``.
+    Args:
+        shape: The model.
+        layout: The trainer's layout.
+        bucket_bytes: Largest size of a bucket.
+        item_bytes: Bytes of an element when it is sent.
+        spread: Gather each tensor on its ``best_receiver``. Buckets alternate between receivers, so that one sends
+        while
+            others gather. Else gather all on rank 0, in model order.
+        ranks_per_node: Above 1: one receiver in each group of that many ranks (``node_receivers``).
     """
     sources = gather_plan(shape, layout)
     receivers = node_receivers(sources, ranks_per_node) if spread else [0] * len(sources)
@@ -154,60 +160,63 @@ def hf_buckets_plan(
 def buckets_in_turn(
     tensors: Mapping[int, list[TensorSources]], bucket_bytes: int, item_bytes: int
 ) -> list[Bucket]:
-    """Each receiver's ``tensors`` in buckets; the receivers take turns."""
-    buckets = [
-        [Bucket(tuple(group), receiver) for group in _groups(share, bucket_bytes, item_bytes)]
-        for receiver, share in sorted(tensors.items())
-    ]
-    return [bucket for turn in zip_longest(*buckets) for bucket in turn if bucket is not None]
+    """Divide each receiver's ``tensors`` into buckets, and alternate between the receivers."""
+    buckets_by_receiver = []
+    for receiver, share in sorted(tensors.items()):
+        groups = _groups(share, bucket_bytes, item_bytes)
+        buckets_by_receiver.append([Bucket(tuple(group), receiver) for group in groups])
+    buckets: list[Bucket] = []
+    for row in zip_longest(*buckets_by_receiver):
+        buckets += [bucket for bucket in row if bucket is not None]
+    return buckets
 
 
 def best_receiver(tensor: TensorSources, ranks_per_node: int = 1) -> int:
-    """The rank (or node, of several ranks) that holds most of ``tensor``; the lowest of several."""
-    return _most(elements_held(tensor, ranks_per_node))
+    """The rank, or the node of ``ranks_per_node`` ranks, that holds most of ``tensor``; the lowest of several."""
+    return _largest_holder(elements_held(tensor, ranks_per_node))
 
 
 def node_receivers(tensors: Sequence[TensorSources], ranks_per_node: int) -> list[int]:
-    """A receiver for each tensor, one rank of a node: on the node that holds most of it, the rank that holds most of
-    all the tensors of that node; the lowest of several. Nodes are runs of ``ranks_per_node`` ranks."""
+    """A receiver for each tensor. It is on the node that holds most of the tensor; a node has one receiver, the rank
+    that holds most of all its tensors. Nodes are runs of ``ranks_per_node`` ranks."""
     nodes = [best_receiver(tensor, ranks_per_node) for tensor in tensors]
     elements_by_node: dict[int, Counter[int]] = defaultdict(Counter)
     for tensor, node in zip(tensors, nodes, strict=True):
         for rank, elements in elements_held(tensor).items():
             if rank // ranks_per_node == node:
                 elements_by_node[node][rank] += elements
-    fullest = {node: _most(elements) for node, elements in elements_by_node.items()}
-    return [fullest[node] for node in nodes]
+    receivers = {node: _largest_holder(held) for node, held in elements_by_node.items()}
+    return [receivers[node] for node in nodes]
 
 
 def elements_between_nodes(bucket: Bucket, ranks_per_node: int) -> int:
-    """Elements that come to the bucket's receiver from ranks of other nodes."""
+    """Number of elements that ranks of other nodes send to the bucket's receiver."""
     node = bucket.receiver // ranks_per_node
     counts = bucket.elements_by_rank.items()
     return sum(count for rank, count in counts if rank // ranks_per_node != node)
 
 
 def gathered_elements(tensor: TensorSources, receiver: int) -> int:
-    """Elements that must travel for ``receiver`` to have ``tensor``."""
+    """Number of elements of ``tensor`` that other ranks send to ``receiver``."""
     return tensor.elements - elements_held(tensor).get(receiver, 0)
 
 
 def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
-    """The static lower bound of what a gather of full tensors moves, whoever receives: over all tensors, the elements
-    that the best holder lacks.
+    """Lower bound of the elements that a gather of full tensors moves, for any choice of receivers: the sum over all
+    tensors of the elements that the largest holder lacks.
     """
     return sum(gathered_elements(t, best_receiver(t)) for t in gather_plan(shape, layout))
 
 
 def elements_held(tensor: TensorSources, ranks_per_node: int = 1) -> Counter[int]:
-    """Elements that each rank (or node, of several ranks) provides."""
+    """Number of elements that each rank, or each node of ``ranks_per_node`` ranks, provides."""
     elements = Counter[int]()
     for piece in tensor.pieces:
         elements[piece.rank // ranks_per_node] += piece.elements
     return elements
 
 
-def _most(elements: Counter[int]) -> int:
+def _largest_holder(elements: Counter[int]) -> int:
     return min(elements, key=lambda holder: (-elements[holder], holder))
 
 
@@ -216,7 +225,7 @@ def _groups(
 ) -> Iterator[list[TensorSources]]:
     group: list[TensorSources] = []
     filled = 0
-    # Order is kept, where a better packing would save a bucket: all ranks cut the same plan without a word.
+    # Keep the order, although a better packing could save a bucket: all ranks then compute the same plan.
     for tensor in plan:
         size = tensor.elements * item_bytes
         if group and filled + size > bucket_bytes:

@@ -1,12 +1,12 @@
-"""Parallel layouts of trainer and engine, where a global rank stands in one (Megatron-Core's default order
-tp-cp-ep-dp-pp), and their one validator: what Megatron-Core 0.16 can hold and train, and what SGLang can hold. Last,
-how tensor parallelism cuts one parameter, and of which Hugging Face tensors it is made.
+"""Parallel layouts of trainer and engine, their validation, and the splits of parameters among tensor-parallel ranks.
 
-The trainer's checks yield faults and none raises, so that all that is wrong is told at once.
+Ranks are in Megatron-Core's default order tp-cp-ep-dp-pp. The validation covers the layouts that Megatron-Core 0.16 can
+hold and train, and those that SGLang can hold. The trainer's checks yield faults instead of raising, so that an error
+lists all of them.
 
 A split is a function ``(sources, shape, rank, size) -> Shard``: the part of a parameter on one of ``size``
-tensor-parallel ranks, as block copies out of the source tensors. Families name splits in their tables; nothing else in
-the package knows that queries are interleaved or that gates and ups are stacked.
+tensor-parallel ranks, as block copies from the source tensors. Families name splits in their tables; no other module
+knows that queries are interleaved or that gates and ups are stacked.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ from megatron_dppo.model.shape import ModelShape
 
 @dataclass(frozen=True)
 class LayoutSizes:
-    """Sizes as they are asked for, which need not fit each other or any model.
+    """Configured sizes, which need not fit each other or any model.
 
-    ``virtual_pipeline``: model chunks in each pipeline stage. ``expert_tensor`` None: as ``tensor`` where
-    ``expert`` is 1, else 1. ``sequence`` (sequence parallelism) None: where it is needed. ``context``: ranks that
-    share the tokens of each sequence.
+    Attributes:
+        world_size: Number of ranks.
+        tensor: Tensor-parallel ranks.
+        pipeline: Pipeline stages.
+        virtual_pipeline: Model chunks in each pipeline stage.
+        expert: Expert-parallel ranks.
+        expert_tensor: Tensor-parallel ranks of experts. None: ``tensor`` if ``expert`` is 1, else 1.
+        sequence: Whether to use sequence parallelism. None: if it is needed.
+        context: Ranks that share the tokens of each sequence.
     """
 
     world_size: int = 1
@@ -39,18 +45,18 @@ class LayoutSizes:
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks of the dense layers: what tensor, context and pipeline leave of the world."""
+        """Data-parallel ranks of the dense layers: world size / (tensor * context * pipeline)."""
         return self.world_size // (self.tensor * self.context * self.pipeline)
 
     @property
     def expert_tensor_size(self) -> int:
-        """``expert_tensor`` with its default filled in."""
+        """``expert_tensor``, or its default."""
         if self.expert_tensor is not None:
             return self.expert_tensor
         return self.tensor if self.expert == 1 else 1
 
     def sequence_parallel(self, shape: ModelShape) -> bool:
-        """``sequence`` with its default filled in: on for a mixture of experts under tensor parallelism."""
+        """``sequence``, or its default: True for a mixture of experts under tensor parallelism."""
         return self.tensor > 1 and shape.is_moe if self.sequence is None else self.sequence
 
 
@@ -70,9 +76,9 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions that fit each other; ``data`` counts the replicas of the attention part.
+    """Sizes of the parallel dimensions that fit each other. ``data`` is the number of replicas of the attention part.
 
-    Raises LayoutError where they don't fit. Whether they fit a model is for ``model_faults`` to say.
+    Raises LayoutError if they do not fit. ``model_faults`` checks whether they fit a model.
     """
 
     tensor: int = 1
@@ -91,7 +97,7 @@ class Layout:
 
     @classmethod
     def of(cls, sizes: LayoutSizes) -> Layout:
-        """The layout of a world of ``sizes``. Raises LayoutError, with all faults, where they don't fit."""
+        """Build the layout of ``sizes``. Raises LayoutError with all faults if they do not fit."""
         raise_faults(size_faults(sizes))
         return cls(
             sizes.tensor,
@@ -112,16 +118,18 @@ class Layout:
         expert: int = 1,
         expert_tensor: int | None = None,
     ) -> Layout:
-        """The layout of fewest ranks: as much data parallelism as the experts need and no more."""
+        """The layout with the fewest ranks: the least data parallelism that the experts need."""
         sizes = LayoutSizes(0, tensor, pipeline, virtual_pipeline, expert, expert_tensor)
-        inner = expert * sizes.expert_tensor_size
-        # Sizes below 1 pass to the constructor, which names them.
-        data = math.lcm(tensor, inner) // tensor if min(tensor, inner) > 0 else 1
+        expert_ranks = expert * sizes.expert_tensor_size
+        # The constructor raises an error for sizes below 1.
+        data = 1
+        if min(tensor, expert_ranks) > 0:
+            data = math.lcm(tensor, expert_ranks) // tensor
         return cls(tensor, pipeline, virtual_pipeline, expert, sizes.expert_tensor_size, data)
 
     @property
     def sizes(self) -> LayoutSizes:
-        """The same, as its checks take it."""
+        """The sizes of the layout, for its checks."""
         return LayoutSizes(
             self.world_size,
             self.tensor,
@@ -153,14 +161,14 @@ class Layout:
         return self.stage_ranks // (self.expert * self.expert_tensor)
 
     def coordinates(self, rank: int) -> RankCoordinates:
-        """Where global ``rank`` stands; raises LayoutError outside the world."""
+        """The coordinates of global ``rank``. Raises LayoutError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside a world of {self.world_size}")
-        pp, inside = divmod(rank, self.stage_ranks)
-        rest, tp = divmod(inside, self.tensor)
-        dp, cp = divmod(rest, self.context)
-        rest, etp = divmod(inside, self.expert_tensor)
-        edp, ep = divmod(rest, self.expert)
+        pp, stage_rank = divmod(rank, self.stage_ranks)
+        dense_rank, tp = divmod(stage_rank, self.tensor)
+        dp, cp = divmod(dense_rank, self.context)
+        expert_rank, etp = divmod(stage_rank, self.expert_tensor)
+        edp, ep = divmod(expert_rank, self.expert)
         return RankCoordinates(rank, tp, cp, dp, pp, etp, ep, edp)
 
     def describe(self) -> str:
@@ -197,55 +205,57 @@ class EngineLayout:
 
 def local_layers(shape: ModelShape, layout: Layout, pp_rank: int, chunk: int) -> range:
     """Global numbers of the layers in model chunk ``chunk`` of a stage: chunk-major, then stage, then contiguous."""
-    each = shape.num_layers // (layout.pipeline * layout.chunks)
-    first = (chunk * layout.pipeline + pp_rank) * each
-    return range(first, first + each)
+    chunk_layers = shape.num_layers // (layout.pipeline * layout.chunks)
+    start = (chunk * layout.pipeline + pp_rank) * chunk_layers
+    return range(start, start + chunk_layers)
 
 
 @dataclass(frozen=True)
 class LayoutFault:
-    """One thing that is wrong. ``key``: the field of LayoutSizes."""
+    """One error in a layout. ``key`` is the field of LayoutSizes."""
 
     key: str
     value: object
     expected: str
 
     def text(self, prefix: str) -> str:
-        """In a line; ``prefix``: what the reader knows the fields under, as ``parallel.``."""
+        """The fault in a line. ``prefix`` is written before the key, such as ``parallel.``."""
         return f"{prefix}{self.key}: got {self.value}, expected {self.expected}"
 
 
 def size_faults(sizes: LayoutSizes) -> list[LayoutFault]:
-    """What is wrong with the sizes whatever the model is."""
+    """The faults of the sizes for any model."""
     return list(_too_small(sizes)) or list(_world_faults(sizes))
 
 
 def holding_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
-    """Why a model's parameters can't be cut this way; the sizes must fit each other."""
+    """The faults of sizes by which a model's parameters cannot be divided. The sizes must fit each other."""
     expert_faults = _expert_faults if shape.is_moe else _dense_faults
     return [*_attention_faults(sizes, shape), *expert_faults(sizes, shape)]
 
 
 def model_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
-    """Why Megatron-Core can't train a model this way, or not rightly; the sizes need not fit each other."""
+    """The faults of sizes with which Megatron-Core cannot train a model correctly. The sizes need not fit each
+    other.
+    """
     if any(_too_small(sizes)):
         return []
     return [*holding_faults(sizes, shape), *_training_faults(sizes, shape)]
 
 
 def most_all_to_all(tensor: int, shape: ModelShape) -> int:
-    """The largest ``context`` whose ranks can exchange heads for tokens, of which every other divides it: the greatest
-    common divisor of the query and the key-value heads of a rank."""
+    """The largest ``context`` whose ranks can exchange heads for tokens: the greatest common divisor of the query and
+    the key-value heads of a rank. Its divisors are possible too."""
     return math.gcd(shape.num_attention_heads // tensor, max(1, shape.num_query_groups // tensor))
 
 
 def check_layout(sizes: LayoutSizes, shape: ModelShape, prefix: str = "layout.") -> None:
-    """Raise LayoutError, with all faults, where the sizes don't fit each other or the model."""
+    """Raise LayoutError with all faults if the sizes do not fit each other or the model."""
     raise_faults([*size_faults(sizes), *model_faults(sizes, shape)], prefix)
 
 
 def raise_faults(faults: Iterable[LayoutFault], prefix: str = "layout.") -> None:
-    """Raise LayoutError where there is a fault; a line for each."""
+    """Raise LayoutError if there is a fault. The message has a line for each."""
     lines = [fault.text(prefix) for fault in faults]
     if lines:
         raise LayoutError("\n".join(lines))
@@ -287,7 +297,8 @@ def _attention_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutF
     tensor, heads, groups = sizes.tensor, shape.num_attention_heads, shape.num_query_groups
     if heads % tensor:
         yield _divisor("tensor", tensor, f"{heads} attention heads")
-    # Fewer key-value heads than ranks are held in parts, which Megatron-Core gathers in every forward pass.
+    # With fewer key-value heads than ranks, each rank holds a part of a head, and Megatron-Core gathers the parts in
+    # every forward pass.
     if groups % tensor and tensor % groups:
         expected = f"a divisor or a multiple of the model's {groups} key-value heads"
         yield LayoutFault("tensor", tensor, expected)
@@ -340,7 +351,7 @@ def _divisor(key: str, value: object, dividend: str) -> LayoutFault:
 
 
 def check_engine_sizes(shape: ModelShape, engine: EngineLayout) -> None:
-    """Raise LayoutError where the sizes of ``engine`` do not divide those of ``shape``."""
+    """Raise LayoutError if the sizes of ``engine`` do not divide those of ``shape``."""
     heads, groups, tensor = shape.num_attention_heads, shape.num_query_groups, engine.tensor
     checks = [
         (heads % tensor == 0, f"{heads} attention heads into tensor {tensor}"),
@@ -384,7 +395,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part: its local shape, and the blocks that fill it. What no block covers is zero padding."""
+    """One rank's part: its local shape, and the blocks that fill it. Elements outside of blocks are zero padding."""
 
     shape: Dims
     blocks: tuple[Block, ...]
@@ -432,21 +443,21 @@ def query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: in
     rows = _share(per_group * shape.num_query_groups, size, "rows of linear_qkv")
     low, high = rank * rows, (rank + 1) * rows
     blocks = []
-    # With more ranks than groups a rank holds part of a group: Megatron-Core cuts wherever a rank's share of rows ends.
+    # If there are more ranks than groups, a rank holds part of a group: Megatron-Core cuts at the end of a rank's rows.
     for group in range(low // per_group, -(-high // per_group)):
         for source, width in enumerate((query, key, value)):
             start = group * per_group + starts[source]
-            first, last = max(start, low), min(start + width, high)
-            if first < last:
-                blocks.append(
-                    Block(source, 0, group * width + first - start, first - low, last - first)
-                )
+            block_start, block_end = max(start, low), min(start + width, high)
+            if block_start < block_end:
+                source_start = group * width + block_start - start
+                length = block_end - block_start
+                blocks.append(Block(source, 0, source_start, block_start - low, length))
     return Shard((rows, *sources[0][1:]), tuple(blocks))
 
 
 def stacked_heads(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
     """``[q_r; k_r; v_r]`` by heads (SGLang)."""
-    # With fewer K/V heads than ranks, neighbouring ranks hold the same one.
+    # If there are fewer K/V heads than ranks, neighbouring ranks hold copies of the same head.
     copies = max(1, size // shape.num_query_groups)
     kv_size, kv_rank = size // copies, rank // copies
     blocks, rows = [], 0
@@ -461,7 +472,7 @@ def stacked_heads(sources: Sequence[Dims], shape: ModelShape, rank: int, size: i
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     """The vocabulary rounded up to a multiple of the tensor-parallel size: Megatron's rows over all its ranks.
 
-    The rows beyond ``vocab_size`` belong to no token: statistics leave them out and checkpoints drop them.
+    The rows beyond ``vocab_size`` belong to no token: statistics and checkpoints exclude them.
     """
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 

@@ -1,5 +1,5 @@
-"""The families' tables, unrolled: every Hugging Face tensor of a model, every parameter of a Megatron rank, and every
-parameter of a rank of an SGLang engine.
+"""The parameters that the families' tables define: every Hugging Face tensor of a model, every parameter of a Megatron
+rank, and every parameter of a rank of an SGLang engine.
 
 Loading, saving, the online weight update, the offline converter and the resharding proof all read ``local_parameters``;
 the proof and the checksums of a weight update read ``engine_parameters``.
@@ -32,7 +32,7 @@ from megatron_dppo.model.shape import ModelShape
 
 
 class Narrowable(Protocol):
-    """What a segment cuts: a tensor, of whatever library."""
+    """A tensor of any library, of which a segment is a view."""
 
     def narrow(self, dim: int, start: int, length: int) -> Any:
         """The view of ``length`` indices from ``start`` on along ``dim``."""
@@ -43,7 +43,7 @@ T = TypeVar("T", bound=Narrowable)
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A block copy along ``dim``, every other dimension whole.
+    """A block copy along ``dim``. The block covers all other dimensions.
 
     ``local.narrow(dim, local_start, length)`` and ``hf.narrow(dim, hf_start, length)`` hold the same elements.
     """
@@ -69,9 +69,13 @@ class Segment:
 class LocalParameter:
     """A parameter of one rank of the trainer or the engine.
 
-    ``chunk``: model chunk on its pipeline stage. ``name``: in that chunk's ``GPTModel.named_parameters()``.
-    ``is_primary``: exactly one rank of those that hold the same values has it True; a tied output layer's copy on the
-    last stage never has. Elements that no segment covers are padding of the vocabulary, zero.
+    Attributes:
+        chunk: Number of the model chunk on its pipeline stage.
+        name: Name in that chunk's ``GPTModel.named_parameters()``.
+        shape: Local shape.
+        segments: Blocks of Hugging Face tensors that fill it. Elements outside are zero padding of the vocabulary.
+        is_primary: True on exactly one of the ranks that hold the same values, and never for the copy of a tied
+            embedding on the last stage.
     """
 
     chunk: int
@@ -86,44 +90,45 @@ def hf_tensors(shape: ModelShape) -> dict[str, Dims]:
     family, sizes = family_of(shape), shape.sizes()
     output = [] if shape.tied_embeddings else [_Row(family.output)]
     layers = _layer_rows(family, range(shape.num_layers), range(shape.num_experts))
-    return {
-        source.name.format(layer=row.layer, expert=row.expert): tuple(sizes[d] for d in source.dims)
-        for row in (_Row(family.embedding), *layers, _Row(family.final_norm), *output)
-        for source in row.rule.sources
-    }
+    tensors: dict[str, Dims] = {}
+    for row in (_Row(family.embedding), *layers, _Row(family.final_norm), *output):
+        for source in row.rule.sources:
+            name = source.name.format(layer=row.layer, expert=row.expert)
+            tensors[name] = tuple(sizes[d] for d in source.dims)
+    return tensors
 
 
 @cache
 def parameters(shape: ModelShape) -> int:
-    """Elements of the whole model, tied embeddings once."""
+    """Number of elements of the whole model. Tied embeddings count once."""
     return sum(math.prod(dims) for dims in hf_tensors(shape).values())
 
 
 def local_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[LocalParameter]:
-    """All parameters of global ``rank``, chunk by chunk. Raises LayoutError where the layout doesn't fit."""
+    """All parameters of global ``rank``, chunk by chunk. Raises LayoutError if the layout does not fit."""
     return list(_trainer_parameters(shape, layout, rank, primary_only=False))
 
 
 def primary_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[LocalParameter]:
-    """Those of ``local_parameters`` whose ``is_primary`` holds, without making the others."""
+    """The parameters of ``local_parameters`` with ``is_primary``, without building the others."""
     return list(_trainer_parameters(shape, layout, rank, primary_only=True))
 
 
 def check_engine_layout(shape: ModelShape, engine: EngineLayout) -> None:
-    """Raise LayoutError where the engine cannot hold ``shape``, or does not compute it on so many ranks."""
+    """Raise LayoutError if the engine cannot hold ``shape``, or computes wrong results on that many ranks."""
     check_engine_sizes(shape, engine)
-    most = family_of(shape).most_engine_ranks
-    if most is not None and engine.tensor > most:
+    max_ranks = family_of(shape).most_engine_ranks
+    if max_ranks is not None and engine.tensor > max_ranks:
         raise LayoutError(
-            f"the engine's layout has tensor {engine.tensor}, expected at most {most}: SGLang's model of the family "
-            f"{shape.family} is wrong on more ranks"
+            f"the engine's layout has tensor {engine.tensor}, expected at most {max_ranks}: SGLang's model of the "
+            f"family {shape.family} is wrong on more ranks"
         )
 
 
 def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> list[LocalParameter]:
     """All parameters of engine ``rank``. Names are SGLang's; a local expert's slice is ``...w13_weight[i]``.
 
-    ``is_primary`` marks the ranks that hold the first copy of what several hold. Raises LayoutError.
+    ``is_primary`` marks the first copy of a tensor that several ranks hold. Raises LayoutError.
     """
     check_engine_layout(shape, engine)
     ep_rank, etp_rank = divmod(rank, engine.expert_tensor)
@@ -142,7 +147,7 @@ def keeps_untied_output(shape: ModelShape) -> bool:
 
 
 def engine_inputs(shape: ModelShape, hf_name: str) -> list[str]:
-    """Names under which the engine must be sent ``hf_name``'s tensor."""
+    """The names under which the engine must receive the tensor ``hf_name``."""
     embedding, output = family_of(shape).vocabulary_tensors
     is_twice = hf_name == embedding and keeps_untied_output(shape)
     return [embedding, output] if is_twice else [hf_name]
@@ -158,14 +163,14 @@ def experts_of(shape: ModelShape, rank: int, ranks: int) -> range:
 def shard_of(
     split: Split, sources: tuple[Source, ...], shape: ModelShape, rank: int, size: int
 ) -> Shard:
-    """What tensor-parallel ``rank`` of ``size`` holds of a row: the same for every layer and expert."""
+    """The part of a table row on tensor-parallel ``rank`` of ``size``. It is the same for every layer and expert."""
     sizes = shape.sizes()
     dims = [tuple(sizes[d] for d in source.dims) for source in sources]
     return split(dims, shape, rank, size)
 
 
 class _Row(NamedTuple):
-    """A table row at one place. Numbers outside a layer, or outside the experts, are 0."""
+    """A table row for one layer and expert. These numbers are 0 for rows outside of layers or experts."""
 
     rule: Rule
     is_expert: bool = False
@@ -200,7 +205,7 @@ def _chunk_rows(
         if not shape.tied_embeddings:
             yield _Row(family.output)
         elif not is_first:
-            # The last stage holds the embedding a second time; the first stage's is the one that is saved and sent.
+            # The last stage holds a copy of the embedding. The first stage saves and sends it.
             tied = replace(family.embedding, megatron=family.output.megatron)
             yield _Row(tied, is_tied_copy=True)
 
@@ -246,7 +251,7 @@ def _parameter(
     chunk: int,
     is_primary: bool,
 ) -> LocalParameter:
-    """``name``: a template. ``part``: the tensor-parallel rank, and of how many."""
+    """Build a parameter. ``name`` is a template; ``part`` is the tensor-parallel rank and the number of these ranks."""
     shard = shard_of(split, row.rule.sources, shape, *part)
     sources = [
         source.name.format(layer=row.layer, expert=row.expert) for source in row.rule.sources

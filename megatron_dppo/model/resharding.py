@@ -1,9 +1,9 @@
 """The proof that a weight update from any trainer layout into any engine layout moves every element exactly once.
 
-From shapes alone: the trainer's primary shards tile every Hugging Face tensor; the engine's ranks are filled by blocks
-that tile every tensor as often as it is replicated there; and the bytes that this moves, beside the least possible. No
-weights are needed: a tensor's pieces are blocks along one dimension, so they tile it when their intervals, sorted, run
-from 0 to its length without gap or overlap.
+The proof needs only shapes: the trainer's primary shards tile every Hugging Face tensor, and the blocks on the engine's
+ranks tile every tensor as often as it is replicated there. The report has the bytes that move, and the least possible
+number. A tensor's pieces are blocks along one dimension, so they tile it if their sorted intervals cover 0 to its
+length without gap or overlap.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from megatron_dppo.model.shape import ModelShape
 
 
 def check_sources(tensor: TensorSources) -> None:
-    """The pieces of one tensor tile it. Raises ProofError."""
+    """Check that the pieces of one tensor tile it. Raises ProofError."""
     check_tiling(tensor.name, tensor.shape, [p.segment for p in tensor.pieces])
     for piece in tensor.pieces:
-        expected = list(tensor.shape)
-        expected[piece.segment.dim] = piece.segment.length
-        if list(piece.shape) != expected:
+        expected_shape = list(tensor.shape)
+        expected_shape[piece.segment.dim] = piece.segment.length
+        if list(piece.shape) != expected_shape:
             raise ProofError(
                 f"{tensor.name}: rank {piece.rank}'s {piece.name} provides a block of {piece.shape}, "
-                f"expected {tuple(expected)}"
+                f"expected {tuple(expected_shape)}"
             )
 
 
 def prove_rank_filled(shape: ModelShape, layout: Layout, rank: int) -> None:
-    """Every element of every parameter of ``rank`` comes from one Hugging Face element, padding apart."""
+    """Check that every element of every parameter of ``rank``, except padding, comes from one Hugging Face element."""
     tensors, vocabulary = mapping.hf_tensors(shape), family_of(shape).vocabulary_tensors
     for parameter in mapping.local_parameters(shape, layout, rank):
         check_filled(f"rank {rank}: {parameter.name}", parameter, tensors, vocabulary)
@@ -51,9 +51,9 @@ def check_filled(
     tensors: Mapping[str, Dims],
     vocabulary: Collection[str],
 ) -> None:
-    """The segments tile ``parameter`` and stay inside their sources (``tensors``: their shapes).
+    """Check that the segments tile ``parameter`` and are inside their sources (``tensors`` has their shapes).
 
-    Only parameters made of ``vocabulary`` tensors, or of nothing, may end in padding.
+    Only parameters of ``vocabulary`` tensors, or without segments, may end in padding.
     """
     is_vocabulary = (
         any(s.hf_name in vocabulary for s in parameter.segments) or not parameter.segments
@@ -61,10 +61,9 @@ def check_filled(
     dim = parameter.segments[0].dim if parameter.segments else 0
     for s in parameter.segments:
         source = tensors[s.hf_name]
-        others = [n for i, n in enumerate(source) if i != s.dim]
-        if s.hf_start + s.length > source[s.dim] or others != [
-            n for i, n in enumerate(parameter.shape) if i != s.dim
-        ]:
+        other_dims = [n for i, n in enumerate(source) if i != s.dim]
+        local_other_dims = [n for i, n in enumerate(parameter.shape) if i != s.dim]
+        if s.hf_start + s.length > source[s.dim] or other_dims != local_other_dims:
             raise ProofError(
                 f"{where}: segment {s} does not fit {s.hf_name} of shape {tuple(source)}"
             )
@@ -77,13 +76,13 @@ def check_filled(
 
 
 def check_tiling(name: str, dims: Dims, segments: Iterable[mapping.Segment]) -> None:
-    """``segments`` cover a tensor of shape ``dims`` exactly once. Raises ProofError."""
-    listed = list(segments)
-    axes = {s.dim for s in listed}
+    """Check that ``segments`` cover a tensor of shape ``dims`` exactly once. Raises ProofError."""
+    segments = list(segments)
+    axes = {s.dim for s in segments}
     if len(axes) != 1:
         raise ProofError(f"{name}: provided along dimensions {sorted(axes)}, expected one")
     (dim,) = axes
-    end = _run(name, sorted((s.hf_start, s.length) for s in listed))
+    end = _run(name, sorted((s.hf_start, s.length) for s in segments))
     if end != dims[dim]:
         raise ProofError(f"{name}: covered up to {end} of {dims[dim]} along dim {dim}")
 
@@ -107,11 +106,12 @@ _Landing = tuple[int, str, mapping.Segment]
 class ReshardingReport:
     """Bytes of one weight update, by rank.
 
-    ``holds``: distinct weights of which a trainer rank is the primary holder; each must leave it once, so their
-    sum, the model, is the lower bound of what the trainer sends. ``direct``: what it would send if every engine rank
-    were sent just the blocks that it holds. ``engine``: what each engine rank holds, its lower bound of what it
-    receives. ``gathered``: what the gathering rank 0 receives from the others. It then broadcasts whole tensors: every
-    engine rank is sent the model.
+    Attributes:
+        model_bytes: Bytes of the model.
+        holds: For each trainer rank, the weights of which it is the primary holder. It must send each once, so their
+            sum, the model, is the lower bound of the bytes that the trainer sends.
+        direct: For each trainer rank, the bytes that it would send if every engine rank received only its own blocks.
+        engine: For each engine rank, the bytes that it holds: the lower bound of the bytes that it receives.
     """
 
     model_bytes: int
@@ -121,28 +121,28 @@ class ReshardingReport:
 
     @property
     def gathered(self) -> int:
-        """Bytes into trainer rank 0."""
+        """Bytes that trainer rank 0 receives when it gathers the model. It then broadcasts whole tensors, so every
+        engine rank receives the model."""
         return self.model_bytes - self.holds[0]
 
 
 def prove_resharding(
     shape: ModelShape, layout: Layout, engine: EngineLayout, item_bytes: int = 2
 ) -> ReshardingReport:
-    """Prove it and count the bytes (``item_bytes`` each element). Raises ProofError, LayoutError."""
+    """Prove the resharding, and count its bytes (``item_bytes`` for each element). Raises ProofError, LayoutError."""
     plan = gather_plan(shape, layout)
     for tensor in plan:
         check_sources(tensor)
     landed = _engine_segments(shape, engine)
     holds, direct, received = Counter[int](), Counter[int](), Counter[int]()
     for tensor in plan:
-        wanted = landed[tensor.name]
-        _check_copies(tensor, wanted)
+        landings = landed[tensor.name]
+        _check_copies(tensor, landings)
         for piece in tensor.pieces:
             holds[piece.rank] += piece.elements
-            direct[piece.rank] += sum(
-                _overlap(tensor.shape, piece.segment, segment) for *_, segment in wanted
-            )
-        for rank, _, segment in wanted:
+            for *_, segment in landings:
+                direct[piece.rank] += _overlap(tensor.shape, piece.segment, segment)
+        for rank, _, segment in landings:
             received[rank] += _overlap(tensor.shape, segment, segment)
     if direct.total() != received.total():
         raise ProofError(
@@ -156,10 +156,10 @@ def prove_resharding(
     )
 
 
-# Many trainer layouts are proved against the same engine, one after another.
+# Cached, because callers prove many trainer layouts against the same engine.
 @lru_cache(maxsize=1)
 def _engine_segments(shape: ModelShape, engine: EngineLayout) -> Mapping[str, list[_Landing]]:
-    """For each Hugging Face tensor: where its blocks land. Proves that every rank is filled."""
+    """The blocks of each Hugging Face tensor on engine ranks. Also proves that every rank is filled."""
     tensors, vocabulary = mapping.hf_tensors(shape), family_of(shape).vocabulary_tensors
     landed: dict[str, list[_Landing]] = defaultdict(list)
     for rank in range(engine.tensor):
@@ -171,21 +171,21 @@ def _engine_segments(shape: ModelShape, engine: EngineLayout) -> Mapping[str, li
 
 
 def _check_copies(tensor: TensorSources, landed: list[_Landing]) -> None:
-    """Blocks along one dimension cover the tensor everywhere equally often, and no parameter of a rank twice."""
-    # Copies of a block on several ranks (replicas, shared K/V heads) are the same interval, counted more than once.
+    """Check that blocks along one dimension cover all of the tensor equally often, and no parameter of a rank twice."""
+    # Copies of a block on several ranks (replicas, shared K/V heads) are equal intervals, which are counted.
     if not landed:
         raise ProofError(f"{tensor.name}: no engine rank receives it")
     copies = Counter((s.dim, s.hf_start, s.length) for *_, s in landed)
     if len(set(copies.values())) != 1:
         raise ProofError(f"{tensor.name}: the engine's blocks overlap unevenly: {dict(copies)}")
-    distinct = {(s.dim, s.hf_start, s.length): s for *_, s in landed}
-    check_tiling(f"{tensor.name} in the engine", tensor.shape, distinct.values())
+    blocks = {(s.dim, s.hf_start, s.length): s for *_, s in landed}
+    check_tiling(f"{tensor.name} in the engine", tensor.shape, blocks.values())
     if len({(rank, name, s.hf_start) for rank, name, s in landed}) != len(landed):
         raise ProofError(f"{tensor.name}: a block lands twice in a parameter of an engine rank")
 
 
 def _overlap(dims: Dims, a: mapping.Segment, b: mapping.Segment) -> int:
-    """Elements of a tensor that both blocks hold."""
+    """Number of elements of a tensor that are in both blocks."""
     total = 1
     for axis, size in enumerate(dims):
         low, high = 0, size
@@ -199,7 +199,7 @@ def _overlap(dims: Dims, a: mapping.Segment, b: mapping.Segment) -> int:
 def print_plan(
     console: Console, shape: ModelShape, layout: Layout, engine: EngineLayout, item_bytes: int
 ) -> None:
-    """Prove, then print who holds and moves how much. Raises ProofError, LayoutError."""
+    """Prove the resharding, and print the bytes that each rank holds and moves. Raises ProofError, LayoutError."""
     report = prove_resharding(shape, layout, engine, item_bytes)
     console.print(
         f"{shape.family}: {len(mapping.hf_tensors(shape)):,} tensors, {report.model_bytes // item_bytes:,} parameters, "
@@ -224,13 +224,11 @@ def _trainer_table(
     title = f"Trainer: {layout.describe()}, {layout.world_size} ranks"
     table = figures_table(title, "stage", "ranks", "layers", *amounts)
     for stage in range(layout.pipeline):
-        first = stage * layout.stage_ranks
-        ranks = range(first, first + layout.stage_ranks)
-        prove_rank_filled(shape, layout, first)
-        resident = (
-            sum(math.prod(p.shape) for p in mapping.local_parameters(shape, layout, first))
-            * item_bytes
-        )
+        start = stage * layout.stage_ranks
+        ranks = range(start, start + layout.stage_ranks)
+        prove_rank_filled(shape, layout, start)
+        parameters = mapping.local_parameters(shape, layout, start)
+        resident = sum(math.prod(p.shape) for p in parameters) * item_bytes
         chunks = (local_layers(shape, layout, stage, c) for c in range(layout.chunks))
         table.add_row(
             str(stage),

@@ -1,4 +1,5 @@
-"""ModelShape: the facts of a decoder-only model that fix its tensors' shapes and its arithmetic; what a pass costs."""
+"""ModelShape: the properties of a decoder-only model that define its tensors' shapes and its arithmetic; and the cost
+of a pass."""
 
 from __future__ import annotations
 
@@ -6,15 +7,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of a weight, by its type."""
+"""Bytes of a weight, by its type."""
 OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12, "float16": 12}
-"""Of a trained weight: Adam's two fp32 moments and, where the weight is narrower, its fp32 master."""
+"""Bytes of optimizer state of a trained weight, by its type: Adam's two fp32 moments and, for a narrower weight, its
+fp32 master."""
 
 TrainerPart = Literal["weights", "reference", "gradients", "optimizer"]
 TRAINER_PARTS: tuple[TrainerPart, ...] = ("weights", "reference", "gradients", "optimizer")
-"""What a trainer rank's device holds through a run, each of which may be parked; see ``trainer/parking.py``."""
+"""The tensors that a trainer rank's device holds throughout a run. Each part may be parked; see
+``trainer/parking.py``."""
 COPIED_PARTS: frozenset[TrainerPart] = frozenset(("weights", "reference", "optimizer"))
-"""Those that the host holds a copy of once they have been parked."""
+"""Parts of which the host keeps a copy after they have been parked once."""
 
 
 def checkpoint_bytes(trained: int, dtype: str) -> int:
@@ -34,11 +37,11 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """One model. ``num_experts`` 0: dense.
+    """One model. ``num_experts`` is 0 for a dense model.
 
-    ``dtype``: the type that config.json names for the weights, "float32", "bfloat16" or "float16".
-    ``norm_topk_prob``: the router's top-k probabilities are renormalised to sum to 1.
-    ``norms_all_heads``: the norms of queries and of keys span all heads at once, instead of each head by itself.
+    ``dtype`` is the type of the weights in config.json: "float32", "bfloat16" or "float16". With ``norm_topk_prob`` the
+    router's top-k probabilities are renormalised to sum to 1. With ``norms_all_heads`` the norms of queries and of keys
+    span all heads together, instead of each head.
     """
 
     family: str
@@ -72,7 +75,7 @@ class ModelShape:
         return tuple(range(self.num_layers)) if self.is_moe else ()
 
     def sizes(self) -> dict[str, int]:
-        """Elements of each symbolic dimension that a family's table uses."""
+        """The size of each symbolic dimension in a family's table."""
         return {
             "vocab": self.vocab_size,
             "hidden": self.hidden_size,
@@ -86,17 +89,17 @@ class ModelShape:
 
 
 BACKWARD_FORWARDS = 2
-"""A backward pass takes two products for each of the forward's: by the inputs and by the weights."""
+"""Matrix products of a backward pass for each product of the forward pass: by the inputs and by the weights."""
 FROZEN_BACKWARD_FORWARDS = 1
-"""The same through frozen weights, which have no gradient; adapters' own products are left out."""
+"""The same for frozen weights, which have no gradient. The adapters' own products are not counted."""
 
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """What a sequence of S tokens costs: ``linear * S + quadratic * S^2``.
+    """The cost of a sequence of S tokens: ``linear * S + quadratic * S^2``.
 
-    ``linear``: matrix products, the same for every token. ``quadratic``: causal attention, in which a
-    token meets all before it.
+    ``linear`` is the cost of matrix products, the same for every token. ``quadratic`` is that of causal attention, in
+    which a token attends to all tokens before it.
     """
 
     linear: float
@@ -108,11 +111,11 @@ class SequenceCost:
 
 
 TOKENS = SequenceCost(1.0, 0.0)
-"""Costs in tokens: what attention adds is left out."""
+"""The cost in tokens, without attention."""
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Weights that multiply one token: with h the hidden size, q and kv the widths of all query and of
+    """Number of weights that multiply one token. With h the hidden size, q and kv the widths of all query and of
     all key heads, f the width of an MLP, L the layers and V the vocabulary
 
         L * (h(2q + 2kv) + mlp) + hV,   mlp = 3hf  or  3hf * (experts a token) + h * experts
@@ -124,17 +127,17 @@ def active_parameters(shape: ModelShape) -> int:
         mlp += hidden * shape.num_experts
     else:
         mlp = 3 * hidden * shape.ffn_hidden_size
-    # The output layer alone: the embedding is looked up, not multiplied.
+    # Count the output layer, but not the embedding, which is looked up.
     return shape.num_layers * (attention + mlp) + hidden * shape.vocab_size
 
 
 def forward_flops(shape: ModelShape) -> SequenceCost:
-    """FLOPs of one forward pass of the whole model, a multiplication and an addition being two.
+    """FLOPs of one forward pass of the whole model. A multiplication and an addition count as two.
 
-    A token takes 2 x ``active_parameters``. S tokens take 4q more for each of the S^2/2 pairs of causal
+    A token takes 2 x ``active_parameters``. In addition, S tokens take 4q for each of the S^2/2 pairs of causal
     attention (Q K^T and its product with V) in every layer: 2qL S^2. Norms, rotary embedding and softmax
-    are left out.
+    are not counted.
     """
-    # The output layer counts for every token, sampled or not: it is computed for all.
+    # The output layer counts for every token, because it is computed also for tokens that were not sampled.
     pairs = 2.0 * shape.sizes()["query"] * shape.num_layers
     return SequenceCost(2.0 * active_parameters(shape), pairs)
