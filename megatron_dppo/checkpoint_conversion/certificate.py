@@ -1,4 +1,4 @@
-"""SHA-256 of tensors and files, and conversion.json, which records them: of every tensor and of the whole."""
+"""SHA-256 of tensors and files, and conversion.json, which has the hash of every tensor and its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_dppo.system.files import Closing, sha256_of
 
 
 class TensorHashes(Closing):
-    """SHA-256 of tensors that arrive in row blocks, tensor after tensor; computed in a thread, one block behind."""
+    """SHA-256 of tensors that arrive in row blocks, tensor after tensor. A thread computes it, one block behind."""
 
     def __init__(self) -> None:
         self._hashes: dict[str, hashlib._Hash] = {}
@@ -30,21 +30,21 @@ class TensorHashes(Closing):
         self._pending: Future | None = None
 
     def update(self, name: str, rows: torch.Tensor) -> None:
-        """Add a block to ``name``'s hash; the tensor must not change afterwards."""
-        # One block behind and no further: blocks that wait are memory.
+        """Add a block to the hash of ``name``. The caller must not change the block afterwards."""
+        # Wait for the previous block, because every waiting block uses memory.
         self._wait()
         digest = self._hashes.setdefault(name, hashlib.sha256())
         self._pending = self._pool.submit(digest.update, byte_view(rows))
 
     def add(self, store: TensorStore, name: str) -> str:
-        """Read and hash a whole tensor of ``store``; its hex digest."""
+        """Read and hash a whole tensor of ``store``. Returns its hex digest."""
         for start, count in row_blocks(store.specs[name]):
             self.update(name, store.read_rows(name, start, count))
         self._wait()
         return self._hashes[name].hexdigest()
 
     def digests(self) -> dict[str, str]:
-        """Hex digests, in the order in which the tensors came."""
+        """Hex digests, in the order in which the tensors arrived."""
         self._wait()
         return {name: digest.hexdigest() for name, digest in self._hashes.items()}
 
@@ -61,19 +61,24 @@ Form = Literal["huggingface", "torch_dist"]
 FILE = "conversion.json"
 VERSION = 1
 TRACKER = "latest_checkpointed_iteration.txt"
-"""Megatron-LM's: names the checkpoint in a folder of several; ours is `release`."""
+"""Megatron-LM's file with the name of the current checkpoint in a folder; a conversion's is `release`."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """``form``: of the files beside it.
+    """The content of conversion.json.
 
-    ``dtype``: of the stored tensors; ``source_dtype``: of those that were read, several joined by ``+``, 8-bit weights
-    (``float8_e4m3fn``) times their scales. ``tensors``: name -> SHA-256 (hex) of
-    the tensor's bytes in Hugging Face's own shape, row-major, of type ``dtype``; independent of the layout.
-    ``files``: name -> SHA-256 of config, tokenizer and what else lies beside the weights; empty before ``save``.
+    Attributes:
+        form: Form of the checkpoint files in the same folder.
+        shape: The model.
+        dtype: Type of the stored tensors.
+        source_dtype: Type of the tensors that were read; several are joined by ``+``. 8-bit weights
+            (``float8_e4m3fn``) are multiplied by their scales.
+        tensors: Name -> SHA-256 (hex) of the tensor's bytes in Hugging Face's own shape, row-major, of type ``dtype``.
+            It does not depend on the layout.
+        files: Name -> SHA-256 of config, tokenizer and other files in the folder; empty before ``save``.
     """
 
     form: Form
@@ -84,7 +89,7 @@ class Certificate:
     files: Mapping[str, str] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Write ``folder/conversion.json``, with the hashes of the files that lie beside the weights by now."""
+        """Write ``folder/conversion.json``, with the hashes of the present files beside the weights."""
         files = {path.name: sha256_of(path) for path in side_files(folder)}
         body = replace(self, files=files)._body()
         text = json.dumps({**body, "sha256": _digest(body)}, indent=1)
@@ -102,18 +107,18 @@ class Certificate:
         }
 
     def check_files(self, folder: Path) -> None:
-        """Raise MismatchError, naming each file that is not the recorded one, or not there."""
+        """Raise MismatchError for a file that is missing or has another hash."""
         for name, digest in self.files.items():
             path = folder / name
-            present = sha256_of(path) if path.is_file() else "none, it is gone"
-            if present != digest:
+            present_digest = sha256_of(path) if path.is_file() else "none, it is gone"
+            if present_digest != digest:
                 raise MismatchError(
-                    f"{path}: its SHA-256 is {present}, {FILE} recorded {digest}; if it was changed on purpose, "
+                    f"{path}: its SHA-256 is {present_digest}, {FILE} recorded {digest}; if it was changed on purpose, "
                     f"convert again, or take {FILE} away from a folder in Hugging Face's format"
                 )
 
     def check_tensor(self, name: str, digest: str, folder: Path) -> None:
-        """Raise MismatchError where ``digest`` is not what was recorded of the tensor."""
+        """Raise MismatchError if ``digest`` is not the recorded hash of the tensor."""
         if digest != self.tensors.get(name):
             raise MismatchError(
                 f"{folder}: {name} has SHA-256 {digest}, {FILE} recorded {self.tensors.get(name)}; if its weights were "
@@ -124,7 +129,7 @@ class Certificate:
 def load_certificate(folder: str | Path) -> Certificate:
     """Read ``folder/conversion.json``, and compare the files beside the weights with it.
 
-    Raises CheckpointError where it is missing, altered or of another version or form, MismatchError for a file.
+    Raises CheckpointError if it is missing, altered or of another version or form, and MismatchError for a file.
     """
     path = Path(folder) / FILE
     body = read_body(path)
@@ -148,9 +153,7 @@ def load_certificate(folder: str | Path) -> Certificate:
 
 
 def read_body(path: Path) -> dict[str, Any]:
-    """What ``conversion.json`` says, of any form. Raises CheckpointError where it is missing, altered or of another
-    version.
-    """
+    """Read ``conversion.json`` of any form. Raises CheckpointError if it is missing, altered or of another version."""
     try:
         body = json.loads(path.read_text())
         digest = body.pop("sha256")
@@ -170,7 +173,7 @@ def read_body(path: Path) -> dict[str, Any]:
 
 
 def certificate_of(body: Mapping[str, Any]) -> Certificate:
-    """What ``read_body`` returned, as a certificate."""
+    """Convert the result of ``read_body`` to a certificate."""
     model = dict(body["model"])
     scaling = model.pop("rope_scaling")
     return Certificate(
@@ -184,7 +187,7 @@ def certificate_of(body: Mapping[str, Any]) -> Certificate:
 
 
 def side_files(folder: str | Path) -> list[Path]:
-    """What lies beside a folder's weights: config, tokenizer, generation files; no weights, no index of them."""
+    """The files of a folder that are neither weights nor their index: config, tokenizer, generation files."""
     return [
         path
         for path in sorted(Path(folder).iterdir())
@@ -192,7 +195,7 @@ def side_files(folder: str | Path) -> list[Path]:
         and path.suffix not in WEIGHT_SUFFIXES
         and not path.name.endswith(".index.json")
         and not path.name.startswith(".")
-        # A certificate can't hold its own hash.
+        # The certificate cannot have its own hash.
         and path.name != "conversion.json"
     ]
 

@@ -1,7 +1,6 @@
-"""Boxes of the tensors of a ``torch_dist`` checkpoint: which elements a rank holds, writes or wants, and their reading
-from whatever blocks they were stored in.
+"""Boxes of elements of the tensors in a ``torch_dist`` checkpoint, and reading them from any stored blocks.
 
-Only the rows that are asked for are read, a few MiB at a time, so a rank of any layout reads what it holds.
+Only the requested rows are read, a few MiB at a time, so a rank of any layout reads only its own part.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Box:
         return math.prod(self.sizes)
 
     def overlap(self, other: Box) -> Box | None:
-        """The elements of both, or None where there are none."""
+        """The elements that are in both boxes, or None without any."""
         low = tuple(map(max, self.offsets, other.offsets))
         high = tuple(map(min, self._ends, other._ends))
         if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -62,9 +61,10 @@ class Box:
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """``box`` of the checkpoint's tensor ``key`` of shape ``dims``.
+    """The elements in ``box`` of the checkpoint's tensor ``key`` of shape ``dims``.
 
-    ``resizable``: the tensor may be stored in another shape (a padded vocabulary); elements beyond it are zero.
+    If the block is ``resizable``, the tensor may be stored with another number of rows (a padded vocabulary); elements
+    beyond it are zero.
     """
 
     key: str
@@ -79,8 +79,9 @@ class TensorBlock:
 
 
 def flat_boxes(dims: Dims, start: int, stop: int) -> Iterator[Box]:
-    """Boxes of a tensor of shape ``dims`` that hold, one after another, its elements ``start .. stop`` in row-major
-    order; each is contiguous there. At most two for each axis.
+    """Yield boxes that cover the elements ``start .. stop``, in row-major order, of a tensor of shape ``dims``.
+
+    Each box is contiguous in that order. There are at most two boxes for each axis.
     """
     if start >= stop:
         return
@@ -88,17 +89,17 @@ def flat_boxes(dims: Dims, start: int, stop: int) -> Iterator[Box]:
         yield Box((start,) * len(dims), (stop - start,) * len(dims))
         return
     row = math.prod(dims[1:])
-    # Whole rows lie between these two; what is before and after is part of a row each.
-    first, last = -(-start // row), stop // row
-    if first > last:
-        yield from _in_row(dims, last, start - last * row, stop - last * row)
+    # Rows first_row .. end_row are complete. Before and after them there may be a part of a row.
+    first_row, end_row = -(-start // row), stop // row
+    if first_row > end_row:
+        yield from _in_row(dims, end_row, start - end_row * row, stop - end_row * row)
         return
     if start % row:
-        yield from _in_row(dims, first - 1, start % row, row)
-    if first < last:
-        yield Box((first, *(0 for _ in dims[1:])), (last - first, *dims[1:]))
+        yield from _in_row(dims, first_row - 1, start % row, row)
+    if first_row < end_row:
+        yield Box((first_row, *(0 for _ in dims[1:])), (end_row - first_row, *dims[1:]))
     if stop % row:
-        yield from _in_row(dims, last, 0, stop % row)
+        yield from _in_row(dims, end_row, 0, stop % row)
 
 
 def _in_row(dims: Dims, row: int, start: int, stop: int) -> Iterator[Box]:
@@ -107,13 +108,13 @@ def _in_row(dims: Dims, row: int, start: int, stop: int) -> Iterator[Box]:
 
 
 def find_saved_tensor(fd: int, start: int, length: int) -> tuple[int, int]:
-    """Offset in the file and size of the elements of a tensor that ``torch.save`` wrote at ``start``.
+    """Find the elements of a tensor that ``torch.save`` wrote at ``start``: their offset in the file, and their bytes.
 
-    Raises OSError, zipfile.BadZipFile or StopIteration where there is none.
+    Raises OSError, zipfile.BadZipFile or StopIteration if there is no tensor.
     """
-    # A zip archive with a pickle, ``data.pkl``, that says how to rebuild the tensor, and the elements in ``data/0``,
-    # stored uncompressed. torch.distributed.checkpoint's own reader is not used: for any rows of a chunk it loads the
-    # whole chunk, and a vocabulary of 150,000 rows takes hundreds of MB, once for every block.
+    # torch.save writes a zip archive with a pickle, ``data.pkl``, that describes the tensor, and the elements in
+    # ``data/0``, uncompressed. torch.distributed.checkpoint's own reader would load a whole chunk for any of its rows:
+    # hundreds of MB for a vocabulary of 150,000 rows, once for every block.
     stream = _Span(fd, start, length)
     with zipfile.ZipFile(stream) as archive:
         entry = next(e for e in archive.infolist() if e.filename.endswith("/data/0"))
@@ -124,7 +125,7 @@ def find_saved_tensor(fd: int, start: int, length: int) -> tuple[int, int]:
 
 
 class _Span(io.RawIOBase):
-    """Bytes ``start .. start + length`` of an open file, as a file."""
+    """A file object for the bytes ``start .. start + length`` of an open file."""
 
     def __init__(self, fd: int, start: int, length: int) -> None:
         self._fd, self._start, self._length, self._position = fd, start, length, 0
@@ -151,7 +152,7 @@ class _Span(io.RawIOBase):
 
 
 READ_BYTES = 8 << 20
-"""Read at a time where a block's rows are wider than what is wanted of them, or on another device."""
+"""Bytes of a read, if only a part of a block's rows is needed, or on another device."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -172,14 +173,14 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module in self._MODULES:
             record = super().find_class(module, name)
-            # The module's own records, and nothing that it imports.
+            # Allow the module's own classes, but not those that it imports.
             if isinstance(record, type) and record.__module__ == module:
                 return record
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
 
 
 def _enum_member(kind: object, name: object) -> Enum:
-    """What ``getattr`` is for in a pickle: Python 3.11.0 to 3.11.3 write an enum's member so."""
+    """Replace ``getattr`` in a pickle, with which Python 3.11.0 to 3.11.3 write an enum's member."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind.__members__[str(name)]
     raise pickle.UnpicklingError(f"{kind!r} has no member {name!r} that a checkpoint may name")
@@ -187,9 +188,10 @@ def _enum_member(kind: object, name: object) -> Enum:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint: its shape, dtype, and the boxes that it is stored in.
+    """A tensor of a checkpoint: its shape, dtype, and the boxes in which it is stored.
 
-    ``by_lead``: the boxes by their offsets on the first ``lead`` axes, on which each is one index wide.
+    ``by_lead`` has the boxes by their offsets on the first ``lead`` axes, on which each box has size 1. ``count`` is
+    the number of boxes.
     """
 
     dims: Dims
@@ -209,22 +211,22 @@ class StoredTensor:
             by_lead.setdefault(box.offsets[:lead], []).append(box)
         return cls(tuple(tensor.size), tensor.properties.dtype, lead, by_lead, len(boxes))
 
-    def overlapping(self, wanted: Box) -> Iterator[tuple[Box, Box]]:
-        """(stored box, its part of ``wanted``) for each box that holds some of it."""
-        if math.prod(wanted.sizes[: self.lead]) > self.count:
+    def overlapping(self, requested: Box) -> Iterator[tuple[Box, Box]]:
+        """Yield (stored box, its part of ``requested``) for each box that overlaps it."""
+        if math.prod(requested.sizes[: self.lead]) > self.count:
             candidates: Iterator[Dims] = iter(self.by_lead)
         else:
-            leads = zip(wanted.offsets[: self.lead], wanted.sizes[: self.lead], strict=True)
+            leads = zip(requested.offsets[: self.lead], requested.sizes[: self.lead], strict=True)
             candidates = product(*(range(o, o + s) for o, s in leads))
         for lead in candidates:
             for box in self.by_lead.get(lead, ()):
-                part = box.overlap(wanted)
+                part = box.overlap(requested)
                 if part is not None:
                     yield box, part
 
 
 class StoredBlocks(Closing):
-    """The tensors of a ``torch_dist`` folder, open for reading. Raises CheckpointError where it is none, or damaged."""
+    """The tensors of a ``torch_dist`` folder, open for reading. Raises CheckpointError if it is none, or is damaged."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -250,40 +252,40 @@ class StoredBlocks(Closing):
         self._data: dict[tuple[str, Dims], tuple[int, int]] = {}
 
     def fill(self, block: TensorBlock, values: torch.Tensor) -> None:
-        """Copy a block's stored elements into ``values``: of the box's shape, any device.
+        """Copy a block's stored elements into ``values``, a tensor of the box's shape on any device.
 
-        Raises CheckpointError where the checkpoint lacks some, or holds the tensor in another shape or dtype.
+        Raises CheckpointError if the checkpoint lacks some, or has the tensor in another shape or dtype.
         """
         tensor = self.tensors.get(block.key)
         if tensor is None:
             raise CheckpointError(f"{self.folder}: has no tensor {block.key}")
-        same = tensor.dims == block.dims or (
+        fits = tensor.dims == block.dims or (
             block.resizable and tensor.dims[1:] == block.dims[1:] and len(tensor.dims) > 0
         )
-        if not same or tensor.dtype != block.dtype:
+        if not fits or tensor.dtype != block.dtype:
             raise CheckpointError(
                 f"{self.folder}: {block.key} is {tensor.dtype} of shape {tensor.dims}, expected "
                 f"{block.dtype} of {block.dims}"
             )
-        whole = Box((0,) * len(tensor.dims), tensor.dims).overlap(block.box)
+        stored_part = Box((0,) * len(tensor.dims), tensor.dims).overlap(block.box)
         if tensor.dims != block.dims:
             values.zero_()
-        if whole is not None:
-            self.read(block.key, whole, whole.of(values, block.box.offsets))
+        if stored_part is not None:
+            self.read(block.key, stored_part, stored_part.of(values, block.box.offsets))
 
-    def read(self, key: str, wanted: Box, out: torch.Tensor) -> None:
-        """Copy ``wanted`` of ``key`` into ``out``, of its shape. Raises CheckpointError where some is missing."""
+    def read(self, key: str, box: Box, out: torch.Tensor) -> None:
+        """Copy ``box`` of ``key`` into ``out``, of its shape. Raises CheckpointError if elements are missing."""
         tensor, filled = self.tensors[key], 0
-        for stored, part in tensor.overlapping(wanted):
-            self._copy(key, tensor, stored, part, part.of(out, wanted.offsets))
+        for stored, part in tensor.overlapping(box):
+            self._copy(key, tensor, stored, part, part.of(out, box.offsets))
             filled += part.elements
-        if filled != wanted.elements:
+        if filled != box.elements:
             raise CheckpointError(
-                f"{self.folder}: {key}{list(wanted.offsets)} has {filled} of {wanted.elements} elements"
+                f"{self.folder}: {key}{list(box.offsets)} has {filled} of {box.elements} elements"
             )
 
     def locate(self, key: str, index: Dims) -> tuple[Path, int]:
-        """File and byte of an element of ``key``."""
+        """File and byte offset of an element of ``key``."""
         tensor = self.tensors[key]
         stored, _ = next(tensor.overlapping(Box(index, (1,) * len(index))))
         _, start = self._locate(key, stored.offsets, tensor.dtype, stored.elements)
@@ -314,13 +316,13 @@ class StoredBlocks(Closing):
         low = [part.offsets[i] - stored.offsets[i] for i in range(axis + 1, len(part.sizes))]
         step = max(1, READ_BYTES // max(1, row * item))
         target = out[(0,) * axis]
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
+        for row_start in range(0, rows, step):
+            count = min(step, rows - row_start)
             block = torch.empty((count, *stored.sizes[axis + 1 :]), dtype=tensor.dtype)
-            read_all(fd, byte_view(block), begin + first * row * item, fault)
+            read_all(fd, byte_view(block), begin + row_start * row * item, fault)
             for i, (offset, size) in enumerate(zip(low, width, strict=True), 1):
                 block = block.narrow(i, offset, size)
-            target[first : first + count].copy_(block)
+            target[row_start : row_start + count].copy_(block)
 
     def _locate(
         self, key: str, offsets: Dims, dtype: torch.dtype, elements: int
@@ -351,5 +353,5 @@ class StoredBlocks(Closing):
 
 
 def _writable_bytes(tensor: torch.Tensor) -> memoryview:
-    # Not reshape, which would copy where an axis of size 1 has an odd stride.
+    # as_strided makes a view; reshape would copy if an axis of size 1 has an unusual stride.
     return memory_of(tensor.detach().as_strided((tensor.numel(),), (1,)))

@@ -1,8 +1,8 @@
-"""``torch_dist`` checkpoints written without Megatron: a rank's file of a training run's, or a whole converted model.
+"""Writing ``torch_dist`` checkpoints without Megatron: a rank's file of a training run, or a whole converted model.
 
 The files are those of torch.distributed.checkpoint: tensors in the form of ``torch.save``, one after another, and a
-pickled index. torch's own writer is not used: it plans with all ranks before it writes, and its files must be read
-again to be hashed.
+pickled index. This module does not use torch's own writer, which plans with all ranks before it writes, and whose files
+must be read again to be hashed.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ BACKEND = {
 }
 
 StoredItem = list[Any]
-"""JSON: key, file, first byte, bytes; of a tensor's block also dims, offsets, sizes, dtype."""
+"""JSON list: key, file, first byte, number of bytes; for a tensor's block also dims, offsets, sizes, dtype."""
 ReadRows = Callable[[str, int, int], torch.Tensor]
 """(Hugging Face name, first row, rows) -> rows, called once for every row of every tensor, in order."""
 
 
 class NewFile:
-    """A new binary file. A context manager; at its end the bytes are on the disk.
+    """A new binary file, as a context manager. At its end the bytes are on the disk.
 
-    ``error``: of the disk, where writing failed; torch.save reports another one.
+    ``error`` is the disk's error if a write failed; torch.save raises another one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +77,7 @@ class NewFile:
         return len(data)
 
     def flush(self) -> None:
-        """For torch.save."""
+        """Do nothing; torch.save calls this method."""
 
     def __enter__(self) -> Self:
         return self
@@ -90,13 +90,13 @@ class NewFile:
             return
         try:
             self._file.close()
-        except OSError as late:
-            # What is still in the buffer doesn't fit on a full disk either; the first error says why.
-            self.error = self.error or late
+        except OSError as close_error:
+            # On a full disk, writing the buffer fails too. Keep the first error, which has the reason.
+            self.error = self.error or close_error
 
 
 class HashedFile(NewFile):
-    """A new binary file that is hashed on its way."""
+    """A new binary file that is hashed while it is written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -114,29 +114,29 @@ class HashedFile(NewFile):
 
 
 def write_hashed(path: Path, data: bytes) -> dict[str, Any]:
-    """Write a small file to the disk; its manifest entry."""
+    """Write a small file to the disk. Returns its manifest entry."""
     with HashedFile(path) as file:
         file.write(data)
     return file.record
 
 
 class BlockFile:
-    """Appends blocks and objects to a file; ``items`` says where each of them lies."""
+    """Appends blocks and objects to a file. ``items`` has the position of each."""
 
     def __init__(self, file: NewFile) -> None:
         self.items: list[StoredItem] = []
         self._file = file
 
     def add(self, block: TensorBlock, values: torch.Tensor) -> None:
-        """Append a block: ``values`` are its elements in row-major order, contiguous on the CPU."""
-        # A tensor over these bytes alone: torch.save writes all of what a view looks into.
-        alone = torch.frombuffer(byte_view(values), dtype=block.dtype).view(block.box.sizes)
+        """Append a block. ``values`` are its elements in row-major order, contiguous on the CPU."""
+        # Build a tensor of only these bytes, because torch.save writes the whole storage of a view.
+        tensor = torch.frombuffer(byte_view(values), dtype=block.dtype).view(block.box.sizes)
         dtype = str(block.dtype).removeprefix("torch.")
-        self._save(alone, block.key, [block.dims, block.box.offsets, block.box.sizes, dtype])
+        self._save(tensor, block.key, [block.dims, block.box.offsets, block.box.sizes, dtype])
 
     def add_object(self, key: str, value: Any) -> None:
-        """Append what is not a tensor, or has no place in one."""
-        # Megatron stores the list of a key's objects.
+        """Append an object that is not part of a tensor."""
+        # Megatron stores a list of the objects of a key.
         self._save([value], key, [])
 
     def _save(self, value: Any, key: str, described: list[Any]) -> None:
@@ -187,10 +187,10 @@ def _metadata(items: Iterable[StoredItem]) -> Metadata:
 
 
 def write_torch_dist(folder: Path, shape: ModelShape, dtype: torch.dtype, read: ReadRows) -> None:
-    """Fill ``folder`` (which exists, empty) with a model that every layout loads.
+    """Write a model that every layout can load into ``folder``, an existing empty folder.
 
-    Memory: one chunk, which is a layer's matrix or a block of rows. Beside the weights it holds the empty extra states
-    that Transformer Engine's modules look for when they load.
+    The function needs memory for one chunk, which is a layer's matrix or a block of rows. Besides the weights it writes
+    the empty extra states that Transformer Engine's modules expect when they load.
     """
     with NewFile(folder / CONVERTED_FILE) as file:
         blocks = BlockFile(file)
@@ -219,7 +219,8 @@ class _Chunk:
 
 
 def _chunks(shape: ModelShape, dtype: torch.dtype) -> Iterator[_Chunk]:
-    """In model order; gates and ups apart, the vocabulary in blocks, queries with their keys and values."""
+    """Yield the chunks of the model in order: gates and ups separately, the vocabulary in blocks, queries with their
+    keys and values."""
     for p in local_parameters(shape, Layout(), 0):
         stacked = stacked_parameters(p.name)[0]
         sources = {s.hf_name for s in p.segments}
@@ -234,25 +235,26 @@ def _chunks(shape: ModelShape, dtype: torch.dtype) -> Iterator[_Chunk]:
 
 
 def _assemble(chunk: _Chunk, read: ReadRows) -> torch.Tensor:
-    """The chunk's rows. Every source is read from its start to its end."""
+    """Read the chunk's rows. Every source is read from its start to its end."""
     segments = chunk.parameter.segments
     if len(segments) == 1:
         return read(segments[0].hf_name, chunk.start, chunk.count)
-    inside = [s for s in segments if chunk.start <= s.local_start < chunk.start + chunk.count]
+    end = chunk.start + chunk.count
+    chunk_segments = [s for s in segments if chunk.start <= s.local_start < end]
     lengths = Counter[str]()
-    for s in inside:
+    for s in chunk_segments:
         lengths[s.hf_name] += s.length
-    whole = {name: read(name, 0, length) for name, length in lengths.items()}
-    return torch.cat([s.of_hf(whole[s.hf_name]) for s in inside])
+    sources = {name: read(name, 0, length) for name, length in lengths.items()}
+    return torch.cat([s.of_hf(sources[s.hf_name]) for s in chunk_segments])
 
 
 def _extra_states(shape: ModelShape) -> Iterable[str]:
-    """Keys of the modules' extra states: one object a layer, or a layer and expert."""
+    """Keys of the modules' extra states: one object for each layer, or for each layer and expert."""
     keys: dict[str, None] = {}
     for p in local_parameters(shape, Layout(), 0):
         stacked = stacked_parameters(p.name)[0]
         module = stacked.key.rpartition(".")[0]
-        # Modules that are not Transformer Engine's have no extra state.
+        # Only Transformer Engine's modules have an extra state.
         if "router" in module or module in ("embedding.word_embeddings", "output_layer"):
             continue
         if shape.norms_all_heads and module.endswith(("q_layernorm", "k_layernorm")):

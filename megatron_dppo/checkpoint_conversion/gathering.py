@@ -1,4 +1,4 @@
-"""``gather_plan``'s buckets of tensors: packed, sent between the ranks of a process group's world, and put together."""
+"""Collective gathering of ``gather_plan``'s buckets: packing, sending between ranks, and assembling full tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_dppo.model.gather_plan import Bucket, ParameterKey
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a rank has of a bucket: on its receiver the full tensors by name, elsewhere nothing.
+    """A rank's result for a bucket: the full tensors by name on the bucket's receiver, none on other ranks.
 
-    ``received``: bytes that came from other ranks.
+    ``received`` is the number of bytes from other ranks.
     """
 
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -27,13 +27,13 @@ KEPT_BYTES = 64 << 20
 
 
 class Buffers:
-    """Two flat buffers that take turns, so that what lies in one holds while the other is filled."""
+    """Two flat buffers that alternate, so that the content of one stays valid while the other is filled."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor | None] = [None, None]
 
     def next(self, elements: int, like: Tensor) -> Tensor:
-        """1-D of ``elements``, of ``like``'s type and device."""
+        """The next buffer: 1-D with ``elements``, with the type and device of ``like``."""
         self._buffers.reverse()
         buffer = self._buffers[0]
         if buffer is None or buffer.numel() < elements:
@@ -41,11 +41,11 @@ class Buffers:
         return buffer[:elements]
 
     def shrink(self) -> None:
-        """Let go of large buffers."""
-        # Small ones are kept: fresh memory costs a CPU more than the copy into it.
-        self._buffers = [
-            b if b is not None and b.nbytes <= KEPT_BYTES else None for b in self._buffers
-        ]
+        """Free large buffers."""
+        # Keep small ones: on a CPU, allocating memory takes longer than the copy into it.
+        for i, buffer in enumerate(self._buffers):
+            if buffer is not None and buffer.nbytes > KEPT_BYTES:
+                self._buffers[i] = None
 
 
 def gather(
@@ -54,11 +54,17 @@ def gather(
     values: Mapping[ParameterKey, Tensor],
     buffers: Buffers | None = None,
 ) -> Iterator[Gathered]:
-    """Collective: each bucket of ``plan`` in turn.
+    """Gather each bucket of ``plan``, one after another. All ranks must call it.
 
-    ``values``: this rank's tensors by (chunk, name), in the shape of its parameters (the weights, or their gradients),
-    all of one dtype. A rank sends its pieces of a bucket as one flat message. A bucket's tensors lie one after another
-    in one flat buffer: one of ``buffers``, in which it holds until the second one after, or its own.
+    A rank sends its pieces of a bucket as one flat message.
+
+    Args:
+        plan: The buckets.
+        rank: This rank.
+        values: This rank's tensors by (chunk, name), in the shape of its parameters (the weights, or their gradients),
+            all of one dtype.
+        buffers: Memory for the buckets' tensors, which are end to end in one flat buffer. A bucket's tensors stay valid
+            until the second bucket after it. None: a new buffer for each bucket.
     """
     like = next(iter(values.values()))
     for bucket in plan:
@@ -70,10 +76,10 @@ def gather(
             yield Gathered()
             continue
         flat = {source: like.new_empty(n) for source, n in counts.items() if source != rank}
-        arrived = _exchange([dist.P2POp(dist.irecv, part, source) for source, part in flat.items()])
+        wait = _exchange([dist.P2POp(dist.irecv, part, source) for source, part in flat.items()])
         elements = bucket.elements
         out = like.new_empty(elements) if buffers is None else buffers.next(elements, like)
-        arrived()
+        wait()
         received = sum(buffer.nbytes for buffer in flat.values())
         yield Gathered(assemble(bucket, out, flat, rank, values), received)
     if buffers is not None:
@@ -81,9 +87,9 @@ def gather(
 
 
 def _exchange(operations: list[dist.P2POp]) -> Callable[[], None]:
-    """Start sends or receives; what is returned waits for them."""
-    # As a batch: NCCL makes a communicator of its own, some 300 MiB on both GPUs, for every pair of ranks that sends
-    # or receives outside of one, and sends a batch through the group's (ProcessGroupNCCL::pointToPoint).
+    """Start sends or receives. Returns a function that waits for them."""
+    # A batch uses the group's communicator (ProcessGroupNCCL::pointToPoint). For single sends and receives, NCCL
+    # creates a communicator for every pair of ranks, with some 300 MiB on both GPUs.
     requests = dist.batch_isend_irecv(operations) if operations else []
 
     def wait() -> None:
@@ -94,13 +100,13 @@ def _exchange(operations: list[dist.P2POp]) -> Callable[[], None]:
 
 
 def pack(bucket: Bucket, rank: int, parameters: Mapping[ParameterKey, Tensor]) -> Tensor:
-    """What ``rank`` sends of a bucket: 1-D, of the parameters' dtype; detached from any graph."""
-    parts = [
-        piece.segment.of_local(parameters[piece.key]).detach().reshape(-1)
-        for tensor in bucket.tensors
-        for piece in tensor.pieces
-        if piece.rank == rank
-    ]
+    """Pack the pieces of a bucket that ``rank`` sends: 1-D, of the parameters' dtype, detached from any graph."""
+    parts = []
+    for tensor in bucket.tensors:
+        for piece in tensor.pieces:
+            if piece.rank == rank:
+                local = piece.segment.of_local(parameters[piece.key])
+                parts.append(local.detach().reshape(-1))
     if parts:
         return torch.cat(parts)
     return next(iter(parameters.values())).detach().new_empty(0)
@@ -113,9 +119,9 @@ def assemble(
     rank: int | None,
     parameters: Mapping[ParameterKey, Tensor],
 ) -> list[tuple[str, Tensor]]:
-    """A bucket's full tensors, one after another in ``out`` (1-D): views of it, by name.
+    """Assemble a bucket's full tensors end to end in ``out`` (1-D). Returns views of it, by name.
 
-    ``rank``'s own pieces come straight from its ``parameters``, the others' from what they sent.
+    The pieces of ``rank`` come from its ``parameters``, all others from ``flat_by_rank``.
     """
     consumed = dict.fromkeys(flat_by_rank, 0)
     named, end = [], 0
@@ -127,9 +133,9 @@ def assemble(
             if piece.rank == rank:
                 target.copy_(piece.segment.of_local(parameters[piece.key]).detach())
                 continue
-            first = consumed[piece.rank]
-            consumed[piece.rank] = first + piece.elements
-            block = flat_by_rank[piece.rank][first : consumed[piece.rank]]
+            block_start = consumed[piece.rank]
+            consumed[piece.rank] = block_start + piece.elements
+            block = flat_by_rank[piece.rank][block_start : consumed[piece.rank]]
             target.copy_(block.view(piece.shape))
         named.append((tensor.name, full))
     return named

@@ -1,7 +1,7 @@
-"""8-bit weights with their scales (``quantization_config: {quant_method: fp8}``), read as the fp32 that they stand for.
+"""Reading 8-bit weights with their scales (``quantization_config: {quant_method: fp8}``) as fp32.
 
-A weight of type F8_E4M3 has a ``..._scale_inv`` beside it: a factor for each block of ``weight_block_size`` elements,
-or one for the whole matrix.
+A weight of type F8_E4M3 has a tensor ``..._scale_inv``: a factor for each block of ``weight_block_size`` elements, or
+one for the whole matrix.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _QUANTIZED = torch.float8_e4m3fn
 
 
 class DequantizedReader(Closing):
-    """The tensors of a folder with 8-bit weights. ``specs`` say how they are stored; rows of 8-bit weights are fp32.
+    """The tensors of a folder with 8-bit weights. ``specs`` has the stored types; 8-bit rows are returned as fp32.
 
-    Raises CheckpointError where such a weight has no scale, or one of another shape than its blocks ask for.
+    Raises CheckpointError if such a weight has no scale, or a scale whose shape does not fit its blocks.
     """
 
     def __init__(self, reader: SafetensorsReader, block: tuple[int, int] | None) -> None:
@@ -63,10 +63,11 @@ class DequantizedReader(Closing):
         if name not in self._blocks:
             return rows
         height, width = self._blocks[name]
-        first, end = start // height, -(-(start + count) // height)
-        scales = self._reader.read_rows(name + _SCALE, first, end - first).float()
-        by_row = scales.reshape(end - first, -1).repeat_interleave(height, 0)
-        by_row = by_row[start - first * height :][:count]
+        scale_start, scale_end = start // height, -(-(start + count) // height)
+        scale_count = scale_end - scale_start
+        scales = self._reader.read_rows(name + _SCALE, scale_start, scale_count).float()
+        by_row = scales.reshape(scale_count, -1).repeat_interleave(height, 0)
+        by_row = by_row[start - scale_start * height :][:count]
         return rows.float() * by_row.repeat_interleave(width, 1)[:, : rows.shape[1]]
 
     def close(self) -> None:
@@ -74,7 +75,9 @@ class DequantizedReader(Closing):
 
 
 def open_weights(hf_dir: str | Path) -> SafetensorsReader | DequantizedReader:
-    """Open a Hugging Face folder of a supported config.json, its weights quantised or not. Raises CheckpointError."""
+    """Open a Hugging Face folder with a supported config.json, with or without 8-bit weights. Raises
+    CheckpointError.
+    """
     reader = SafetensorsReader(hf_dir)
     if all(spec.dtype != _QUANTIZED for spec in reader.specs.values()):
         return reader

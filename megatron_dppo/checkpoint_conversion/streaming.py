@@ -1,7 +1,7 @@
-"""Convert whole checkpoints block by block: memory is a few blocks, whatever the model.
+"""Conversion of whole checkpoints block by block, with memory for a few blocks, whatever the model.
 
-Every Hugging Face tensor is read once and written once, in row blocks of BLOCK_BYTES, and hashed on the way in a second
-thread. Outputs are staged and renamed, so an interrupted conversion leaves nothing that loads; a rerun starts clean.
+Every Hugging Face tensor is read once and written once, in row blocks of BLOCK_BYTES, while a second thread hashes it.
+Outputs are staged and renamed, so an interrupted conversion leaves nothing that loads, and a rerun starts clean.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Progress = Callable[[int], None]
 
 
 def no_progress(count: int) -> None:
-    """Report to nobody."""
+    """Report no progress."""
 
 
 def hf_to_megatron(
@@ -43,9 +43,9 @@ def hf_to_megatron(
 ) -> Certificate:
     """Write ``hf_dir`` as a Megatron-Core distributed checkpoint, which loads under every layout, with a certificate.
 
-    ``out_dir`` is what Megatron-LM's ``--load`` takes: a tracker that names ``release``. ``dtype``: of the
-    result; empty: as stored, which must then be one. Raises ModelError where the input is bad, and leaves nothing
-    behind.
+    Megatron-LM's ``--load`` takes ``out_dir``: it has a tracker that names ``release``. ``dtype`` is the type of the
+    result; None: the stored type, which must be the same for all tensors. Raises ModelError for invalid input, and then
+    leaves no files.
     """
     shape = load_model_shape(hf_dir, quantized=True)
     with open_weights(hf_dir) as reader:
@@ -66,7 +66,7 @@ def write_megatron(
     dtype: str | None,
     progress: Progress,
 ) -> Certificate:
-    """As ``hf_to_megatron``, of any store whose tensors are known to be ``shape``'s."""
+    """Write the tensors of ``source`` as ``hf_to_megatron`` does. The caller has checked that they fit ``shape``."""
     source_dtype, target = _dtypes(source, shape, dtype)
     hashes = TensorHashes()
 
@@ -82,7 +82,7 @@ def write_megatron(
         write_torch_dist(folder / "release", shape, TORCH_DTYPES[target], read)
         (folder / TRACKER).write_text("release")
         digests = hashes.digests()
-        # Tensors come in Megatron's order; a certificate lists them in Hugging Face's.
+        # Tensors arrive in Megatron's order; a certificate lists them in Hugging Face's.
         ordered = {name: digests[name] for name in hf_tensors(shape)}
         certificate = Certificate("torch_dist", shape, target, source_dtype, ordered)
         hf_folder.copy_side_files(side_files_from, folder, target)
@@ -101,9 +101,9 @@ def megatron_to_hf(
 ) -> Certificate:
     """Write a Megatron checkpoint as Hugging Face shards with an index; config and tokenizer come from ``hf_config``.
 
-    ``megatron_dir``: what ``hf_to_megatron`` wrote, or a checkpoint of a training run. Where it has a
-    certificate, every tensor is checked on the way. Raises MismatchError naming the first that differs, ModelError
-    where ``hf_config`` describes another model; nothing is left behind.
+    ``megatron_dir`` is a result of ``hf_to_megatron``, or a checkpoint of a training run. If it has a certificate,
+    every tensor is compared with it. Raises MismatchError for the first tensor that differs, and ModelError if
+    ``hf_config`` describes another model; then no files are left.
     """
     side_files = Path(hf_config or megatron_dir)
     shape = load_model_shape(side_files, quantized=True)
@@ -124,7 +124,7 @@ def megatron_to_hf(
             for name, start, rows in blocks(source, specs, progress):
                 stored.update(name, rows)
                 cast = _finite_cast(rows, name, start, target, megatron_dir)
-                # What is stored is compared with its certificate; a cast has another hash, which goes into the new one.
+                # The stored tensor is compared with its certificate. A cast has another hash, for the new certificate.
                 if target != source_dtype:
                     written.update(name, cast)
                 writer.write_rows(name, start, cast)
@@ -138,10 +138,10 @@ def megatron_to_hf(
 def verify(
     hf_dir: str | Path, megatron_dir: str | Path, *, progress: Progress = no_progress
 ) -> Mapping[str, tensor_store.TensorSpec]:
-    """Prove that a converted folder turns back into ``hf_dir`` byte by byte, and that its certificate is true.
+    """Prove that a converted folder converts back to ``hf_dir`` byte by byte, and that its certificate is right.
 
-    Returns what was compared. A conversion that cast is compared with the cast of the original. Raises MismatchError
-    naming the first tensor, file and offset that differs.
+    Returns the tensors that were compared. A conversion with a cast is compared with the cast of the original. Raises
+    MismatchError with the first tensor, file and offset that differs.
     """
     shape = load_model_shape(hf_dir, quantized=True)
     with (
@@ -151,9 +151,9 @@ def verify(
     ):
         tensor_store.check_tensors(original.specs, shape, str(hf_dir))
         for name, start, rows in blocks(converted, converted.specs, progress):
-            expected = original.read_rows(name, start, len(rows)).to(converted.dtype)
-            if not torch.equal(_as_integers(rows), _as_integers(expected)):
-                raise MismatchError(_first_difference(converted, name, start, rows, expected))
+            original_rows = original.read_rows(name, start, len(rows)).to(converted.dtype)
+            if not torch.equal(_as_integers(rows), _as_integers(original_rows)):
+                raise MismatchError(_first_difference(converted, name, start, rows, original_rows))
             hashes.update(name, rows)
         _require_recorded(converted, hashes.digests())
         return converted.specs
@@ -162,7 +162,7 @@ def verify(
 def blocks(
     store: tensor_store.TensorStore, names: Iterable[str], progress: Progress
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """``(name, first row, rows)`` of every tensor of ``names``, in order."""
+    """Yield ``(name, first row, rows)`` of every tensor of ``names``, in order."""
     for name in names:
         for start, count in tensor_store.row_blocks(store.specs[name]):
             rows = store.read_rows(name, start, count)
@@ -171,19 +171,19 @@ def blocks(
 
 
 def _dtypes(
-    store: tensor_store.TensorStore, shape: ModelShape, wanted: str | None
+    store: tensor_store.TensorStore, shape: ModelShape, dtype: str | None
 ) -> tuple[str, str]:
-    """The type that is stored, several joined by ``+``, and that of the result."""
-    stored = "+".join(tensor_store.dtypes_of(store, shape))
-    return stored, wanted or stored
+    """The stored type (several are joined by ``+``), and the type of the result."""
+    stored_dtype = "+".join(tensor_store.dtypes_of(store, shape))
+    return stored_dtype, dtype or stored_dtype
 
 
 def _finite_cast(
     rows: torch.Tensor, name: str, start: int, dtype: str, folder: str | Path
 ) -> torch.Tensor:
-    """``rows`` of the tensor ``name``, from row ``start`` on, as ``dtype``.
+    """Cast ``rows`` of the tensor ``name``, from row ``start`` on, to ``dtype``.
 
-    Raises CheckpointError for NaN, and for what ``dtype`` can't hold.
+    Raises CheckpointError for NaN, and for values that ``dtype`` cannot represent.
     """
     tensor_store.require_finite(rows, name, start, str(folder))
     cast = rows.to(TORCH_DTYPES[dtype])
@@ -193,7 +193,7 @@ def _finite_cast(
 
 
 def _require_recorded(source: TorchDistCheckpoint, digests: dict[str, str]) -> None:
-    # A training run's checkpoint has no certificate; its own manifest is compared when the run resumes.
+    # A training run's checkpoint has no certificate. It has a manifest, which is compared when the run resumes.
     if source.certificate is not None:
         for name, digest in digests.items():
             source.certificate.check_tensor(name, digest, source.folder)
@@ -204,18 +204,18 @@ def _first_difference(
     name: str,
     start: int,
     rows: torch.Tensor,
-    expected: torch.Tensor,
+    original_rows: torch.Tensor,
 ) -> str:
-    differs = (_as_integers(rows) != _as_integers(expected)).nonzero()
-    first = tuple(differs[0].tolist())
-    index = [first[0] + start, *first[1:]]
+    differences = (_as_integers(rows) != _as_integers(original_rows)).nonzero()
+    position = tuple(differences[0].tolist())
+    index = [position[0] + start, *position[1:]]
     return (
-        f"{name}{index}: {rows[first].item()!r} in {converted.locate(name, index)}, "
-        f"{expected[first].item()!r} in the original ({len(differs)} elements of this block differ)"
+        f"{name}{index}: {rows[position].item()!r} in {converted.locate(name, index)}, "
+        f"{original_rows[position].item()!r} in the original ({len(differences)} elements of this block differ)"
     )
 
 
 def _as_integers(rows: torch.Tensor) -> torch.Tensor:
-    """The same bytes, for which equal means identical."""
-    # As floats, NaN would differ from itself, and -0 equal 0.
+    """View the bytes as integers, which are equal only if all bytes are."""
+    # Compared as floats, NaN differs from itself, and -0 equals 0.
     return rows.view({2: torch.int16, 4: torch.int32}[rows.dtype.itemsize])

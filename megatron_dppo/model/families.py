@@ -1,5 +1,7 @@
-"""The supported model families: what one is declared in (its reader of a config.json, the rows of its table), and the
-one reader of a config.json. A new family is a function at the end.
+"""The supported model families, and the reader of a config.json.
+
+A family has a function that reads its config.json, and a table of its parameters. To add a family, add a function at
+the end.
 
 Names in a row are templates: ``{layer}`` is the layer's number (global on the Hugging Face side, local to its pipeline
 chunk on Megatron's) and ``{expert}`` the expert's (global, and local to its expert-parallel rank). Megatron's names are
@@ -23,11 +25,10 @@ from megatron_dppo.model.shape import ITEM_BYTES, Llama3RopeScaling, ModelShape
 
 
 class ConfigFacts:
-    """The entries of a config.json, checked as a family asks for them.
+    """The entries of a config.json, validated when a family reads them.
 
-    An entry that is missing or wrong becomes a line of ``faults``, with the file and the key, and a
-    stand-in is returned, so that one reading finds everything that is wrong. ``read`` collects the keys that
-    were asked for.
+    A missing or wrong entry becomes a line of ``faults``, with the file and the key, and a placeholder is returned, so
+    that one reading finds all errors. ``read`` collects the keys that were read.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -45,13 +46,13 @@ class ConfigFacts:
     def positive(self, *keys: str, default: int | None = None) -> int:
         """The first of ``keys`` that is set, a positive whole number."""
         value = self._first(keys, default)
-        # JSON's true is an int to Python.
+        # In Python, bool is a subclass of int.
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             return self._wrong(keys, value, "a positive integer", 1)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive real number; JSON as Python reads it may also hold NaN and Infinity."""
+        """A positive real number. Python's JSON reader also accepts NaN and Infinity, which are errors here."""
         value = self._first((key,), default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value <= sys.float_info.max:
@@ -228,8 +229,8 @@ class EngineRow:
 class Rule:
     """Megatron parameter <- Hugging Face tensors, cut by ``split``.
 
-    ``engine``: what SGLang makes of the same tensors; None: one parameter of the Hugging Face name, cut
-    as Megatron cuts it, a vocabulary padded SGLang's way.
+    ``engine`` is SGLang's parameter of the same tensors. None: a parameter with the Hugging Face name that is cut as in
+    Megatron, except that SGLang pads a vocabulary differently.
     """
 
     megatron: str
@@ -263,7 +264,7 @@ def layer_rule(
     *sources: tuple[str, tuple[str, ...]],
     engine: tuple[str, layout.Split] | None = None,
 ) -> Rule:
-    """A row whose names are given without the layer's prefix; ``engine``: SGLang's name and cut where it fuses."""
+    """A row for a layer, with names without the layer's prefix. ``engine`` is SGLang's name and cut if it fuses."""
     return Rule(
         MEGATRON_LAYER + megatron,
         split,
@@ -290,7 +291,7 @@ def qkv(kind: str, *dims: str) -> Rule:
 
 
 def moe_router(block: str = "mlp") -> tuple[Rule, ...]:
-    """The norm before a layer's experts and their router; ``block``: what the family calls the MoE layer."""
+    """The norm before a layer's experts, and their router. ``block`` is the family's name of the MoE layer."""
     return (
         norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
         layer_rule(
@@ -302,7 +303,7 @@ def moe_router(block: str = "mlp") -> tuple[Rule, ...]:
 def expert_mlp(
     block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[Rule, ...]:
-    """One expert's gated MLP, under the names that the family gives it on disk; SGLang stacks all experts."""
+    """One expert's gated MLP, with the family's names in checkpoints. SGLang stacks all experts."""
     experts = f"{block}.experts."
     return (
         layer_rule(
