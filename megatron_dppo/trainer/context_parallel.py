@@ -99,27 +99,31 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
         "sum_squares": None if stats.sum_squares is None else stats.sum_squares[:, None],
         "topk_log_probs": stats.topk_log_probs,
     }
-    present = {name: part for name, part in parts.items() if part is not None}
+    present_parts = {name: part for name, part in parts.items() if part is not None}
     order = gathered_rows(batch.cu_seqlens, batch.num_tokens, size)
-    columns = torch.cat(list(present.values()), dim=1)
+    columns = torch.cat(list(present_parts.values()), dim=1)
     gathered = _Gather.apply(columns, order, group)
-    widths = [part.shape[1] for part in present.values()]
-    whole = dict(zip(present, gathered.split(widths, dim=1), strict=True))
+    widths = [part.shape[1] for part in present_parts.values()]
+    all_rows = dict(zip(present_parts, gathered.split(widths, dim=1), strict=True))
     faults = stats.faults.clone()
     dist.all_reduce(faults, group=group)
     return replace(
         stats,
-        log_probs=whole["log_probs"].squeeze(1),
-        entropy=whole["entropy"].squeeze(1) if "entropy" in whole else None,
-        sum_squares=whole["sum_squares"].squeeze(1).detach() if "sum_squares" in whole else None,
-        topk_log_probs=_as_own(whole.get("topk_log_probs"), stats.topk_log_probs),
+        log_probs=all_rows["log_probs"].squeeze(1),
+        entropy=all_rows["entropy"].squeeze(1) if "entropy" in all_rows else None,
+        sum_squares=all_rows["sum_squares"].squeeze(1).detach()
+        if "sum_squares" in all_rows
+        else None,
+        topk_log_probs=_like_share(all_rows.get("topk_log_probs"), stats.topk_log_probs),
         faults=faults,
     )
 
 
-def _as_own(whole: Tensor | None, share: Tensor | None) -> Tensor | None:
-    """A gradient flows through it where one flows through the rank's ``share``, as on one rank."""
-    return whole if whole is None or share is None or share.requires_grad else whole.detach()
+def _like_share(all_rows: Tensor | None, share: Tensor | None) -> Tensor | None:
+    """Detach ``all_rows`` unless the rank's ``share`` requires a gradient."""
+    if all_rows is None or share is None or share.requires_grad:
+        return all_rows
+    return all_rows.detach()
 
 
 class _Gather(torch.autograd.Function):

@@ -1,12 +1,13 @@
-"""What an adapter computes beside its Megatron linear: ``scale * B A x`` in the layout of the linear's output.
+"""Adapters of Megatron linears: they add ``scale * B A x`` to the linear's output, in its layout.
 
-T = tokens, R = rank, P = adapted Hugging Face matrices that are fused in the linear. Column-parallel linears
-(queries, gates, ups) have B cut by rows and A whole; row-parallel ones (outputs, downs) A cut by columns and B whole.
-What crosses tensor-parallel ranks is R wide.
+T = tokens, R = rank, P = adapted Hugging Face matrices that are fused in the linear. In column-parallel linears
+(queries, gates, ups) B is cut by rows, and every rank holds all of A; in row-parallel ones (outputs, downs) A is cut by
+columns, and every rank holds all of B. Tensor-parallel ranks exchange only tensors of width R.
 
-Who sums the gradients: those of a whole A or B are complete on every rank of a tensor-parallel group, except under
-sequence parallelism, where each rank has those of its tokens (``sequence_parallel``, which Megatron-Core sums), and for
-experts, where each rank has the share of its rows or columns (``sum_over_expert_tensor``, see ``gradients``).
+Gradients of an A or B that is not cut are complete on every rank of a tensor-parallel group, with two exceptions. Under
+sequence parallelism each rank has the gradients of its tokens (attribute ``sequence_parallel``; Megatron-Core sums
+them). For experts each rank has the share of its rows or columns (attribute ``sum_over_expert_tensor``;
+``sum_expert_tensor_grads`` sums them).
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from torch.nn import Parameter
 from megatron_dppo.model.adapters import CHILD, LORA_A, LORA_B, AdaptedLinear, AdapterPart, Adapters
 
 SUM_OVER_EXPERT_TENSOR = "sum_over_expert_tensor"
-"""Attribute of a parameter whose gradient the ranks of an expert-tensor group each have a share of."""
+"""Attribute of a parameter of whose gradient each rank of an expert-tensor group has a share."""
 
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """What all adapters of a run have in common. ``dropout``: share of an adapter's inputs left out in training."""
+    """The options of all adapters of a run. ``dropout`` is the share of an adapter's inputs that training drops."""
 
     adapters: Adapters
     dropout: float
@@ -53,12 +54,12 @@ class AdapterOptions:
 
 
 class LowRank(torch.nn.Module):
-    """A and B of one Hugging Face matrix, with an axis of local experts in front where each has its own."""
+    """A and B of one Hugging Face matrix. If experts have separate adapters, the first axis counts local experts."""
 
     def __init__(self, shape_a: list[int], shape_b: list[int], options: AdapterOptions) -> None:
         super().__init__()
         for name, dims in ((LORA_A, shape_a), (LORA_B, shape_b)):
-            # Filled later, from tensors of the whole model, so that every layout starts alike.
+            # ``fill`` sets the values later from tensors of the whole model, so that they do not depend on the layout.
             zeros = torch.zeros(dims, dtype=options.dtype, device=options.device)
             self.register_parameter(name, Parameter(zeros))
 
@@ -72,8 +73,9 @@ class LinearAdapter(torch.nn.Module):
     """The adapters of one linear. Subclasses compute ``delta``.
 
     Attributes:
-        linear: which Hugging Face matrices of it have an adapter, and what this rank holds of them.
-        enabled: without it the linear computes with its own weight alone.
+        linear: The adapted Hugging Face matrices of the linear, and this rank's part of them.
+        options: Options of all adapters.
+        enabled: False: the linear computes without its adapters.
     """
 
     def __init__(self, linear: AdaptedLinear, options: AdapterOptions) -> None:
@@ -93,23 +95,23 @@ class LinearAdapter(torch.nn.Module):
         return matrices
 
     def delta(self, x: Tensor, *sizes: Any) -> Tensor:
-        """What is added to the linear's output for its input ``x``."""
+        """Compute the term that is added to the linear's output for its input ``x``."""
         raise NotImplementedError
 
     def after_forward(self, module: Any, inputs: tuple, output: Any) -> Any:
-        """Forward hook of the linear: its output, with the adapters'."""
+        """Forward hook of the linear: add the adapters' output to its output."""
         if not self.enabled:
             return output
         x, *sizes = inputs
         if hasattr(module, "layer_norm_weight"):
-            # The fused norm hands its result to nobody else.
+            # The linear's fused norm does not return its result, so compute it again.
             eps = module.config.layernorm_epsilon
             x = F.rms_norm(x, x.shape[-1:], module.layer_norm_weight, eps)
         result, bias = output
         return result + self.delta(x, *sizes), bias
 
     def weight_delta(self, expert: int | None = None) -> Tensor:
-        """``scale * B A`` of this rank's part of the linear's (local expert's) weight, fp32."""
+        """Compute ``scale * B A`` for this rank's part of the weight of the linear or local expert, fp32."""
         a, b = self._stacked()
         if expert is not None and self.linear.experts:
             a, b = a[expert], b[expert]
@@ -122,11 +124,11 @@ class LinearAdapter(torch.nn.Module):
         raise NotImplementedError
 
     def _local(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
-        """A and B of one matrix as this rank uses them."""
+        """A and B of one matrix, as this rank uses them."""
         return self.matrices(part.name).pair
 
     def _stacked(self) -> tuple[Tensor, Tensor]:
-        """A [.., P R, in] and B [.., rows, P R] of the fused linear: the product is the sum over its matrices."""
+        """Stack A [.., P R, in] and B [.., rows, P R] of the fused linear's matrices; B A is then the sum over them."""
         parts = self.linear.parts
         pairs = [self._local(part) for part in parts]
         first_a, first_b = pairs[0]
@@ -134,16 +136,15 @@ class LinearAdapter(torch.nn.Module):
             return first_a, first_b
         rank = self.options.adapters.rank
         a = torch.cat([pair[0] for pair in pairs], -2)
-        # One product for the fused linear; zeros where a matrix has none of its rows.
+        # The fused linear needs one product. B is zero in rows that belong to other matrices.
         b = first_b.new_zeros(*first_b.shape[:-2], self.linear.rows, len(parts) * rank)
         for i, (part, (_, rows)) in enumerate(zip(parts, pairs, strict=True)):
-            first = 0
+            row_start = 0
             for block in part.blocks:
                 target = slice(block.local_start, block.local_start + block.length)
-                b[..., target, i * rank : (i + 1) * rank] = rows[
-                    ..., first : first + block.length, :
-                ]
-                first += block.length
+                row_end = row_start + block.length
+                b[..., target, i * rank : (i + 1) * rank] = rows[..., row_start:row_end, :]
+                row_start = row_end
         return a, b
 
     def _dropped(self, x: Tensor, generator: AbstractContextManager) -> Tensor:
@@ -154,26 +155,28 @@ class LinearAdapter(torch.nn.Module):
 
 
 class DenseAdapter(LinearAdapter):
-    """Beside a column- or row-parallel linear of the attention or a dense MLP."""
+    """The adapters of a column- or row-parallel linear of the attention or a dense MLP."""
 
     def delta(self, x: Tensor, *sizes: Any) -> Tensor:
-        """x [T, .., in] -> [T, .., out], each cut as the linear's."""
+        """x [T, .., in] -> [T, .., out]; both are cut like the linear's input and output."""
         a, b = self._stacked()
-        inner = F.linear(self._dropped(x, self._generator()), a)
-        return self.options.adapters.scale * F.linear(self._across(inner), b)
+        product = F.linear(self._dropped(x, self._generator()), a)
+        return self.options.adapters.scale * F.linear(self._exchange(product), b)
 
-    def _across(self, inner: Tensor) -> Tensor:
-        """The R-wide products, between tensor-parallel ranks."""
+    def _exchange(self, product: Tensor) -> Tensor:
+        """Exchange the products A x, of width R, between tensor-parallel ranks."""
         if self.linear.axis == 0:
             if self.options.sequence_parallel:
-                return gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True)
-            return copy_to_tensor_model_parallel_region(inner)
+                return gather_from_sequence_parallel_region(
+                    product, tensor_parallel_output_grad=True
+                )
+            return copy_to_tensor_model_parallel_region(product)
         if self.options.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(inner)
-        return reduce_from_tensor_model_parallel_region(inner)
+            return reduce_scatter_to_sequence_parallel_region(product)
+        return reduce_from_tensor_model_parallel_region(product)
 
     def _generator(self) -> AbstractContextManager:
-        """Ranks that hold the same inputs drop the same ones."""
+        """The random state for dropout. Ranks with equal inputs drop the same ones."""
         is_whole = self.linear.axis == 0 and not self.options.sequence_parallel
         return nullcontext() if is_whole else get_cuda_rng_tracker().fork()
 
@@ -188,36 +191,36 @@ class DenseAdapter(LinearAdapter):
 
 
 class HeadAdapter(DenseAdapter):
-    """Beside the output layer, which hands on its input and computes no logits: what computes them asks for the
-    adapter's part right after a forward pass."""
+    """The adapter of the output layer, which returns its input and computes no logits. ``head_factors`` takes the
+    adapter's factor directly after a forward pass."""
 
-    _inner: Tensor | None = None
+    _product: Tensor | None = None
 
     def after_forward(self, module: Any, inputs: tuple, output: Any) -> Any:
         """Forward hook of the output layer."""
         if self.enabled:
             a, _ = self._stacked()
-            inner = self._across(F.linear(self._dropped(inputs[0], self._generator()), a))
-            self._inner = self.options.adapters.scale * inner
+            product = F.linear(self._dropped(inputs[0], self._generator()), a)
+            self._product = self.options.adapters.scale * self._exchange(product)
         return output
 
     def take_factor(self) -> tuple[Tensor, Tensor] | None:
-        """scale A x [T, R] of the last forward pass, and B [C, R] of this rank's columns of the vocabulary; None where
-        the adapter was off. Once for each pass."""
-        # Held on to, it would keep the pass's graph in memory.
-        inner, self._inner = self._inner, None
-        return None if inner is None else (inner.flatten(0, 1), self._stacked()[1])
+        """Return scale A x [T, R] of the last forward pass, and B [C, R] of this rank's columns of the vocabulary; None
+        if the adapter was disabled. Call it once for each pass."""
+        # Drop the reference, which would keep the pass's graph in memory.
+        product, self._product = self._product, None
+        return None if product is None else (product.flatten(0, 1), self._stacked()[1])
 
 
 class ExpertAdapter(LinearAdapter):
-    """Beside the linears of a rank's experts, each with its own A and B, stacked along a first axis.
+    """The adapters of the linears of a rank's experts. Each expert has its own A and B, stacked along a first axis.
 
     The dispatcher around the experts sums outputs, and gradients of inputs, over the ranks that share an expert. So
-    each computes its share with no communication.
+    each rank computes its share without communication.
     """
 
     def delta(self, x: Tensor, *sizes: Any) -> Tensor:
-        """x [T, in], sorted by expert -> [T, out]; ``sizes``: tokens of each expert."""
+        """x [T, in], sorted by expert -> [T, out]. ``sizes`` has the number of tokens of each expert."""
         a, b = self._stacked()
         x = self._dropped(x, get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()))
         pieces = x.split(list(map(int, sizes[0])))
@@ -233,19 +236,19 @@ class ExpertAdapter(LinearAdapter):
             for which in (LORA_A, LORA_B):
                 parameter = getattr(self.matrices(part.name), which)
                 set_tensor_model_parallel_attributes(parameter, True, self.linear.axis + 1, 1)
-                # By this attribute Megatron's DDP tells parameters that are reduced over expert-data ranks alone.
+                # Megatron's DDP reduces parameters with a false ``allreduce`` only over expert-data ranks.
                 parameter.allreduce = parallel_state.get_expert_model_parallel_world_size() == 1
                 if not part.is_cut(which) and group.size() > 1:
                     setattr(parameter, SUM_OVER_EXPERT_TENSOR, True)
-                    # Copies that the gradient's norm leaves out.
+                    # The norm of the gradients skips parameters with a true ``shared``, which are copies.
                     parameter.shared = group.rank() > 0
 
 
 class SharedExpertAdapter(LinearAdapter):
-    """Beside the linears of a rank's experts, one A and B for all experts of the layer, whole on every rank.
+    """The adapters of the linears of a rank's experts, with one A and B for all experts of the layer, not cut.
 
     Each rank uses its rows or columns for the tokens of its experts. The gradient is the sum over all ranks of the
-    stage: over the tensor-parallel ones as under sequence parallelism, over the others as over replicas.
+    stage: Megatron sums over tensor-parallel ranks as under sequence parallelism, and over the others as over replicas.
     """
 
     def delta(self, x: Tensor, *sizes: Any) -> Tensor:
@@ -269,7 +272,7 @@ class SharedExpertAdapter(LinearAdapter):
 
 
 def adapter_of(linear: AdaptedLinear, options: AdapterOptions) -> LinearAdapter:
-    """The adapters of one linear, A and B zero."""
+    """Build the adapters of one linear, with A and B zero."""
     if not linear.of_experts:
         kind = HeadAdapter if linear.path == HEAD_PATH else DenseAdapter
         return kind(linear, options)
@@ -283,18 +286,20 @@ ROUTER = "mlp.router.weight"
 
 
 def freeze(chunks: list[GPTModel], *, train_router: bool) -> None:
-    """Take every parameter out of training; the routers' not with ``train_router``."""
+    """Freeze every parameter, except the routers' with ``train_router``."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(train_router and name.endswith(ROUTER))
         if chunk.pre_process:
-            chunk.embedding.register_forward_hook(_requiring_grad)
+            chunk.embedding.register_forward_hook(_require_grad)
 
 
 def attach(
     chunks: list[GPTModel], linears: list[AdaptedLinear], options: AdapterOptions
 ) -> list[LinearAdapter]:
-    """Give each of ``linears`` its adapters: zero, as a child that its forward hook adds to the output."""
+    """Attach adapters, which are zero, to each of ``linears``: a child module, and a forward hook that adds its
+    output.
+    """
     adapters = []
     for linear in linears:
         module = chunks[linear.chunk].get_submodule(linear.path)
@@ -306,7 +311,9 @@ def attach(
 
 
 def sum_expert_tensor_grads(chunks: list[Any]) -> None:
-    """Sum over each expert-tensor group the gradients that its ranks have shares of, after all other reductions."""
+    """Sum the gradients of which the ranks of an expert-tensor group have shares. Call it after all other
+    reductions.
+    """
     group = parallel_state.get_expert_tensor_parallel_group()
     if group.size() == 1:
         return
@@ -316,8 +323,9 @@ def sum_expert_tensor_grads(chunks: list[Any]) -> None:
                 dist.all_reduce(parameter.main_grad, group=group)
 
 
-def _requiring_grad(module: Any, inputs: tuple, output: Tensor) -> Tensor:
-    """With all before it frozen, a recomputed layer's output would have no gradient to pass on."""
+def _require_grad(module: Any, inputs: tuple, output: Tensor) -> Tensor:
+    """Forward hook of the embedding: make its output require a gradient. The embedding is frozen, and activation
+    recomputation returns no gradient for a layer whose input does not require one."""
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_()
     return output
@@ -339,10 +347,10 @@ INITS: dict[str, Init] = {"kaiming": _kaiming, "gaussian": _gaussian}
 
 
 def initial_tensor(name: str, dims: tuple[int, ...], rank: int, seed: int, init: str) -> Tensor:
-    """How A or B ``name`` [dims] of the whole model starts, fp32: the same in every layout."""
+    """The initial A or B ``name`` [dims] of the whole model, fp32. It is the same in every layout."""
     if not name.endswith(LORA_A):
         return torch.zeros(dims)
-    # By name, not by order: a matrix starts alike in every layout, and whichever others have adapters.
+    # Seed by name, not by order: the values do not depend on the layout, or on the other adapted matrices.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return INITS[init](dims, rank, generator)

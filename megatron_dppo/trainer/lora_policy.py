@@ -1,4 +1,4 @@
-"""The adapters of a Trainer: made beside its model, started, merged, gathered and stored."""
+"""The adapters of a Trainer: their creation, initialisation, merging, gathering and saving."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,12 @@ from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.hugging_face import shared_digest
 from megatron_dppo.trainer.topology import Topology
 
-# Merged parameters that are kept: a bucket's queries, keys and values are read off one.
-_KEPT = 4
+# Number of merged parameters in the cache: a bucket reads queries, keys and values from the same parameter.
+_CACHE_SIZE = 4
 
 
 def adapter_values(adapters: list[lora_modules.LinearAdapter]) -> dict[ParameterKey, Tensor]:
-    """This rank's A and B, under the names of ``adapter_parameters``; views."""
+    """Views of this rank's A and B, by the names of ``adapter_parameters``."""
     values = {}
     for adapter in adapters:
         linear = adapter.linear
@@ -69,21 +70,22 @@ def adapter_values(adapters: list[lora_modules.LinearAdapter]) -> dict[Parameter
 def fill(
     adapters: list[lora_modules.LinearAdapter],
     table: Iterator[LocalParameter],
-    whole: Callable[[str, tuple[int, ...]], Tensor],
+    read: Callable[[str, tuple[int, ...]], Tensor],
     dims: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Set every A and B to its part of ``whole(name, dims)``, the tensor of the whole model."""
+    """Set every A and B to its part of ``read(name, dims)``, the tensor of the whole model."""
     values = adapter_values(adapters)
     for entry in table:
         (segment,) = entry.segments
-        source = whole(segment.hf_name, dims[segment.hf_name])
+        source = read(segment.hf_name, dims[segment.hf_name])
         values[entry.chunk, entry.name].copy_(segment.of_hf(source))
 
 
 class MergedWeights(Mapping[ParameterKey, Tensor]):
-    """A rank's parameters, those with adapters as ``W + scale * B A`` of this moment, in W's type.
+    """A rank's parameters, in which adapted weights are ``W + scale * B A`` with the present A and B, in W's type.
 
-    Made when asked for, in fp32 and from the frozen W, so that no update's rounding is in the next one's.
+    A weight is merged when it is read, in fp32 and from the frozen W, so that rounding errors do not accumulate over
+    updates.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
     ) -> None:
         self._parameters = parameters
         self._deltas: dict[ParameterKey, Callable[[], Tensor]] = {}
-        self._kept: OrderedDict[ParameterKey, Tensor] = OrderedDict()
+        self._cache: OrderedDict[ParameterKey, Tensor] = OrderedDict()
         for adapter in adapters:
             for expert, name in _base_names(adapter, parameters):
                 self._deltas[adapter.linear.chunk, name] = partial(adapter.weight_delta, expert)
@@ -103,11 +105,11 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
         base = self._parameters[key]
         if key not in self._deltas:
             return base
-        if key not in self._kept:
-            self._kept[key] = (base.float() + self._deltas[key]()).to(base.dtype)
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return self._kept[key]
+        if key not in self._cache:
+            self._cache[key] = (base.float() + self._deltas[key]()).to(base.dtype)
+            if len(self._cache) > _CACHE_SIZE:
+                self._cache.popitem(last=False)
+        return self._cache[key]
 
     def __iter__(self) -> Iterator[ParameterKey]:
         return iter(self._parameters)
@@ -119,10 +121,10 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
 def sharded_adapters(
     adapters: list[lora_modules.LinearAdapter], chunks: list[GPTModel], layout: Layout
 ) -> dict[str, Any]:
-    """Every trained tensor of this rank as a sharded tensor, by ``model<chunk>`` and its name in the chunk.
+    """The adapters of this rank as sharded tensors, by ``model<chunk>`` and their name in the chunk.
 
-    Keys are the adapters' names in the whole model, ``*`` standing for the experts that a first axis counts; those of
-    trained routers are ``adapters.router.<layer>``. They know no layout.
+    Keys are the adapters' names in the whole model, with ``*`` for the experts that a first axis counts. They do not
+    depend on the layout.
     """
     out: dict[str, Any] = {f"model{i}": {} for i in range(len(chunks))}
     for adapter in adapters:
@@ -138,7 +140,8 @@ def sharded_adapters(
 def sharded_routers(
     chunks: list[GPTModel], shape: ModelShape, layout: Layout, rank: int
 ) -> dict[str, dict[str, ShardedTensor]]:
-    """The routers' weights likewise, whole on every rank of a stage."""
+    """The routers' weights as sharded tensors, with keys ``adapters.router.<layer>``. Every rank of a stage holds all
+    of them."""
     coordinates = layout.coordinates(rank)
     out: dict[str, dict[str, ShardedTensor]] = {}
     for i, chunk in enumerate(chunks):
@@ -184,7 +187,7 @@ def _sharded(
 def _base_names(
     adapter: lora_modules.LinearAdapter, parameters: Mapping[ParameterKey, Tensor]
 ) -> list[tuple[int | None, str]]:
-    """(local expert, name) of the weights that the adapter adds to."""
+    """(local expert, name) of the weights to which the adapter belongs."""
     linear = adapter.linear
     if not linear.of_experts:
         return [(None, f"{linear.path}.weight")]
@@ -201,11 +204,12 @@ _BUCKET_BYTES = 64 * 2**20
 
 
 class AdaptedPolicy:
-    """A rank's model chunks, frozen, with adapters beside their linears.
+    """A rank's model chunks, frozen, with adapters on their linears.
 
     Attributes:
-        adapters: which ones.
-        base_sha256: of the checkpoint that the frozen weights were loaded from; the same on every rank.
+        adapters: The adapters of the model.
+        modules: This rank's adapters.
+        base_sha256: Hash of the checkpoint with the frozen weights; the same on every rank.
     """
 
     def __init__(
@@ -219,13 +223,11 @@ class AdaptedPolicy:
         transformer: TransformerConfig,
         chunks: list[GPTModel],
     ) -> None:
-        """Freeze ``chunks``, whose weights are loaded, and attach what ``lora`` asks for. Collective.
+        """Freeze ``chunks``, whose weights are loaded, and attach the adapters of ``lora``. Collective.
 
-        ``hf_checkpoint``: what the frozen weights were loaded from. ``seed``: of A's start.
-
-
-        Raises ValueError where the section doesn't fit the model or the layout, CheckpointError where
-        ``lora.start_from`` holds other adapters.
+        ``hf_checkpoint`` is the checkpoint with the frozen weights. ``seed`` is that of the initial A. Raises
+        ValueError if ``lora`` does not fit the model or the layout, and CheckpointError if ``lora.start_from`` has
+        other adapters.
         """
         adapters = adapters_of(lora, shape)
         if adapters is None:
@@ -258,8 +260,8 @@ class AdaptedPolicy:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Within it the model computes without its adapters: as the policy that training started from, where they
-        started at zero."""
+        """Disable the adapters in this context. The model is then the policy before training, if adapters started at
+        zero."""
         for adapter in self.modules:
             adapter.enabled = False
         try:
@@ -269,39 +271,40 @@ class AdaptedPolicy:
                 adapter.enabled = True
 
     def tensors(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Buckets of whole A and B by ``adapter_tensors``' names, on global rank 0; elsewhere empty. Collective."""
+        """Gather buckets of all A and B, by the names of ``adapter_tensors``, on global rank 0. Buckets are empty on
+        other ranks. Collective."""
         values = self.values()
         item = next(iter(values.values())).element_size()
         plan = adapter_buckets_plan(self.adapters, self._shape, self._layout, _BUCKET_BYTES, item)
         return (gathered.tensors for gathered in gather(plan, self._rank, values))
 
     def values(self) -> Mapping[ParameterKey, Tensor]:
-        """This rank's A and B, under the names of ``adapter_parameters``; views."""
+        """Views of this rank's A and B, by the names of ``adapter_parameters``."""
         return adapter_values(self.modules)
 
     def export(self, out_dir: str | Path, base: str) -> None:
-        """Write the present adapters as a folder in PEFT's format, which appears when complete. Collective.
+        """Write the present adapters as a folder in PEFT's format, atomically. Collective.
 
-        ``base``: the checkpoint that they are added to. Raises CheckpointError on every rank if rank 0 cannot write.
+        ``base`` is the checkpoint of the base model. Raises CheckpointError on every rank if rank 0 cannot write.
         """
         assert not self._train_router, "a folder of adapters can't hold the routers"
         buckets = self.tensors()
         failure: str | None = None
         if self._rank == 0:
-            named = (pair for bucket in buckets for pair in bucket)
+            tensors = chain.from_iterable(buckets)
             dtype = next(iter(self.values().values())).dtype
             try:
-                write_peft(out_dir, self.adapters, self._shape, named, base=base, dtype=dtype)
+                write_peft(out_dir, self.adapters, self._shape, tensors, base=base, dtype=dtype)
             except (OSError, CheckpointError) as error:
                 failure = str(error)
-        # Where rank 0 failed, the other ranks still send: without this they would wait for ever.
+        # Receive the remaining buckets also after a failure of rank 0: the other ranks still send them, and would hang.
         for _ in buckets:
             pass
-        if (first := first_failure(failure)) is not None:
-            raise CheckpointError(f"{out_dir}: the adapters were not written: {first}")
+        if (message := first_failure(failure)) is not None:
+            raise CheckpointError(f"{out_dir}: the adapters were not written: {message}")
 
     def sharded(self) -> dict[str, Any]:
-        """What a checkpoint holds of the model: adapters, and the routers where they are trained."""
+        """The sharded tensors of a checkpoint: the adapters, and the routers if they are trained."""
         state = sharded_adapters(self.modules, self._chunks, self._layout)
         if self._train_router:
             for chunk, routers in sharded_routers(
@@ -311,7 +314,7 @@ class AdaptedPolicy:
         return state
 
     def facts(self) -> dict[str, Any]:
-        """What a resumed run must not change."""
+        """The settings that a resumed run must not change."""
         return {
             "lora.rank": self.adapters.rank,
             "lora.alpha": self.adapters.alpha,

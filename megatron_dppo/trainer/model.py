@@ -225,10 +225,9 @@ def compare(config: PolicyConfig, shape: ModelShape) -> MetaComparison:
     count = elements = 0
     for rank in ranks:
         shapes = meta_parameters(transformer, shape, layout, rank)
-        expected = {(p.chunk, p.name): p.shape for p in local_parameters(shape, layout, rank)}
-        faults += [
-            f"rank {rank} of {layout.describe()}: {text}" for text in differences(shapes, expected)
-        ]
+        rule_shapes = {(p.chunk, p.name): p.shape for p in local_parameters(shape, layout, rank)}
+        for text in differences(shapes, rule_shapes):
+            faults.append(f"rank {rank} of {layout.describe()}: {text}")
         count += len(shapes)
         elements += sum(math.prod(dims) for dims in shapes.values())
     return MetaComparison(layout.describe(), ranks, count, elements, tuple(faults))

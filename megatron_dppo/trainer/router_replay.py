@@ -98,12 +98,15 @@ class LayerReplay(RouterReplay):
             recorded = recording.experts[:, self._column].long()
             if self._chunk.compares:
                 # Compare sets: the order of a token's experts changes nothing.
-                same = (natural.sort(1).values == recorded.sort(1).values).all(1)
-                self._chunk.counts += torch.stack([same & recording.valid, recording.valid]).sum(1)
+                is_equal = (natural.sort(1).values == recorded.sort(1).values).all(1)
+                counted = torch.stack([is_equal & recording.valid, recording.valid])
+                self._chunk.counts += counted.sum(1)
             self.target_topk_idx = torch.where(recording.valid[:, None], recorded, natural)
-        chosen = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+        probs_and_experts = super().get_replay_topk(
+            scores, topk, num_groups, group_topk, default_compute_topk
+        )
         self.target_topk_idx = None
-        return chosen
+        return probs_and_experts
 
 
 class ModelReplay:
@@ -202,17 +205,17 @@ class ModelReplay:
         if RECORDING not in batch.columns:
             return
         recorded = batch.columns[RECORDING]
-        expected = (len(self._shape.moe_layers), self._shape.experts_per_token)
+        model_dims = (len(self._shape.moe_layers), self._shape.experts_per_token)
         dims = tuple(recorded.shape[1:])
-        if dims not in (expected, (len(self.layers), expected[1])):
+        if dims not in (model_dims, (len(self.layers), model_dims[1])):
             raise ValueError(
-                f"recorded routing of {dims} layers x experts a token, expected {expected}: "
+                f"recorded routing of {dims} layers x experts a token, expected {model_dims}: "
                 "it is another model's"
             )
-        largest = int(recorded.numpy().max(initial=0))
-        if largest >= self._shape.num_experts:
+        largest_expert = int(recorded.numpy().max(initial=0))
+        if largest_expert >= self._shape.num_experts:
             raise ValueError(
-                f"recorded routing to expert {largest}, expected 0..{self._shape.num_experts - 1}"
+                f"recorded routing to expert {largest_expert}, expected 0..{self._shape.num_experts - 1}"
             )
 
 
