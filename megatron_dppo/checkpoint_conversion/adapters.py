@@ -56,17 +56,18 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
 }
-"""Entry of adapter_config.json -> values under which it means plain adapters."""
+"""Entry of adapter_config.json -> the values that plain adapters have."""
 _INITIAL = "init_lora_weights"
 _BASE_KEPT = (True, False, None, "true", "gaussian", "eva", "orthogonal", "mica")
-"""Values of ``init_lora_weights`` under which PEFT leaves the base as it is."""
+"""Values of ``init_lora_weights`` with which PEFT does not change the base."""
 _REVERSIBLE = ("pissa", "olora")
-"""Those under which PEFT takes the initial B A out of the base, and by which its weights alone say what that was."""
+"""Values with which PEFT subtracts the initial B A from the base, and this B A can be computed from the base's
+weights."""
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """What a folder of adapters holds beside its tensors. ``base``: the model that adapter_config.json names."""
+    """The configuration in a folder of adapters. ``base`` is the model that adapter_config.json names."""
 
     adapters: Adapters
     shape: ModelShape
@@ -79,8 +80,8 @@ class AdapterFolder:
 
 
 def peft_names(name: str, shape: ModelShape) -> list[str]:
-    """What PEFT's files call the tensor ``name`` of ``adapter_tensors``: one name, or one for each expert."""
-    # PEFT knows no sharing: an adapter that all experts of a layer share is stored once for every expert.
+    """The names in PEFT's files of the tensor ``name`` of ``adapter_tensors``: one name, or one for each expert."""
+    # PEFT has no shared adapters, so an adapter that all experts of a layer share is stored for every expert.
     experts = range(shape.num_experts) if f".{ANY_EXPERT}." in name else range(1)
     full_names = (name.replace(f".{ANY_EXPERT}.", f".{expert}.") for expert in experts)
     return [f"{_PREFIX}{full_name}{_SUFFIX}" for full_name in full_names]
@@ -89,9 +90,9 @@ def peft_names(name: str, shape: ModelShape) -> list[str]:
 class PeftReader(Closing):
     """A folder of adapters, open for reading.
 
-    Raises CheckpointError where it is not in PEFT's format, of kinds other than plain LoRA, or not of ``adapters`` and
-    ``shape``; the message names everything that differs. ``reversible``: whether the caller reads adapters that belong
-    to a base without their initial B A, as ``residual`` computes it; they are refused otherwise.
+    Raises CheckpointError if it is not in PEFT's format, has other adapters than plain LoRA, or does not fit
+    ``adapters`` and ``shape``. The message lists all differences. ``reversible`` accepts adapters for a base from which
+    their initial B A was subtracted, as ``residual`` computes it.
     """
 
     def __init__(
@@ -116,8 +117,8 @@ class PeftReader(Closing):
             faults.append(str(error))
         else:
             if set(modules) != set(adapters.modules):
-                expected = sorted(adapters.modules)
-                faults.append(f"target_modules are {sorted(modules)}, expected {expected}")
+                run_modules = sorted(adapters.modules)
+                faults.append(f"target_modules are {sorted(modules)}, expected {run_modules}")
         faults += self._tensor_faults()
         if faults:
             self.close()
@@ -126,13 +127,13 @@ class PeftReader(Closing):
             )
 
     def read(self, name: str, dims: tuple[int, ...]) -> torch.Tensor:
-        """The tensor ``name`` of ``adapter_tensors``. Raises CheckpointError where experts that share it differ."""
-        first, *others = peft_names(name, self._shape)
-        tensor = self._file.read_rows(first, 0, dims[0])
-        for other in others:
-            if not torch.equal(self._file.read_rows(other, 0, dims[0]), tensor):
+        """Read the tensor ``name`` of ``adapter_tensors``. Raises CheckpointError if experts that share it differ."""
+        first_name, *copy_names = peft_names(name, self._shape)
+        tensor = self._file.read_rows(first_name, 0, dims[0])
+        for copy_name in copy_names:
+            if not torch.equal(self._file.read_rows(copy_name, 0, dims[0]), tensor):
                 raise CheckpointError(
-                    f"{self.folder}: {other} differs from {first}, expected the same for all experts "
+                    f"{self.folder}: {copy_name} differs from {first_name}, expected the same for all experts "
                     "of a layer (lora.experts: shared)"
                 )
         return tensor
@@ -141,22 +142,23 @@ class PeftReader(Closing):
         self._file.close()
 
     def _tensor_faults(self) -> Iterator[str]:
-        expected = {
-            peft: dims
-            for name, dims in adapter_tensors(self._adapters, self._shape).items()
-            for peft in peft_names(name, self._shape)
-        }
-        present = {name: tuple(entry.shape) for name, entry in self._file.entries.items()}
-        missing = [name for name in expected if name not in present]
-        unknown = sorted(present.keys() - expected.keys())
-        wrong = [n for n, d in expected.items() if n in present and present[n] != d]
-        if missing:
-            yield f"{len(missing)} tensors are missing, first {missing[0]}"
-        if unknown:
-            yield f"{len(unknown)} tensors are unknown, first {unknown[0]}{_base_hint(unknown)}"
-        if wrong:
-            name = wrong[0]
-            yield f"{len(wrong)} shapes differ, first {name}: {present[name]}, expected {expected[name]}"
+        run_dims: dict[str, tuple[int, ...]] = {}
+        for name, dims in adapter_tensors(self._adapters, self._shape).items():
+            run_dims |= dict.fromkeys(peft_names(name, self._shape), dims)
+        file_dims = {name: tuple(entry.shape) for name, entry in self._file.entries.items()}
+        missing_names = [name for name in run_dims if name not in file_dims]
+        unknown_names = sorted(file_dims.keys() - run_dims.keys())
+        wrong_names = [n for n, d in run_dims.items() if n in file_dims and file_dims[n] != d]
+        if missing_names:
+            yield f"{len(missing_names)} tensors are missing, first {missing_names[0]}"
+        if unknown_names:
+            hint = _base_hint(unknown_names)
+            yield f"{len(unknown_names)} tensors are unknown, first {unknown_names[0]}{hint}"
+        if wrong_names:
+            name = wrong_names[0]
+            yield (
+                f"{len(wrong_names)} shapes differ, first {name}: {file_dims[name]}, expected {run_dims[name]}"
+            )
 
 
 def _base_hint(unknown: Sequence[str]) -> str:
@@ -174,16 +176,15 @@ def write_peft(
     base: str,
     dtype: torch.dtype,
 ) -> None:
-    """Write ``tensors`` (all of ``adapter_tensors``) as a folder that appears whole or not at all.
+    """Write ``tensors`` (all of ``adapter_tensors``) as a folder, atomically.
 
-    ``base``: what adapter_config.json names as the model to load them on.
+    ``base`` is the model that adapter_config.json names as their base.
     """
     dims = adapter_tensors(adapters, shape)
-    specs = {
-        p: tensor_store.TensorSpec(d, dtype)
-        for name, d in dims.items()
-        for p in peft_names(name, shape)
-    }
+    specs: dict[str, tensor_store.TensorSpec] = {}
+    for name, tensor_dims in dims.items():
+        spec = tensor_store.TensorSpec(tensor_dims, dtype)
+        specs |= dict.fromkeys(peft_names(name, shape), spec)
     unwritten = set(dims)
     with hf_folder.StagedFolder(out_dir, sum(spec.bytes for spec in specs.values())) as folder:
         with tensor_store.SafetensorsFileWriter(folder / PEFT_WEIGHTS, specs) as writer:
@@ -200,7 +201,7 @@ def write_peft(
 
 
 def peft_config(adapters: Adapters, base: str) -> dict[str, Any]:
-    """adapter_config.json as PEFT, transformers and SGLang read it."""
+    """The content of adapter_config.json for PEFT, transformers and SGLang."""
     alpha = adapters.alpha
     return {
         "peft_type": "LORA",
@@ -231,13 +232,13 @@ def _config_faults(config: Mapping[str, Any], adapters: Adapters) -> Iterator[st
         value = config.get(key, allowed[-1])
         if value not in allowed:
             yield f"{key} is {value!r}, expected {allowed[0]!r}"
-    for key, expected in {"r": adapters.rank, "lora_alpha": adapters.alpha}.items():
-        if config[key] != expected:
-            yield f"{key} is {config[key]}, expected {expected}"
+    for key, run_value in {"r": adapters.rank, "lora_alpha": adapters.alpha}.items():
+        if config[key] != run_value:
+            yield f"{key} is {config[key]}, expected {run_value}"
 
 
 def _initial(config: Mapping[str, Any]) -> str | None:
-    """The initialisation that changed the base; None where PEFT left it as it is."""
+    """The initialisation that changed the base; None if PEFT did not change it."""
     value = config.get(_INITIAL)
     name = value.lower() if isinstance(value, str) else value
     return None if name in _BASE_KEPT else str(name)
@@ -255,62 +256,62 @@ def _initial_fault(initial: str) -> str:
 
 
 def residual(weight: torch.Tensor, initial: str, adapters: Adapters) -> torch.Tensor:
-    """The base that PEFT leaves beside its first adapters of ``weight``; ``initial``: the rule that makes them."""
-    whole = weight.float()
+    """Compute ``weight`` minus its initial adapter, as PEFT does with the initialisation ``initial``."""
+    matrix = weight.float()
     if initial == "pissa":
-        left, values, right = torch.linalg.svd(whole, full_matrices=False)
+        u, values, v = torch.linalg.svd(matrix, full_matrices=False)
         roots = (values[: adapters.rank] / adapters.scale).sqrt()
-        a, b = roots[:, None] * right[: adapters.rank], left[:, : adapters.rank] * roots
+        a, b = roots[:, None] * v[: adapters.rank], u[:, : adapters.rank] * roots
     else:
-        orthogonal, triangular = torch.linalg.qr(whole)
+        orthogonal, triangular = torch.linalg.qr(matrix)
         a, b = triangular[: adapters.rank], orthogonal[:, : adapters.rank]
-    return (whole - adapters.scale * (b @ a)).to(weight.dtype)
+    return (matrix - adapters.scale * (b @ a)).to(weight.dtype)
 
 
 def modules_of(
     config: Mapping[str, Any], shape: ModelShape, stored: Collection[str]
 ) -> tuple[str, ...]:
-    """The last names of the matrices that adapter_config.json adapts, in the family's order, as PEFT reads the file.
+    """The last names of the matrices that adapter_config.json adapts, as PEFT reads it, in the family's order.
 
     Args:
-        config: the file's entries.
-        shape: of the model.
+        config: The file's entries.
+        shape: The model.
         stored: PEFT's names of the folder's tensors.
 
     Raises:
-        AdapterError: where an entry names nothing, or a matrix in some of the layers only.
+        AdapterError: An entry matches nothing, or a matrix in only some of the layers.
     """
     groups = module_groups(shape)
-    every = resolve_modules(list(groups), shape)
-    dims = adapter_tensors(Adapters(1, 1.0, every), shape)
+    all_modules = resolve_modules(list(groups), shape)
+    dims = adapter_tensors(Adapters(1, 1.0, all_modules), shape)
     matrices = [name.removesuffix(f".{LORA_A}") for name in dims if name.endswith(LORA_A)]
     targets, excluded = config["target_modules"], config.get("exclude_modules")
     if isinstance(targets, str) and targets.lower() == ALL:
-        chosen = [m for m in matrices if _last_name(m) not in groups.get(HEAD, ())]
+        selected = [m for m in matrices if _last_name(m) not in groups.get(HEAD, ())]
     else:
-        chosen = [matrix for matrix in matrices if _names(targets, matrix)]
-    chosen = [matrix for matrix in chosen if not excluded or not _names(excluded, matrix)]
-    # Since version 5 of transformers a single expert is no module, and PEFT finds none of that name.
+        selected = [matrix for matrix in matrices if _names(targets, matrix)]
+    selected = [matrix for matrix in selected if not excluded or not _names(excluded, matrix)]
+    # Since transformers 5 a single expert is not a module, so PEFT does not find its matrices.
     has_experts = any(".experts." in name for name in stored)
     if not has_experts:
-        chosen = [matrix for matrix in chosen if ".experts." not in matrix]
-    names = {_last_name(matrix) for matrix in chosen}
-    left_out = sorted(m for m in matrices if _last_name(m) in names and m not in set(chosen))
-    if not chosen:
+        selected = [matrix for matrix in selected if ".experts." not in matrix]
+    names = {_last_name(matrix) for matrix in selected}
+    left_out = sorted(m for m in matrices if _last_name(m) in names and m not in set(selected))
+    if not selected:
         raise AdapterError(
             f"target_modules are {targets!r}, which name nothing in a {shape.family} model with such tensors, "
-            f"expected some of {[ALL, *every]}"
+            f"expected some of {[ALL, *all_modules]}"
         )
     if left_out:
         raise AdapterError(
             f"target_modules are {targets!r}, which leave out {left_out[0]} (and {len(left_out) - 1} more), expected "
             f"{_last_name(left_out[0])} of all layers or of none"
         )
-    return tuple(name for name in every if name in names)
+    return tuple(name for name in all_modules if name in names)
 
 
 def _names(targets: Any, matrix: str) -> bool:
-    """Whether ``target_modules`` or ``exclude_modules`` name a matrix: a regex of whole names, or a list of ends."""
+    """Whether ``target_modules`` or ``exclude_modules`` match a matrix: a regex of the full name, or a list of ends."""
     if isinstance(targets, str):
         try:
             return re.fullmatch(targets, matrix) is not None
@@ -332,9 +333,9 @@ def merge_adapters(
 ) -> Certificate:
     """Write ``hf_dir`` with the adapters of ``peft_dir`` merged into it, of its dtype, and a certificate.
 
-    Each row is ``W + scale * B A`` in fp32, rounded once. Where PEFT took the initial B A out of W (PiSSA, OLoRA), W is
-    ``residual``. Raises CheckpointError where the adapters are not of this model, or of another kind; nothing is left
-    behind.
+    Each row is ``W + scale * B A`` in fp32, rounded once. If PEFT subtracted the initial B A from the base (PiSSA,
+    OLoRA), W is the result of ``residual``. Raises CheckpointError if the adapters do not fit the model, or are of
+    another kind; then no files are left.
     """
     shape = load_model_shape(hf_dir)
     adapters = _adapters_in(Path(peft_dir), shape)
@@ -376,9 +377,9 @@ def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str 
         model["lora.experts"] == "shared",
     )
     with torch_dist.TorchDistFolder(checkpoint) as stored:
-        first, _ = checkpoint_key(next(iter(adapter_tensors(adapters, shape))))
+        first_key, _ = checkpoint_key(next(iter(adapter_tensors(adapters, shape))))
         tensors = _stored_tensors(stored, adapters, shape)
-        dtype = stored.dtype(first)
+        dtype = stored.dtype(first_key)
         write_peft(out_dir, adapters, shape, tensors, base=str(hf_dir), dtype=dtype)
     return adapters
 
@@ -402,19 +403,23 @@ def _merged_rows(
         is_adapted = pair[0] in dims
         a, b = (reader.read(n, dims[n]).float() for n in pair) if is_adapted else (None, None)
         initial = reader.initial if is_adapted else None
-        rest = None if initial is None else residual(base.read(name), initial, adapters)
+        changed_base = None
+        if initial is not None:
+            changed_base = residual(base.read(name), initial, adapters)
         for start, count in tensor_store.row_blocks(base.specs[name]):
             block = slice(start, start + count)
-            rows = base.read_rows(name, start, count) if rest is None else rest[block]
+            rows = (
+                base.read_rows(name, start, count) if changed_base is None else changed_base[block]
+            )
             if a is not None and b is not None:
-                # The sum in fp32, rounded once: in bfloat16 a small delta would be lost.
+                # Sum in fp32 and round once: in bfloat16 a small delta would be lost.
                 delta = adapters.scale * (b[block] @ a)
                 rows = (rows.float() + delta).to(rows.dtype)
             yield name, start, rows
 
 
 def _adapters_in(folder: Path, shape: ModelShape) -> Adapters:
-    """As the folder's own adapter_config.json says; ``PeftReader`` checks the rest of it."""
+    """The adapters in the folder's adapter_config.json. ``PeftReader`` checks its other entries."""
     config = _read_config(folder)
     file = tensor_store.SafetensorsFile(folder / PEFT_WEIGHTS)
     try:

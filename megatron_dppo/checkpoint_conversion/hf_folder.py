@@ -226,13 +226,15 @@ def _is_fused(name: str, file: tensor_store.SafetensorsFile) -> bool:
 
 
 def _experts_in(name: str, entry: tensor_store.Entry) -> dict[str, tensor_store.Entry]:
-    """Where each expert's matrices lie in the tensor of all of them: whole rows, gates before ups."""
+    """The positions of each expert's matrices in a tensor of all experts: complete rows, gates before ups."""
     match = _ALL_EXPERTS.fullmatch(name)
     assert match is not None
     matrices = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
     experts, rows, columns = entry.shape
     dims = (rows // len(matrices), columns)
-    names = [f"{match[1]}.{e}.{matrix}.weight" for e in range(experts) for matrix in matrices]
+    names = []
+    for expert in range(experts):
+        names += [f"{match[1]}.{expert}.{matrix}.weight" for matrix in matrices]
     size = entry.dtype.itemsize * math.prod(dims)
     return {
         part: tensor_store.Entry(dims, entry.dtype, entry.offset + number * size)
@@ -241,11 +243,11 @@ def _experts_in(name: str, entry: tensor_store.Entry) -> dict[str, tensor_store.
 
 
 class ShardedWriter:
-    """Writes a Hugging Face folder whose tensors are known beforehand, in any order; it appears whole or not at all.
+    """Writes a Hugging Face folder with known tensors in any order, atomically.
 
-    Tensors fill shards of at most ``max_shard_bytes`` in the order of ``tensors``; a larger one has a shard to itself.
-    The folder is staged beside ``out_dir`` and renamed when the ``with`` block ends without an error; it must not exist
-    or be empty. Raises CheckpointError where a tensor was not written.
+    Tensors fill shards of at most ``max_shard_bytes`` in the order of ``tensors``; a larger tensor gets its own shard.
+    The folder is staged next to ``out_dir`` and renamed if the ``with`` block ends without an error. ``out_dir`` must
+    not exist, or be empty. Raises CheckpointError if a tensor was not written.
     """
 
     def __init__(
@@ -276,7 +278,7 @@ class ShardedWriter:
         return self
 
     def write_rows(self, name: str, start: int, rows: torch.Tensor) -> None:
-        """Some rows of a tensor, cast to the announced dtype. Every row is written once."""
+        """Write rows of a tensor, cast to the announced dtype. Every row must be written once."""
         if name not in self._tensors:
             raise ValueError(f"{name} was not announced to this writer")
         data = rows.detach().to("cpu", self._tensors[name].dtype)
@@ -284,7 +286,7 @@ class ShardedWriter:
         self._unwritten[name] -= len(rows)
 
     def certify(self, certificate: Certificate) -> None:
-        """Have ``certificate`` written when all other files are there."""
+        """Write ``certificate`` after all other files."""
         self._certificate = certificate
 
     def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
@@ -447,10 +449,14 @@ def complete_folder(
     files: Mapping[str, Mapping[str, tensor_store.TensorSpec]],
     side_files_from: str | Path | None,
 ) -> None:
-    """Write what is beside a folder's weight files: an index over several, and what ``side_files_from`` has."""
-    specs = {name: spec for tensors in files.values() for name, spec in tensors.items()}
+    """Write the files of a folder other than weights: an index of several weight files, and copies of the files in
+    ``side_files_from``."""
+    specs: dict[str, tensor_store.TensorSpec] = {}
+    file_of: dict[str, str] = {}
+    for file, tensors in files.items():
+        specs |= tensors
+        file_of |= dict.fromkeys(tensors, file)
     if len(files) > 1:
-        file_of = {name: file for file, tensors in files.items() for name in tensors}
         weight_map = {name: file_of[name] for name in sorted(file_of)}
         total = sum(spec.bytes for spec in specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

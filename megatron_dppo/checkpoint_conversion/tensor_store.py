@@ -1,7 +1,8 @@
-"""Tensors in files by rows, so that memory is bounded by a block: the safetensors format, and what all stores share.
+"""Reading and writing tensors in files by rows, with memory for one block: the safetensors format, and checks of
+stores.
 
-Of safetensors: 8 bytes little-endian length, a JSON header {name: {dtype, shape, data_offsets}}, the tensors' bytes
-without a gap. A row is an index of dim 0; rows are contiguous.
+A safetensors file has a length of 8 bytes (little-endian), a JSON header {name: {dtype, shape, data_offsets}}, and the
+tensors' bytes without gaps. A row is an index of dim 0; rows are contiguous.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""What is written."""
+"""Types that can be written -> their code in safetensors."""
 DTYPES = {code: dtype for dtype, code in CODES.items()} | {"F8_E4M3": torch.float8_e4m3fn}
-"""What is read; 8-bit weights only with their scales, by ``quantized.py``."""
+"""Codes that can be read -> their type. ``quantized.py`` reads 8-bit weights, which need their scales."""
 MAX_HEADER_BYTES = 100 << 20
 
 
@@ -48,13 +49,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Entry(TensorSpec):
-    """A tensor in a file; ``offset``: of its first byte from the start of the file."""
+    """A tensor in a file. ``offset`` is the position of its first byte in the file."""
 
     offset: int
 
 
 class SafetensorsFile:
-    """A file open for reading. Raises CheckpointError where it is missing, truncated or malformed."""
+    """A file open for reading. Raises CheckpointError if it is missing, truncated or malformed."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -69,7 +70,7 @@ class SafetensorsFile:
             raise
 
     def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Rows ``start .. start + count`` of a tensor, freshly allocated, on the CPU."""
+        """Read rows ``start .. start + count`` of a tensor into new memory on the CPU."""
         entry = self.entries[name]
         out = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype)
         offset = entry.offset + start * entry.row_bytes
@@ -83,7 +84,7 @@ class SafetensorsFile:
 def _read_header(fd: int, path: Path) -> dict[str, Entry]:
     size = os.fstat(fd).st_size
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
-    # Before it is read: a damaged length must not make a process allocate what the file says.
+    # Check the length before reading the header, so that a damaged length cannot cause a huge allocation.
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(
             f"{path}: {size} bytes cannot hold a header of {length} bytes; truncated or another format"
@@ -123,7 +124,7 @@ def _entry(path: Path, name: str, facts: dict[str, Any], base: int) -> Entry:
 
 
 class SafetensorsFileWriter:
-    """A file of known tensors, filled in any order. Bytes that nobody writes are zero."""
+    """A new file with known tensors, which are written in any order. Bytes that are not written are zero."""
 
     def __init__(self, path: str | Path, tensors: Mapping[str, TensorSpec]) -> None:
         self.path = Path(path)
@@ -136,7 +137,7 @@ class SafetensorsFileWriter:
             shape = list(spec.shape)
             header[name] = {"dtype": CODES[spec.dtype], "shape": shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
-        # Padded as the format asks for, so that the first tensor is aligned.
+        # The format requires padding, so that the first tensor is aligned.
         text += b" " * (-len(text) % 8)
         self._length = len(text).to_bytes(8, "little")
         base = 8 + len(text)
@@ -149,7 +150,7 @@ class SafetensorsFileWriter:
         _write_all(self._fd, memoryview(text), len(self._length))
 
     def write_rows(self, name: str, start: int, rows: torch.Tensor) -> None:
-        """Put ``rows`` (contiguous or not, of the entry's dtype) at row ``start`` of a tensor."""
+        """Write ``rows`` (contiguous or not, of the entry's dtype) at row ``start`` of a tensor."""
         entry = self.entries[name]
         if (
             rows.dtype != entry.dtype
@@ -167,7 +168,7 @@ class SafetensorsFileWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            # The header's length, with which the file begins, comes last: until then nothing reads it as safetensors.
+            # Write the header's length, at the beginning of the file, last: until then the file is not valid.
             if kind is None:
                 _write_all(self._fd, memoryview(self._length), 0)
         finally:
@@ -175,20 +176,20 @@ class SafetensorsFileWriter:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes in row-major order (a copy where it is strided), which keep it alive."""
+    """The tensor's bytes in row-major order (a copy of a strided tensor). The view keeps the tensor alive."""
     return memory_of(tensor.detach().contiguous())
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a CPU tensor that lie one after another, writable; they keep it alive."""
-    # Not ``tensor.numpy()``: it makes the storage one that can't be resized, and so never parked, for good.
+    """The bytes of a contiguous CPU tensor, writable. The view keeps the tensor alive."""
+    # ``tensor.numpy()`` would make the storage permanently non-resizable, so that it could not be parked.
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     array.tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 
 def read_all(fd: int, view: memoryview, offset: int, fault: str) -> None:
-    """Fill ``view`` from byte ``offset`` of a file. Raises CheckpointError, with ``fault``, where it ends before."""
+    """Fill ``view`` from byte ``offset`` of a file. Raises CheckpointError with ``fault`` if the file ends before."""
     while view:
         count = os.preadv(fd, [view], offset)
         if count == 0:
@@ -202,11 +203,11 @@ def _write_all(fd: int, view: memoryview, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-# Small enough that a block is still in a core's cache when it is hashed and written, and that the allocator hands the
-# same pages out again; large enough that Python's work on a block costs little. Of 256 KiB to 32 MiB the fastest where
-# this was tried, and the least disturbed by a busy kernel.
+# A block of this size is still in a core's cache when it is hashed and written, and the allocator reuses its pages. It
+# is large enough that Python's overhead for a block is small. In a measurement from 256 KiB to 32 MiB this size was the
+# fastest, and the least disturbed by a busy kernel.
 BLOCK_BYTES = 1 << 20
-"""Bytes that are read or written at a time: what streaming holds in memory, a few times over."""
+"""Bytes of one read or write. Streaming holds a few blocks in memory."""
 
 _CAST = "`megatron-dppo convert hf-to-megatron --dtype ...` casts all to one"
 SHOWN = 5
@@ -214,7 +215,7 @@ SHOWN = 5
 
 
 class TensorStore(Protocol):
-    """Hugging Face tensors by name, wherever they lie."""
+    """Hugging Face tensors by name, in any kind of files."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -227,48 +228,50 @@ class TensorStore(Protocol):
 def read_slice(
     store: TensorStore, name: str, dim: int = 0, start: int = 0, length: int | None = None
 ) -> torch.Tensor:
-    """``tensor.narrow(dim, start, length)`` of a stored tensor, contiguous; holds one block beside the result."""
+    """Read ``tensor.narrow(dim, start, length)`` of a stored tensor, contiguous, with memory for one more block."""
     dims = store.specs[name].shape
     length = dims[dim] - start if length is None else length
     if dim == 0:
         return store.read_rows(name, start, length)
-    wanted = list(dims)
-    wanted[dim] = length
-    out = torch.empty(wanted, dtype=store.specs[name].dtype)
-    for first, count in row_blocks(store.specs[name]):
-        out[first : first + count] = store.read_rows(name, first, count).narrow(dim, start, length)
+    out_dims = list(dims)
+    out_dims[dim] = length
+    out = torch.empty(out_dims, dtype=store.specs[name].dtype)
+    for row, count in row_blocks(store.specs[name]):
+        out[row : row + count] = store.read_rows(name, row, count).narrow(dim, start, length)
     return out
 
 
 def row_blocks(spec: TensorSpec) -> Iterator[tuple[int, int]]:
-    """``(start, count)`` of the row blocks that a tensor is streamed in; a block is at least a row."""
+    """Yield ``(start, count)`` of the row blocks of a tensor. A block has at least one row."""
     rows = max(1, BLOCK_BYTES // spec.row_bytes)
     for start in range(0, spec.shape[0], rows):
         yield start, min(rows, spec.shape[0] - start)
 
 
 def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, where: str) -> None:
-    """Raise CheckpointError where names or shapes of ``specs`` are not those of ``shape``; it names all that differ."""
-    expected = hf_tensors(shape)
+    """Raise CheckpointError if names or shapes of ``specs`` differ from those of ``shape``. The message lists them."""
+    model_tensors = hf_tensors(shape)
     _, output = family_of(shape).vocabulary_tensors
-    # A tied model may store its output layer too; the table leaves it out, and ``check_tied_copy`` compares it.
-    present = set(specs) - ({output} if shape.tied_embeddings else set())
-    missing, unknown = [n for n in expected if n not in present], sorted(present - set(expected))
-    faults = [f"{len(missing)} missing, first {missing[0]}"] if missing else []
-    faults += [f"{len(unknown)} unknown, first {unknown[0]}"] if unknown else []
-    faults += [
-        f"{name} has shape {tuple(specs[name].shape)}, config.json says {dims}"
-        for name, dims in expected.items()
-        if name in present and tuple(specs[name].shape) != dims
-    ]
+    # A tied model may also store its output layer, which is not in the table; ``check_tied_copy`` compares it.
+    names = set(specs) - ({output} if shape.tied_embeddings else set())
+    missing_names = [name for name in model_tensors if name not in names]
+    unknown_names = sorted(names - set(model_tensors))
+    faults = []
+    if missing_names:
+        faults.append(f"{len(missing_names)} missing, first {missing_names[0]}")
+    if unknown_names:
+        faults.append(f"{len(unknown_names)} unknown, first {unknown_names[0]}")
+    for name, dims in model_tensors.items():
+        if name in names and tuple(specs[name].shape) != dims:
+            faults.append(f"{name} has shape {tuple(specs[name].shape)}, config.json says {dims}")
     if faults:
         more = [f"{len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-        shown = "; ".join(faults[:SHOWN] + more)
-        raise CheckpointError(f"{where}: its tensors are not those of its config.json ({shown})")
+        listed = "; ".join(faults[:SHOWN] + more)
+        raise CheckpointError(f"{where}: its tensors are not those of its config.json ({listed})")
 
 
 def check_store(store: TensorStore, shape: ModelShape, where: str) -> None:
-    """Raise CheckpointError where a store's names or shapes are not what ``shape`` describes, or dtypes several."""
+    """Raise CheckpointError if a store's names or shapes differ from ``shape``, or if it has several dtypes."""
     check_tensors(store.specs, shape, where)
     kinds = dtypes_of(store, shape)
     if len(kinds) != 1:
@@ -284,37 +287,37 @@ def dtypes_of(store: TensorStore, shape: ModelShape) -> list[str]:
 
 
 def require_finite(rows: torch.Tensor, name: str, start: int, where: str) -> None:
-    """Raise CheckpointError where an element is NaN or infinite.
+    """Raise CheckpointError if an element is NaN or infinite.
 
     Args:
-        rows: of the tensor ``name``.
-        name: as the message calls the tensor.
-        start: number of the first row.
-        where: the folder.
+        rows: Rows of the tensor.
+        name: Name of the tensor.
+        start: Number of the first row.
+        where: The folder.
     """
     if not rows.numel():
         return
-    # The largest and the smallest tell: NaN is both where it occurs. Ten times as fast as to ask of each element.
-    lowest, highest = torch.aminmax(rows)
-    if math.isfinite(lowest.item()) and math.isfinite(highest.item()):
+    # Check the minimum and the maximum, which are NaN if an element is. Checking each element takes ten times as long.
+    minimum, maximum = torch.aminmax(rows)
+    if math.isfinite(minimum.item()) and math.isfinite(maximum.item()):
         return
-    wrong = (~torch.isfinite(rows)).nonzero()
-    first = tuple(wrong[0].tolist())
-    index = [first[0] + start, *first[1:]]
+    positions = (~torch.isfinite(rows)).nonzero()
+    position = tuple(positions[0].tolist())
+    index = [position[0] + start, *position[1:]]
     raise CheckpointError(
-        f"{where}: {name}{index} is {rows[first].item()}, expected finite weights ({len(wrong)} elements of "
+        f"{where}: {name}{index} is {rows[position].item()}, expected finite weights ({len(positions)} elements of "
         f"{tuple(rows.shape)} from row {start} on are NaN or infinite)"
     )
 
 
 def check_tied_copy(store: TensorStore, shape: ModelShape, where: str) -> None:
-    """Raise CheckpointError where a tied model stores an output layer that is not its embedding."""
+    """Raise CheckpointError if a tied model stores an output layer that differs from its embedding."""
     names = family_of(shape).vocabulary_tensors
     if not shape.tied_embeddings or names[1] not in store.specs:
         return
     for start, count in row_blocks(store.specs[names[0]]):
-        first, second = (store.read_rows(name, start, count) for name in names)
-        if not torch.equal(first, second):
+        embedding_rows, output_rows = (store.read_rows(name, start, count) for name in names)
+        if not torch.equal(embedding_rows, output_rows):
             raise CheckpointError(
                 f"{where}: tie_word_embeddings is true, but {names[1]} differs from {names[0]}"
             )

@@ -1,8 +1,8 @@
-"""Megatron-Core's distributed checkpoints (``torch_dist``), read by rows and without Megatron.
+"""Reading Megatron-Core's distributed checkpoints (``torch_dist``) by rows and without Megatron.
 
-They are torch.distributed.checkpoint folders whose tensors are the whole model's: layers stacked along a first axis,
-experts along a second. So one folder loads under every layout, and a parameter here is that of a single-rank layout.
-``open_checkpoint`` opens them, and Hugging Face folders, as Hugging Face tensors.
+They are torch.distributed.checkpoint folders with the tensors of the whole model: layers are stacked along a first
+axis, experts along a second. So every layout can load a folder, and parameters in this module are those of a
+single-rank layout. ``open_checkpoint`` opens such folders, and Hugging Face folders, as Hugging Face tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_dppo.system.files import Closing
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _OF_THE_MODEL = ("embedding.", "decoder.", "output_layer.")
-"""How the names of the model's tensors begin; others are the optimizer's."""
+"""Prefixes of the names of the model's tensors. Other tensors are the optimizer's."""
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
@@ -51,57 +51,58 @@ class StackedParameter:
 
 
 def stacked_parameters(name: str) -> list[StackedParameter]:
-    """Where a single-rank parameter may lie: stacked over layers (the default), else in a tensor a layer."""
+    """The possible positions of a single-rank parameter: stacked over layers (the default), or in a tensor for each
+    layer."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return [StackedParameter(name, ())]
-    number, rest = int(layer[1]), layer[2]
-    expert = _EXPERT.fullmatch(rest)
+    number, local_name = int(layer[1]), layer[2]
+    expert = _EXPERT.fullmatch(local_name)
     index: tuple[int, ...] = ()
     if expert is not None:
-        rest, index = f"mlp.experts.experts.{expert[1]}.weight", (int(expert[2]),)
+        local_name, index = f"mlp.experts.experts.{expert[1]}.weight", (int(expert[2]),)
     return [
-        StackedParameter(f"decoder.layers.{rest}", (number, *index)),
-        StackedParameter(f"decoder.layers.{number}.{rest}", index),
+        StackedParameter(f"decoder.layers.{local_name}", (number, *index)),
+        StackedParameter(f"decoder.layers.{number}.{local_name}", index),
     ]
 
 
 class TorchDistFolder(Closing):
-    """Row access to the tensors of a ``torch_dist`` folder. Raises CheckpointError where it is none, or damaged."""
+    """Row access to the tensors of a ``torch_dist`` folder. Raises CheckpointError if it is none, or is damaged."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._stored = StoredBlocks(folder)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a single-rank parameter."""
+        """Dtype of a single-rank parameter."""
         return self._find(name)[1].dtype
 
     def dims(self, name: str) -> tuple[int, ...]:
-        """Shape of a single-rank parameter; a padded vocabulary may have more rows than the model."""
+        """Shape of a single-rank parameter. A padded vocabulary may have more rows than the model."""
         parameter, tensor = self._find(name)
         return tensor.dims[len(parameter.index) :]
 
     def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Rows ``start .. start + count`` of a single-rank parameter."""
+        """Read rows ``start .. start + count`` of a single-rank parameter."""
         parameter, tensor = self._find(name)
         lead = len(parameter.index)
         widths = tensor.dims[lead + 1 :]
         sizes = (*(1 for _ in parameter.index), count, *widths)
         out = torch.empty(sizes, dtype=tensor.dtype)
-        wanted = Box((*parameter.index, start, *(0 for _ in widths)), sizes)
-        self._stored.read(parameter.key, wanted, out)
+        box = Box((*parameter.index, start, *(0 for _ in widths)), sizes)
+        self._stored.read(parameter.key, box, out)
         return out.view(count, *widths)
 
     def locate(self, name: str, index: Sequence[int]) -> tuple[Path, int]:
-        """File and byte of an element of a single-rank parameter."""
+        """File and byte offset of an element of a single-rank parameter."""
         parameter, _ = self._find(name)
         return self._stored.locate(parameter.key, (*parameter.index, *index))
 
     def check_nothing_else(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError unless the model's tensors are wholly made of the single-rank parameters ``names``.
+        """Raise CheckpointError if the model's tensors have more than the single-rank parameters ``names``.
 
-        Optimizer states and Transformer Engine's extra states are none of the model's.
+        Optimizer states and Transformer Engine's extra states do not count.
         """
         lengths: dict[str, tuple[int, ...]] = {}
         for name in names:
@@ -113,11 +114,11 @@ class TorchDistFolder(Closing):
                 continue
             if key not in lengths:
                 raise CheckpointError(f"{self.folder}: {key} is no tensor of config.json's model")
-            expected = lengths[key]
-            if tensor.dims[: len(expected)] != expected:
+            model_lengths = lengths[key]
+            if tensor.dims[: len(model_lengths)] != model_lengths:
                 raise CheckpointError(
                     f"{self.folder}: {key} of shape {tensor.dims} holds more layers or experts than "
-                    f"config.json's model, {expected}"
+                    f"config.json's model, {model_lengths}"
                 )
 
     def _find(self, name: str) -> tuple[StackedParameter, StoredTensor]:
@@ -139,25 +140,25 @@ class TorchDistFolder(Closing):
 
 
 def find_torch_dist(folder: str | Path) -> Path | None:
-    """The folder that holds ``.metadata``: ``folder``, or the iteration that its Megatron-LM tracker names."""
+    """The folder with ``.metadata``: ``folder`` itself, or the iteration in its Megatron-LM tracker."""
     folder = Path(folder)
     if (folder / ".metadata").exists():
         return folder
     if not (folder / TRACKER).exists():
         return None
-    named = (folder / TRACKER).read_text().strip()
-    inner = folder / (named if named == "release" else f"iter_{named:0>7}")
-    if not (inner / ".metadata").exists():
+    iteration = (folder / TRACKER).read_text().strip()
+    iteration_folder = folder / (iteration if iteration == "release" else f"iter_{iteration:0>7}")
+    if not (iteration_folder / ".metadata").exists():
         raise CheckpointError(
-            f"{folder / TRACKER}: names {named}, but {inner} holds no torch_dist checkpoint"
+            f"{folder / TRACKER}: names {iteration}, but {iteration_folder} holds no torch_dist checkpoint"
         )
-    return inner
+    return iteration_folder
 
 
 class TorchDistCheckpoint(Closing):
-    """Opens ``folder`` as a model of ``shape``. Raises CheckpointError where it holds another model.
+    """A ``torch_dist`` folder with a model of ``shape``. Raises CheckpointError if it has another model.
 
-    ``certificate``: of the conversion that made it; None for a checkpoint of a training run.
+    ``certificate`` is that of the conversion; None for a checkpoint of a training run.
     """
 
     def __init__(self, folder: str | Path, shape: ModelShape) -> None:
@@ -167,12 +168,12 @@ class TorchDistCheckpoint(Closing):
         if (self.folder / FILE).exists():
             self.certificate = load_certificate(self.folder)
             _check_same_model(self.certificate.shape, shape, self.folder)
-        inner = find_torch_dist(folder)
-        if inner is None:
+        checkpoint_folder = find_torch_dist(folder)
+        if checkpoint_folder is None:
             raise CheckpointError(
                 f"{folder}: holds neither .metadata nor {TRACKER}; not a torch_dist checkpoint"
             )
-        self._tensors = TorchDistFolder(inner)
+        self._tensors = TorchDistFolder(checkpoint_folder)
         try:
             self.dtype = self._check()
         except CheckpointError:
@@ -183,19 +184,20 @@ class TorchDistCheckpoint(Closing):
         }
 
     def _check(self) -> torch.dtype:
-        """All parameters are there and no others, of one dtype and the model's shapes; the vocabulary may be padded."""
+        """Check that the folder has exactly the model's parameters, with the model's shapes and one dtype, and return
+        the dtype. The vocabulary may be padded."""
         dtypes, vocabulary = set(), family_of(self.shape).vocabulary_tensors
-        expected = list(local_parameters(self.shape, Layout(), 0))
-        for p in expected:
+        parameters = list(local_parameters(self.shape, Layout(), 0))
+        for p in parameters:
             dtypes.add(self._tensors.dtype(p.name))
             rows, *widths = self._tensors.dims(p.name)
-            # A vocabulary is padded to a multiple of the tensor-parallel size that the run had.
+            # A vocabulary is padded to a multiple of the run's tensor-parallel size.
             is_padded = p.segments[0].hf_name in vocabulary and rows > p.shape[0]
             if tuple(widths) != p.shape[1:] or not (rows == p.shape[0] or is_padded):
                 raise CheckpointError(
                     f"{self.folder}: {p.name} has shape {(rows, *widths)}, config.json says {p.shape}"
                 )
-        self._tensors.check_nothing_else(p.name for p in expected)
+        self._tensors.check_nothing_else(p.name for p in parameters)
         if len(dtypes) != 1:
             raise CheckpointError(
                 f"{self.folder}: tensors of several dtypes, {sorted(map(str, dtypes))}"
@@ -210,13 +212,13 @@ class TorchDistCheckpoint(Closing):
     def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
         """Rows ``start .. start + count`` of a Hugging Face tensor."""
 
-        def read(piece: Piece, first: int, rows: int) -> torch.Tensor:
-            return self._tensors.read_rows(piece.name, first, rows)
+        def read(piece: Piece, row: int, rows: int) -> torch.Tensor:
+            return self._tensors.read_rows(piece.name, row, rows)
 
         return assemble_rows(self._sources[name], start, count, self.dtype, read)
 
     def locate(self, name: str, index: Sequence[int]) -> str:
-        """In words, the file and byte where an element of a Hugging Face tensor is stored."""
+        """Describe the file and byte offset of an element of a Hugging Face tensor."""
         for piece in self._sources[name].pieces:
             s = piece.segment
             if s.hf_start <= index[s.dim] < s.hf_start + s.length:
@@ -249,13 +251,14 @@ def assemble_rows(
     dtype: torch.dtype,
     read: Callable[[Piece, int, int], torch.Tensor],
 ) -> torch.Tensor:
-    """Rows ``start .. start + count`` of a Hugging Face tensor; ``read(piece, row, rows)``: a parameter's rows."""
+    """Assemble rows ``start .. start + count`` of a Hugging Face tensor. ``read(piece, row, rows)`` reads rows of a
+    parameter."""
     out = torch.empty((count, *tensor.shape[1:]), dtype=dtype)
     for piece in tensor.pieces:
         overlap = rows_of_piece(piece, start, count)
         if overlap is not None:
-            local_row, first, length = overlap
-            block, segment = out.narrow(0, first - start, length), piece.segment
+            local_row, hf_row, length = overlap
+            block, segment = out.narrow(0, hf_row - start, length), piece.segment
             if segment.dim:
                 block = block.narrow(1, segment.hf_start, segment.length)
             block.copy_(read(piece, local_row, length))
@@ -265,7 +268,7 @@ def assemble_rows(
 def rows_of_piece(piece: Piece, start: int, count: int) -> tuple[int, int, int] | None:
     """``(local row, Hugging Face row, rows)`` of the part of a piece in rows ``start .. start + count``, or None.
 
-    A piece along dim 1 is as wide as its local parameter, so its rows too are contiguous there.
+    A piece along dim 1 has the width of its local parameter, so its rows are contiguous too.
     """
     s = piece.segment
     if s.dim == 1:
@@ -273,8 +276,10 @@ def rows_of_piece(piece: Piece, start: int, count: int) -> tuple[int, int, int] 
             f"{piece.name}: a column block narrower than its shard"
         )
         return start, start, count
-    first, last = max(start, s.hf_start), min(start + count, s.hf_start + s.length)
-    return (s.local_start + first - s.hf_start, first, last - first) if first < last else None
+    begin, end = max(start, s.hf_start), min(start + count, s.hf_start + s.length)
+    if begin >= end:
+        return None
+    return s.local_start + begin - s.hf_start, begin, end - begin
 
 
 class Store(tensor_store.TensorStore, Protocol):
@@ -282,16 +287,16 @@ class Store(tensor_store.TensorStore, Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where they lie."""
+        """The folder of the tensors."""
 
     def close(self) -> None:
         """Close the files."""
 
 
 class CheckedReader(Closing):
-    """Slices of Hugging Face tensors; a tensor's SHA-256 is compared with the certificate when it is first read.
+    """Slices of Hugging Face tensors. The first read of a tensor compares its SHA-256 with the certificate.
 
-    Without a certificate (a folder that was not converted here) nothing is compared.
+    Without a certificate (a folder that was not converted by this package) nothing is compared.
     """
 
     def __init__(self, store: Store, certificate: Certificate | None) -> None:
@@ -306,10 +311,10 @@ class CheckedReader(Closing):
         return self._store.specs
 
     def check(self, shape: ModelShape) -> None:
-        """Raise CheckpointError where a tensor is missing, unknown, or of another shape than ``shape``'s tables say.
+        """Raise CheckpointError if a tensor is missing, unknown, or of another shape than in ``shape``'s tables.
 
-        And where a tied model stores an output layer that is not its embedding, or all experts of a layer are one
-        tensor, which SGLang leaves unread without a word.
+        Raises it also if a tied model stores an output layer that differs from its embedding, or if a tensor has all
+        experts of a layer, which SGLang silently does not read.
         """
         if isinstance(self._store, SafetensorsReader) and self._store.fused:
             raise CheckpointError(
@@ -323,9 +328,9 @@ class CheckedReader(Closing):
     def read(
         self, name: str, dim: int = 0, start: int = 0, length: int | None = None
     ) -> torch.Tensor:
-        """``tensor.narrow(dim, start, length)``, contiguous. Raises MismatchError where the tensor was altered."""
+        """Read ``tensor.narrow(dim, start, length)``, contiguous. Raises MismatchError if the tensor was altered."""
         if self._certificate is not None and name not in self._checked:
-            # The whole tensor, though a rank needs a slice of it: its hash is of all its rows.
+            # Read the whole tensor, although a rank needs a slice: the hash is that of all rows.
             digest = self._hashes.add(self._store, name)
             self._certificate.check_tensor(name, digest, self._store.folder)
             self._checked.add(name)
@@ -337,10 +342,7 @@ class CheckedReader(Closing):
 
 
 def open_checkpoint(folder: str | Path) -> CheckedReader:
-    """Open a Hugging Face folder, or one that ``hf_to_megatron`` wrote.
-
-    Raises CheckpointError for anything else.
-    """
+    """Open a Hugging Face folder, or a result of ``hf_to_megatron``. Raises CheckpointError for other folders."""
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
@@ -353,7 +355,7 @@ def open_checkpoint(folder: str | Path) -> CheckedReader:
 
 
 def tensor_digests(folder: str | Path, part: int = 0, parts: int = 1) -> dict[str, str]:
-    """Name -> SHA-256 (hex) of every ``parts``-th tensor of the folder from number ``part`` on, by name."""
+    """Name -> SHA-256 (hex) of every ``parts``-th tensor of the folder, from number ``part`` on, sorted by name."""
     with open_checkpoint(folder) as reader, TensorHashes() as hashes:
         for name in sorted(reader.specs)[part::parts]:
             for start, count in tensor_store.row_blocks(reader.specs[name]):
@@ -362,6 +364,8 @@ def tensor_digests(folder: str | Path, part: int = 0, parts: int = 1) -> dict[st
 
 
 def combined_digest(digests: Iterable[dict[str, str]]) -> str:
-    """SHA-256 (hex) of the lines ``name digest``, sorted, of all parts together."""
-    lines = sorted(f"{name} {digest}\n" for part in digests for name, digest in part.items())
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    """SHA-256 (hex) of the sorted lines ``name digest`` of all parts."""
+    lines: list[str] = []
+    for part in digests:
+        lines += [f"{name} {digest}\n" for name, digest in part.items()]
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
