@@ -137,16 +137,14 @@ def test_a_batch_may_come_from_every_version_that_the_bound_allows_and_from_no_o
         assert seal is not None
         assert dict(seal.weights) == {v: f"weights {v}" for v in {5 - age, 5}}
         seals._before = []
-    with pytest.raises(SealError, match=f"version {4 - max_staleness}, expected one of"):
+    with pytest.raises(SealError, match=rf"version {4 - max_staleness}\b"):
         seals.check(6, batch_of(sampled_by(4 - max_staleness)))
 
 
 def test_weights_are_those_that_the_last_step_made():
     seals = checks()
     seals.check_weights(STEP - 1, "weights 2")
-    with pytest.raises(
-        AlteredWeightsError, match="step 2 have the hash weights 1, expected weights 2"
-    ):
+    with pytest.raises(AlteredWeightsError, match="step 2 .*weights 1, .*weights 2"):
         seals.check_weights(STEP - 1, "weights 1")
 
 
@@ -315,7 +313,7 @@ def test_a_batch_with_advantages_of_turns_passes_and_is_read_back(tmp_path):
     save_batch(tmp_path, STEP, batch, seal)
     assert replayed(tmp_path, BY_TURN) is not None
     assert all(same(a, b) for a, b in zip(load_batch(tmp_path, STEP), batch, strict=True))
-    with pytest.raises(SealError, match="credit: got turn, expected trajectory"):
+    with pytest.raises(SealError, match="credit: .*turn, .*trajectory"):
         replayed(tmp_path)
 
 
