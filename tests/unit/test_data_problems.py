@@ -183,7 +183,7 @@ def test_two_answers_of_a_row_are_one_or_none():
         "Set the file's answer_key (docs/data.md)"
     )
     for answer in ([], ["2", "3"], {"value": "2"}):
-        with pytest.raises(UnansweredError, match="^'target' "):
+        with pytest.raises(UnansweredError, match=r"^'target' "):
             answer_of({"target": answer})
 
 
@@ -229,7 +229,7 @@ def test_a_conversation_with_calls_of_tools_up_to_the_answer(load, tokenizer):
     ],
 )
 def test_messages_that_are_none(message):
-    with pytest.raises(DataError, match="^line 1: 'messages' "):
+    with pytest.raises(DataError, match=r"^line 1: 'messages' "):
         prompt_of({"messages": [message]}, "line 1")
 
 
@@ -345,12 +345,12 @@ def test_long_prompts_without_an_answer_are_counted_as_long_alone(load):
     found = load("\n".join([long, short, long]), max_prompt_tokens=10)
     assert (found.dropped, found.records) == (2, 3)
     assert [row for row, _ in found.unanswered] == [1]
-    with pytest.raises(DataError, match=" 2 .*max_prompt_tokens=10"):
+    with pytest.raises(DataError, match=r" 2 .*max_prompt_tokens=10"):
         load("\n".join([long, long]), max_prompt_tokens=10)
 
 
 def test_a_file_of_long_prompts_only_is_refused(load):
-    with pytest.raises(DataError, match=" 1 .*max_prompt_tokens=1"):
+    with pytest.raises(DataError, match=r" 1 .*max_prompt_tokens=1"):
         load(GOOD, max_prompt_tokens=1)
 
 
@@ -400,7 +400,7 @@ def test_metadata_and_the_messages_of_a_problem(load, tmp_path, tokenizer):
     )
     path, keys = tmp_path / "set.jsonl", DataKeys(metadata="info")
     path.write_text(GOOD)
-    with pytest.raises(DataError, match="line 1: 'info' .*null"):
+    with pytest.raises(DataError, match=r"line 1: 'info' .*null"):
         load_problems(path, tokenizer, max_prompt_tokens=9, form=PromptForm(), keys_of=keys)
 
 
@@ -491,7 +491,7 @@ def test_megabytes_are_dropped_before_they_are_tokenised(load, tokenizer, monkey
     huge = json.dumps({"prompt": "1+" * 5_000_000, "answer": "2"})
     assert load(GOOD + "\n" + huge).dropped == 1
     monkeypatch.setattr(type(tokenizer), "__call__", refuse)
-    with pytest.raises(DataError, match=" 1 .*max_prompt_tokens"):
+    with pytest.raises(DataError, match=r" 1 .*max_prompt_tokens"):
         load(huge)
 
 

@@ -167,9 +167,9 @@ def test_bombs_in_mathematics_do_not_hang():
 def test_impossible_settings():
     with pytest.raises(ValueError, match="'nope'"):
         Verifier("nope", timeout_s=1.0, workers=1)
-    with pytest.raises(ValueError, match="timeout_s.* 0 .*1"):
+    with pytest.raises(ValueError, match=r"timeout_s.* 0 .*1"):
         Verifier("math_verify", timeout_s=0, workers=1)
-    with pytest.raises(ValueError, match="workers.* 1 .*0"):
+    with pytest.raises(ValueError, match=r"workers.* 1 .*0"):
         Verifier("math_verify", timeout_s=1, workers=0)
 
 

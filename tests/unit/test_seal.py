@@ -144,7 +144,7 @@ def test_a_batch_may_come_from_every_version_that_the_bound_allows_and_from_no_o
 def test_weights_are_those_that_the_last_step_made():
     seals = checks()
     seals.check_weights(STEP - 1, "weights 2")
-    with pytest.raises(AlteredWeightsError, match="step 2 .*weights 1, .*weights 2"):
+    with pytest.raises(AlteredWeightsError, match=r"step 2 .*weights 1, .*weights 2"):
         seals.check_weights(STEP - 1, "weights 1")
 
 
@@ -313,7 +313,7 @@ def test_a_batch_with_advantages_of_turns_passes_and_is_read_back(tmp_path):
     save_batch(tmp_path, STEP, batch, seal)
     assert replayed(tmp_path, BY_TURN) is not None
     assert all(same(a, b) for a, b in zip(load_batch(tmp_path, STEP), batch, strict=True))
-    with pytest.raises(SealError, match="credit: .*turn, .*trajectory"):
+    with pytest.raises(SealError, match=r"credit: .*turn, .*trajectory"):
         replayed(tmp_path)
 
 
