@@ -248,7 +248,7 @@ def row_blocks(spec: TensorSpec) -> Iterator[tuple[int, int]]:
         yield start, min(rows, spec.shape[0] - start)
 
 
-def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, where: str) -> None:
+def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, location: str) -> None:
     """Raise CheckpointError if names or shapes of ``specs`` differ from those of ``shape``. The message lists them."""
     model_tensors = hf_tensors(shape)
     _, output = family_of(shape).vocabulary_tensors
@@ -267,17 +267,21 @@ def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, where: str
     if faults:
         more = [f"{len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
         listed = "; ".join(faults[:SHOWN] + more)
-        raise CheckpointError(f"{where}: its tensors are not those of its config.json ({listed})")
+        raise CheckpointError(
+            f"{location}: its tensors are not those of its config.json ({listed})"
+        )
 
 
-def check_store(store: TensorStore, shape: ModelShape, where: str) -> None:
+def check_store(store: TensorStore, shape: ModelShape, location: str) -> None:
     """Raise CheckpointError if a store's names or shapes differ from ``shape``, or if it has several dtypes."""
-    check_tensors(store.specs, shape, where)
+    check_tensors(store.specs, shape, location)
     kinds = dtypes_of(store, shape)
     if len(kinds) != 1:
-        raise CheckpointError(f"{where}: tensors of several dtypes, {kinds}; expected one; {_CAST}")
+        raise CheckpointError(
+            f"{location}: tensors of several dtypes, {kinds}; expected one; {_CAST}"
+        )
     if kinds[0] not in ITEM_BYTES:
-        raise CheckpointError(f"{where}: tensors of dtype {kinds[0]}, expected another; {_CAST}")
+        raise CheckpointError(f"{location}: tensors of dtype {kinds[0]}, expected another; {_CAST}")
 
 
 def dtypes_of(store: TensorStore, shape: ModelShape) -> list[str]:
@@ -286,7 +290,7 @@ def dtypes_of(store: TensorStore, shape: ModelShape) -> list[str]:
     return sorted(str(kind).removeprefix("torch.") for kind in kinds)
 
 
-def require_finite(rows: torch.Tensor, name: str, start: int, where: str) -> None:
+def require_finite(rows: torch.Tensor, name: str, start: int, location: str) -> None:
     """Raise CheckpointError if an element is NaN or infinite.
 
     Args:
@@ -305,12 +309,12 @@ def require_finite(rows: torch.Tensor, name: str, start: int, where: str) -> Non
     position = tuple(positions[0].tolist())
     index = [position[0] + start, *position[1:]]
     raise CheckpointError(
-        f"{where}: {name}{index} is {rows[position].item()}, expected finite weights ({len(positions)} elements of "
+        f"{location}: {name}{index} is {rows[position].item()}, expected finite weights ({len(positions)} elements of "
         f"{tuple(rows.shape)} from row {start} on are NaN or infinite)"
     )
 
 
-def check_tied_copy(store: TensorStore, shape: ModelShape, where: str) -> None:
+def check_tied_copy(store: TensorStore, shape: ModelShape, location: str) -> None:
     """Raise CheckpointError if a tied model stores an output layer that differs from its embedding."""
     names = family_of(shape).vocabulary_tensors
     if not shape.tied_embeddings or names[1] not in store.specs:
@@ -319,5 +323,5 @@ def check_tied_copy(store: TensorStore, shape: ModelShape, where: str) -> None:
         embedding_rows, output_rows = (store.read_rows(name, start, count) for name in names)
         if not torch.equal(embedding_rows, output_rows):
             raise CheckpointError(
-                f"{where}: tie_word_embeddings is true, but {names[1]} differs from {names[0]}"
+                f"{location}: tie_word_embeddings is true, but {names[1]} differs from {names[0]}"
             )

@@ -119,25 +119,25 @@ class Column:
             return np.flatnonzero(loss_mask) - 1
         return np.arange(len(loss_mask) - 1)
 
-    def array(self, values: object, loss_mask: np.ndarray, where: object) -> np.ndarray:
+    def array(self, values: object, loss_mask: np.ndarray, location: object) -> np.ndarray:
         """Convert ``values`` to this column of a trajectory with ``loss_mask``: contiguous and read-only.
 
-        A sequence that is no array gets the usual type. Raises ValueError, beginning with ``where``, for a type, a
+        A sequence that is no array gets the usual type. Raises ValueError, beginning with ``location``, for a type, a
         number of axes or a number of rows that differs from the declaration.
         """
         array = values if isinstance(values, np.ndarray) else np.asarray(values, self.dtypes[0])
         dtype = _name(array.dtype)
         if dtype not in self.dtypes:
             raise ValueError(
-                f"{where}: {self.name} is {dtype}, expected {' or '.join(self.dtypes)}"
+                f"{location}: {self.name} is {dtype}, expected {' or '.join(self.dtypes)}"
             )
         if array.ndim != 1 + len(self.trailing):
             axes = ", ".join(("rows", *self.trailing))
-            raise ValueError(f"{where}: {self.name} has shape {array.shape}, expected [{axes}]")
+            raise ValueError(f"{location}: {self.name} has shape {array.shape}, expected [{axes}]")
         if len(array) != self.count(loss_mask):
             tokens = "sampled tokens" if self.rows is Rows.SAMPLED else "tokens but the last"
             raise ValueError(
-                f"{where}: {len(array)} rows of {self.name}, expected {self.count(loss_mask)}, one "
+                f"{location}: {len(array)} rows of {self.name}, expected {self.count(loss_mask)}, one "
                 f"for each of the {tokens}"
             )
         return read_only(array)
@@ -184,30 +184,30 @@ def declared(name: str) -> Column:
 LOG_PROB_ROUNDING = 1e-6
 
 
-def check_log_probs(log_probs: Sequence[float] | np.ndarray, where: str) -> None:
-    """Raise ValueError, with ``where`` and the position, unless all are finite and at most ``LOG_PROB_ROUNDING``."""
+def check_log_probs(log_probs: Sequence[float] | np.ndarray, location: str) -> None:
+    """Raise ValueError, with ``location`` and the position, unless all are finite and at most ``LOG_PROB_ROUNDING``."""
     values = np.asarray(log_probs, dtype=np.float64)
     is_valid = np.isfinite(values) & (values <= LOG_PROB_ROUNDING)
     if not is_valid.all():
         position = tuple(int(i) for i in np.argwhere(~is_valid)[0])
         raise ValueError(
-            f"{where}: {values[position]} at token {position[0]}, expected a finite log-probability <= 0"
+            f"{location}: {values[position]} at token {position[0]}, expected a finite log-probability <= 0"
         )
 
 
-def check_topk(ids: np.ndarray, log_probs: np.ndarray, where: str) -> None:
+def check_topk(ids: np.ndarray, log_probs: np.ndarray, location: str) -> None:
     """Check the log-probabilities of Top-K entries [R, K] as ``check_log_probs`` does, where their id is not negative.
 
     Raises ValueError also if a token has an id twice, because its probability would count twice.
     """
     valid = ids >= 0
-    check_log_probs(np.where(valid, log_probs, 0.0), f"{where}: Top-K log-probabilities")
+    check_log_probs(np.where(valid, log_probs, 0.0), f"{location}: Top-K log-probabilities")
     ordered = np.sort(ids, axis=1)
     is_repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if is_repeated.any():
         row, column = np.argwhere(is_repeated)[0]
         raise ValueError(
-            f"{where}: Top-K id {ordered[row, column]} stands twice at token {row}, expected different ids"
+            f"{location}: Top-K id {ordered[row, column]} stands twice at token {row}, expected different ids"
         )
 
 
@@ -265,31 +265,31 @@ def usable_rows(loss_mask: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.
     return rows
 
 
-def _log_probs(array: np.ndarray, _: Mapping[str, np.ndarray], where: str) -> None:
-    check_log_probs(array, f"{where}: rollout_log_probs")
+def _log_probs(array: np.ndarray, _: Mapping[str, np.ndarray], location: str) -> None:
+    check_log_probs(array, f"{location}: rollout_log_probs")
 
 
-def _topk_ids(_: np.ndarray, columns: Mapping[str, np.ndarray], where: str) -> None:
+def _topk_ids(_: np.ndarray, columns: Mapping[str, np.ndarray], location: str) -> None:
     if not {"topk_ids", "topk_log_probs"} <= columns.keys():
-        raise ValueError(f"{where}: topk_ids and topk_log_probs go together")
+        raise ValueError(f"{location}: topk_ids and topk_log_probs go together")
 
 
-def _topk(ids: np.ndarray, columns: Mapping[str, np.ndarray], where: str) -> None:
-    _topk_ids(ids, columns, where)
-    check_topk(columns["topk_ids"], columns["topk_log_probs"], where)
+def _topk(ids: np.ndarray, columns: Mapping[str, np.ndarray], location: str) -> None:
+    _topk_ids(ids, columns, location)
+    check_topk(columns["topk_ids"], columns["topk_log_probs"], location)
 
 
-def _routing(array: np.ndarray, _: Mapping[str, np.ndarray], where: str) -> None:
+def _routing(array: np.ndarray, _: Mapping[str, np.ndarray], location: str) -> None:
     try:
         # The number of experts is unknown here, so allow every number of the type.
         check_recording(array, np.iinfo(array.dtype).max + 1)
     except ValueError as error:
-        raise ValueError(f"{where}: routed_experts: {error}") from error
+        raise ValueError(f"{location}: routed_experts: {error}") from error
 
 
-def _finite(array: np.ndarray, _: Mapping[str, np.ndarray], where: str) -> None:
+def _finite(array: np.ndarray, _: Mapping[str, np.ndarray], location: str) -> None:
     if not np.isfinite(array).all():
-        raise ValueError(f"{where}: an advantage is not finite")
+        raise ValueError(f"{location}: an advantage is not finite")
 
 
 ROLLOUT_LOG_PROBS = declare(

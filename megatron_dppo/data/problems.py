@@ -67,7 +67,7 @@ class PromptForm:
     # The repr excludes the arguments, because saved rollouts have a digest of it and most runs have no arguments.
     arguments: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
 
-    def of(self, prompt: Prompt, where: str) -> Prompt:
+    def of(self, prompt: Prompt, location: str) -> Prompt:
         """Convert ``prompt`` to this form. Raises DataError if it has a system message and there is a
         ``system_prompt``."""
         if self.template is not None:
@@ -77,7 +77,7 @@ class PromptForm:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if any(message["role"] == "system" for message in messages):
             raise DataError(
-                f"{where}: the prompt has a system message, and data.system_prompt is another; expected one of them"
+                f"{location}: the prompt has a system message, and data.system_prompt is another; expected one of them"
             )
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
@@ -167,7 +167,7 @@ def read_problems(path: str | Path, keys_of: DataKeys = DataKeys()) -> ProblemRe
     """
     records, locations, sha256, parts = read_all_records(path)
     located = list(zip(records, locations, strict=True))
-    prompts = [prompt_of(record, where, keys_of.prompt) for record, where in located]
+    prompts = [prompt_of(record, location, keys_of.prompt) for record, location in located]
     answers, unanswered = [], {}
     for position, record in enumerate(records):
         try:
@@ -175,11 +175,11 @@ def read_problems(path: str | Path, keys_of: DataKeys = DataKeys()) -> ProblemRe
         except UnansweredError as error:
             answers.append("")
             unanswered[position] = str(error)
-    metadata = [metadata_of(record, where, keys_of.metadata) for record, where in located]
-    tools: list[Tools] = [tools_of(record, where) for record, where in located]
+    metadata = [metadata_of(record, location, keys_of.metadata) for record, location in located]
+    tools: list[Tools] = [tools_of(record, location) for record, location in located]
     unread: Counter[str] = Counter()
-    for (record, where), prompt in zip(located, prompts, strict=True):
-        refuse_media(record, prompt, where)
+    for (record, location), prompt in zip(located, prompts, strict=True):
+        refuse_media(record, prompt, location)
         unread.update(unread_columns(record, prompt))
     return ProblemRecords(
         prompts, answers, metadata, unanswered, locations, sha256, parts, tools, unread
@@ -280,11 +280,17 @@ def load_pairs(
     to its ids. Raises DataError for a record that is not such a pair, and for a token beyond the ``embedding_rows``.
     """
     records, locations, *_ = read_all_records(path)
-    prompts = [prompt_of(record, where) for record, where in zip(records, locations, strict=True)]
-    responses = [_response(record, where) for record, where in zip(records, locations, strict=True)]
-    tools = [tools_of(record, where) for record, where in zip(records, locations, strict=True)]
-    for record, prompt, where in zip(records, prompts, locations, strict=True):
-        refuse_media(record, prompt, where)
+    prompts = [
+        prompt_of(record, location) for record, location in zip(records, locations, strict=True)
+    ]
+    responses = [
+        _response(record, location) for record, location in zip(records, locations, strict=True)
+    ]
+    tools = [
+        tools_of(record, location) for record, location in zip(records, locations, strict=True)
+    ]
+    for record, prompt, location in zip(records, prompts, locations, strict=True):
+        refuse_media(record, prompt, location)
     if tokenizer.eos_token_id is None:
         raise DataError(f"{path}: the tokenizer has no end-of-sequence token to end responses with")
     prompt_ids = tokenise(tokenizer, prompts, form, locations, tools)
@@ -330,26 +336,26 @@ def _refuse_tokens_beyond(
     if rows is None or not has_tokens_beyond(tokenizer, rows):
         return
     beyond = {
-        where: token
-        for ids, where in zip(prompt_ids, locations, strict=True)
+        location: token
+        for ids, location in zip(prompt_ids, locations, strict=True)
         if (token := first_token_beyond(ids, rows)) is not None
     }
     if beyond:
-        where, token = next(iter(beyond.items()))
+        location, token = next(iter(beyond.items()))
         name = tokenizer.convert_ids_to_tokens(token)
         raise DataError(
-            f"{where}: the text has the token {token} ({name!r}), expected ids below the {rows} rows of the model's "
+            f"{location}: the text has the token {token} ({name!r}), expected ids below the {rows} rows of the model's "
             f"embedding (vocab_size of its config.json); so it is with {len(beyond)} of {len(prompt_ids)} texts. Give "
             "the model's own tokenizer, or a model with more rows"
         )
 
 
-def _response(record: Mapping[str, Any], where: str) -> str:
+def _response(record: Mapping[str, Any], location: str) -> str:
     if "response" not in record:
-        raise DataError(f"{where}: no response; expected 'response', found {keys(record)}")
+        raise DataError(f"{location}: no response; expected 'response', found {keys(record)}")
     response = record["response"]
     if not isinstance(response, str) or not response.strip():
-        raise DataError(f"{where}: 'response' is {shorten(response)}, expected text")
+        raise DataError(f"{location}: 'response' is {shorten(response)}, expected text")
     return response
 
 
@@ -395,7 +401,9 @@ def rendered(
     ``tools`` are the definitions of every prompt; empty: no prompt has any. Raises DataError if a chat template leaves
     out the content of a message.
     """
-    formed = [form.of(prompt, where) for prompt, where in zip(prompts, locations, strict=True)]
+    formed = [
+        form.of(prompt, location) for prompt, location in zip(prompts, locations, strict=True)
+    ]
     tools = tools or [()] * len(prompts)
     has_chat = form.apply_chat_template
     templated = [has_chat or not isinstance(prompt, str) for prompt in formed]
@@ -405,12 +413,12 @@ def rendered(
             "has none; set data.apply_chat_template to false for plain-text prompts"
         )
     texts = []
-    for prompt, has_template, where, prompt_tools in zip(
+    for prompt, has_template, location, prompt_tools in zip(
         formed, templated, locations, tools, strict=True
     ):
         text = text_of(prompt)
         if has_template:
-            text = _render(tokenizer, prompt, form, where, prompt_tools)
+            text = _render(tokenizer, prompt, form, location, prompt_tools)
         texts.append((text, has_template))
     return texts
 
@@ -457,11 +465,11 @@ def distinct_tokens(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt,
     form: PromptForm,
-    where: str,
+    location: str,
     tools: Tools = (),
 ) -> set[int]:
     """The set of token ids of a prompt in ``form``."""
-    ((text, by_template),) = rendered(tokenizer, [prompt], form, [where], [tools])
+    ((text, by_template),) = rendered(tokenizer, [prompt], form, [location], [tools])
     return set().union(*_encode_in_pieces(tokenizer, text, by_template))
 
 
@@ -494,17 +502,17 @@ def _render(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt,
     form: PromptForm,
-    where: str,
+    location: str,
     tools: Tools,
 ) -> str:
     messages = _messages(prompt)
     try:
         text = render(tokenizer, messages, tools=tools, arguments=form.arguments)
     except ChatTemplateError as error:
-        raise DataError(f"{where}: the chat template fails on it: {error}") from error
+        raise DataError(f"{location}: the chat template fails on it: {error}") from error
     for description in _missing_messages(text, messages):
         raise DataError(
-            f"{where}: the chat template leaves out, or alters, {description}; expected it in the prompt. Leave it "
+            f"{location}: the chat template leaves out, or alters, {description}; expected it in the prompt. Leave it "
             "out of the data, or give the checkpoint a chat template that writes it"
         )
     return text
@@ -539,18 +547,18 @@ def left_out_tools(
 ) -> str | None:
     """Write a warning if prompts lack the name of a tool that their record defines or calls; None if all have it."""
     missing_tools = []
-    for prompt, where, prompt_tools in zip(prompts, locations, tools, strict=True):
+    for prompt, location, prompt_tools in zip(prompts, locations, tools, strict=True):
         names = _tool_names(prompt, prompt_tools)
         if not names:
             continue
-        ((text, _),) = rendered(tokenizer, [prompt], form, [where], [prompt_tools])
-        missing_tools += [(where, name) for name in names if not _is_in(text, name)][:1]
+        ((text, _),) = rendered(tokenizer, [prompt], form, [location], [prompt_tools])
+        missing_tools += [(location, name) for name in names if not _is_in(text, name)][:1]
     if not missing_tools:
         return None
-    where, name = missing_tools[0]
+    location, name = missing_tools[0]
     return (
         f"{len(missing_tools):,} of {len(prompts):,} prompts lack a tool that their record defines or calls, the first "
-        f"in {where}: {shorten(name)}; tools are written by a chat template that knows them, and by no plain text"
+        f"in {location}: {shorten(name)}; tools are written by a chat template that knows them, and by no plain text"
     )
 
 

@@ -175,11 +175,11 @@ def _parse_table(path: Path, content: bytes, delimiter: str) -> tuple[list[Recor
     if not rows:
         raise DataError(f"{path}: the file is empty, expected a line of column names and rows")
     locations = [f"{path}, row {number}" for number in range(1, len(rows) + 1)]
-    for row, where in zip(rows, locations, strict=True):
-        # DictReader stores values beyond the named columns under the key None.
+    for row, location in zip(rows, locations, strict=True):
+        # DictReader stores values beyond the named columns under the key None, and None for missing values.
         if None in row or None in row.values():
             count = len(reader.fieldnames or ())
-            raise DataError(f"{where}: expected {count} columns, as the first line names")
+            raise DataError(f"{location}: expected {count} columns, as the first line names")
     records = [{key: value or None for key, value in row.items()} for row in rows]
     return records, locations
 
@@ -190,31 +190,31 @@ def _parse_lines(path: Path, content: bytes) -> tuple[list[Record], list[str]]:
     if lines == [b""]:
         raise DataError(f"{path}: the file is empty, expected one JSON object a line")
     locations = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
-    records = [_parse_text(line, where) for line, where in zip(lines, locations, strict=True)]
-    for record, where in zip(records, locations, strict=True):
+    records = [_parse_text(line, location) for line, location in zip(lines, locations, strict=True)]
+    for record, location in zip(records, locations, strict=True):
         if not isinstance(record, dict):
-            raise DataError(f"{where}: {type(record).__name__}, expected a JSON object")
+            raise DataError(f"{location}: {type(record).__name__}, expected a JSON object")
     return records, locations
 
 
-def _parse_text(text: bytes, where: str) -> Any:
-    """Parse a JSON value. Raises DataError beginning with ``where``, also for text that cannot be written to a file."""
+def _parse_text(text: bytes, location: str) -> Any:
+    """Parse a JSON value. Raises DataError beginning with ``location``, also for text that no file can store."""
     try:
         value = json.loads(text)
         # json accepts an escape for half of a surrogate pair, but such text cannot be written to a file.
         if b"\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 at byte {error.start}: {error.reason}") from error
+        raise DataError(f"{location}: not UTF-8 at byte {error.start}: {error.reason}") from error
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: holds half of a surrogate pair, which is no text") from error
+        raise DataError(f"{location}: holds half of a surrogate pair, which is no text") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+        raise DataError(f"{location}: not JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
-        raise DataError(f"{where}: nested too deeply") from error
+        raise DataError(f"{location}: nested too deeply") from error
     # Python raises ValueError for an integer of more than 4300 digits.
     except ValueError as error:
-        raise DataError(f"{where}: {error}; write a long number as text") from error
+        raise DataError(f"{location}: {error}; write a long number as text") from error
     return value
 
 
@@ -334,7 +334,7 @@ class UnansweredError(ValueError):
     """A record has no usable answer. The message has the reason."""
 
 
-def prompt_of(record: Mapping[str, Any], where: str, key: str | None = None) -> Prompt:
+def prompt_of(record: Mapping[str, Any], location: str, key: str | None = None) -> Prompt:
     """Read the prompt under ``key`` (``a.b`` for a field of a structure); None: under one of ``PROMPT_KEYS``.
 
     Chat messages have a role and content, or ShareGPT's ``from`` and ``value``. Content is text, or parts of text, and
@@ -343,16 +343,16 @@ def prompt_of(record: Mapping[str, Any], where: str, key: str | None = None) -> 
     """
     if key is not None:
         if (value := value_at(record, key)) is None:
-            raise DataError(f"{where}: no {key!r}, found {keys(record)}")
-        return _prompt(value, key, where)
+            raise DataError(f"{location}: no {key!r}, found {keys(record)}")
+        return _prompt(value, key, location)
     values = _values(record, PROMPT_KEYS)
     if not values:
         raise DataError(
-            f"{where}: no prompt; expected one of {', '.join(chain(*PROMPT_KEYS))}, found {keys(record)}"
+            f"{location}: no prompt; expected one of {', '.join(chain(*PROMPT_KEYS))}, found {keys(record)}"
         )
-    prompts = {name: _prompt(value, name, where) for name, value in values.items()}
+    prompts = {name: _prompt(value, name, location) for name, value in values.items()}
     if len({text_of(prompt) for prompt in prompts.values()}) > 1:
-        raise DataError(f"{where}: {_ambiguity(values, 'prompt_key')}")
+        raise DataError(f"{location}: {_ambiguity(values, 'prompt_key')}")
     key, prompt = next(iter(prompts.items()))
     if key.lower() == "instruction" and isinstance(prompt, str):
         input_text = next(iter(_values(record, (("input",),)).values()), "")
@@ -398,14 +398,16 @@ def _last_message_hint(record: Mapping[str, Any]) -> str:
     return ""
 
 
-def metadata_of(record: Mapping[str, Any], where: str, key: str | None = None) -> Mapping[str, Any]:
+def metadata_of(
+    record: Mapping[str, Any], location: str, key: str | None = None
+) -> Mapping[str, Any]:
     """Read the object under ``key``, or all columns for ``*``. None: under one of ``METADATA_KEYS``, and empty if none
     is an object.
 
     Raises DataError if there is no object under ``key``, or it has values that JSON cannot represent.
     """
     if key == EVERY_COLUMN:
-        return {name: _as_json(value, f"{where}: {name!r}") for name, value in record.items()}
+        return {name: _as_json(value, f"{location}: {name!r}") for name, value in record.items()}
     for name in METADATA_KEYS if key is None else (key,):
         value = value_at(record, name)
         if isinstance(value, str) and value.lstrip().startswith("{"):
@@ -414,30 +416,34 @@ def metadata_of(record: Mapping[str, Any], where: str, key: str | None = None) -
             except (ValueError, RecursionError):
                 continue
         if isinstance(value, Mapping):
-            return {part: _as_json(item, f"{where}: {name!r}") for part, item in value.items()}
+            return {part: _as_json(item, f"{location}: {name!r}") for part, item in value.items()}
     if key is not None:
-        raise DataError(f"{where}: {key!r} is {shorten(value_at(record, key))}, expected an object")
+        raise DataError(
+            f"{location}: {key!r} is {shorten(value_at(record, key))}, expected an object"
+        )
     return {}
 
 
-def _as_json(value: Any, where: str) -> Any:
+def _as_json(value: Any, location: str) -> Any:
     """Convert a value of a columnar file to JSON types, because processes exchange JSON: dates, times and decimals
     become text. Raises DataError for other types, and for values that are nested too deeply."""
     try:
         if isinstance(value, Mapping):
-            return {key: _as_json(item, where) for key, item in value.items()}
+            return {key: _as_json(item, location) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [_as_json(item, where) for item in value]
+            return [_as_json(item, location) for item in value]
     except RecursionError as error:
-        raise DataError(f"{where} is nested too deeply") from error
+        raise DataError(f"{location} is nested too deeply") from error
     if isinstance(value, date | time | timedelta | Decimal):
         return str(value)
     if value is None or isinstance(value, str | int | float):
         return value
-    raise DataError(f"{where} holds {type(value).__name__}, expected what JSON can hold, or dates")
+    raise DataError(
+        f"{location} holds {type(value).__name__}, expected what JSON can hold, or dates"
+    )
 
 
-def tools_of(record: Mapping[str, Any], where: str) -> tuple[dict[str, Any], ...]:
+def tools_of(record: Mapping[str, Any], location: str) -> tuple[dict[str, Any], ...]:
     """Read the definitions of functions under ``tools``: a list of objects, or its JSON as text. Empty without any.
 
     Raises DataError for another value.
@@ -450,13 +456,13 @@ def tools_of(record: Mapping[str, Any], where: str) -> tuple[dict[str, Any], ...
     tools = [_parsed(tool) for tool in tools] if isinstance(tools, list) else [tools]
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(
-            f"{where}: {TOOLS_KEY!r} is {shorten(value)}, expected a list of objects that define functions, or its "
+            f"{location}: {TOOLS_KEY!r} is {shorten(value)}, expected a list of objects that define functions, or its "
             "JSON as text; give a column that is for other ends another name"
         )
-    return tuple(_as_json(_without_none(tool), f"{where}: {TOOLS_KEY!r}") for tool in tools)
+    return tuple(_as_json(_without_none(tool), f"{location}: {TOOLS_KEY!r}") for tool in tools)
 
 
-def refuse_media(record: Mapping[str, Any], prompt: Prompt, where: str) -> None:
+def refuse_media(record: Mapping[str, Any], prompt: Prompt, location: str) -> None:
     """Raise DataError if a record has images, videos or sound, which the model would not receive.
 
     Text under ``image`` may have another meaning, so it counts only if the prompt has a mark such as ``<image>``.
@@ -467,7 +473,7 @@ def refuse_media(record: Mapping[str, Any], prompt: Prompt, where: str) -> None:
         if isinstance(value, str) and _MEDIA_MARK.search(_all_text(prompt)) is None:
             continue
         raise DataError(
-            f"{where}: the column {name!r} has a value ({type(value).__name__}), expected an empty one: models are "
+            f"{location}: the column {name!r} has a value ({type(value).__name__}), expected an empty one: models are "
             "trained on text alone, so the prompt would have only a word such as <image>. Leave out such problems, or "
             f"the column {name!r} where the text is enough"
         )
@@ -556,7 +562,7 @@ def _ambiguity(values: Mapping[str, Any], config_key: str) -> str:
     return f"{values_text}; which of them is meant? Set the file's {config_key} (docs/data.md)"
 
 
-def _prompt(value: object, key: str, where: str) -> Prompt:
+def _prompt(value: object, key: str, location: str) -> Prompt:
     if isinstance(value, str) and value.strip():
         return value
     messages = [_message(message) for message in value] if isinstance(value, list) else []
@@ -565,9 +571,9 @@ def _prompt(value: object, key: str, where: str) -> Prompt:
         while plain and plain[-1]["role"] == "assistant":
             plain.pop()
         if plain:
-            return [_as_json(message, f"{where}: {key!r}") for message in plain]
+            return [_as_json(message, f"{location}: {key!r}") for message in plain]
     raise DataError(
-        f"{where}: {key!r} is {shorten(value)}, expected text or a list of chat messages with a role and a content, "
+        f"{location}: {key!r} is {shorten(value)}, expected text or a list of chat messages with a role and a content, "
         "not the assistant's alone"
     )
 

@@ -46,7 +46,7 @@ def prove_rank_filled(shape: ModelShape, layout: Layout, rank: int) -> None:
 
 
 def check_filled(
-    where: str,
+    location: str,
     parameter: mapping.LocalParameter,
     tensors: Mapping[str, Dims],
     vocabulary: Collection[str],
@@ -65,14 +65,16 @@ def check_filled(
         local_other_dims = [n for i, n in enumerate(parameter.shape) if i != s.dim]
         if s.hf_start + s.length > source[s.dim] or other_dims != local_other_dims:
             raise ProofError(
-                f"{where}: segment {s} does not fit {s.hf_name} of shape {tuple(source)}"
+                f"{location}: segment {s} does not fit {s.hf_name} of shape {tuple(source)}"
             )
     intervals = sorted((s.local_start, s.length) for s in parameter.segments)
-    end = _run(where, intervals)
+    end = _run(location, intervals)
     if any(s.dim != dim for s in parameter.segments):
-        raise ProofError(f"{where}: segments along different dimensions")
+        raise ProofError(f"{location}: segments along different dimensions")
     if end != parameter.shape[dim] and not is_vocabulary:
-        raise ProofError(f"{where}: filled up to {end} of {parameter.shape[dim]} along dim {dim}")
+        raise ProofError(
+            f"{location}: filled up to {end} of {parameter.shape[dim]} along dim {dim}"
+        )
 
 
 def check_tiling(name: str, dims: Dims, segments: Iterable[mapping.Segment]) -> None:
@@ -87,13 +89,13 @@ def check_tiling(name: str, dims: Dims, segments: Iterable[mapping.Segment]) -> 
         raise ProofError(f"{name}: covered up to {end} of {dims[dim]} along dim {dim}")
 
 
-def _run(where: str, intervals: list[tuple[int, int]]) -> int:
+def _run(location: str, intervals: list[tuple[int, int]]) -> int:
     """End of the gapless run of ``(start, length)`` from 0."""
     end = 0
     for start, length in intervals:
         if start != end or length < 1:
             times = "twice" if start < end else "never"
-            raise ProofError(f"{where}: index {min(start, end)} is provided {times}")
+            raise ProofError(f"{location}: index {min(start, end)} is provided {times}")
         end = start + length
     return end
 
