@@ -1,7 +1,7 @@
-"""Whether the nodes of an allocation can do a run's work, told by evidence that each collects.
+"""Checks of the nodes of an allocation before a run, by evidence that each node collects.
 
-One task a node writes a JSON file (``megatron-dppo preflight``); ``judge``, a pure function of all files, names the
-nodes at fault and why. docs/preflight.md lists the checks.
+One task on each node writes a JSON file (``megatron-dppo preflight``). ``judge``, a pure function of all files, names
+the nodes at fault and why. docs/preflight.md lists the checks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CHECKS: Mapping[str, Check] = {
     "network": Check(between_nodes.collect_network, between_nodes.judge_network),
     "all_reduce": Check(between_nodes.collect_all_reduce, between_nodes.judge_all_reduce),
 }
-"""By name, in the order in which a node goes through them; those that meet the other nodes come last."""
+"""Checks by name, in the order in which a node runs them; those that meet the other nodes come last."""
 
 _COLUMNS = ("node", "GPUs", "memory", "/dev/shm", "run dir", "interface", "all-reduce", "verdict")
 
@@ -49,7 +49,7 @@ _COLUMNS = ("node", "GPUs", "memory", "/dev/shm", "run dir", "interface", "all-r
 def collect_evidence(
     needs: Needs, meeting: Meeting, skipped: Collection[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """This node's evidence by check, without ``skipped`` ones; a check that can't tell leaves ``error``."""
+    """Collect this node's evidence by check, without ``skipped`` ones; a check that fails leaves ``error``."""
     evidence: dict[str, dict[str, Any]] = {}
     site = Site(needs, meeting, evidence)
     for name, check in CHECKS.items():
@@ -66,13 +66,13 @@ def collect_evidence(
 def judge(
     evidence: Mapping[str, Mapping[str, Evidence]], needs: Needs, hosts: Sequence[str]
 ) -> list[Finding]:
-    """Everything that is wrong, by host; ``evidence`` by host and check. One of ``hosts`` without any is a finding."""
-    expected = "a file of the node's preflight task"
-    findings = {Finding(h, "evidence", "none", expected) for h in hosts if h not in evidence}
+    """Return every fault, by host. ``evidence`` is by host and check; one of ``hosts`` without any is a finding."""
+    expectation = "a file of the node's preflight task"
+    findings = {Finding(h, "evidence", "none", expectation) for h in hosts if h not in evidence}
     for name, check in CHECKS.items():
         entries = {host: checks[name] for host, checks in evidence.items() if name in checks}
         findings.update(_errors(name, entries))
-        # A judge compares nodes with each other: one that could not tell has nothing to compare.
+        # A judge compares nodes with each other; an entry with an error has no values to compare.
         answers = {host: entry for host, entry in entries.items() if "error" not in entry}
         findings.update(check.judge(answers, needs))
     return sorted(findings)
@@ -85,12 +85,12 @@ def _errors(name: str, entries: Mapping[str, Evidence]) -> Iterator[Finding]:
 
 
 def bad_hosts(findings: Sequence[Finding]) -> list[str]:
-    """The nodes that are left out."""
+    """Return the nodes that are left out."""
     return sorted({finding.host for finding in findings} - {EVERYWHERE})
 
 
 def write_verdict(folder: Path, findings: Sequence[Finding]) -> None:
-    """Write ``verdict.json`` beside the evidence, for people and ``status``."""
+    """Write ``verdict.json`` beside the evidence, for the user and ``status``."""
     rows = [
         {"host": f.host, "what": f.subject, "got": f.actual, "expected": f.expected}
         for f in findings
@@ -100,7 +100,7 @@ def write_verdict(folder: Path, findings: Sequence[Finding]) -> None:
 
 
 def table(evidence: Mapping[str, Mapping[str, Evidence]], findings: Sequence[Finding]) -> str:
-    """For people: a line a node, in which a value that was not collected is a dash, then what is wrong."""
+    """Return a table for the user: one line for each node, with a dash for a missing value, then the faults."""
     bad = {finding.host for finding in findings}
     rows: list[tuple[str, ...]] = [_COLUMNS]
     rows += [(*_cells(evidence[h]), "bad" if h in bad else "ok") for h in sorted(evidence)]

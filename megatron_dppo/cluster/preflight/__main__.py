@@ -2,8 +2,8 @@
 
 ``megatron-dppo preflight CONFIG.yaml [key.path=value ...]``.
 
-On one machine it checks that machine and tells the result. As a Slurm step with one task a node it writes
-the node's evidence, which the supervisor judges.
+On one machine the command checks that machine and prints the result. As a Slurm step with one task on each node it
+writes the node's evidence, which the supervisor judges.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ BAD_NODE = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0 all is well, 2 refused, 3 a node (in a step: this one) is not fit."""
+    """Run the checks and return the exit code: 0 without faults, 2 refused, 3 where a node (in a step: this one) is
+    unfit.
+    """
     options = _parser().parse_intermixed_args(arguments)
-    # Slurm's name where there is one, which may differ from the machine's.
+    # Slurm's name of the node may differ from the machine's.
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:
         config = load_config(options.config, options.overrides)
@@ -65,9 +67,11 @@ def _alone(host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Pa
 
 
 def _in_step(host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Path) -> int:
-    """What this node's own evidence and that of those which are done tells of this node."""
-    others = read_evidence(folder, [path.stem for path in folder.glob("*.json")])
-    findings = [f for f in judge({**others, host: evidence}, needs, [host]) if f.host == host]
+    """Judge this node by its own evidence and that of the nodes that have finished."""
+    earlier_evidence = read_evidence(folder, [path.stem for path in folder.glob("*.json")])
+    findings = [
+        f for f in judge({**earlier_evidence, host: evidence}, needs, [host]) if f.host == host
+    ]
     for finding in findings:
         print(finding, flush=True)
     return BAD_NODE if findings else 0

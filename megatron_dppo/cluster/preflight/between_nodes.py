@@ -1,4 +1,4 @@
-"""What nodes do together: see each other's files in the run directory, connect, exchange in an all-reduce."""
+"""Checks between nodes: visible files in the run directory, connections, and an all-reduce."""
 
 from __future__ import annotations
 
@@ -46,25 +46,27 @@ _BYTES = {"nccl": 256 << 20, "gloo": 4 << 20}
 _ROUNDS = 5
 _WORKER = "from megatron_dppo.cluster.preflight.between_nodes import exchange; exchange()"
 _SLOW = 0.5
-"""A node whose own GPUs exchange less than this share of the median node's bandwidth is ill."""
+"""A node is unfit whose own GPUs exchange less than this share of the median node's bandwidth."""
 
 
 def collect_shared_folder(site: Site) -> dict[str, Any]:
-    """Whom this node saw, whose file it saw replaced and after how many seconds, whether it won exclusive creation."""
+    """Collect the nodes whose files this node saw, those whose replaced files it saw and when, and its exclusive
+    creation.
+    """
     meeting = site.meeting
     won = meeting.is_first(_CONTEST)
     meeting.say(_CANARY, _canary(meeting.host, "old"))
-    # Read before it is replaced, so that this node may keep the old file in a cache.
+    # Read the file before it is replaced, so that this node may keep the old one in a cache.
     hosts = sorted(meeting.hear(_CANARY))
     meeting.say(_CANARY, _canary(meeting.host, "new"))
     meeting.say(_REPLACED, {})
-    expected = len(meeting.hear(_REPLACED))
+    node_count = len(meeting.hear(_REPLACED))
     started = time.monotonic()
     while True:
         canaries = meeting.read(_CANARY)
         replaced = [host for host, canary in canaries.items() if canary == _canary(host, "new")]
         waited = time.monotonic() - started
-        if len(replaced) >= expected or waited > meeting.timeout_s:
+        if len(replaced) >= node_count or waited > meeting.timeout_s:
             break
         time.sleep(_POLL_S)
     return {
@@ -80,19 +82,20 @@ def _canary(host: str, age: str) -> dict[str, str]:
 
 
 def judge_shared_folder(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Every node saw every other's file, as it was written last, and one node won the contest.
+    """Report nodes that missed another node's last file, or more than one winner of the exclusive creation.
 
-    The fewest nodes that explain all unseen files are named.
+    The fewest nodes that explain all missed files are named.
     """
-    missed = {
-        frozenset((host, other))
-        for host in evidence
-        for other in evidence
-        if host != other and other not in evidence[host]["replaced"]
-    }
+    missed: set[frozenset[str]] = set()
+    for host, entry in evidence.items():
+        missed |= {
+            frozenset((host, other)) for other in evidence.keys() - {host, *entry["replaced"]}
+        }
     for host, count in culprits(missed):
-        others = f"unseen or old with {count} of {len(evidence) - 1} other nodes, either way"
-        yield Finding(host, f"{needs.run_directory}: files of others", others, "seen, and replaced")
+        observation = f"unseen or old with {count} of {len(evidence) - 1} other nodes, either way"
+        yield Finding(
+            host, f"{needs.run_directory}: files of others", observation, "seen, and replaced"
+        )
     winners = [host for host in sorted(evidence) if evidence[host]["won"]]
     if evidence and len(winners) != 1:
         names = ", ".join(winners) or "nobody"
@@ -101,36 +104,37 @@ def judge_shared_folder(evidence: Mapping[str, Evidence], needs: Needs) -> Itera
 
 
 def collect_network(site: Site) -> dict[str, Any]:
-    """Interfaces of this node, and which addresses of each other node accept a connection."""
+    """Collect this node's interfaces, and the addresses of each other node that accept a connection."""
     meeting = site.meeting
     interfaces = addresses()
     with _listening() as port:
         meeting.say(_LISTENING, {"addresses": interfaces, "port": port})
-        reached = {
-            host: [name for name, ip in other["addresses"].items() if _connects(ip, other["port"])]
-            for host, other in meeting.hear(_LISTENING).items()
-            if host != meeting.host
-        }
+        reached: dict[str, list[str]] = {}
+        for host, other in meeting.hear(_LISTENING).items():
+            if host != meeting.host:
+                port_of_other = other["port"]
+                addresses_of_other = other["addresses"].items()
+                reached[host] = [n for n, ip in addresses_of_other if _connects(ip, port_of_other)]
         meeting.say(_CONNECTED, {})
-        # The others may still be connecting.
+        # Other nodes may still be connecting.
         meeting.hear(_CONNECTED)
     return {"interfaces": interfaces, "reached": reached}
 
 
 def addresses() -> dict[str, str]:
-    """IPv4 address by network interface, those that are up and no loopback."""
+    """Return the IPv4 address of each network interface that is up and no loopback."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    return {
-        name: entry.address
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if name in up and entry.family == socket.AF_INET and not entry.address.startswith("127.")
-    }
+    found_addresses: dict[str, str] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries if name in up else ():
+            if entry.family == socket.AF_INET and not entry.address.startswith("127."):
+                found_addresses[name] = entry.address
+    return found_addresses
 
 
 @contextmanager
 def _listening() -> Iterator[int]:
-    """A port of every address that accepts connections and closes them."""
+    """Listen at a port of every address, accept connections and close them; yield the port."""
     with socket.create_server(("0.0.0.0", 0), backlog=512) as server:
         thread = threading.Thread(target=_accept, args=(server,), daemon=True)
         thread.start()
@@ -144,7 +148,7 @@ def _accept(server: socket.socket) -> None:
         try:
             connection, _ = server.accept()
         except OSError:
-            # Shut down: everyone has connected.
+            # The socket was shut down: every node has connected.
             return
         connection.close()
 
@@ -158,7 +162,7 @@ def _connects(address: str, port: int) -> bool:
 
 
 def judge_network(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Every node reaches every other; the fewest nodes that explain all failures are named."""
+    """Report nodes that can't reach another one; the fewest nodes that explain all failures are named."""
     broken = {
         frozenset((host, other))
         for host in evidence
@@ -166,19 +170,21 @@ def judge_network(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
         if host != other and not evidence[host]["reached"].get(other)
     }
     for host, count in culprits(broken):
-        others = f"no connection with {count} of {len(evidence) - 1} other nodes"
-        yield Finding(host, "network", others, "a connection with each")
+        observation = f"no connection with {count} of {len(evidence) - 1} other nodes"
+        yield Finding(host, "network", observation, "a connection with each")
 
 
 def reachable_interface(evidence: Mapping[str, Evidence], host: str) -> str | None:
-    """The interface of ``host`` that most others reach; its first where it is alone."""
+    """Return the interface of ``host`` that most other nodes reach; its first one for a single node."""
     votes = Counter(name for entry in evidence.values() for name in entry["reached"].get(host, ()))
     return votes.most_common(1)[0][0] if votes else next(iter(evidence[host]["interfaces"]), None)
 
 
 def collect_all_reduce(site: Site) -> dict[str, Any]:
-    """Bandwidths in GB/s, among a node's GPUs and among all nodes, or ``failed`` with the last lines of the process
-    that failed first."""
+    """Measure bandwidths in GB/s, among a node's GPUs and among all nodes.
+
+    The result has ``failed`` instead, with the last lines of the process that failed first, where one fails.
+    """
     meeting, network = site.meeting, site.evidence.get("network", {})
     if "reached" not in network:
         raise CheckError("the network was not checked, which tells the interface to use")
@@ -208,13 +214,13 @@ def collect_all_reduce(site: Site) -> dict[str, Any]:
     return {"interface": interface} | _run_workers(environment, first_rank, processes)
 
 
-def _master(site: Site, first: str) -> dict[str, Any]:
+def _master(site: Site, first_host: str) -> dict[str, Any]:
     deadline = time.monotonic() + site.meeting.timeout_s
     while time.monotonic() < deadline:
-        if first in (masters := site.meeting.read(_MASTER)):
-            return masters[first]
+        if first_host in (masters := site.meeting.read(_MASTER)):
+            return masters[first_host]
         time.sleep(_POLL_S)
-    raise CheckError(f"{first} does not say where the processes meet")
+    raise CheckError(f"{first_host} does not say where the processes meet")
 
 
 def _run_workers(environment: Mapping[str, str], first_rank: int, count: int) -> dict[str, Any]:
@@ -233,15 +239,15 @@ def _run_workers(environment: Mapping[str, str], first_rank: int, count: int) ->
         failed = _first_failure(workers)
         if failed is not None:
             code = workers[failed].returncode
-            why = "does not end" if code is None else f"exits with code {code}"
-            # The others wait for it in the collective.
+            reason = "does not end" if code is None else f"exits with code {code}"
+            # The other workers wait for this one in the collective.
             kill_families(workers)
-            return {"failed": f"process {failed} {why}: {tail(outputs[failed], 3)[-500:]}"}
+            return {"failed": f"process {failed} {reason}: {tail(outputs[failed], 3)[-500:]}"}
         return json.loads(outputs[0].read_text().splitlines()[-1])
 
 
 def _first_failure(workers: list[subprocess.Popen[bytes]]) -> int | None:
-    """Index of the worker that failed or does not end in time; None when all ended well."""
+    """Return the index of the worker that failed or does not end in time; None when all ended without error."""
     deadline = time.monotonic() + _ALL_REDUCE_S
     while time.monotonic() < deadline:
         codes = [worker.poll() for worker in workers]
@@ -254,34 +260,37 @@ def _first_failure(workers: list[subprocess.Popen[bytes]]) -> int | None:
 
 
 def exchange() -> None:
-    """One process: join, measure among this node's processes and among all, print the result as a line of JSON.
+    """Run one process: join, measure among this node's processes and among all, print the result as a line of JSON.
 
-    Bandwidth is the bus bandwidth of a ring: ``2 (n - 1) / n * bytes / seconds``, which does not depend on how many
-    take part.
+    Bandwidth is the bus bandwidth of a ring, ``2 (n - 1) / n * bytes / seconds``, which does not depend on the number
+    of processes.
     """
     import torch
     import torch.distributed as dist
 
     backend = os.environ["PREFLIGHT_BACKEND"]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    local, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
     result = {"backend": backend, "processes": world}
-    if here > 1 and world > here:
+    if local_world > 1 and world > local_world:
         groups = [
-            dist.new_group(list(range(first, first + here))) for first in range(0, world, here)
+            dist.new_group(list(range(start, start + local_world)))
+            for start in range(0, world, local_world)
         ]
-        result["node_gb_s"] = _bandwidth(groups[rank // here], here, device, _BYTES[backend])
+        result["node_gb_s"] = _bandwidth(
+            groups[rank // local_world], local_world, device, _BYTES[backend]
+        )
     result["all_gb_s"] = _bandwidth(dist.group.WORLD, world, device, _BYTES[backend])
     dist.destroy_process_group()
     print(json.dumps(result))
 
 
 def _bandwidth(group: object, size: int, device: torch.device, count: int) -> float:
-    """Bus bandwidth in GB/s. Raises RuntimeError where the sum is wrong."""
+    """Measure the bus bandwidth in GB/s. Raises RuntimeError where the sum is wrong."""
     import torch
     import torch.distributed as dist
 
@@ -303,17 +312,17 @@ def _bandwidth(group: object, size: int, device: torch.device, count: int) -> fl
 
 
 def judge_all_reduce(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """It worked, and no node's own GPUs are far slower than the others'."""
+    """Report a failed all-reduce, and nodes whose own GPUs are far slower than those of others."""
     failed = {host: entry["failed"] for host, entry in evidence.items() if "failed" in entry}
     everywhere = len(failed) == len(evidence)
-    for host, why in failed.items():
-        yield Finding(EVERYWHERE if everywhere else host, "all-reduce", why, "a result")
-        # Of a collective that fails as a whole one report is enough.
+    for host, reason in failed.items():
+        yield Finding(EVERYWHERE if everywhere else host, "all-reduce", reason, "a result")
+        # One report is enough for a collective that fails on all nodes.
         if everywhere:
             break
     speeds = {h: entry["node_gb_s"] for h, entry in evidence.items() if entry.get("node_gb_s")}
     usual = median(speeds.values()) if speeds else 0.0
     for host, speed in speeds.items():
         if speed < _SLOW * usual:
-            expected = f"at least half of the nodes' median, {usual:.1f} GB/s"
-            yield Finding(host, "all-reduce among its GPUs", f"{speed:.1f} GB/s", expected)
+            expectation = f"at least half of the nodes' median, {usual:.1f} GB/s"
+            yield Finding(host, "all-reduce among its GPUs", f"{speed:.1f} GB/s", expectation)

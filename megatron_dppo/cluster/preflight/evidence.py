@@ -1,7 +1,9 @@
-"""What a run needs of each node, what nodes tell of themselves, how they tell each other, and what is wrong with one of
-them. Needs are numbers, and lower bounds, so that no node that could work is left out.
+"""Requirements of a run on each node, evidence of nodes, its exchange between nodes, and findings about it.
 
-``<run.directory>/preflight/<job>-<attempt>/<host>.json`` holds a node's evidence: an object with one entry a check.
+Requirements are lower bounds, so that no node that could work is left out.
+
+``<run.directory>/preflight/<job>-<attempt>/<host>.json`` holds a node's evidence: an object with one entry for each
+check.
 """
 
 from __future__ import annotations
@@ -32,19 +34,25 @@ from megatron_dppo.system.files import write_atomically
 
 _GIB = 2**30
 _SHM_BYTES = _GIB // 4
-"""Rings and queues of NCCL, gloo and SGLang; a container's default of 64 MiB is too small."""
+"""Shared memory for rings and queues of NCCL, gloo and SGLang; a container's default of 64 MiB is too small."""
 _SPARE_BYTES = _GIB
 _DISTRIBUTION = "megatron-dppo"
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one node. ``gpus``: 0 for a run without.
+    """Requirements on one node.
 
-    ``disk_bytes``: free in ``run_directory``, which all nodes share; ``temporary_bytes``: in the node's own folder for
-    temporary files; ``shm_bytes``: in ``/dev/shm``; ``memory_bytes``: of the host. ``open_files``: of one process.
-    ``ports``: TCP, must be free. ``pythons``: interpreter by role, ``trainer`` and ``engine``; ``requirements``: pinned
-    packages by role, as ``pip`` writes them.
+    Attributes:
+        gpus: number of GPUs; 0 for a run without.
+        disk_bytes: free bytes in ``run_directory``, which all nodes share.
+        temporary_bytes: free bytes in the node's own folder for temporary files.
+        shm_bytes: free bytes in ``/dev/shm``.
+        memory_bytes: memory of the host.
+        open_files: open files of one process.
+        ports: TCP ports that must be free.
+        pythons: interpreter by role, ``trainer`` and ``engine``.
+        requirements: pinned packages by role, in the form of ``pip``.
     """
 
     gpus: int
@@ -60,9 +68,9 @@ class Needs:
 
 
 def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Needs:
-    """Needs of a configured run whose nodes have ``gpus`` GPUs each, 0 for a run without.
+    """Return the requirements of a configured run whose nodes have ``gpus`` GPUs each, 0 for a run without.
 
-    On disk: the checkpoints to keep, and one in the making.
+    The disk must hold the checkpoints to keep, and one that is being written.
     """
     sync = config.weight_sync
     weights, update, checkpoint = _model_bytes(
@@ -92,7 +100,7 @@ def _model_bytes(folder: str, dtype: str, lora: LoraConfig) -> tuple[int, int, i
         shape = load_model_shape(folder)
         trained = trained_elements(shape, adapters_of(lora, shape), routers=lora.train_router)
     except ModelError:
-        # No node is at fault where the model can't be read, and the check of the configuration refuses it.
+        # No node is at fault where the model can't be read; the check of the configuration refuses it.
         return 0, 0, 0
     weights = parameters(shape) * ITEM_BYTES[dtype]
     update = trained * ITEM_BYTES[dtype] if updates_adapters(lora) else weights
@@ -100,7 +108,7 @@ def _model_bytes(folder: str, dtype: str, lora: LoraConfig) -> tuple[int, int, i
 
 
 def _pins(extra: str) -> tuple[str, ...]:
-    """Requirements of an extra of this distribution that fix or bound a version, from its own metadata."""
+    """Return requirements of an extra of this distribution that fix or bound a version, from its own metadata."""
     requirements = map(Requirement, requires(_DISTRIBUTION) or [])
     return tuple(
         f"{requirement.name}{requirement.specifier}"
@@ -112,23 +120,23 @@ def _pins(extra: str) -> tuple[str, ...]:
 
 
 Evidence = Mapping[str, Any]
-"""What one check collected on one node. ``error`` in place of all else: why it could not be told."""
+"""Values that one check collected on one node; or only ``error``, the reason why it could not collect them."""
 EVERYWHERE = "*"
-"""Host of a finding that no single node is to blame for: leaving one out would not help."""
+"""Host of a finding that no single node causes: leaving one out would not help."""
 _POLL_S = 0.05
 
 
 class EvidenceError(RunError, ValueError):
-    """A file of evidence holds something else; the message names it."""
+    """A file of evidence has other content; the message names it."""
 
 
 class CheckError(RuntimeError):
-    """A node can't tell what a check asks; the message says why, and is the evidence."""
+    """A node can't collect a check's values; the message says why, and is the evidence."""
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One thing that is not as it must be: ``subject`` of ``host`` (or of ``EVERYWHERE``)."""
+    """One fault: ``subject`` of ``host`` (or of ``EVERYWHERE``), with the actual and the expected value."""
 
     host: str
     subject: str
@@ -136,13 +144,13 @@ class Finding:
     expected: str
 
     def __str__(self) -> str:
-        where = "all nodes" if self.host == EVERYWHERE else self.host
-        return f"{where}: {self.subject}: got {self.actual}, expected {self.expected}"
+        host_name = "all nodes" if self.host == EVERYWHERE else self.host
+        return f"{host_name}: {self.subject}: got {self.actual}, expected {self.expected}"
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a check looks. ``evidence``: this node's, of the checks before it."""
+    """Context of a check on a node. ``evidence`` is this node's, of the checks before it."""
 
     needs: Needs
     meeting: Meeting
@@ -154,8 +162,8 @@ class Check:
     """One check.
 
     Attributes:
-        collect: runs on every node; evidence that JSON can hold. May raise CheckError or OSError.
-        judge: pure; evidence of all nodes by host to what is wrong.
+        collect: runs on every node and returns evidence that JSON can hold. May raise CheckError or OSError.
+        judge: pure; maps evidence of all nodes, by host, to findings.
     """
 
     collect: Callable[[Site], dict[str, Any]]
@@ -164,15 +172,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Meeting:
-    """One node's place among those that meet in a folder: each says something, and reads what all others said.
+    """Exchange between nodes by files in a folder: each node writes something, and reads what all other nodes wrote.
 
-    No locks: new names, renames and exclusive creation are all it takes.
+    New names, renames and exclusive creation are sufficient; there are no locks.
 
     Args:
-        folder: seen by all nodes under this path.
+        folder: folder that all nodes see under this path.
         host: this node's name.
-        count: nodes that take part.
-        timeout_s: longest wait for the others in each round.
+        count: number of nodes that take part.
+        timeout_s: longest wait for the other nodes in each round.
     """
 
     folder: Path
@@ -186,7 +194,7 @@ class Meeting:
         write_atomically(folder / self.host, json.dumps(content))
 
     def hear(self, topic: str) -> dict[str, Any]:
-        """What every node said on it, by host; fewer than ``count`` where the others are late."""
+        """Return what every node wrote on the topic, by host; fewer than ``count`` where some nodes are late."""
         deadline = time.monotonic() + self.timeout_s
         while len(self._hosts(topic)) < self.count and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -194,7 +202,7 @@ class Meeting:
 
     def read(self, topic: str) -> dict[str, Any]:
         folder = self.folder / "meeting" / topic
-        # Listed before it is read: on NFS that refreshes what this node remembers of the folder's names.
+        # List the folder before reading: on NFS that refreshes this node's cache of the folder's names.
         return {host: json.loads((folder / host).read_text()) for host in self._hosts(topic)}
 
     def is_first(self, name: str) -> bool:
@@ -210,7 +218,7 @@ class Meeting:
     def _hosts(self, topic: str) -> list[str]:
         folder = self.folder / "meeting" / topic
         names = os.listdir(folder) if folder.is_dir() else []
-        # A file that is being written begins with a dot.
+        # The name of a file that is being written begins with a dot.
         return sorted(name for name in names if not name.startswith("."))
 
 
@@ -219,7 +227,7 @@ def write_evidence(folder: Path, host: str, evidence: Mapping[str, Evidence]) ->
 
 
 def read_evidence(folder: Path, hosts: Iterable[str]) -> dict[str, dict[str, Evidence]]:
-    """Evidence by host; a host without a file is left out. Raises EvidenceError."""
+    """Read evidence by host; a host without a file is left out. Raises EvidenceError."""
     evidence = {}
     for host in hosts:
         path = folder / f"{host}.json"
@@ -236,25 +244,27 @@ def read_evidence(folder: Path, hosts: Iterable[str]) -> dict[str, dict[str, Evi
 
 
 def too_little(
-    subject: str, values: Mapping[str, int], needed: int, unit: str
+    subject: str, values: Mapping[str, int], required: int, unit: str
 ) -> Iterator[Finding]:
-    """One finding for each host that has less than ``needed``; ``unit``: ``GiB`` divides by 2**30."""
+    """Yield a finding for each host that has less than ``required``; ``unit``: ``GiB`` divides by 2**30."""
     for host, value in values.items():
-        if value < needed:
-            yield Finding(host, subject, _amount(value, unit), f"at least {_amount(needed, unit)}")
+        if value < required:
+            yield Finding(
+                host, subject, _amount(value, unit), f"at least {_amount(required, unit)}"
+            )
 
 
 def _amount(value: int, unit: str) -> str:
-    """A number with its unit; bytes as GiB or MiB, whichever reads better."""
+    """Format a number with its unit; bytes as GiB or MiB, whichever is more readable."""
     if unit != "GiB":
         return f"{value} {unit}"
     return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
 
 
 def odd_ones(subject: str, values: Mapping[str, Any]) -> Iterator[Finding]:
-    """One finding for each host whose value is not what most hosts have.
+    """Yield a finding for each host whose value is not what most hosts have.
 
-    Where two values are equally frequent, the one of the host that comes first is expected.
+    Of two values that are equally frequent, the one of the first host is expected.
     """
     if not values:
         return
@@ -266,11 +276,13 @@ def odd_ones(subject: str, values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def culprits(broken: set[frozenset[str]]) -> Iterator[tuple[str, int]]:
-    """Nodes that take part in all broken pairs, most involved first, with the pairs each explains."""
-    left = set(broken)
-    while left:
-        counts = Counter(host for pair in left for host in pair)
-        # Of two nodes with as many the later name is blamed: the first node of a job runs its supervisor.
+    """Yield nodes that take part in all broken pairs, most involved first, with the number of pairs each explains."""
+    unexplained_pairs = set(broken)
+    while unexplained_pairs:
+        counts: Counter[str] = Counter()
+        for pair in unexplained_pairs:
+            counts.update(pair)
+        # Of two nodes with equal counts the later name is blamed: the first node of a job runs its supervisor.
         host = max(counts, key=lambda name: (counts[name], name))
         yield host, counts[host]
-        left = {pair for pair in left if host not in pair}
+        unexplained_pairs = {pair for pair in unexplained_pairs if host not in pair}

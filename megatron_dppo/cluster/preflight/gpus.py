@@ -1,5 +1,8 @@
-"""A node's GPUs: how many, which, their driver, whether their memory is free; and CUDA's toolkit, with which SGLang
-compiles kernels at its start: by compiling one as it does."""
+"""Checks of a node's GPUs and of CUDA's toolkit.
+
+GPUs: their number, kind, driver and free memory. Toolkit: SGLang compiles kernels with it at its start, so the check
+compiles one in the same way.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,8 @@ _FIELDS = {
 _SMI_S = 30.0
 _COMPILE_S = 120.0
 _MOST_USED_MIB = 1024
-"""MiB that a driver may hold on a GPU that nobody uses."""
-# The first header refuses an nvcc of another version than the toolkit's headers: the wheels' are 13.5 and 13.0.
+"""MiB that a driver may use on an idle GPU."""
+# The first header rejects an nvcc of another version than the toolkit's headers: the wheels' are 13.5 and 13.0.
 _KERNEL = """\
 #include <cuda/std/version>
 #include <cuda_bf16.h>
@@ -52,7 +55,8 @@ extern "C" int launch(float* x) { rounded<<<1, 1>>>(x); return cudaGetLastError(
 
 
 def gpus_here() -> dict[str, Any]:
-    """``gpus``: an entry a GPU from ``nvidia-smi``; without it, names and driver from ``/proc``. ``source``: which.
+    """Return ``gpus``, one entry for each GPU from ``nvidia-smi``, or names and driver from ``/proc``; and the
+    ``source``.
 
     Raises CheckError where ``nvidia-smi`` fails.
     """
@@ -65,19 +69,24 @@ def _query(program: str) -> str:
     query = f"--query-gpu={','.join(_FIELDS.values())}"
     command = [program, query, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=False)
+        completed = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SMI_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise CheckError(f"nvidia-smi does not answer within {_SMI_S:.0f} s") from error
-    if done.returncode:
-        output = (done.stdout + done.stderr).strip()
-        raise CheckError(f"nvidia-smi exits with code {done.returncode}: {output[-300:]}")
-    return done.stdout
+    if completed.returncode:
+        output = (completed.stdout + completed.stderr).strip()
+        raise CheckError(f"nvidia-smi exits with code {completed.returncode}: {output[-300:]}")
+    return completed.stdout
 
 
 def parse(table: str) -> list[dict[str, Any]]:
-    """GPUs from ``nvidia-smi``'s lines; what it does not know (``[N/A]``) is None."""
-    cells = [[cell.strip() for cell in line.split(",")] for line in table.splitlines()]
-    return [{key: _value(cell) for key, cell in zip(_FIELDS, row, strict=True)} for row in cells]
+    """Parse GPUs from ``nvidia-smi``'s lines; a value that it does not know (``[N/A]``) is None."""
+    gpus: list[dict[str, Any]] = []
+    for line in table.splitlines():
+        values = [_value(cell.strip()) for cell in line.split(",")]
+        gpus.append(dict(zip(_FIELDS, values, strict=True)))
+    return gpus
 
 
 def _value(cell: str) -> str | int | None:
@@ -87,7 +96,7 @@ def _value(cell: str) -> str | int | None:
 
 
 def gpus_of_driver(folder: Path) -> list[dict[str, Any]]:
-    """Names and driver, as the driver's ``folder`` in /proc tells them."""
+    """Return names and driver from the driver's ``folder`` in /proc."""
     if not (folder / "version").exists():
         return []
     models = [
@@ -99,7 +108,7 @@ def gpus_of_driver(folder: Path) -> list[dict[str, Any]]:
 
 
 def judge_gpus(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """As many as needed, of one kind and driver on all nodes, their memory free and without errors."""
+    """Report too few GPUs, different kinds or drivers, used memory and memory errors."""
     if not needs.gpus:
         return
     for host, entry in evidence.items():
@@ -116,8 +125,8 @@ def judge_gpus(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Findi
 def _of_one_gpu(host: str, subject: str, gpu: Mapping[str, Any]) -> Iterator[Finding]:
     used = gpu.get("used_mib")
     if isinstance(used, int) and used > _MOST_USED_MIB:
-        expected = f"at most {_MOST_USED_MIB} MiB: no other process"
-        yield Finding(host, f"{subject}: memory in use", f"{used} MiB", expected)
+        expectation = f"at most {_MOST_USED_MIB} MiB: no other process"
+        yield Finding(host, f"{subject}: memory in use", f"{used} MiB", expectation)
     if errors := gpu.get("uncorrected_errors"):
         yield Finding(host, f"{subject}: uncorrected memory errors", str(errors), "0")
     if gpu.get("mig") == "Enabled":
@@ -129,7 +138,7 @@ def _names(gpus: list[dict[str, Any]], key: str) -> str:
 
 
 def collect_toolkit(site: Site) -> dict[str, Any]:
-    """As :func:`toolkit_here`, where a server of the run is on GPUs."""
+    """Collect :func:`toolkit_here` where a server of the run is on GPUs."""
     python = site.needs.pythons.get("engine")
     if not site.needs.gpus or python is None:
         return {"skipped": "no server of this run compiles for a GPU"}
@@ -138,9 +147,10 @@ def collect_toolkit(site: Site) -> dict[str, Any]:
 
 
 def toolkit_here(python: str, cuda: str | None) -> dict[str, Any]:
-    """``home``, ``version``, ``ninja``, ``driver``, and ``failed``: the compiler's last word, None where it compiled.
+    """Return ``home``, ``version``, ``ninja``, ``driver``, and ``failed``: the compiler's last line, None without an
+    error.
 
-    ``python``: the interpreter of the servers. ``cuda``: what its torch was built for.
+    ``python``: the interpreter of the servers. ``cuda``: the version that its torch was built for.
     """
     path = compute.tool_path(os.environ, python)
     home = compute.toolkit_home(os.environ)
@@ -159,30 +169,32 @@ def toolkit_here(python: str, cuda: str | None) -> dict[str, Any]:
 
 
 def _compile(home: Path, environment: Mapping[str, str]) -> str | None:
-    """Compile and link one kernel as SGLang's ninja files do; the end of what failed."""
+    """Compile and link one kernel as SGLang's ninja files do; return the end of a failure's output, or None."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "kernel.cu").write_text(_KERNEL)
         nvcc = [str(home / "bin" / "nvcc"), "-std=c++20", "-Xcompiler", "-fPIC"]
         link = [environment.get("CXX", "c++"), "kernel.o", "-shared", f"-L{home}/lib64", "-lcudart"]
         for command in ([*nvcc, "-c", "kernel.cu", "-o", "kernel.o"], [*link, "-o", "kernel.so"]):
             try:
-                done = subprocess.run(
+                completed = subprocess.run(
                     command, cwd=folder, env=dict(environment), timeout=_COMPILE_S, check=False,
                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                 )  # fmt: skip
             except (OSError, subprocess.TimeoutExpired) as error:
                 return str(error)
-            if done.returncode:
-                output = done.stdout.splitlines()
-                # The first error: those after it follow from it.
+            if completed.returncode:
+                output = completed.stdout.splitlines()
+                # Report the first error: later ones follow from it.
                 errors = [line for line in output if "error" in line] or output[-1:] or ["nothing"]
                 program = Path(command[0]).name
-                return f"{program} exits with code {done.returncode}: {errors[0][:300]}"
+                return f"{program} exits with code {completed.returncode}: {errors[0][:300]}"
     return None
 
 
 def judge_toolkit(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """A driver and a toolkit of the version that torch was built for, which compile, and ninja."""
+    """Report a driver or a toolkit of another version than torch was built for, a failed compilation, and missing
+    ninja.
+    """
     for host, entry in evidence.items():
         if "skipped" not in entry:
             yield from toolkit_findings(host, entry)
@@ -191,22 +203,24 @@ def judge_toolkit(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
 def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
     driver, cuda = entry["driver"], entry["cuda"]
     major = cuda.partition(".")[0] if cuda else None
-    least = compute.LEAST_DRIVER.get(int(major)) if major else None
-    if driver and least and int(driver.partition(".")[0]) < least:
-        yield Finding(host, "driver", driver, f"{least} or newer, for torch's CUDA {cuda}")
+    oldest_driver = compute.LEAST_DRIVER.get(int(major)) if major else None
+    if driver and oldest_driver and int(driver.partition(".")[0]) < oldest_driver:
+        yield Finding(host, "driver", driver, f"{oldest_driver} or newer, for torch's CUDA {cuda}")
     subject, home, version = "CUDA toolkit", entry["home"], entry["version"]
-    expected = f"nvcc and headers of CUDA {major or '13'}: SGLang compiles kernels at its start"
+    expectation = f"nvcc and headers of CUDA {major or '13'}: SGLang compiles kernels at its start"
     if home is None:
-        yield Finding(host, subject, "no CUDA_HOME, no nvcc on PATH, no /usr/local/cuda", expected)
+        yield Finding(
+            host, subject, "no CUDA_HOME, no nvcc on PATH, no /usr/local/cuda", expectation
+        )
     elif version is None:
-        yield Finding(host, subject, f"no answer of {home}/bin/nvcc", expected)
+        yield Finding(host, subject, f"no answer of {home}/bin/nvcc", expectation)
     elif major and version.partition(".")[0] != major:
         yield Finding(host, subject, f"{version} in {home}", f"{major}, as torch's CUDA {cuda}")
     elif entry["failed"] is not None:
         yield Finding(host, f"compiling with {home}", entry["failed"], "a library of one kernel")
     if entry["ninja"] is None:
-        expected = "in the servers' environment, or on PATH: SGLang builds kernels with it"
-        yield Finding(host, "ninja", "none", expected)
+        expectation = "in the servers' environment, or on PATH: SGLang builds kernels with it"
+        yield Finding(host, "ninja", "none", expectation)
 
 
 def check_compiler(config: TrainConfig, machine: Machine) -> StartCheck:
@@ -224,8 +238,8 @@ def compiler_faults(engine: EngineConfig) -> Iterator[str]:
         return
     python = engine.python or sys.executable
     try:
-        here = toolkit_here(python, inspect_python(python)["cuda"])
+        toolkit = toolkit_here(python, inspect_python(python)["cuda"])
     except CheckError as error:
         yield f"engine.python: {error}"
         return
-    yield from map(str, toolkit_findings("this machine", here))
+    yield from map(str, toolkit_findings("this machine", toolkit))

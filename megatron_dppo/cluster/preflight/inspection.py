@@ -1,6 +1,7 @@
-"""Versions that an interpreter runs with, as JSON on standard output: ``PYTHON inspection.py PACKAGE...``.
+"""Print versions that an interpreter runs with, as JSON on standard output: ``PYTHON inspection.py PACKAGE...``.
 
-Runs in any environment: standard library alone, nothing of this package, and no torch, whose import takes seconds.
+The program runs in any environment: it imports only the standard library, no module of this package, and no torch,
+whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def package_version(name: str) -> str | None:
 
 
 def nccl_library() -> str | None:
-    """The library that torch will load: the wheel's own, else the system's; None without one."""
+    """Return the library that torch will load: the wheel's own, else the system's; None without one."""
     for folder in map(Path, sys.path):
         for library in folder.glob("nvidia/nccl/lib/libnccl.so.2"):
             return str(library)
@@ -36,19 +37,19 @@ def nccl_library() -> str | None:
 
 
 def nccl_version() -> str | None:
-    """What the library itself says, e.g. ``2.29.7``; None where there is none."""
+    """Return the version that the library reports, e.g. ``2.29.7``; None without a library."""
     path = nccl_library()
     if path is None:
         return None
     try:
         library = ctypes.CDLL(path)
     except OSError as error:
-        # It needs CUDA's runtime, for one.
+        # The library may miss CUDA's runtime, for example.
         return f"unknown: {error}"
     number = ctypes.c_int()
     library.ncclGetVersion(ctypes.byref(number))
-    major, rest = divmod(number.value, 10000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+    major, remainder = divmod(number.value, 10000)
+    return f"{major}.{remainder // 100}.{remainder % 100}"
 
 
 _CUDNN_VARIABLES = ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")
@@ -57,10 +58,10 @@ _CUDNN_WHEELS = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 
 
 def cudnn_library(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The cuDNN that Transformer Engine will load, which looks at a system's before the wheel's; None without one.
+    """Return the cuDNN that Transformer Engine will load, a system's before the wheel's; None without one.
 
-    Its search is ``transformer_engine.common._load_cuda_library``. A rank of the trainer names the wheel's folder in
-    CUDNN_HOME, where neither that nor CUDNN_PATH is set.
+    Its search is ``transformer_engine.common._load_cuda_library``. A rank of the trainer sets CUDNN_HOME to the wheel's
+    folder where neither that nor CUDNN_PATH is set.
     """
     wheels = [str(path) for path in _nvidia_folders("cudnn")]
     homes = [environment.get(name) for name in _CUDNN_VARIABLES]
@@ -73,19 +74,21 @@ def cudnn_library(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def cudnn_version(path: str) -> str:
-    """What the library itself says, e.g. ``9.24.0``."""
+    """Return the version that the library reports, e.g. ``9.24.0``."""
     try:
         number = ctypes.CDLL(path).cudnnGetVersion()
     except (OSError, AttributeError) as error:
         return f"unknown: {error}"
-    # 90200 is 9.2.0, and 8907 was 8.9.7.
+    # 90200 means 9.2.0; before version 9, 8907 meant 8.9.7.
     scale = 10000 if number >= 90000 else 1000
-    major, rest = divmod(number, scale)
-    return f"{major}.{rest // 100}.{rest % 100}"
+    major, remainder = divmod(number, scale)
+    return f"{major}.{remainder // 100}.{remainder % 100}"
 
 
 def cudnn() -> dict[str, str | None]:
-    """The library that Transformer Engine will load and its version, and the version of the wheel that torch loads."""
+    """Return the library that Transformer Engine will load and its version, and the version of the wheel that torch
+    loads.
+    """
     library = cudnn_library()
     wheels = [package_version(name) for name in _CUDNN_WHEELS]
     wheel = next(filter(None, wheels), None)
@@ -104,7 +107,7 @@ def _nvidia_folders(name: str) -> Iterator[Path]:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA that torch was built for, e.g. ``13.0``, as it is written down; None: for CPUs, or no torch."""
+    """Return the CUDA that torch was built for, e.g. ``13.0``; None for CPUs, or without torch."""
     for folder in map(Path, sys.path):
         path = folder / "torch" / "version.py"
         if path.is_file():
@@ -114,7 +117,7 @@ def torch_cuda() -> str | None:
 
 
 def fused_weight_gradients() -> str:
-    """The kernels with which weight gradients are accumulated in fp32: Transformer Engine's, else apex's."""
+    """Return the kernels that accumulate weight gradients in fp32: Transformer Engine's, else apex's."""
     if importlib.util.find_spec("transformer_engine") is not None:
         return "Transformer Engine's"
     spec = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
@@ -122,11 +125,11 @@ def fused_weight_gradients() -> str:
 
 
 def missing_for_triton() -> list[str]:
-    """Of what Triton compiles its kernels' launchers with, in C, what is not there."""
+    """Return the missing files and programs that Triton compiles its kernels' launchers with, in C."""
     header = Path(sysconfig.get_path("include"), "Python.h")
     compilers = (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
-    missing = [] if any(compilers) else ["gcc, clang or CC"]
-    return missing if header.is_file() else [*missing, str(header)]
+    missing_tools = [] if any(compilers) else ["gcc, clang or CC"]
+    return missing_tools if header.is_file() else [*missing_tools, str(header)]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""A node by itself, without its GPUs: names, memory, free space, open files, ports; and the versions of packages,
-and of NCCL, in the interpreters of trainer and engine, which must agree."""
+"""Checks of a node by itself, without its GPUs.
+
+Names, memory, free space, open files, ports; and versions of packages and of NCCL in the interpreters of trainer and
+engine, which must agree.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ _ANY = "0.0.0.0"
 
 
 def collect_host(site: Site) -> dict[str, Any]:
-    """Names, kernel, processor cores, clock, and how the node's own name resolves."""
+    """Collect names, kernel, processor cores, clock, and how the node's own name resolves."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
@@ -55,7 +58,7 @@ def collect_host(site: Site) -> dict[str, Any]:
 
 
 def judge_host(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Where there are several nodes, a host name must resolve, and not to the loopback alone."""
+    """Report a host name that, with several nodes, does not resolve or only to the loopback address."""
     if len(evidence) < 2:
         return
     for host, entry in evidence.items():
@@ -67,7 +70,9 @@ def judge_host(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Findi
 
 
 def collect_memory(site: Site) -> dict[str, Any]:
-    """Bytes: total and available memory, and free space in ``/dev/shm``, through which processes share it."""
+    """Collect bytes of total and available memory, and free space in ``/dev/shm``, through which processes share
+    memory.
+    """
     memory = psutil.virtual_memory()
     shm_free = shutil.disk_usage("/dev/shm").free
     return {"total": memory.total, "available": memory.available, "shm_free": shm_free}
@@ -80,7 +85,7 @@ def judge_memory(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fin
 
 
 def collect_disk(site: Site) -> dict[str, Any]:
-    """Free bytes in the run directory and in the node's own folder for temporary files."""
+    """Collect free bytes in the run directory and in the node's own folder for temporary files."""
     # A folder with free space may still be read-only.
     with tempfile.TemporaryFile() as file:
         file.write(b"\0")
@@ -102,19 +107,19 @@ def judge_disk(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Findi
 
 
 def collect_open_files(site: Site) -> dict[str, Any]:
-    """How many files and sockets one process may open: the soft and the hard limit."""
+    """Collect the soft and the hard limit of files and sockets of one process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {"soft": soft, "hard": hard}
 
 
 def judge_open_files(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """The soft limit is what counts: nothing here raises it."""
+    """Report a low soft limit, because nothing here raises it."""
     soft = _by_host(evidence, "soft")
     yield from too_little("open files (ulimit -n)", soft, needs.open_files, "files")
 
 
 def collect_ports(site: Site) -> dict[str, Any]:
-    """TCP ports of the run that can't be bound, one free port, and the system's range of free ports."""
+    """Collect TCP ports of the run that can't be bound, one free port, and the system's range of free ports."""
     return {
         "taken": [port for port in site.needs.ports if not _is_free(port)],
         "free": free_port(_ANY),
@@ -145,10 +150,12 @@ _TIMEOUT_S = 60.0
 
 
 def collect_pythons(site: Site) -> dict[str, Any]:
-    pins = [line for lines in site.needs.requirements.values() for line in lines]
+    pins: list[str] = []
+    for lines in site.needs.requirements.values():
+        pins += lines
     packages = sorted({"torch", *(Requirement(line).name for line in pins)})
     pythons = site.needs.pythons
-    # Trainer and engine often share an interpreter, which is asked once.
+    # Trainer and engine often share an interpreter, which is inspected once.
     answers = {python: inspect_python(python, packages) for python in set(pythons.values())}
     return {role: answers[python] for role, python in pythons.items()}
 
@@ -156,11 +163,11 @@ def collect_pythons(site: Site) -> dict[str, Any]:
 def inspect_python(python: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     command = [python, str(_INSPECTION), *packages]
     environment = dict(os.environ)
-    # A rank and a server see the same.
+    # Use the environment that a rank and a server have.
     if (home := toolkit_home(environment)) is not None:
         environment["CUDA_HOME"] = str(home)
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -170,21 +177,25 @@ def inspect_python(python: str, packages: Sequence[str] = ()) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired as error:
         raise CheckError(f"{python} does not answer within {_TIMEOUT_S:.0f} s") from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise CheckError(f"{python} fails: {last}")
-    return {"python": python, **json.loads(done.stdout)}
+    if completed.returncode:
+        last_line = (
+            completed.stderr.strip().splitlines() or [f"exit code {completed.returncode}"]
+        )[-1]
+        raise CheckError(f"{python} fails: {last_line}")
+    return {"python": python, **json.loads(completed.stdout)}
 
 
 def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """The pins hold, all nodes have the same versions and kernels, trainer and engine the same NCCL, and on GPUs what
-    Triton compiles with."""
+    """Report packages off their pins, and versions and kernels that differ between nodes or between trainer and engine.
+
+    On GPUs it also reports missing tools of Triton.
+    """
     for role, requirements in needs.requirements.items():
         packages = {host: roles[role]["packages"] for host, roles in evidence.items()}
         for host, versions in packages.items():
             for line in requirements:
                 yield from _unmet(host, role, versions, Requirement(line))
-        for name in sorted({name for versions in packages.values() for name in versions}):
+        for name in sorted(set().union(*packages.values())):
             of_hosts = {host: versions.get(name) for host, versions in packages.items()}
             yield from odd_ones(f"{role}'s {name}", of_hosts)
     yield from _nccl(evidence)
@@ -199,30 +210,30 @@ def _unmet(
     host: str, role: str, versions: Mapping[str, str | None], requirement: Requirement
 ) -> Iterator[Finding]:
     version = versions.get(requirement.name)
-    subject, expected = f"{role}'s {requirement.name}", str(requirement.specifier)
+    subject, specifier = f"{role}'s {requirement.name}", str(requirement.specifier)
     if version is None:
-        yield Finding(host, subject, "not installed", expected)
+        yield Finding(host, subject, "not installed", specifier)
     elif not requirement.specifier.contains(version, prereleases=True):
-        yield Finding(host, subject, version, expected)
+        yield Finding(host, subject, version, specifier)
 
 
 def _without_compiler(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
     for host, roles in evidence.items():
-        missing = {role: answer["missing_for_triton"] for role, answer in roles.items()}
-        for role, names in missing.items():
+        missing_tools = {role: answer["missing_for_triton"] for role, answer in roles.items()}
+        for role, names in missing_tools.items():
             if names:
-                expected = "there: Triton compiles each kernel's launcher in C"
-                yield Finding(host, f"{role}'s {' and '.join(names)}", "not there", expected)
+                expectation = "there: Triton compiles each kernel's launcher in C"
+                yield Finding(host, f"{role}'s {' and '.join(names)}", "not there", expectation)
 
 
 def _cudnn(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
-    """Where Transformer Engine would load another cuDNN than torch: an error at the first attention."""
+    """Report nodes where Transformer Engine would load another cuDNN than torch: an error at the first attention."""
     for host, roles in evidence.items():
-        found = roles["trainer"].get("cudnn", {})
-        version, wheel = found.get("version"), found.get("wheel")
+        cudnn = roles["trainer"].get("cudnn", {})
+        version, wheel = cudnn.get("version"), cudnn.get("wheel")
         if version and wheel and version != wheel:
-            expected = f"{wheel}, which torch loads: unset CUDNN_HOME and CUDNN_PATH, which modules of a site set"
-            yield Finding(host, "trainer's cuDNN", f"{version} in {found['library']}", expected)
+            expectation = f"{wheel}, which torch loads: unset CUDNN_HOME and CUDNN_PATH, which modules of a site set"
+            yield Finding(host, "trainer's cuDNN", f"{version} in {cudnn['library']}", expectation)
 
 
 def _nccl(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
@@ -232,12 +243,12 @@ def _nccl(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
         if "engine" in roles
     }
     differing = {h: pair for h, pair in pairs.items() if None not in pair and len({*pair}) > 1}
-    # Two environments that were installed everywhere alike: no node is better than another.
+    # Two environments that are installed alike on all nodes: no node is better than another.
     same_everywhere = len(differing) == len(pairs) and len(set(pairs.values())) == 1
     for host, (trainer, engine) in differing.items():
-        where = EVERYWHERE if same_everywhere else host
-        expected = f"the trainer's {trainer}: they broadcast weights in one group"
-        yield Finding(where, "engine's NCCL", str(engine), expected)
-    for role in sorted({role for roles in evidence.values() for role in roles}):
+        subject_host = EVERYWHERE if same_everywhere else host
+        expectation = f"the trainer's {trainer}: they broadcast weights in one group"
+        yield Finding(subject_host, "engine's NCCL", str(engine), expectation)
+    for role in sorted(set().union(*evidence.values())):
         versions = {host: roles[role]["nccl"] for host, roles in evidence.items() if role in roles}
         yield from odd_ones(f"{role}'s NCCL", versions)

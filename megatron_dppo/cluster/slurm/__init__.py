@@ -1,1 +1,1 @@
-"""Runs on a Slurm cluster: submitting, the supervisor as the batch process, and what became of a run."""
+"""Runs on a Slurm cluster: their submission, the supervisor as the batch process, and the history of their starts."""

@@ -14,13 +14,13 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name = _parser().parse_args(given[:1]).command
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = _parser().parse_args(words[:1]).command
     prepare, act = _COMMANDS[name]
     parser = argparse.ArgumentParser(prog=f"{_PROGRAM} {name}", description=act.__doc__)
     prepare(parser)
     try:
-        return act(parser.parse_intermixed_args(given[1:]))
+        return act(parser.parse_intermixed_args(words[1:]))
     except RunError as error:
         fatal(str(error))
     except KeyboardInterrupt:
@@ -28,21 +28,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _supervise(options: argparse.Namespace) -> int:
-    """What a batch script ends in: runs the recipe inside this job."""
+    """Runs the recipe inside this job; the last command of a batch script."""
     from megatron_dppo.cluster.slurm.supervise import supervise
 
     return supervise(options.recipe, options.overrides, options.site)
 
 
 def _submit(options: argparse.Namespace) -> int:
-    """Checks a recipe, shows what it comes to, hands it to sbatch."""
+    """Checks a recipe, prints the job, and submits it with sbatch."""
     from megatron_dppo.cluster.slurm.submit import submit
 
     return submit(options)
 
 
 def _status(options: argparse.Namespace) -> int:
-    """Tells where a run is: step, figures, servers, starts and why each ended."""
+    """Prints the state of a run: step, metrics, servers, starts and why each ended."""
     from megatron_dppo.cluster.slurm.status import require_run, status_lines
 
     print("\n".join(status_lines(require_run(options.run))))
@@ -50,7 +50,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    """Shows the status until the run has ended."""
+    """Prints the status until the run has ended."""
     from megatron_dppo.cluster.slurm.status import require_run, watch
 
     watch(require_run(options.run), options.every)
@@ -58,7 +58,7 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    """Has a run save a checkpoint and end."""
+    """Asks a run to save a checkpoint and end."""
     from megatron_dppo.cluster.slurm.status import require_run, stop
 
     print(stop(require_run(options.run)))
@@ -66,7 +66,7 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    """Shows the end of a run's logs."""
+    """Prints the end of a run's logs."""
     from megatron_dppo.cluster.slurm.status import log_lines, require_run
 
     print("\n".join(log_lines(require_run(options.run), options.name, options.lines)))

@@ -1,8 +1,8 @@
-"""What became of each start of a run on Slurm, ``<run.directory>/attempts/<job>-<n>.json``, and what follows from it.
+"""The starts of a run on Slurm, ``<run.directory>/attempts/<job>-<n>.json``, and the decision after each start.
 
-An exit code is no evidence: Slurm may give 0 for a step whose node died. Written by the supervisor when
-a start begins and again when it ends; one that is still ``running`` when the next begins, or whose job
-is gone, ended without a word: its node died, or Slurm killed it.
+An exit code is no evidence: Slurm may report 0 for a step whose node died. The supervisor writes the file when a start
+begins and again when it ends. A start that is still ``running`` when the next begins, or whose job has ended, vanished:
+its node died, or Slurm killed it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -20,7 +21,7 @@ from megatron_dppo.metrics.records import read_history
 from megatron_dppo.system.files import write_atomically
 
 JOB_FILE = "job"
-"""Holds the id of the job that was submitted last."""
+"""File with the id of the job that was submitted last."""
 RUNNING = "running"
 VANISHED = "vanished"
 
@@ -30,17 +31,17 @@ class Attempt:
     """One start.
 
     Attributes:
-        job, attempt: Slurm's job, and how often it was started before.
-        node: where the supervisor ran.
+        job, attempt: Slurm's job, and the number of its earlier starts.
+        node: node of the supervisor.
         hosts: all nodes.
         started, ended: epoch seconds.
-        why: ``running``, ``done``, ``time`` (limit near), ``overtime`` (limit near, no checkpoint in
-            time), ``asked``, ``cancelled``, ``failed``, ``refused``, ``succeeded``, ``vanished``.
-        detail: for people.
+        why: ``running``, ``done``, ``time`` (limit near), ``overtime`` (limit near, no checkpoint in time),
+            ``asked``, ``cancelled``, ``failed``, ``refused``, ``succeeded``, ``vanished``.
+        detail: text for the user.
         first_saved, saved: step of the newest checkpoint at its start and at its end.
         recorded: last step with metrics.
         requeued: whether the job waits to start again.
-        excluded: nodes that the next start keeps off, with the reason.
+        excluded: nodes that the next start avoids, with the reason.
     """
 
     job: str
@@ -69,19 +70,19 @@ class AttemptBook:
         self._folder = self._run / "attempts"
 
     def all(self) -> list[Attempt]:
-        """In the order in which they began. Files that can't be read are left out."""
+        """Return the starts in the order in which they began, without unreadable files."""
         attempts = [a for path in self._folder.glob("*-*.json") if (a := _read(path)) is not None]
-        return sorted(attempts, key=lambda attempt: (attempt.started, attempt.attempt))
+        return sorted(attempts, key=attrgetter("started", "attempt"))
 
     def begin(self, attempt: Attempt) -> Attempt:
-        """Note that ``attempt`` begins, and that earlier ones without an end vanished."""
-        # Only now is it known: whoever is killed with its node writes nothing.
-        for earlier in self.all():
-            if earlier.why == RUNNING:
-                self.end(replace(earlier, why=VANISHED, ended=attempt.started))
-        begun = replace(attempt, first_saved=self.reached(attempt).saved)
-        self._write(begun)
-        return begun
+        """Record that ``attempt`` begins, and that earlier ones without an end vanished."""
+        # Only the next start can record this: a supervisor that is killed with its node writes nothing.
+        for unfinished_attempt in self.all():
+            if unfinished_attempt.why == RUNNING:
+                self.end(replace(unfinished_attempt, why=VANISHED, ended=attempt.started))
+        started_attempt = replace(attempt, first_saved=self.reached(attempt).saved)
+        self._write(started_attempt)
+        return started_attempt
 
     def end(self, attempt: Attempt) -> Attempt:
         ended = self.reached(attempt)
@@ -99,7 +100,7 @@ class AttemptBook:
 
 
 def fruitless(attempts: Sequence[Attempt]) -> int:
-    """How many of the last attempts in a row ended without a newer checkpoint."""
+    """Return how many of the last attempts in a row ended without a newer checkpoint."""
     count = 0
     for attempt in reversed(attempts):
         if attempt.progressed or attempt.why in ("asked", "cancelled", "done"):
@@ -115,12 +116,10 @@ def _read(path: Path) -> Attempt | None:
         return None
 
 
-def one_line(text: str, longest: int = 300) -> str:
+def one_line(text: str, max_characters: int = 300) -> str:
     flat = re.sub(r"\s+", " ", text).strip()
-    return flat if len(flat) <= longest else flat[: longest - 3] + "..."
+    return flat if len(flat) <= max_characters else flat[: max_characters - 3] + "..."
 
-
-# What follows from how a start ended: is the run over, and does its job start again? Pure.
 
 CANCELLED_CODE = 143
 _STOPPED_FOR_GOOD = {"asked": 0, "cancelled": CANCELLED_CODE}
@@ -128,8 +127,11 @@ _STOPPED_FOR_GOOD = {"asked": 0, "cancelled": CANCELLED_CODE}
 
 @dataclass(frozen=True)
 class Decision:
-    """``why`` and ``detail`` as an Attempt has them; ``code``: the job's exit code unless it is
-    requeued; ``exclude``: nodes that its next start keeps off."""
+    """The decision after a start.
+
+    ``why`` and ``detail`` are those of an Attempt. ``code`` is the job's exit code unless it is requeued. ``exclude``
+    are nodes that its next start avoids.
+    """
 
     why: str
     detail: str
@@ -141,32 +143,32 @@ class Decision:
 def decide(
     outcome: Outcome, *, finished: bool, cancelled: bool, fruitless: int, max_failures: int
 ) -> Decision:
-    """What to do after a start.
+    """Decide whether the run is over after a start, and whether its job starts again. Pure.
 
     Args:
-        outcome: how the supervisor saw it end; its word on success does not count alone.
-        finished: whether the run's folder says that it has nothing left to do.
-        cancelled: whether Slurm ended the job (scancel, its own requeue). It ends the steps at the
-            same time, so that their end may be seen first and look like a failure.
+        outcome: the end of the start as the supervisor saw it; a success alone is not sufficient.
+        finished: whether the run's folder says that the run has nothing left to do.
+        cancelled: whether Slurm ended the job (scancel, its own requeue). Slurm ends the steps at the same time, so
+            their end may be seen first and look like a failure.
         fruitless: starts in a row without a newer checkpoint, this one included.
-        max_failures: how many of those are too many.
+        max_failures: number of those after which the run is given up.
     """
     if finished:
         return Decision("done", "", 0, requeue=False)
     if outcome.ending in ("succeeded", "refused"):
         return Decision(outcome.ending, outcome.detail, outcome.code, requeue=False)
-    # Before the ending is looked at: the steps were ended along with the job, and look as if they had failed.
+    # Check this before the ending: steps that were ended along with the job look like failures.
     if cancelled:
         return Decision("cancelled", "", CANCELLED_CODE, requeue=False)
     if outcome.ending == "stopped" and outcome.detail in _STOPPED_FOR_GOOD:
         code = _STOPPED_FOR_GOOD[outcome.detail]
         return Decision(outcome.detail, "", code, requeue=False)
-    why, detail = "failed", outcome.detail
+    reason, detail = "failed", outcome.detail
     if outcome.ending == "stopped":
-        why, detail = outcome.detail, ""
+        reason, detail = outcome.detail, ""
     elif outcome.ending == "ended":
         detail = "the ranks ended without an error, and the run is not finished: a node was lost"
     if fruitless >= max_failures:
         end = f"gave up after {fruitless} starts without a new checkpoint (max_failures)"
-        return Decision(why, f"{detail}\n{end}".strip(), outcome.code or 1, requeue=False)
-    return Decision(why, detail, outcome.code or 1, requeue=True)
+        return Decision(reason, f"{detail}\n{end}".strip(), outcome.code or 1, requeue=False)
+    return Decision(reason, detail, outcome.code or 1, requeue=True)

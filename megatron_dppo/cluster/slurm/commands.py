@@ -16,12 +16,12 @@ _BAD_STATES = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "UNKNOWN")
 
 
 class SlurmError(RunError):
-    """A client program of Slurm failed; the message holds what it said."""
+    """A client program of Slurm failed; the message has its output."""
 
 
 def slurm(*command: str) -> str:
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
         )
     except FileNotFoundError as error:
@@ -30,24 +30,24 @@ def slurm(*command: str) -> str:
         ) from error
     except subprocess.TimeoutExpired as error:
         raise SlurmError(f"{' '.join(command)}: no answer within {_PATIENCE_S:.0f} s") from error
-    if done.returncode:
-        message = done.stderr.strip() or done.stdout.strip()
+    if completed.returncode:
+        message = completed.stderr.strip() or completed.stdout.strip()
         raise SlurmError(f"{' '.join(command)}: {message}")
-    return done.stdout
+    return completed.stdout
 
 
 def record(*query: str) -> dict[str, str]:
-    """The first line of ``scontrol -o show WORDS`` as fields. Raises SlurmError."""
+    """Return the first line of ``scontrol -o show WORDS`` as fields. Raises SlurmError."""
     return fields(slurm("scontrol", "-o", "show", *query))
 
 
 def fields(line: str) -> dict[str, str]:
-    first, _, _ = line.partition("\n")
-    return dict(re.findall(r"(\S+?)=(\S*)", first))
+    first_line, _, _ = line.partition("\n")
+    return dict(re.findall(r"(\S+?)=(\S*)", first_line))
 
 
 def end_time(job: str) -> float | None:
-    """When Slurm will end the job, in epoch seconds; None where it has no limit."""
+    """Return when Slurm will end the job, in epoch seconds; None where it has no limit."""
     text = record("job", job).get("EndTime", "")
     try:
         return datetime.fromisoformat(text).timestamp()
@@ -56,11 +56,16 @@ def end_time(job: str) -> float | None:
 
 
 def addresses(names: Sequence[str]) -> list[str]:
-    """Where the other nodes reach each of these. Raises SlurmError for one that can't be resolved."""
+    """Return the addresses at which other nodes reach each of these. Raises SlurmError for an unknown one."""
     resolved = [_resolve(record("node", name).get("NodeAddr", name)) for name in names]
-    others = [address for address in resolved if not address.startswith("127.")]
-    # This node's own tables may call it 127.0.1.1.
-    return [source_address(others[0]) if a.startswith("127.") and others else a for a in resolved]
+    reachable_addresses = [address for address in resolved if not address.startswith("127.")]
+    # This node's own tables may map its name to 127.0.1.1.
+    return [
+        source_address(reachable_addresses[0])
+        if a.startswith("127.") and reachable_addresses
+        else a
+        for a in resolved
+    ]
 
 
 def _resolve(name: str) -> str:
@@ -72,7 +77,8 @@ def _resolve(name: str) -> str:
 
 def bad_nodes(names: Sequence[str]) -> dict[str, str]:
     states = {name: record("node", name).get("State", "UNKNOWN") for name in names}
-    return {name: s for name, s in states.items() if any(bad in s for bad in _BAD_STATES)}
+    bad_state = re.compile("|".join(map(re.escape, _BAD_STATES)))
+    return {name: state for name, state in states.items() if bad_state.search(state)}
 
 
 def requeue(job: str) -> None:
@@ -80,13 +86,15 @@ def requeue(job: str) -> None:
 
 
 def exclude(job: str, nodes: Sequence[str]) -> None:
-    """Keep a waiting job, and each group of a heterogeneous one, off ``nodes``, beside those that it is
-    kept off already. Raises SlurmError."""
+    """Exclude ``nodes`` from a waiting job, and from each group of a heterogeneous one. Raises SlurmError.
+
+    Nodes that are excluded already stay excluded.
+    """
     for part in map(fields, slurm("scontrol", "-o", "show", "job", job).splitlines()):
         if "JobId" not in part:
             continue
-        before = part.get("ExcNodeList", "(null)")
-        excluded_before = [] if before in ("(null)", "") else [before]
+        excluded_nodes = part.get("ExcNodeList", "(null)")
+        excluded_before = [] if excluded_nodes in ("(null)", "") else [excluded_nodes]
         excluded = ",".join([*excluded_before, *nodes])
         slurm("scontrol", "update", f"JobId={part['JobId']}", f"ExcNodeList={excluded}")
 
@@ -99,13 +107,13 @@ _CLIENT_VARIABLES = (
     "SLURM_TIME_FORMAT",
     "SLURM_UMASK",
 )
-"""Say how Slurm is reached, not what a job has."""
+"""Variables that tell how to reach Slurm, not what a job has."""
 
 
 def allocation_variables(environment: Mapping[str, str]) -> list[str]:
-    """Names of the variables in ``environment`` that describe the allocation around this process; none outside of one.
+    """Return the variables in ``environment`` that describe the allocation around this process; none outside of one.
 
-    sbatch hands them to a job that is submitted there, which would take them for its own.
+    sbatch passes them to a job that is submitted there, which would take them for its own.
     """
     if "SLURM_JOB_ID" not in environment:
         return []
@@ -114,7 +122,7 @@ def allocation_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def job_environment(environment: Mapping[str, str]) -> tuple[str, int]:
-    """The job's id and how often Slurm has started it before. Raises SlurmError outside of a job."""
+    """Return the job's id and the number of its earlier starts. Raises SlurmError outside of a job."""
     job = environment.get("SLURM_JOB_ID")
     if job is None:
         raise SlurmError("SLURM_JOB_ID is not set: this runs inside a job, which sbatch starts")

@@ -1,7 +1,7 @@
-"""What a group's Slurm wants, kept once: the site file.
+"""The site file: settings of a group's Slurm cluster.
 
-Read from ``--site``, else ``$MEGATRON_DPPO_SITE``, else ``~/.config/megatron_dppo/site.yaml``; without
-any of them every key has its default.
+The file is ``--site``, else ``$MEGATRON_DPPO_SITE``, else ``~/.config/megatron_dppo/site.yaml``; without any of them
+every key has its default.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEFAULT = Path("~/.config/megatron_dppo/site.yaml")
 
 
 class ContainerConfig(Section):
-    """In what the ranks and servers of a run are started; the supervisor itself runs outside."""
+    """The container in which the ranks and servers of a run start; the supervisor itself runs outside."""
 
     kind: Literal["none", "pyxis", "apptainer"] = "none"
     """``pyxis``: srun's own flags; ``apptainer``: a command before the command."""
@@ -33,9 +33,9 @@ class ContainerConfig(Section):
     server_image: str | None = None
     """Image of servers and router. Empty: ``image``."""
     python: str = "python3"
-    """Interpreter in the images, with this package's libraries; of servers, ``engine.python`` where it is set."""
+    """Interpreter in the images, with this package's libraries; servers use ``engine.python`` where it is set."""
     mounts: list[str] = Field(default_factory=list)
-    """``outside:inside`` each; the working directory is mounted in any case."""
+    """Mounts, ``outside:inside`` each; the working directory is always mounted."""
 
     @property
     def interpreter(self) -> str:
@@ -43,7 +43,7 @@ class ContainerConfig(Section):
         return sys.executable if self.kind == "none" else self.python
 
     def seen_inside(self, folder: str) -> list[Path]:
-        """Folders that a container started from ``folder`` sees under the same path as the host."""
+        """Return the folders that a container started from ``folder`` sees under the same path as the host."""
         pairs = (mount.split(":")[:2] for mount in self.mounts)
         return [Path(folder), *(Path(pair[0]) for pair in pairs if pair[0] == pair[-1])]
 
@@ -74,9 +74,9 @@ def _apptainer(image: str, mounts: list[str], folder: str, flags: Sequence[str])
 
 
 def prologue_words(lines: str) -> tuple[str, ...]:
-    """The words before a command that have a shell run ``lines`` first; none where there are none.
+    """Return the words before a command that make a shell run ``lines`` first; none without lines.
 
-    A login shell, since that is where clusters define ``module``. A line that fails ends the step.
+    The shell is a login shell, because clusters define ``module`` there. A line that fails ends the step.
     """
     if not lines.strip():
         return ()
@@ -105,52 +105,58 @@ class SiteConfig(Section):
     gpus_per_node: int = Field(default=8, ge=0, le=1024)
     """GPUs of a node; 0: nodes without GPUs, on which each of ``processes_per_node`` counts as one."""
     gres: str | None = None
-    """``--gres`` in place of ``--gpus-per-node``, such as ``gpu:h100:8``, where a cluster wants that; as many as
-    ``gpus_per_node`` says."""
+    """``--gres`` in place of ``--gpus-per-node``, such as ``gpu:h100:8``, where a cluster requires that; its number
+    must be ``gpus_per_node``.
+    """
     gpu: (
         Literal["a100", "h100", "h200", "b200", "a100-40gb", "h100-pcie", "h100-nvl", "h200-nvl"]
         | None
     ) = None
-    """Kind of the GPUs; ``submit`` then plans the run's memory and refuses what can't fit."""
+    """Kind of the GPUs; ``submit`` then plans the run's memory and refuses a run that can't fit."""
     host_memory_gib: int | None = Field(default=None, gt=0)
-    """Memory of a node, for the same plan. Empty: what the maker's own nodes with such GPUs have."""
+    """Memory of a node, for the same plan. Empty: the memory of the maker's own nodes with such GPUs."""
     processes_per_node: int = Field(default=1, gt=0, le=1024)
-    """Ranks and servers that a node without GPUs takes."""
+    """Ranks and servers on a node without GPUs."""
     checkpoint_margin_s: int = Field(default=900, gt=0, le=65535)
-    """Before the time limit: when the ranks are asked to end their step and save a checkpoint. Longer
-    than a step and a checkpoint take."""
+    """Seconds before the time limit at which the ranks are asked to end their step and save a checkpoint. Longer
+    than a step and a checkpoint take.
+    """
     start_s: int = Field(default=900, gt=0)
-    """What a start and one step take at least; a shorter time limit is refused."""
+    """Least seconds of a start and one step; a shorter time limit is refused."""
     preflight: bool = True
-    """Have every node show first that it can do the run's work (docs/preflight.md)."""
+    """Check every node before a start (docs/preflight.md)."""
     preflight_skip: list[str] = Field(default_factory=list)
-    """Checks of it to leave out."""
+    """Names of its checks to skip."""
     spares_servers: bool = False
-    """A node's death ends only what ran there: servers move to a spare node, or are given up. Otherwise
-    Slurm ends all of the job and starts it again."""
+    """A node's death ends only its own processes: servers move to a spare node, or are given up. Otherwise Slurm
+    ends the whole job and starts it again.
+    """
     supervisor_patience_s: int = Field(default=180, gt=0)
-    """With ``spares_servers``: after how long without a sign of life of the supervisor its servers end, and
-    have the job requeued. Longer than the shared file system may hang."""
+    """With ``spares_servers``: seconds without a heartbeat of the supervisor after which its servers end, and the
+    job is requeued. Longer than the shared file system may hang.
+    """
     max_failures: int = Field(default=3, gt=0)
     """Starts in a row that fail without a new checkpoint before a run is given up."""
     server_partition: str | None = None
-    """Partition of the servers' nodes, which makes the job a heterogeneous one: ranks and router on nodes
-    of ``partition``, servers on nodes of this one, with as many devices each. Empty: one allocation."""
+    """Partition of the servers' nodes, which makes the job a heterogeneous one: ranks and router on nodes of
+    ``partition``, servers on nodes of this one, with as many devices each. Empty: one allocation.
+    """
     sbatch_flags: list[str] = Field(default_factory=list)
     """Further flags of sbatch, such as ``--constraint=h100``."""
     srun_flags: list[str] = Field(default_factory=list)
     """Further flags of every srun."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables of every rank and server, such as NCCL_SOCKET_IFNAME."""
+    """Environment variables of every rank and server, such as NCCL_SOCKET_IFNAME."""
     prologue: str = ""
     """Shell lines before the Python of every rank, server and check, on each node: ``module load cuda``, exports.
-    bash runs them as a login shell; one that fails ends the step. With apptainer before the container is entered,
-    with pyxis inside of it. The supervisor has the environment in which ``submit`` was run."""
+    bash runs them as a login shell; one that fails ends the step. With apptainer they run before the container
+    starts, with pyxis inside it. The supervisor has the environment in which ``submit`` was run.
+    """
     container: ContainerConfig = ContainerConfig()
 
     @property
     def device_flag(self) -> str:
-        """sbatch's flag that asks for a node's devices."""
+        """Return sbatch's flag that requests a node's devices."""
         if self.gres is not None:
             return f"--gres={self.gres}"
         if self.gpus_per_node:
@@ -163,7 +169,7 @@ class SiteConfig(Section):
         )
 
     def devices(self, environment: Mapping[str, str]) -> int:
-        """Devices of a node: of the job that ``environment`` describes, else as configured."""
+        """Return the devices of a node: of the job that ``environment`` describes, else as configured."""
         if not self.gpus_per_node:
             return int(environment.get("SLURM_NTASKS_PER_NODE") or self.processes_per_node)
         gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")
@@ -171,13 +177,13 @@ class SiteConfig(Section):
 
 
 def site_path(given: str | None, environment: Mapping[str, str] = os.environ) -> Path | None:
-    named = given or environment.get(SITE_VARIABLE)
-    if named:
-        return Path(named)
+    configured_path = given or environment.get(SITE_VARIABLE)
+    if configured_path:
+        return Path(configured_path)
     default = _DEFAULT.expanduser()
     return default if default.is_file() else None
 
 
 def load_site(path: Path | None, overrides: Sequence[str] = ()) -> SiteConfig:
-    """Read a site file strictly; None: every default but for ``overrides``. Raises ConfigError."""
+    """Read a site file strictly; None: every default except for ``overrides``. Raises ConfigError."""
     return load_as(SiteConfig, path, overrides)

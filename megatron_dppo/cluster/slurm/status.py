@@ -1,4 +1,6 @@
-"""``status``, ``watch``, ``logs``, ``stop``: where a run is, by its folder, the queue or its process, and its end."""
+"""``status``, ``watch``, ``logs``, ``stop``: the state of a run, from its folder, the queue or its process, and its
+end.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from megatron_dppo.cluster.slurm.attempts import (
@@ -39,8 +42,6 @@ from megatron_dppo.metrics.records import (
 from megatron_dppo.system.lease import LEASE_FILE, Holder, LeaseError, LeaseFiles
 from megatron_dppo.system.processes import tail
 
-# The logs of a run: which there are, and the lines in them that matter.
-
 _LOOK_BACK = 400
 _LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} \[\w+\] (\w+) ")
 _MATTERS = {"WARNING", "ERROR", "CRITICAL"}
@@ -49,16 +50,16 @@ _TOLD = ("supervisor.log", "rank0.log")
 
 
 def log_lines(directory: Path, name: str | None, count: int) -> list[str]:
-    """The last ``count`` lines of a log: of the newest file whose name begins with ``name``, such as ``rank3``; None:
-    of supervisor and rank 0, by their times.
+    """Return the last ``count`` lines of the newest log whose name begins with ``name``, such as ``rank3``.
 
-    Raises LaunchError where there is no such log; it names those that there are.
+    ``name`` None: the logs of supervisor and rank 0, merged by time. Raises LaunchError, with the names of the existing
+    logs, where there is no such log.
     """
     folder = directory / "logs"
     if name is None:
         return merged([folder / file for file in _TOLD], count)
-    named = re.compile(rf"{re.escape(name)}(?!\d)")  # rank1 is not rank12
-    paths = (path for path in folder.glob("*") if named.match(path.name))
+    name_pattern = re.compile(rf"{re.escape(name)}(?!\d)")  # rank1 is not rank12
+    paths = (path for path in folder.glob("*") if name_pattern.match(path.name))
     logs = sorted(paths, key=lambda path: path.stat().st_mtime)
     if not logs:
         names = ", ".join(sorted(path.name for path in folder.glob("*"))) or "none"
@@ -67,8 +68,10 @@ def log_lines(directory: Path, name: str | None, count: int) -> list[str]:
 
 
 def important_lines(directory: Path, count: int) -> list[str]:
-    """The last warnings and errors of supervisor and rank 0, each with its further lines left out; without
-    what Python tells the authors of libraries."""
+    """Return the last warnings and errors of supervisor and rank 0, the first line of each.
+
+    Python's warnings for authors of libraries are left out.
+    """
     lines = merged([directory / "logs" / file for file in _TOLD], _LOOK_BACK)
     return [line for line in lines if _matters(line)][-count:]
 
@@ -79,14 +82,18 @@ def _matters(line: str) -> bool:
 
 
 def merged(paths: Sequence[Path], count: int) -> list[str]:
-    """The last ``count`` lines of several logs together, records in the order of their times."""
-    records = [record for path in paths for record in _records(path)]
-    lines = [line for record in sorted(records, key=lambda record: record[0]) for line in record]
+    """Return the last ``count`` lines of several logs, their records in the order of time."""
+    records: list[list[str]] = []
+    for path in paths:
+        records += _records(path)
+    lines: list[str] = []
+    for record in sorted(records, key=itemgetter(0)):
+        lines += record
     return lines[-count:]
 
 
 def _records(path: Path) -> Iterator[list[str]]:
-    """Records of a log, each with the lines that belong to it."""
+    """Yield the records of a log, each with its further lines."""
     record: list[str] = []
     for line in tail(path, _LOOK_BACK).splitlines():
         if _LINE.match(line) and record:
@@ -98,17 +105,19 @@ def _records(path: Path) -> Iterator[list[str]]:
 
 
 UNKNOWN = "UNKNOWN"
-"""State of a job of which Slurm can't be asked now."""
+"""State of a job where Slurm does not answer."""
 _FORGOTTEN = "Invalid job id"
-"""In what squeue says of a job some minutes after its end."""
+"""Text of squeue for a job some minutes after its end."""
 _ENDED = {"done", "asked", "cancelled", "refused", "succeeded"}
 _LINES = 8
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What squeue says of a job. ``state``: None where it knows none, ``UNKNOWN`` where it can't say, with
-    the ``reason``."""
+    """State of a job in squeue.
+
+    ``state`` is None where squeue does not know the job, ``UNKNOWN`` where it can't tell, with the ``reason``.
+    """
 
     job: str | None
     state: str | None
@@ -117,8 +126,11 @@ class JobState:
 
 @dataclass(frozen=True)
 class LocalRun:
-    """A run that was started without Slurm. ``holder``: of its lease; ``state``: RUNNING, ``UNKNOWN`` where its process
-    is on another machine, None where it has ended; ``returned``: it gave the lease back at its end."""
+    """A run that was started without Slurm.
+
+    ``holder`` holds its lease. ``state`` is RUNNING, ``UNKNOWN`` where its process is on another machine, None where it
+    has ended. ``returned`` tells that it released the lease at its end.
+    """
 
     holder: Holder
     state: str | None
@@ -137,7 +149,7 @@ def require_run(directory: str) -> Path:
 
 
 def run_state(directory: Path) -> JobState | LocalRun:
-    """The state of the run's newest job, or where none is in the queue of its last start without Slurm.
+    """Return the state of the run's newest job, or of its last start without Slurm where no job is in the queue.
 
     Raises LaunchError where its lease can't be read.
     """
@@ -153,9 +165,9 @@ def run_state(directory: Path) -> JobState | LocalRun:
         return job
     beat = files.beat(holder)
     returned = beat is not None and beat.ended
-    here = holder.is_neighbour(Holder.of_this_process())
+    is_same_machine = holder.is_neighbour(Holder.of_this_process())
     lives = RUNNING if holder.runs() else None
-    return LocalRun(holder, None if returned else lives if here else UNKNOWN, returned)
+    return LocalRun(holder, None if returned else lives if is_same_machine else UNKNOWN, returned)
 
 
 def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
@@ -166,12 +178,12 @@ def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
     if job is None:
         return JobState(None, None)
     try:
-        shown = slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T %r").split()
+        squeue_fields = slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T %r").split()
     except SlurmError as error:
         if _FORGOTTEN in str(error):
             return JobState(job, None)
         return JobState(job, UNKNOWN, one_line(str(error)))
-    return JobState(job, shown[0] if shown else None, " ".join(shown[1:]))
+    return JobState(job, squeue_fields[0] if squeue_fields else None, " ".join(squeue_fields[1:]))
 
 
 def status_lines(directory: Path) -> Iterator[str]:
@@ -188,7 +200,7 @@ def status_lines(directory: Path) -> Iterator[str]:
 
 
 def state_text(directory: Path) -> str:
-    """The run's state in words. Raises LaunchError as ``run_state``."""
+    """Return the run's state in words. Raises LaunchError as ``run_state``."""
     return _described(run_state(directory), AttemptBook(directory).all(), directory)
 
 
@@ -199,11 +211,11 @@ def _described(state: JobState | LocalRun, attempts: Sequence[Attempt], director
 
 
 def _local_state(run: LocalRun, directory: Path) -> str:
-    began = time.strftime("%m-%d %H:%M:%S", time.localtime(run.holder.taken))
+    start_time = time.strftime("%m-%d %H:%M:%S", time.localtime(run.holder.taken))
     if run.state == RUNNING:
-        return f"runs as {run.holder.describe()}, since {began}"
+        return f"runs as {run.holder.describe()}, since {start_time}"
     if run.state == UNKNOWN:
-        return f"started as {run.holder.describe()}, {began}, which can't be asked from here"
+        return f"started as {run.holder.describe()}, {start_time}, which can't be asked from here"
     if not run.returned:
         return f"ended: {VANISHED}; the same command resumes"
     try:
@@ -214,20 +226,26 @@ def _local_state(run: LocalRun, directory: Path) -> str:
 
 
 def state_of(job: JobState, attempts: Sequence[Attempt]) -> str:
-    last = attempts[-1] if attempts else None
+    last_attempt = attempts[-1] if attempts else None
     if job.state == "PENDING":
         reason = f" ({job.reason})" if job.reason else ""
-        again = f", to start again after: {last.why}" if last is not None else ""
-        return f"job {job.job} waits{reason}{again}"
+        restart_text = (
+            f", to start again after: {last_attempt.why}" if last_attempt is not None else ""
+        )
+        return f"job {job.job} waits{reason}{restart_text}"
     if job.state == UNKNOWN:
         return f"job {job.job}: Slurm can't be asked: {job.reason}"
     if job.state is not None:
-        count = f", start {last.attempt + 1}" if last is not None else ""
-        where = f" on {last.node}" if last is not None and last.why == RUNNING else ""
-        return f"job {job.job} is {job.state.lower()}{where}{count}"
-    if last is None:
+        count = f", start {last_attempt.attempt + 1}" if last_attempt is not None else ""
+        node_text = (
+            f" on {last_attempt.node}"
+            if last_attempt is not None and last_attempt.why == RUNNING
+            else ""
+        )
+        return f"job {job.job} is {job.state.lower()}{node_text}{count}"
+    if last_attempt is None:
         return f"job {job.job} is gone and never started"
-    why = VANISHED if last.why == RUNNING else last.why
+    why = VANISHED if last_attempt.why == RUNNING else last_attempt.why
     return f"ended: {why}" + ("" if why in _ENDED else "; submit it again to resume")
 
 
@@ -239,11 +257,11 @@ def _progress(directory: Path) -> Iterator[str]:
     if not records:
         yield "step: none yet"
         return
-    last = records[-1]
-    parts = [f"step: {step_of(last)}{_of_steps(directory)}"]
-    parts += _figure("reward", last.get(names.REWARD), "{:.3f}")
+    last_record = records[-1]
+    parts = [f"step: {step_of(last_record)}{_of_steps(directory)}"]
+    parts += _figure("reward", last_record.get(names.REWARD), "{:.3f}")
     parts += _held_out(records)
-    parts += _figure("tokens/s", last.get(names.TOKENS_PER_SECOND), "{:,.0f}")
+    parts += _figure("tokens/s", last_record.get(names.TOKENS_PER_SECOND), "{:,.0f}")
     yield ", ".join(parts)
     saved = read_history(directory).saved
     yield f"last checkpoint: {'none' if saved is None else f'step {saved}'}"
@@ -283,41 +301,39 @@ def _attempts(attempts: Sequence[Attempt], *, alive: bool) -> Iterator[str]:
     if attempts:
         yield "starts:"
     for attempt in attempts:
-        began = time.strftime("%m-%d %H:%M:%S", time.localtime(attempt.started))
+        start_time = time.strftime("%m-%d %H:%M:%S", time.localtime(attempt.started))
         vanished = attempt.why == RUNNING and not (alive and attempt is attempts[-1])
         why = VANISHED if vanished else attempt.why
         lasted = "" if attempt.ended is None else f" after {attempt.ended - attempt.started:.0f} s"
-        parts = [f"  {attempt.job}-{attempt.attempt}  {began}  {attempt.node}  {why}{lasted}"]
+        parts = [f"  {attempt.job}-{attempt.attempt}  {start_time}  {attempt.node}  {why}{lasted}"]
         parts += [f"checkpoint {attempt.first_saved} -> {attempt.saved}"] * (attempt.why != RUNNING)
         parts += [f"left out {node} ({reason})" for node, reason in attempt.excluded]
         parts += [one_line(attempt.detail, 160)] * bool(attempt.detail)
         yield ", ".join(parts)
 
 
-# ``watch`` and ``stop``: a run looked at, and ended, from a login node or another terminal.
-
 _CLEAR = "\033[H\033[2J"
 
 
 def watch(directory: Path, every_s: float) -> None:
-    """Show the status again and again until it has ended. On no terminal, only when it changes."""
-    shown = ""
+    """Print the status repeatedly until the run has ended; outside a terminal, only when it changes."""
+    shown_text = ""
     while True:
         text = "\n".join(status_lines(directory))
         if sys.stdout.isatty():
             print(f"{_CLEAR}{text}", flush=True)
-        elif text != shown:
+        elif text != shown_text:
             print(f"{text}\n", flush=True)
-        shown = text
+        shown_text = text
         if run_state(directory).state is None:
             return
         time.sleep(every_s)
 
 
 def stop(directory: Path) -> str:
-    """Have a running job save a checkpoint and end, and a waiting one leave the queue; what was done.
+    """Ask a running job to save a checkpoint and end, and remove a waiting one; return what was done.
 
-    Raises LaunchError where nothing is there to be ended, or only on another machine.
+    Raises LaunchError where nothing runs, or only on another machine.
     """
     run = run_state(directory)
     if isinstance(run, LocalRun):
@@ -327,7 +343,7 @@ def stop(directory: Path) -> str:
     if run.state == "PENDING":
         slurm("scancel", run.job)
         return f"job {run.job} is out of the queue; its checkpoints stay"
-    # The batch process alone: it lets the ranks end their step, which would die of the signal.
+    # Signal only the batch process: it lets the ranks end their step, and the signal would kill them.
     slurm("scancel", "--batch", "--signal=USR2", run.job)
     return (
         f"job {run.job} was asked to end its step and save a checkpoint; "
@@ -336,7 +352,7 @@ def stop(directory: Path) -> str:
 
 
 def _stop_here(run: LocalRun, directory: Path) -> str:
-    """As Ctrl-C in its own terminal."""
+    """Stop a local run as Ctrl-C in its own terminal does."""
     if run.state == UNKNOWN:
         raise LaunchError(f"{directory}: {run.holder.describe()} can be stopped there alone")
     if run.state is None:

@@ -1,5 +1,6 @@
-"""``submit``: check a recipe against itself, the file system, the site file and the cluster's own limits; show what it
-comes to; hand it to sbatch."""
+"""``submit``: check a recipe against the file system, the site file and the cluster's limits, print the job, and
+submit it.
+"""
 
 from __future__ import annotations
 
@@ -35,25 +36,23 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.files import unwritable, write_atomically
 from megatron_dppo.system.processes import held_back
 
-# What Slurm or the job would refuse.
-
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _UNLIMITED = ("INFINITE", "UNLIMITED")
 
 
 def seconds_of(text: str) -> float | None:
-    """A Slurm time (``90``, ``1:30:00``, ``2-12``) in seconds; None where it has no end.
+    """Return a Slurm time (``90``, ``1:30:00``, ``2-12``) in seconds; None where it has no end.
 
-    Raises ValueError for what is no time.
+    Raises ValueError for a text that is no time.
     """
     if text.upper() in _UNLIMITED:
         return None
     match = _TIME.fullmatch(text)
     if match is None:
         raise ValueError(f"got {text!r}, expected a Slurm time such as 1-00:00:00 or 90 (minutes)")
-    days, first, second, third = match.groups()
-    numbers = [int(first), int(second or 0), int(third or 0)]
+    days, first_number, second, third = match.groups()
+    numbers = [int(first_number), int(second or 0), int(third or 0)]
     if days is not None:  # days-hours:minutes:seconds
         return int(days) * 86400.0 + numbers[0] * 3600 + numbers[1] * 60 + numbers[2]
     if third is not None:  # hours:minutes:seconds
@@ -62,8 +61,8 @@ def seconds_of(text: str) -> float | None:
 
 
 def directory_faults(directory: Path) -> Iterator[str]:
-    """A run's folder that can't be made, or written in, or that Slurm writes no output in."""
-    # A backslash turns the symbols of its patterns off.
+    """Report a run's folder that can't be created or written, or where Slurm can't write output."""
+    # A backslash disables the symbols in Slurm's patterns.
     if "\\" in str(directory):
         yield f"run.directory: {directory} has a backslash, expected a path without one"
     if fault := unwritable(directory):
@@ -72,9 +71,13 @@ def directory_faults(directory: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class FlagForm:
-    """Options of a program of Slurm. ``with_value``: letters that take the next word where nothing is joined
-    to them. ``refused``: letters after which nothing is started, or only at the job's end. ``alone``: long
-    options that need no value; all others are written ``--name=value``."""
+    """Options of a program of Slurm.
+
+    Attributes:
+        with_value: letters that take the next word as value unless one is joined to them.
+        refused: letters after which the program starts nothing, or only at the job's end.
+        alone: long options without a value; all others are written ``--name=value``.
+    """
 
     key: str
     with_value: str
@@ -103,11 +106,13 @@ SRUN = FlagForm(
 
 
 def flag_faults(flags: Sequence[str], form: FlagForm) -> Iterator[str]:
-    """Words that are no option, or that lack their value: they would take the place of the script or the
-    command that follows, or have one of its words for their value."""
-    remaining = iter(flags)
-    for word in remaining:
-        if complaint := _flag_complaint(word, remaining, form):
+    """Report words that are no option, or that lack their value.
+
+    Such a word would replace the script or the command that follows, or take one of its words as value.
+    """
+    words = iter(flags)
+    for word in words:
+        if complaint := _flag_complaint(word, words, form):
             yield f"{form.key}: got {word!r}, {complaint}"
 
 
@@ -128,45 +133,47 @@ def _flag_complaint(word: str, following: Iterator[str], form: FlagForm) -> str 
 
 
 def partition_of(name: str | None) -> dict[str, str] | None:
-    """What Slurm says of a partition, None: of the default one. None where it can't be asked, or knows
-    none of that name: sbatch then says so."""
+    """Return Slurm's fields of a partition; None as name: the default one.
+
+    Returns None where Slurm does not answer, or has no such partition: sbatch then reports it.
+    """
     try:
-        shown = slurm("scontrol", "-o", "show", "partition", *([name] if name else []))
+        description = slurm("scontrol", "-o", "show", "partition", *([name] if name else []))
     except SlurmError:
         return None
-    records = [fields(line) for line in shown.splitlines()]
+    records = [fields(line) for line in description.splitlines()]
     return next((r for r in records if name is not None or r.get("Default") == "YES"), None)
 
 
 def time_faults(site: SiteConfig, partition: Mapping[str, str] | None) -> Iterator[str]:
-    """A time limit that is none, that the partition does not give, or that leaves no time for a step.
+    """Report a bad time limit, one above the partition's, and one without time for a step.
 
-    Without one of our own the partition's counts.
+    Without a limit of our own the partition's applies.
     """
     limits = partition or {}
-    most = limits.get("MaxTime", "UNLIMITED")
+    max_time = limits.get("MaxTime", "UNLIMITED")
     default = limits.get("DefaultTime", "NONE")
-    inherited = most if default == "NONE" else default
+    inherited = max_time if default == "NONE" else default
     try:
         limit = seconds_of(inherited if site.time is None else str(site.time))
     except ValueError as error:
         yield f"time: {error}"
         return
-    least = site.start_s + site.checkpoint_margin_s
-    if limit is not None and limit < least:
-        given = f"none, partition {limits.get('PartitionName')} gives {inherited}"
+    least_seconds = site.start_s + site.checkpoint_margin_s
+    if limit is not None and limit < least_seconds:
+        given_limit = f"none, partition {limits.get('PartitionName')} gives {inherited}"
         yield (
-            f"time: got {given if site.time is None else site.time}, {limit:.0f} s, expected at least "
-            f"{least} s: a start and a step (start_s {site.start_s}), and what is kept to save a "
+            f"time: got {given_limit if site.time is None else site.time}, {limit:.0f} s, expected at least "
+            f"{least_seconds} s: a start and a step (start_s {site.start_s}), and what is kept to save a "
             f"checkpoint (checkpoint_margin_s {site.checkpoint_margin_s})"
         )
     if (
         not site.qos
-        and (bound := seconds_of(most)) is not None
+        and (bound := seconds_of(max_time)) is not None
         and (limit is None or limit > bound)
     ):
         yield (
-            f"time: got {site.time}, expected at most {most}, the limit of partition "
+            f"time: got {site.time}, expected at most {max_time}, the limit of partition "
             f"{limits['PartitionName']}: the job would wait for ever"
         )
 
@@ -183,18 +190,21 @@ def node_faults(nodes: int, partition: Mapping[str, str] | None) -> Iterator[str
 def environment_faults(
     strategy: str, site: SiteConfig, flags: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator[str]:
-    """Variables of the steps on GPUs that the run can't work with: the site file's, and those of ``environment`` that
-    sbatch hands on, which is all unless ``flags`` or a variable of its own say what."""
+    """Report variables of the steps on GPUs that the run can't work with.
+
+    The variables are the site file's and those of ``environment`` that sbatch passes on: all of them unless ``flags``
+    or a variable of sbatch decide otherwise.
+    """
     if not site.gpus_per_node:
         return
-    chosen = "SBATCH_EXPORT" in environment or any(f.startswith("--export") for f in flags)
-    variables = {**({} if chosen else environment), **site.environment}
+    is_export_set = "SBATCH_EXPORT" in environment or any(f.startswith("--export") for f in flags)
+    variables = {**({} if is_export_set else environment), **site.environment}
     for fault in allocator_faults(strategy, variables):
         yield f"{fault}; the job would have it from the site file's environment, or this shell's"
 
 
 def site_faults(site: SiteConfig, python: str | None, paths: Mapping[str, Path]) -> Iterator[str]:
-    """Names in the site file that nothing has, a container that lacks something."""
+    """Report unknown names in the site file, and missing parts of a container."""
     if unknown := [name for name in site.preflight_skip if name not in CHECKS]:
         yield f"preflight_skip: got {unknown[0]!r}, expected some of {', '.join(CHECKS)}"
     yield from _shell_faults(site)
@@ -218,7 +228,7 @@ def site_faults(site: SiteConfig, python: str | None, paths: Mapping[str, Path])
 
 
 def _shell_faults(site: SiteConfig) -> Iterator[str]:
-    """A prologue that is no shell, a ``gres`` of another number of GPUs than the roles are placed on."""
+    """Report a prologue that is no shell code, and a ``gres`` with another number of GPUs than the placement has."""
     if site.prologue:
         command = ["bash", "-n"]
         parsed = subprocess.run(
@@ -239,11 +249,10 @@ def _shell_faults(site: SiteConfig) -> Iterator[str]:
 
 
 def server_option_faults(sections: ServerSections | None, site: SiteConfig) -> Iterator[str]:
-    """Values of the ``sglang:`` table that the servers would end over, by the Python that they get.
+    """Report values of the ``sglang:`` table on which the servers' Python would fail.
 
-    Nothing where the run starts no server (``sections``: None where it generates nothing), and where that Python
-    can't be asked from here: the job's own
-    check on its first node asks it then.
+    The result is empty where the run starts no server (``sections``: None where it generates nothing), and where that
+    Python can't run here: the job's own check on its first node covers it then.
     """
     if sections is None or not sections.engine.started or not SGLANG.free(sections.sglang):
         return
@@ -260,7 +269,7 @@ def server_option_faults(sections: ServerSections | None, site: SiteConfig) -> I
 
 
 def _mount_faults(paths: Mapping[str, Path], container: ContainerConfig) -> Iterator[str]:
-    """``paths`` of the run, by key, that its ranks and servers would not find inside."""
+    """Report ``paths`` of the run, by key, that are missing inside the container of its ranks and servers."""
     folders = container.seen_inside(str(Path.cwd()))
     for key, path in paths.items():
         if not any(path.absolute().is_relative_to(folder) for folder in folders):
@@ -270,23 +279,21 @@ def _mount_faults(paths: Mapping[str, Path], container: ContainerConfig) -> Iter
             )
 
 
-# What the planner says of a submission: whether its memory suffices.
-
 _UNKNOWN = "memory: not planned, as the site file's gpu names none of {names}"
 
 
 def memory_verdict(submission: Submission) -> tuple[str, list[str]]:
-    """A line for people, and what speaks against the run.
+    """Return a line about the planned memory, and reasons against the run.
 
-    Its configuration must have passed its checks. Nothing is planned where the site does not name its GPUs,
-    or has none.
+    The configuration must have passed its checks. Nothing is planned where the site does not name its GPUs, or has
+    none.
     """
     config, site, nodes = submission.config, submission.site, submission.nodes
     if not site.gpus_per_node:
         return "memory: not planned, the nodes have no GPUs", []
     if site.gpu is None:
         return _UNKNOWN.format(names=", ".join(DEVICES)), []
-    # Loads numpy.
+    # Import lazily: it loads numpy.
     from megatron_dppo.cluster.planner.facts import facts_of
     from megatron_dppo.cluster.planner.run_plan import plan_run
 
@@ -304,8 +311,6 @@ def memory_verdict(submission: Submission) -> tuple[str, list[str]]:
     return line, list(plan.faults)
 
 
-# What a submission comes to, and everything that can be refused before anything queues.
-
 SCRIPT = Path(__file__).with_name("run.sbatch")
 CONFIG_FILE = "submitted.yaml"
 SITE_FILE = "site.yaml"
@@ -315,7 +320,7 @@ _OWN_LIMITS = ("-p", "--partition", "-t", "--time")
 
 @dataclass(frozen=True)
 class Submission:
-    """A run as it would be submitted, placed on ``nodes`` nodes of expected names."""
+    """A run before its submission, placed on ``nodes`` nodes with expected names."""
 
     config: TrainConfig
     site: SiteConfig
@@ -324,7 +329,7 @@ class Submission:
 
     @classmethod
     def plan(cls, config: TrainConfig, site: SiteConfig, nodes: int | None) -> Submission:
-        """``nodes``: None for as many as the roles fill. Raises PlacementError."""
+        """Place the run. ``nodes``: None for as many as the roles fill. Raises PlacementError."""
         if nodes is not None and nodes > MOST_NODES:
             raise PlacementError(f"nodes: got {nodes}, expected at most {MOST_NODES}")
         roles, devices = (
@@ -353,44 +358,45 @@ class Submission:
         return Path(self.config.run.directory).resolve()
 
     def command(self, extra: Sequence[str] = ()) -> list[str]:
-        """The sbatch command line. Options come before the script: after it they would be its own."""
+        """Return the sbatch command line. Options come before the script: after it they would be the script's."""
         site = self.site
-        named = {
+        options = {
             "partition": site.partition,
             "account": site.account,
             "qos": site.qos,
             "reservation": site.reservation,
             "time": site.time,
         }
-        first, *others = self._nodes_by_group
+        first_count, *other_counts = self._nodes_by_group
         return [
             "sbatch",
             "--parsable",
             f"--job-name={self.directory.parent.name}-{self.directory.name}",
-            f"--nodes={first}",
+            f"--nodes={first_count}",
             site.device_flag,
-            *(f"--{name}={value}" for name, value in named.items() if value is not None),
+            *(f"--{name}={value}" for name, value in options.items() if value is not None),
             f"--signal=B:USR1@{site.checkpoint_margin_s}",
             f"--chdir={Path.cwd()}",
             f"--output={literal(self.directory)}/logs/slurm-%j.out",
             *(["--no-kill"] if site.spares_servers else []),
             *site.sbatch_flags,
             *extra,
-            *self._second_group(others),
+            *self._second_group(other_counts),
             str(SCRIPT),
             str(self.directory / CONFIG_FILE),
             f"--site={self.directory / SITE_FILE}",
         ]
 
-    def _second_group(self, others: Sequence[int]) -> list[str]:
-        """Options of the servers' nodes in a heterogeneous job; the script's own hold for the first group."""
+    def _second_group(self, node_counts: Sequence[int]) -> list[str]:
+        """Return options of the servers' nodes in a heterogeneous job; the script's own options apply to the first
+        group.
+        """
         site = self.site
-        named = {"account": site.account, "qos": site.qos, "time": site.time}
-        flags = [f"--{name}={value}" for name, value in named.items() if value is not None]
-        return [
-            word
-            for nodes in others
-            for word in (
+        options = {"account": site.account, "qos": site.qos, "time": site.time}
+        flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        words: list[str] = []
+        for nodes in node_counts:
+            words += [
                 ":",
                 f"--nodes={nodes}",
                 site.device_flag,
@@ -398,13 +404,13 @@ class Submission:
                 "--exclusive",
                 *flags,
                 *site.sbatch_flags,
-            )
-        ]
+            ]
+        return words
 
     def faults(self, extra: Sequence[str] = ()) -> Iterator[str]:
-        """Why the job could not work, apart from what ``check_config`` and the placement say.
+        """Report why the job could not work, apart from faults that ``check_config`` and the placement report.
 
-        ``extra``: as for ``command``. Flags that name a partition or a time are left to sbatch.
+        ``extra``: as for ``command``. Flags with a partition or a time are left to sbatch.
         """
         if shutil.which("sbatch") is None:
             yield "sbatch: not on the path, expected a login node of a Slurm cluster"
@@ -416,7 +422,10 @@ class Submission:
         if not any(flag.startswith(_OWN_LIMITS) for flag in flags):
             names = [self.site.partition, *filter(None, [self.site.server_partition])]
             partitions = [partition_of(name) for name in names]
-        yield from dict.fromkeys(p for part in partitions for p in time_faults(self.site, part))
+        time_limit_faults: dict[str, None] = {}
+        for partition in partitions:
+            time_limit_faults |= dict.fromkeys(time_faults(self.site, partition))
+        yield from time_limit_faults
         for nodes, partition in zip(self._nodes_by_group, partitions, strict=False):
             yield from node_faults(nodes, partition)
         config, data = self.config, self.config.data
@@ -432,7 +441,7 @@ class Submission:
 
 
 def _paths_of_data(path: str) -> dict[str, Path]:
-    """A file of each folder that a data path takes files from, by a name for messages."""
+    """Return one file of each folder of a data path, by a name for messages."""
     expanded = data_files(path)
     if not expanded.is_several:
         return {f"data: {path}": Path(path)}
@@ -441,11 +450,11 @@ def _paths_of_data(path: str) -> dict[str, Path]:
 
 
 PYTHON_VARIABLE = "MEGATRON_DPPO_PYTHON"
-"""Names the interpreter of the batch process."""
+"""Variable with the interpreter of the batch process."""
 
 
 def submit(options: argparse.Namespace) -> int:
-    """Submit what the command line says, or only show it; the exit code. Raises ConfigError, SlurmError."""
+    """Submit the job of the command line, or only print it; return the exit code. Raises ConfigError, SlurmError."""
     site = load_site(site_path(options.site), options.set)
     config = load_config(options.recipe, options.overrides)
     submission, memory, faults = _checked(config, site, options)
@@ -473,11 +482,11 @@ def _hand_over(submission: Submission, flags: Sequence[str]) -> int:
     write_atomically(directory / SITE_FILE, resolved_yaml(submission.site))
     print(f"configuration: {directory / CONFIG_FILE}, {directory / SITE_FILE}")
     print(shlex.join(command), flush=True)
-    # The supervisor must run under this interpreter, whichever the batch script's PATH finds first.
+    # The supervisor must run under this interpreter, not under the first one in the batch script's PATH.
     os.environ.setdefault(PYTHON_VARIABLE, sys.executable)
     for name in allocation_variables(os.environ):
         del os.environ[name]
-    # Or a job could be in the queue that the run directory does not name.
+    # Delay signals, so that no job can be in the queue without its id in the run directory.
     with held_back():
         answer = slurm(*command).strip()
         # In a federation --parsable adds the cluster's name.
@@ -490,7 +499,7 @@ def _hand_over(submission: Submission, flags: Sequence[str]) -> int:
 
 
 def _waiting_faults(directory: Path) -> Iterator[str]:
-    """A second job on one run's directory could only wait for the first one's lease, and end."""
+    """Report a second job on one run's directory: it could only wait for the first one's lease, and end."""
     job = job_state(directory, [])
     if job.state not in (None, UNKNOWN):
         yield (
@@ -502,8 +511,10 @@ def _waiting_faults(directory: Path) -> Iterator[str]:
 def _checked(
     config: TrainConfig, site: SiteConfig, options: argparse.Namespace
 ) -> tuple[Submission | None, str, list[str]]:
-    """The submission, None where the roles have no place; the verdict on its memory in a line; all that speaks against
-    it."""
+    """Return the submission, a line about its memory, and every fault.
+
+    The submission is None where the roles have no place.
+    """
     faults: list[str] = []
     submission, memory = None, "memory: not planned, for the configuration can't be used"
     try:
@@ -519,7 +530,7 @@ def _checked(
         faults += submission.faults(options.sbatch)
         faults += _waiting_faults(submission.directory)
     if submission is not None and fits:
-        memory, lacking = memory_verdict(submission)
-        faults += lacking
+        memory, memory_faults = memory_verdict(submission)
+        faults += memory_faults
     faults += server_option_faults(ServerSections.of(config).where_generated, site)
     return submission, memory, faults

@@ -1,8 +1,7 @@
-"""The batch process of a run: reads the allocation, inspects its nodes, has one start of the run supervised, and
-has the job start again where that was decided.
+"""The batch process of a run: it reads the allocation, checks its nodes, supervises one start, and requeues the job.
 
-Signals: USR1, the time limit is near (Slurm's, beside our own clock): checkpoint, start again.
-USR2: checkpoint, then end. TERM (scancel): the same, in the half minute that Slurm gives.
+Signals: USR1, the time limit is near (Slurm's, beside our own clock): checkpoint, start again. USR2: checkpoint, then
+end. TERM (scancel): the same, in the half minute that Slurm gives.
 """
 
 from __future__ import annotations
@@ -62,8 +61,6 @@ from megatron_dppo.system.secret_variables import (
     without_secrets,
 )
 
-# The job that this process is the batch process of.
-
 log = logging.getLogger(__name__)
 
 _LEAST_TO_END_S = 60.0
@@ -74,8 +71,10 @@ _ASK_EVERY_S = 60.0
 class Job:
     """The job that this process is the batch process of.
 
-    ``attempt``: how often Slurm has started it before. ``ends``: epoch seconds, None without a limit.
-    ``gpus``: of a node.
+    Attributes:
+        attempt: number of the job's earlier starts.
+        ends: epoch seconds of the time limit; None without one.
+        gpus: GPUs of a node.
     """
 
     id: str
@@ -86,11 +85,15 @@ class Job:
 
     @classmethod
     def of_environment(cls, site: SiteConfig) -> Job:
-        """Raises SlurmError outside of a job."""
+        """Read the job from Slurm's variables. Raises SlurmError outside of a job."""
         job, attempt = commands.job_environment(os.environ)
         groups = job_groups(os.environ)
-        names = [name for nodes in groups.values() for name in srun.hostnames(nodes)]
-        group_of = {name: g for g, nodes in groups.items() for name in srun.hostnames(nodes)}
+        names: list[str] = []
+        group_of: dict[str, int | None] = {}
+        for group, nodes in groups.items():
+            group_names = srun.hostnames(nodes)
+            names += group_names
+            group_of |= dict.fromkeys(group_names, group)
         devices = site.devices(os.environ)
         named_addresses = zip(names, commands.addresses(names), strict=True)
         hosts = tuple(
@@ -109,7 +112,7 @@ class Job:
         return StopRequests(signals, deadlines(self.ends, margin_s))
 
     def follow_time_limit(self, stops: StopRequests, margin_s: float) -> None:
-        """Ask Slurm now and then when the job ends, which an operator may change; from a thread."""
+        """Ask Slurm regularly when the job ends, because an operator may change it; from a thread."""
 
         def follow() -> None:
             while True:
@@ -123,7 +126,7 @@ class Job:
 
 
 def job_groups(environment: Mapping[str, str]) -> dict[int | None, str]:
-    """Slurm's lists of nodes by group of a heterogeneous job; under None that of any other job."""
+    """Return Slurm's lists of nodes by group of a heterogeneous job; under None that of any other job."""
     count = int(environment.get("SLURM_HET_SIZE", "0"))
     if not count:
         return {None: environment["SLURM_JOB_NODELIST"]}
@@ -131,17 +134,14 @@ def job_groups(environment: Mapping[str, str]) -> dict[int | None, str]:
 
 
 def deadlines(ends: float | None, margin_s: float) -> dict[Stop, float]:
-    """When a job that ends at ``ends`` is to save a checkpoint, and when it is too late for one."""
+    """Return when a job that ends at ``ends`` must save a checkpoint, and when it is too late for one."""
     if ends is None:
         return {}
     return {TIME: ends - margin_s, OVERTIME: ends - min(_LEAST_TO_END_S, margin_s / 3)}
 
 
-# Servers whose node has died move to a node that no role takes.
-
-
 def bad_nodes(names: Sequence[str]) -> dict[str, str]:
-    """Nodes that Slurm can't use any more, with their state; none where it can't be asked."""
+    """Return the nodes that Slurm can't use any more, with their state; none where Slurm does not answer."""
     try:
         return commands.bad_nodes(names)
     except SlurmError as error:
@@ -150,7 +150,7 @@ def bad_nodes(names: Sequence[str]) -> dict[str, str]:
 
 
 class Spares:
-    """Hosts that no role takes, given to the servers of hosts that died.
+    """Hosts without a role, which replace the hosts of servers whose node died.
 
     All servers of one host move together: a spare has as many devices.
     """
@@ -165,19 +165,21 @@ class Spares:
         self._ask = ask
 
     def host_now(self, host: Host) -> Host:
-        """Where a server of ``host`` starts again: there, or on the spare that stands for it."""
-        now = self._moved.get(host, host)
-        while (state := self._ask([now.name]).get(now.name)) is not None:
+        """Return the host on which a server of ``host`` restarts: the same, or the spare that replaces it."""
+        current_host = self._moved.get(host, host)
+        while (state := self._ask([current_host.name]).get(current_host.name)) is not None:
             if not self._left:
-                log.error("node %s is %s, and there is no spare for its servers", now.name, state)
-                return now
+                log.error(
+                    "node %s is %s, and there is no spare for its servers", current_host.name, state
+                )
+                return current_host
             spare = self._left.pop(0)
-            log.warning("node %s is %s: its servers move to %s", now.name, state, spare.name)
-            now = self._moved[host] = spare
-        return now
+            log.warning(
+                "node %s is %s: its servers move to %s", current_host.name, state, spare.name
+            )
+            current_host = self._moved[host] = spare
+        return current_host
 
-
-# Steps before a run: every node's preflight, and the check that needs the libraries.
 
 MODULE = "megatron_dppo.train"
 _POLL_S = 0.1
@@ -185,12 +187,12 @@ _PREFLIGHT_S = 900.0
 
 
 class PreflightError(RunError):
-    """Too few nodes can do the run's work; the message says which can't, and why."""
+    """Too few nodes can do the run's work; the message names the others, and why."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Runs such steps in the allocation; the run's ``config.yaml`` is written. ``stops`` end one early."""
+    """Runs steps in the allocation before a run whose ``config.yaml`` is written. ``stops`` end one early."""
 
     directory: RunDirectory
     form: srun.StepForm
@@ -198,7 +200,7 @@ class Steps:
     stops: StopRequests
 
     def check(self, host: Host) -> Outcome | None:
-        """Have ``host`` check everything that needs the libraries; why it refused, None where it did not."""
+        """Run the check that needs the libraries on ``host``; return its refusal, or None."""
         path = self.directory.path / "logs" / "check.out"
         command = [*rank_command(MODULE, self.directory, self.python), CHECK]
         code = self._run("check", command, [host], path, tolerant=False, needs_keys=True)
@@ -211,9 +213,9 @@ class Steps:
         return Outcome(code or 1, "refused" if code == REFUSED else "failed", text)
 
     def preflight(self, needs: Needs, job: Job, skipped: Sequence[str]) -> dict[str, str]:
-        """Nodes that must be left out, each with the reason.
+        """Return the nodes that must be left out, each with the reason.
 
-        Raises LaunchError for a fault that no node is to blame for: other nodes would have it too.
+        Raises LaunchError for a fault that no node causes: other nodes would have it too.
         """
         folder = self.directory.path / "preflight" / f"{job.id}-{job.attempt}"
         command = [self.python, "-m", "megatron_dppo.cluster.preflight", str(self.directory.config)]
@@ -224,7 +226,7 @@ class Steps:
         output = self.directory.path / "logs" / "preflight.out"
         log.info("preflight on %d nodes", len(job.hosts))
         self._run("preflight", command, job.hosts, output, tolerant=True, needs_keys=False)
-        # Nodes that were ended before they answered are not ill.
+        # Nodes that were ended before they answered are not at fault.
         if self.stops.came():
             return {}
         names = [host.name for host in job.hosts]
@@ -250,9 +252,9 @@ class Steps:
         tolerant: bool,
         needs_keys: bool,
     ) -> int | None:
-        """The highest exit code of the step, one in each group of hosts; None where a stop came, or its time was up.
+        """Return the highest exit code of the step, one in each group of hosts; None after a stop or a time-out.
 
-        ``needs_keys``: its tasks read the variables that hold keys from their standard input.
+        ``needs_keys``: its tasks read the variables with keys from their standard input.
         """
         output.unlink(missing_ok=True)
         plain, secrets = without_secrets(os.environ), b""
@@ -291,15 +293,12 @@ class Steps:
 
 
 def _ports(placement: Placement) -> set[int]:
-    """Every port that the run listens on first."""
+    """Return every port that the run listens on first."""
     router = placement.router
     ports = [placement.master_port, *(server.port for server in placement.servers)]
     ports += [server.meeting_port for server in placement.servers]
     ports += [] if router is None else [router.port, router.metrics_port]
     return {port for port in ports if port is not None}
-
-
-# One start of a run inside its job: placed, inspected, checked, supervised, written down.
 
 
 @dataclass(eq=False)
@@ -321,12 +320,14 @@ class Start:
         attempt = self._book.begin(attempts.Attempt(job.id, job.attempt, node, names, time.time()))
         outcome = self._outcome()
         ended = self._book.reached(replace(attempt, why="failed", ended=time.time()))
-        before = [a for a in self._book.all() if (a.job, a.attempt) != (job.id, job.attempt)]
+        earlier_attempts = [
+            a for a in self._book.all() if (a.job, a.attempt) != (job.id, job.attempt)
+        ]
         decision = attempts.decide(
             outcome,
             finished=is_finished(self.config),
             cancelled=any(stop.why == "cancelled" for stop in self.stops.came()),
-            fruitless=attempts.fruitless([*before, ended]),
+            fruitless=attempts.fruitless([*earlier_attempts, ended]),
             max_failures=self.site.max_failures,
         )
         if decision.why == "cancelled" and (lost := bad_nodes(names)):
@@ -352,7 +353,7 @@ class Start:
         return replace(decision, exclude=tuple(bad))
 
     def _outcome(self) -> Outcome:
-        """Place and check everything, then run; why nothing was started, where that is so."""
+        """Place and check everything, then run; return the reason where nothing was started."""
         if is_finished(self.config):
             return Outcome(0, "ended")
         base, python = srun.port_base(self.job.id), self.site.container.interpreter
@@ -384,7 +385,7 @@ class Start:
         return supervisor.run()
 
     def _require_environment(self) -> None:
-        # What this process has, every step gets.
+        # Every step receives the variables of this process.
         faults = allocator_faults(self.config.weight_sync.strategy, os.environ)
         if self.job.gpus and (text := "; ".join(faults)):
             raise LaunchError(text)
@@ -435,12 +436,12 @@ class Start:
 
 
 def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Placement:
-    """The roles on the nodes that are left.
+    """Place the roles on the remaining nodes.
 
-    Raises PreflightError where they are too few, LaunchError where of several none is left: then what the
-    run asks for is at fault, and other nodes would not help.
+    Raises PreflightError where they are too few, LaunchError where none of several remains: then the run's own settings
+    are at fault, and other nodes would not help.
     """
-    reasons = "; ".join(f"{name}: {why}" for name, why in bad.items())
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in bad.items())
     log.warning("preflight leaves out %s", reasons)
     try:
         if sound.hosts:
@@ -458,7 +459,10 @@ _LAST_BREATH_S = 2.0
 
 
 def supervise(config_path: str, overrides: Sequence[str], site_file: str | None) -> int:
-    """Run the recipe inside this job; the batch process's exit code. Raises ConfigError, LaunchError, SlurmError."""
+    """Run the recipe inside this job and return the batch process's exit code.
+
+    Raises ConfigError, LaunchError, SlurmError.
+    """
     site = load_site(site_path(site_file))
     os.environ.update(site.environment)
     hide_secrets()
@@ -474,10 +478,10 @@ def supervise(config_path: str, overrides: Sequence[str], site_file: str | None)
 
 
 def _requeue(job: Job, decision: attempts.Decision) -> int:
-    """Have the job start again where that was decided; the exit code.
+    """Requeue the job where that was decided; return the exit code.
 
-    A requeue ends this process too, by a TERM that is only noted. A job can be given nodes to keep off
-    only when it waits again.
+    A requeue ends this process too, by a TERM that is only noted. Nodes can be excluded from a job only when it waits
+    again.
     """
     if not decision.requeue:
         return decision.code
