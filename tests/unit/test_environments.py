@@ -38,7 +38,7 @@ from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, gene
 from megatron_dppo.loop.credit import with_rewards
 from megatron_dppo.loop.rollout_figures import GroupRow
 from megatron_dppo.loop.scorer import Scorer
-from megatron_dppo.loop.scoring import _scoring
+from megatron_dppo.loop.scoring import score_on_arrival
 from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.tiny_models import tiny_tokenizer
@@ -573,7 +573,7 @@ def test_a_failed_episode_has_no_reward_and_one_that_is_not_scored_is_not_put_to
     right = Trajectory.of_response([1], [2], text="= 8")
     scores: dict[Any, Any] = {}
     with Scorer(RewardConfig(name="exact_integer")) as scorer:
-        arrived = _scoring(scorer, job, scores)
+        arrived = score_on_arrival(scorer, job, scores)
         arrived((0, 0), right)
         arrived((0, 1), replace(right, wants_score=False))
         gone = Trajectory.of_response([1], [], finish_reason="failed", reason="x: gone")
