@@ -51,13 +51,16 @@ def test_what_the_recipes_count_on(now: str) -> None:
     assert found.pop(COLOCATED) == {"enable_memory_saver": True}
     assert set(found) == {path.stem for path in RECIPES.glob("*.yaml")} - {BASE}
     for recipe, own in found.items():
-        options, moe = every | own, "30b_a3b" in recipe
-        size = 4 if moe else 2 if recipe == "qwen3_8b_base" else 1
+        options = every | own
+        moe = "30b_a3b" in recipe or "olmoe" in recipe
+        size = 4 if "30b_a3b" in recipe else 2 if recipe == "qwen3_8b_base" else 1
         assert options["attention_backend"] == "fa3"
         assert options["sampling_backend"] == "flashinfer"
         assert options["moe_runner_backend"] == ("triton" if moe else "auto")
         assert options["disable_overlap_schedule"] is False
-        assert options["enable_return_routed_experts"] is ("_r3" in recipe or "128k" in recipe)
+        assert options["enable_return_routed_experts"] is any(
+            name in recipe for name in ("_r3", "128k", "olmoe")
+        )
         assert options["tp_size"] == size
         assert options["dtype"] == "bfloat16"
         graphs = options["cuda_graph_config"]
