@@ -233,7 +233,7 @@ class _Checkpoint:
         """
         from megatron_dppo.loop.credit import with_rewards
         from megatron_dppo.loop.scoring import score_on_arrival
-        from megatron_dppo.rewards import RewardUnavailableError
+        from megatron_dppo.rewards import RewardInput, RewardUnavailableError
         from megatron_dppo.rewards.verifier import Score, require
 
         pending_scores: dict[Hashable, PendingScore] = {}
@@ -256,7 +256,7 @@ class _Checkpoint:
             reason = next(s.unavailable for s in scores if s.unavailable is not None)
             raise RewardUnavailableError(f"{description}: {len(missing)} responses: {reason}")
         responses = job.trajectories(done)
-        inputs = [job.problems[i // size].reward_input(t.text) for i, t in enumerate(responses)]
+        inputs = [RewardInput.of(job.problems[i // size], t.text) for i, t in enumerate(responses)]
         require(scores, inputs)
         # Penalties on length shape what is trained; an evaluation's average is of the rewards themselves.
         unshaped = self.config.algorithm.model_copy(
