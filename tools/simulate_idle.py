@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dppo.cluster.plan import EXAMPLES, shape_of
+from megatron_dppo.cluster.planner.decode_time import decode_seconds
 from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
 from megatron_dppo.cluster.planner.facts import (
     COLOCATED,
@@ -34,8 +35,8 @@ from megatron_dppo.cluster.planner.facts import (
     Schedule,
     facts_of,
 )
+from megatron_dppo.cluster.planner.generation_time import resumed_seconds, server_slots
 from megatron_dppo.cluster.planner.run_plan import RunPlan, plan_run
-from megatron_dppo.cluster.planner.step_time import decode_seconds, resumed_seconds, server_slots
 from megatron_dppo.config import load_config
 
 SCHEDULES = {

@@ -42,7 +42,7 @@ from megatron_dppo.cluster.planner.search import (
     search_schedules,
 )
 from megatron_dppo.cluster.planner.step_time import StepSeconds, model_flops_utilisation
-from megatron_dppo.cluster.planner.traffic import weight_plan
+from megatron_dppo.cluster.planner.weight_plan import weight_plan
 from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.logging import fatal
 from megatron_dppo.model.mapping import parameters

@@ -77,12 +77,7 @@ def _setting(option: str, word: str) -> tuple[str, Any]:
 
 def _inspect(options: argparse.Namespace) -> int:
     from megatron_dppo.config.data_schema import RewardConfig
-    from megatron_dppo.data.problems import (
-        DataKeys,
-        PromptForm,
-        embedding_rows,
-        load_tokenizer,
-    )
+    from megatron_dppo.data.problems import DataKeys, PromptForm, embedding_rows, load_tokenizer
     from megatron_dppo.diagnostics.data_inspection import Inspection, inspect
 
     _require_reward(options.reward)
@@ -108,7 +103,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _check_rewards(options: argparse.Namespace) -> int:
-    from megatron_dppo.diagnostics.data_inspection import check_rewards
+    from megatron_dppo.diagnostics.reward_checks import check_rewards
 
     _require_reward(options.reward)
     return check_rewards(

@@ -6,12 +6,9 @@ solutions: each must score 1 against its line's answer, and 0 against a wrong on
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,12 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data import problems
-from megatron_dppo.data.records import DataError, keys, read_records
 from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.metrics.progress import progress
-from megatron_dppo.rewards import RewardInput, find_reward
+from megatron_dppo.diagnostics.near_duplicates import near_duplicates
+from megatron_dppo.rewards import find_reward
 from megatron_dppo.rewards.answer_check import bad_answers
-from megatron_dppo.rewards.verifier import Score, Verifier
 
 _QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
 _BARS, _WIDTH = 10, 40
@@ -227,133 +222,3 @@ def _shown(inspection: Inspection, records: problems.ProblemRecords) -> Iterator
             text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
         yield f"--- {locations[i]}"
         yield text
-
-
-# --- problems of a training set that are also in an evaluation set, perhaps worded or set otherwise
-#
-# Texts are compared as sets of three words or numbers in a row, without LaTeX's layout and punctuation. The overlap
-# is exact: an index of the evaluation set, which is small, takes the place of sketches such as MinHash.
-
-SHINGLE = 3
-"""Words in a row."""
-_LAYOUT = re.compile(
-    r"\\(?:left|right|big|Big|bigg|Bigg|displaystyle|text\w*|math(?:rm|bf|it|cal)|quad|qquad)"
-    r"(?![a-zA-Z])|\[asy\].*?\[/asy\]",
-    re.DOTALL,
-)
-_WORD = re.compile(r"[a-z]+|\d+|[^\W\d_]")
-
-
-class NearDuplicate(NamedTuple):
-    """Positions of two alike problems. ``similarity``: shared shingles over all of both (Jaccard)."""
-
-    similarity: float
-    training: int
-    evaluation: int
-
-
-def shingles(text: str) -> set[tuple[str, ...]]:
-    """The sets that texts are compared by: ``SHINGLE`` words in a row; all of a shorter text."""
-    tokens = _WORD.findall(_LAYOUT.sub(" ", text).lower())
-    count = max(1, len(tokens) - SHINGLE + 1)
-    return {tuple(tokens[i : i + SHINGLE]) for i in range(count)} if tokens else set()
-
-
-def near_duplicates(
-    training: Sequence[str], evaluation: Sequence[str], at_least: float
-) -> list[NearDuplicate]:
-    """Every pair that is at least so similar, the most similar first. 17,000 x 30: a second or two."""
-    sizes = []
-    index: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-    for position, text in enumerate(evaluation):
-        of_text = shingles(text)
-        sizes.append(len(of_text))
-        for shingle in of_text:
-            index[shingle].append(position)
-    pairs = []
-    for row, text in enumerate(training):
-        of_text = shingles(text)
-        shared = Counter(position for shingle in of_text for position in index.get(shingle, ()))
-        for position, count in shared.items():
-            similarity = count / (len(of_text) + sizes[position] - count)
-            if similarity >= at_least:
-                pairs.append(NearDuplicate(similarity, row, position))
-    return sorted(pairs, key=lambda pair: (-pair.similarity, pair.training, pair.evaluation))
-
-
-# --- a reward against worked solutions
-
-
-class RewardCheck(NamedTuple):
-    """A worked solution against an answer: the line's own, which must score 1, or a wrong one, 0."""
-
-    line: int
-    solution: str
-    answer: str
-    expected: float
-
-
-def check_rewards(
-    path: Path,
-    reward: str,
-    timeout_s: float,
-    workers: int,
-    passed_variables: Sequence[str] = (),
-) -> int:
-    """Check every line, at most ``timeout_s`` seconds each; the exit code: 1 where a check failed, else 0.
-
-    ``passed_variables``: as in RewardTerm.
-    Raises DataError naming the line where ``path`` can't be used, VerifierError where the reward's worker fails.
-    """
-    checks = read_checks(path)
-    with (
-        Verifier(reward, timeout_s, workers, passed_variables=passed_variables) as verifier,
-        progress("check solutions", len(checks)) as bar,
-    ):
-        inputs = [RewardInput(check.solution, check.answer) for check in checks]
-        scores = verifier.score(inputs, lambda: bar.advance(1))
-    return _report(checks, scores)
-
-
-def read_checks(path: Path) -> list[RewardCheck]:
-    """Read a check from every line with a solution and an answer. Raises DataError naming the line."""
-    records, locations, _ = read_records(path)
-    solved = []
-    for number, (record, where) in enumerate(zip(records, locations, strict=True), start=1):
-        if "answer" not in record:
-            raise DataError(
-                f"{where}: no 'answer', expected the final answer there and a worked solution under 'solution'; found "
-                f"{keys(record)}"
-            )
-        if isinstance(record.get("solution"), str):
-            solved.append(RewardCheck(number, record["solution"], str(record["answer"]), 1.0))
-    if not solved:
-        raise DataError(
-            f"{path}: no line has a 'solution', expected a worked solution as text there, whose answer is the line's "
-            f"'answer'; the first line has {keys(records[0])}"
-        )
-    answers = [check.answer for check in solved]
-    wrong = ((check, _wrong_answer(check.answer, answers)) for check in solved)
-    return solved + [check._replace(answer=w, expected=0.0) for check, w in wrong if w is not None]
-
-
-def _wrong_answer(answer: str, others: list[str]) -> str | None:
-    """The answer plus one if it is an integer, else another line's; None if all are the same."""
-    if answer.lstrip("+-").isdecimal():
-        return str(int(answer) + 1)
-    return next((other for other in others if other != answer), None)
-
-
-def _report(checks: list[RewardCheck], scores: list[Score]) -> int:
-    """Print each failed check and the counts of both kinds; returns 1 if a check failed, else 0."""
-    pairs = list(zip(checks, scores, strict=True))
-    failed = [(c, s) for c, s in pairs if s.value != c.expected or s.timed_out or s.crashed]
-    for check, score in failed:
-        print(
-            f"line {check.line}: scored {score} against {check.answer!r}, expected {check.expected:g}"
-        )
-    for expected, kind in ((1.0, "the given answer"), (0.0, "a wrong answer")):
-        of_kind = [score for check, score in pairs if check.expected == expected]
-        right = sum(score.value == expected for score in of_kind)
-        print(f"{right} of {len(of_kind)} solutions score {expected:g} against {kind}")
-    return int(bool(failed))

@@ -235,7 +235,7 @@ def test_memory_falls_by_what_the_planner_says(
     size: str, found: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     from megatron_dppo.cluster.planner.facts import trainer_facts
-    from megatron_dppo.cluster.planner.memory import parked_bytes, state_bytes
+    from megatron_dppo.cluster.planner.trainer_state import parked_bytes, state_bytes
     from megatron_dppo.model.families import load_model_shape
 
     folder, ranks = found

@@ -110,7 +110,7 @@ def planned(family: str, parallel: dict[str, Any], changes: dict[str, Any], fold
     """(state, activations) of each rank of the case."""
     from megatron_dppo.cluster.planner.activations import activation_bytes
     from megatron_dppo.cluster.planner.facts import trainer_facts
-    from megatron_dppo.cluster.planner.memory import state_bytes
+    from megatron_dppo.cluster.planner.trainer_state import state_bytes
     from megatron_dppo.model.families import load_model_shape
     from tests.distributed.test_trainer_parity import run_config
 

@@ -9,7 +9,8 @@ import pytest
 from megatron_dppo.data import problems
 from megatron_dppo.data.problems import PromptForm, token_counts, tokenise
 from megatron_dppo.diagnostics.data import main
-from megatron_dppo.diagnostics.data_inspection import histogram, near_duplicates, shingles
+from megatron_dppo.diagnostics.data_inspection import histogram
+from megatron_dppo.diagnostics.near_duplicates import near_duplicates, shingles
 from tests.tiny_models import tiny_tokenizer
 from tests.unit.test_bad_input_fuzz import resident
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from megatron_dppo.cluster.planner.memory import ParkedBytes, StateBytes, parked_bytes
+from megatron_dppo.cluster.planner.trainer_state import ParkedBytes, StateBytes, parked_bytes
 from megatron_dppo.model.shape import TRAINER_PARTS
 from megatron_dppo.trainer import parking, platform
 from megatron_dppo.trainer.parking import ParkedError, Parker

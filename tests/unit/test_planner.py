@@ -11,13 +11,21 @@ from rich.console import Console
 from megatron_dppo.algorithms.table import PRESETS, Preset, algorithm_facts
 from megatron_dppo.cluster import plan as command
 from megatron_dppo.cluster.plan import bars, print_plan
-from megatron_dppo.cluster.planner.activations import (
-    activation_bytes,
-    bubble,
-    chunks_in_flight,
-    layer_bytes,
-    logits_bytes,
-    statistics_bytes,
+from megatron_dppo.cluster.planner.activations import activation_bytes, layer_bytes
+from megatron_dppo.cluster.planner.batch_memory import column_bytes, routing_bytes_per_token
+from megatron_dppo.cluster.planner.communicators import (
+    PER_COMMUNICATOR,
+    engine_communicator_bytes,
+    trainer_communicator_bytes,
+)
+from megatron_dppo.cluster.planner.decode_time import (
+    Touched,
+    attention_flops,
+    decode_seconds,
+    hand_over_seconds,
+    linear_flops,
+    network_seconds,
+    touched_parameters,
 )
 from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
 from megatron_dppo.cluster.planner.facts import (
@@ -29,37 +37,26 @@ from megatron_dppo.cluster.planner.facts import (
     rank_parameters,
     senders,
 )
-from megatron_dppo.cluster.planner.memory import (
-    PER_COMMUNICATOR,
-    _copied,
-    column_bytes,
+from megatron_dppo.cluster.planner.generation_time import prefill_seconds
+from megatron_dppo.cluster.planner.head_memory import logits_bytes, statistics_bytes
+from megatron_dppo.cluster.planner.host_memory import _copied, node_roles
+from megatron_dppo.cluster.planner.run_plan import check_memory, device_here, plan_run
+from megatron_dppo.cluster.planner.schedules import bubble, chunks_in_flight
+from megatron_dppo.cluster.planner.search import Question, nearest, search
+from megatron_dppo.cluster.planner.server_memory import (
     engine_bytes,
-    engine_communicator_bytes,
     kv_bytes_per_token,
-    node_roles,
-    routing_bytes_per_token,
-    state_bytes,
-    trainer_communicator_bytes,
     weight_bytes,
 )
-from megatron_dppo.cluster.planner.run_plan import check_memory, device_here, plan_run
-from megatron_dppo.cluster.planner.search import Question, nearest, search
 from megatron_dppo.cluster.planner.step_time import (
     StepSeconds,
-    Touched,
-    attention_flops,
     context_bytes,
-    decode_seconds,
-    hand_over_seconds,
     head_flops,
-    linear_flops,
-    network_seconds,
-    prefill_seconds,
     step_seconds,
-    touched_parameters,
     training_flops,
 )
 from megatron_dppo.cluster.planner.traffic import traffic
+from megatron_dppo.cluster.planner.trainer_state import state_bytes
 from megatron_dppo.cluster.slurm.site import SiteConfig
 from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import Machine

@@ -12,6 +12,7 @@ from megatron_dppo.cluster import plan as command
 from megatron_dppo.cluster.plan import print_plan, print_proposals
 from megatron_dppo.cluster.planner import colocation
 from megatron_dppo.cluster.planner.activations import ActivationBytes
+from megatron_dppo.cluster.planner.decode_time import PREFILL_UTILISATION, decode_seconds
 from megatron_dppo.cluster.planner.devices import CONTEXT, DEVICES, GIB, Cluster
 from megatron_dppo.cluster.planner.facts import (
     COLOCATED,
@@ -21,7 +22,13 @@ from megatron_dppo.cluster.planner.facts import (
     facts_of,
     schedule_of,
 )
-from megatron_dppo.cluster.planner.memory import LEAST_RESERVED, EngineBytes, RankBytes, StateBytes
+from megatron_dppo.cluster.planner.generation_time import (
+    generation_seconds,
+    prefill_seconds,
+    resumed_seconds,
+    sequences_at_once,
+)
+from megatron_dppo.cluster.planner.memory import RankBytes
 from megatron_dppo.cluster.planner.run_plan import plan_run
 from megatron_dppo.cluster.planner.search import (
     Proposal,
@@ -31,15 +38,9 @@ from megatron_dppo.cluster.planner.search import (
     search,
     search_schedules,
 )
-from megatron_dppo.cluster.planner.step_time import (
-    PREFILL_UTILISATION,
-    StepSeconds,
-    decode_seconds,
-    generation_seconds,
-    prefill_seconds,
-    resumed_seconds,
-    sequences_at_once,
-)
+from megatron_dppo.cluster.planner.server_memory import LEAST_RESERVED, EngineBytes
+from megatron_dppo.cluster.planner.step_time import StepSeconds
+from megatron_dppo.cluster.planner.trainer_state import StateBytes
 from megatron_dppo.config import load_config
 from megatron_dppo.model.families import load_model_shape
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_dppo.diagnostics.data import main
-from megatron_dppo.diagnostics.data_inspection import read_checks
+from megatron_dppo.diagnostics.reward_checks import read_checks
 
 SOLUTIONS = [
     (r"$a + b = \boxed{7}$. Or: $7$ by symmetry, \framebox{7} minutes. -someone, 2024", "7"),

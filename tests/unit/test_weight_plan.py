@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dppo.cluster.plan import main
 from megatron_dppo.cluster.planner.facts import facts_of
-from megatron_dppo.cluster.planner.traffic import plan_faults, weight_plan
+from megatron_dppo.cluster.planner.weight_plan import plan_faults, weight_plan
 from megatron_dppo.config import load_config
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import hf_buckets_plan

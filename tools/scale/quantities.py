@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_dppo.cluster.planner import memory
+from megatron_dppo.cluster.planner import communicators
 from megatron_dppo.cluster.planner.devices import gb, gib
 from megatron_dppo.cluster.planner.run_plan import RunPlan
 from megatron_dppo.cluster.planner.step_time import model_flops_utilisation
@@ -72,12 +72,12 @@ def _hash_bound(plan: RunPlan) -> str:
 
 def _trainer_groups(plan: RunPlan) -> str:
     held = plan.fullest.communicators
-    return f"{held // memory.PER_COMMUNICATOR}: {gib(held)}"
+    return f"{held // communicators.PER_COMMUNICATOR}: {gib(held)}"
 
 
 def _engine_groups(plan: RunPlan) -> str:
     count = int(plan.facts.engine.tensor > 1) + plan.facts.senders
-    return f"{count}: {gib(count * memory.PER_COMMUNICATOR)}"
+    return f"{count}: {gib(count * communicators.PER_COMMUNICATOR)}"
 
 
 def _memory(plan: RunPlan) -> str:
@@ -106,11 +106,13 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
             _columns("routing"),
             "layers x experts a token x 1 byte x tokens",
         ),
-        Computed("routing a step, on the wire", _columns("routing_wire"), "planner/memory.py"),
+        Computed(
+            "routing a step, on the wire", _columns("routing_wire"), "planner/batch_memory.py"
+        ),
         Computed(
             "Top-K a step, in memory", _columns("topk"), "K x (4 + 4) bytes x response tokens"
         ),
-        Computed("Top-K a step, on the wire", _columns("topk_wire"), "planner/memory.py"),
+        Computed("Top-K a step, on the wire", _columns("topk_wire"), "planner/batch_memory.py"),
         Computed("on the wire over in memory", _received, "of routing and Top-K together"),
         Computed(
             "a rank holds of a batch",
@@ -120,7 +122,7 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
         Computed(
             "host memory a node, columns",
             _host("batch"),
-            "ranks x copies x what each holds (planner/memory.py)",
+            "ranks x copies x what each holds (planner/batch_memory.py)",
         ),
         Computed(
             "host memory a node, in all",
@@ -177,7 +179,7 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
         Computed(
             "communicators of a trainer rank",
             _trainer_groups,
-            "count: bytes (planner/memory.py)",
+            "count: bytes (planner/communicators.py)",
         ),
         Computed(
             "communicators of an engine rank",

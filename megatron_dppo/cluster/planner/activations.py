@@ -1,18 +1,19 @@
-"""Count a rank's memory that grows with a micro-batch: activations of layers and head, and working memory of passes."""
+"""Count a rank's memory that grows with a micro-batch: activations of layers and head, and working memory of passes.
+
+Activations are the bytes per token that a layer's kernels keep for the backward pass: Transformer Engine's kernels on
+GPUs, torch's on CPUs. Legend: h = hidden size, q = query size, kv = key (or value) size, f = MLP size, k = experts of
+a token, E = experts, b = bytes of an activation; all sizes are those of one rank.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from megatron_dppo.cluster.planner.facts import TrainerFacts
+from megatron_dppo.cluster.planner.head_memory import head_bytes, logits_bytes
+from megatron_dppo.cluster.planner.schedules import chunks_in_flight
 from megatron_dppo.model.adapters import AdaptedLinear, adapted_linears
 from megatron_dppo.model.families import family_of
-from megatron_dppo.model.layout import Layout, padded_vocab_size
-
-# Bytes per token that a layer's kernels keep for the backward pass: Transformer Engine's kernels on
-# GPUs, torch's on CPUs.
-# Legend: h = hidden size, q = query size, kv = key (or value) size, f = MLP size, k = experts of
-# a token, E = experts, b = bytes of an activation; all sizes are those of one rank.
 
 _FLOAT = 4
 _INDEX = 8
@@ -182,10 +183,6 @@ def _router(s: LocalSizes, row_id_map: float) -> float:
     return (s.experts * (_FLOAT + 1) + topk_bytes + row_id_map) * s.rows
 
 
-# Bytes that frozen layers with adapters keep for the backward pass: the differences from trained
-# layers.
-
-
 def with_adapters(trained: LayerBytes, s: LocalSizes, trainer: TrainerFacts) -> LayerBytes:
     """Convert ``trained``, the bytes of a layer with trained weights, to those of a frozen layer with adapters.
 
@@ -241,82 +238,6 @@ def _is_attention(linear: AdaptedLinear) -> bool:
 def _has_norm(linear: AdaptedLinear) -> bool:
     """Return whether the linear is fused with the norm before it: column-parallel linears, except those of experts."""
     return linear.axis == 0 and not linear.of_experts
-
-
-# Megatron-Core's pipeline schedules: the number of micro-batches that a stage holds at once, and
-# the time in which stages are idle.
-
-
-def chunks_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
-    """Return the largest number of forward passes of a model chunk on ``stage`` whose backward pass has not run yet.
-
-    The number is one more than the warm-up of ``get_pp_rank_microbatches`` (pipeline_parallel/schedules.py), which is
-    P - p - 1 for 1F1B and 2 (P - p - 1) + (v - 1) P for v interleaved chunks. All forward passes of a step are the
-    upper bound.
-    """
-    stages, chunks = layout.pipeline, layout.chunks
-    if stages == 1:
-        return 1
-    warmup = stages - stage - 1
-    if chunks > 1:
-        warmup = 2 * warmup + (chunks - 1) * stages
-    return min(warmup + 1, micro_batches * chunks)
-
-
-def bubble(layout: Layout, micro_batches: int) -> float:
-    """Return a pipeline's idle time / busy time: (P - 1) / (v M) (Narayanan et al., arXiv 2104.04473, section 2.2)."""
-    return (layout.pipeline - 1) / (layout.chunks * micro_batches)
-
-
-# Memory of the last stage's head: final norm, a chunk of logits, statistics of the policy.
-
-_STATISTICS = 8 + 8 + 8 + 8 + 6 * 4
-"""Bytes of statistics per token: log-sum-exp fp64; place, target id and its column int64; and six fp32 rows (log pi,
-mu, advantage, loss, mask, gradient)."""
-_TOPK = 8 + 8 + 4 + 4 + 8 + 4 + 4
-"""Bytes per token and Top-K id: ids and columns int64, owned and reduced logits fp32, log pi fp64 and fp32, mu."""
-
-
-def logits_bytes(trainer: TrainerFacts) -> int:
-    """Return the bytes of the logits of one chunk of a micro-batch: tokens / CP x padded vocabulary / TP logits.
-
-    ``vocab_parallel/head.py`` keeps the logits of one chunk from the forward to the backward pass. The logits of other
-    chunks and all gradients overwrite them, and the kernels hold rows in registers. The matrix products of the backward
-    pass copy fp32 logits to the model's dtype.
-    """
-    tensor = trainer.layout.tensor
-    columns = padded_vocab_size(trainer.shape.vocab_size, tensor) // tensor
-    copy_bytes = trainer.item_bytes if trainer.logit_bytes > trainer.item_bytes else 0
-    return (
-        min(trainer.rank_tokens, trainer.chunk_tokens)
-        * columns
-        * (trainer.logit_bytes + copy_bytes)
-    )
-
-
-def statistics_bytes(trainer: TrainerFacts, topk: int) -> int:
-    """Return the bytes of the statistics of a micro-batch.
-
-    Tensor-parallel ranks also reduce a packed row: 3 fp32 for each rank (``vocab_parallel/wire.py``). Context-parallel
-    ranks compute the statistics of their own tokens and gather all of them, because each rank needs the loss of all
-    tokens.
-    """
-    slots = 12 * trainer.layout.tensor if trainer.layout.tensor > 1 else 0
-    return trainer.tokens * (_STATISTICS + slots + _TOPK * (topk + 1 if topk else 0))
-
-
-def head_bytes(trainer: TrainerFacts, topk: int) -> int:
-    """Return the bytes that the last stage keeps between the last layer and its backward pass, without the logits.
-
-    The bytes are those of one micro-batch. The final norm counts like a layer's norm; with sequence parallelism, its
-    output is gathered: tokens x hidden.
-    """
-    hidden = trainer.shape.hidden_size
-    rows = 1 / trainer.layout.tensor if trainer.sequence_parallel else 1.0
-    norm_bytes = 2 * trainer.item_bytes if trainer.transformer_engine else 8 + trainer.item_bytes
-    norm = trainer.rank_tokens * rows * (hidden * norm_bytes + 4)
-    gathered = trainer.rank_tokens * hidden * trainer.item_bytes if trainer.sequence_parallel else 0
-    return round(norm) + gathered + statistics_bytes(trainer, topk)
 
 
 BUSIEST_RANK = 1.25

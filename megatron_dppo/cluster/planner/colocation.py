@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_dppo.cluster.planner import memory
+from megatron_dppo.cluster.planner import communicators, memory, server_memory, trainer_state
 from megatron_dppo.cluster.planner.devices import CONTEXT, GIB, Device, gib
 from megatron_dppo.cluster.planner.facts import RunFacts
 from megatron_dppo.model.shape import TrainerPart
@@ -42,7 +42,7 @@ class SharedBytes:
 
 
 def shared_bytes(
-    rank: memory.RankBytes, engine: memory.EngineBytes, communicators: int, room: int
+    rank: memory.RankBytes, engine: server_memory.EngineBytes, communicators: int, room: int
 ) -> SharedBytes:
     """Return the smallest set of parts that a rank must park so that it shares a GPU with a server.
 
@@ -62,7 +62,7 @@ def shared_bytes(
         room: Bytes of the GPU's memory.
     """
     fixed = CONTEXT + communicators
-    server = fixed + engine.weights + max(0, engine.kv_pool) + memory.LEAST_RESERVED
+    server = fixed + engine.weights + max(0, engine.kv_pool) + server_memory.LEAST_RESERVED
     rank_fixed = rank.context + rank.communicators
     generating = server + rank_fixed + rank.state.total
     travels, parked_parts = 0, []
@@ -80,7 +80,7 @@ def shared_bytes(
     return SharedBytes(
         parked=tuple(parked_parts),
         travels=travels,
-        host=memory.parked_bytes(rank.state, parked_parts).host,
+        host=trainer_state.parked_bytes(rank.state, parked_parts).host,
         training=rank.total + fixed + KEPT_BY_SERVER,
         generating=generating,
         updating=rank_fixed
@@ -97,8 +97,8 @@ def shared_ranks(facts: RunFacts, device: Device) -> tuple[SharedBytes, ...]:
     if not facts.schedule.is_colocated or not facts.engine.servers:
         return ()
     shape = facts.trainer.shape
-    engine = memory.engine_bytes(shape, facts.engine, facts.rollout, device)
-    groups = memory.engine_communicator_bytes(facts.engine.tensor, 0)
+    engine = server_memory.engine_bytes(shape, facts.engine, facts.rollout, device)
+    groups = communicators.engine_communicator_bytes(facts.engine.tensor, 0)
     stages = range(facts.trainer.layout.pipeline)
     return tuple(
         shared_bytes(memory.rank_bytes(facts, stage), engine, groups, device.memory)

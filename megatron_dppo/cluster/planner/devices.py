@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from megatron_dppo.system.compute import PEAKS
 
-# Memory is printed in GiB, and transfers and storage in GB, as makers and tools do.
-
 GIB = 2**30
 GB = 10**9
 MIB = 2**20

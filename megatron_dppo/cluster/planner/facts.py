@@ -117,9 +117,6 @@ def _counted(rules: Iterable[tuple[Rule, int]], shape: ModelShape, size: int) ->
     )
 
 
-# Parameters of a trainer rank where only adapters (and perhaps routers) are trained.
-
-
 @dataclass(frozen=True)
 class Trained:
     """The trained parameters of a model whose other parameters are frozen."""

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dppo.cluster.planner import memory
+from megatron_dppo.cluster.planner import (
+    batch_memory,
+    communicators,
+    host_memory,
+    memory,
+    server_memory,
+    trainer_state,
+)
 from megatron_dppo.cluster.planner.activations import activation_bytes
 from megatron_dppo.cluster.planner.colocation import SharedBytes, shared_ranks, sharing_faults
 from megatron_dppo.cluster.planner.devices import Cluster, Device, device_named, gib
@@ -34,12 +41,12 @@ class RunPlan:
 
     facts: RunFacts
     cluster: Cluster
-    nodes: tuple[memory.NodeRoles, ...]
+    nodes: tuple[host_memory.NodeRoles, ...]
     ranks: tuple[memory.RankBytes, ...]
-    engine: memory.EngineBytes | None
+    engine: server_memory.EngineBytes | None
     shared: tuple[SharedBytes, ...]
-    hosts: tuple[memory.HostBytes, ...]
-    columns: memory.ColumnBytes
+    hosts: tuple[host_memory.HostBytes, ...]
+    columns: batch_memory.ColumnBytes
     traffic: Traffic
     seconds: StepSeconds | None
     misplaced: tuple[str, ...]
@@ -108,18 +115,18 @@ class RunPlan:
 
 def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> RunPlan:
     """Plan the run ``facts`` on ``cluster``; ``storage``: bytes/s of the shared file system."""
-    nodes, misplaced = memory.node_roles(facts.roles, cluster)
+    nodes, misplaced = host_memory.node_roles(facts.roles, cluster)
     ranks = tuple(memory.rank_bytes(facts, stage) for stage in range(facts.trainer.layout.pipeline))
-    columns = memory.column_bytes(facts.trainer.shape, facts.rollout)
+    columns = batch_memory.column_bytes(facts.trainer.shape, facts.rollout)
     transfers = traffic(facts, cluster.device, storage)
     engine, too_large = _engine(facts, cluster)
     capture_bytes = 0
     if engine is not None and facts.rollout.routing:
-        capture_bytes = memory.capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
+        capture_bytes = server_memory.capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
     shared_bytes = () if engine is None else shared_ranks(facts, cluster.device)
     parked_bytes = max((stage.host for stage in shared_bytes), default=0)
     hosts = tuple(
-        memory.host_bytes(facts, columns, node, capture_bytes, parked_bytes) for node in nodes
+        host_memory.host_bytes(facts, columns, node, capture_bytes, parked_bytes) for node in nodes
     )
     too_large += [*_rank_faults(ranks, cluster), *_host_faults(hosts, cluster)]
     if facts.schedule.is_colocated:
@@ -143,7 +150,9 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     )
 
 
-def _engine(facts: RunFacts, cluster: Cluster) -> tuple[memory.EngineBytes | None, list[str]]:
+def _engine(
+    facts: RunFacts, cluster: Cluster
+) -> tuple[server_memory.EngineBytes | None, list[str]]:
     """Return the memory of a server's GPU, and its faults.
 
     The memory is None where the run starts no server, or where the server's layout cannot hold the model.
@@ -155,15 +164,15 @@ def _engine(facts: RunFacts, cluster: Cluster) -> tuple[memory.EngineBytes | Non
         check_engine_layout(shape, EngineLayout(engine.tensor, engine.expert))
     except LayoutError as error:
         return None, [f"sglang: {error}"]
-    parts = memory.engine_bytes(shape, engine, facts.rollout, cluster.device)
-    groups = memory.engine_communicator_bytes(engine.tensor, facts.senders)
+    parts = server_memory.engine_bytes(shape, engine, facts.rollout, cluster.device)
+    groups = communicators.engine_communicator_bytes(engine.tensor, facts.senders)
     sequence_tokens, faults = facts.rollout.longest, []
     if parts.kv_tokens < sequence_tokens:
         faults.append(
             f"engine GPU memory: {gib(parts.weights)} of weights leave a KV cache of {parts.kv_tokens:,} tokens in "
             f"mem_fraction_static {parts.fraction}, expected at least one sequence of {sequence_tokens:,}"
         )
-    minimum = groups + memory.LEAST_RESERVED
+    minimum = groups + server_memory.LEAST_RESERVED
     if parts.reserved < minimum:
         faults.append(
             f"engine GPU memory: mem_fraction_static {parts.fraction} leaves {gib(parts.reserved)} free, expected at "
@@ -186,7 +195,7 @@ def _rank_faults(ranks: tuple[memory.RankBytes, ...], cluster: Cluster) -> Itera
 def _sharing_faults(
     facts: RunFacts,
     ranks: tuple[memory.RankBytes, ...],
-    engine: memory.EngineBytes | None,
+    engine: server_memory.EngineBytes | None,
     cluster: Cluster,
 ) -> Iterator[str]:
     """Report servers that start on a rank's GPU (``sglang.base_gpu_id``) and do not fit in its memory with the rank."""
@@ -202,7 +211,7 @@ def _sharing_faults(
         )
 
 
-def _host_faults(hosts: tuple[memory.HostBytes, ...], cluster: Cluster) -> Iterator[str]:
+def _host_faults(hosts: tuple[host_memory.HostBytes, ...], cluster: Cluster) -> Iterator[str]:
     for node, host in enumerate(hosts):
         if host.total > cluster.node_memory:
             yield (
@@ -222,9 +231,9 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
         return StartCheck(summary="memory: unknown")
     trainer, engine = facts.trainer, facts.engine
     stages, world = range(trainer.layout.pipeline), trainer.layout.world_size
-    states = [memory.state_bytes(trainer, stage) for stage in stages]
+    states = [trainer_state.state_bytes(trainer, stage) for stage in stages]
     try:
-        rank = memory.weight_bytes(trainer.shape, EngineLayout(engine.tensor, engine.expert))
+        rank = server_memory.weight_bytes(trainer.shape, EngineLayout(engine.tensor, engine.expert))
     except ModelError:
         # The engine rejects this layout, so that the servers' bytes are unknown. Another check reports the layout.
         rank = 0

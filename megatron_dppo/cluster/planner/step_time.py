@@ -5,287 +5,33 @@ Generation follows a roofline of memory bandwidth and FLOPs, plus the tail of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import ceil, log2, sqrt
+from dataclasses import dataclass
+from math import sqrt
 
-from megatron_dppo.cluster.planner.activations import bubble
 from megatron_dppo.cluster.planner.colocation import switch_seconds
+from megatron_dppo.cluster.planner.decode_time import (
+    DECODE_OVERHEAD,
+    EXPERT_EFFICIENCY,
+    HBM_EFFICIENCY,
+    PREFILL_UTILISATION,
+    REDUCE_LATENCY,
+    SEQUENCE_OVERHEAD,
+    attention_flops,
+    forward_flops,
+    linear_flops,
+)
 from megatron_dppo.cluster.planner.devices import LINK_EFFICIENCY, Cluster, Device
 from megatron_dppo.cluster.planner.facts import (
-    EngineFacts,
     RolloutFacts,
     RunFacts,
     Schedule,
     TrainerFacts,
     rank_parameters,
 )
-from megatron_dppo.cluster.planner.memory import chunk_tokens, engine_bytes, kv_bytes_per_token
+from megatron_dppo.cluster.planner.generation_time import evaluation_seconds, generation_seconds
+from megatron_dppo.cluster.planner.schedules import bubble
 from megatron_dppo.cluster.planner.traffic import Traffic
-from megatron_dppo.model.shape import ModelShape, active_parameters
-from megatron_dppo.model.shape import forward_flops as model_flops
-
-
-def linear_flops(shape: ModelShape) -> float:
-    """Return the FLOPs of one token's forward pass in matrix products: twice the weights that multiply the token."""
-    return model_flops(shape).linear
-
-
-def attention_flops(shape: ModelShape, length: float) -> float:
-    """Return attention's FLOPs in one token's forward pass, averaged over a causal sequence of ``length`` tokens."""
-    return model_flops(shape).quadratic * length
-
-
-def forward_flops(shape: ModelShape, length: float) -> float:
-    """Return the FLOPs of the forward pass of one token in a sequence of ``length`` tokens."""
-    return linear_flops(shape) + attention_flops(shape, length)
-
-
-# Network time of a server that spans several nodes: the collectives of tensor parallelism in a
-# forward pass, and the hidden states that one pipeline stage sends to the next.
-
-_ITEM = 2
-
-
-def network_seconds(
-    shape: ModelShape, engine: EngineFacts, cluster: Cluster, tokens: float, sampled: float
-) -> float:
-    """Return the seconds of the collectives between nodes in one forward pass over ``tokens`` tokens.
-
-    ``sampled`` of the tokens get logits. The result is 0 where a tensor parallel group is inside a node.
-
-    SGLang all-reduces hidden states (bf16) after the embedding and twice in each layer, and gathers the logits; NCCL
-    does both across nodes. NCCL models a collective (``src/graph/tuning.cc``) as latency + bytes / rate. With n GPUs on
-    h nodes, the latency of each collective is 2 ceil(log2 h) x the network's latency (up and down a tree). Between
-    nodes travel 2 (n - 1) / n of an all-reduce's bytes and (n - 1) / n of a gather's bytes, through the ports of all
-    n / h GPUs of a node at once.
-    """
-    size, nodes = engine.tensor, ceil(engine.tensor / cluster.gpus_per_node)
-    if nodes == 1:
-        return 0.0
-    reductions = 2 * shape.num_layers + 1
-    reduction_bytes = reductions * tokens * shape.hidden_size * _ITEM
-    gather_bytes = sampled * shape.vocab_size * _ITEM
-    network_bytes = (2 * reduction_bytes + gather_bytes) * (size - 1) / size
-    rate = size / nodes * cluster.device.network * LINK_EFFICIENCY
-    latency = 2 * ceil(log2(nodes)) * cluster.network_latency
-    return (reductions + 1) * latency + network_bytes / rate
-
-
-def hand_over_seconds(
-    shape: ModelShape, engine: EngineFacts, cluster: Cluster, tokens: float
-) -> float:
-    """Return the seconds in which a pipeline stage sends ``tokens`` hidden states (bf16) to a stage on another node.
-
-    Each GPU of the stage sends its part through a port of its own: latency + bytes / rate. The result is 0 where all
-    stages are on one node.
-    """
-    if engine.pipeline == 1 or engine.gpus <= cluster.gpus_per_node:
-        return 0.0
-    bytes_per_gpu = tokens * shape.hidden_size * _ITEM / engine.tensor
-    return cluster.network_latency + bytes_per_gpu / (cluster.device.network * LINK_EFFICIENCY)
-
-
-# One decode step.
-
-HBM_EFFICIENCY = 0.7
-"""Share of the memory's rate at which decoding reads dense weights and KV cache. Published runs of dense models agree
-with the value (docs/evidence/scale.md)."""
-EXPERT_EFFICIENCY = 0.55
-"""The same share for experts' weights, each of which serves only a few tokens. Set from published runs
-(docs/evidence/scale.md)."""
-PREFILL_UTILISATION = 0.4
-"""Share of peak FLOP/s in prefill and in large decode batches. Assumption."""
-DECODE_OVERHEAD = 0.004
-"""Seconds that each decode step adds to the time of weights and KV cache: launches, sampling, scheduling.
-Assumption."""
-SEQUENCE_OVERHEAD = 10e-6
-"""Seconds that each sequence adds to a decode step: sampling, its log-probability, scheduling, detokenizing. Set from
-published runs (docs/evidence/scale.md)."""
-REDUCE_LATENCY = 15e-6
-"""Seconds that each all-reduce over NVLink adds to the time of its bytes. Assumption."""
-
-
-def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: float) -> float:
-    """Return the seconds of one decode step of a server with ``running`` sequences of ``context`` tokens.
-
-    The formula is max(bytes / memory rate, FLOPs / peak) + collectives + an overhead of the step + an overhead of each
-    sequence. A GPU reads the weights that the batch touches and the KV cache of all sequences.
-
-    With p pipeline stages, the batch is split into p parts, each of them in another stage, and each part passes all
-    stages. A step then takes p x the seconds in which one stage (1 / p of the layers) computes one part and sends its
-    hidden states to the next stage, and the weights are read p times.
-    """
-    shape, engine, device = facts.trainer.shape, facts.engine, cluster.device
-    stages = engine.pipeline
-    part = max(1.0, running / stages)
-    touched = touched_parameters(shape, part)
-    cache = part * context * kv_bytes_per_token(shape, engine)
-    read_seconds = (touched.dense * _ITEM / engine.gpus + cache) / (device.hbm * HBM_EFFICIENCY)
-    read_seconds += touched.experts * _ITEM / engine.gpus / (device.hbm * EXPERT_EFFICIENCY)
-    flops = part * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
-    math_seconds = flops / (device.flops * PREFILL_UTILISATION)
-    overhead = DECODE_OVERHEAD + hand_over_seconds(shape, engine, cluster, part)
-    collectives = reduce_seconds(shape, engine, device, part)
-    collectives += network_seconds(shape, engine, cluster, part, part)
-    return (
-        stages * (max(read_seconds, math_seconds) + overhead)
-        + running * SEQUENCE_OVERHEAD
-        + collectives
-    )
-
-
-def reduce_seconds(shape: ModelShape, engine: EngineFacts, device: Device, tokens: float) -> float:
-    """Return the seconds of the all-reduces within a node in one forward pass.
-
-    Each layer has two all-reduces, and each takes its latency and the time in which 2 (n - 1) / n of the hidden states'
-    bytes (bf16) cross NVLink.
-    """
-    size = engine.tensor
-    if size == 1:
-        return 0.0
-    nvlink_bytes = 2 * (size - 1) / size * tokens * shape.hidden_size * _ITEM
-    seconds = REDUCE_LATENCY + nvlink_bytes / (device.nvlink * LINK_EFFICIENCY)
-    return 2 * shape.num_layers * seconds
-
-
-@dataclass(frozen=True)
-class Touched:
-    """The numbers of weights that a decode step reads."""
-
-    dense: float
-    experts: float
-
-
-def touched_parameters(shape: ModelShape, running: float) -> Touched:
-    """Return the numbers of weights that a batch of ``running`` tokens reads.
-
-    With uniform routing, the batch reads the share 1 - (1 - k / E)^running of the experts' weights, for k of E experts
-    per token.
-    """
-    if not shape.is_moe:
-        return Touched(float(active_parameters(shape)), 0.0)
-    expert_size = shape.num_layers * 3.0 * shape.hidden_size * shape.moe_ffn_hidden_size
-    dense_size = active_parameters(shape) - expert_size * shape.experts_per_token
-    read_share = 1 - (1 - shape.experts_per_token / shape.num_experts) ** running
-    return Touched(dense_size, expert_size * shape.num_experts * read_share)
-
-
-# A rollout batch.
-
-
-@dataclass(frozen=True)
-class GenerationSeconds:
-    """Seconds in which all servers generate a rollout batch.
-
-    ``steady``: seconds in which the servers are full. ``tail``: seconds in which only a few of the longest responses
-    run, and the next batch must not begin. ``mean_response``: seconds of a response of mean length on a full server.
-    ``last_response``: seconds of the longest response that starts when the queue is empty.
-    """
-
-    steady: float
-    tail: float
-    mean_response: float = 0.0
-    last_response: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.steady + self.tail
-
-
-def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
-    """Return the seconds in which the servers generate a rollout batch under the run's schedule.
-
-    Where each step waits for all of its responses, the seconds count from the first prompt to the last response.
-    steady = (sampled tokens of a server / sequences at once) x the decode step of that many sequences at half of the
-    mean response, plus one prefill of each group's prompt (the prefix cache serves the other responses). tail = the
-    seconds that the longest response takes beyond the mean one, with a tenth of the sequences.
-
-    Where responses continue after a weight update, there is no tail, but each update prefills the running sequences
-    again. The cost of the longest response then depends on the trainer, too: see ``StepSeconds.decoding``.
-    """
-    rollout, schedule = facts.rollout, facts.schedule
-    # The run starts no server: responses are read from a file, or attached servers generate them.
-    if not facts.engine.servers:
-        return GenerationSeconds(0.0, 0.0)
-    running = sequences_at_once(facts, cluster)
-    context = rollout.mean_prompt + rollout.mean_response / 2
-    step = decode_seconds(facts, cluster, running, context)
-    steady = rollout.response_tokens / facts.engine.servers / running * step
-    steady += prefill_seconds(facts, cluster)
-    mean_tokens, longest_tokens = rollout.mean_response, rollout.longest_response
-    tail = (longest_tokens - mean_tokens) * decode_seconds(
-        facts, cluster, max(1.0, running / 10), longest_tokens
-    )
-    if schedule.drains:
-        return GenerationSeconds(steady, tail, mean_tokens * step, mean_tokens * step + tail)
-    steady += resumed_seconds(facts, cluster, running)
-    return GenerationSeconds(steady, 0.0, mean_tokens * step, mean_tokens * step + tail)
-
-
-def sequences_at_once(facts: RunFacts, cluster: Cluster) -> float:
-    """Return the sequences that a server runs at once: its share of the queue, or its slots where these are fewer."""
-    rollout = facts.rollout
-    batches_ahead = 1 if facts.schedule.drains else max(1, facts.schedule.staleness)
-    queue_share = batches_ahead * rollout.responses / facts.engine.servers
-    return max(1.0, min(queue_share, server_slots(facts, cluster)))
-
-
-def server_slots(facts: RunFacts, cluster: Cluster) -> float:
-    """Return a server's slots: the smaller of the sequences in its KV cache and its share of concurrent requests."""
-    rollout, engine = facts.rollout, facts.engine
-    memory = engine_bytes(facts.trainer.shape, engine, rollout, cluster.device)
-    requests = facts.trainer.layout.data * rollout.max_concurrent / engine.servers
-    return min(memory.sequences, requests)
-
-
-def resumed_seconds(facts: RunFacts, cluster: Cluster, running: float) -> float:
-    """Return the seconds in which a server prefills its ``running`` sequences again after a weight update.
-
-    Each sequence has its prompt and, on average, half of a mean response.
-    """
-    shape, rollout, engine = facts.trainer.shape, facts.rollout, facts.engine
-    length = rollout.mean_prompt + rollout.mean_response / 2
-    flops = running * length * forward_flops(shape, length)
-    return flops / (engine.gpus * cluster.device.flops * PREFILL_UTILISATION)
-
-
-def evaluation_seconds(facts: RunFacts, cluster: Cluster) -> float:
-    """Return the seconds of one evaluation: its responses are as long as training's unless its limit is lower."""
-    evaluation = facts.evaluation
-    if evaluation is None:
-        return 0.0
-    rollout = replace(
-        facts.rollout,
-        prompts=evaluation.problems,
-        group_size=evaluation.samples,
-        longest_response=evaluation.longest_response,
-        mean_response=min(facts.rollout.mean_response, evaluation.longest_response),
-    )
-    evaluation_facts = replace(
-        facts, rollout=rollout, schedule=replace(facts.schedule, drains=True)
-    )
-    return generation_seconds(evaluation_facts, cluster).total
-
-
-def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
-    """Return the seconds in which the servers prefill each prompt of a rollout batch once.
-
-    The formula is FLOPs / (peak x utilisation) + the network time of the passes, each over one chunk of prompts. With p
-    pipeline stages, p - 1 more passes fill and drain the pipeline.
-    """
-    shape, rollout, engine = facts.trainer.shape, facts.rollout, facts.engine
-    tokens = rollout.prompts * rollout.mean_prompt / engine.servers
-    seconds = tokens * linear_flops(shape)
-    seconds /= engine.gpus * cluster.device.flops * PREFILL_UTILISATION
-    passes = ceil(tokens / chunk_tokens(engine, cluster.device))
-    prompts = rollout.prompts / engine.servers
-    chunk, stages = tokens / passes, engine.pipeline
-    network = network_seconds(shape, engine, cluster, chunk, prompts / passes) / stages
-    network += hand_over_seconds(shape, engine, cluster, chunk)
-    return (seconds / passes + network) * (passes + stages - 1)
-
-
-# A step.
+from megatron_dppo.model.shape import ModelShape
 
 DENSE_UTILISATION = 0.5
 """Share of a GPU's peak that the forward and backward passes of dense layers reach, without collectives. Set from

@@ -1,22 +1,14 @@
-"""Compute bytes and seconds of a weight update and of a checkpoint, and each rank's plan of the update's buckets."""
+"""Bytes and seconds of a weight update and of a checkpoint, at assumed bandwidths."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_dppo.cluster.planner.devices import GB, Device, gib
+from megatron_dppo.cluster.planner.devices import GB, Device
 from megatron_dppo.cluster.planner.facts import RunFacts
-from megatron_dppo.cluster.planner.memory import PER_COMMUNICATOR
-from megatron_dppo.model import gather_plan
-from megatron_dppo.model.errors import ProofError
 from megatron_dppo.model.mapping import parameters
-from megatron_dppo.model.resharding import check_sources
 from megatron_dppo.model.shape import checkpoint_bytes
-
-# Bytes and seconds of a weight update and of a checkpoint, at assumed bandwidths.
 
 BROADCAST_EFFICIENCY = 0.6
 """Share of a network port's rate that a broadcast of large buckets reaches. Assumption."""
@@ -92,115 +84,3 @@ def _gathered(facts: RunFacts) -> int:
     sender_share = facts.senders / (layout.expert * layout.pipeline) / layout.expert_tensor
     gathered_elements += experts * (1 - sender_share)
     return round(gathered_elements * facts.trainer.item_bytes)
-
-
-# The exact plan of a weight update: the same plan of buckets that the ranks make, counted and checked for every rank.
-
-_COPIES = 2
-"""Buffers for gathered buckets that a sender uses in turn (``checkpoint_conversion.gathering.Buffers``)."""
-
-
-@dataclass(frozen=True)
-class WeightPlan:
-    """The transfers of one weight update, in bytes.
-
-    Attributes:
-        ranks: Number of trainer ranks.
-        tensors: Number of tensors.
-        buckets: Number of buckets.
-        weights: Bytes of all tensors.
-        sent: Bytes that each sender sends to engines, by the sender's rank.
-        gathered: Bytes that ranks exchange so that senders have whole tensors.
-        gathered_bound: The fewest bytes that any choice of senders must gather.
-        gathered_between_nodes: The bytes of ``gathered`` that leave a node.
-        largest_bucket: Bytes of the largest bucket.
-        sender_memory: Peak bytes of buckets on a sender: two gathered buckets, and the shards that it receives.
-        engine_communicators: Bytes of NCCL's buffers on an engine GPU for the groups with senders.
-        problems: The reasons why the update would be incomplete or wrong, one line for each.
-    """
-
-    ranks: int
-    tensors: int
-    buckets: int
-    weights: int
-    sent: dict[int, int]
-    gathered: int
-    gathered_bound: int
-    gathered_between_nodes: int
-    largest_bucket: int
-    sender_memory: int
-    engine_communicators: int
-    problems: tuple[str, ...]
-
-    @property
-    def imbalance(self) -> float:
-        """Bytes of the busiest sender over the mean."""
-        return max(self.sent.values()) * len(self.sent) / sum(self.sent.values())
-
-    def lines(self) -> Iterator[str]:
-        yield f"{self.ranks} ranks, {self.tensors} tensors of {gib(self.weights)} in {self.buckets} buckets"
-        yield (
-            f"senders: {len(self.sent)}, ranks {', '.join(map(str, sorted(self.sent)))}; the busiest sends "
-            f"{self.imbalance:.2f} x the mean"
-        )
-        yield (
-            f"gathered between ranks: {gib(self.gathered)} (fewest {gib(self.gathered_bound)}), between nodes "
-            f"{gib(self.gathered_between_nodes)}"
-        )
-        yield (
-            f"memory: {gib(self.sender_memory)} of buckets on a sender, {gib(self.engine_communicators)} of NCCL's "
-            f"buffers on an engine GPU for {len(self.sent)} groups"
-        )
-        yield "every element is sent once" if not self.problems else "\n".join(self.problems)
-
-
-def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
-    """Return the plan of a weight update of ``facts``, with ``ranks_per_node`` trainer ranks on each node."""
-    trainer, item = facts.trainer, facts.trainer.item_bytes
-    plan = gather_plan.hf_buckets_plan(
-        trainer.shape,
-        trainer.layout,
-        facts.bucket_bytes,
-        item,
-        spread=True,
-        ranks_per_node=facts.ranks_per_sender,
-    )
-    sent_bytes: Counter[int] = Counter()
-    for bucket in plan:
-        sent_bytes[bucket.receiver] += bucket.elements * item
-    return WeightPlan(
-        ranks=trainer.layout.world_size,
-        tensors=sum(len(bucket.tensors) for bucket in plan),
-        buckets=len(plan),
-        weights=sum(sent_bytes.values()),
-        sent=dict(sent_bytes),
-        gathered=sum(gather_plan.elements_between_nodes(b, 1) for b in plan) * item,
-        gathered_bound=gather_plan.fewest_gathered_elements(trainer.shape, trainer.layout) * item,
-        gathered_between_nodes=sum(
-            gather_plan.elements_between_nodes(b, ranks_per_node) for b in plan
-        )
-        * item,
-        largest_bucket=max(bucket.elements for bucket in plan) * item,
-        sender_memory=max(
-            _COPIES * b.elements + gather_plan.elements_between_nodes(b, 1) for b in plan
-        )
-        * item,
-        engine_communicators=len(sent_bytes) * PER_COMMUNICATOR,
-        problems=tuple(plan_faults(plan)),
-    )
-
-
-def plan_faults(plan: Sequence[gather_plan.Bucket]) -> Iterator[str]:
-    """Report tensors that are in two buckets, and elements that no rank or more than one rank sends."""
-    counts: Counter[str] = Counter()
-    for bucket in plan:
-        counts.update(tensor.name for tensor in bucket.tensors)
-    for name, count in counts.items():
-        if count > 1:
-            yield f"{name} is in {count} buckets"
-    for bucket in plan:
-        for tensor in bucket.tensors:
-            try:
-                check_sources(tensor)
-            except ProofError as error:
-                yield str(error)

@@ -19,8 +19,8 @@ from megatron_dppo import EXAMPLES
 from megatron_dppo.cluster.planner.activations import activation_bytes
 from megatron_dppo.cluster.planner.devices import CONTEXT, gib
 from megatron_dppo.cluster.planner.facts import TrainerFacts, trainer_facts
-from megatron_dppo.cluster.planner.memory import state_bytes
 from megatron_dppo.cluster.planner.step_time import MOE_UTILISATION
+from megatron_dppo.cluster.planner.trainer_state import state_bytes
 from megatron_dppo.config.layout import EXCHANGES
 from megatron_dppo.diagnostics.gpu_check import (
     Bench,

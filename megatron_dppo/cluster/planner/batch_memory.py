@@ -1,0 +1,76 @@
+"""Bytes of a rollout batch's per-token columns: in the servers' HTTP replies, and in the ranks' host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dppo.cluster.planner.facts import RolloutFacts
+from megatron_dppo.data.columns import (
+    ROLLOUT_LOG_PROBS,
+    ROUTED_EXPERTS,
+    TOPK_IDS,
+    TOPK_LOG_PROBS,
+    WEIGHT_VERSION,
+    Column,
+    Form,
+    Rows,
+)
+from megatron_dppo.model.shape import ModelShape
+
+_TOKEN = 4 + 1
+"""Bytes of a token: its int32 id and its loss mask."""
+
+
+_BASE64 = 4 / 3
+
+
+@dataclass(frozen=True)
+class ColumnBytes:
+    """Bytes of the columns of one rollout batch.
+
+    ``routing`` and ``topk``: bytes of one copy in memory; ``*_wire``: bytes in the HTTP replies of the run's servers.
+    ``replicas``: bytes of the columns that only the replica that trains on them holds, with the tokens, summed over
+    all replicas.
+    """
+
+    routing: float
+    routing_wire: float
+    topk: float
+    topk_wire: float
+    replicas: float
+
+
+def column_bytes(shape: ModelShape, rollout: RolloutFacts) -> ColumnBytes:
+    """Return rows x bytes of a row for each column that ``data/columns.py`` declares, at the mean lengths.
+
+    Routing (R3): layers x experts of a token, uint8 up to 256 experts, for each token but the last; a server sends the
+    same bytes outside the JSON. Top-K: K int32 ids and K fp32 log-probabilities for each sampled token; a server sends
+    them in base64.
+    """
+    routing = topk = 0.0
+    if rollout.routing:
+        routing = _rows(ROUTED_EXPERTS, rollout) * routing_bytes_per_token(shape)
+    if rollout.topk:
+        forms = [Form(c.dtypes[0], (rollout.topk,)) for c in (TOPK_IDS, TOPK_LOG_PROBS)]
+        topk = _rows(TOPK_IDS, rollout) * sum(form.row_bytes for form in forms)
+    sampled_rows = _rows(ROLLOUT_LOG_PROBS, rollout)
+    row_sizes = [Form(c.dtypes[0], ()).row_bytes for c in (ROLLOUT_LOG_PROBS, WEIGHT_VERSION)]
+    return ColumnBytes(
+        routing=routing,
+        routing_wire=routing,
+        topk=topk,
+        topk_wire=topk * _BASE64,
+        replicas=rollout.tokens * _TOKEN + routing + topk + sampled_rows * sum(row_sizes),
+    )
+
+
+def routing_bytes_per_token(shape: ModelShape) -> int:
+    """Return the bytes of a token's routing capture in memory."""
+    narrow_dtype, wide_dtype = ROUTED_EXPERTS.dtypes
+    row_shape = (len(shape.moe_layers), shape.experts_per_token)
+    return Form(narrow_dtype if shape.num_experts <= 256 else wide_dtype, row_shape).row_bytes
+
+
+def _rows(column: Column, rollout: RolloutFacts) -> float:
+    rows = rollout.mean_response if column.rows is Rows.SAMPLED else rollout.mean_length - 1
+    return rollout.responses * rows

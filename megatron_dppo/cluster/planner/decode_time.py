@@ -1,0 +1,162 @@
+"""Seconds of one decode step, with the network time of a server that spans several nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+from megatron_dppo.cluster.planner.devices import LINK_EFFICIENCY, Cluster, Device
+from megatron_dppo.cluster.planner.facts import EngineFacts, RunFacts
+from megatron_dppo.cluster.planner.server_memory import kv_bytes_per_token
+from megatron_dppo.model.shape import ModelShape, active_parameters
+from megatron_dppo.model.shape import forward_flops as model_flops
+
+
+def linear_flops(shape: ModelShape) -> float:
+    """Return the FLOPs of one token's forward pass in matrix products: twice the weights that multiply the token."""
+    return model_flops(shape).linear
+
+
+def attention_flops(shape: ModelShape, length: float) -> float:
+    """Return attention's FLOPs in one token's forward pass, averaged over a causal sequence of ``length`` tokens."""
+    return model_flops(shape).quadratic * length
+
+
+def forward_flops(shape: ModelShape, length: float) -> float:
+    """Return the FLOPs of the forward pass of one token in a sequence of ``length`` tokens."""
+    return linear_flops(shape) + attention_flops(shape, length)
+
+
+_ITEM = 2
+
+
+def network_seconds(
+    shape: ModelShape, engine: EngineFacts, cluster: Cluster, tokens: float, sampled: float
+) -> float:
+    """Return the seconds of the collectives between nodes in one forward pass over ``tokens`` tokens.
+
+    ``sampled`` of the tokens get logits. The result is 0 where a tensor parallel group is inside a node.
+
+    SGLang all-reduces hidden states (bf16) after the embedding and twice in each layer, and gathers the logits; NCCL
+    does both across nodes. NCCL models a collective (``src/graph/tuning.cc``) as latency + bytes / rate. With n GPUs on
+    h nodes, the latency of each collective is 2 ceil(log2 h) x the network's latency (up and down a tree). Between
+    nodes travel 2 (n - 1) / n of an all-reduce's bytes and (n - 1) / n of a gather's bytes, through the ports of all
+    n / h GPUs of a node at once.
+    """
+    size, nodes = engine.tensor, ceil(engine.tensor / cluster.gpus_per_node)
+    if nodes == 1:
+        return 0.0
+    reductions = 2 * shape.num_layers + 1
+    reduction_bytes = reductions * tokens * shape.hidden_size * _ITEM
+    gather_bytes = sampled * shape.vocab_size * _ITEM
+    network_bytes = (2 * reduction_bytes + gather_bytes) * (size - 1) / size
+    rate = size / nodes * cluster.device.network * LINK_EFFICIENCY
+    latency = 2 * ceil(log2(nodes)) * cluster.network_latency
+    return (reductions + 1) * latency + network_bytes / rate
+
+
+def hand_over_seconds(
+    shape: ModelShape, engine: EngineFacts, cluster: Cluster, tokens: float
+) -> float:
+    """Return the seconds in which a pipeline stage sends ``tokens`` hidden states (bf16) to a stage on another node.
+
+    Each GPU of the stage sends its part through a port of its own: latency + bytes / rate. The result is 0 where all
+    stages are on one node.
+    """
+    if engine.pipeline == 1 or engine.gpus <= cluster.gpus_per_node:
+        return 0.0
+    bytes_per_gpu = tokens * shape.hidden_size * _ITEM / engine.tensor
+    return cluster.network_latency + bytes_per_gpu / (cluster.device.network * LINK_EFFICIENCY)
+
+
+HBM_EFFICIENCY = 0.7
+"""Share of the memory's rate at which decoding reads dense weights and KV cache. Published runs of dense models agree
+with the value (docs/evidence/scale.md)."""
+
+
+EXPERT_EFFICIENCY = 0.55
+"""The same share for experts' weights, each of which serves only a few tokens. Set from published runs
+(docs/evidence/scale.md)."""
+
+
+PREFILL_UTILISATION = 0.4
+"""Share of peak FLOP/s in prefill and in large decode batches. Assumption."""
+
+
+DECODE_OVERHEAD = 0.004
+"""Seconds that each decode step adds to the time of weights and KV cache: launches, sampling, scheduling.
+Assumption."""
+
+
+SEQUENCE_OVERHEAD = 10e-6
+"""Seconds that each sequence adds to a decode step: sampling, its log-probability, scheduling, detokenizing. Set from
+published runs (docs/evidence/scale.md)."""
+
+
+REDUCE_LATENCY = 15e-6
+"""Seconds that each all-reduce over NVLink adds to the time of its bytes. Assumption."""
+
+
+def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: float) -> float:
+    """Return the seconds of one decode step of a server with ``running`` sequences of ``context`` tokens.
+
+    The formula is max(bytes / memory rate, FLOPs / peak) + collectives + an overhead of the step + an overhead of each
+    sequence. A GPU reads the weights that the batch touches and the KV cache of all sequences.
+
+    With p pipeline stages, the batch is split into p parts, each of them in another stage, and each part passes all
+    stages. A step then takes p x the seconds in which one stage (1 / p of the layers) computes one part and sends its
+    hidden states to the next stage, and the weights are read p times.
+    """
+    shape, engine, device = facts.trainer.shape, facts.engine, cluster.device
+    stages = engine.pipeline
+    part = max(1.0, running / stages)
+    touched = touched_parameters(shape, part)
+    cache = part * context * kv_bytes_per_token(shape, engine)
+    read_seconds = (touched.dense * _ITEM / engine.gpus + cache) / (device.hbm * HBM_EFFICIENCY)
+    read_seconds += touched.experts * _ITEM / engine.gpus / (device.hbm * EXPERT_EFFICIENCY)
+    flops = part * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
+    math_seconds = flops / (device.flops * PREFILL_UTILISATION)
+    overhead = DECODE_OVERHEAD + hand_over_seconds(shape, engine, cluster, part)
+    collectives = reduce_seconds(shape, engine, device, part)
+    collectives += network_seconds(shape, engine, cluster, part, part)
+    return (
+        stages * (max(read_seconds, math_seconds) + overhead)
+        + running * SEQUENCE_OVERHEAD
+        + collectives
+    )
+
+
+def reduce_seconds(shape: ModelShape, engine: EngineFacts, device: Device, tokens: float) -> float:
+    """Return the seconds of the all-reduces within a node in one forward pass.
+
+    Each layer has two all-reduces, and each takes its latency and the time in which 2 (n - 1) / n of the hidden states'
+    bytes (bf16) cross NVLink.
+    """
+    size = engine.tensor
+    if size == 1:
+        return 0.0
+    nvlink_bytes = 2 * (size - 1) / size * tokens * shape.hidden_size * _ITEM
+    seconds = REDUCE_LATENCY + nvlink_bytes / (device.nvlink * LINK_EFFICIENCY)
+    return 2 * shape.num_layers * seconds
+
+
+@dataclass(frozen=True)
+class Touched:
+    """The numbers of weights that a decode step reads."""
+
+    dense: float
+    experts: float
+
+
+def touched_parameters(shape: ModelShape, running: float) -> Touched:
+    """Return the numbers of weights that a batch of ``running`` tokens reads.
+
+    With uniform routing, the batch reads the share 1 - (1 - k / E)^running of the experts' weights, for k of E experts
+    per token.
+    """
+    if not shape.is_moe:
+        return Touched(float(active_parameters(shape)), 0.0)
+    expert_size = shape.num_layers * 3.0 * shape.hidden_size * shape.moe_ffn_hidden_size
+    dense_size = active_parameters(shape) - expert_size * shape.experts_per_token
+    read_share = 1 - (1 - shape.experts_per_token / shape.num_experts) ** running
+    return Touched(dense_size, expert_size * shape.num_experts * read_share)

@@ -1,0 +1,130 @@
+"""Seconds of a rollout batch and of an evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from megatron_dppo.cluster.planner.decode_time import (
+    PREFILL_UTILISATION,
+    decode_seconds,
+    forward_flops,
+    hand_over_seconds,
+    linear_flops,
+    network_seconds,
+)
+from megatron_dppo.cluster.planner.devices import Cluster
+from megatron_dppo.cluster.planner.facts import RunFacts
+from megatron_dppo.cluster.planner.server_memory import chunk_tokens, engine_bytes
+
+
+@dataclass(frozen=True)
+class GenerationSeconds:
+    """Seconds in which all servers generate a rollout batch.
+
+    ``steady``: seconds in which the servers are full. ``tail``: seconds in which only a few of the longest responses
+    run, and the next batch must not begin. ``mean_response``: seconds of a response of mean length on a full server.
+    ``last_response``: seconds of the longest response that starts when the queue is empty.
+    """
+
+    steady: float
+    tail: float
+    mean_response: float = 0.0
+    last_response: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.steady + self.tail
+
+
+def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
+    """Return the seconds in which the servers generate a rollout batch under the run's schedule.
+
+    Where each step waits for all of its responses, the seconds count from the first prompt to the last response.
+    steady = (sampled tokens of a server / sequences at once) x the decode step of that many sequences at half of the
+    mean response, plus one prefill of each group's prompt (the prefix cache serves the other responses). tail = the
+    seconds that the longest response takes beyond the mean one, with a tenth of the sequences.
+
+    Where responses continue after a weight update, there is no tail, but each update prefills the running sequences
+    again. The cost of the longest response then depends on the trainer, too: see ``StepSeconds.decoding``.
+    """
+    rollout, schedule = facts.rollout, facts.schedule
+    # The run starts no server: responses are read from a file, or attached servers generate them.
+    if not facts.engine.servers:
+        return GenerationSeconds(0.0, 0.0)
+    running = sequences_at_once(facts, cluster)
+    context = rollout.mean_prompt + rollout.mean_response / 2
+    step = decode_seconds(facts, cluster, running, context)
+    steady = rollout.response_tokens / facts.engine.servers / running * step
+    steady += prefill_seconds(facts, cluster)
+    mean_tokens, longest_tokens = rollout.mean_response, rollout.longest_response
+    tail = (longest_tokens - mean_tokens) * decode_seconds(
+        facts, cluster, max(1.0, running / 10), longest_tokens
+    )
+    if schedule.drains:
+        return GenerationSeconds(steady, tail, mean_tokens * step, mean_tokens * step + tail)
+    steady += resumed_seconds(facts, cluster, running)
+    return GenerationSeconds(steady, 0.0, mean_tokens * step, mean_tokens * step + tail)
+
+
+def sequences_at_once(facts: RunFacts, cluster: Cluster) -> float:
+    """Return the sequences that a server runs at once: its share of the queue, or its slots where these are fewer."""
+    rollout = facts.rollout
+    batches_ahead = 1 if facts.schedule.drains else max(1, facts.schedule.staleness)
+    queue_share = batches_ahead * rollout.responses / facts.engine.servers
+    return max(1.0, min(queue_share, server_slots(facts, cluster)))
+
+
+def server_slots(facts: RunFacts, cluster: Cluster) -> float:
+    """Return a server's slots: the smaller of the sequences in its KV cache and its share of concurrent requests."""
+    rollout, engine = facts.rollout, facts.engine
+    memory = engine_bytes(facts.trainer.shape, engine, rollout, cluster.device)
+    requests = facts.trainer.layout.data * rollout.max_concurrent / engine.servers
+    return min(memory.sequences, requests)
+
+
+def resumed_seconds(facts: RunFacts, cluster: Cluster, running: float) -> float:
+    """Return the seconds in which a server prefills its ``running`` sequences again after a weight update.
+
+    Each sequence has its prompt and, on average, half of a mean response.
+    """
+    shape, rollout, engine = facts.trainer.shape, facts.rollout, facts.engine
+    length = rollout.mean_prompt + rollout.mean_response / 2
+    flops = running * length * forward_flops(shape, length)
+    return flops / (engine.gpus * cluster.device.flops * PREFILL_UTILISATION)
+
+
+def evaluation_seconds(facts: RunFacts, cluster: Cluster) -> float:
+    """Return the seconds of one evaluation: its responses are as long as training's unless its limit is lower."""
+    evaluation = facts.evaluation
+    if evaluation is None:
+        return 0.0
+    rollout = replace(
+        facts.rollout,
+        prompts=evaluation.problems,
+        group_size=evaluation.samples,
+        longest_response=evaluation.longest_response,
+        mean_response=min(facts.rollout.mean_response, evaluation.longest_response),
+    )
+    evaluation_facts = replace(
+        facts, rollout=rollout, schedule=replace(facts.schedule, drains=True)
+    )
+    return generation_seconds(evaluation_facts, cluster).total
+
+
+def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
+    """Return the seconds in which the servers prefill each prompt of a rollout batch once.
+
+    The formula is FLOPs / (peak x utilisation) + the network time of the passes, each over one chunk of prompts. With p
+    pipeline stages, p - 1 more passes fill and drain the pipeline.
+    """
+    shape, rollout, engine = facts.trainer.shape, facts.rollout, facts.engine
+    tokens = rollout.prompts * rollout.mean_prompt / engine.servers
+    seconds = tokens * linear_flops(shape)
+    seconds /= engine.gpus * cluster.device.flops * PREFILL_UTILISATION
+    passes = ceil(tokens / chunk_tokens(engine, cluster.device))
+    prompts = rollout.prompts / engine.servers
+    chunk, stages = tokens / passes, engine.pipeline
+    network = network_seconds(shape, engine, cluster, chunk, prompts / passes) / stages
+    network += hand_over_seconds(shape, engine, cluster, chunk)
+    return (seconds / passes + network) * (passes + stages - 1)

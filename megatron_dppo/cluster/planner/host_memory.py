@@ -1,0 +1,141 @@
+"""Host memory of a node: processes, a batch's columns, copies for a checkpoint, the engines' pinned buffers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from megatron_dppo.cluster.planner import devices
+from megatron_dppo.cluster.planner.batch_memory import ColumnBytes
+from megatron_dppo.cluster.planner.facts import RunFacts, elements, rank_parameters
+from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
+from megatron_dppo.model.shape import checkpoint_bytes
+
+
+@dataclass(frozen=True)
+class NodeRoles:
+    """The roles of one node's GPUs.
+
+    ``ranks``: the trainer ranks on the node. ``engine``: the number of GPUs that serve; ``servers``: the indexes of
+    their servers.
+    """
+
+    node: int
+    ranks: tuple[int, ...]
+    engine: int
+    servers: tuple[int, ...]
+    idle: int
+
+    @property
+    def trainer(self) -> int:
+        return len(self.ranks)
+
+
+def node_roles(roles: Roles, cluster: devices.Cluster) -> tuple[tuple[NodeRoles, ...], list[str]]:
+    """Return the roles of each node's GPUs and the reasons why they do not fit the nodes; one of both is empty."""
+    names = [str(node) for node in range(cluster.nodes)]
+    hosts = tuple(Host(name, name, cluster.gpus_per_node) for name in names)
+    try:
+        placement = place(roles, Allocation(hosts))
+    except PlacementError as error:
+        return (), [str(error)]
+    return _by_node(placement, cluster), []
+
+
+def _by_node(placement: Placement, cluster: devices.Cluster) -> tuple[NodeRoles, ...]:
+    ranks: dict[int, list[int]] = {}
+    servers: dict[int, list[int]] = {}
+    engine: Counter[int] = Counter()
+    for rank in placement.ranks:
+        ranks.setdefault(int(rank.host.name), []).append(rank.rank)
+    for server in placement.servers:
+        for host in server.hosts:
+            node = int(host.name)
+            servers.setdefault(node, []).append(server.index)
+            engine[node] += server.devices
+    return tuple(
+        NodeRoles(
+            node,
+            tuple(ranks.get(node, ())),
+            engine[node],
+            tuple(servers.get(node, ())),
+            max(0, cluster.gpus_per_node - len(ranks.get(node, ())) - engine[node]),
+        )
+        for node in range(cluster.nodes)
+    )
+
+
+TRAINER_PROCESS = 4 * devices.GIB
+"""Bytes of a rank's Python, torch, CUDA host memory and pinned NCCL buffers. Assumption; 0.5 GiB measured without
+CUDA."""
+
+
+ENGINE_PROCESS = 8 * devices.GIB
+"""The same for each GPU of a server, with its share of scheduler, tokenizer and detokenizer. Assumption."""
+
+
+COPIES = 2
+"""Copies of a batch's columns: the batch that is trained on, and the packs made of it. Staleness adds the batches that
+generation is ahead."""
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Bytes of host memory on one node, which may train, serve or do both.
+
+    ``checkpoint``: pinned copies of the tensors that the ranks write (``trainer/checkpoint/saving.py``), 0 where
+    checkpoints are not written in the background.
+    ``parked``: pinned copies of the ranks' state, 0 where servers have GPUs of their own.
+    """
+
+    processes: int
+    batch: int
+    checkpoint: int
+    capture: int
+    parked: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.processes + self.batch + self.checkpoint + self.capture + self.parked
+
+
+def host_bytes(
+    facts: RunFacts, columns: ColumnBytes, node: NodeRoles, capture: int, parked: int = 0
+) -> HostBytes:
+    """Return the bytes of host memory on ``node``.
+
+    batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share one copy
+    on a host where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state. An
+    element takes 14 bytes (12 in float32), divided among its replicas; with adapters, only their elements count. The
+    rank copies into one pinned buffer, which torch's CachingHostAllocator rounds up to a power of two.
+
+    Args:
+        facts: The run.
+        columns: The columns of one rollout batch.
+        node: The roles of the node's GPUs.
+        capture: Bytes of R3's pinned buffer for each engine GPU, 0 without R3.
+        parked: Bytes of state that a rank keeps in host memory while a server has its GPU.
+    """
+    copies = COPIES + facts.schedule.staleness
+    per_rank = columns.replicas / facts.trainer.layout.data
+    return HostBytes(
+        processes=node.trainer * TRAINER_PROCESS + node.engine * ENGINE_PROCESS,
+        batch=round(node.trainer * copies * per_rank),
+        checkpoint=len(node.ranks) * devices.power_of_two(_copied(facts))
+        if facts.checkpoint_background
+        else 0,
+        capture=node.engine * capture,
+        parked=len(node.ranks) * parked,
+    )
+
+
+def _copied(facts: RunFacts) -> int:
+    """Return the bytes that a rank writes to a checkpoint; replicas divide the tensors that they all hold."""
+    layout, trained = facts.trainer.layout, facts.trainer.trained
+    if trained is None:
+        counts = rank_parameters(facts.trainer.shape, layout, 0)
+        experts = elements(counts.experts) * layout.expert * layout.expert_tensor
+        model_elements = (elements(counts.dense) * layout.tensor + experts) * layout.pipeline
+    else:
+        model_elements = trained.elements(facts.trainer.shape)
+    return round(checkpoint_bytes(model_elements, facts.trainer.dtype) / layout.world_size)

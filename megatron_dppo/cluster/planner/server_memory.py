@@ -1,0 +1,133 @@
+"""Memory of a server's GPUs: weights, KV cache and the reserved rest; and the sequences that run at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from megatron_dppo.cluster.planner import devices
+from megatron_dppo.cluster.planner.facts import EngineFacts, RolloutFacts
+from megatron_dppo.model import mapping
+from megatron_dppo.model.families import Rule, family_of
+from megatron_dppo.model.shape import ModelShape
+
+_ITEM = 2
+
+
+_FEW_RUNNING, _MOST_RUNNING = 2048, 4096
+
+
+_CHUNKED_PREFILL = 8192
+
+
+@dataclass(frozen=True)
+class EngineBytes:
+    """Bytes on one GPU of a server, and the sequences that the server runs.
+
+    ``reserved``: bytes that ``mem_fraction_static`` leaves free for activations, CUDA graphs and communicators.
+    ``kv_tokens``: tokens in the KV cache of the whole server. ``sequences``: sequences of mean length that run at once;
+    ``longest``: the same for sequences that reach both length limits.
+    """
+
+    weights: int
+    kv_pool: int
+    reserved: int
+    fraction: float
+    kv_tokens: int
+    sequences: int
+    longest: int
+
+
+@cache
+def weight_bytes(shape: ModelShape, layout: mapping.EngineLayout) -> int:
+    """Return the bytes of an engine rank's bf16 weights: the family's rules, split as SGLang does (``in_engine``)."""
+    mapping.check_engine_layout(shape, layout)
+    family, layers = family_of(shape), shape.num_layers
+    rules = [(rule, layers) for rule in family.layer]
+    rules += [(family.embedding, 1), (family.final_norm, 1)]
+    if not shape.tied_embeddings or mapping.keeps_untied_output(shape):
+        rules.append((family.embedding, 1))
+    total = sum(_elements(rule, shape, layout.tensor) * count for rule, count in rules)
+    experts = layers * shape.num_experts // layout.expert
+    total += sum(_elements(rule, shape, layout.expert_tensor) * experts for rule in family.expert)
+    return total * _ITEM
+
+
+def _elements(rule: Rule, shape: ModelShape, size: int) -> int:
+    return math.prod(mapping.shard_of(rule.in_engine.split, rule.sources, shape, 0, size).shape)
+
+
+def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
+    """Return the bytes of a token in the KV cache of one GPU.
+
+    The formula is 2 x layers x key-value heads of the rank (at least one) x head size x bytes of an element (SGLang's
+    ``MHATokenToKVPool``).
+    """
+    heads = max(1, shape.num_query_groups // engine.tensor)
+    layers = -(-shape.num_layers // engine.pipeline)
+    return 2 * layers * heads * shape.head_dim * engine.kv_bytes
+
+
+def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
+    """Return the ``mem_fraction_static`` that SGLang 0.5.23 chooses (``arg_groups/memory_hook.py``).
+
+    SGLang keeps free, in MiB: 512 + 1.5 x chunked prefill + 128 x TP x PP + 2 x largest batch with a CUDA graph, and
+    on GPUs above 60 GiB at least 10 GiB.
+    """
+    memory = device.memory / devices.MIB
+    chunk = chunk_tokens(engine, device)
+    graphs = 512 if engine.tensor >= 4 or memory >= 160 * 1024 else 256
+    reserved = 512 + 1.5 * max(chunk, 2048) + 128 * engine.gpus + 2 * graphs
+    if memory > 60 * 1024:
+        reserved = max(reserved, 10 * 1024)
+    return round((memory - reserved) / memory, 3)
+
+
+def chunk_tokens(engine: EngineFacts, device: devices.Device) -> int:
+    """Return the tokens in one chunk of a prefill: the configured number, or the one that SGLang chooses."""
+    large = device.memory >= 160 * 1024 * devices.MIB
+    return engine.chunked_prefill or (2 * _CHUNKED_PREFILL if large else _CHUNKED_PREFILL)
+
+
+def engine_bytes(
+    shape: ModelShape, engine: EngineFacts, rollout: RolloutFacts, device: devices.Device
+) -> EngineBytes:
+    """Return the bytes on one GPU of a server, and the sequences that run on the server at once.
+
+    KV pool = fraction x memory that is free before the weights are loaded - weights; tokens = pool / bytes of a token.
+    Sequences at once = tokens / mean length, at most ``max_running_requests``, whose default is
+    clamp(512 x tokens / context, 2048, 4096) (``model_executor/pool_configurator.py``).
+    """
+    weights = (
+        weight_bytes(shape, mapping.EngineLayout(engine.tensor, engine.expert)) // engine.pipeline
+    )
+    fraction = engine.memory_fraction or default_fraction(device, engine)
+    free_bytes = device.memory - devices.CONTEXT
+    pool = int(free_bytes * fraction) - weights
+    tokens = max(0, pool) // kv_bytes_per_token(shape, engine)
+    context = rollout.longest_prompt + rollout.longest_response
+    limit = engine.max_running or min(_MOST_RUNNING, max(_FEW_RUNNING, 512 * tokens // context))
+    return EngineBytes(
+        weights=weights,
+        kv_pool=pool,
+        reserved=free_bytes - int(free_bytes * fraction),
+        fraction=fraction,
+        kv_tokens=tokens,
+        sequences=min(limit, int(tokens / rollout.mean_length)),
+        longest=min(limit, tokens // context),
+    )
+
+
+def capture_host_bytes(shape: ModelShape, kv_tokens: int) -> int:
+    """Return the bytes of pinned host memory in which a server with R3 stores its routing capture.
+
+    The buffer holds the experts of each token in the KV pool: int32 [tokens, layers, k] (``state_capturer/base.py``,
+    ``BaseHostCache``).
+    """
+    return kv_tokens * shape.num_layers * shape.experts_per_token * 4
+
+
+LEAST_RESERVED = 3 * devices.GIB
+"""Bytes that a server needs for the activations of a prefill chunk and for CUDA graphs, in addition to static memory
+and communicators. Assumption; SGLang's own estimate is the 10 GiB and more of ``default_fraction``."""

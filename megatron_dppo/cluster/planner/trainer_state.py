@@ -1,0 +1,113 @@
+"""Weights, gradients and Adam's state of a trainer rank, as its settings of Megatron-Core make them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatron_dppo.cluster.planner import devices
+from megatron_dppo.cluster.planner.facts import (
+    Counts,
+    RankParameters,
+    TrainerFacts,
+    elements,
+    rank_parameters,
+)
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.shape import COPIED_PARTS, TRAINER_PARTS, TrainerPart
+
+_PARAMETER_PAD, _BUCKET_PAD = 64, 128
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that stay allocated on one rank during the whole run, by ``TrainerPart``."""
+
+    weights: int
+    reference: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part) for part in TRAINER_PARTS)
+
+
+def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
+    """Return the bytes of weights, reference policy, gradient buffers and optimizer state on each rank of ``stage``.
+
+    - weights: elements x 2 (bfloat16) or 4 (float32).
+    - gradients: elements x 4 (``grad_reduce_in_fp32=True`` in ``trainer/model.py``) or x 2; dense and expert
+      parameters have a buffer each (``_ParamAndGradBuffer``).
+    - optimizer: Adam's two fp32 moments, 8 bytes, and for bfloat16 a fp32 master, 4 bytes (megatron.core
+      ``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``); a float32 parameter is its own master.
+      ``optimizer.distributed`` divides these bytes by the number of ranks with the same parameters: ``data`` x
+      ``context`` for dense parameters, ``expert_data`` for experts.
+    - With the distributed optimizer, weights and gradients are stored in buffers: each parameter starts at a multiple
+      of 64 elements, and the end is padded to a multiple of lcm(replicas, 128) (``_pad_start_of_param_if_needed``,
+      ``_pad_end_of_bucket_if_needed``).
+    - With adapters, only the adapters have such buffers; the frozen weights stay in the tensors of the model.
+    - A reference policy copies the trained ones of the model's own parameters, and also the adapters where they start
+      from a folder (``ReferenceWeights``).
+    """
+    parameters, frozen_elements = rank_parameters(trainer.shape, trainer.layout, stage), 0
+    base_elements = parameters.elements
+    if trainer.trained is not None:
+        base_elements = trainer.trained.trained_base(trainer.shape, trainer.layout)
+        frozen_elements = parameters.elements - base_elements
+        parameters = trainer.trained.parameters(trainer.shape, trainer.layout, stage)
+    padded_sizes = [
+        _buffer_elements(counts, replicas) if trainer.distributed else elements(counts)
+        for counts, replicas in _groups(parameters, trainer.layout)
+    ]
+    buffer_elements = sum(padded_sizes)
+    reference_elements = base_elements if trainer.reference else 0
+    if trainer.reference_adapters:
+        reference_elements = parameters.elements
+    shard_sizes = [
+        size // replicas if trainer.distributed else size
+        for size, (_, replicas) in zip(
+            padded_sizes, _groups(parameters, trainer.layout), strict=True
+        )
+    ]
+    return StateBytes(
+        weights=(frozen_elements + buffer_elements) * trainer.item_bytes,
+        reference=reference_elements * trainer.item_bytes,
+        gradients=buffer_elements * trainer.gradient_bytes,
+        optimizer=round(sum(shard_sizes) * trainer.optimizer_bytes),
+    )
+
+
+@dataclass(frozen=True)
+class ParkedBytes:
+    """Bytes of one rank's parked state.
+
+    ``device``: bytes that parking frees on the GPU. ``host``: bytes of pinned host memory, which stays allocated after
+    the first parking; each part has a buffer of its own, which torch's CachingHostAllocator rounds up to a power of
+    two.
+    """
+
+    device: int
+    host: int
+
+
+def parked_bytes(state: StateBytes, parts: Collection[TrainerPart] = TRAINER_PARTS) -> ParkedBytes:
+    """Return the bytes that a rank with ``state`` moves when ``trainer/parking.py`` parks ``parts``."""
+    sizes: dict[TrainerPart, int] = {part: getattr(state, part) for part in parts}
+    return ParkedBytes(
+        device=sum(sizes.values()),
+        host=sum(devices.power_of_two(sizes[part]) for part in COPIED_PARTS & sizes.keys()),
+    )
+
+
+def _groups(parameters: RankParameters, layout: Layout) -> list[tuple[Counts, int]]:
+    dense_replicas = layout.data * layout.context
+    groups = [(parameters.dense, dense_replicas), (parameters.experts, layout.expert_data)]
+    return [(counts, replicas) for counts, replicas in groups if counts]
+
+
+def _buffer_elements(counts: Counts, replicas: int) -> int:
+    """Return the elements of one buffer of the distributed optimizer, with the padding of parameters and end."""
+    total = sum(devices.ceil_to(size, _PARAMETER_PAD) * count for size, count in counts)
+    return devices.ceil_to(total, math.lcm(replicas, _BUCKET_PAD))

@@ -1,0 +1,87 @@
+"""A reward function, compared with worked solutions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_dppo.data.records import DataError, keys, read_records
+from megatron_dppo.metrics.progress import progress
+from megatron_dppo.rewards import RewardInput
+from megatron_dppo.rewards.verifier import Score, Verifier
+
+
+class RewardCheck(NamedTuple):
+    """A worked solution against an answer: the line's own, which must score 1, or a wrong one, 0."""
+
+    line: int
+    solution: str
+    answer: str
+    expected: float
+
+
+def check_rewards(
+    path: Path,
+    reward: str,
+    timeout_s: float,
+    workers: int,
+    passed_variables: Sequence[str] = (),
+) -> int:
+    """Check every line, at most ``timeout_s`` seconds each; the exit code: 1 where a check failed, else 0.
+
+    ``passed_variables``: as in RewardTerm.
+    Raises DataError naming the line where ``path`` can't be used, VerifierError where the reward's worker fails.
+    """
+    checks = read_checks(path)
+    with (
+        Verifier(reward, timeout_s, workers, passed_variables=passed_variables) as verifier,
+        progress("check solutions", len(checks)) as bar,
+    ):
+        inputs = [RewardInput(check.solution, check.answer) for check in checks]
+        scores = verifier.score(inputs, lambda: bar.advance(1))
+    return _report(checks, scores)
+
+
+def read_checks(path: Path) -> list[RewardCheck]:
+    """Read a check from every line with a solution and an answer. Raises DataError naming the line."""
+    records, locations, _ = read_records(path)
+    solved = []
+    for number, (record, where) in enumerate(zip(records, locations, strict=True), start=1):
+        if "answer" not in record:
+            raise DataError(
+                f"{where}: no 'answer', expected the final answer there and a worked solution under 'solution'; found "
+                f"{keys(record)}"
+            )
+        if isinstance(record.get("solution"), str):
+            solved.append(RewardCheck(number, record["solution"], str(record["answer"]), 1.0))
+    if not solved:
+        raise DataError(
+            f"{path}: no line has a 'solution', expected a worked solution as text there, whose answer is the line's "
+            f"'answer'; the first line has {keys(records[0])}"
+        )
+    answers = [check.answer for check in solved]
+    wrong = ((check, _wrong_answer(check.answer, answers)) for check in solved)
+    return solved + [check._replace(answer=w, expected=0.0) for check, w in wrong if w is not None]
+
+
+def _wrong_answer(answer: str, others: list[str]) -> str | None:
+    """The answer plus one if it is an integer, else another line's; None if all are the same."""
+    if answer.lstrip("+-").isdecimal():
+        return str(int(answer) + 1)
+    return next((other for other in others if other != answer), None)
+
+
+def _report(checks: list[RewardCheck], scores: list[Score]) -> int:
+    """Print each failed check and the counts of both kinds; returns 1 if a check failed, else 0."""
+    pairs = list(zip(checks, scores, strict=True))
+    failed = [(c, s) for c, s in pairs if s.value != c.expected or s.timed_out or s.crashed]
+    for check, score in failed:
+        print(
+            f"line {check.line}: scored {score} against {check.answer!r}, expected {check.expected:g}"
+        )
+    for expected, kind in ((1.0, "the given answer"), (0.0, "a wrong answer")):
+        of_kind = [score for check, score in pairs if check.expected == expected]
+        right = sum(score.value == expected for score in of_kind)
+        print(f"{right} of {len(of_kind)} solutions score {expected:g} against {kind}")
+    return int(bool(failed))
