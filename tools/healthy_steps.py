@@ -40,10 +40,11 @@ from examples.arena.tasks import TASKS  # noqa: E402
 from megatron_dppo.config.loading import load_config  # noqa: E402
 from megatron_dppo.data.batch_file import load_batch  # noqa: E402
 from megatron_dppo.diagnostics.doctor.__main__ import weights_by_version  # noqa: E402
-from megatron_dppo.diagnostics.doctor.diagnosis import Diagnosis, Draws  # noqa: E402
+from megatron_dppo.diagnostics.doctor.diagnosis import Diagnosis  # noqa: E402
 from megatron_dppo.diagnostics.doctor.reference import KnownWeights, Reference  # noqa: E402
 from megatron_dppo.diagnostics.doctor.report import Doctor, findings_of  # noqa: E402
 from megatron_dppo.diagnostics.doctor.rounding import bfloat16, float8  # noqa: E402
+from megatron_dppo.diagnostics.doctor.sampling_evidence import Draws  # noqa: E402
 from megatron_dppo.metrics import table as names  # noqa: E402
 from megatron_dppo.metrics.progress import progress  # noqa: E402
 from megatron_dppo.metrics.records import ROLLOUTS_FOLDER, read_records, saved_steps  # noqa: E402

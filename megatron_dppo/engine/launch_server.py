@@ -12,7 +12,6 @@ this one.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -27,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.engine import broadcast_group, continuation, recordings
-from megatron_dppo.engine.options import ADAPTER_DIGESTS, HOSTS_VARIABLE
+from megatron_dppo.engine.adapter_digests import VARIABLE, register_digests
+from megatron_dppo.engine.options import HOSTS_VARIABLE
 from megatron_dppo.system import network, processes, scratch, secret_variables
 from megatron_dppo.system.compute import has_visible_gpu, offer_tools
 
@@ -95,50 +95,6 @@ def bind_stores() -> None:
 
     # The package exports a function of the module's name, so an import statement can't reach it.
     vars(importlib.import_module("torch.distributed.rendezvous"))["TCPStore"] = bound
-
-
-# --- verified adapters: every load is answered with the SHA-256 of each tensor that was loaded
-
-VARIABLE = "MEGATRON_DPPO_ADAPTER_DIGESTS"
-"""In the environment of the processes of a server that has LoRA enabled."""
-LOADED = "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter"
-
-
-def register_digests() -> None:
-    """In each process of a server with ``--enable-lora``, before SGLang applies its hooks. Not yet run on a GPU."""
-    # SGLang's own check of adapters belongs to a route that unpickles. This one hashes what the scheduler holds after
-    # it has read a folder and fused its matrices.
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(LOADED, report_digests, HookType.AFTER)
-
-
-def report_digests(result: Any, manager: Any, adapter: Any) -> Any:
-    """Add the digests of a loaded adapter's tensors to the result; reject the load if ranks hold different tensors."""
-    from sglang.srt.runtime_context import get_parallel
-
-    digests = _digests(manager.loras[adapter.lora_id]) if result.success else {}
-    parallel = get_parallel()
-    if parallel.tp_size > 1:
-        everyone = parallel.tp_group.all_gather_object([result.success, digests])
-        if any(other != everyone[0] for other in everyone):
-            result.success = False
-            reason = "the engine's ranks read different adapters"
-            result.error_message = f"{result.error_message} {reason}"
-    if result.success:
-        result.loaded_adapters[ADAPTER_DIGESTS] = json.dumps(digests)
-    return result
-
-
-def _digests(loaded: Any) -> dict[str, str]:
-    """Hash each tensor, by its name in the adapter's folder; fused matrices have the engine's name."""
-    import torch
-
-    return {
-        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
-        for layer in loaded.layers
-        for name, tensor in layer.weights.items()
-    }
 
 
 KEY_FIELDS = ("api_key", "admin_api_key")

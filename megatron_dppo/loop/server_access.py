@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.client import HttpClient
-from megatron_dppo.engine.options import ServerSections, check_engine
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.running_server import check_engine
 from megatron_dppo.engine.weights import EngineWeights, MemoryTag, Occupation
 from megatron_dppo.fleet import membership
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.weight_sync.engines import interrupt_and_release
-from megatron_dppo.weight_sync.strategies import check_reach
+from megatron_dppo.weight_sync.reach import check_reach
 
 
 @dataclass(frozen=True)

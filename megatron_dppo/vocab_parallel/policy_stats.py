@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.vocab_parallel import wire
+from megatron_dppo.vocab_parallel import agreement, wire
+from megatron_dppo.vocab_parallel.agreement import Agreement
 from megatron_dppo.vocab_parallel.backends import Backend, RowGradient, choose
-from megatron_dppo.vocab_parallel.wire import Agreement, VocabShard
+from megatron_dppo.vocab_parallel.wire import VocabShard
 
 FAULTS = (
     "target ids outside the vocabulary",
@@ -203,9 +204,9 @@ class StatsQuery:
     with_squares: bool = False
 
     def facts(self, rows: int, columns: int) -> list[int]:
-        """The numbers on which ranks must agree, in the order of ``wire.FACTS``."""
+        """The numbers on which ranks must agree, in the order of ``agreement.FACTS``."""
         width = 0 if self.topk_ids is None else self.topk_ids.shape[1]
-        ids = wire.checksum(self.target_ids, self.topk_ids)
+        ids = agreement.checksum(self.target_ids, self.topk_ids)
         sums = int(self.with_entropy), int(self.with_squares)
         return [rows, columns, width, *sums, self.vocab_size, ids]
 

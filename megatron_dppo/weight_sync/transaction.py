@@ -21,7 +21,7 @@ from megatron_dppo.engine.weights import MemoryTag
 from megatron_dppo.metrics import table as names
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.weight_sync import verification
+from megatron_dppo.weight_sync import canary, verification
 from megatron_dppo.weight_sync.engines import (
     ENGINE_FAULTS,
     EngineFaultError,
@@ -190,7 +190,7 @@ class UpdateReport:
     bytes_into_node_bound: int
     update_s: float
     stall_s: float
-    canary: verification.CanaryReport | None = None
+    canary: canary.CanaryReport | None = None
     network: float | None = None
 
     def metrics(self) -> dict[str, float]:
@@ -435,7 +435,7 @@ class WeightUpdater:
     def _trainer_scores(self, phases: Phases) -> list[list[float]]:
         """Compute the trainer's log-probabilities of the canary's prompts. Collective."""
         with phases.timed("canary"):
-            return self.source.score(verification.canary_prompts(self.source.vocab_size))
+            return self.source.score(canary.canary_prompts(self.source.vocab_size))
 
     def _hand_back(self, phases: Phases, title: str) -> None:
         """On shared devices: free the trainer's memory there, then restore that of the engines."""
@@ -447,15 +447,15 @@ class WeightUpdater:
 
     def _canary(
         self, phases: Phases, trainer_scores: list[list[float]]
-    ) -> verification.CanaryReport | None:
+    ) -> canary.CanaryReport | None:
         """Compare the engines' log-probabilities with ``trainer_scores``."""
         source = self.source
-        prompts = verification.canary_prompts(source.vocab_size)
-        tolerance = verification.canary_tolerance(self.config, source.dtype_name, source.num_layers)
+        prompts = canary.canary_prompts(source.vocab_size)
+        tolerance = canary.canary_tolerance(self.config, source.dtype_name, source.num_layers)
         return self._on_rank_0(
             phases,
             "canary",
-            verification.compare_scores,
+            canary.compare_scores,
             prompts,
             trainer_scores,
             tolerance,

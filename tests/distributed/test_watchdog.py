@@ -74,7 +74,7 @@ def breaking_off_worker() -> list[list[str]]:
     is broken off: torch keeps the broadcast in its recorder for half a minute more."""
     import torch
 
-    from megatron_dppo.weight_sync.strategies import BroadcastGroup
+    from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup
 
     init_distributed(1)
     group = BroadcastGroup(ranks=1, address="127.0.0.1", device="cpu", timeout_s=1.0)

@@ -44,7 +44,7 @@ from megatron_dppo.engine.errors import (
     GenerationInterruptedError,
     StopRequestedError,
 )
-from megatron_dppo.engine.options import ServerSections, check_engine
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.protocol import (
     UNVERIFIED_VERSION,
@@ -53,14 +53,10 @@ from megatron_dppo.engine.protocol import (
     SamplingParams,
     request_body,
 )
+from megatron_dppo.engine.running_server import check_engine
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.client import FleetClient
-from megatron_dppo.fleet.generation import (
-    GenerationJob,
-    GenerationLimits,
-    Results,
-    generate_many,
-)
+from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, Results, generate_many
 from megatron_dppo.fleet.membership import Member
 from megatron_dppo.fleet.record import Keys, Server
 from megatron_dppo.model.families import load_model_shape

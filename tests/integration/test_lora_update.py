@@ -32,8 +32,8 @@ from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
 from megatron_dppo.weight_sync.adapters import AdapterUpdater
+from megatron_dppo.weight_sync.canary import Tolerance, compare_canary
 from megatron_dppo.weight_sync.transaction import WeightUpdateError, WeightUpdater
-from megatron_dppo.weight_sync.verification import Tolerance, compare_canary
 from tests.adapters import peft_model, save_random_adapters
 from tests.integration.runs import TrainingRun, records_of, summary_of, write_material
 from tests.integration.weight_server import (

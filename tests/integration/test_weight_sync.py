@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import ExpectedChecksums
-from megatron_dppo.engine.weights import EngineWeights, MemoryOrderError, WireHeader
+from megatron_dppo.engine.shared_buckets import WireHeader
+from megatron_dppo.engine.weights import EngineWeights, MemoryOrderError
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights

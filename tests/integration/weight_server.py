@@ -26,9 +26,9 @@ from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
+from megatron_dppo.weight_sync.canary import Tolerance, compare_canary
 from megatron_dppo.weight_sync.engines import Plan
 from megatron_dppo.weight_sync.transaction import WeightUpdater
-from megatron_dppo.weight_sync.verification import Tolerance, compare_canary
 from tests.patience import UNBOUNDED_S, wait_healthy
 
 KEY, ADMIN_KEY = "user-key", "admin-key"

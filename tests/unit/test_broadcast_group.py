@@ -29,7 +29,7 @@ from megatron_dppo.engine.broadcast_group import (
 )
 from megatron_dppo.system.network import listening_store
 from megatron_dppo.weight_sync import strategies
-from megatron_dppo.weight_sync.strategies import BroadcastGroup, call_off
+from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup, call_off
 
 ENGINE = """
 import sys

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.engine import sglang_cpu
 from megatron_dppo.engine.protocol import SamplingParams
-from megatron_dppo.engine.sglang_cpu import (
-    ROWS,
+from megatron_dppo.engine.sglang_cpu import matrix_products
+from megatron_dppo.engine.sglang_cpu.matrix_products import ROWS, blocked_addmm, blocked_mm
+from megatron_dppo.engine.sglang_cpu.sampling import (
     FilteredSampling,
-    blocked_addmm,
-    blocked_mm,
     filtered,
     multinomial_with_seed,
     murmur_hash32,
@@ -77,9 +75,9 @@ def test_a_bias_and_both_factors_count():
 
 LAYERS = """
 import torch
-from megatron_dppo.engine import sglang_cpu
-sglang_cpu.enable()
-sglang_cpu.enable()
+from megatron_dppo.engine.sglang_cpu import matrix_products
+matrix_products.enable()
+matrix_products.enable()
 torch.manual_seed(0)
 for bias in (False, True):
     for dtype in (torch.float32, torch.bfloat16):
@@ -96,7 +94,7 @@ for bias in (False, True):
 def test_layers_use_it_once_it_is_enabled():
     """In a process of its own: what is enabled stays."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", LAYERS], check=True)
-    assert not sglang_cpu._overrides
+    assert not matrix_products._overrides
 
 
 def problem(number: int) -> Problem:

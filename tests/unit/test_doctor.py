@@ -30,19 +30,18 @@ from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.problems import Problem
 from megatron_dppo.data.seal import Origin
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.diagnostics.doctor import diagnosis
+from megatron_dppo.diagnostics.doctor import causes, diagnosis, sampling_evidence
 from megatron_dppo.diagnostics.doctor.__main__ import last_examinable, main, weights_by_version
-from megatron_dppo.diagnostics.doctor.diagnosis import (
-    COARSE,
-    SampledRun,
-    Side,
-    alternatives,
+from megatron_dppo.diagnostics.doctor.causes import SampledRun, alternatives
+from megatron_dppo.diagnostics.doctor.diagnosis import COARSE, Side
+from megatron_dppo.diagnostics.doctor.reference import KnownWeights, Reference
+from megatron_dppo.diagnostics.doctor.report import LAYOUT, Doctor
+from megatron_dppo.diagnostics.doctor.sampling import at_temperature
+from megatron_dppo.diagnostics.doctor.sampling_evidence import (
     draws,
     prompt_faults,
     repetition_evidence,
 )
-from megatron_dppo.diagnostics.doctor.reference import KnownWeights, Reference, at_temperature
-from megatron_dppo.diagnostics.doctor.report import LAYOUT, Doctor
 from tests.ranks import ROOT, run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -448,7 +447,7 @@ def test_a_sum_over_ranks_that_is_rounded_is_the_layout(run, tmp_path):
     assert next(iter(trainer.gaps)) == LAYOUT
     assert trainer.gaps[LAYOUT] < trainer.noise
     # What it would have been called.
-    assert trainer.gap / COARSE < trainer.gaps[diagnosis.ROUNDED] < trainer.gap * COARSE
+    assert trainer.gap / COARSE < trainer.gaps[causes.ROUNDED] < trainer.gap * COARSE
     assert all(token.with_cause is None for token in trainer.tokens)
 
 
@@ -717,7 +716,7 @@ def test_a_trainer_that_replays_is_judged_by_the_rows_that_hold(run, tmp_path):
     )
     assert trainer.axis == "healthy"
     assert trainer.gap < 1e-6
-    assert trainer.gaps[diagnosis.NATURAL] > 1e-4
+    assert trainer.gaps[causes.NATURAL] > 1e-4
     # In the rows that do not hold, and where there is none, the router's own choice.
     own = sampling(reference.sampled_logits(moved[1:2])[0])
     assert torch.allclose(sampling(logits[1]), own, atol=1e-6)
@@ -777,7 +776,7 @@ def test_repetitions_that_the_policy_likes_are_no_evidence():
     # Of two draws of a fair coin, the mean over what may come is 1 with any one factor.
     outcomes = [[("a", log(0.5)), (second, log(0.5))] for second in ("a", "b")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(diagnosis, "FACTORS", (2,))
+        patch.setattr(sampling_evidence, "FACTORS", (2,))
         means = [math.exp(repetition_evidence([outcome])) for outcome in outcomes]
     assert sum(means) / 2 == pytest.approx(1)
     # Two unlikely ones are nearly 16 each.
@@ -814,5 +813,5 @@ def test_the_model_s_own_rotary_base_is_no_alternative(run):
     reference = Reference(run.after)
     base = reference._model.config.rope_parameters["rope_theta"]
     names = {c.name for c in alternatives(SampledRun(1.0, 1, 1), reference, is_recorded=False)}
-    bases = {f"rotary base {theta:g}, unscaled" for theta in diagnosis.THETAS}
+    bases = {f"rotary base {theta:g}, unscaled" for theta in causes.THETAS}
     assert bases - names == {f"rotary base {base:g}, unscaled"}

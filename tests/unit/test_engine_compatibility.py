@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineLostError, EngineMismatchError
-from megatron_dppo.engine.options import SGLANG_VERSION, check_engine, check_layout
+from megatron_dppo.engine.running_server import SGLANG_VERSION, check_engine, check_layout
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.test_engine_checksums import model_shape
 from tests.unit.test_engine_server import MODEL, sections

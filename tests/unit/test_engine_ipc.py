@@ -6,7 +6,12 @@ import sys
 import torch
 from torch.multiprocessing import reductions
 
-from megatron_dppo.engine.weights import WireHeader, named_by_uuid, shared_empty, shared_payloads
+from megatron_dppo.engine.shared_buckets import (
+    WireHeader,
+    named_by_uuid,
+    shared_empty,
+    shared_payloads,
+)
 
 
 def test_sglang_opens_a_bucket():

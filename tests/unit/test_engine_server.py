@@ -13,25 +13,19 @@ from smg.router_args import RouterArgs
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.errors import EngineStartError
-from megatron_dppo.engine.launch_server import (
-    host_flags,
-    redact_keys,
-    refuse_repacked_experts,
-)
+from megatron_dppo.engine.launch_server import host_flags, redact_keys, refuse_repacked_experts
 from megatron_dppo.engine.options import (
-    SGLANG_VERSION,
     ServerHosts,
     ServerSections,
     bind_cores,
-    compare_server,
     cpu_kv_tokens,
     engine_device,
-    required_switches,
     server_environment,
     server_options,
     write_options,
 )
 from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.engine.running_server import SGLANG_VERSION, compare_server, required_switches
 from megatron_dppo.fleet.http_router import http_router_options
 from megatron_dppo.system.network import free_port
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.engine.options import ServerSections, check_engine
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.running_server import check_engine
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient
 from megatron_dppo.fleet.membership import Examination, Examiner, Member, ServerStates, client_of

@@ -34,7 +34,7 @@ ANNEXES = {"cluster", "diagnostics"}
 """Folders that no module outside them imports, so that the core works without them."""
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OWNERS = {"megatron": "trainer", "sglang": "engine", "smg": "fleet"}
-PEERS = "diagnostics/mask_benchmark/measure.py"
+PEERS = "diagnostics/mask_benchmark/contenders.py"
 """Measures Megatron-Core's cross entropies beside ours."""
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

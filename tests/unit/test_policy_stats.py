@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_dppo.system import compute
-from megatron_dppo.vocab_parallel import backends, policy_stats, wire
+from megatron_dppo.vocab_parallel import agreement, backends, policy_stats, wire
 from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient, choose
 from megatron_dppo.vocab_parallel.policy_stats import (
     OverwrittenLogitsError,
@@ -697,26 +697,26 @@ def test_a_group_of_one_rank_agrees_with_itself(monkeypatch):
 
 def test_ranks_that_disagree_are_told_what_on():
     """Rows of three ranks: tokens, columns, K, entropy, squares, vocabulary, checksum, bad input."""
-    good = wire._facts_row([4, 10, 2, 0, 1, 18, 77])
+    good = agreement._facts_row([4, 10, 2, 0, 1, 18, 77])
     assert good == [4, 10, 2, 0, 1, 18, 77, 0]
-    assert wire._facts_row(None) == [0, 0, 0, 0, 0, 0, 0, 1]
-    assert wire.disagreement([good, good, good]) is None
-    assert wire.disagreement([good, good, wire._facts_row(None)]) == (
+    assert agreement._facts_row(None) == [0, 0, 0, 0, 0, 0, 0, 1]
+    assert agreement.disagreement([good, good, good]) is None
+    assert agreement.disagreement([good, good, agreement._facts_row(None)]) == (
         "rank(s) [2] were given bad input; their own error says what"
     )
-    for place, name in enumerate(wire.FACTS):
+    for place, name in enumerate(agreement.FACTS):
         other = [fact + (at == place) for at, fact in enumerate(good)]
         values = [good[place], good[place] + 1, good[place]]
-        assert wire.disagreement([good, other, good]) == (
+        assert agreement.disagreement([good, other, good]) == (
             f"ranks disagree on {name}: {values} by rank, expected equal"
         )
 
 
 def test_the_checksum_notices_other_ids_and_another_order_of_targets():
     targets, topk = torch.tensor([5, 0, 7]), torch.tensor([[2, -1], [3, 4], [9, 9]])
-    assert wire.checksum(targets, None) == 1 * 5 + 2 * 0 + 3 * 7
-    assert wire.checksum(targets, topk) == 26 + 26
-    assert wire.checksum(targets.flip(0), None) == 1 * 7 + 3 * 5
+    assert agreement.checksum(targets, None) == 1 * 5 + 2 * 0 + 3 * 7
+    assert agreement.checksum(targets, topk) == 26 + 26
+    assert agreement.checksum(targets.flip(0), None) == 1 * 7 + 3 * 5
 
 
 def test_ids_of_a_shard_and_ids_that_nobody_owns():

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineMismatchError
-from megatron_dppo.engine.weights import WireHeader
-from megatron_dppo.weight_sync import strategies
-from megatron_dppo.weight_sync.strategies import check_reach
+from megatron_dppo.engine.shared_buckets import WireHeader
+from megatron_dppo.weight_sync import reach, strategies
+from megatron_dppo.weight_sync.reach import check_reach
 
 JOIN = """
 import sys
@@ -80,14 +80,14 @@ class Ranks:
 
 
 def test_a_server_that_joins_is_reachable_and_leaves_again(monkeypatch):
-    monkeypatch.setattr(strategies, "REACH_S", 60.0)
+    monkeypatch.setattr(reach, "REACH_S", 60.0)
     ranks: Any = Ranks(joins=True)
     asyncio.run(check_reach(ranks, WeightSyncConfig()))
     assert ranks.calls == ["open", "begin", "receive", "end", "close"]
 
 
 def test_a_server_that_does_not_come_is_refused_in_time(monkeypatch):
-    monkeypatch.setattr(strategies, "REACH_S", 0.3)
+    monkeypatch.setattr(reach, "REACH_S", 0.3)
     ranks: Any = Ranks(joins=False)
     with pytest.raises(
         EngineMismatchError, match=r"can't connect back to the trainer at 127\.0\.0\.1:"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_dppo.engine.sglang_cpu import ReceivedBuckets
+from megatron_dppo.engine.sglang_cpu.received_buckets import ReceivedBuckets
 
 
 def fresh(names: list[str], dtypes: list[str], shapes: list[list[int]], device: str) -> object:

@@ -12,17 +12,19 @@ import pytest
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.weight_sync.engines import EngineFaultError, Engines
-from megatron_dppo.weight_sync.verification import (
+from megatron_dppo.weight_sync.canary import (
     CanaryReport,
-    ChecksumMismatch,
-    ChecksumMismatchError,
-    ExpectedByLayout,
     Tolerance,
     canary_prompts,
     canary_tolerance,
     compare_canary,
     compare_scores,
+)
+from megatron_dppo.weight_sync.engines import EngineFaultError, Engines
+from megatron_dppo.weight_sync.verification import (
+    ChecksumMismatch,
+    ChecksumMismatchError,
+    ExpectedByLayout,
     compare_tensors,
 )
 

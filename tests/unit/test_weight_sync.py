@@ -28,12 +28,22 @@ from megatron_dppo.engine.errors import (
     EngineMismatchError,
     EngineRequestError,
 )
-from megatron_dppo.engine.weights import EngineWeights, WireHeader
+from megatron_dppo.engine.shared_buckets import WireHeader
+from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.weight_sync import engines, strategies
+from megatron_dppo.weight_sync import broadcast_group, engines, strategies
+from megatron_dppo.weight_sync.broadcast_group import in_background
+from megatron_dppo.weight_sync.canary import (
+    CanaryError,
+    CanaryReport,
+    Tolerance,
+    canary_prompts,
+    canary_tolerance,
+    compare_canary,
+)
 from megatron_dppo.weight_sync.engines import (
     Bucket,
     EngineFaultError,
@@ -46,7 +56,6 @@ from megatron_dppo.weight_sync.engines import (
     local_address,
     on_this_host,
 )
-from megatron_dppo.weight_sync.strategies import in_background
 from megatron_dppo.weight_sync.transaction import (
     Agree,
     WeightUpdateError,
@@ -55,14 +64,8 @@ from megatron_dppo.weight_sync.transaction import (
     count_bytes,
 )
 from megatron_dppo.weight_sync.verification import (
-    CanaryError,
-    CanaryReport,
     ChecksumMismatch,
     ChecksumMismatchError,
-    Tolerance,
-    canary_prompts,
-    canary_tolerance,
-    compare_canary,
     compare_checksums,
 )
 from tests.patience import own_patience
@@ -879,7 +882,7 @@ def test_on_a_gpu_a_bucket_is_sent_on_a_stream_that_waits_for_its_bytes_alone(mo
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(made))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", entered)
-    group = strategies.BroadcastGroup.__new__(strategies.BroadcastGroup)
+    group = broadcast_group.BroadcastGroup.__new__(broadcast_group.BroadcastGroup)
     group._group, group._stream, group._backend_limit = Group(), None, timedelta(seconds=1)
     for _ in range(2):
         group.broadcast(SimpleNamespace(is_cuda=True, device="cuda:0")).result(10)

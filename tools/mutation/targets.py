@@ -32,6 +32,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "algorithms/rules.py": LOSS,
     "algorithms/sequence_rules.py": LOSS,
     "algorithms/table.py": ("presets",),
+    "vocab_parallel/agreement.py": ("policy_stats",),
     "vocab_parallel/backends.py": ("policy_stats", "triton_backend"),
     "vocab_parallel/policy_stats.py": ("policy_stats",),
     "vocab_parallel/head.py": ("head",),
@@ -67,6 +68,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "trainer/weight_source.py": LONE,
     "engine/checksums.py": CHECKS,
     "tensor_hash/__init__.py": CHECKS,
+    "weight_sync/canary.py": CHECKS,
     "weight_sync/transaction.py": CHECKS,
     "weight_sync/verification.py": CHECKS,
 }

@@ -15,17 +15,13 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import load_tokenizer
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.diagnostics.doctor import diagnosis
-from megatron_dppo.diagnostics.doctor.diagnosis import (
-    Alternative,
-    Diagnosis,
-    Draws,
-    SampledRun,
-    Side,
-    TokenEvidence,
-)
+from megatron_dppo.diagnostics.doctor import causes, diagnosis, sampling_evidence
+from megatron_dppo.diagnostics.doctor.causes import Alternative, SampledRun
+from megatron_dppo.diagnostics.doctor.diagnosis import Diagnosis, Side, TokenEvidence
 from megatron_dppo.diagnostics.doctor.ladder import Rung, log_probs_of, trainer_of
-from megatron_dppo.diagnostics.doctor.reference import KnownWeights, Reference, at_temperature
+from megatron_dppo.diagnostics.doctor.reference import KnownWeights, Reference
+from megatron_dppo.diagnostics.doctor.sampling import at_temperature
+from megatron_dppo.diagnostics.doctor.sampling_evidence import Draws
 from megatron_dppo.diagnostics.explain.__main__ import show as show_table
 from megatron_dppo.diagnostics.explain.explanation import TokenTexts
 from megatron_dppo.diagnostics.explain.page import response_block, tables_page, token_span
@@ -166,7 +162,7 @@ class Doctor:
         prompt_faults: list[str] = []
         try:
             origin = RunData(self._config).origin()
-            prompt_faults = diagnosis.prompt_faults(self._batch, origin)
+            prompt_faults = sampling_evidence.prompt_faults(self._batch, origin)
             if origin.makes_prompts:
                 self._unexamined["prompts"] = "the environment makes them"
         except (DataError, OSError) as error:
@@ -254,10 +250,10 @@ class Doctor:
         scores = self._scores_of(side.version, every=every)
         plain, by_name = scores.at(side.positions)
         alternatives = list(scores.alternatives)
-        if side.name == "trainer" and self._config.router_replay and diagnosis.RECORDED in by_name:
+        if side.name == "trainer" and self._config.router_replay and causes.RECORDED in by_name:
             # The trainer must use the experts that the engine recorded, even if the engine chose wrong ones.
             sampling = at_temperature(self._config.temperature)
-            alternatives.append(Alternative("routing", diagnosis.NATURAL, sampling))
+            alternatives.append(Alternative("routing", causes.NATURAL, sampling))
             plain, by_name = diagnosis.by_recording(plain, by_name)
             alternatives = [c for c in alternatives if c.name in by_name]
         return plain, by_name, alternatives
@@ -270,20 +266,20 @@ class Doctor:
         """
         scores = self._scores_of(engine.version, every=False)
         natural, by_name = scores.at(engine.positions)
-        if not self._config.router_replay or diagnosis.RECORDED not in by_name:
+        if not self._config.router_replay or causes.RECORDED not in by_name:
             return []
         recorded, by_name = diagnosis.by_recording(natural, by_name)
-        by_alternative = {name: by_name[name] for name in (diagnosis.ROUNDED, diagnosis.EIGHT_BITS)}
-        alternatives = [c for c in scores.alternatives if c.name == diagnosis.ROUNDED]
-        side = replace(engine, name=diagnosis.RECORDING, log_probs=tuple(natural))
+        by_alternative = {name: by_name[name] for name in (causes.ROUNDED, causes.EIGHT_BITS)}
+        alternatives = [c for c in scores.alternatives if c.name == causes.ROUNDED]
+        side = replace(engine, name=causes.RECORDING, log_probs=tuple(natural))
         rounding = self._rounding("engine")
         diagnosed = diagnosis.judge(
             side, self._batch, recorded, by_alternative, alternatives, rounding
         )
         if not diagnosed.is_healthy:
             reference = self._weights.reference(engine.version)
-            candidates = diagnosis.alternatives(self._run, reference, is_recorded=True)
-            shifts = [c for c in candidates if c.name in diagnosis.MOVED_RECORDINGS]
+            candidates = causes.alternatives(self._run, reference, is_recorded=True)
+            shifts = [c for c in candidates if c.name in causes.MOVED_RECORDINGS]
             for name, values in self._scores_by(reference, "moved recordings", shifts).items():
                 by_alternative[name] = [values[i] for i in engine.positions]
             alternatives += shifts
@@ -296,8 +292,8 @@ class Doctor:
         """Return the name of the alternative that rounds as a healthy side may; None if ``side`` is in float32."""
         config = self._config
         if is_coarse(*((config.sglang, {}) if side == "engine" else ({}, config.megatron))):
-            return diagnosis.EIGHT_BITS
-        return None if config.model.dtype == "float32" else diagnosis.ROUNDED
+            return causes.EIGHT_BITS
+        return None if config.model.dtype == "float32" else causes.ROUNDED
 
     def draws(self, diagnoses: Sequence[Diagnosis], sides: Sequence[Side]) -> Draws | None:
         """Test how the engine sampled its tokens.
@@ -311,10 +307,10 @@ class Doctor:
         side = next(side for side in sides if side.name == "engine")
         scores = self._scores_of(side.version, every=False)
         plain, by_name = scores.at(side.positions)
-        sampler_names = [name for name, _ in diagnosis.samplers(self._run, scores.vocab_size)]
+        sampler_names = [name for name, _ in causes.samplers(self._run, scores.vocab_size)]
         by_sampler = {name: by_name[name] for name in sampler_names}
         configured = side.log_probs if axis == "healthy" else plain
-        return diagnosis.draws(self._batch, side, configured, by_sampler)
+        return sampling_evidence.draws(self._batch, side, configured, by_sampler)
 
     @property
     def _is_selected(self) -> bool:
@@ -337,10 +333,10 @@ class Doctor:
                 "routed_experts" in t.columns for t in self._batch
             )
             plain = Alternative("", "", at_temperature(self._config.temperature))
-            alternatives = diagnosis.alternatives(self._run, reference, is_recorded=is_recorded)
+            alternatives = causes.alternatives(self._run, reference, is_recorded=is_recorded)
             near_versions = [version + d for d in NEAREST if version + d in self._weights.folders]
             if not every:
-                alternatives = [c for c in alternatives if diagnosis.is_decisive(c)]
+                alternatives = [c for c in alternatives if causes.is_decisive(c)]
                 near_versions = []
             by_name = self._scores_by(reference, f"version {version}", [plain, *alternatives])
             for other_version in near_versions:
@@ -363,9 +359,9 @@ class Doctor:
         Two models are in memory during the call. The returned alternatives keep no reference to either.
         """
         other = self._weights.reference(version)
-        alternatives = diagnosis.alternatives_of_version(self._run, reference, version, other)
+        alternatives = causes.alternatives_of_version(self._run, reference, version, other)
         by_name = self._scores_by(reference, f"weights of version {version}", alternatives)
-        return [replace(c, change=diagnosis.unchanged) for c in alternatives], by_name
+        return [replace(c, change=causes.unchanged) for c in alternatives], by_name
 
     def _scores_by(
         self, reference: Reference, name: str, chosen: Sequence[Alternative]

@@ -11,7 +11,12 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from megatron_dppo.engine import sglang_cpu
+from megatron_dppo.engine.sglang_cpu import (
+    matrix_products,
+    pageable_memory,
+    received_buckets,
+    sampling,
+)
 from megatron_dppo.tensor_hash import tiled_hash
 
 ATTENTION = "torch_native"
@@ -60,15 +65,17 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
         # A CPU's SHA-256 takes ten times as long, and can't be put together from parts.
         weight_checker._hash_tensor = tiled_hash
-        FlattenedTensorBucket.empty = sglang_cpu.ReceivedBuckets(FlattenedTensorBucket.empty)
-        batch_invariant_ops.enable_batch_invariant_mode = sglang_cpu.enable
-        sampler.multinomial_with_seed = sglang_cpu.multinomial_with_seed
-        sampler.top_k_top_p_min_p_sampling_from_probs_torch = sglang_cpu.FilteredSampling(
+        FlattenedTensorBucket.empty = received_buckets.ReceivedBuckets(FlattenedTensorBucket.empty)
+        batch_invariant_ops.enable_batch_invariant_mode = matrix_products.enable
+        sampler.multinomial_with_seed = sampling.multinomial_with_seed
+        sampler.top_k_top_p_min_p_sampling_from_probs_torch = sampling.FilteredSampling(
             sampler.top_k_top_p_min_p_sampling_from_probs_torch
         )
         # A paused scheduler spins, and takes a core from whoever updates its weights.
         HookRegistry.register(PAUSED_STEP, sleep_when_paused, HookType.AFTER)
-        HookRegistry.register(sglang_cpu.PREPARED, sglang_cpu.use_pageable_memory, HookType.BEFORE)
+        HookRegistry.register(
+            pageable_memory.PREPARED, pageable_memory.use_pageable_memory, HookType.BEFORE
+        )
         # In the scheduler's process hooks are applied already.
         if SCHEDULER in sys.modules:
             HookRegistry.apply_hooks()

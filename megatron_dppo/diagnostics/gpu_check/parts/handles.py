@@ -23,7 +23,7 @@ def handles(bench: Bench) -> Iterator[Row]:
     """Yield whether the other process hashes the bytes that this one wrote."""
     import torch
 
-    from megatron_dppo.engine.weights import WireHeader, shared_empty, shared_payloads
+    from megatron_dppo.engine.shared_buckets import WireHeader, shared_empty, shared_payloads
     from megatron_dppo.tensor_hash import tiled_hash
 
     device = "cuda" if bench.gpus else "cpu"

@@ -39,8 +39,8 @@ from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
+from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup, call_off
 from megatron_dppo.weight_sync.engines import GRACE_S, EngineFaultError, Engines, local_address
-from megatron_dppo.weight_sync.strategies import BroadcastGroup, call_off
 
 RECIPE = str(EXAMPLES / "tiny_moe" / "config.yaml")
 _SMALL = (

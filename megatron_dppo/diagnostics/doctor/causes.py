@@ -1,0 +1,221 @@
+"""Alternatives: changes to the reference model, each of which models one cause of a gap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dppo.data.columns import usable_rows
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.diagnostics.doctor.reference import Change, Reference
+from megatron_dppo.diagnostics.doctor.rounding import float8
+from megatron_dppo.diagnostics.doctor.sampling import (
+    Sampling,
+    at_temperature,
+    first_tokens,
+    most_probable,
+    normaliser_of_first,
+    nucleus,
+)
+
+TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
+
+
+TOP_P = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)
+
+
+TOP_K = (10, 20, 50, 100)
+
+
+STRETCHES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
+
+
+THETAS = (1e4, 5e5, 1e6, 1e7)
+
+
+ROUNDED = "all in bfloat16"
+
+
+EIGHT_BITS = "all in 8 bits (E4M3)"
+
+
+PARTS = ("embed_tokens", "self_attn", "norm", "mlp.gate.", ".experts.", "mlp.", "lm_head")
+"""Parts of tensor names; a weight update may have missed the tensors of a part."""
+
+
+OF_WEIGHTS = ("staleness", "weights", "cache")
+"""Axes of the alternatives that use other weights or another cache."""
+
+
+@dataclass(frozen=True)
+class SampledRun:
+    """The configuration of a run, as far as its probabilities depend on it.
+
+    ``temperature`` divides the logits; ``tensor`` and ``expert`` are the numbers of ranks that split the tensors and
+    the experts.
+    """
+
+    temperature: float
+    tensor: int
+    expert: int
+
+
+def unchanged(_: Reference) -> AbstractContextManager[None]:
+    """Leave the reference as it is."""
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A possible cause, ``name``: the reference computes logits under ``change`` and samples by ``sampling``."""
+
+    axis: str
+    name: str
+    sampling: Sampling
+    change: Change = field(default=unchanged)
+
+
+def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) -> list[Alternative]:
+    """Return every cause that is possible in this run and needs no weights of another version."""
+    sampling = at_temperature(run.temperature)
+    transforms = [*samplers(run, reference.vocab_size)]
+    for shards, count in _without_last(run, reference.vocab_size):
+        name = f"normaliser without the last of {shards} shards of the vocabulary"
+        transforms.append((name, normaliser_of_first(run.temperature, count)))
+    causes = [Alternative("sampling transform", name, transform) for name, transform in transforms]
+
+    def add_cause(axis: str, name: str, change: Change) -> None:
+        causes.append(Alternative(axis, name, sampling, change))
+
+    add_cause("precision", ROUNDED, Reference.in_bfloat16)
+    rounded_head = partial(Reference.rounded, part="lm_head")
+    add_cause("precision", "output layer in bfloat16", rounded_head)
+    name = "output layer of bfloat16, logits in float32"
+    add_cause("precision", name, partial(rounded_head, results=False))
+    add_cause("precision", EIGHT_BITS, partial(Reference.rounded, results=False, to=float8))
+    for name, prompts in (("", True), (", not while a prompt is read", False)):
+        change = partial(Reference.cached_in_bfloat16, prompts=prompts)
+        add_cause("cache", f"keys and values in bfloat16{name}", change)
+    for name, frequencies in _frequencies(reference):
+        add_cause("positions", name, partial(Reference.frequencies, change=frequencies))
+    for first, second in (("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm")):
+        if any(first in name for name in reference.tensors):
+            name = f"{first} and {second} exchanged"
+            add_cause("weights", name, partial(Reference.exchanged, first=first, second=second))
+    for n in _ranks(run, reference):
+        name = f"each of {n} ranks has the experts of the next"
+        add_cause("weights", name, partial(Reference.experts_moved, ranks=n))
+    if is_recorded:
+        for name, layers, tokens in ROUTINGS:
+            rows = partial(_recorded_rows, layers=layers, tokens=tokens)
+            add_cause("routing", name, partial(Reference.routed, rows_of=rows))
+    return causes
+
+
+def alternatives_of_version(
+    run: SampledRun, reference: Reference, version: int, other: Reference
+) -> list[Alternative]:
+    """Return the causes that need the weights of ``version``, ``other``: all of its weights are used, or a part."""
+    all_weights = partial(Reference.tensors_of, other=other, part="")
+    prompts = partial(Reference.prompts_cached_by, other=other)
+    changes: list[tuple[str, str, Change]] = [
+        ("staleness", "weights", all_weights),
+        ("cache", "prompts' keys and values", prompts),
+    ]
+    for part in PARTS:
+        if any(part in name for name in reference.tensors):
+            change_of_part = partial(Reference.tensors_of, other=other, part=part)
+            changes.append(("weights", part.strip("."), change_of_part))
+    for n in _ranks(run, reference):
+        for rank in range(n):
+            change = partial(Reference.experts_of, other=other, rank=rank, ranks=n)
+            changes.append(("weights", f"experts of rank {rank} of {n}", change))
+    sampling = at_temperature(run.temperature)
+    return [
+        Alternative(axis, f"{name} of version {version}", sampling, change)
+        for axis, name, change in changes
+    ]
+
+
+def _ranks(run: SampledRun, reference: Reference) -> list[int]:
+    """Return the numbers of ranks over which the experts may have been split."""
+    return [n for n in sorted({2, run.expert}) if n > 1] if reference.gates else []
+
+
+RECORDED, NATURAL = "experts as recorded", "experts by its own choice"
+
+
+ROUTINGS = (
+    (RECORDED, 0, 0),
+    ("recorded experts of the layer before", 1, 0),
+    ("recorded experts of the layer after", -1, 0),
+    ("recorded experts of the token before", 0, 1),
+    ("recorded experts of the token after", 0, -1),
+)
+"""Name of the alternative, and the numbers of layers and tokens by which the recorded rows are shifted."""
+
+
+MOVED_RECORDINGS = tuple(name for name, *moved in ROUTINGS if any(moved))
+
+
+RECORDING = "recording"
+"""Name of the side that compares p with the router's own experts to p with the recorded experts."""
+
+
+def is_decisive(alternative: Alternative) -> bool:
+    """Return whether the alternative is scored for every side.
+
+    Such an alternative decides whether a side is healthy, or needs no forward pass of its own. The other alternatives
+    are scored only for a side that differs.
+    """
+    return alternative.change is unchanged or alternative.name in (ROUNDED, EIGHT_BITS, RECORDED)
+
+
+def samplers(run: SampledRun, size: int) -> Iterator[tuple[str, Sampling]]:
+    """Yield the name and transform of every other way to sample from a vocabulary of ``size`` tokens."""
+    configured = run.temperature
+    for temperature in dict.fromkeys((1.0, 1 / configured, *TEMPERATURES)):
+        if temperature != configured:
+            yield f"temperature {temperature:g}, not {configured:g}", at_temperature(temperature)
+    for top_p in TOP_P:
+        yield f"top_p {top_p:g}", nucleus(configured, top_p)
+    for count in (count for count in TOP_K if count < size):
+        yield f"top_k {count}", most_probable(configured, count)
+    for shards, count in _without_last(run, size):
+        yield f"vocabulary without the last of {shards} shards", first_tokens(configured, count)
+
+
+def _without_last(run: SampledRun, size: int) -> Iterator[tuple[int, int]]:
+    """Yield numbers of shards of the vocabulary, each with the number of token ids before the last shard."""
+    for shards in sorted({2, 4, 8, run.tensor} - {1}):
+        yield shards, size - size // shards
+
+
+def _frequencies(reference: Reference) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """Yield the name and function of every change of the rotary frequencies."""
+    for stretch in STRETCHES:
+        yield f"positions times {stretch:g}", partial(torch.mul, other=stretch)
+    frequencies = reference.rotary_frequencies
+    exponents = torch.arange(len(frequencies)) / len(frequencies)
+    for theta in THETAS:
+        unscaled = theta**-exponents
+        if not torch.allclose(unscaled, frequencies, rtol=1e-4):
+            yield f"rotary base {theta:g}, unscaled", unscaled.to
+
+
+def _recorded_rows(trajectory: Trajectory, layers: int, tokens: int) -> Tensor | None:
+    """Return the recorded experts, shifted by ``tokens`` and ``layers``; None if the trajectory has none.
+
+    Rows that other weights recorded are -1: the trainer's router chooses the experts of those tokens itself.
+    """
+    if "routed_experts" not in trajectory.columns:
+        return None
+    rows = torch.from_numpy(trajectory.column("routed_experts").astype(np.int64))
+    rows[torch.from_numpy(~usable_rows(trajectory.loss_mask, trajectory.columns))] = -1
+    return rows.roll((tokens, layers), (0, 1))

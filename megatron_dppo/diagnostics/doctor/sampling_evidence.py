@@ -1,0 +1,120 @@
+"""Evidence on how tokens were drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from torch import Tensor
+
+from megatron_dppo.data.seal import Origin
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.diagnostics.doctor.diagnosis import EVIDENCE, Side, joined
+
+FACTORS = (1, 2, 4, 8, 16)
+"""Values of ``a``, the weight of a repetition in ``repetition_evidence``; the value with the most evidence counts."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How the tokens of a side were sampled.
+
+    Attributes:
+        tokens: number of tokens.
+        sampler: name of another sampler that is likelier than the configured one beyond chance; None if none is.
+        evidence: log likelihood ratio of the likeliest other sampler to the configured one.
+        copies: pairs of equal responses of a group, by position in the batch.
+        expected_copies: expected number of such pairs under mu.
+        copies_evidence: log likelihood ratio for more copies than mu explains, comparable to ``evidence``.
+    """
+
+    tokens: int
+    sampler: str | None
+    evidence: float
+    copies: Sequence[tuple[int, int]]
+    expected_copies: float
+    copies_evidence: float
+
+    @property
+    def are_copies(self) -> bool:
+        """Whether there are more equal responses than chance explains."""
+        return self.copies_evidence > EVIDENCE
+
+
+def repetition_evidence(groups: Iterable[Sequence[tuple[Hashable, float]]]) -> float:
+    """Return the evidence that responses repeat more often than independent sampling explains.
+
+    ``groups`` has one sequence of (response, its log mu) for each problem. A response repeats an earlier one of its
+    group with the probability p = sum of mu over the distinct earlier responses. With R repetitions in all, exp(a R) /
+    prod (1 + p (e^a - 1)) has the mean 1 for every a. The result is the largest logarithm over the values ``FACTORS``
+    of a; it exceeds E with a probability of at most ``len(FACTORS)`` e^-E (Markov).
+    """
+    repeated, chances = 0, []
+    for group in groups:
+        mu_by_response: dict[Hashable, float] = {}
+        for response, log_mu in group:
+            chances.append(min(1.0, sum(mu_by_response.values())))
+            repeated += response in mu_by_response
+            mu_by_response[response] = math.exp(log_mu)
+    return max(a * repeated - sum(math.log1p(p * math.expm1(a)) for p in chances) for a in FACTORS)
+
+
+def draws(
+    batch: Sequence[Trajectory],
+    side: Side,
+    configured: Sequence[Tensor],
+    by_sampler: Mapping[str, Sequence[Tensor]],
+) -> Draws:
+    """Compare the configured sampler of ``side`` with other samplers, and count equal responses.
+
+    Args:
+        batch: all trajectories of the batch.
+        side: the engine's side.
+        configured: log p of the sampled tokens under the configured sampler. For a healthy side, pass its own values:
+            the reference differs from them by the side's rounding.
+        by_sampler: log p of the same tokens under each other sampler, by its name.
+    """
+    trajectories = [batch[i] for i in side.positions]
+    ids = [t.token_ids.tobytes() for t in trajectories]
+    # Count equal responses as often as they occur: without the repeats of likely responses, the temperature would
+    # look higher than it is.
+    base = float(joined(configured).sum())
+    ratios = {name: float(joined(values).sum()) - base for name, values in by_sampler.items()}
+    sampler = max(ratios, key=ratios.__getitem__)
+    positions_by_problem: dict[int, list[int]] = {}
+    for k, t in enumerate(trajectories):
+        positions_by_problem.setdefault(t.problem_id, []).append(k)
+    groups = list(positions_by_problem.values())
+    pairs: list[tuple[int, int]] = []
+    for group in groups:
+        pairs += combinations(group, 2)
+    log_mu = [float(log_probs.sum()) for log_probs in side.log_probs]
+    responses_by_group: list[list[tuple[Hashable, float]]] = []
+    for group in groups:
+        responses_by_group.append([(ids[k], log_mu[k]) for k in group])
+    return Draws(
+        tokens=len(joined(configured)),
+        sampler=sampler if ratios[sampler] > EVIDENCE else None,
+        evidence=ratios[sampler],
+        copies=[(side.positions[a], side.positions[b]) for a, b in pairs if ids[a] == ids[b]],
+        # P(b = a | a) = mu(a); either of the two may be the first.
+        expected_copies=sum((math.exp(log_mu[a]) + math.exp(log_mu[b])) / 2 for a, b in pairs),
+        copies_evidence=repetition_evidence(responses_by_group),
+    )
+
+
+def prompt_faults(batch: Sequence[Trajectory], origin: Origin) -> list[str]:
+    """List the responses whose prompt differs from the one that data, tokenizer, template and environment make now."""
+    faults: list[str] = []
+    for t in batch:
+        if origin.has_prompt(t):
+            continue
+        problem = origin.problems.get(t.problem_id)
+        made_now = f"{len(problem.prompt_ids)} tokens" if problem else "no such problem"
+        faults.append(
+            f"{t}: its prompt of {len(t.prompt_ids)} tokens is not what data, tokenizer and template make now "
+            f"({made_now})"
+        )
+    return faults

@@ -1,0 +1,206 @@
+"""Overhead of a mask in a policy update, paired with the same update without a mask."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms.algorithm import Algorithm, build_algorithm
+from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.algorithms.policy_loss import policy_loss
+from megatron_dppo.algorithms.table import ENGINE_WHOLE_VOCABULARY
+from megatron_dppo.diagnostics.mask_benchmark.meters import Clock, counted_collectives
+from megatron_dppo.diagnostics.mask_benchmark.rank_bench import RankBench, median_iqr
+from megatron_dppo.vocab_parallel import PolicyStats, policy_stats
+
+NEVER = {
+    "tv_threshold": 1.0, "kl_threshold": 1e9, "clip_low": 1.0, "clip_high": 1e9, "log_clip": 1e9,
+    "budget_high": 1.0, "budget_low": 1.0, "largest_k2": 1e9, "mean_k3": 1e9, "drift_threshold": 1e9,
+    "kl_bound": 1e9, "sequence_low": 0.0, "sequence_high": 1e9, "second_moment": 1e9, "largest_shift": 1e9,
+}  # fmt: skip
+"""Thresholds that no token exceeds: every mask runs and blocks nothing."""
+
+
+MASKS = (
+    "dppo-binary-tv", "dppo-binary-kl", "dppo-topk-tv", "dppo-topk-kl", "dppo-symmetric", "kpop", "bpo", "sapo",
+    "gspo", "gmpo", "minpro", "trm-max", "trm-mean", "geometric-mask", "off-policy-sequence-mask",
+    "cppo-binary-tv", "cppo-topk-tv", "pdm-aggregated", "pdm-uniform", "pdm-tail", "score-centering",
+    "m2po", "m2po-areal", "vaco", "triage", "troll", "dppo-exact-tv", "dppo-exact-kl", "pdm-exact",
+)  # fmt: skip
+
+
+QUADRATIC = "pg-is + (log r)^2"
+
+
+RESPONSE_TOKENS = 128
+"""Tokens of each response, for rules that look at whole ones."""
+
+
+class Update:
+    """Statistics, loss and backward pass of one algorithm on the benchmark's logits.
+
+    ``dead``: bool [T]; these tokens get A = 0, so their rows are skipped.
+    """
+
+    def __init__(self, bench: RankBench, algorithm: Algorithm, dead: Tensor | None = None) -> None:
+        self.bench, self.algorithm = bench, algorithm
+        tokens, vocab_size = bench.options.tokens, bench.inputs.vocab_size
+        self.topk_ids = bench.inputs.topk_ids
+        if algorithm.needs_full_distribution:
+            whole = torch.arange(vocab_size, device=bench.device)
+            self.topk_ids = whole.expand(tokens, vocab_size)
+        k = self.topk_ids.shape[1]
+        generator = torch.Generator().manual_seed(1)
+        noise = torch.randn(tokens, generator=generator) * 0.05
+        with torch.no_grad():
+            start = self.statistics(bench.fresh(), topk=True)
+        assert start.topk_log_probs is not None
+        self.rollout = start.log_probs + noise.to(bench.device)
+        self.rollout_topk = torch.cat([start.topk_log_probs, self.rollout[:, None]], 1)
+        self.valid = torch.ones(tokens, k + 1, dtype=torch.bool, device=bench.device)
+        # The sampled token is in the whole vocabulary already.
+        self.valid[:, -1] = not algorithm.needs_full_distribution
+        self.advantages = bench.coefficients.clone()
+        if dead is not None:
+            self.advantages[dead] = 0
+        self.trained = torch.ones(tokens, dtype=torch.bool, device=bench.device)
+        self.responses = torch.arange(tokens, device=bench.device) // RESPONSE_TOKENS
+        self.tail = torch.full_like(self.responses, max(0, vocab_size - k - 1))
+
+    def statistics(self, logits: Tensor, topk: bool, *, entropy: bool = True) -> PolicyStats:
+        """Call policy_stats as the trainer does."""
+        inputs = self.bench.inputs
+        return policy_stats(
+            logits,
+            inputs.target_ids,
+            inputs.group if inputs.ranks > 1 else None,
+            vocab_size=inputs.vocab_size,
+            with_entropy=entropy,
+            with_squares=entropy and self.algorithm.needs_sum_squares,
+            topk_ids=self.topk_ids if topk else None,
+        )
+
+    @torch.no_grad()
+    def step_bound(self, logits: Tensor) -> Tensor | None:
+        """Compute the bound of a rule of whole optimiser steps in a pass without gradient; None for other rules."""
+        if self.algorithm.step_bound is None:
+            return None
+        stats = self.statistics(logits, topk=False, entropy=False)
+        log_ratio = stats.log_probs - self.rollout
+        bound = self.algorithm.step_bound(log_ratio, self.advantages, lambda sums: sums)
+        return torch.full_like(self.rollout, bound)
+
+    def inputs(self, stats: PolicyStats, step_bound: Tensor | None) -> TokenInputs:
+        """Inputs of the loss; with Top-K if ``stats`` has it."""
+        assert stats.entropy is not None
+        topk = stats.topk_log_probs
+        if topk is not None:
+            topk = topk if self.algorithm.needs_topk_gradient else topk.detach()
+            topk = torch.cat([topk, stats.log_probs.detach()[:, None]], 1)
+        return TokenInputs(
+            log_probs=stats.log_probs,
+            rollout_log_probs=self.rollout,
+            advantages=self.advantages,
+            loss_mask=self.trained,
+            # The pass that recomputes it is not part of what is measured.
+            recomputed_log_probs=self.rollout if self.algorithm.needs_recomputed else None,
+            topk_log_probs=topk,
+            rollout_topk_log_probs=None if topk is None else self.rollout_topk,
+            topk_valid=None if topk is None else self.valid,
+            entropy=stats.entropy.detach(),
+            sequence_ids=self.responses,
+            tail_ids=self.tail,
+            sum_squares=stats.sum_squares,
+            step_bound=step_bound,
+        )
+
+    def run(self) -> dict[str, float]:
+        """Run once; CPU milliseconds (GPU: wall) of the loss and of the whole update."""
+        leaf = self.bench.fresh()
+        unit = 0 if self.bench.device == "cuda" else 1
+        clock = Clock(self.bench.device)
+        step_bound = self.step_bound(leaf)
+        reads_topk = self.algorithm.topk > 0 or self.algorithm.needs_full_distribution
+        stats = self.statistics(leaf, topk=reads_topk)
+        statistics_ms = clock.read()[unit]
+        clock = Clock(self.bench.device)
+        loss = policy_loss(self.algorithm, self.inputs(stats, step_bound)).loss
+        loss_ms = clock.read()[unit]
+        clock = Clock(self.bench.device)
+        loss.backward()
+        return {"loss": loss_ms, "total": statistics_ms + loss_ms + clock.read()[unit]}
+
+
+def mask_overheads(bench: RankBench) -> list[dict[str, Any]]:
+    """Measure every mask and row skipping; returns one row for each.
+
+    ``overhead``: median over repetitions of (with mask - without) / without, of the whole update,
+    with its interquartile range. ``loss_overhead``: the difference of the loss alone (where a mask
+    runs) / the update without a mask: less noise, but without Top-K's part in the statistics.
+    """
+    # Masks that read mu of the whole vocabulary need a vocabulary that an engine can return.
+    is_small = bench.options.vocab <= ENGINE_WHOLE_VOCABULARY
+    masks = [n for n in MASKS if is_small or not build_algorithm(n).needs_full_distribution]
+    names = ["pg-is", *masks, QUADRATIC]
+    algorithms = [build_algorithm(n, _never(n, bench.options.topk)) for n in names[:-1]]
+    quadratic = build_algorithm("pg-is", {"log_ratio_coefficient": 1e-3})
+    updates = [Update(bench, algorithm) for algorithm in (*algorithms, quadratic)]
+    dead = evenly_spread(bench.options.tokens, bench.options.masked_share)
+    updates.append(Update(bench, build_algorithm("pg-is"), dead))
+    collectives = []
+    for update in updates:
+        with counted_collectives() as counts:
+            update.run()
+        collectives.append((counts.payloads, counts.payload_bytes / 1e6))
+    runs: list[list[dict[str, float]]] = [[] for _ in updates]
+    for repetition in range(bench.options.repetitions):
+        for i in range(len(updates)):
+            turn = (i + repetition) % len(updates)
+            runs[turn].append(updates[turn].run())
+    labels = [*names, f"pg-is, {float(dead.float().mean()):.1%} of rows skipped"]
+    return [
+        _row(labels[i], runs[i], runs[0], *collectives[i], *collectives[0])
+        for i in range(len(updates))
+    ]
+
+
+def evenly_spread(count: int, share: float) -> Tensor:
+    """Bool [count], True for ``share`` of the positions, evenly spaced."""
+    steps = (torch.arange(count + 1, dtype=torch.float64) * share).floor()
+    return steps.diff() > 0
+
+
+def _never(name: str, topk: int) -> dict[str, float | int]:
+    wanted = {k: v for k, v in NEVER.items() if k in build_algorithm(name).numbers}
+    return {**wanted, **({"topk": topk} if build_algorithm(name).topk else {})}
+
+
+def _row(
+    name: str,
+    runs: list[dict[str, float]],
+    base: list[dict[str, float]],
+    payloads: int,
+    wire: float,
+    base_payloads: int,
+    base_wire: float,
+) -> dict[str, Any]:
+    whole = statistics.median(r["total"] for r in base)
+    overhead, spread = median_iqr(
+        [(r["total"] - b["total"]) / b["total"] for r, b in zip(runs, base, strict=True)]
+    )
+    loss, loss_spread = median_iqr(
+        [(r["loss"] - b["loss"]) / whole for r, b in zip(runs, base, strict=True)]
+    )
+    return {
+        "name": name,
+        "total_ms": statistics.median(r["total"] for r in runs),
+        "overhead": overhead,
+        "overhead_iqr": spread,
+        "loss_overhead": loss,
+        "loss_overhead_iqr": loss_spread,
+        "extra_all_reduces": payloads - base_payloads,
+        "extra_wire_mb": wire - base_wire,
+    }

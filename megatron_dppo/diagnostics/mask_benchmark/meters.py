@@ -1,0 +1,100 @@
+"""Measurement of one call on a CPU or a GPU: time, memory and collectives."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+class Clock:
+    """Wall and CPU milliseconds since construction; synchronises the device."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._wait()
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def _wait(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def read(self) -> tuple[float, float]:
+        """(wall ms, CPU ms of this process, all threads)."""
+        self._wait()
+        return (
+            (time.perf_counter() - self._wall) * 1e3,
+            (time.process_time() - self._cpu) * 1e3,
+        )
+
+
+def peak_extra_bytes(device: str, call: Callable[[], None]) -> int:
+    """Peak memory of ``call`` above the memory before it, bytes.
+
+    On a CPU: the kernel's high-water mark of this process's resident memory, which is reset first.
+    """
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    # Return the allocator's free memory to the system: it would hide the peak of the call.
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status_kib("VmRSS")
+    call()
+    return max(0, _status_kib("VmHWM") - before) * 1024
+
+
+def _status_kib(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1])
+
+
+@dataclass
+class Collectives:
+    """Counts of all-reduces: floating-point payloads with their bytes, and integer headers."""
+
+    payloads: int = 0
+    payload_bytes: int = 0
+    headers: int = 0
+
+
+@contextmanager
+def counted_collectives() -> Iterator[Collectives]:
+    """Count torch.distributed.all_reduce inside the block."""
+    counts, plain = Collectives(), dist.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        if tensor.is_floating_point():
+            counts.payloads += 1
+            counts.payload_bytes += tensor.numel() * tensor.element_size()
+        else:
+            counts.headers += 1
+        return plain(tensor, *args, **kwargs)
+
+    dist.all_reduce = torch.distributed.all_reduce = counting
+    try:
+        yield counts
+    finally:
+        dist.all_reduce = torch.distributed.all_reduce = plain
+
+
+def copy_bandwidth(device: str, numel: int, dtype: torch.dtype) -> float:
+    """GB/s (read plus write) of a plain copy of ``numel`` elements; best of 5."""
+    source = torch.ones(numel, dtype=dtype, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(5):
+        clock = Clock(device)
+        target.copy_(source)
+        best = min(best, clock.read()[0])
+    return 2 * numel * source.element_size() / best / 1e6

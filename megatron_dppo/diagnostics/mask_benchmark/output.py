@@ -1,0 +1,126 @@
+"""Output of the measurements: console tables, Markdown and a chart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from megatron_dppo.diagnostics.pages import SummaryTable
+
+LEGEND = (
+    "x first: time (on a CPU: of all threads) in units of the first row. % copy: the floor (read; read and "
+    "write in place) over the time, against a measured copy. peak: memory beyond the logits, in units of them. "
+    "all-reduces: of payloads, + of a header of integers."
+)
+
+
+def setting(result: dict[str, Any]) -> str:
+    """One line about the machine and the problem size."""
+    s, m = result["settings"], result["machine"]
+    return (
+        f"{m['processor']} ({s['device']}, {m['vector_unit']}), {m['threads']} thread(s) a rank, "
+        f"torch {m['torch']}: TP{s['tp']}, T={s['tokens']}, V={s['vocab']}, {s['dtype']}, "
+        f"{result['logits_mb']:.0f} MB of logits a rank, {s['repetitions']} interleaved repetitions"
+    )
+
+
+def sheets(result: dict[str, Any]) -> list[SummaryTable]:
+    """The tables of implementations and of masks."""
+    on_cpu = result["settings"]["device"] == "cpu"
+    return [
+        _implementations(result["implementations"], on_cpu),
+        _masks(result["masks"], "CPU time" if on_cpu else "time"),
+    ]
+
+
+def cost_ms(row: dict[str, Any], on_cpu: bool) -> float:
+    """Return the time to compare implementations by: CPU time of all threads, or on a GPU wall-clock time."""
+    return row["cpu_ms"] if on_cpu else row["forward_ms"] + row["backward_ms"]
+
+
+def _implementations(rows: list[dict[str, Any]], on_cpu: bool) -> SummaryTable:
+    columns = ("implementation", "version", "entropy", "Top-K", "fwd ms", "bwd ms", "CPU ms",
+               "x first", "% copy", "peak", "all-reduces", "wire MB", "max abs dlogp",
+               "grad error")  # fmt: skip
+    lines = []
+    for r in rows:
+        header = f" + {r['header_all_reduces']}" if r["header_all_reduces"] else ""
+        lines.append((
+            r["name"], r["version"], "yes" if r["entropy"] else "", "yes" if r["topk"] else "",
+            f"{r['forward_ms']:.1f} ± {r['forward_ms_iqr']:.1f}",
+            f"{r['backward_ms']:.1f} ± {r['backward_ms_iqr']:.1f}",
+            f"{r['cpu_ms']:.1f} ± {r['cpu_ms_iqr']:.1f}",
+            f"{cost_ms(r, on_cpu) / cost_ms(rows[0], on_cpu):.2f}",
+            f"{r['floor_share_of_copy_bandwidth']:.0%}", f"{r['peak_extra_over_logits']:.2f}",
+            f"{r['payload_all_reduces']}{header}", f"{r['wire_mb']:.2f}",
+            f"{r['max_log_prob_error']:.1e}", f"{r['relative_gradient_error']:.1e}",
+        ))  # fmt: skip
+    return SummaryTable("Forward and backward, median ± interquartile range", columns, lines)
+
+
+def _masks(rows: list[dict[str, Any]], unit: str) -> SummaryTable:
+    columns = ("update", "ms", "overhead", "of it in the loss", "all-reduces", "wire MB")
+    lines = [
+        (
+            r["name"], f"{r['total_ms']:.1f}",
+            f"{r['overhead']:+.2%} ± {r['overhead_iqr']:.2%}",
+            f"{r['loss_overhead']:+.2%} ± {r['loss_overhead_iqr']:.2%}",
+            f"{r['extra_all_reduces']:+d}", f"{r['extra_wire_mb']:+.2f}",
+        )
+        for r in rows
+    ]  # fmt: skip
+    title = f"Statistics with entropy, loss and backward: what a mask adds, paired ({unit})"
+    return SummaryTable(title, columns, lines)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print both tables."""
+    console = Console(width=200)
+    console.print(setting(result))
+    for sheet in sheets(result):
+        name, *figures = sheet.columns
+        table = Table(name, *(Column(f, justify="right") for f in figures), title=sheet.title)
+        for row in sheet.rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(LEGEND)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    blocks = [setting(result)]
+    for sheet in sheets(result):
+        rule = ["---", *["---:"] * (len(sheet.columns) - 1)]
+        lines = [sheet.columns, rule, *sheet.rows]
+        blocks += [f"{sheet.title}:", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw two panels: time of each implementation, overhead of each mask."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows, masks = result["implementations"][::-1], result["masks"][1:][::-1]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4), layout="constrained")
+    names = [r["name"] for r in rows]
+    starts = [r["forward_ms"] for r in rows]
+    left.barh(names, starts, label="forward")
+    left.barh(names, [r["backward_ms"] for r in rows], left=starts, label="backward")
+    left.set_xlabel("ms, median")
+    left.legend()
+    s = result["settings"]
+    left.set_title(f"TP{s['tp']}, T={s['tokens']}, V={s['vocab']}, {s['dtype']}, {s['device']}")
+    right.barh(
+        [r["name"] for r in masks],
+        [100 * r["overhead"] for r in masks],
+        xerr=[50 * r["overhead_iqr"] for r in masks],
+    )
+    right.axvline(0, color="black", linewidth=0.8)
+    right.set_xlabel("% over the update without a mask, median and IQR")
+    right.set_title("what a mask adds")
+    figure.savefig(path, dpi=130)

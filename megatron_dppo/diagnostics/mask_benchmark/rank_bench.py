@@ -1,0 +1,165 @@
+"""One rank of the benchmark: builds the logits, runs all implementations in turn, aggregates."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform as machine
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.diagnostics.mask_benchmark.contenders import Contender, Inputs, contenders
+from megatron_dppo.diagnostics.mask_benchmark.meters import (
+    Clock,
+    copy_bandwidth,
+    counted_collectives,
+    peak_extra_bytes,
+)
+
+CHECKED_ROWS = 16
+"""Rows whose values and gradients are compared with float64."""
+
+
+class RankBench:
+    """The logits of this rank, one buffer to run on, and the token ids."""
+
+    def __init__(self, options: argparse.Namespace, device: str) -> None:
+        self.options, self.device = options, device
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        dtype = getattr(torch, options.dtype)
+        width = math.ceil(options.vocab / self.ranks)
+        seeded = torch.Generator().manual_seed(0)
+        whole = torch.randn(options.tokens, width * self.ranks, generator=seeded)
+        whole = whole.mul_(2.5).to(dtype)
+        # Padding; peers do not know the unpadded vocabulary.
+        whole[:, options.vocab :] = -torch.inf
+        self.checked = whole[:CHECKED_ROWS].double()
+        self.logits = whole[:, self.rank * width : (self.rank + 1) * width].contiguous().to(device)
+        del whole
+        self.buffer = torch.empty_like(self.logits)
+        ids = torch.randint(0, options.vocab, (options.tokens, 1 + options.topk), generator=seeded)
+        self.coefficients = torch.randn(options.tokens, generator=seeded).to(device)
+        self.inputs = Inputs(
+            target_ids=ids[:, 0].contiguous().to(device),
+            topk_ids=ids[:, 1:].contiguous().to(device),
+            vocab_size=options.vocab,
+            group=dist.group.WORLD,
+            ranks=self.ranks,
+        )
+
+    def fresh(self) -> Tensor:
+        """A leaf tensor with the logits, in the one buffer; ends with a barrier."""
+        self.buffer = self.buffer.detach()
+        self.buffer.copy_(self.logits)
+        leaf = self.buffer.view_as(self.buffer).requires_grad_()
+        dist.barrier()
+        return leaf
+
+    def run(self, contender: Contender) -> dict[str, float]:
+        """Run one forward and backward pass; returns milliseconds."""
+        leaf = self.fresh()
+        clock = Clock(self.device)
+        log_probs, _ = contender.forward(leaf, self.inputs)
+        forward_wall, forward_cpu = clock.read()
+        clock = Clock(self.device)
+        log_probs.backward(self.coefficients)
+        backward_wall, backward_cpu = clock.read()
+        return {
+            "forward_ms": forward_wall,
+            "backward_ms": backward_wall,
+            "cpu_ms": forward_cpu + backward_cpu,
+        }
+
+    def compare(self) -> list[dict[str, Any]]:
+        """Time all implementations in turns whose order rotates; returns one row for each."""
+        everyone = contenders(self.device, self.ranks, self.options.compile)
+        # Also the warm-up.
+        rows = [self.facts(c) for c in everyone]
+        times: list[list[dict[str, float]]] = [[] for _ in everyone]
+        for repetition in range(self.options.repetitions):
+            for i in range(len(everyone)):
+                turn = (i + repetition) % len(everyone)
+                times[turn].append(self.run(everyone[turn]))
+        bandwidth = copy_bandwidth(self.device, self.logits.numel(), self.logits.dtype)
+        floor = 3 * self.logits.numel() * self.logits.element_size() / 1e6
+        for row, runs in zip(rows, times, strict=True):
+            for name in ("forward_ms", "backward_ms", "cpu_ms"):
+                row[name], row[f"{name}_iqr"] = median_iqr([r[name] for r in runs])
+            total = row["forward_ms"] + row["backward_ms"]
+            row["floor_mb"] = floor
+            row["copy_bandwidth_gb_s"] = bandwidth
+            row["floor_share_of_copy_bandwidth"] = floor / total / bandwidth
+        return rows
+
+    def facts(self, contender: Contender) -> dict[str, Any]:
+        """Memory, collectives and accuracy of one implementation, from calls that are not timed."""
+        with counted_collectives() as counts:
+            self.run(contender)
+        leaf = self.fresh()
+
+        def once() -> None:
+            contender.forward(leaf, self.inputs)[0].backward(self.coefficients)
+
+        peak = peak_extra_bytes(self.device, once)
+        log_prob_error, gradient_error = self.errors(contender)
+        return {
+            "name": contender.name,
+            "version": contender.version,
+            "entropy": contender.entropy,
+            "topk": contender.topk,
+            "peak_extra_over_logits": peak / (self.logits.numel() * self.logits.element_size()),
+            "payload_all_reduces": counts.payloads,
+            "wire_mb": counts.payload_bytes / 1e6,
+            "header_all_reduces": counts.headers,
+            "max_log_prob_error": log_prob_error,
+            "relative_gradient_error": gradient_error,
+        }
+
+    def errors(self, contender: Contender) -> tuple[float, float]:
+        """Largest |log-prob| error and relative gradient error against float64, on CHECKED_ROWS."""
+        leaf = self.fresh()
+        log_probs, _ = contender.forward(leaf, self.inputs)
+        log_probs.backward(self.coefficients)
+        rows = min(CHECKED_ROWS, self.options.tokens)
+        exact = self.checked[:, : self.options.vocab].clone().requires_grad_()
+        ids = self.inputs.target_ids[:rows].cpu()
+        exact_log_probs = exact.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        exact_log_probs.backward(self.coefficients[:rows].double().cpu())
+        width = self.logits.shape[1]
+        assert exact.grad is not None
+        assert leaf.grad is not None
+        expected = exact.grad[:, self.rank * width : (self.rank + 1) * width]
+        gradient = leaf.grad[:rows, : expected.shape[1]].double().cpu()
+        log_prob_error = (log_probs[:rows].detach().double().cpu() - exact_log_probs.detach()).abs()
+        return (
+            log_prob_error.max().item(),
+            ((gradient - expected).norm() / expected.norm()).item(),
+        )
+
+    def machine(self) -> dict[str, Any]:
+        name = machine.processor() or machine.machine()
+        if self.device == "cuda":
+            name = torch.cuda.get_device_name()
+        elif Path("/proc/cpuinfo").exists():
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            name = next(
+                (x.split(":")[1].strip() for x in lines if x.startswith("model name")), name
+            )
+        return {
+            "processor": name,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "vector_unit": torch.backends.cpu.get_cpu_capability(),
+        }
+
+
+def median_iqr(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], 0.0
+    quarters = statistics.quantiles(values, n=4, method="inclusive")
+    return quarters[1], quarters[2] - quarters[0]

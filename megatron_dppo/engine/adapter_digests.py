@@ -1,0 +1,52 @@
+"""Verified adapters: the server answers each load with the SHA-256 of every tensor that it has loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from megatron_dppo.engine.options import ADAPTER_DIGESTS
+
+VARIABLE = "MEGATRON_DPPO_ADAPTER_DIGESTS"
+"""In the environment of the processes of a server that has LoRA enabled."""
+
+
+LOADED = "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter"
+
+
+def register_digests() -> None:
+    """In each process of a server with ``--enable-lora``, before SGLang applies its hooks. Not yet run on a GPU."""
+    # SGLang's own check of adapters belongs to a route that unpickles. This one hashes what the scheduler holds after
+    # it has read a folder and fused its matrices.
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(LOADED, report_digests, HookType.AFTER)
+
+
+def report_digests(result: Any, manager: Any, adapter: Any) -> Any:
+    """Add the digests of a loaded adapter's tensors to the result; reject the load if ranks hold different tensors."""
+    from sglang.srt.runtime_context import get_parallel
+
+    digests = _digests(manager.loras[adapter.lora_id]) if result.success else {}
+    parallel = get_parallel()
+    if parallel.tp_size > 1:
+        everyone = parallel.tp_group.all_gather_object([result.success, digests])
+        if any(other != everyone[0] for other in everyone):
+            result.success = False
+            reason = "the engine's ranks read different adapters"
+            result.error_message = f"{result.error_message} {reason}"
+    if result.success:
+        result.loaded_adapters[ADAPTER_DIGESTS] = json.dumps(digests)
+    return result
+
+
+def _digests(loaded: Any) -> dict[str, str]:
+    """Hash each tensor, by its name in the adapter's folder; fused matrices have the engine's name."""
+    import torch
+
+    return {
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+        for layer in loaded.layers
+        for name, tensor in layer.weights.items()
+    }

@@ -1,0 +1,186 @@
+"""Comparison of a running server with the run: its release, model, dtype, layout and switches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, SPARE_POSITIONS
+from megatron_dppo.config.forwarded import EXPERT_KERNEL
+from megatron_dppo.config.lora import updates_adapters
+from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
+from megatron_dppo.model.families import family_of, load_model_shape
+from megatron_dppo.model.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.options import ServerSections
+
+log = logging.getLogger(__name__)
+
+
+_SINGLE = ("pp_size", "dp_size", "ep_size", "moe_dp_size")
+
+
+# The required fields of a response and their types; ``object`` accepts any value, including null.
+_SERVER_INFO = {"version": str, "dtype": str, "quantization": object, "max_total_num_tokens": int}
+
+
+_MODEL_INFO = {"model_type": str, "architectures": list}
+
+
+_LAYOUT = {"dtype": str, "tp_size": int, "device": str}
+
+
+SGLANG_VERSION = "0.5.23"
+"""The release whose protocol this package uses; the package's requirements pin it."""
+
+
+async def check_engine(config: ServerSections, client: EngineClient) -> None:
+    """Compare the server's release, model, vocabulary, dtype, cache size and switches with the run's.
+
+    The check is needed for a server that was started elsewhere (``engine.urls``), and harmless for the run's own
+    servers. Raises EngineMismatchError with every difference, and the client's errors.
+    """
+    info, model_info = await client.get_json("/server_info"), await client.get_json("/model_info")
+    switches = dict.fromkeys(required_switches(config), bool)
+    _require(f"{client.url}/server_info", info, _SERVER_INFO | switches)
+    _require(f"{client.url}/model_info", model_info, _MODEL_INFO)
+    differences = compare_server(config, info, model_info)
+    size = load_model_shape(config.model.hf_checkpoint).vocab_size
+    # A failed weight update leaves a server paused; it would hold back the request that tests the vocabulary. A wrong
+    # vocabulary then makes the next weight update of this server fail.
+    if not differences and not await client.ready():
+        log.info("the engine at %s is paused; its vocabulary is not compared", client.url)
+    elif not differences and not await _serves_vocabulary(client, size):
+        differences.append(f"vocabulary: the engine's is not {size} tokens")
+    needs_recordings = config.rollout.router_replay or config.rollout.interrupt == "abort"
+    if needs_recordings and not differences and not await client.offers_recordings():
+        differences.append(
+            "recorded routing: not offered beside the JSON, and tokens of aborted responses may be lost, expected a "
+            "server that was started by megatron_dppo.engine.launch_server"
+        )
+    if differences:
+        raise EngineMismatchError(
+            f"the engine at {client.url} does not fit this run:\n  " + "\n  ".join(differences)
+        )
+
+
+def required_switches(config: ServerSections) -> list[str]:
+    """Return the names of SGLang's switches that this run requires to be on."""
+    switches = {
+        "enable_return_routed_experts": config.rollout.router_replay,
+        "enable_fp32_lm_head": config.head.dtype == "float32",
+        "enable_deterministic_inference": config.engine.deterministic,
+    }
+    return [name for name, is_required in switches.items() if is_required]
+
+
+def compare_server(
+    config: ServerSections, info: dict[str, Any], model_info: dict[str, Any]
+) -> list[str]:
+    """Return one line for each value of ``/server_info`` and ``/model_info`` that differs from the run's."""
+    family = family_of(load_model_shape(config.model.hf_checkpoint))
+    actual_and_expected: dict[str, tuple[Any, Any]] = {
+        "sglang version": (info["version"], SGLANG_VERSION),
+        "model type": (model_info["model_type"], family.model_type),
+        "architectures": (model_info["architectures"], [family.architecture]),
+        "dtype (--dtype)": (info["dtype"], config.model.dtype),
+        "quantization": (info["quantization"], None),
+    }
+    if updates_adapters(config.lora):
+        actual_and_expected["--enable-lora"] = (info.get("enable_lora"), True)
+        actual_and_expected["--max-lora-rank"] = (info.get("max_lora_rank"), config.lora.rank)
+    for switch in required_switches(config):
+        actual_and_expected[f"--{switch.replace('_', '-')}"] = (info[switch], True)
+    differences = [
+        f"{name}: {actual_value!r}, expected {expected_value!r}"
+        for name, (actual_value, expected_value) in actual_and_expected.items()
+        if actual_value != expected_value
+    ]
+    needed_tokens = config.sequence_tokens + SPARE_POSITIONS * info.get("page_size", 1)
+    if info["max_total_num_tokens"] < needed_tokens:
+        differences.append(
+            f"--max-total-tokens: the cache holds {info['max_total_num_tokens']} tokens, "
+            f"a full sequence of {config.sequence_tokens} needs {needed_tokens}"
+        )
+    # SGLang does not report its context length. It reports the longest prompt plus one, which follows from the context
+    # length, or from the cache size if that is smaller.
+    context = info.get("max_req_input_len", needed_tokens) + PROMPT_SPARE_POSITIONS - 1
+    if (
+        needed_tokens <= info["max_total_num_tokens"]
+        and context < config.sequence_tokens + SPARE_POSITIONS
+    ):
+        differences.append(
+            f"--context-length: it has {context} positions, a full sequence of {config.sequence_tokens} "
+            f"needs {config.sequence_tokens + SPARE_POSITIONS}"
+        )
+    return differences
+
+
+async def _serves_vocabulary(client: EngineClient, size: int) -> bool:
+    """Return whether the server's vocabulary has ``size`` tokens.
+
+    SGLang does not report the size of its vocabulary, but rejects a request to score a token outside it.
+    """
+    return await _scores(client, size - 1) and not await _scores(client, size)
+
+
+async def _scores(client: EngineClient, token: int) -> bool:
+    body = {
+        "input_ids": [0],
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "token_ids_logprob": [token],
+    }
+    try:
+        await client.request("POST", "/generate", orjson.dumps(body))
+    except EngineRequestError as error:
+        if error.status != 400:
+            raise
+        return False
+    return True
+
+
+def check_layout(url: str, info: Mapping[str, Any], dtype: str, shape: ModelShape) -> None:
+    """Raise EngineMismatchError if the layout or dtype in ``/server_info`` prevents the verification of weight updates.
+
+    A response without a layout or dtype raises it as well. ``dtype``: of the trainer's weights.
+    """
+    _require(f"{url}/server_info", info, _LAYOUT)
+    for dimension in _SINGLE:
+        if info.get(dimension, 1) != 1:
+            raise EngineMismatchError(
+                f"{url}: {dimension} is {info[dimension]}; verified weight updates know tensor parallelism "
+                f"only, expected 1"
+            )
+    if info.get("quantization") is not None:
+        raise EngineMismatchError(f"{url}: quantization is {info['quantization']!r}, expected none")
+    kernel = info.get("moe_runner_backend")
+    if shape.is_moe and info["device"] != "cpu" and kernel != EXPERT_KERNEL:
+        raise EngineMismatchError(
+            f"{url}: moe_runner_backend is {kernel!r}, which may keep the experts' weights in a layout of its own; "
+            f"expected {EXPERT_KERNEL!r} (--moe-runner-backend)"
+        )
+    engine_dtype = shape.dtype if info["dtype"] == "auto" else info["dtype"]
+    if engine_dtype != dtype:
+        raise EngineMismatchError(
+            f"{url}: the engine's weights are {engine_dtype}, the trainer's {dtype}"
+        )
+
+
+def _require(where: str, answer: Mapping[str, Any], fields: Mapping[str, type]) -> None:
+    """Raise EngineMismatchError if a response lacks fields of SGLang's response, so that another program sent it."""
+    missing_fields = [
+        name
+        for name, kind in fields.items()
+        if name not in answer or not isinstance(answer[name], kind)
+    ]
+    if missing_fields:
+        raise EngineMismatchError(
+            f"{where} does not say {', '.join(missing_fields)} as SGLang {SGLANG_VERSION} does; is it a "
+            "server of SGLang?"
+        )

@@ -1,0 +1,48 @@
+"""Matrix products whose rows do not depend on the number of other rows in the product.
+
+A library chooses its kernel by the shape of the whole product, so a token's logits change in their last bits with the
+requests that happen to be decoded in the same batch. Blocks of one shape all get one kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROWS = 16
+"""Rows of a block; more waste work on small batches, fewer make large ones slower."""
+
+
+_overrides: list[torch.library.Library] = []
+
+
+def blocked_mm(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of ``[M, K]`` and ``[K, N]``, in blocks of ``ROWS`` rows, the last one filled up with zeros."""
+    rows, inner = a.shape
+    missing = -rows % ROWS
+    if missing:
+        a = torch.cat([a, a.new_zeros(missing, inner)])
+    # aten::mm.out, which enable() leaves as it is.
+    out = a.new_empty(rows + missing, b.shape[1])
+    for start in range(0, rows, ROWS):
+        torch.mm(a[start : start + ROWS], b, out=out[start : start + ROWS])
+    return out[:rows]
+
+
+def blocked_addmm(
+    bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    """beta bias + alpha a @ b, by ``blocked_mm``."""
+    product = blocked_mm(a, b)
+    return (product if alpha == 1 else alpha * product) + (bias if beta == 1 else beta * bias)
+
+
+def enable() -> None:
+    """Have every matrix product of this process on a CPU be a blocked one. Harmless twice."""
+    if _overrides:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm", blocked_mm, "CPU")
+    library.impl("addmm", blocked_addmm, "CPU")
+    # Keep the library object: its overrides end with it.
+    _overrides.append(library)

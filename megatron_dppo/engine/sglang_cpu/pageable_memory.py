@@ -1,0 +1,39 @@
+"""Pageable memory for LoRA: SGLang's torch_native backend allocates page-locked memory, which needs a device."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+PREPARED = "sglang.srt.lora.lora_manager.LoRAManager.init_state"
+"""The first method that a LoRA manager calls after it has chosen its backend, before it makes a layer."""
+
+
+class PageableTorch(types.ModuleType):
+    """``torch`` whose ``tensor`` and ``zeros`` make ordinary memory where page-locked memory is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(*args, **kwargs)
+
+    @staticmethod
+    def zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(*args, **kwargs)
+
+
+def use_pageable_memory(*args: Any, **kwargs: Any) -> None:
+    """Let LoRA's layers and their backend allocate pageable memory; called before the layers are made."""
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    pageable: Any = PageableTorch()
+    layers.torch = torch_backend.torch = pageable
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]

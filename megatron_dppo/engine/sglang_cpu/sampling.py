@@ -1,0 +1,97 @@
+"""Sampling with one seed for each request: SGLang's own draws, without sgl_kernel and without a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_WORD = np.uint64(0xFFFFFFFF)
+
+
+_LARGEST = float(2**32 - 1)
+
+
+def multinomial_with_seed(logprobs: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
+    """Draw a column of each row with the probabilities exp(``logprobs``), by the Gumbel trick.
+
+    The noise of a row follows from its seed (int64 ``[n]``) and its position in its sequence (``[n]``) alone, and
+    is that of SGLang's function of this name on a GPU. ``logprobs`` ``[n, m]`` need not be normalised; the result
+    is int64 ``[n, 1]``.
+    """
+    hashes = murmur_hash32(seed.numpy(), positions.numpy(), logprobs.shape[1])
+    noise = torch.from_numpy(hashes.astype(np.float64) / _LARGEST)
+    # A hash of 0 would be a noise of -inf, the largest one of inf.
+    noise.log_().clamp_(min=torch.finfo(noise.dtype).min, max=-(2.0**-32)).neg_()
+    noise.log_().neg_()
+    return torch.argmax(noise.add_(logprobs.double()), dim=1, keepdim=True)
+
+
+class FilteredSampling:
+    """SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch``, where a draw with a seed follows from its own row
+    alone. ``unseeded``: SGLang's, for what has no seed or asks for more than the tokens."""
+
+    def __init__(self, unseeded: Callable[..., Any]) -> None:
+        self._unseeded = unseeded
+
+    def __call__(
+        self,
+        probs: Tensor,
+        top_ks: Tensor,
+        top_ps: Tensor,
+        min_ps: Tensor,
+        need_min_p_sampling: bool,
+        sampling_seed: Tensor | None,
+        positions: Tensor,
+        **options: Any,
+    ) -> Any:
+        if sampling_seed is None or need_min_p_sampling or options.get("return_filtered_probs"):
+            fixed = (probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions)
+            return self._unseeded(*fixed, **options)
+        # SGLang sorts the rows and draws a rank, so one request with a filter (a greedy one has top-k 1) in a batch
+        # has every row drawn by rank: other tokens than the same requests get without it. So the filter is found
+        # in sorted order, and the token drawn in the vocabulary's.
+        log_probs = filtered(probs, top_ks, top_ps).log()
+        return multinomial_with_seed(log_probs, sampling_seed, positions).view(-1).to(torch.int32)
+
+
+def filtered(probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
+    """``probs`` ``[n, m]`` with 0 for what is not among a row's ``top_ks`` likeliest, or comes after those
+    that hold more than ``top_ps`` of the mass; not renormalised. A ``top_ps`` of 1 filters nothing."""
+    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    ranks = torch.arange(probs.shape[-1])
+    passes = (before <= top_ps.view(-1, 1)) | (top_ps.view(-1, 1) >= 1)
+    passes &= ranks < top_ks.view(-1, 1)
+    return probs * torch.zeros_like(passes).scatter(1, ids, passes)
+
+
+def murmur_hash32(seeds: np.ndarray, positions: np.ndarray, columns: int) -> np.ndarray:
+    """MurmurHash3 (32 bits) of the 16 bytes seed, position, column: uint32 ``[n, columns]``.
+
+    ``seeds`` int64 ``[n]``, of which negative ones count as uint64; ``positions`` integers ``[n]``.
+    """
+    wide = seeds.astype(np.int64).view(np.uint64)
+    state = np.zeros(len(wide), np.uint32)
+    for word in (wide & _WORD, wide >> np.uint64(32), positions.astype(np.uint64) & _WORD):
+        state = _mixed(state, word.astype(np.uint32))
+    hashes = _mixed(state[:, None], np.arange(columns, dtype=np.uint32)[None])
+    # MurmurHash3 ends with the input's length, in bytes.
+    hashes ^= np.uint32(16)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        hashes ^= hashes >> np.uint32(shift)
+        hashes *= np.uint32(factor)
+    return hashes ^ (hashes >> np.uint32(16))
+
+
+def _mixed(state: np.ndarray, word: np.ndarray) -> np.ndarray:
+    """``state`` after four more bytes; arithmetic modulo 2^32."""
+    word = _rotated(word * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+    return _rotated(state ^ word, 13) * np.uint32(5) + np.uint32(0xE6546B64)
+
+
+def _rotated(x: np.ndarray, bits: int) -> np.ndarray:
+    return (x << np.uint32(bits)) | (x >> np.uint32(32 - bits))

@@ -1,0 +1,105 @@
+"""Buckets in shared memory: an engine on the same host receives a handle of the memory instead of the bytes.
+
+SGLang unpickles the handle. This process only pickles it, and imports nothing of SGLang. On a GPU the handle is one of
+CUDA IPC, which another process has opened on an H100; SGLang itself has not yet opened one on a GPU.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+_SHARING = threading.Lock()
+"""Guards torch's sharing strategy, which is global to the process."""
+
+
+_DEVICE_ARGUMENT = 6
+"""Position of the device index among the arguments of ``rebuild_cuda_tensor``."""
+
+
+@dataclass(frozen=True)
+class WireHeader:
+    """The names, dtypes and shapes of the tensors in a bucket's flat bytes, for SGLang's ``flattened_bucket``."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    bytes: int
+
+
+def shared_empty(size: int, device: torch.device | str) -> Tensor:
+    """Allocate ``size`` bytes that another process can open; on a CPU they are in a file under ``/dev/shm``."""
+    if torch.device(device).type != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    with _file_system_sharing():
+        return torch.empty(size, dtype=torch.uint8).share_memory_()
+
+
+def shared_payloads(header: WireHeader, dtype: torch.dtype, data: Tensor, ranks: int) -> list[str]:
+    """Return one serialised handle of ``data`` for each engine rank, in base64."""
+    bucket = {"flattened_tensor": data, "metadata": _metadata(header, dtype)}
+    # Each rank needs its own handle: a handle counts as one reference to the memory until its rank has opened and
+    # dropped it.
+    with _file_system_sharing():
+        return [base64.b64encode(_Pickler.dumps(bucket)).decode() for _ in range(ranks)]
+
+
+def named_by_uuid(
+    rebuild: Callable[..., Any], arguments: tuple[Any, ...], uuid_of: Callable[[int], str]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return torch's recipe for rebuilding a tensor in another process, with a CUDA device named by its UUID."""
+    if rebuild is not reductions.rebuild_cuda_tensor:
+        return rebuild, arguments
+    # A device index names another device in a process with another CUDA_VISIBLE_DEVICES. SGLang accepts a UUID instead
+    # (sglang.srt.utils.patch_torch).
+    new_arguments = list(arguments)
+    new_arguments[_DEVICE_ARGUMENT] = uuid_of(new_arguments[_DEVICE_ARGUMENT])
+    return rebuild, tuple(new_arguments)
+
+
+def _metadata(header: WireHeader, dtype: torch.dtype) -> list[SimpleNamespace]:
+    """Return the fields of SGLang's ``FlattenedTensorMetadata`` that it reads, in a type that its unpickler admits."""
+    entries, end = [], 0
+    for name, dims in zip(header.names, header.shapes, strict=True):
+        shape = torch.Size(dims)
+        size = shape.numel() * dtype.itemsize
+        start, end = end, end + size
+        span = {"start_idx": start, "end_idx": end, "numel": size}
+        entries.append(SimpleNamespace(name=name, shape=shape, dtype=dtype, **span))
+    return entries
+
+
+class _Pickler(ForkingPickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_cuda:
+            rebuild, arguments = reductions.reduce_tensor(value)
+            return named_by_uuid(rebuild, arguments, _uuid)
+        return NotImplemented
+
+
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+@contextmanager
+def _file_system_sharing() -> Iterator[None]:
+    # torch's other strategy sends file descriptors, which only a child process can receive; they would end the server.
+    # The strategy is global to the process, hence the lock: one thread allocates a bucket while another thread sends
+    # the previous one.
+    with _SHARING:
+        previous_strategy = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        try:
+            yield
+        finally:
+            torch.multiprocessing.set_sharing_strategy(previous_strategy)

@@ -1,0 +1,63 @@
+"""Comparison of shapes between tensor-parallel ranks before they communicate on CPU groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+FACTS = (
+    *("tokens", "shard columns", "Top-K ids", "entropy", "sum of squares"),
+    *("vocabulary", "checksum of ids"),
+)
+
+
+class Agreement:
+    """A comparison of shapes and ids between ranks: an all-reduce of seven numbers per rank that overlaps the local
+    pass.
+
+    Only CPU groups make it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, facts: list[int] | None):
+        """Start the all-reduce. ``facts`` are in the order of FACTS; None if this rank's input is invalid, for which
+        its caller raises an error.
+        """
+        self._table = torch.zeros(dist.get_world_size(group), len(FACTS) + 1, dtype=torch.int64)
+        self._table[dist.get_rank(group)] = torch.tensor(_facts_row(facts))
+        self._work = dist.all_reduce(self._table, group=group, async_op=True)
+        # This rank raises next; the all-reduce must not lose a member in the middle.
+        if facts is None:
+            self._work.wait()
+
+    def check(self) -> None:
+        """Raise ValueError on every rank if any rank's input is invalid or the facts differ."""
+        self._work.wait()
+        fault = disagreement(self._table.tolist())
+        if fault is not None:
+            raise ValueError(f"policy_stats: tensor-parallel {fault}")
+
+
+def _facts_row(facts: list[int] | None) -> list[int]:
+    """A rank's row of the table: its facts, then 1 if its input is invalid."""
+    return [0] * len(FACTS) + [1] if facts is None else [*facts, 0]
+
+
+def disagreement(table: Sequence[Sequence[int]]) -> str | None:
+    """Describe the fault in the rows of all ranks; None if there is none."""
+    failed = [rank for rank, row in enumerate(table) if row[-1]]
+    if failed:
+        return f"rank(s) {failed} were given bad input; their own error says what"
+    for name, values in zip(FACTS, zip(*table, strict=True), strict=False):
+        if len(set(values)) > 1:
+            return f"ranks disagree on {name}: {list(values)} by rank, expected equal"
+    return None
+
+
+def checksum(target_ids: Tensor, topk_ids: Tensor | None) -> int:
+    """A sum of the ids that ranks compare. Target ids are weighted by their position, so that their order counts."""
+    order = torch.arange(1, len(target_ids) + 1)
+    total = int(torch.dot(target_ids, order))
+    return total if topk_ids is None else total + int(topk_ids.sum())

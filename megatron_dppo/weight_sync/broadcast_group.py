@@ -1,0 +1,203 @@
+"""A process group of a trainer rank and engine ranks, for broadcasts of weights."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import GroupName
+
+from megatron_dppo.engine.broadcast_group import CALLED_OFF, errors_abort_the_group, new_name
+from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.system.network import listening_store
+
+log = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
+
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""The backend of torch.distributed for each device of the engine."""
+
+
+_LISTEN_S = 0.2
+
+
+_CALL_S = 5.0
+
+
+_SLACK = timedelta(seconds=30)
+
+
+class CalledOffError(EngineError):
+    """Rank 0 broke the transfer off; its own error says why."""
+
+
+class ConnectionBrokenError(EngineError):
+    """gloo or NCCL lost a connection to an engine, or could not make one."""
+
+
+@contextmanager
+def _connections() -> Iterator[None]:
+    # torch has no type of its own for most of what gloo and NCCL raise.
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionBrokenError(str(error)) from error
+
+
+def call_off(address: str, port: int) -> None:
+    """Tell the rank whose rendezvous is at ``address`` to stop waiting. Never raises."""
+    limit = timedelta(seconds=_CALL_S)
+    try:
+        store = dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
+        store.set(CALLED_OFF, "1")
+    except (RuntimeError, OSError) as error:
+        # The engine has ended, or has left the group itself.
+        log.info("weight transfer: %s:%d was not told to stop: %s", address, port, error)
+
+
+class BroadcastGroup:
+    """A process group of this process, as rank 0, and ``ranks`` engine ranks; ``joined`` is done when all are in.
+
+    The others must be told ``address``, ``port``, ``name`` and ``backend``. The rendezvous listens
+    on a free port of ``address`` only.
+    """
+
+    def __init__(self, *, ranks: int, address: str, device: str, timeout_s: float) -> None:
+        # The callers' own limits are shorter, and their errors name the slow operation: this limit is the last resort.
+        self._backend_limit = timedelta(seconds=timeout_s) + _SLACK
+        self.name = new_name(self._backend_limit)
+        self.address = address
+        self.backend = BACKENDS[device]
+        self._group: dist.ProcessGroup | None = None
+        limit = timedelta(seconds=timeout_s)
+        self._store = listening_store(address, 0, ranks + 1, limit, wait_for_workers=False)
+        self.port = self._store.port
+        self._device = device
+        self.joined: Future[None] = in_background(partial(self._join, ranks + 1))
+        self._connected: Future[None] | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def wait(self, future: Future[None]) -> None:
+        """Wait for ``future`` of this group, or until someone calls the whole transfer off.
+
+        Raises CalledOffError, or what the future raises.
+        """
+        # Time is kept by who gives the engines their orders, which includes waiting for other ranks' buckets; this
+        # side only listens.
+        while not wait([future], _LISTEN_S).done:
+            if self._store.check([CALLED_OFF]):
+                raise CalledOffError("another rank called the weight transfer off")
+        future.result()
+
+    def _join(self, size: int) -> None:
+        limit = self._backend_limit
+        options = _gloo_options(self.address, limit) if self.backend == "gloo" else None
+        # An engine makes its group with this helper, too: both sides must name their keys alike.
+        with _connections(), errors_abort_the_group(self.backend):
+            group, _ = c10d._new_process_group_helper(
+                size,
+                0,
+                [],
+                c10d.Backend(self.backend),
+                dist.PrefixStore(self.name, self._store),
+                group_name=GroupName(self.name),
+                backend_options=options,
+                timeout=limit,
+            )
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+        self._group = group
+
+    def connect(self, size: int) -> Future[None]:
+        """Start the first broadcast, once, of ``size`` bytes: NCCL's ranks connect in it."""
+        if self._connected is None:
+            probe = torch.zeros(size, dtype=torch.uint8, device=self._device)
+            self._connected = self.broadcast(probe)
+        return self._connected
+
+    def broadcast(self, data: Tensor) -> Future[None]:
+        """Start sending ``data``; the others must enter the same broadcast. Done when it is out."""
+        # In a thread of its own: NCCL's first broadcast returns only when all ranks are connected.
+        assert self._group is not None
+        filled = None
+        if data.is_cuda:
+            self._stream = self._stream or torch.cuda.Stream(data.device)
+            filled = (torch.cuda.current_stream(data.device).record_event(), self._stream)
+        return in_background(partial(_broadcast, data, self._group, self._backend_limit, filled))
+
+    def abort(self) -> None:
+        """Break the group, on the engines' side too: their ranks watch the rendezvous for the call."""
+        if self._group is not None:
+            self._store.set(CALLED_OFF, "1")
+            # Keep the rendezvous until the engines have read it.
+            holder = threading.Timer(_CALL_S, lambda store: None, [self._store])
+            holder.daemon = True
+            holder.start()
+            self._group.abort()
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def _broadcast(
+    data: Tensor,
+    group: dist.ProcessGroup,
+    limit: timedelta,
+    filled: tuple[torch.cuda.Event, torch.cuda.Stream] | None,
+) -> None:
+    """Send ``data`` and wait until it may change.
+
+    ``filled``, on a GPU: an event after what filled ``data``, and the stream to send on. Not yet run on a GPU.
+    """
+    # This frame holds ``group``: gloo can't cancel, and blocks who drops a busy one.
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    if filled is None:
+        with _connections():
+            group.broadcast([data], options).wait(limit)
+        return
+    event, stream = filled
+    # NCCL begins after all that the current stream has been given, and wait() holds that stream up until the
+    # broadcast is over. The thread's own is the device's default one, on which the next bucket is gathered and
+    # hashed meanwhile: so a stream of its own, which waits for this bucket's bytes alone (the event was recorded
+    # behind them, before this thread began). Nobody writes or frees them before the synchronize returns: the
+    # caller waits for this future before it packs the bucket after next, and this frame holds ``data``.
+    with _connections(), torch.cuda.stream(stream):
+        stream.wait_event(event)
+        group.broadcast([data], options).wait(limit)
+        # NCCL's wait is for the stream only.
+        stream.synchronize()
+
+
+def _gloo_options(address: str, limit: timedelta) -> Any:
+    """Listen on ``address`` only, whatever the machine's name resolves to."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = limit
+    return options
+
+
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """Run ``call`` in a thread that doesn't keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

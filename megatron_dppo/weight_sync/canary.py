@@ -1,0 +1,138 @@
+"""The canary: log-probabilities of fixed prompts, compared between trainer and engines after an update."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.weight_sync.engines import EngineFaultError, Engines
+
+PROMPTS = 4
+
+
+PROMPT_TOKENS = 24
+
+
+class Tolerance(NamedTuple):
+    """The largest differences of log-probabilities, in nats, that rounding explains.
+
+    Attributes:
+        largest: bound for a single token.
+        mean: bound for the mean over all tokens.
+    """
+
+    largest: float
+    mean: float
+
+
+_TOLERANCE = {"float32": Tolerance(1e-3, 1e-4), "bfloat16": Tolerance(10.0, 0.3)}
+"""The tolerance by dtype of the weights. In bfloat16 a logit of 20 is rounded to a multiple of 0.125, and a router with
+a near tie sends a token to another expert: a single token may differ by several nats (6.3 measured), the mean hardly
+(0.21 measured)."""
+
+
+_LAYERS = 8
+"""Number of layers of the models in which these tolerances were measured."""
+
+
+def canary_tolerance(config: WeightSyncConfig, dtype_name: str, num_layers: int) -> Tolerance:
+    """Return the tolerance of ``config``, completed by the defaults for weights of ``dtype_name``.
+
+    Beyond 8 layers the default mean grows with the cube root of the number of layers, as the differences measured
+    with 2 to 48 layers do (docs/weight_sync.md).
+    """
+    default = _TOLERANCE[dtype_name]
+    deeper = max(1.0, num_layers / _LAYERS) ** (1 / 3)
+    return Tolerance(
+        largest=default.largest if config.canary_largest is None else config.canary_largest,
+        mean=default.mean * deeper if config.canary_mean is None else config.canary_mean,
+    )
+
+
+@dataclass(frozen=True)
+class CanaryReport:
+    """Differences of log-probabilities in nats over all tokens of the fixed prompts."""
+
+    max_abs_diff: float
+    mean_abs_diff: float
+    tokens: int
+
+
+class CanaryError(EngineError):
+    attempts = 2
+
+
+def canary_prompts(vocab_size: int) -> list[list[int]]:
+    """Return PROMPTS fixed sequences of PROMPT_TOKENS ids, uniform over the vocabulary and the same in every run.
+
+    The last id is left out: SGLang 0.5.23 treats it as padding and scores id 0 in its place.
+    """
+    # A separate generator keeps the prompts fixed and leaves the run's own generators unchanged.
+    generator = random.Random(20_240_711)
+    prompts = []
+    for _ in range(PROMPTS):
+        prompts.append([generator.randrange(vocab_size - 1) for _ in range(PROMPT_TOKENS)])
+    return prompts
+
+
+def compare_canary(
+    trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]], tolerance: Tolerance
+) -> CanaryReport:
+    """Compare log-probabilities ``[prompt][token]`` of the same tokens at temperature 1.
+
+    Raises:
+        CanaryError: a difference, or the mean of all, exceeds ``tolerance`` or is NaN; names the worst token.
+        ValueError: the two sides do not have the same number of tokens.
+    """
+    if [len(p) for p in trainer] != [len(p) for p in engine] or not any(trainer):
+        raise ValueError(
+            f"canary: token counts by prompt differ or are empty: trainer {[len(p) for p in trainer]}, "
+            f"engine {[len(p) for p in engine]}"
+        )
+    differences = []
+    for prompt, (trainer_scores, engine_scores) in enumerate(zip(trainer, engine, strict=True)):
+        for token, (pi, mu) in enumerate(zip(trainer_scores, engine_scores, strict=True)):
+            differences.append((abs(pi - mu), prompt, token))
+    values = [d[0] for d in differences]
+    mean = sum(values) / len(values)
+    # Write `not <=` instead of `>`: every comparison with NaN is false.
+    failed = [d for d in differences if not d[0] <= tolerance.largest]
+    if failed or not mean <= tolerance.mean:
+        # A NaN counts as the largest difference; `max` would find it by chance only.
+        worst, prompt, token = next((d for d in failed if d[0] != d[0]), max(differences))
+        raise CanaryError(
+            f"canary: log-probability of token {token} of prompt {prompt} differs by {worst:.3g} "
+            f"(trainer {trainer[prompt][token]:.6g}, engine {engine[prompt][token]:.6g}), "
+            f"expected at most {tolerance.largest:g}; {len(failed)} of {len(differences)} tokens are "
+            f"off; the mean difference is {mean:.3g}, expected at most {tolerance.mean:g}"
+        )
+    return CanaryReport(max(values), mean, len(values))
+
+
+def compare_scores(
+    engines: Engines,
+    prompts: Sequence[Sequence[int]],
+    trainer: Sequence[Sequence[float]],
+    tolerance: Tolerance,
+    adapter: str | None = None,
+) -> CanaryReport:
+    """Resume the engines, score ``prompts`` on each (with its ``adapter``), and compare with the ``trainer``'s scores.
+
+    Returns the report of the engine with the largest difference. Raises EngineFaultError of CanaryErrors.
+    """
+    engines.each(lambda engine: engine.resume())
+    scores = engines.each(lambda engine: engine.score(prompts, adapter))
+    reports: list[CanaryReport] = []
+    faults: dict[str, BaseException] = {}
+    for url, engine_scores in scores.items():
+        try:
+            reports.append(compare_canary(trainer, engine_scores, tolerance))
+        except CanaryError as error:
+            faults[url] = error
+    if faults:
+        raise EngineFaultError(faults)
+    return max(reports, key=lambda report: report.max_abs_diff)

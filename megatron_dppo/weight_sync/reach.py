@@ -1,0 +1,62 @@
+"""Check, before the first update, that weights can be sent to a server on another host."""
+
+from __future__ import annotations
+
+import asyncio
+
+from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.errors import EngineMismatchError
+from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup
+from megatron_dppo.weight_sync.engines import ENGINE_FAULTS, local_address, on_this_host
+
+REACH_S = 30.0
+
+
+async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
+    """Raise EngineMismatchError where the configured strategy can't reach ``engine`` from this process.
+
+    ``distributed``: the server's ranks join a broadcast group here, take a bucket that changes nothing, and leave it;
+    so they connect to this host as in an update, with the NCCL that they have. The others need one host, or a folder
+    that both see.
+    """
+    if config.strategy == "distributed":
+        await _join_and_leave(engine)
+    elif not on_this_host(engine.url) and (config.strategy == "tensor" or not config.directory):
+        raise EngineMismatchError(
+            f"{engine.url} runs on another host than the trainer: weight_sync.strategy {config.strategy} "
+            "can't reach it, expected distributed, or disk with weight_sync.directory"
+        )
+
+
+async def _join_and_leave(engine: EngineWeights) -> None:
+    address = local_address(engine.url)
+    group = BroadcastGroup(
+        ranks=engine.ranks, address=address, device=engine.device, timeout_s=REACH_S
+    )
+    try:
+        async with asyncio.timeout(REACH_S):
+            meeting_point = (group.address, group.port, group.name, group.backend)
+            await engine.open_group(*meeting_point, first_rank=1, size=engine.ranks + 1)
+            await asyncio.wrap_future(group.joined)
+            await _connect(engine, group)
+            await engine.close_group(group.name)
+    except ENGINE_FAULTS as error:
+        raise EngineMismatchError(
+            f"{engine.url} can't connect back to the trainer at {group.address}:{group.port} for weight updates within "
+            f"{REACH_S:.0f} s: {error or type(error).__name__}"
+        ) from error
+    finally:
+        group.abort()
+
+
+async def _connect(engine: EngineWeights, group: BroadcastGroup) -> None:
+    """A broadcast to the engine, as in an update: NCCL's versions meet in the first one."""
+    header = engine.probe_header()
+    await engine.begin()
+    try:
+        sent = group.connect(header.bytes)
+        await engine.receive(header, group.name)
+        await asyncio.wrap_future(sent)
+    finally:
+        await engine.end()
