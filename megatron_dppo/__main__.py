@@ -41,9 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
 
 
 def _unknown_command(word: str, commands: Mapping[str, EntryPoint]) -> str:
-    near = difflib.get_close_matches(word, commands, n=1)
-    expected = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(commands)}"
-    return f"megatron-dppo: no command {word!r}; {expected}"
+    similar_commands = difflib.get_close_matches(word, commands, n=1)
+    suggestion = (
+        f"did you mean {similar_commands[0]!r}?"
+        if similar_commands
+        else f"expected one of {', '.join(commands)}"
+    )
+    return f"megatron-dppo: no command {word!r}; {suggestion}"
 
 
 def _help() -> str:

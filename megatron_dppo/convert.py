@@ -51,18 +51,18 @@ def parser() -> argparse.ArgumentParser:
             added.add_argument(f"--{option}", type=Path, required=True, help=help_text)
         return added
 
-    new = "new or empty folder"
+    new_folder_help = "new or empty folder"
     text = "Hugging Face -> Megatron-Core's torch_dist"
     to_megatron = command(
-        "hf-to-megatron", _hf_to_megatron, text, hf="Hugging Face folder", out=new
+        "hf-to-megatron", _hf_to_megatron, text, hf="Hugging Face folder", out=new_folder_help
     )
     text = "a converted folder -> Hugging Face shards"
     source = "folder made by hf-to-megatron, or a checkpoint of a training run"
-    to_hf = command("megatron-to-hf", _megatron_to_hf, text, megatron=source, out=new)
+    to_hf = command("megatron-to-hf", _megatron_to_hf, text, megatron=source, out=new_folder_help)
     config = "folder of config and tokenizer; default: --megatron's own, or the start model of the run that saved it"
     to_hf.add_argument("--hf-config", type=Path, help=config)
-    largest = "largest shard, in 10^9 bytes (5)"
-    to_hf.add_argument("--max-shard-gb", type=float, default=5.0, help=largest)
+    largest_shard_help = "largest shard, in 10^9 bytes (5)"
+    to_hf.add_argument("--max-shard-gb", type=float, default=5.0, help=largest_shard_help)
     for conversion in (to_megatron, to_hf):
         dtypes = sorted(ITEM_BYTES)
         conversion.add_argument(
@@ -75,10 +75,14 @@ def parser() -> argparse.ArgumentParser:
     _plan_arguments(command("plan", _plan, text))
     text = "a PEFT folder and its base -> Hugging Face shards"
     peft = "folder in PEFT's format"
-    command("merge-adapters", _merge_adapters, text, hf="the base", adapters=peft, out=new)
+    command(
+        "merge-adapters", _merge_adapters, text, hf="the base", adapters=peft, out=new_folder_help
+    )
     text = "a run's checkpoint -> a PEFT folder"
     step, base = "a step's folder of a run", "the base, compared by its SHA-256"
-    command("adapters-to-peft", _adapters_to_peft, text, checkpoint=step, hf=base, out=new)
+    command(
+        "adapters-to-peft", _adapters_to_peft, text, checkpoint=step, hf=base, out=new_folder_help
+    )
     text = "an export -> a repository of huggingface.co, private unless --public"
     export = "Hugging Face folder, such as a run's hf/; only its own files are sent"
     upload = command("upload", _upload, text, hf=export)
@@ -230,15 +234,15 @@ def _stored_bytes(folder: Path, config: Path | None = None) -> int:
 @contextmanager
 def _bytes_progress(action: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows how far ``total`` bytes are; yields what is called with the bytes done since its last call."""
-    done = 0
+    done_bytes = 0
     with progress(f"{action}, MB", total // 10**6, console=Console(stderr=True)) as tracker:
 
         def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            rate = max(1.0, done / tracker.elapsed)
-            note = f"{rate / 1e6:.0f} MB/s, {max(0, total - done) / rate:.0f} s left"
-            tracker.update(completed=done // 10**6, note=note)
+            nonlocal done_bytes
+            done_bytes += count
+            rate = max(1.0, done_bytes / tracker.elapsed)
+            note = f"{rate / 1e6:.0f} MB/s, {max(0, total - done_bytes) / rate:.0f} s left"
+            tracker.update(completed=done_bytes // 10**6, note=note)
 
         yield advance
 

@@ -104,7 +104,7 @@ class TerminalConsole(Console):
         """Print like rich; text goes to standard output too."""
         super().print(*objects, **options)
         # Tables and bars are drawn for a terminal's width; a file has the log's lines.
-        if not self.quiet and all(isinstance(shown, str | Text) for shown in objects):
+        if not self.quiet and all(isinstance(renderable, str | Text) for renderable in objects):
             self._copy.print(*objects, **options)
 
 
@@ -122,11 +122,11 @@ class _Terminal(io.TextIOBase):
         return os.isatty(self._descriptor)
 
     def write(self, text: str) -> int:
-        left = text.encode(errors="replace")
+        unwritten_bytes = text.encode(errors="replace")
         with contextlib.suppress(OSError):
-            while left:
+            while unwritten_bytes:
                 # A pipe may take a part of it.
-                left = left[os.write(self._descriptor, left) :]
+                unwritten_bytes = unwritten_bytes[os.write(self._descriptor, unwritten_bytes) :]
         return len(text)
 
 

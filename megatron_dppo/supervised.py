@@ -92,17 +92,19 @@ def _run(config: SupervisedConfig, fence: RunFence) -> None:
         trainer = Trainer(config)
     fence.join()
     sampler = ProblemSampler(len(pairs), config.run.seed)
-    first = last = 0.0
+    first_loss = last_loss = 0.0
     with progress("supervised warm start", config.run.steps) as bar:
         for step in range(config.run.steps):
-            chosen = [pairs[i] for i in sampler.next(config.training.sequences_per_step)]
-            last = _step(trainer, config, chosen)
-            first = last if step == 0 else first
-            bar.update(completed=step + 1, note=f"{last:.3f} nats a token")
+            step_pairs = [pairs[i] for i in sampler.next(config.training.sequences_per_step)]
+            last_loss = _step(trainer, config, step_pairs)
+            first_loss = last_loss if step == 0 else first_loss
+            bar.update(completed=step + 1, note=f"{last_loss:.3f} nats a token")
     fence.check_together()
     with patience("others export"):
         trainer.export_hf(out)
-    log.info("supervised: %.3f -> %.3f nats a token in %d steps", first, last, config.run.steps)
+    log.info(
+        "supervised: %.3f -> %.3f nats a token in %d steps", first_loss, last_loss, config.run.steps
+    )
 
 
 def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> float:

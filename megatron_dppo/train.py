@@ -62,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # The check before a start leaves them to rank 0, which logs them.
             if options.answers is None and (changes := _changes(config)) is not None:
                 print(changes)
-            here = check_start(config, this_machine())
-            print(here.summary)
+            start_facts = check_start(config, this_machine())
+            print(start_facts.summary)
             folder = config.model.hf_checkpoint
-            lacking = [f"model.hf_checkpoint: {fault}" for fault in missing_weights(folder)]
-            for fault in [*lacking, *here.faults]:
+            weight_faults = [f"model.hf_checkpoint: {fault}" for fault in missing_weights(folder)]
+            for fault in [*weight_faults, *start_facts.faults]:
                 print(f"on this machine it can't be started: {fault}")
             return 0
         if "RANK" in os.environ:

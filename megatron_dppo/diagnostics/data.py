@@ -45,14 +45,14 @@ def _generate(options: argparse.Namespace) -> int:
     out = Path(options.out)
     if reason := unwritable(out.parent):
         fatal(f"{out}: {reason}")
-    chosen = reasoning_gym.tasks() if options.tasks == ["all"] else options.tasks
-    if options.config and len(chosen) > 1:
-        fatal(f"--config: got {len(chosen)} tasks, expected one: each has settings of its own")
+    task_names = reasoning_gym.tasks() if options.tasks == ["all"] else options.tasks
+    if options.config and len(task_names) > 1:
+        fatal(f"--config: got {len(task_names)} tasks, expected one: each has settings of its own")
     lines = []
     try:
         settings = dict(_setting("--config", word) for word in options.config)
-        with progress("generate", options.count * len(chosen)) as bar:
-            for task in chosen:
+        with progress("generate", options.count * len(task_names)) as bar:
+            for task in task_names:
                 for record in reasoning_gym.problems(task, options.count, options.seed, settings):
                     lines.append(json.dumps(record, ensure_ascii=False) + "\n")
                     bar.advance(1)
@@ -60,7 +60,7 @@ def _generate(options: argparse.Namespace) -> int:
         fatal(str(error))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, "".join(lines))
-    print(f"{out}: {len(lines):,} problems of {len(chosen)} tasks of reasoning-gym")
+    print(f"{out}: {len(lines):,} problems of {len(task_names)} tasks of reasoning-gym")
     return 0
 
 
@@ -118,11 +118,11 @@ def _require_reward(name: str) -> None:
         fatal(f"--reward: {error}")
 
 
-def _at_least(least: float, kind: type) -> Callable[[str], float]:
+def _at_least(minimum: float, kind: type) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value: float = kind(text)
-        if not value >= least:
-            raise argparse.ArgumentTypeError(f"got {text}, expected at least {least:g}")
+        if not value >= minimum:
+            raise argparse.ArgumentTypeError(f"got {text}, expected at least {minimum:g}")
         return value
 
     return parse

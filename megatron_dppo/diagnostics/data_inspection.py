@@ -68,11 +68,11 @@ def inspect(inspection: Inspection) -> Iterator[str]:
     if inspection.tokenizer is not None:
         for warning in problems.template_warnings(inspection.tokenizer, inspection.form):
             yield f"warning: {warning}"
-        lacking = problems.left_out_tools(
+        tool_faults = problems.left_out_tools(
             inspection.tokenizer, prompts, inspection.form, locations, records.tools
         )
-        if lacking is not None:
-            yield f"warning: {lacking}"
+        if tool_faults is not None:
+            yield f"warning: {tool_faults}"
         yield from _special_tokens(inspection.tokenizer, prompts, locations)
         yield from _tokens_beyond(inspection, inspection.tokenizer, records)
     yield from _answers(inspection, texts, records)
@@ -84,9 +84,12 @@ def inspect(inspection: Inspection) -> Iterator[str]:
 def _unread(records: problems.ProblemRecords) -> Iterator[str]:
     """Columns that look like content, and are no part of the prompts."""
     if records.unread:
-        named = ", ".join(f"{name!r} ({count:,})" for name, count in sorted(records.unread.items()))
+        column_texts = ", ".join(
+            f"{name!r} ({count:,})" for name, count in sorted(records.unread.items())
+        )
         yield (
-            f"columns that look like content and are no part of the prompts (records with a value there): {named}; "
+            f"columns that look like content and are no part of the prompts (records with a value there): "
+            f"{column_texts}; "
             "where the model needs them, write them into the prompt (docs/data.md)"
         )
 
@@ -112,8 +115,10 @@ def _lengths(inspection: Inspection, records: problems.ProblemRecords) -> Iterat
         )
         unit = "tokens"
     quantiles = np.quantile(lengths, _QUANTILES, method="inverted_cdf").tolist()
-    named = ", ".join(f"{q:.0%} {int(n):,}" for q, n in zip(_QUANTILES, quantiles, strict=True))
-    yield f"prompts in {unit}, quantiles: {named}"
+    quantile_texts = ", ".join(
+        f"{q:.0%} {int(n):,}" for q, n in zip(_QUANTILES, quantiles, strict=True)
+    )
+    yield f"prompts in {unit}, quantiles: {quantile_texts}"
     yield from histogram(lengths)
 
 
@@ -123,14 +128,14 @@ def _special_tokens(
     """Yield a finding for each special token in the text of problems: such a token begins or ends a turn."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= set(tokenizer.all_special_tokens)
-    found: defaultdict[str, list[int]] = defaultdict(list)
+    lines_by_token: defaultdict[str, list[int]] = defaultdict(list)
     for position, prompt in enumerate(prompts):
         messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
         text = "\0".join(str(message["content"]) for message in messages)
         for token in special:
             if token in text:
-                found[token].append(position)
-    for token, positions in sorted(found.items()):
+                lines_by_token[token].append(position)
+    for token, positions in sorted(lines_by_token.items()):
         yield (
             f"special token {token} in the text of {len(positions):,} of {len(prompts):,} problems, the first in "
             f"{locations[positions[0]]}: the model reads it as the end or the beginning of a turn"
@@ -148,14 +153,14 @@ def _tokens_beyond(
         return
     beyond = []
     prompts = records.prompts
-    for prompt, where, tools in zip(prompts, records.locations, records.tools, strict=True):
-        tokens = problems.distinct_tokens(tokenizer, prompt, inspection.form, where, tools)
-        beyond += [(where, token) for token in sorted(tokens) if token >= rows][:1]
+    for prompt, location, tools in zip(prompts, records.locations, records.tools, strict=True):
+        tokens = problems.distinct_tokens(tokenizer, prompt, inspection.form, location, tools)
+        beyond += [(location, token) for token in sorted(tokens) if token >= rows][:1]
     if beyond:
-        where, token = beyond[0]
+        location, token = beyond[0]
         yield (
             f"tokens beyond the {rows:,} rows of the model's embedding: in {len(beyond):,} of {len(prompts):,} "
-            f"prompts, the first in {where}: {token} ({tokenizer.convert_ids_to_tokens(token)!r}). A run refuses to "
+            f"prompts, the first in {location}: {token} ({tokenizer.convert_ids_to_tokens(token)!r}). A run refuses to "
             "start"
         )
 
@@ -165,22 +170,22 @@ def _answers(
 ) -> Iterator[str]:
     answers, unanswered = records.answers, records.unanswered
     rows = zip(texts, answers, records.metadata, strict=True)
-    chosen = tuple(
+    answered_rows = tuple(
         Problem(i, text, answer, (), (), metadata)
         for i, (text, answer, metadata) in enumerate(rows)
     )
-    given = problems.ProblemSet(
-        chosen, 0, "", len(texts), parts=records.parts, unanswered=tuple(unanswered.items())
+    answered_set = problems.ProblemSet(
+        answered_rows, 0, "", len(texts), parts=records.parts, unanswered=tuple(unanswered.items())
     )
-    bad = bad_answers({inspection.path: given}, inspection.reward)[inspection.path]
+    bad = bad_answers({inspection.path: answered_set}, inspection.reward)[inspection.path]
     final = find_reward(inspection.reward.name).final
     different = len({final(a) for i, a in enumerate(answers) if i not in unanswered})
     yield (
         f"answers: {different:,} different; {len(bad):,} of {len(answers):,} do not verify against "
         f"themselves with {inspection.reward.name}"
     )
-    for row, why in bad[:_SHOWN_FAULTS]:
-        yield f"  {given.place(row)}: {why}"
+    for row, reason in bad[:_SHOWN_FAULTS]:
+        yield f"  {answered_set.place(row)}: {reason}"
 
 
 def _alike(

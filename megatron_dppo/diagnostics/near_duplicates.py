@@ -54,8 +54,10 @@ def near_duplicates(
     pairs = []
     for row, text in enumerate(training):
         of_text = shingles(text)
-        shared = Counter(position for shingle in of_text for position in index.get(shingle, ()))
-        for position, count in shared.items():
+        shared_counts = Counter(
+            position for shingle in of_text for position in index.get(shingle, ())
+        )
+        for position, count in shared_counts.items():
             similarity = count / (len(of_text) + sizes[position] - count)
             if similarity >= at_least:
                 pairs.append(NearDuplicate(similarity, row, position))

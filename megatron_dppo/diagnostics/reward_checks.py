@@ -47,10 +47,11 @@ def read_checks(path: Path) -> list[RewardCheck]:
     """Read a check from every line with a solution and an answer. Raises DataError naming the line."""
     records, locations, _ = read_records(path)
     solved = []
-    for number, (record, where) in enumerate(zip(records, locations, strict=True), start=1):
+    for number, (record, location) in enumerate(zip(records, locations, strict=True), start=1):
         if "answer" not in record:
             raise DataError(
-                f"{where}: no 'answer', expected the final answer there and a worked solution under 'solution'; found "
+                f"{location}: no 'answer', expected the final answer there and a worked solution under 'solution'; "
+                f"found "
                 f"{keys(record)}"
             )
         if isinstance(record.get("solution"), str):
@@ -65,11 +66,11 @@ def read_checks(path: Path) -> list[RewardCheck]:
     return solved + [check._replace(answer=w, expected=0.0) for check, w in wrong if w is not None]
 
 
-def _wrong_answer(answer: str, others: list[str]) -> str | None:
+def _wrong_answer(answer: str, other_answers: list[str]) -> str | None:
     """The answer plus one if it is an integer, else another line's; None if all are the same."""
     if answer.lstrip("+-").isdecimal():
         return str(int(answer) + 1)
-    return next((other for other in others if other != answer), None)
+    return next((other for other in other_answers if other != answer), None)
 
 
 def _report(checks: list[RewardCheck], scores: list[Score]) -> int:
@@ -80,8 +81,8 @@ def _report(checks: list[RewardCheck], scores: list[Score]) -> int:
         print(
             f"line {check.line}: scored {score} against {check.answer!r}, expected {check.expected:g}"
         )
-    for expected, kind in ((1.0, "the given answer"), (0.0, "a wrong answer")):
-        of_kind = [score for check, score in pairs if check.expected == expected]
-        right = sum(score.value == expected for score in of_kind)
-        print(f"{right} of {len(of_kind)} solutions score {expected:g} against {kind}")
+    for expected_score, kind in ((1.0, "the given answer"), (0.0, "a wrong answer")):
+        of_kind = [score for check, score in pairs if check.expected == expected_score]
+        right = sum(score.value == expected_score for score in of_kind)
+        print(f"{right} of {len(of_kind)} solutions score {expected_score:g} against {kind}")
     return int(bool(failed))

@@ -65,35 +65,35 @@ def matching(options: argparse.Namespace) -> list[Sample]:
     """
     kinds = [kind for kind in KINDS if getattr(options, kind)]
     recorded = list(read_samples(options.run))
-    chosen = [
+    matches = [
         sample
         for sample in recorded
         if options.step in (None, sample.step)
         and options.set in (None, sample.set)
         and all(KINDS[kind][1](sample) for kind in kinds)
     ]
-    if not chosen:
+    if not matches:
         steps, sets = [s.step for s in recorded], sorted({s.set for s in recorded})
-        there = (
+        available_sets = (
             f"{len(recorded)} samples of steps {min(steps)} to {max(steps)}, sets {', '.join(sets)}"
             if recorded
             else "none yet"
         )
-        raise RecordsError(f"{options.run}: no such sample; recorded are {there}")
-    return list(islice(chosen, options.limit or None))
+        raise RecordsError(f"{options.run}: no such sample; recorded are {available_sets}")
+    return list(islice(matches, options.limit or None))
 
 
 def show(samples: Sequence[Sample]) -> None:
     """Print the samples, the newest last: at the prompt."""
     console = Console(highlight=False, markup=False)
     for sample in reversed(samples):
-        first, last = about(sample)
+        head, tail = about(sample)
         earned = "green" if sample.reward > 0 else "red"
         for text, style in (
-            (first, "bold"),
+            (head, "bold"),
             (printable(sample.prompt), "dim"),
             (printable(sample.response), ""),
-            (printable(last) + "\n", earned),
+            (printable(tail) + "\n", earned),
         ):
             console.print(Text(text, style=style), soft_wrap=True)
 
@@ -102,13 +102,13 @@ def html(title: str, samples: Sequence[Sample]) -> str:
     """The samples as one page, all text escaped."""
     articles = []
     for sample in samples:
-        first, last = map(escape, about(sample))
+        head, tail = map(escape, about(sample))
         earned = "right" if sample.reward > 0 else "wrong"
         articles.append(
-            f'<article><p class="about">{first}</p>'
+            f'<article><p class="about">{head}</p>'
             f'<pre class="prompt">{escape(printable(sample.prompt))}</pre>'
             f"<pre>{escape(printable(sample.response))}</pre>"
-            f'<p class="{earned}">{last}</p></article>'
+            f'<p class="{earned}">{tail}</p></article>'
         )
     return html_page(title, _STYLE, "\n".join(articles))
 

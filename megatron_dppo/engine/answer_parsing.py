@@ -58,19 +58,19 @@ def parse(
     Raises AbortedError, EngineAnswerError, StaleWeightsError.
     """
     answers = read_answers(payload, requests, versions)
-    missing: list[Notice] = []
+    missing_notices: list[Notice] = []
     ways: set[Way] = set()
     for answer, request in zip(answers, requests, strict=True):
         recording = take(answer, request)
         if isinstance(recording, Notice) and recording.id not in downloaded:
-            missing.append(recording)
+            missing_notices.append(recording)
         elif isinstance(recording, Notice):
             place(answer, request, recording, downloaded[recording.id])
             ways.add("binary HTTP answers")
         elif recording is not None:
             ways.add(recording)
-    if missing:
-        return Parsed([], missing, frozenset())
+    if missing_notices:
+        return Parsed([], missing_notices, frozenset())
     pairs = zip(answers, requests, strict=True)
     return Parsed([parse_answer(answer, request) for answer, request in pairs], [], frozenset(ways))
 
@@ -178,8 +178,8 @@ def reply_to(connection: Connection) -> None:
     sizes = [view.nbytes for view in flat]
     starts, size = aligned(sizes)
     try:
-        shared = SharedBuffer(size)
-        buffer, path = shared.array, str(shared.path)
+        shared_buffer = SharedBuffer(size)
+        buffer, path = shared_buffer.array, str(shared_buffer.path)
     # Shared memory has no room; the connection takes longer.
     except OSError:
         buffer, path = np.zeros(size, np.uint8), None

@@ -134,8 +134,8 @@ class ExpectedChecksums:
         for name, tensor in bucket:
             self._check(name, tensor)
             for part in self._tensors.parts[name]:
-                whole = self._hash(part.rank, part.tensor)
-                parts.append((whole, part.cut(tensor), self._byte(part)))
+                stream = self._hash(part.rank, part.tensor)
+                parts.append((stream, part.cut(tensor), self._byte(part)))
         self._unfinished.append(add_parts(parts))
 
     def partial(self) -> Any:
@@ -174,11 +174,11 @@ class ExpectedChecksums:
         return digests
 
     def _check_complete(self, names: list[str]) -> None:
-        missing = sorted(self._shapes.keys() - set(names))
-        if missing:
+        missing_names = sorted(self._shapes.keys() - set(names))
+        if missing_names:
             raise IncompleteWeightsError(
-                f"weight update: {len(missing)} tensors were never sent: {', '.join(missing[:5])}"
-                f"{', ...' if len(missing) > 5 else ''}"
+                f"weight update: {len(missing_names)} tensors were never sent: {', '.join(missing_names[:5])}"
+                f"{', ...' if len(missing_names) > 5 else ''}"
             )
         if len(names) > len(self._shapes):
             twice = next(name for name in names if names.count(name) > 1)

@@ -256,8 +256,8 @@ class HttpClient:
         except orjson.JSONDecodeError:
             value = None
         if not isinstance(value, dict):
-            shown = text[:200].decode(errors="replace")
-            raise EngineAnswerError(f"{self.url}{path}: answered no JSON object: {shown!r}")
+            excerpt = text[:200].decode(errors="replace")
+            raise EngineAnswerError(f"{self.url}{path}: answered no JSON object: {excerpt!r}")
         return value
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -415,11 +415,13 @@ class EngineClient(HttpClient):
             if self.is_paused or clock() > asleep + nap + late:
                 self.note_life()
                 continue
-            left = self._last_life + limit - clock()
-            if left <= 0:
-                raise EngineLostError(f"{self.url}: nothing generated for {limit - left:.0f} s")
-            if left < limit - pause:
-                since, patience = clock(), min(left, hang_timeout_s)
+            remaining_seconds = self._last_life + limit - clock()
+            if remaining_seconds <= 0:
+                raise EngineLostError(
+                    f"{self.url}: nothing generated for {limit - remaining_seconds:.0f} s"
+                )
+            if remaining_seconds < limit - pause:
+                since, patience = clock(), min(remaining_seconds, hang_timeout_s)
                 generated = await self.generates(patience)
                 # The server may have been paused while the probe waited.
                 if generated or self.is_paused or clock() > since + patience + late:

@@ -52,18 +52,22 @@ class Continuation:
             # token, or complete a stop text. It is drawn again whatever it is, which favours no token.
             answer = self._without(answer, max(answer.sampled - 1, 0))
         partial = self.partials.pop(request.key, None)
-        whole = answer if partial is None else join(partial, answer)
+        response = answer if partial is None else join(partial, answer)
         stop = request.sampling.stop
         if partial is not None:
-            end = seam_end(whole.response_ids, partial.sampled, stop, self.decode)
+            end = seam_end(response.response_ids, partial.sampled, stop, self.decode)
             if end is not None:
-                whole = replace(self._without(whole, end), finish_reason="stop")
-        if whole.finish_reason == "aborted":
-            if whole.sampled:
-                self.partials[request.key] = whole
+                response = replace(self._without(response, end), finish_reason="stop")
+        if response.finish_reason == "aborted":
+            if response.sampled:
+                self.partials[request.key] = response
             return None
         # An uninterrupted one has the engine's own text.
-        return whole if partial is None else replace(whole, text=text_of(whole, stop, self.decode))
+        return (
+            response
+            if partial is None
+            else replace(response, text=text_of(response, stop, self.decode))
+        )
 
     def drop(self, request: GenerationRequest) -> None:
         """Keep nothing of the response: it is drawn from the beginning."""
@@ -111,8 +115,8 @@ def join(partial: Trajectory, answer: Trajectory) -> Trajectory:
     """``partial``, and after it the tokens of ``answer``, whose prompt begins with it; it ends as ``answer`` does. What
     that prompt has beyond ``partial`` was not sampled."""
     start = partial.length
-    same = answer.prompt_ids[:start].tolist() == partial.token_ids.tolist()
-    assert same, "the answer to another request"
+    is_continuation = answer.prompt_ids[:start].tolist() == partial.token_ids.tolist()
+    assert is_continuation, "the answer to another request"
     if not answer.sampled:
         return replace(partial, finish_reason=answer.finish_reason)
     # The rows of the kept tokens stay where the answer has them again.
@@ -139,27 +143,30 @@ def _skipped(name: str, partial: Trajectory) -> int:
 
 def _joined_routing(partial: Trajectory, answer: Trajectory) -> dict[str, np.ndarray]:
     """The recorded routing of both, and which weights recorded the row of each sampled token."""
-    before, after = partial.columns.get(_ROUTING), answer.columns.get(_ROUTING)
-    if before is None:
-        if after is None:
+    routing_before, routing_after = partial.columns.get(_ROUTING), answer.columns.get(_ROUTING)
+    if routing_before is None:
+        if routing_after is None:
             return {}
         # The server recorded the partial response as the prompt of this answer, with the weights of this answer.
-        return {_ROUTING: after, _RECORDED: _recorded(answer, partial.sampled + answer.sampled)}
+        return {
+            _ROUTING: routing_after,
+            _RECORDED: _recorded(answer, partial.sampled + answer.sampled),
+        }
     recorded = partial.columns.get(_RECORDED)
     if recorded is None:
         recorded = _recorded(partial, partial.sampled)
-    if after is None and answer.length - partial.length > answer.sampled:
+    if routing_after is None and answer.length - partial.length > answer.sampled:
         # Nothing says of the rows between two turns that they are lost.
         return {}
-    if after is None:
+    if routing_after is None:
         # Some rows that a router may choose: checks of a recording look at all of it.
-        rows = np.repeat(before[-1:], answer.sampled, axis=0)
-        new = np.full(answer.sampled, _LOST, np.int32)
+        rows = np.repeat(routing_before[-1:], answer.sampled, axis=0)
+        new_versions = np.full(answer.sampled, _LOST, np.int32)
     else:
-        rows, new = after[len(before) :], _recorded(answer, answer.sampled)
+        rows, new_versions = routing_after[len(routing_before) :], _recorded(answer, answer.sampled)
     return {
-        _ROUTING: np.concatenate([before, rows]),
-        _RECORDED: np.concatenate([recorded, new]),
+        _ROUTING: np.concatenate([routing_before, rows]),
+        _RECORDED: np.concatenate([recorded, new_versions]),
     }
 
 
@@ -177,11 +184,11 @@ def seam_end(
         return None
     # No fewer tokens than the text has bytes are needed to be sure, and one that the text may begin within.
     window = max(len(text.encode()) for text in stop) + 1
-    before = decode(response_ids[max(seam - window, 0) : seam])
-    looked_for = [text for text in stop if text not in before]
+    text_before = decode(response_ids[max(seam - window, 0) : seam])
+    looked_for = [text for text in stop if text not in text_before]
     for end in range(seam + 1, min(seam + window, len(response_ids) + 1)):
         text = decode(response_ids[max(end - window, 0) : end])
-        if any(wanted in text for wanted in looked_for):
+        if any(stop_text in text for stop_text in looked_for):
             return end
     return None
 
@@ -191,7 +198,7 @@ def text_of(response: Trajectory, stop: Sequence[str], decode: Decode) -> str:
     text = decode(response.response_ids, special=False)
     if response.finish_reason != "stop":
         return text
-    ends = [text.index(wanted) for wanted in stop if wanted in text]
+    ends = [text.index(stop_text) for stop_text in stop if stop_text in text]
     return text[: min(ends)] if ends else decode(response.response_ids[:-1], special=False)
 
 

@@ -227,26 +227,26 @@ def last_exception_of(log_path: Path) -> str | None:
 class _Stranger:
     """A server that answers where ours should be; ``answered`` says what."""
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, address: str) -> None:
+        self._where = address
         self._since = 0.0
         self.answered = ""
 
-    def note(self, answer: Answer, now: float) -> None:
+    def note(self, answer: Answer, time_s: float) -> None:
         """Note an answer that rejected the probe. A 5xx may come from this server while it starts."""
         if answer.status >= 500:
             return
         if not self.answered:
-            self._since = now
+            self._since = time_s
         program = answer.headers.get("Server", "unnamed")
         self.answered = (
             f"{self._where} is answered by another server ({program}, status {answer.status}); "
             "end that one, or take another port"
         )
 
-    def stays(self, now: float) -> bool:
+    def stays(self, time_s: float) -> bool:
         """Whether it has been there for too long to be our own."""
-        return bool(self.answered) and now > self._since + _FOREIGN_SECONDS
+        return bool(self.answered) and time_s > self._since + _FOREIGN_SECONDS
 
 
 _STAGE_LINES = 400
@@ -284,10 +284,10 @@ class EngineProcess(ChildServer):
         hosts: ServerHosts | None = None,
         runtime: Runtime | None = None,
     ) -> None:
-        where = config.engine.host if host is None else host
+        listen_host = config.engine.host if host is None else host
         self.options_path = log_path.with_suffix(".yaml")
         super().__init__(
-            where,
+            listen_host,
             port,
             log_path,
             config.engine.start_timeout_s,
@@ -304,7 +304,7 @@ class EngineProcess(ChildServer):
         )
         self._config = config
         self._options = options.server_options(
-            config, host=where, port=port, seed=seed, first_device=first_device, hosts=hosts
+            config, host=listen_host, port=port, seed=seed, first_device=first_device, hosts=hosts
         )
 
     def start(self) -> None:

@@ -177,17 +177,19 @@ def decode_base64(text: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
         raw = base64.b64decode(text, validate=True)
     except binascii.Error as error:
         raise ValueError(f"broken base64: {error}") from error
-    expected = math.prod(shape) * np.dtype(dtype).itemsize
-    if len(raw) != expected:
-        raise ValueError(f"{len(raw)} bytes of {dtype}, expected {expected} for shape {shape}")
+    expected_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if len(raw) != expected_bytes:
+        raise ValueError(
+            f"{len(raw)} bytes of {dtype}, expected {expected_bytes} for shape {shape}"
+        )
     return np.frombuffer(raw, dtype=dtype).reshape(shape)
 
 
 def _log_probs(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]:
-    entries, expected = meta["output_token_logprobs"], answered.response_ids
-    if [entry[1] for entry in entries] != expected.tolist():
+    entries, expected_ids = meta["output_token_logprobs"], answered.response_ids
+    if [entry[1] for entry in entries] != expected_ids.tolist():
         raise ValueError(
-            f"{len(entries)} log-probabilities, not those of the {len(expected)} output tokens"
+            f"{len(entries)} log-probabilities, not those of the {len(expected_ids)} output tokens"
         )
     # log_softmax(logits / temperature) before top-p and top-k cut the distribution, so training samples with top_p = 1
     # and top_k = -1. None becomes NaN.
@@ -233,9 +235,12 @@ def _ask_topk(k: int) -> dict[str, Any]:
 
 def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
     """int32 ids and float32 log-probabilities ``[R, K]``, from little-endian base64."""
-    shape, expected = tuple(meta["output_top_logprobs_shape"]), (len(answered.response_ids), k)
-    if shape != expected or meta["output_top_logprobs_null_prefix"] != 0:
-        raise ValueError(f"Top-K log-probabilities of shape {shape}, expected {expected}")
+    shape, expected_shape = (
+        tuple(meta["output_top_logprobs_shape"]),
+        (len(answered.response_ids), k),
+    )
+    if shape != expected_shape or meta["output_top_logprobs_null_prefix"] != 0:
+        raise ValueError(f"Top-K log-probabilities of shape {shape}, expected {expected_shape}")
     ids = decode_base64(meta["output_top_logprobs_idx_flat_b64"], "<i4", shape)
     log_probs = decode_base64(meta["output_top_logprobs_val_flat_b64"], "<f4", shape)
     if not np.isfinite(log_probs).all() or log_probs.max() > LOG_PROB_ROUNDING or ids.min() < 0:
@@ -259,9 +264,9 @@ def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[
     check_recording(captured, shape.experts)
     if is_unwritten(captured):
         return {}
-    whole = np.zeros((shape.start + len(captured), *captured.shape[1:]), shape.dtype)
-    whole[shape.start :] = captured
-    return {"routed_experts": whole}
+    all_rows = np.zeros((shape.start + len(captured), *captured.shape[1:]), shape.dtype)
+    all_rows[shape.start :] = captured
+    return {"routed_experts": all_rows}
 
 
 def _ask_routed_experts(shape: RoutedShape) -> dict[str, Any]:
@@ -299,20 +304,24 @@ def request_body(
     answer; None: the model without any.
     """
     # One id and one sampling for the call: the router takes no lists of them.
-    first = requests[0]
-    if any((r.sampling, r.columns) != (first.sampling, first.columns) for r in requests):
+    first_request = requests[0]
+    if any(
+        (r.sampling, r.columns) != (first_request.sampling, first_request.columns) for r in requests
+    ):
         raise ValueError("requests of one call must ask for the same sampling and the same columns")
     body: dict[str, Any] = {
         "rid": rid,
         # A call for one response is no list of one: that would take SGLang's slower path for batches.
-        "input_ids": [r.prompt_ids for r in requests] if len(requests) > 1 else first.prompt_ids,
-        "sampling_params": first.sampling.as_json(),
+        "input_ids": [r.prompt_ids for r in requests]
+        if len(requests) > 1
+        else first_request.prompt_ids,
+        "sampling_params": first_request.sampling.as_json(),
     }
     if model is not None:
         body["model"] = model
     if adapter is not None:
         body["lora_path"] = adapter
-    for source, option in asked(first.columns):
+    for source, option in asked(first_request.columns):
         body |= source.body(option)
     return orjson.dumps(body)
 
@@ -328,8 +337,8 @@ def read_answers(
     try:
         answers = orjson.loads(payload)
     except orjson.JSONDecodeError as error:
-        shown = payload[:200].decode(errors="replace")
-        raise EngineAnswerError(f"/generate answered no JSON: {shown!r}") from error
+        excerpt = payload[:200].decode(errors="replace")
+        raise EngineAnswerError(f"/generate answered no JSON: {excerpt!r}") from error
     if isinstance(answers, dict) and len(requests) == 1:
         answers = [answers]
     if not isinstance(answers, list) or len(answers) != len(requests):
@@ -362,11 +371,15 @@ def _check_versions(meta: dict[str, Any], request: GenerationRequest, versions: 
         raise EngineAnswerError(
             f"request {request.key}: weight_versions is not a list of objects with a version"
         ) from error
-    first, last = versions[0], versions[-1]
-    expected = f"version {first}" if first == last else f"versions {first} to {last}"
+    first_version, last_version = versions[0], versions[-1]
+    expected_versions = (
+        f"version {first_version}"
+        if first_version == last_version
+        else f"versions {first_version} to {last_version}"
+    )
     raise StaleWeightsError(
         f"request {request.key}: drawn from weights {', '.join(sorted(drawn_from))}, "
-        f"expected the committed {expected}"
+        f"expected the committed {expected_versions}"
     )
 
 

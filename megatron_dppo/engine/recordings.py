@@ -152,9 +152,9 @@ class RecordingStore:
     _last_s: float = field(default=-math.inf, init=False)
 
     def put(self, routed: np.ndarray) -> Notice:
-        now = self.clock()
-        self._counted_s += min(now - self._last_s, _LONGEST_GAP_S)
-        self._last_s = now
+        current_time = self.clock()
+        self._counted_s += min(current_time - self._last_s, _LONGEST_GAP_S)
+        self._last_s = current_time
         self._forget_old()
         array = narrowed(routed)
         with_room = (f for f in self.folders[:-1] if array.nbytes <= free_bytes(f))
@@ -194,10 +194,10 @@ def take(answer: dict[str, Any], request: GenerationRequest) -> Way | Notice | N
         notice = Notice.decode(base64.b64decode(text, validate=True))
     except (binascii.Error, ValueError) as error:
         raise EngineAnswerError(f"request {request.key}: {error}") from error
-    expected = _expected_shape(answer, request)
-    if notice.shape != expected:
+    expected_shape = _expected_shape(answer, request)
+    if notice.shape != expected_shape:
         raise EngineAnswerError(
-            f"request {request.key}: a recording of shape {notice.shape}, expected {expected}"
+            f"request {request.key}: a recording of shape {notice.shape}, expected {expected_shape}"
         )
     content = _from_memory(notice, request)
     if content is None:
@@ -252,9 +252,9 @@ def is_private(folder: Path) -> bool:
         return False
 
 
-def gone_error(notice: Notice, where: str) -> AbortedError:
+def gone_error(notice: Notice, request_name: str) -> AbortedError:
     """The request is to be made again."""
-    return AbortedError(f"{where}: the recorded routing {notice.id} is no longer there")
+    return AbortedError(f"{request_name}: the recorded routing {notice.id} is no longer there")
 
 
 # --- SGLang's side

@@ -172,7 +172,7 @@ def check_layout(url: str, info: Mapping[str, Any], dtype: str, shape: ModelShap
         )
 
 
-def _require(where: str, answer: Mapping[str, Any], fields: Mapping[str, type]) -> None:
+def _require(url: str, answer: Mapping[str, Any], fields: Mapping[str, type]) -> None:
     """Raise EngineMismatchError if a response lacks fields of SGLang's response, so that another program sent it."""
     missing_fields = [
         name
@@ -181,6 +181,6 @@ def _require(where: str, answer: Mapping[str, Any], fields: Mapping[str, type]) 
     ]
     if missing_fields:
         raise EngineMismatchError(
-            f"{where} does not say {', '.join(missing_fields)} as SGLang {SGLANG_VERSION} does; is it a "
+            f"{url} does not say {', '.join(missing_fields)} as SGLang {SGLANG_VERSION} does; is it a "
             "server of SGLang?"
         )

@@ -69,29 +69,35 @@ class Occupation:
 
     @contextmanager
     def changing(
-        self, action: str, before: _State, after: _State, tags: Collection[MemoryTag]
+        self, action: str, state_before: _State, state_after: _State, tags: Collection[MemoryTag]
     ) -> Iterator[None]:
-        """Wrap the call that moves ``tags`` from the state ``before`` to the state ``after``.
+        """Wrap the call that moves ``tags`` from the state ``state_before`` to the state ``state_after``.
 
-        Raises as ``check``, before the call, if a tag is not in the state ``before``.
+        Raises as ``check``, before the call, if a tag is not in the state ``state_before``.
         """
-        self._expect(before, action, tags)
+        self._expect(state_before, action, tags)
         # The client cannot tell whether the server carried out a call that failed.
         self._states |= dict.fromkeys(tags, "unknown")
         yield
-        self._states |= dict.fromkeys(tags, after)
+        self._states |= dict.fromkeys(tags, state_after)
 
     def _expect(self, state: _State, action: str, tags: Collection[MemoryTag]) -> None:
         """Raise, naming ``action``, unless all ``tags`` are known to SGLang and in ``state``."""
         if not tags or not set(tags) <= set(TAGS):
             raise ValueError(f"{action}: got {sorted(tags)}, expected some of {', '.join(TAGS)}")
         states = {tag: self._states[tag] for tag in TAGS if tag in tags}
-        if unknown_tags := [tag for tag, actual in states.items() if actual == "unknown"]:
+        if unknown_tags := [
+            tag for tag, actual_state in states.items() if actual_state == "unknown"
+        ]:
             raise EngineLostError(
                 f"{self._url}: can't {action}: a call that released or restored {', '.join(unknown_tags)} failed, "
                 "and the server must be started anew"
             )
-        if faults := [f"{tag} is {actual}" for tag, actual in states.items() if actual != state]:
+        if faults := [
+            f"{tag} is {actual_state}"
+            for tag, actual_state in states.items()
+            if actual_state != state
+        ]:
             raise MemoryOrderError(f"{self._url}: can't {action}: {', '.join(faults)}")
 
 

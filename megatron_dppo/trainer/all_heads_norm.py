@@ -48,8 +48,8 @@ class AllHeadsNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.total = heads * hidden_size
-        own = self.total // config.tensor_model_parallel_size
-        self.weight = torch.nn.Parameter(torch.ones(own, dtype=config.params_dtype))
+        own_size = self.total // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(own_size, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
         # Sequence parallelism cuts no heads: attention sees all tokens of a sequence.
         self.weight.sequence_parallel = False  # type: ignore[attr-defined]

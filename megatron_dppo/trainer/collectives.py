@@ -130,12 +130,12 @@ def on_every_rank(
         # The system's errors name themselves.
         kind = "" if isinstance(failure, (error, OSError)) else f"{type(failure).__name__}: "
         text = f"rank {dist.get_rank()}: {kind}{failure}"
-    first = first_failure(text, group)
-    if first is None:
+    first_error = first_failure(text, group)
+    if first_error is None:
         return result
-    if text is not None and (text != first or not is_foreseen):
+    if text is not None and (text != first_error or not is_foreseen):
         log.error("%s", text, exc_info=None if is_foreseen else own_error)
-    raise error(first) from own_error
+    raise error(first_error) from own_error
 
 
 def on_rank_0(

@@ -72,15 +72,15 @@ def model_inputs(batch: PackedBatch, rank_batch: PackedBatch | None = None) -> d
     }
 
 
-def _table_length(longest: int, tokens: int) -> int:
-    """Return the number of positions in the rotary embedding's table: a power of two, at least ``longest``.
+def _table_length(longest_sequence: int, tokens: int) -> int:
+    """Return the number of positions in the rotary embedding's table: a power of two, at least ``longest_sequence``.
 
     Powers of two keep the number of lengths small: Megatron-Core caches the tables of 32 lengths, 64 MiB each at 128k
     tokens. The length is doubled if it equals the number of ``tokens`` of several sequences, because Megatron-Core
     would apply such a table to the micro-batch as one sequence.
     """
-    length = 1 << (longest - 1).bit_length()
-    return 2 * length if length == tokens != longest else length
+    length = 1 << (longest_sequence - 1).bit_length()
+    return 2 * length if length == tokens != longest_sequence else length
 
 
 def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
@@ -145,10 +145,10 @@ class NonFiniteLossError(RunError, ValueError):
             f"sequences {c['sequences']}"
             for c in culprits
         ]
-        where = "; ".join(culprit_texts) or "every micro-batch's loss is finite"
+        culprits_text = "; ".join(culprit_texts) or "every micro-batch's loss is finite"
         super().__init__(
             f"loss or gradient is not finite (gradient norm {grad_norm}), nothing was updated: "
-            f"{where}"
+            f"{culprits_text}"
         )
 
 

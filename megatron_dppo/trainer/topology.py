@@ -81,9 +81,9 @@ def init_distributed(
     report. Raises ValueError if WORLD_SIZE is not ``world_size``, or for an interface that this machine
     lacks.
     """
-    given = int(os.environ.get("WORLD_SIZE", "1"))
-    if given != world_size:
-        raise ValueError(f"WORLD_SIZE is {given}, but parallel.world_size is {world_size}")
+    given_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if given_size != world_size:
+        raise ValueError(f"WORLD_SIZE is {given_size}, but parallel.world_size is {world_size}")
     if dist.is_initialized():
         return
     backend = platform.current().distributed_backend
@@ -92,11 +92,11 @@ def init_distributed(
             log.info("environment: %s", line)
     if "RANK" in os.environ:
         _name_interface(interface)
-        rank, store = int(os.environ["RANK"]), _store(given, interface)
+        rank, store = int(os.environ["RANK"]), _store(given_size, interface)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=given, timeout=COLLECTIVE_TIMEOUT
+            backend, store=store, rank=rank, world_size=given_size, timeout=COLLECTIVE_TIMEOUT
         )
-        if given > 1:
+        if given_size > 1:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             Watchdog(rank, limit_s, client_of(*address, _CONNECT)).start()
     else:
@@ -121,16 +121,16 @@ def _store(world_size: int, interface: str | None) -> dist.Store:
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if os.environ["RANK"] != "0" or hosted:
         return dist.TCPStore(host, port, world_size, False, COLLECTIVE_TIMEOUT)
-    where = host if interface is None else network.interface_address(interface)
+    address = host if interface is None else network.interface_address(interface)
     # Many machines call themselves by an address that only they can reach.
-    if network.is_loopback(where) and not _on_one_host():
+    if network.is_loopback(address) and not _on_one_host():
         log.warning(
             "the ranks' rendezvous listens on every interface: MASTER_ADDR, %s, is loopback here; "
             "name a network interface in parallel.interface",
             host,
         )
         return dist.TCPStore(host, port, world_size, True, COLLECTIVE_TIMEOUT)
-    return network.listening_store(where, port, world_size, COLLECTIVE_TIMEOUT)
+    return network.listening_store(address, port, world_size, COLLECTIVE_TIMEOUT)
 
 
 def ranks_per_node() -> int:
@@ -152,8 +152,8 @@ def init_topology(layout: Layout) -> Topology:
         # Nothing here uses Megatron's gloo groups, each of which opens connections between all of its ranks.
         create_gloo_process_groups=False,
     )
-    every = [layout.coordinates(r) for r in range(layout.world_size)]
-    coordinates = every[dist.get_rank()]
+    all_coordinates = [layout.coordinates(r) for r in range(layout.world_size)]
+    coordinates = all_coordinates[dist.get_rank()]
     return Topology(
         rank=coordinates.rank,
         world_size=layout.world_size,
@@ -165,7 +165,7 @@ def init_topology(layout: Layout) -> Topology:
         cp_size=layout.context,
         pp_rank=coordinates.pp,
         pp_size=layout.pipeline,
-        leaders=tuple(c.rank for c in every if c.tp == 0 and c.cp == 0 and c.pp == 0),
+        leaders=tuple(c.rank for c in all_coordinates if c.tp == 0 and c.cp == 0 and c.pp == 0),
         data_group=parallel_state.get_data_parallel_group(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         context_group=parallel_state.get_context_parallel_group(),

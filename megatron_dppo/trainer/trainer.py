@@ -478,8 +478,8 @@ class Trainer:
         if self.layout.chunks > 1:
             # The interleaved schedule sends activations forward and gradients back between the same
             # two ranks; megatron-core 0.16.1 mixes up their shapes if micro-batches differ in length.
-            longest = max(b.num_tokens for b in micro_batches)
-            micro_batches = [step.pad_to(b, longest) for b in micro_batches]
+            most_tokens = max(b.num_tokens for b in micro_batches)
+            micro_batches = [step.pad_to(b, most_tokens) for b in micro_batches]
         if self._replay is not None:
             self._replay.load(micro_batches)
         elif any(RECORDING in b.columns for b in micro_batches):

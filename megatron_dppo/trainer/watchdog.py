@@ -238,15 +238,15 @@ class Watchdog:
     def _report(self, hung: Pending) -> str:
         reason, limit = self._limit
         # Only now: the main thread waits, and can't be in the middle of an import.
-        named = self._pending(callers=True)
-        hung = next((p for p in named if p.is_same(hung)), hung)
+        named_waits = self._pending(callers=True)
+        hung = next((p for p in named_waits if p.is_same(hung)), hung)
         heard = self._hear(hung.ranks)
-        others = [rank for rank in hung.ranks if rank != self._rank]
-        where = [describe(rank, hung, heard) for rank in others] if heard is not None else []
+        other_ranks = [rank for rank in hung.ranks if rank != self._rank]
+        reports = [describe(rank, hung, heard) for rank in other_ranks] if heard is not None else []
         lines = [
             f"rank {self._rank} has waited for {limit:.0f} s{f' ({reason})' if reason else ''} in {hung}",
             f"asked for at {hung.caller}",
-            *([_NO_RENDEZVOUS] if heard is None else where),
+            *([_NO_RENDEZVOUS] if heard is None else reports),
         ]
         return "; ".join(lines)
 

@@ -124,9 +124,10 @@ class AdapterWeights(TrainerWeights):
 
     def gather_bound(self) -> int:
         """The fewest bytes that ranks must exchange so that every A and B is whole somewhere."""
-        (whole,) = self.plan(sys.maxsize, spread=False)
+        (whole_bucket,) = self.plan(sys.maxsize, spread=False)
         elements = sum(
-            gather_plan.gathered_elements(t, gather_plan.best_receiver(t)) for t in whole.tensors
+            gather_plan.gathered_elements(t, gather_plan.best_receiver(t))
+            for t in whole_bucket.tensors
         )
         return elements * self._trainer.dtype.itemsize
 

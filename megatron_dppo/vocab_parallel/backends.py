@@ -150,8 +150,13 @@ class EagerBackend:
         # The shift in units of the logits, and what its rounding took away: exact where lse is
         # large.
         shift = (gradient.lse[rows] / scale).to(dtype)
-        rest = (shift.double() * scale - gradient.lse[rows]).to(dtype)
-        log_p = logits.to(dtype, copy=True).sub_(shift[:, None]).mul_(scale).add_(rest[:, None])
+        rest_gradient = (shift.double() * scale - gradient.lse[rows]).to(dtype)
+        log_p = (
+            logits.to(dtype, copy=True)
+            .sub_(shift[:, None])
+            .mul_(scale)
+            .add_(rest_gradient[:, None])
+        )
         p = log_p.exp()
         g = gradient.log_prob[rows].to(dtype)
         factor = -g[:, None]
@@ -378,7 +383,7 @@ class TritonBackend:
             return
         # The shift in units of the logits, and what its rounding took away.
         shift = (gradient.lse / scale).float()
-        rest = (shift.double() * scale - gradient.lse).float()
+        row_shift = (shift.double() * scale - gradient.lse).float()
         g = (gradient.log_prob * scale).float().contiguous()
         h, constant = g, -g
         if gradient.entropy is not None:
@@ -390,7 +395,7 @@ class TritonBackend:
             out,
             gradient.targets.contiguous(),
             shift,
-            rest,
+            row_shift,
             g,
             constant.contiguous(),
             (-h).contiguous(),

@@ -109,14 +109,14 @@ def reduce_rows(
 
 
 def _with_sampled(
-    others: Tensor, plogp: Tensor | None, squares: Tensor | None, logits: Tensor, scale: float
+    other_lse: Tensor, plogp: Tensor | None, squares: Tensor | None, logits: Tensor, scale: float
 ) -> Reduced:
-    lse = torch.stack([others, logits[:, 0].double() * scale], -1)
+    lse = torch.stack([other_lse, logits[:, 0].double() * scale], -1)
     # Within the part that is the sampled token alone, p is 1.
     parts = None if plogp is None else torch.stack([plogp, torch.zeros_like(plogp)], -1)
     squared = None if squares is None else torch.stack([squares, torch.ones_like(squares)], -1)
     total, weighted, squared = _merged(lse, parts, squared)
-    return Reduced(total, others, None if weighted is None else -weighted, squared, logits)
+    return Reduced(total, other_lse, None if weighted is None else -weighted, squared, logits)
 
 
 def _merged(

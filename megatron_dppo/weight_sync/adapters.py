@@ -81,15 +81,15 @@ class AdapterStrategy(Strategy):
             self._written = None
 
     def _compare(self, digests_by_url: Mapping[str, Mapping[str, str]]) -> None:
-        expected = expected_digests(self._tensors, self._folder)
+        expected_hashes = expected_digests(self._tensors, self._folder)
         faults: dict[str, BaseException] = {}
         for url, digests in digests_by_url.items():
-            mismatches = verification.compare_checksums([expected], [digests])
+            mismatches = verification.compare_checksums([expected_hashes], [digests])
             if mismatches:
                 faults[url] = verification.ChecksumMismatchError(mismatches)
         if faults:
             raise EngineFaultError(faults)
-        self.loaded = len(expected) * len(digests_by_url)
+        self.loaded = len(expected_hashes) * len(digests_by_url)
 
 
 def expected_digests(
@@ -156,8 +156,8 @@ class AdapterUpdater(transaction.WeightUpdater):
         # Two sets of adapters cannot share a name: when a version is sent again, no previous one is kept.
         if self._previous_version == version:
             self._previous_version = None
-        previous = self._previous_version
-        kept_name = None if previous is None else adapter_name(previous)
+        previous_version = self._previous_version
+        kept_name = None if previous_version is None else adapter_name(previous_version)
         self._on_rank_0(phases, "begin", Engines.drop_adapters, kept_name)
         return paused_at
 
@@ -169,13 +169,13 @@ class AdapterUpdater(transaction.WeightUpdater):
 
     def _hash_base(self, phases: transaction.Phases) -> list[Any] | None:
         plan = self.source.base.plan(self.config.bucket_mib * transaction.MIB, spread=False)
-        expected = None
+        expected_checksums = None
         if self._is_rank_0 and self._engines is not None:
-            expected = verification.ExpectedByLayout(self._engines)
+            expected_checksums = verification.ExpectedByLayout(self._engines)
         for gathered in self.source.base.gather(plan):
-            if expected is not None and gathered.tensors:
-                phases.run("hash", expected.add, gathered.tensors)
-        return None if expected is None else expected.partials()
+            if expected_checksums is not None and gathered.tensors:
+                phases.run("hash", expected_checksums.add, gathered.tensors)
+        return None if expected_checksums is None else expected_checksums.partials()
 
     def _verify(self, phases: transaction.Phases, partials: list[Any]) -> int:
         """Compare the frozen model if this update hashed it. The engines' adapters were compared at their load."""
@@ -196,9 +196,9 @@ class AdapterUpdater(transaction.WeightUpdater):
         if self._strategy is not None:
             self._strategy.abort()
         if self._is_rank_0 and self._engines is not None:
-            previous, label = self._previous_version, f"{UNVERIFIED_VERSION}{version}"
+            previous_version, label = self._previous_version, f"{UNVERIFIED_VERSION}{version}"
             try:
-                self._engines.each(lambda engine: _restore(engine, previous, label))
+                self._engines.each(lambda engine: _restore(engine, previous_version, label))
             except EngineFaultError as error:
                 log.warning("an engine could not restore its previous adapters: %s", error)
 
@@ -215,10 +215,10 @@ class AdapterUpdater(transaction.WeightUpdater):
         elements = sum(tensor.elements for bucket in self._plan for tensor in bucket.tensors)
         return self._strategy.copies, elements * getattr(torch, self.source.dtype_name).itemsize
 
-    def _is_due(self, check: str, every: int) -> bool:
+    def _is_due(self, check: str, period: int) -> bool:
         # ``verify_every`` has no effect here: adapters are compared in every update, and the frozen model, which does
         # not change, in the first update after ``attach`` or a failure.
-        return check == "verify" or super()._is_due(check, every)
+        return check == "verify" or super()._is_due(check, period)
 
 
 async def _restore(engine: EngineWeights, previous_version: int | None, label: str) -> None:

@@ -103,9 +103,11 @@ def compare_canary(
     failed = [d for d in differences if not d[0] <= tolerance.largest]
     if failed or not mean <= tolerance.mean:
         # A NaN counts as the largest difference; `max` would find it by chance only.
-        worst, prompt, token = next((d for d in failed if d[0] != d[0]), max(differences))
+        worst_difference, prompt, token = next(
+            (d for d in failed if d[0] != d[0]), max(differences)
+        )
         raise CanaryError(
-            f"canary: log-probability of token {token} of prompt {prompt} differs by {worst:.3g} "
+            f"canary: log-probability of token {token} of prompt {prompt} differs by {worst_difference:.3g} "
             f"(trainer {trainer[prompt][token]:.6g}, engine {engine[prompt][token]:.6g}), "
             f"expected at most {tolerance.largest:g}; {len(failed)} of {len(differences)} tokens are "
             f"off; the mean difference is {mean:.3g}, expected at most {tolerance.mean:g}"

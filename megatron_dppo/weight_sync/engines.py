@@ -185,10 +185,10 @@ class Engines:
 
     def first_ranks(self) -> dict[str, int]:
         """Return each engine's first rank, by URL, in a broadcast group whose rank 0 is a trainer rank."""
-        ranks, first = {}, 1
+        ranks, first_rank = {}, 1
         for engine in self.members:
-            ranks[engine.url] = first
-            first += engine.ranks
+            ranks[engine.url] = first_rank
+            first_rank += engine.ranks
         return ranks
 
     def start(self, call: Call[T]) -> dict[str, Future[T]]:
@@ -367,14 +367,16 @@ class Packer:
 
 def adjacent(pieces: Sequence[Tensor]) -> Tensor | None:
     """Return one view of the 1-D ``pieces`` if they are contiguous in memory, else None."""
-    first, end = pieces[0], pieces[0].data_ptr()
-    storage = first.untyped_storage().data_ptr()
+    first_piece, end = pieces[0], pieces[0].data_ptr()
+    storage = first_piece.untyped_storage().data_ptr()
     for piece in pieces:
         # Neighbours in memory can be two allocations, and no view spans both.
         if piece.data_ptr() != end or piece.untyped_storage().data_ptr() != storage:
             return None
         end += piece.numel()
-    return first.as_strided((end - first.data_ptr(),), (1,), first.storage_offset())
+    return first_piece.as_strided(
+        (end - first_piece.data_ptr(),), (1,), first_piece.storage_offset()
+    )
 
 
 def _plain(size: int, device: torch.device) -> Tensor:

@@ -82,18 +82,18 @@ class DistributedStrategy(Strategy):
         return [group.address, group.port, group.name, group.backend]
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
-        new: list[str] = []
+        new_points: list[str] = []
         if self._transfer.is_rank_0:
-            former, self._points = self._points, list(meeting_points)
+            former_points, self._points = self._points, list(meeting_points)
             for point in meeting_points:
-                if point is not None and point not in former:
+                if point is not None and point not in former_points:
                     self._invite(*point)
-                    new.append(point[2])
+                    new_points.append(point[2])
             self._transfer.engines.each(lambda e: e.begin())
         if self._group is not None:
             self._group.wait(self._group.joined)
             connected = self._group.connect(self._transfer.engines.first.probe_header().bytes)
-        for name in new:
+        for name in new_points:
             self._probe(name)
         if self._group is not None:
             self._group.wait(connected)
@@ -266,12 +266,12 @@ class DiskStrategy(Strategy):
         self._writer: ShardedWriter | None = None
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
-        first = self._transfer.engines.first
+        first_engine = self._transfer.engines.first
         tensors = {
             name: TensorSpec(tensor.shape, self._transfer.dtype)
             for bucket in self._transfer.plan
             for tensor in bucket.tensors
-            for name in first.inputs(tensor.name)
+            for name in first_engine.inputs(tensor.name)
         }
         self._folder = new_folder(self._transfer, "weights")
         self._writer = self._writing.enter_context(ShardedWriter(self._folder / "hf", tensors))

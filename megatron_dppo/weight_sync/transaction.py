@@ -224,16 +224,16 @@ def count_bytes(facts: Sequence[Sequence[Any]], bound: int, between_nodes: int) 
         bound: the fewest bytes that ranks must exchange.
         between_nodes: the bytes that ranks exchange between nodes.
     """
-    copies, whole = facts[0][4:]
+    copies, whole_bytes = facts[0][4:]
     sent = sum(fact[0] for fact in facts)
     foreign_to_all = set.intersection(*(set(fact[3]) for fact in facts if fact[0]))
     return {
         "bytes": sent,
         "bytes_moved": sum(fact[1] for fact in facts) + copies * sent,
-        "bytes_bound": bound + copies * whole,
+        "bytes_bound": bound + copies * whole_bytes,
         "bytes_between_nodes": between_nodes + sum(fact[0] * len(fact[3]) for fact in facts),
-        "bytes_between_nodes_bound": whole * len(foreign_to_all),
-        "bytes_into_node_bound": whole if foreign_to_all else 0,
+        "bytes_between_nodes_bound": whole_bytes * len(foreign_to_all),
+        "bytes_into_node_bound": whole_bytes if foreign_to_all else 0,
     }
 
 
@@ -298,7 +298,7 @@ class WeightUpdater:
         """
         verify = self._is_due("verify", self.config.verify_every)
         score = self._is_due("canary", self.config.canary_every)
-        previous, self.committed_version = self.committed_version, None
+        previous_version, self.committed_version = self.committed_version, None
         title = f"weight update to version {version}"
         phases, started = Phases(), time.perf_counter()
         self.fence()
@@ -325,14 +325,14 @@ class WeightUpdater:
             self._share(phases.error, title)
         except WeightUpdateRefusedError:
             # No engine has changed, and the engines that had paused generate again.
-            self.committed_version = previous
+            self.committed_version = previous_version
             raise
         except BaseException:
             self._abort(phases, version)
             raise
         self.committed_version = version
         self._count(verify=verify, canary=score)
-        now = time.perf_counter()
+        current_time = time.perf_counter()
         between_nodes = self.source.bytes_between_nodes(self._plan or ())
         rate = self.config.network_gb_per_s
         return UpdateReport(
@@ -341,8 +341,8 @@ class WeightUpdater:
             seconds=dict(phases.seconds),
             verified=verify,
             tensors=tensors,
-            update_s=now - started,
-            stall_s=now - paused_at,
+            update_s=current_time - started,
+            stall_s=current_time - paused_at,
             canary=canary,
             network=rate * _GB if rate else None,
         )
@@ -400,9 +400,9 @@ class WeightUpdater:
             The bytes that this rank sent, the bytes that it received from other ranks, and its partial checksums.
         """
         assert self._plan is not None
-        expected = None
+        expected_checksums = None
         if verify and self._engines is not None and self._sends():
-            expected = verification.ExpectedByLayout(self._engines)
+            expected_checksums = verification.ExpectedByLayout(self._engines)
         sent = received = 0
         buckets = self.source.gather(self._plan)
         while True:
@@ -416,12 +416,12 @@ class WeightUpdater:
                 continue
             if bucket.tensors:
                 sent += self._with_strategy(phases, "transfer", Strategy.send, bucket.tensors) or 0
-            if bucket.tensors and expected is not None:
-                phases.run("hash", expected.add, bucket.tensors)
+            if bucket.tensors and expected_checksums is not None:
+                phases.run("hash", expected_checksums.add, bucket.tensors)
             # Abort immediately: engines may be waiting for this rank's next bucket.
             if phases.error is not None and self._strategy is not None:
                 self._strategy.abort()
-        return sent, received, None if expected is None else expected.partials()
+        return sent, received, None if expected_checksums is None else expected_checksums.partials()
 
     def _end(self, engines: Engines) -> None:
         assert self._strategy is not None
@@ -542,8 +542,8 @@ class WeightUpdater:
         """Return, on rank 0, how many times bytes move to engines, and the bytes of all weights there."""
         if self._strategy is None or self._engines is None or self._plan is None:
             return 0, 0
-        first = self._engines.first
-        headers = (first.header([(t.name, t.shape) for t in b.tensors]) for b in self._plan)
+        first_engine = self._engines.first
+        headers = (first_engine.header([(t.name, t.shape) for t in b.tensors]) for b in self._plan)
         return self._strategy.copies, sum(header.bytes for header in headers)
 
     def _foreign_hosts(self) -> list[str]:
@@ -552,10 +552,10 @@ class WeightUpdater:
             return []
         return self._engines.foreign_hosts
 
-    def _is_due(self, check: str, every: int) -> bool:
-        if every == 0:
+    def _is_due(self, check: str, period: int) -> bool:
+        if period == 0:
             return False
-        return self.committed_version is None or self._since[check] + 1 >= every
+        return self.committed_version is None or self._since[check] + 1 >= period
 
     def _count(self, **done: bool) -> None:
         for check, was_done in done.items():

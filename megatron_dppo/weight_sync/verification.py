@@ -39,10 +39,10 @@ class ChecksumMismatch:
 
 class ChecksumMismatchError(EngineError):
     def __init__(self, mismatches: Sequence[ChecksumMismatch]) -> None:
-        shown = "; ".join(str(m) for m in mismatches[:5])
+        first_mismatches = "; ".join(str(m) for m in mismatches[:5])
         more = f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
         super().__init__(
-            f"{len(mismatches)} engine tensors differ from the trainer's: {shown}{more}"
+            f"{len(mismatches)} engine tensors differ from the trainer's: {first_mismatches}{more}"
         )
         self.mismatches = tuple(mismatches)
         # Different names mean different models, and a retry cannot help. Wrong bytes may be right the next time.
@@ -51,11 +51,13 @@ class ChecksumMismatchError(EngineError):
 
 
 def compare_checksums(
-    expected: Sequence[Mapping[str, str]], actual: Sequence[Mapping[str, str]]
+    expected_checksums: Sequence[Mapping[str, str]], actual_checksums: Sequence[Mapping[str, str]]
 ) -> list[ChecksumMismatch]:
     """Return the mismatches by engine rank and tensor name. A tensor that only one side has is a mismatch too."""
     mismatches = []
-    for rank, (trainer_sums, engine_sums) in enumerate(zip(expected, actual, strict=True)):
+    for rank, (trainer_sums, engine_sums) in enumerate(
+        zip(expected_checksums, actual_checksums, strict=True)
+    ):
         for name in sorted(trainer_sums.keys() | engine_sums.keys()):
             trainer_sum, engine_sum = trainer_sums.get(name), engine_sums.get(name)
             if trainer_sum != engine_sum:
@@ -73,12 +75,12 @@ class ExpectedByLayout:
                 self._by_layout[engine.layout] = engine.expected()
 
     def add(self, bucket: Bucket) -> None:
-        for expected in self._by_layout.values():
-            expected.add(bucket)
+        for layout_checksums in self._by_layout.values():
+            layout_checksums.add(bucket)
 
     def partials(self) -> list[Any]:
         """Return the partial checksums by layout, as JSON."""
-        return [expected.partial() for expected in self._by_layout.values()]
+        return [layout_checksums.partial() for layout_checksums in self._by_layout.values()]
 
 
 def compare_tensors(engines: Engines, partials: Sequence[Sequence[Any]]) -> int:
@@ -93,12 +95,12 @@ def compare_tensors(engines: Engines, partials: Sequence[Sequence[Any]]) -> int:
             index = layouts.index(engine.layout)
             layout_partials = [sender[index] for sender in partials]
             digests[engine.layout] = engine.expected().digests(layout_partials)
-    actual = engines.each(lambda engine: engine.checksums())
+    actual_checksums = engines.each(lambda engine: engine.checksums())
     faults = {}
     for engine in engines.members:
-        mismatches = compare_checksums(digests[engine.layout], actual[engine.url])
+        mismatches = compare_checksums(digests[engine.layout], actual_checksums[engine.url])
         if mismatches:
             faults[engine.url] = ChecksumMismatchError(mismatches)
     if faults:
         raise EngineFaultError(faults)
-    return sum(len(rank) for ranks in actual.values() for rank in ranks)
+    return sum(len(rank) for ranks in actual_checksums.values() for rank in ranks)

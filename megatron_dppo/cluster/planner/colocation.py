@@ -118,10 +118,10 @@ def switch_seconds(facts: RunFacts, device: Device) -> float:
     return max(stage.travels for stage in stages) / HOST_LINK + HAND_OVER
 
 
-def sharing_faults(shared: tuple[SharedBytes, ...], device: Device) -> Iterator[str]:
+def sharing_faults(shared_gpus: tuple[SharedBytes, ...], device: Device) -> Iterator[str]:
     """List the reasons why trainer and server cannot take turns on one GPU, one line for each."""
     room = f"expected at most the {gib(device.memory)} of a {device.name}"
-    for stage, sizes in enumerate(shared):
+    for stage, sizes in enumerate(shared_gpus):
         if sizes.generating > device.memory:
             yield (
                 f"GPU memory: a server takes {gib(sizes.generating)} beside a parked rank of stage {stage}, "

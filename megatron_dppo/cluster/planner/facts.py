@@ -486,7 +486,12 @@ def _count_lines(path: Path) -> int:
 
 
 def trainer_facts(
-    config: PolicyConfig, shape: ModelShape, micro_batches: int, longest: int, *, gpu: bool = True
+    config: PolicyConfig,
+    shape: ModelShape,
+    micro_batches: int,
+    longest_sequence: int,
+    *,
+    gpu: bool = True,
 ) -> TrainerFacts:
     """Return the facts of the trainer.
 
@@ -499,7 +504,7 @@ def trainer_facts(
     """
     sizes, dtype = config.parallel.sizes, config.model.dtype
     sequence_parallel = sizes.sequence_parallel(shape)
-    tokens = max(config.training.micro_batch_tokens, longest)
+    tokens = max(config.training.micro_batch_tokens, longest_sequence)
     fp32_gradients = config.megatron_ddp.get("grad_reduce_in_fp32", True)
     return TrainerFacts(
         shape=shape,

@@ -199,13 +199,13 @@ def _sharing_faults(
     cluster: Cluster,
 ) -> Iterator[str]:
     """Report servers that start on a rank's GPU (``sglang.base_gpu_id``) and do not fit in its memory with the rank."""
-    first = facts.roles.first_device
-    if engine is None or first is None or first >= facts.roles.ranks:
+    first_device = facts.roles.first_device
+    if engine is None or first_device is None or first_device >= facts.roles.ranks:
         return
     rank, server = max(rank.total for rank in ranks), engine.weights + max(0, engine.kv_pool)
     if rank + server > cluster.device.memory:
         yield (
-            f"GPU memory: sglang.base_gpu_id {first} puts a server on a rank's GPU, which then needs "
+            f"GPU memory: sglang.base_gpu_id {first_device} puts a server on a rank's GPU, which then needs "
             f"{gib(rank + server)} ({gib(rank)} of the rank, {gib(server)} of the server), expected at "
             f"most the {gib(cluster.device.memory)} of a {cluster.device.name}"
         )

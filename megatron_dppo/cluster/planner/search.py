@@ -156,14 +156,14 @@ def nearest(proposals: list[Proposal], count: int) -> list[Proposal]:
     return sorted(proposals, key=lambda p: (len(p.changes), p.seconds))[:count]
 
 
-def _fitting(question: Question, before: Question) -> Iterator[Proposal]:
+def _fitting(question: Question, question_before: Question) -> Iterator[Proposal]:
     for candidate in _candidates(question):
         if candidate.layout_faults():
             continue
         plan = candidate.plan()
         is_safe = plan.fullest.total <= FULLEST * question.cluster.device.memory
         if plan.fits and is_safe and plan.seconds is not None:
-            yield Proposal(tuple(_changes(before, candidate)), candidate, plan)
+            yield Proposal(tuple(_changes(question_before, candidate)), candidate, plan)
 
 
 def _candidates(question: Question) -> Iterator[Question]:
@@ -179,8 +179,8 @@ def _layouts(world: int, question: Question) -> Iterator[LayoutSizes]:
     """
     shape, config = question.shape, question.config
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    longest = config.environment.longest(prompt, response)
-    contexts = [size for size in _POWERS if size == 1 or longest // size >= LEAST_CONTEXT]
+    longest_sequence = config.environment.longest(prompt, response)
+    contexts = [size for size in _POWERS if size == 1 or longest_sequence // size >= LEAST_CONTEXT]
     experts: tuple[int, ...] = (1,)
     if shape.is_moe:
         experts = tuple(size for size in _POWERS if shape.num_experts % size == 0)
@@ -234,27 +234,29 @@ def _changed(
     return replace(question, config=config.model_copy(update={**new_sections, "sglang": table}))
 
 
-def _changes(before: Question, after: Question) -> Iterator[str]:
+def _changes(question_before: Question, question_after: Question) -> Iterator[str]:
     for section in ("parallel", "training", "optimizer", "engine"):
-        new_section = getattr(after.config, section)
+        new_section = getattr(question_after.config, section)
         # Compare with a configuration that has all changes but this section's: a default may depend on the others.
-        base_config = after.config.model_copy(update={section: getattr(before.config, section)})
+        base_config = question_after.config.model_copy(
+            update={section: getattr(question_before.config, section)}
+        )
         for key in type(new_section).model_fields:
-            if _meaning(base_config, section, key) != _meaning(after.config, section, key):
+            if _meaning(base_config, section, key) != _meaning(question_after.config, section, key):
                 value = getattr(new_section, key)
                 yield f"{section}.{key}=" + ("" if value is None else str(value).lower())
-    if _engine_tensor(before) != _engine_tensor(after):
-        yield f"sglang.tp_size={_engine_tensor(after)}"
-    yield from _schedule_changes(before.schedule, after.schedule)
+    if _engine_tensor(question_before) != _engine_tensor(question_after):
+        yield f"sglang.tp_size={_engine_tensor(question_after)}"
+    yield from _schedule_changes(question_before.schedule, question_after.schedule)
 
 
-def _schedule_changes(before: Schedule, after: Schedule) -> Iterator[str]:
-    if before.staleness != after.staleness:
-        yield f"rollout.max_staleness={after.staleness}"
-    if before.drains != after.drains:
-        yield f"rollout.interrupt={'drain' if after.drains else 'retract'}"
-    if before.placement != after.placement:
-        yield f"engine.placement={after.placement}"
+def _schedule_changes(schedule_before: Schedule, schedule_after: Schedule) -> Iterator[str]:
+    if schedule_before.staleness != schedule_after.staleness:
+        yield f"rollout.max_staleness={schedule_after.staleness}"
+    if schedule_before.drains != schedule_after.drains:
+        yield f"rollout.interrupt={'drain' if schedule_after.drains else 'retract'}"
+    if schedule_before.placement != schedule_after.placement:
+        yield f"engine.placement={schedule_after.placement}"
 
 
 def _engine_tensor(question: Question) -> int:

@@ -159,14 +159,18 @@ def report_parts(case: Case) -> None:
     from megatron_dppo.diagnostics.doctor.diagnosis import engine_side
     from megatron_dppo.diagnostics.doctor.ladder import Parts, draw
 
-    options, config, known = case.options, case.config, case.weights
+    options, config, known_weights = case.options, case.config, case.weights
     side = engine_side(case.batch)
     if side is None:
         raise ValueError("no response of the batch has one weight version alone")
     batch = [t for i in side.positions if (t := case.batch[i]).sampled]
     # Use the weights that trained on the batch if they are known, else the newest.
-    trained_by = case.step - 1 if case.step - 1 in known.folders else max(known.folders, default=0)
-    folders = known.folder(side.version), known.folder(trained_by)
+    trained_by = (
+        case.step - 1
+        if case.step - 1 in known_weights.folders
+        else max(known_weights.folders, default=0)
+    )
+    folders = known_weights.folder(side.version), known_weights.folder(trained_by)
     try:
         parts = Parts.of(config, batch, *folders, precision=options.precision)
     except torch.OutOfMemoryError as error:
@@ -178,8 +182,8 @@ def report_parts(case: Case) -> None:
     facts = [
         f"{len(batch)} of {case.size} responses, {len(parts.log_mu)} tokens; {config.model.dtype}, "
         f"temperature {config.temperature:g}",
-        f"sampled by version {side.version}, {known.folders[side.version]}; "
-        f"trained as version {trained_by}, {known.folders[trained_by]}",
+        f"sampled by version {side.version}, {known_weights.folders[side.version]}; "
+        f"trained as version {trained_by}, {known_weights.folders[trained_by]}",
     ]
     parts.show(title, facts)
     case.write_json(parts.to_text(case.step, len(batch)))

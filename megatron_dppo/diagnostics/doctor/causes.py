@@ -104,10 +104,15 @@ def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) ->
         add_cause("cache", f"keys and values in bfloat16{name}", change)
     for name, frequencies in _frequencies(reference):
         add_cause("positions", name, partial(Reference.frequencies, change=frequencies))
-    for first, second in (("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm")):
-        if any(first in name for name in reference.tensors):
-            name = f"{first} and {second} exchanged"
-            add_cause("weights", name, partial(Reference.exchanged, first=first, second=second))
+    for first_norm, second_norm in (
+        ("input_layernorm", "post_attention_layernorm"),
+        ("q_norm", "k_norm"),
+    ):
+        if any(first_norm in name for name in reference.tensors):
+            name = f"{first_norm} and {second_norm} exchanged"
+            add_cause(
+                "weights", name, partial(Reference.exchanged, first=first_norm, second=second_norm)
+            )
     for n in _ranks(run, reference):
         name = f"each of {n} ranks has the experts of the next"
         add_cause("weights", name, partial(Reference.experts_moved, ranks=n))

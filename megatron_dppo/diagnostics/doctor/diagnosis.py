@@ -168,9 +168,9 @@ def trainer_side(batch: Sequence[Trajectory], step: int, mini_batch: int) -> Sid
     return Side("trainer", step - 1, positions, _columns(batch, positions, "loss_log_probs"))
 
 
-def _columns(batch: Sequence[Trajectory], chosen: Sequence[int], name: str) -> tuple[Tensor, ...]:
+def _columns(batch: Sequence[Trajectory], indices: Sequence[int], name: str) -> tuple[Tensor, ...]:
     # Convert to float64: the differences to measure are as small as float32's rounding.
-    return tuple(torch.from_numpy(batch[i].column(name).astype(np.float64)) for i in chosen)
+    return tuple(torch.from_numpy(batch[i].column(name).astype(np.float64)) for i in indices)
 
 
 # --- judgement
@@ -178,18 +178,18 @@ def _columns(batch: Sequence[Trajectory], chosen: Sequence[int], name: str) -> t
 
 def scores(
     reference: Reference,
-    chosen: Sequence[Alternative],
+    alternatives: Sequence[Alternative],
     batch: Sequence[Trajectory],
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Tensor]]:
-    """Compute log p of the sampled tokens of each trajectory under each alternative of ``chosen``.
+    """Compute log p of the sampled tokens of each trajectory under each alternative of ``alternatives``.
 
     Returns a list of float64 [N] tensors, one for each trajectory, by the alternative's name. ``advance`` is called
     after each pass.
     """
-    by_name: dict[str, list[Tensor]] = {alternative.name: [] for alternative in chosen}
+    by_name: dict[str, list[Tensor]] = {alternative.name: [] for alternative in alternatives}
     # Neighbouring alternatives with the same change share one forward pass.
-    for _, group in groupby(chosen, key=lambda alternative: alternative.change):
+    for _, group in groupby(alternatives, key=lambda alternative: alternative.change):
         members = list(group)
         with members[0].change(reference):
             for micro_batch in _micro_batches(batch):
@@ -241,7 +241,7 @@ def judge(
     batch: Sequence[Trajectory],
     plain: Sequence[Tensor],
     by_alternative: Mapping[str, Sequence[Tensor]],
-    chosen: Sequence[Alternative],
+    alternatives: Sequence[Alternative],
     rounding: str | None,
 ) -> Diagnosis:
     """Decide whether ``side`` differs from the reference, and name the cause.
@@ -251,7 +251,7 @@ def judge(
         batch: all trajectories of the batch.
         plain: log p by the reference, one tensor for each trajectory of the side.
         by_alternative: the same with each alternative, by its name.
-        chosen: the alternatives that may be named.
+        alternatives: the alternatives that may be named.
         rounding: name of the alternative that rounds as coarsely as a healthy side may; None if the side computes in
             float32.
     """
@@ -269,7 +269,9 @@ def judge(
     spread = _spread([(p.exp() - q.exp()).abs() - noise for p, q, noise in differences])
     noise = float(joined(noises).mean())
     cause = (
-        _cause(side_gap, gaps, noise, rounding_gap, chosen) if side_gap > noise + spread else None
+        _cause(side_gap, gaps, noise, rounding_gap, alternatives)
+        if side_gap > noise + spread
+        else None
     )
     with_cause = None if cause is None else joined(by_alternative[cause.name]).exp()
     return Diagnosis(
@@ -303,22 +305,22 @@ def _spread(differences: Sequence[Tensor]) -> float:
 
 
 def _cause(
-    whole: float,
+    whole_gap: float,
     gaps: Mapping[str, float],
     noise: float,
     rounded: float,
-    chosen: Sequence[Alternative],
+    alternatives: Sequence[Alternative],
 ) -> Alternative | None:
-    """Return the alternative that explains the gap ``whole``, or None.
+    """Return the alternative that explains the gap ``whole_gap``, or None.
 
     ``rounded`` is the gap between the reference and itself in bfloat16.
     """
-    nearest = min(chosen, key=lambda alternative: gaps[alternative.name])
-    if gaps[nearest.name] <= max(noise, EXPLAINED * whole):
+    nearest = min(alternatives, key=lambda alternative: gaps[alternative.name])
+    if gaps[nearest.name] <= max(noise, EXPLAINED * whole_gap):
         return nearest
     # Two implementations in bfloat16 round in different places: only the sizes of their gaps are comparable.
-    if rounded / COARSE <= whole <= rounded * COARSE:
-        return next(alternative for alternative in chosen if alternative.name == ROUNDED)
+    if rounded / COARSE <= whole_gap <= rounded * COARSE:
+        return next(alternative for alternative in alternatives if alternative.name == ROUNDED)
     return None
 
 
@@ -336,23 +338,25 @@ def _evidence(
     side: Side,
     batch: Sequence[Trajectory],
     probabilities: Tensor,
-    expected: Tensor,
+    expected_log_probs: Tensor,
     with_cause: Tensor | None,
 ) -> list[TokenEvidence]:
     """Return the evidence of all tokens of the side, largest gap first."""
     ids = [batch[i].response_ids.tolist() for i in side.positions]
-    places: list[tuple[int, int, int]] = []
+    positions: list[tuple[int, int, int]] = []
     for response, tokens in zip(side.positions, ids, strict=True):
         for position, token_id in enumerate(tokens):
-            places.append((response, position, token_id))
-    order = (probabilities - expected).abs().argsort(descending=True, stable=True).tolist()
+            positions.append((response, position, token_id))
+    order = (
+        (probabilities - expected_log_probs).abs().argsort(descending=True, stable=True).tolist()
+    )
     return [
         TokenEvidence(
-            response=places[k][0],
-            position=places[k][1],
-            token_id=places[k][2],
+            response=positions[k][0],
+            position=positions[k][1],
+            token_id=positions[k][2],
             side=float(probabilities[k]),
-            reference=float(expected[k]),
+            reference=float(expected_log_probs[k]),
             with_cause=None if with_cause is None else float(with_cause[k]),
         )
         for k in order

@@ -345,11 +345,11 @@ def draw(
         rows: list[tuple[Axes, Axes]] = []
         for i in range(1, len(passes) + 1):
             rows.append((figure.add_subplot(grid[i, 0]), figure.add_subplot(grid[i, 1])))
-        for (left, right), result in zip(rows, passes, strict=True):
+        for (left_axes, right_axes), result in zip(rows, passes, strict=True):
             log_pi = result.log_probs.numpy()
-            _draw_ratio(left, rollout_log_probs, log_pi, _name(result, measured))
-            _draw_gap(right, rollout_log_probs, log_pi, result.gap)
-        gap_panels = [right for _, right in rows]
+            _draw_ratio(left_axes, rollout_log_probs, log_pi, _name(result, measured))
+            _draw_gap(right_axes, rollout_log_probs, log_pi, result.gap)
+        gap_panels = [right_axes for _, right_axes in rows]
         limits = [axes.get_ylim() for axes in gap_panels]
         for axes in gap_panels:
             axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))

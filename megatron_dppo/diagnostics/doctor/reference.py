@@ -108,12 +108,13 @@ class Reference(Policy):
         """The parameters, by name."""
         return dict(self._model.named_parameters())
 
-    def exchanged(self, first: str, second: str) -> AbstractContextManager[None]:
-        """Exchange the tensors whose names contain ``first`` with those that have ``second`` in its place."""
+    def exchanged(self, first_module: str, second_module: str) -> AbstractContextManager[None]:
+        """Exchange the tensors whose names contain ``first_module`` with those named ``second_module`` instead."""
         pairs = [
-            (tensor, self.tensors[name.replace(first, second)])
+            (tensor, self.tensors[name.replace(first_module, second_module)])
             for name, tensor in self.tensors.items()
-            if first in name and self.tensors[name.replace(first, second)].shape == tensor.shape
+            if first_module in name
+            and self.tensors[name.replace(first_module, second_module)].shape == tensor.shape
         ]
         return _with_data([*((a, b.data) for a, b in pairs), *((b, a.data) for a, b in pairs)])
 

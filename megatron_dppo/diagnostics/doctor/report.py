@@ -97,10 +97,10 @@ def findings_of(diagnoses: Sequence[Diagnosis], draws: Draws | None) -> list[str
     """Return one line for each side that differs, and one for copied responses or for another sampler."""
     lines = [_sentence(v) for v in diagnoses if not v.is_healthy]
     if draws is not None and draws.are_copies:
-        first, second = draws.copies[0]
+        first_copy, second_copy = draws.copies[0]
         lines.append(
             f"seeds: {len(draws.copies)} pairs of equal responses in groups, "
-            f"{draws.expected_copies:.2g} expected; responses {first} and {second} are equal"
+            f"{draws.expected_copies:.2g} expected; responses {first_copy} and {second_copy} are equal"
         )
     elif draws is not None and draws.sampler is not None:
         lines.append(
@@ -364,11 +364,11 @@ class Doctor:
         return [replace(c, change=causes.unchanged) for c in alternatives], by_name
 
     def _scores_by(
-        self, reference: Reference, name: str, chosen: Sequence[Alternative]
+        self, reference: Reference, name: str, some_alternatives: Sequence[Alternative]
     ) -> dict[str, list[Tensor]]:
-        """Compute log p of the batch by each alternative of ``chosen``; ``name`` is shown beside the progress bar."""
-        with progress(f"scoring by {name}", len({c.change for c in chosen})) as bar:
-            return diagnosis.scores(reference, chosen, self._batch, bar.advance)
+        """Compute log p of the batch by each alternative; the progress bar shows ``name``."""
+        with progress(f"scoring by {name}", len({c.change for c in some_alternatives})) as bar:
+            return diagnosis.scores(reference, some_alternatives, self._batch, bar.advance)
 
     def _without_layout(
         self, diagnosed: Diagnosis, side: Side, plain: Sequence[Tensor]

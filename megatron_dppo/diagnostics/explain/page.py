@@ -98,8 +98,10 @@ def metrics(responses: Iterable[Response]) -> SummaryTable:
     return SummaryTable("The run's metrics, of these tokens", ("metric", "value", "meaning"), rows)
 
 
-def frequent(title: str, tokens: Sequence[Token], chosen: Callable[[Token], bool]) -> SummaryTable:
-    """Return the table of the token ids that occur most often among the tokens for which ``chosen`` is true.
+def frequent(
+    title: str, tokens: Sequence[Token], is_chosen: Callable[[Token], bool]
+) -> SummaryTable:
+    """Return the table of the token ids that occur most often among the tokens for which ``is_chosen`` is true.
 
     The means in a row are over these occurrences.
     """
@@ -107,7 +109,7 @@ def frequent(title: str, tokens: Sequence[Token], chosen: Callable[[Token], bool
     occurrences: dict[int, int] = defaultdict(int)
     for token in tokens:
         occurrences[token.token_id] += 1
-        if chosen(token):
+        if is_chosen(token):
             by_id[token.token_id].append(token)
     groups = sorted(by_id.items(), key=lambda item: (-len(item[1]), item[0]))
     rows: list[tuple[str, ...]] = []

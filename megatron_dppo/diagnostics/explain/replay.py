@@ -165,14 +165,14 @@ def other_step(run: Path, step: int, algorithm: Algorithm) -> OtherStep:
     check_agreement(seen_step, run, step)
     decisions = seen_step.decisions(algorithm)
     by_run, by_other = ~seen_step.trains, ~decisions.trains
-    places: list[tuple[int, int]] = []
+    token_positions: list[tuple[int, int]] = []
     for response, count in zip(seen_step.positions, seen_step.counts, strict=True):
-        places += [(response, position) for position in range(count)]
+        token_positions += [(response, position) for position in range(count)]
     inputs = seen_step.inputs
     tokens = [
         OtherToken(
-            response=places[row][0],
-            position=places[row][1],
+            response=token_positions[row][0],
+            position=token_positions[row][1],
             token_id=int(seen_step.token_ids[row]),
             advantage=float(inputs.advantages[row]),
             mu=float(inputs.rollout_log_probs[row].exp()),
@@ -182,7 +182,7 @@ def other_step(run: Path, step: int, algorithm: Algorithm) -> OtherStep:
         )
         for row in (by_run | by_other).nonzero().flatten().tolist()
     ]
-    return OtherStep(step, len(places), tokens)
+    return OtherStep(step, len(token_positions), tokens)
 
 
 def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
@@ -190,11 +190,14 @@ def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
 
     def row(name: str, of: Sequence[OtherStep]) -> tuple[str, ...]:
         trained = sum(step.trained for step in of)
-        both = sum(step.count(run=True, other=True) for step in of)
+        masked_by_both = sum(step.count(run=True, other=True) for step in of)
         only_run = sum(step.count(run=True, other=False) for step in of)
         only_other = sum(step.count(run=False, other=True) for step in of)
-        shares = [f"{count / trained:.3%}" for count in (both + only_run, both + only_other)]
-        return name, str(trained), *shares, str(both), str(only_run), str(only_other)
+        shares = [
+            f"{count / trained:.3%}"
+            for count in (masked_by_both + only_run, masked_by_both + only_other)
+        ]
+        return name, str(trained), *shares, str(masked_by_both), str(only_run), str(only_other)
 
     if run == other:
         # The same algorithm is replayed with other numbers: make the names different.
@@ -287,22 +290,22 @@ def sealed_until(run: Path, step: int | None) -> int:
     return last_step
 
 
-def derivation(evaluation_sets: Iterable[str], run: Path, last: int) -> list[str]:
-    """Return overrides of the run's configuration: read the saved batches instead of an engine, up to step ``last``.
+def derivation(evaluation_sets: Iterable[str], run: Path, last_step: int) -> list[str]:
+    """Return overrides of the run's configuration: read saved batches, up to step ``last_step``, instead of an engine.
 
     The overrides turn off evaluation, samples, exports, uploads, profiles and trackers.
     """
     values: dict[str, Any] = {
         "run.directory": run / DERIVED,
         "run.resume": "never",
-        "run.steps": last,
+        "run.steps": last_step,
         "run.show_sample_every": 0,
         "rollout.replay_from": run / ROLLOUTS_FOLDER,
         "rollout.save": "false",
         "rollout.max_staleness": 0,
         "rollout.interrupt": "drain",
         "engine.placement": "separate",
-        "checkpoint.every": last,
+        "checkpoint.every": last_step,
         "checkpoint.keep": 1,
         "checkpoint.export_hf": "false",
         "checkpoint.upload": "null",

@@ -137,32 +137,34 @@ class SeenStep:
         return decide(algorithm, inputs)
 
 
-def _seen_inputs(chosen: Sequence[Trajectory]) -> TokenInputs:
+def _seen_inputs(trajectories: Sequence[Trajectory]) -> TokenInputs:
     """Build the mask's inputs from the columns that the loss saved with the responses."""
     log_probs, rollout_log_probs = (
-        _joined(chosen, name) for name in ("loss_log_probs", "rollout_log_probs")
+        _joined(trajectories, name) for name in ("loss_log_probs", "rollout_log_probs")
     )
     assert log_probs is not None
     assert rollout_log_probs is not None
-    columns = [_joined(chosen, n) for n in ("loss_topk_log_probs", "topk_log_probs", "topk_ids")]
+    columns = [
+        _joined(trajectories, n) for n in ("loss_topk_log_probs", "topk_log_probs", "topk_ids")
+    ]
     topk: Sequence[Tensor | None] = (None, None, None)
     if columns[0] is not None:
         # Add the sampled token to the TopK(mu) that the engine returned.
         log_pi, log_mu, topk_ids = (c for c in columns if c is not None)
-        sampled = (log_probs, rollout_log_probs, _token_ids(chosen))
+        sampled = (log_probs, rollout_log_probs, _token_ids(trajectories))
         topk = with_sampled(log_pi, log_mu, topk_ids, sampled=sampled)
     return TokenInputs(
         log_probs=log_probs,
         rollout_log_probs=rollout_log_probs,
-        advantages=torch.from_numpy(np.concatenate([t.advantages for t in chosen])),
+        advantages=torch.from_numpy(np.concatenate([t.advantages for t in trajectories])),
         loss_mask=torch.ones(len(log_probs), dtype=torch.bool),
-        recomputed_log_probs=_joined(chosen, "loss_recomputed_log_probs"),
+        recomputed_log_probs=_joined(trajectories, "loss_recomputed_log_probs"),
         topk_log_probs=topk[0],
         rollout_topk_log_probs=topk[1],
         topk_valid=topk[2],
-        entropy=_joined(chosen, "loss_entropy"),
-        sequence_ids=_ids_of([t.sampled for t in chosen]),
-        branch_ids=_ids_of([branch.sampled for t in chosen for branch in t.branches]),
+        entropy=_joined(trajectories, "loss_entropy"),
+        sequence_ids=_ids_of([t.sampled for t in trajectories]),
+        branch_ids=_ids_of([branch.sampled for t in trajectories for branch in t.branches]),
     )
 
 
@@ -200,11 +202,11 @@ def _ids_of(counts: Sequence[int]) -> Tensor:
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
-def _joined(chosen: Sequence[Trajectory], name: str) -> Tensor | None:
+def _joined(trajectories: Sequence[Trajectory], name: str) -> Tensor | None:
     """Concatenate the column ``name`` of the trajectories; None if one of them lacks it."""
-    if any(name not in t.columns for t in chosen):
+    if any(name not in t.columns for t in trajectories):
         return None
-    return torch.from_numpy(np.concatenate([t.columns[name] for t in chosen]))
+    return torch.from_numpy(np.concatenate([t.columns[name] for t in trajectories]))
 
 
 def _sliced(record: R, rows: slice) -> R:

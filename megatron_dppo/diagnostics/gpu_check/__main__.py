@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{part.name:10} {part.limit_s:5.0f} s  {part.shows}")
         return 0
     try:
-        wanted = chosen(parts, options.only)
+        wanted_parts = chosen(parts, options.only)
     except ValueError as error:
         fatal(str(error))
     gpus = this_machine().gpus
@@ -46,15 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = f"{gpus} GPU(s)" if gpus else "no GPU: each part runs what it can"
     print(f"gpu check: {machine}; results in {folder}", flush=True)
     results: list[PartResult] = []
-    for number, part in enumerate(wanted, start=1):
+    for number, part in enumerate(wanted_parts, start=1):
         limit = options.time_limit or part.limit_s
         print(
-            f"[{number}/{len(wanted)}] {part.name}, at most {limit:.0f} s: {part.shows}", flush=True
+            f"[{number}/{len(wanted_parts)}] {part.name}, at most {limit:.0f} s: {part.shows}",
+            flush=True,
         )
         results.append(run_part(part, folder / part.name, gpus, limit, _say, options.parts))
         _say_end(results[-1])
-        done = {r.name for r in results}
-        write(folder, results, [name for name in names if name not in done], gpus)
+        done_parts = {r.name for r in results}
+        write(folder, results, [name for name in names if name not in done_parts], gpus)
     faults = [result.name for result in results if result.is_fault]
     print(f"{'wrong: ' + ', '.join(faults) if faults else 'nothing is wrong'}")
     print(f"read {folder / PAGE_FILE}; every number is in {folder / JSON_FILE}")
@@ -85,13 +86,13 @@ def fresh_folder(directory: Path) -> Path:
 
 
 def _say(row: Row) -> None:
-    expected = f" (expected {row.expected})" if row.expected else ""
-    print(f"  {_MARKS[row.holds]} {row.label}: {row.measured}{expected}", flush=True)
+    expected_text = f" (expected {row.expected})" if row.expected else ""
+    print(f"  {_MARKS[row.holds]} {row.label}: {row.measured}{expected_text}", flush=True)
 
 
 def _say_end(result: PartResult) -> None:
-    why = f": {result.why}" if result.why else ""
-    print(f"  {result.verdict} in {result.seconds:.0f} s{why}", flush=True)
+    reason = f": {result.why}" if result.why else ""
+    print(f"  {result.verdict} in {result.seconds:.0f} s{reason}", flush=True)
 
 
 def write(folder: Path, results: Sequence[PartResult], not_run: Sequence[str], gpus: int) -> None:
@@ -103,10 +104,10 @@ def write(folder: Path, results: Sequence[PartResult], not_run: Sequence[str], g
 
 def page(results: Sequence[PartResult], not_run: Sequence[str], gpus: int) -> str:
     """Markdown: a table of the parts, then a section of each."""
-    here = (
+    machine_lines = (
         f"on a machine with {gpus} GPU{'s' * (gpus != 1)}" if gpus else "on a machine without a GPU"
     )
-    blocks = [f"# GPU check {here}", _summary(results)]
+    blocks = [f"# GPU check {machine_lines}", _summary(results)]
     if not_run:
         blocks.append(f"Not run: {', '.join(not_run)}.")
     for result in results:

@@ -61,13 +61,13 @@ def run_part(
     """
     folder.mkdir(parents=True)
     result = PartResult(part.name, part.shows)
-    began = time.monotonic()
+    start_time = time.monotonic()
     with open(folder / LOG, "wb") as log:
         child, connection = start_connected(
             "megatron_dppo.diagnostics.gpu_check.runner", package, part.name, str(folder.resolve()), str(gpus),
             environment=os.environ, output=log.fileno(),
         )  # fmt: skip
-    deadline = began + limit_s
+    deadline = start_time + limit_s
     try:
         with connection:
             _hear(connection, deadline, result, tell)
@@ -77,7 +77,7 @@ def run_part(
     finally:
         kill_families([child])
     _judge(result, code, limit_s, folder)
-    result.seconds = time.monotonic() - began
+    result.seconds = time.monotonic() - start_time
     result.files = sorted(p.name for p in folder.iterdir() if p.name != LOG)
     return result
 
@@ -100,14 +100,14 @@ def _hear(
 
 def _judge(result: PartResult, code: int | None, limit_s: float, folder: Path) -> None:
     if code is None:
-        result.verdict, how = "timed out", f"did not end within {limit_s:.0f} s"
+        result.verdict, ending = "timed out", f"did not end within {limit_s:.0f} s"
     elif code:
-        result.verdict, how = "crashed", describe_exit(code)
+        result.verdict, ending = "crashed", describe_exit(code)
     else:
         if any(row.holds is False for row in result.rows):
             result.verdict = "bad"
         return
-    result.why = f"{how}\n{tail(folder / LOG, _QUOTED_LINES)}".rstrip()
+    result.why = f"{ending}\n{tail(folder / LOG, _QUOTED_LINES)}".rstrip()
 
 
 def main(descriptor: str, package: str, name: str, folder: str, gpus: str) -> None:

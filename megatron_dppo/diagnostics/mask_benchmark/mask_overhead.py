@@ -50,8 +50,8 @@ class Update:
         tokens, vocab_size = bench.options.tokens, bench.inputs.vocab_size
         self.topk_ids = bench.inputs.topk_ids
         if algorithm.needs_full_distribution:
-            whole = torch.arange(vocab_size, device=bench.device)
-            self.topk_ids = whole.expand(tokens, vocab_size)
+            all_ids = torch.arange(vocab_size, device=bench.device)
+            self.topk_ids = all_ids.expand(tokens, vocab_size)
         k = self.topk_ids.shape[1]
         generator = torch.Generator().manual_seed(1)
         noise = torch.randn(tokens, generator=generator) * 0.05
@@ -174,8 +174,8 @@ def evenly_spread(count: int, share: float) -> Tensor:
 
 
 def _never(name: str, topk: int) -> dict[str, float | int]:
-    wanted = {k: v for k, v in NEVER.items() if k in build_algorithm(name).numbers}
-    return {**wanted, **({"topk": topk} if build_algorithm(name).topk else {})}
+    limits = {k: v for k, v in NEVER.items() if k in build_algorithm(name).numbers}
+    return {**limits, **({"topk": topk} if build_algorithm(name).topk else {})}
 
 
 def _row(
@@ -187,12 +187,12 @@ def _row(
     base_payloads: int,
     base_wire: float,
 ) -> dict[str, Any]:
-    whole = statistics.median(r["total"] for r in base)
+    base_seconds = statistics.median(r["total"] for r in base)
     overhead, spread = median_iqr(
         [(r["total"] - b["total"]) / b["total"] for r, b in zip(runs, base, strict=True)]
     )
     loss, loss_spread = median_iqr(
-        [(r["loss"] - b["loss"]) / whole for r, b in zip(runs, base, strict=True)]
+        [(r["loss"] - b["loss"]) / base_seconds for r, b in zip(runs, base, strict=True)]
     )
     return {
         "name": name,

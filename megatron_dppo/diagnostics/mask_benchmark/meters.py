@@ -42,16 +42,16 @@ def peak_extra_bytes(device: str, call: Callable[[], None]) -> int:
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        bytes_before = torch.cuda.memory_allocated()
         call()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated() - bytes_before
     # Return the allocator's free memory to the system: it would hide the peak of the call.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    before = _status_kib("VmRSS")
+    bytes_before = _status_kib("VmRSS")
     call()
-    return max(0, _status_kib("VmHWM") - before) * 1024
+    return max(0, _status_kib("VmHWM") - bytes_before) * 1024
 
 
 def _status_kib(field: str) -> int:
@@ -92,9 +92,9 @@ def copy_bandwidth(device: str, numel: int, dtype: torch.dtype) -> float:
     """GB/s (read plus write) of a plain copy of ``numel`` elements; best of 5."""
     source = torch.ones(numel, dtype=dtype, device=device)
     target = torch.empty_like(source)
-    best = float("inf")
+    best_seconds = float("inf")
     for _ in range(5):
         clock = Clock(device)
         target.copy_(source)
-        best = min(best, clock.read()[0])
-    return 2 * numel * source.element_size() / best / 1e6
+        best_seconds = min(best_seconds, clock.read()[0])
+    return 2 * numel * source.element_size() / best_seconds / 1e6

@@ -106,21 +106,23 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     rows, masks = result["implementations"][::-1], result["masks"][1:][::-1]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4), layout="constrained")
+    figure, (left_axes, right_axes) = pyplot.subplots(1, 2, figsize=(13, 4), layout="constrained")
     names = [r["name"] for r in rows]
     starts = [r["forward_ms"] for r in rows]
-    left.barh(names, starts, label="forward")
-    left.barh(names, [r["backward_ms"] for r in rows], left=starts, label="backward")
-    left.set_xlabel("ms, median")
-    left.legend()
+    left_axes.barh(names, starts, label="forward")
+    left_axes.barh(names, [r["backward_ms"] for r in rows], left=starts, label="backward")
+    left_axes.set_xlabel("ms, median")
+    left_axes.legend()
     s = result["settings"]
-    left.set_title(f"TP{s['tp']}, T={s['tokens']}, V={s['vocab']}, {s['dtype']}, {s['device']}")
-    right.barh(
+    left_axes.set_title(
+        f"TP{s['tp']}, T={s['tokens']}, V={s['vocab']}, {s['dtype']}, {s['device']}"
+    )
+    right_axes.barh(
         [r["name"] for r in masks],
         [100 * r["overhead"] for r in masks],
         xerr=[50 * r["overhead_iqr"] for r in masks],
     )
-    right.axvline(0, color="black", linewidth=0.8)
-    right.set_xlabel("% over the update without a mask, median and IQR")
-    right.set_title("what a mask adds")
+    right_axes.axvline(0, color="black", linewidth=0.8)
+    right_axes.set_xlabel("% over the update without a mask, median and IQR")
+    right_axes.set_title("what a mask adds")
     figure.savefig(path, dpi=130)

@@ -34,13 +34,15 @@ class RankBench:
         dtype = getattr(torch, options.dtype)
         width = math.ceil(options.vocab / self.ranks)
         seeded = torch.Generator().manual_seed(0)
-        whole = torch.randn(options.tokens, width * self.ranks, generator=seeded)
-        whole = whole.mul_(2.5).to(dtype)
+        all_logits = torch.randn(options.tokens, width * self.ranks, generator=seeded)
+        all_logits = all_logits.mul_(2.5).to(dtype)
         # Padding; peers do not know the unpadded vocabulary.
-        whole[:, options.vocab :] = -torch.inf
-        self.checked = whole[:CHECKED_ROWS].double()
-        self.logits = whole[:, self.rank * width : (self.rank + 1) * width].contiguous().to(device)
-        del whole
+        all_logits[:, options.vocab :] = -torch.inf
+        self.checked = all_logits[:CHECKED_ROWS].double()
+        self.logits = (
+            all_logits[:, self.rank * width : (self.rank + 1) * width].contiguous().to(device)
+        )
+        del all_logits
         self.buffer = torch.empty_like(self.logits)
         ids = torch.randint(0, options.vocab, (options.tokens, 1 + options.topk), generator=seeded)
         self.coefficients = torch.randn(options.tokens, generator=seeded).to(device)
@@ -133,12 +135,12 @@ class RankBench:
         width = self.logits.shape[1]
         assert exact.grad is not None
         assert leaf.grad is not None
-        expected = exact.grad[:, self.rank * width : (self.rank + 1) * width]
-        gradient = leaf.grad[:rows, : expected.shape[1]].double().cpu()
+        exact_gradient = exact.grad[:, self.rank * width : (self.rank + 1) * width]
+        gradient = leaf.grad[:rows, : exact_gradient.shape[1]].double().cpu()
         log_prob_error = (log_probs[:rows].detach().double().cpu() - exact_log_probs.detach()).abs()
         return (
             log_prob_error.max().item(),
-            ((gradient - expected).norm() / expected.norm()).item(),
+            ((gradient - exact_gradient).norm() / exact_gradient.norm()).item(),
         )
 
     def machine(self) -> dict[str, Any]:

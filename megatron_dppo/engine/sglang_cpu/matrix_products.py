@@ -18,12 +18,12 @@ _overrides: list[torch.library.Library] = []
 
 def blocked_mm(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of ``[M, K]`` and ``[K, N]``, in blocks of ``ROWS`` rows, the last one filled up with zeros."""
-    rows, inner = a.shape
-    missing = -rows % ROWS
-    if missing:
-        a = torch.cat([a, a.new_zeros(missing, inner)])
+    rows, width = a.shape
+    padding = -rows % ROWS
+    if padding:
+        a = torch.cat([a, a.new_zeros(padding, width)])
     # aten::mm.out, which enable() leaves as it is.
-    out = a.new_empty(rows + missing, b.shape[1])
+    out = a.new_empty(rows + padding, b.shape[1])
     for start in range(0, rows, ROWS):
         torch.mm(a[start : start + ROWS], b, out=out[start : start + ROWS])
     return out[:rows]

@@ -62,9 +62,9 @@ def filtered(probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
     """``probs`` ``[n, m]`` with 0 for what is not among a row's ``top_ks`` likeliest, or comes after those
     that hold more than ``top_ps`` of the mass; not renormalised. A ``top_ps`` of 1 filters nothing."""
     ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(dim=-1) - ordered
+    mass_before = ordered.cumsum(dim=-1) - ordered
     ranks = torch.arange(probs.shape[-1])
-    passes = (before <= top_ps.view(-1, 1)) | (top_ps.view(-1, 1) >= 1)
+    passes = (mass_before <= top_ps.view(-1, 1)) | (top_ps.view(-1, 1) >= 1)
     passes &= ranks < top_ks.view(-1, 1)
     return probs * torch.zeros_like(passes).scatter(1, ids, passes)
 

@@ -95,9 +95,9 @@ def optimizer_steps(optimizer: ChainedOptimizer) -> set[int]:
     """Return the step counts of this rank's parameters (or parameter groups); one element if all agree."""
     counts: list[Any] = []
     for part in _parts(optimizer):
-        inner = part.optimizer
+        inner_optimizer = part.optimizer
         counts += [group["step"] for group in _counted_groups(part) if "step" in group]
-        counts += [state["step"] for state in inner.state.values() if "step" in state]
+        counts += [state["step"] for state in inner_optimizer.state.values() if "step" in state]
     return {int(count) for count in counts}
 
 
@@ -257,8 +257,8 @@ def _regions(sharded: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, T
     regions = []
     for tensor in [sharded] if is_single else nested_values({"": sharded.build()}):
         # A factory builds views of the fused parameter, so their addresses give their positions in it.
-        start, rest = divmod(tensor.data.data_ptr() - base.data_ptr(), base.dtype.itemsize)
-        if rest or not tensor.data.is_contiguous():
+        start, remainder = divmod(tensor.data.data_ptr() - base.data_ptr(), base.dtype.itemsize)
+        if remainder or not tensor.data.is_contiguous():
             raise TypeError(f"{tensor.key}: not rows of the parameter that holds it")
         sizes = (*(1,) * tensor.prepend_axis_num, *tensor.local_shape)
         box = Box(tuple(tensor.global_offset), sizes)
@@ -279,12 +279,12 @@ def _blocks(
         values: the elements; the blocks are views of them.
         start: position of the first of ``values`` in the local tensor.
     """
-    for first, region in regions:
+    for first_index, region in regions:
         # Elements [low, high) of the local tensor are in both ``values`` and the region.
-        low = max(start, first)
-        high = min(start + values.numel(), first + region.box.elements)
+        low = max(start, first_index)
+        high = min(start + values.numel(), first_index + region.box.elements)
         offset = low - start
-        for box in flat_boxes(region.box.sizes, low - first, high - first):
+        for box in flat_boxes(region.box.sizes, low - first_index, high - first_index):
             offsets = tuple(a + b for a, b in zip(region.box.offsets, box.offsets, strict=True))
             block = replace(
                 region, key=prefix + region.key, box=Box(offsets, box.sizes), dtype=values.dtype

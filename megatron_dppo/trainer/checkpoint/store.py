@@ -145,11 +145,11 @@ class CheckpointStore:
         collectives.agree(state, "the run's state")
         collectives.on_every_rank(lambda: check_step_count(trainer), error=CheckpointError)
         self._fence(None)
-        begun = collectives.on_rank_0(
+        save_plan = collectives.on_rank_0(
             lambda: _STORED.dump_python(self._folders.begin(step), mode="json"),
             error=CheckpointError,
         )
-        partial = _STORED.validate_python(begun)
+        partial = _STORED.validate_python(save_plan)
         state_of_rank = rank_state(_model_state(trainer), trainer.optimizer)
         share_bytes = sum(block.bytes for block, _ in state_of_rank.share)
         target = saving.SaveTarget(
@@ -415,11 +415,11 @@ def _model_facts(trainer: Trainer) -> dict[str, Any]:
     return {**shape, "dtype": str(trainer.dtype).removeprefix("torch."), **adapters}
 
 
-def _differences(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
-    """Describe each key whose value differs between the checkpoint (``saved``) and this run (``present``)."""
-    names = sorted(saved.keys() | present.keys())
+def _differences(saved_settings: dict[str, Any], present_settings: dict[str, Any]) -> list[str]:
+    """Describe each key whose value differs between the checkpoint's settings and this run's."""
+    names = sorted(saved_settings.keys() | present_settings.keys())
     return [
-        f"{name} is {present.get(name)!r} here and {saved.get(name)!r} in the checkpoint"
+        f"{name} is {present_settings.get(name)!r} here and {saved_settings.get(name)!r} in the checkpoint"
         for name in names
-        if saved.get(name) != present.get(name)
+        if saved_settings.get(name) != present_settings.get(name)
     ]

@@ -101,23 +101,23 @@ def attention_plan(cu_seqlens: Tensor) -> AttentionPlan:
 def _plan(bounds: list[int]) -> AttentionPlan:
     lengths = [b - a for a, b in pairwise(bounds)]
     order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
-    batches, scatter, rows, first = [], torch.empty(bounds[-1], dtype=torch.int64), 0, 0
-    while first < len(order):
-        longest = lengths[order[first]]
-        floor = 1 if longest <= _SHORT else (longest + 1) // 2
-        last = first
-        while last < len(order) and lengths[order[last]] >= floor:
-            last += 1
-        members = order[first:last]
+    batches, scatter, rows, first_sequence = [], torch.empty(bounds[-1], dtype=torch.int64), 0, 0
+    while first_sequence < len(order):
+        longest_length = lengths[order[first_sequence]]
+        floor = 1 if longest_length <= _SHORT else (longest_length + 1) // 2
+        end = first_sequence
+        while end < len(order) and lengths[order[end]] >= floor:
+            end += 1
+        members = order[first_sequence:end]
         starts = torch.tensor([bounds[i] for i in members])[:, None]
         sizes = torch.tensor([lengths[i] for i in members])[:, None]
-        column = torch.arange(longest)[None]
+        column = torch.arange(longest_length)[None]
         real = column < sizes
         gather = torch.where(real, starts + column, starts)
         row = rows + torch.arange(gather.numel()).view_as(gather)
         scatter[gather[real]] = row[real]
-        batches.append(PaddedBatch(gather.reshape(-1), len(members), longest))
-        rows, first = rows + gather.numel(), last
+        batches.append(PaddedBatch(gather.reshape(-1), len(members), longest_length))
+        rows, first_sequence = rows + gather.numel(), end
     return AttentionPlan(tuple(batches), scatter)
 
 
@@ -130,15 +130,15 @@ def packed_causal_attention(
     its own outputs are dropped. So its gradient is exactly zero.
     """
     outputs = []
-    for gather, sequences, longest in plan.batches:
+    for gather, sequences, longest_length in plan.batches:
         padded_q, padded_k, padded_v = (
-            x.index_select(0, gather).view(sequences, longest, *x.shape[1:]).transpose(1, 2)
+            x.index_select(0, gather).view(sequences, longest_length, *x.shape[1:]).transpose(1, 2)
             for x in (q, k, v)
         )  # [n, heads, longest, D]
         out = F.scaled_dot_product_attention(
             padded_q, padded_k, padded_v, is_causal=True, scale=scale, enable_gqa=True
         )
-        outputs.append(out.transpose(1, 2).reshape(sequences * longest, *q.shape[1:]))
+        outputs.append(out.transpose(1, 2).reshape(sequences * longest_length, *q.shape[1:]))
     return torch.cat(outputs).index_select(0, plan.scatter)
 
 
@@ -189,11 +189,11 @@ def layout_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault
     """Why attention can't exchange heads for tokens; the sizes must fit the model."""
     heads = shape.num_attention_heads // sizes.tensor
     if heads % sizes.context:
-        expected = (
+        expected_text = (
             f"without GPUs a divisor of the {heads} attention heads of a tensor-parallel rank, which attention "
             "exchanges for tokens"
         )
-        yield LayoutFault("context", sizes.context, expected)
+        yield LayoutFault("context", sizes.context, expected_text)
 
 
 def _even_heads(x: Tensor, ranks: int) -> Tensor:

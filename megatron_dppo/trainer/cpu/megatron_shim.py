@@ -176,9 +176,9 @@ def _gathering(equal_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return equal_parts(input_, group, None, use_global_buffer)
-        largest = max(output_split_sizes)
-        padded = equal_parts(_padded(input_, largest), group)
-        parts = padded.split(largest)
+        largest_size = max(output_split_sizes)
+        padded = equal_parts(_padded(input_, largest_size), group)
+        parts = padded.split(largest_size)
         return torch.cat([p[:n] for p, n in zip(parts, output_split_sizes, strict=True)])
 
     return gather
@@ -195,8 +195,8 @@ def _scattering(equal_parts: Callable[..., torch.Tensor]) -> Callable[..., torch
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return equal_parts(input_, group, None, use_global_buffer)
-        largest = max(input_split_sizes)
-        parts = [_padded(part, largest) for part in input_.split(input_split_sizes)]
+        largest_size = max(input_split_sizes)
+        parts = [_padded(part, largest_size) for part in input_.split(input_split_sizes)]
         return equal_parts(torch.cat(parts), group)[: input_split_sizes[group.rank()]]
 
     return scatter
