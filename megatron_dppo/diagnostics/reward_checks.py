@@ -51,8 +51,7 @@ def read_checks(path: Path) -> list[RewardCheck]:
         if "answer" not in record:
             raise DataError(
                 f"{location}: no 'answer', expected the final answer there and a worked solution under 'solution'; "
-                f"found "
-                f"{keys(record)}"
+                f"found {keys(record)}"
             )
         if isinstance(record.get("solution"), str):
             solved.append(RewardCheck(number, record["solution"], str(record["answer"]), 1.0))
