@@ -100,8 +100,6 @@ def test_several_ranks_write_what_one_would(tmp_path: Path) -> None:
         assert sorted(shares[0] | shares[1]) == files
     assert len(set(certificates)) == 1
     for report in reports:
-        assert report["full disk"].startswith(
-            "CheckpointError: the Hugging Face export was not written: "
-        )
-        assert "rank 1: [Errno 27] File too large" in report["full disk"]
+        assert report["full disk"].startswith("CheckpointError: ")
+        assert "rank 1: [Errno 27]" in report["full disk"]
         assert report["left"] == ["CP2", "DP2", "EP2", "PP2", "hf", "one"]

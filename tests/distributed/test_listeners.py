@@ -61,9 +61,7 @@ def test_a_store_listens_where_it_is_told() -> None:
     # tests/ranks.py looks for the word, and takes another port.
     with pytest.raises(ListenError, match=rf"localhost:{store.port}: .* \(EADDRINUSE\)"):
         listening_store("localhost", store.port, 1, timedelta(seconds=5))
-    with pytest.raises(
-        ListenError, match=r"can't listen on 203\.0\.113\.9:0: .* \(EADDRNOTAVAIL\)"
-    ):
+    with pytest.raises(ListenError, match=r"203\.0\.113\.9:0: .* \(EADDRNOTAVAIL\)"):
         listening_store("203.0.113.9", 0, 1, timedelta(seconds=5))
 
 

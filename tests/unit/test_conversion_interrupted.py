@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import filecmp
 import os
 import resource
@@ -48,14 +49,14 @@ def test_a_disk_that_fills_up_leaves_nothing(moe, tmp_path, request, capsys, com
     }
     request.getfixturevalue("small_disk")
     assert main([command, *source[command], "--out", str(tmp_path / "out")]) == 2
-    assert "File too large" in capsys.readouterr().err
+    assert os.strerror(errno.EFBIG) in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["m"]
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(moe, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(hf_folder.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(CheckpointError, match=r"needs \d+ bytes, its disk has 1000 bytes free"):
+    with pytest.raises(CheckpointError, match=r"1000 bytes"):
         hf_to_megatron(moe, tmp_path / "m")
     assert os.listdir(tmp_path) == []
 
@@ -98,11 +99,11 @@ def test_a_killed_command_leaves_nothing_that_loads_and_a_rerun_starts_clean(
     for path in partial.glob("*.safetensors"):
         with pytest.raises(CheckpointError, match="header"):
             SafetensorsFile(path)
-    with pytest.raises(ModelConfigError, match=r"config\.json: no such file"):
+    with pytest.raises(ModelConfigError, match=r"config\.json: "):
         load_model_shape(partial)
     with pytest.raises(CheckpointError):
         open_checkpoint(partial)
-    with pytest.raises(CheckpointError, match=r"holds neither \.metadata nor"):
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
         verify(large, partial)
     assert main(arguments) == 0
     assert not partial.exists()
@@ -115,6 +116,6 @@ def test_a_killed_command_leaves_nothing_that_loads_and_a_rerun_starts_clean(
 def test_two_conversions_do_not_write_to_one_place(moe, tmp_path):
     with (
         hf_folder.StagedFolder(tmp_path / "m", 0),
-        pytest.raises(CheckpointError, match="another process is writing it now"),
+        pytest.raises(CheckpointError, match="another process"),
     ):
         hf_to_megatron(moe, tmp_path / "m")

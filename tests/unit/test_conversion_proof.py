@@ -183,16 +183,16 @@ def test_engine_bytes_worked_by_hand():
 def test_engine_layouts_that_do_not_divide_are_refused(tensor, expert, message):
     with pytest.raises(LayoutError, match=message):
         engine_parameters(real("qwen3-30b-a3b"), EngineLayout(tensor, expert), 0)
-    with pytest.raises(LayoutError, match="not a positive multiple"):
+    with pytest.raises(LayoutError, match="multiple"):
         EngineLayout(4, 3)
 
 
 @pytest.mark.parametrize(
     ("segments", "message"),
     [
-        ([(0, 3), (4, 4)], "index 3 is provided never"),
-        ([(0, 5), (4, 4)], "index 4 is provided twice"),
-        ([(0, 7)], "covered up to 7 of 8"),
+        ([(0, 3), (4, 4)], "index 3"),
+        ([(0, 5), (4, 4)], "index 4"),
+        ([(0, 7)], "7 of 8"),
         ([], "expected one"),
     ],
 )
@@ -205,10 +205,10 @@ def test_a_shard_that_is_not_filled_is_found():
     shape = replace(real("qwen3-1.7b-base"), num_layers=1)
     parameters = {p.name: p for p in engine_parameters(shape, EngineLayout(2), 0)}
     qkv = parameters["model.layers.0.self_attn.qkv_proj.weight"]
-    with pytest.raises(ProofError, match="filled up to 1536 of 2048"):
+    with pytest.raises(ProofError, match="1536 of 2048"):
         check_filled("here", replace(qkv, segments=qkv.segments[:2]), hf_tensors(shape), ())
     wrong = replace(qkv.segments[2], hf_start=qkv.segments[2].hf_start + 1024)
-    with pytest.raises(ProofError, match="does not fit"):
+    with pytest.raises(ProofError, match="fit"):
         check_filled(
             "here", replace(qkv, segments=(*qkv.segments[:2], wrong)), hf_tensors(shape), ()
         )
@@ -223,5 +223,5 @@ def test_an_expert_shard_that_is_not_gathered_is_found(monkeypatch):
         return [replace(t, pieces=t.pieces[:1]) if ".experts." in t.name else t for t in plan]
 
     monkeypatch.setattr(resharding, "gather_plan", halved)
-    with pytest.raises(ProofError, match=r"experts.0.gate_proj.weight: covered up to 384 of 768"):
+    with pytest.raises(ProofError, match=r"experts.0.gate_proj.weight: .* 384 of 768"):
         prove_resharding(shape, Layout(expert_tensor=2, data=2), EngineLayout())

