@@ -273,7 +273,7 @@ class WatchServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, directory: Path, port: int) -> None:
-        super().__init__((HOST, port), _Handler)
+        super().__init__((HOST, port), _PageHandler)
         self.key = secrets.token_urlsafe(16)
         self.nonce = secrets.token_urlsafe(16)
         view = RunView(directory)
@@ -286,7 +286,7 @@ class WatchServer(ThreadingHTTPServer):
         self.url = f"http://{HOST}:{self.server_address[1]}/{self.key}/"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PageHandler(BaseHTTPRequestHandler):
     server: WatchServer
     timeout = 10
 

@@ -155,9 +155,6 @@ class AnswerParser:
         return self._child
 
 
-# --- the child
-
-
 def reply_to(connection: Connection) -> None:
     """Parse the next answer. Raises EOFError where nobody is left to ask.
 

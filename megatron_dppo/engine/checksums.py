@@ -19,7 +19,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import WORD, Part, TiledHash, add_parts
 
 EXPERT_MULTIPLE = {"cpu": 32, "cuda": 1}
-"""For each device, the multiple to which a rank's share of an expert's intermediate dimension is padded with zeros."""
+"""The multiple, by device, to which a rank's share of an expert's intermediate dimension is padded with zeros."""
 
 
 @dataclass(frozen=True, slots=True)

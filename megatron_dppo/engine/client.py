@@ -300,8 +300,6 @@ class EngineClient(HttpClient):
     _ways: frozenset[Way] = frozenset()
     parser = AnswerParser(smallest=None)
 
-    # --- generation
-
     async def generate(
         self,
         requests: Sequence[GenerationRequest],
@@ -373,8 +371,6 @@ class EngineClient(HttpClient):
     async def abort_all(self, timeout_s: float) -> None:
         """End every call of whatever client early; one that is still on its way to the scheduler goes on."""
         await self.control("/abort_request", {"abort_all": True}, timeout_s=timeout_s)
-
-    # --- state
 
     async def health(self, timeout_s: float = 10.0) -> bool:
         """Whether the server answers ``/health`` with 200 in time; it needs no key."""

@@ -202,9 +202,6 @@ def text_of(response: Trajectory, stop: Sequence[str], decode: Decode) -> str:
     return text[: min(ends)] if ends else decode(response.response_ids[:-1], special=False)
 
 
-# --- SGLang's side
-
-
 def register() -> None:
     """In each process of a server, before SGLang applies its plugins' hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -74,7 +74,7 @@ def keep_snapshots_private() -> None:
 def listen_where(host: str, *, several: bool = False) -> None:
     """Name to gloo and to SGLang's queues the interface of the server's ``host``, where that is loopback or
     the server runs on ``several`` hosts."""
-    # Without these variables, the groups listen at the address of the machine's name.
+    # The groups would otherwise listen at the address of the machine's name.
     if not (several or network.is_loopback(host)):
         return
     address = network.resolve(host)

@@ -118,8 +118,6 @@ class GenerationRequest:
     continues: bool = False
 
 
-# --- where each column of a trajectory is said: fields of the request, and of the answer's ``meta_info``
-
 Meta = Mapping[str, Any]
 """``meta_info`` of an answer."""
 

@@ -107,9 +107,6 @@ def content_hash(flat: np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(flat).data)
 
 
-# --- the server's files
-
-
 @contextmanager
 def recordings_folders() -> Iterator[list[Path]]:
     """Folders of this process that its user alone can enter, named in the environment: in shared memory, and among
@@ -176,9 +173,6 @@ class RecordingStore:
         for path in [path for path, written in self._written.items() if written < limit]:
             del self._written[path]
             path.unlink(missing_ok=True)
-
-
-# --- the client's side
 
 
 def take(answer: dict[str, Any], request: GenerationRequest) -> Way | Notice | None:
@@ -255,9 +249,6 @@ def is_private(folder: Path) -> bool:
 def gone_error(notice: Notice, request_name: str) -> AbortedError:
     """The request is to be made again."""
     return AbortedError(f"{request_name}: the recorded routing {notice.id} is no longer there")
-
-
-# --- SGLang's side
 
 
 def register() -> None:

@@ -196,8 +196,6 @@ class EngineWeights:
         """The number of ranks and the device type; engines with the same layout have the same checksums."""
         return self.ranks, self.device
 
-    # --- serving
-
     async def answers(self, timeout_s: float) -> bool:
         """Return whether the server responds within ``timeout_s``."""
         return await self.client.answers(timeout_s)
@@ -289,8 +287,6 @@ class EngineWeights:
             raise EngineAnswerError(f"{self.url}/generate: log-probs of other tokens than asked")
         return log_probs
 
-    # --- release of memory to a trainer on the same GPUs
-
     async def release(self, tags: Collection[MemoryTag] = TAGS) -> None:
         """Pause the server and release the memory of ``tags``; its contents are lost.
 
@@ -314,8 +310,6 @@ class EngineWeights:
         restored_tags = (self.occupation.released or TAGS) if tags is None else tags
         with self.occupation.changing("restore", "released", "resident", restored_tags):
             await self._bare_order("/resume_memory_occupation", {"tags": list(restored_tags)})
-
-    # --- the broadcast group
 
     async def open_group(
         self, address: str, port: int, name: str, backend: str, *, first_rank: int, size: int
@@ -345,8 +339,6 @@ class EngineWeights:
         await self.client.control_json(
             "/destroy_weights_update_group", {"group_name": name}, timeout_s=_LEAVE_S
         )
-
-    # --- weights
 
     async def begin(self) -> None:
         """Open an update session, after closing a session that a failed update left open."""
@@ -413,8 +405,6 @@ class EngineWeights:
                     f"that are not the run's ({', '.join(extra_names[:2])})"
                 )
 
-    # --- LoRA adapters, loaded and dropped by name while the engine serves the frozen model
-
     async def load_adapter(self, name: str, folder: str) -> dict[str, str]:
         """Make the engine load the adapter in ``folder``, in PEFT's format, as ``name``.
 
@@ -442,8 +432,6 @@ class EngineWeights:
         models = await self.client.get_json("/v1/models")
         with self._reading("/v1/models"):
             return [model["id"] for model in models["data"] if model["parent"] is not None]
-
-    # --- the bytes of a bucket, and their checksums
 
     def inputs(self, name: str) -> list[str]:
         """Return the names under which a Hugging Face tensor must be sent to the engine."""
@@ -522,6 +510,3 @@ def fused_module(module: str) -> tuple[str, int]:
         if leaf in members:
             return f"{parent}.{fused}", members.index(leaf)
     return module, 0
-
-
-# --- buckets in shared memory: an engine on the same host receives a handle of the memory instead of the bytes

@@ -88,10 +88,10 @@ class LocalParameter:
 def hf_tensors(shape: ModelShape) -> dict[str, Dims]:
     """Every tensor of the Hugging Face checkpoint, in model order. Tied embeddings: no ``lm_head.weight``."""
     family, sizes = family_of(shape), shape.sizes()
-    output = [] if shape.tied_embeddings else [_Row(family.output)]
+    output = [] if shape.tied_embeddings else [_MappingRow(family.output)]
     layers = _layer_rows(family, range(shape.num_layers), range(shape.num_experts))
     tensors: dict[str, Dims] = {}
-    for row in (_Row(family.embedding), *layers, _Row(family.final_norm), *output):
+    for row in (_MappingRow(family.embedding), *layers, _MappingRow(family.final_norm), *output):
         for source in row.rule.sources:
             name = source.name.format(layer=row.layer, expert=row.expert)
             tensors[name] = tuple(sizes[d] for d in source.dims)
@@ -169,7 +169,7 @@ def shard_of(
     return split(dims, shape, rank, size)
 
 
-class _Row(NamedTuple):
+class _MappingRow(NamedTuple):
     """A table row for one layer and expert. These numbers are 0 for rows outside of layers or experts."""
 
     rule: Rule
@@ -181,46 +181,48 @@ class _Row(NamedTuple):
     local_expert: int = 0
 
 
-def _layer_rows(family: Family, layers: range, experts: range) -> Iterator[_Row]:
+def _layer_rows(family: Family, layers: range, experts: range) -> Iterator[_MappingRow]:
     for local_layer, layer in enumerate(layers):
         for rule in family.layer:
-            yield _Row(rule, layer=layer, local_layer=local_layer)
+            yield _MappingRow(rule, layer=layer, local_layer=local_layer)
         for local_expert, expert in enumerate(experts):
             for rule in family.expert:
-                yield _Row(rule, True, False, layer, local_layer, expert, local_expert)
+                yield _MappingRow(rule, True, False, layer, local_layer, expert, local_expert)
 
 
 def _chunk_rows(
     shape: ModelShape, layout: Layout, coordinates: RankCoordinates, chunk: int
-) -> Iterator[_Row]:
+) -> Iterator[_MappingRow]:
     family = family_of(shape)
     is_first = chunk == 0 and coordinates.pp == 0
     is_last = chunk == layout.chunks - 1 and coordinates.pp == layout.pipeline - 1
     if is_first:
-        yield _Row(family.embedding)
+        yield _MappingRow(family.embedding)
     layers = local_layers(shape, layout, coordinates.pp, chunk)
     yield from _layer_rows(family, layers, experts_of(shape, coordinates.ep, layout.expert))
     if is_last:
-        yield _Row(family.final_norm)
+        yield _MappingRow(family.final_norm)
         if not shape.tied_embeddings:
-            yield _Row(family.output)
+            yield _MappingRow(family.output)
         elif not is_first:
             # The last stage holds a copy of the embedding. The first stage saves and sends it.
             tied = replace(family.embedding, megatron=family.output.megatron)
-            yield _Row(tied, is_tied_copy=True)
+            yield _MappingRow(tied, is_tied_copy=True)
 
 
-def _engine_rows(shape: ModelShape, engine: EngineLayout, ep_rank: int) -> Iterator[_Row]:
+def _engine_rows(shape: ModelShape, engine: EngineLayout, ep_rank: int) -> Iterator[_MappingRow]:
     family = family_of(shape)
-    yield _Row(family.embedding)
+    yield _MappingRow(family.embedding)
     experts = experts_of(shape, ep_rank, engine.expert)
     yield from _layer_rows(family, range(shape.num_layers), experts)
-    yield _Row(family.final_norm)
+    yield _MappingRow(family.final_norm)
     if not shape.tied_embeddings:
-        yield _Row(family.output)
+        yield _MappingRow(family.output)
     elif family.engine_keeps_output:
         output = family.output
-        yield _Row(replace(output, sources=family.embedding.sources, engine=output.in_engine))
+        yield _MappingRow(
+            replace(output, sources=family.embedding.sources, engine=output.in_engine)
+        )
 
 
 def _trainer_parameters(
@@ -244,7 +246,7 @@ def _trainer_parameters(
 
 def _parameter(
     shape: ModelShape,
-    row: _Row,
+    row: _MappingRow,
     name: str,
     split: Split,
     part: tuple[int, int],

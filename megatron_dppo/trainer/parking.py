@@ -117,7 +117,7 @@ class Parker:
         self, tensors_by_part: Callable[[], Mapping[TrainerPart, Sequence[Tensor]]]
     ) -> None:
         self._tensors_by_part = tensors_by_part
-        self._copies = {part: _HostCopy() for part in COPIED_PARTS}
+        self._copies = {part: _ParkedCopy() for part in COPIED_PARTS}
         self._parked_storages: dict[TrainerPart, list[_Storage]] = {}
 
     @property
@@ -207,7 +207,7 @@ class _Storage:
         return torch.empty(0, dtype=torch.uint8, device=self.bytes.device).set_(self.bytes)
 
 
-class _HostCopy:
+class _ParkedCopy:
     """A copy of one part's storages in one host buffer, which is allocated again only if their sizes change."""
 
     def __init__(self) -> None:

@@ -303,9 +303,6 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-# Triton's interpreter, in which the tests run these, cuts float32 off to bfloat16 where compiled code rounds to nearest
-# (``cvt.rn.bf16``): its bfloat16 gradients err by more than twice what a GPU's do.
-
 LANES = 512
 """Lanes of a row in the forward kernel, which is fastest on an H100 with 512 (docs/evidence/gpu_first_day.md)."""
 VECTOR_BYTES = 16
@@ -317,7 +314,11 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonBackend:
-    """See ``Backend``."""
+    """The backend of GPUs, in Triton; see ``Backend``.
+
+    Triton's interpreter, in which the tests run the kernels, truncates float32 to bfloat16, where compiled code rounds
+    to nearest (``cvt.rn.bf16``): the errors of its bfloat16 gradients are more than twice those on a GPU.
+    """
 
     def unavailable(self, logits: Tensor) -> str | None:
         """No Triton, float64 logits, or a CPU without the interpreter."""

@@ -146,8 +146,6 @@ class AdapterUpdater(transaction.WeightUpdater):
         self._previous_version = version
         return report
 
-    # --- the transaction's parts
-
     def _begin(self, phases: transaction.Phases, version: int, title: str) -> float:
         self._name = adapter_name(version)
         if isinstance(self._strategy, AdapterStrategy):

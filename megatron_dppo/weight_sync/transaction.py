@@ -367,8 +367,6 @@ class WeightUpdater:
             self._engines.close()
         self._strategy = self._engines = None
 
-    # --- the transaction's parts
-
     def _begin(self, phases: Phases, version: int, title: str) -> float:
         """Pause the engines and open the transfer on every rank. Returns the time at which the engines had paused."""
         busy_urls = self._on_rank_0(phases, "drain", self._pause)
@@ -473,8 +471,6 @@ class WeightUpdater:
         # Engines are paused with an unverified version until the canary: they need no quarantine.
         if any(phase in phases.seconds for phase in _GENERATING_PHASES):
             self._engines.quarantine(f"{UNVERIFIED_VERSION}{version}")
-
-    # --- roles of ranks
 
     @property
     def _is_rank_0(self) -> bool:

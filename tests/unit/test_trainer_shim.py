@@ -65,7 +65,7 @@ def worker() -> dict[str, bool]:
         "a library that asks for a driver is left out": not attention.HAVE_FMLA,
         "a library that compares NCCL's files is left out": not fused_a2a.HAVE_DEEP_EP,
         "nothing is compiled": jit_fuser is noop_decorator,
-        "modules come from the loader": type(moe_utils.__loader__) is megatron_shim._Loader,
+        "modules come from the loader": type(moe_utils.__loader__) is megatron_shim._ShimLoader,
         "the device is the CPU": torch.cuda.current_device() == torch.device("cpu"),
         "tensors stay": torch.zeros(1).cuda().device.type == "cpu",
         "a fork leaves the default stream": torch.equal(before, outside),

@@ -135,9 +135,6 @@ class TokenEvidence:
         )
 
 
-# --- sides
-
-
 def engine_side(batch: Sequence[Trajectory]) -> Side | None:
     """Return the engine's side: mu of the responses that one weight version sampled, the most frequent such version.
 
@@ -171,9 +168,6 @@ def trainer_side(batch: Sequence[Trajectory], step: int, mini_batch: int) -> Sid
 def _columns(batch: Sequence[Trajectory], indices: Sequence[int], name: str) -> tuple[Tensor, ...]:
     # Convert to float64: the differences to measure are as small as float32's rounding.
     return tuple(torch.from_numpy(batch[i].column(name).astype(np.float64)) for i in indices)
-
-
-# --- judgement
 
 
 def scores(

@@ -47,7 +47,7 @@ class SavedPeak:
             self.live -= self._bytes.pop(key)
 
 
-class _Saved:
+class _SavedTensor:
     def __init__(self, tensor: Tensor) -> None:
         # An output that held itself would never be freed.
         self.tensor = tensor.detach()
@@ -58,8 +58,8 @@ def saved_for_backward(ignored: Iterable[Tensor]) -> Iterator[SavedPeak]:
     """Count what is saved within, but for storages of ``ignored`` (the weights)."""
     peak, ignored_storages = SavedPeak(), {t.untyped_storage()._cdata for t in ignored}
 
-    def pack(tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor)
+    def pack(tensor: Tensor) -> _SavedTensor:
+        saved = _SavedTensor(tensor)
         if tensor.untyped_storage()._cdata not in ignored_storages:
             weakref.finalize(saved, peak.drop, peak.add(tensor))
         return saved

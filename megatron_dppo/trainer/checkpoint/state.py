@@ -106,7 +106,7 @@ def _counted_groups(part: MegatronOptimizer) -> list[dict[str, Any]]:
     return [group for group in part.optimizer.param_groups if group["params"]]
 
 
-class _Shard(NamedTuple):
+class _OptimizerShard(NamedTuple):
     """The part of one parameter that one optimizer on this rank updates.
 
     ``main``: the tensor that the optimizer updates: the parameter, its fp32 copy, or (distributed optimizer) a
@@ -123,32 +123,32 @@ def _parts(optimizer: ChainedOptimizer) -> list[MegatronOptimizer]:
     return [p for p in optimizer.chained_optimizers if not getattr(p, "is_stub_optimizer", False)]
 
 
-def _shards_fp32(part: FP32Optimizer) -> Iterator[_Shard]:
+def _shards_fp32(part: FP32Optimizer) -> Iterator[_OptimizerShard]:
     for group in part.optimizer.param_groups:
-        yield from (_Shard(p, p) for p in group["params"])
+        yield from (_OptimizerShard(p, p) for p in group["params"])
 
 
-def _shards_float16(part: Float16OptimizerWithFloat16Params) -> Iterator[_Shard]:
+def _shards_float16(part: Float16OptimizerWithFloat16Params) -> Iterator[_OptimizerShard]:
     for group, main_group in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-        yield from (_Shard(p, main) for p, main in zip(group, main_group, strict=True))
+        yield from (_OptimizerShard(p, main) for p, main in zip(group, main_group, strict=True))
     for group in part.fp32_from_fp32_groups:
-        yield from (_Shard(p, p) for p in group)
+        yield from (_OptimizerShard(p, p) for p in group)
 
 
-def _shards_distributed(part: DistributedOptimizer) -> Iterator[_Shard]:
+def _shards_distributed(part: DistributedOptimizer) -> Iterator[_OptimizerShard]:
     for p, (group, order) in part.model_param_group_index_map.items():
         main = part.optimizer.param_groups[group]["params"][order]
-        yield _Shard(p, main, part._get_model_param_range_map(p)["param"].start)
+        yield _OptimizerShard(p, main, part._get_model_param_range_map(p)["param"].start)
 
 
-_SHARDS_OF: dict[type[MegatronOptimizer], Callable[[Any], Iterator[_Shard]]] = {
+_SHARDS_OF: dict[type[MegatronOptimizer], Callable[[Any], Iterator[_OptimizerShard]]] = {
     FP32Optimizer: _shards_fp32,
     Float16OptimizerWithFloat16Params: _shards_float16,
     DistributedOptimizer: _shards_distributed,
 }
 
 
-def _shards(part: MegatronOptimizer) -> Iterator[_Shard]:
+def _shards(part: MegatronOptimizer) -> Iterator[_OptimizerShard]:
     return _SHARDS_OF[type(part)](part)
 
 

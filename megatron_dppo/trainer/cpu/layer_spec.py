@@ -3,6 +3,9 @@
 So checkpoints, conversion and weight updates use the same code on CPU and GPU. All classes are
 Megatron-Core's own (TransformerLayer, SelfAttention, MLP, MoELayer, TEGroupedMLP, tensor-parallel
 linears) except the four modules here and TorchAttention.
+
+Legend of attention: T packed tokens, S sequences, H query heads and G key/value heads of this rank, D head size,
+C context-parallel ranks, each of which has t = T / C tokens.
 """
 
 from __future__ import annotations
@@ -51,11 +54,8 @@ from megatron_dppo.model.layout import LayoutFault, LayoutSizes
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer.context_parallel import gathered_rows
 
-# Attention. T packed tokens, S sequences, H query heads and G key/value heads of this rank, D head size,
-# C context-parallel ranks, each of which has t = T / C tokens.
-
-# Tokens; shorter sequences share one batch, however much padded: a call costs more than padding.
 _SHORT = 32
+"""Tokens; shorter sequences share one batch in spite of the padding: a call costs more than padding."""
 
 
 class PaddedBatch(NamedTuple):

@@ -40,7 +40,7 @@ def _on_cpu(constant: Any) -> Any:
     return _LITERALS.get(constant, constant) if isinstance(constant, str) else constant
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
+class _ShimLoader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType | None:
         return _on_cpu(super().get_code(fullname))
 
@@ -62,7 +62,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+            spec.loader = _ShimLoader(spec.loader.name, spec.loader.path)
         return spec
 
 
