@@ -111,7 +111,9 @@ def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) ->
         if any(first_norm in name for name in reference.tensors):
             name = f"{first_norm} and {second_norm} exchanged"
             add_cause(
-                "weights", name, partial(Reference.exchanged, first=first_norm, second=second_norm)
+                "weights",
+                name,
+                partial(Reference.exchanged, first_module=first_norm, second_module=second_norm),
             )
     for n in _ranks(run, reference):
         name = f"each of {n} ranks has the experts of the next"
