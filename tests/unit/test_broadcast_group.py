@@ -28,7 +28,7 @@ from megatron_dppo.engine.broadcast_group import (
     wait_for_bytes,
 )
 from megatron_dppo.system.network import listening_store
-from megatron_dppo.weight_sync import strategies
+from megatron_dppo.weight_sync import broadcast_group as weight_groups
 from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup, call_off
 
 ENGINE = """
@@ -73,7 +73,7 @@ def joined(monkeypatch):
 
     def join(limit_s: float = 90.0) -> tuple[BroadcastGroup, subprocess.Popen[str]]:
         name = new_name(timedelta(seconds=limit_s))
-        monkeypatch.setattr(strategies, "new_name", lambda limit: name)
+        monkeypatch.setattr(weight_groups, "new_name", lambda limit: name)
         group = BroadcastGroup(ranks=1, address="127.0.0.1", device="cpu", timeout_s=60.0)
         groups.append(group)
         words = [group.address, str(group.port), group.name]
@@ -122,7 +122,9 @@ def test_an_abort_tells_the_engines_before_it_breaks_the_group(monkeypatch):
     group = BroadcastGroup.__new__(BroadcastGroup)
     group._store = SimpleNamespace(set=lambda key, value: seen.append(key))
     group._group = SimpleNamespace(abort=lambda: seen.append("abort"))
-    monkeypatch.setattr(strategies.dist, "destroy_process_group", lambda group: seen.append("left"))
+    monkeypatch.setattr(
+        weight_groups.dist, "destroy_process_group", lambda group: seen.append("left")
+    )
     group.abort()
     assert seen == [CALLED_OFF, "abort", "left"]
 
@@ -140,7 +142,7 @@ def test_an_nccl_group_is_made_with_an_error_mode_that_ends_no_process(monkeypat
         return SimpleNamespace(abort=lambda: None), None
 
     monkeypatch.setattr(c10d, "_new_process_group_helper", construct)
-    monkeypatch.setattr(strategies.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
+    monkeypatch.setattr(weight_groups.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
     monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_group_ranks={}))
     group = BroadcastGroup.__new__(BroadcastGroup)
     group.backend, group.address, group.name = "nccl", "127.0.0.1", "weights"
