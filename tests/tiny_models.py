@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -90,6 +92,11 @@ def save_tiny_model(
     }
     builders = {
         "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**head, **moe}),
+        "qwen2_moe": (
+            Qwen2MoeConfig,
+            Qwen2MoeForCausalLM,
+            {**moe, "norm_topk_prob": False, "shared_expert_intermediate_size": hidden},
+        ),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM, head),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
         "llama": (LlamaConfig, LlamaForCausalLM, head),
@@ -110,7 +117,7 @@ def save_tiny_model(
     model = model_class(config_class(**{**common, **rope, **extra, **overrides}))
     with torch.no_grad():
         for name, p in model.named_parameters():
-            scale = 0.2 if "mlp.gate." in name else 0.08
+            scale = 0.2 if "mlp.gate." in name or "shared_expert_gate" in name else 0.08
             p.copy_(
                 1 + 0.1 * torch.randn_like(p) if "norm" in name else torch.randn_like(p) * scale
             )

@@ -257,6 +257,8 @@ def _extra_states(shape: ModelShape) -> Iterable[str]:
         # Only Transformer Engine's modules have an extra state.
         if "router" in module or module in ("embedding.word_embeddings", "output_layer"):
             continue
+        if p.name.endswith(".shared_experts.gate_weight"):
+            continue
         if shape.norms_all_heads and module.endswith(("q_layernorm", "k_layernorm")):
             continue
         modules = [module]

@@ -68,21 +68,29 @@ class Adapters:
 def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
     """Group -> the last names of its matrices in the family's checkpoints, without groups that the model lacks."""
     family = family_of(shape)
-    linears = [rule for rule in family.layer if _is_linear(rule)]
-    groups = {
-        ATTENTION: [r for r in linears if ".self_attention." in r.megatron],
-        MLP: [r for r in linears if ".self_attention." not in r.megatron],
-        EXPERTS: list(family.expert) if shape.is_moe else [],
-        HEAD: [] if shape.tied_embeddings else [family.output],
-    }
-    names: dict[str, tuple[str, ...]] = {}
-    for group, rules in groups.items():
-        members: list[str] = []
-        for rule in rules:
-            members += [_last_name(source) for source in rule.sources]
-        if members:
-            names[group] = tuple(members)
-    return names
+    groups: dict[str, list[Rule]] = {ATTENTION: [], MLP: [], EXPERTS: [], HEAD: []}
+    for rule in family.layer:
+        if _is_linear(rule):
+            groups[_group_of(rule)].append(rule)
+    if shape.is_moe:
+        groups[EXPERTS] += family.expert
+    if not shape.tied_embeddings:
+        groups[HEAD].append(family.output)
+    return {group: _last_names(rules) for group, rules in groups.items() if rules}
+
+
+def _group_of(rule: Rule) -> str:
+    if ".self_attention." in rule.megatron:
+        return ATTENTION
+    # The matrices of a shared expert have the last names of the other experts' matrices.
+    return EXPERTS if ".shared_experts." in rule.megatron else MLP
+
+
+def _last_names(rules: Sequence[Rule]) -> tuple[str, ...]:
+    names: list[str] = []
+    for rule in rules:
+        names += [_last_name(source) for source in rule.sources]
+    return tuple(dict.fromkeys(names))
 
 
 def resolve_modules(names: Sequence[str], shape: ModelShape) -> tuple[str, ...]:

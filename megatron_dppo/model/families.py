@@ -322,6 +322,29 @@ def expert_mlp(
     )
 
 
+def shared_expert(block: str = "mlp.shared_expert") -> tuple[Rule, ...]:
+    """The gated MLP that every token passes beside its experts; ``block``: what the family calls it."""
+    return (
+        layer_rule(
+            "mlp.shared_experts.linear_fc1.weight",
+            layout.column_parallel,
+            (f"{block}.gate_proj.weight", ("shared_ffn", "hidden")),
+            (f"{block}.up_proj.weight", ("shared_ffn", "hidden")),
+            engine=(f"{block}.gate_up_proj.weight", layout.column_parallel),
+        ),
+        layer_rule(
+            "mlp.shared_experts.linear_fc2.weight",
+            layout.row_parallel,
+            (f"{block}.down_proj.weight", ("hidden", "shared_ffn")),
+        ),
+    )
+
+
+SHARED_EXPERT_GATE = layer_rule(
+    "mlp.shared_experts.gate_weight",
+    layout.replicated,
+    ("mlp.shared_expert_gate.weight", ("one", "hidden")),
+)
 QKV_BIAS = qkv("bias")
 QK_NORM = (
     norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head"),
@@ -574,6 +597,31 @@ def read_qwen3_moe(facts: ConfigFacts) -> ModelShape:
         experts_per_token=facts.positive("num_experts_per_tok"),
         moe_ffn_hidden_size=facts.positive("moe_intermediate_size"),
         norm_topk_prob=facts.flag("norm_topk_prob", False),
+    )
+
+
+@declares(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    layer=(*ATTENTION, QKV_BIAS, *moe_router(), *shared_expert(), SHARED_EXPERT_GATE),
+    expert=expert_mlp(),
+    megatron={"moe_router_score_function": "softmax"},
+    engine_keeps_output=True,
+)
+def read_qwen2_moe(facts: ConfigFacts) -> ModelShape:
+    """Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): biases on Q, K and V, a gated shared expert in every layer."""
+    facts.require("qkv_bias", True, True)
+    facts.ignore("attention_bias")
+    return read_decoder_shape(
+        facts,
+        "qwen2_moe",
+        key_value_heads_default=16,
+        num_experts=facts.positive("num_experts", "num_local_experts"),
+        experts_per_token=facts.positive("num_experts_per_tok"),
+        moe_ffn_hidden_size=facts.positive("moe_intermediate_size"),
+        norm_topk_prob=facts.flag("norm_topk_prob", False),
+        shared_ffn_hidden_size=facts.positive("shared_expert_intermediate_size"),
+        gates_shared_expert=True,
     )
 
 

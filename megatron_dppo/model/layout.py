@@ -321,6 +321,10 @@ def _expert_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFaul
     if width % sizes.expert_tensor_size:
         expected = f"a divisor of the experts' MLP size {width}"
         yield LayoutFault("expert_tensor", sizes.expert_tensor_size, expected)
+    if shape.shared_ffn_hidden_size % sizes.tensor:
+        yield _divisor(
+            "tensor", sizes.tensor, f"shared expert's MLP size {shape.shared_ffn_hidden_size}"
+        )
 
 
 def _training_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
@@ -362,6 +366,10 @@ def check_engine_sizes(shape: ModelShape, engine: EngineLayout) -> None:
         checks += [
             (experts % engine.expert == 0, f"{experts} experts into expert {engine.expert}"),
             (width % engine.expert_tensor == 0, f"expert width {width} into {engine.expert_tensor} ranks"),
+            (
+                shape.shared_ffn_hidden_size % tensor == 0,
+                f"shared expert's width {shape.shared_ffn_hidden_size} into tensor {tensor}",
+            ),
         ]  # fmt: skip
     else:
         width = shape.ffn_hidden_size

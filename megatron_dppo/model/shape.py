@@ -41,7 +41,9 @@ class ModelShape:
 
     ``dtype`` is the type of the weights in config.json: "float32", "bfloat16" or "float16". With ``norm_topk_prob`` the
     router's top-k probabilities are renormalised to sum to 1. With ``norms_all_heads`` the norms of queries and of keys
-    span all heads together, instead of each head.
+    span all heads together, instead of each head. ``shared_ffn_hidden_size`` is the width of the MLP that every token
+    passes beside its experts, 0 for none. With ``gates_shared_expert`` its output is multiplied by the sigmoid of a
+    product of the token's hidden state and a weight.
     """
 
     family: str
@@ -63,6 +65,8 @@ class ModelShape:
     moe_ffn_hidden_size: int = 0
     norm_topk_prob: bool = True
     norms_all_heads: bool = False
+    shared_ffn_hidden_size: int = 0
+    gates_shared_expert: bool = False
 
     @property
     def is_moe(self) -> bool:
@@ -85,6 +89,8 @@ class ModelShape:
             "ffn": self.ffn_hidden_size,
             "experts": self.num_experts,
             "expert_ffn": self.moe_ffn_hidden_size,
+            "shared_ffn": self.shared_ffn_hidden_size,
+            "one": 1,
         }
 
 
@@ -118,13 +124,16 @@ def active_parameters(shape: ModelShape) -> int:
     """Number of weights that multiply one token. With h the hidden size, q and kv the widths of all query and of
     all key heads, f the width of an MLP, L the layers and V the vocabulary
 
-        L * (h(2q + 2kv) + mlp) + hV,   mlp = 3hf  or  3hf * (experts a token) + h * experts
+        L * (h(2q + 2kv) + mlp) + hV,   mlp = 3hf  or  3hf * (experts a token) + h * experts + 3hs + hg
+
+    s is the width of the shared expert, and g is 1 where its output is gated.
     """
     sizes, hidden = shape.sizes(), shape.hidden_size
     attention = hidden * (2 * sizes["query"] + 2 * sizes["kv"])
     if shape.is_moe:
         mlp = 3 * hidden * shape.moe_ffn_hidden_size * shape.experts_per_token
         mlp += hidden * shape.num_experts
+        mlp += 3 * hidden * shape.shared_ffn_hidden_size + hidden * shape.gates_shared_expert
     else:
         mlp = 3 * hidden * shape.ffn_hidden_size
     # Count the output layer, but not the embedding, which is looked up.

@@ -101,6 +101,8 @@ def _moe_options(shape: ModelShape, *, replay: bool) -> dict[str, Any]:
         "num_moe_experts": shape.num_experts,
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": shape.gates_shared_expert,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         # A softmax over the chosen logits equals the softmax over all, renormalised on the chosen.

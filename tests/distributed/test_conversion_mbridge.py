@@ -27,6 +27,7 @@ CASES: dict[str, Case] = {
             {"pipeline": 2, "virtual_pipeline": 2},
         ],
     ),
+    "qwen2_moe": ("qwen2_moe", {"layers": 4}, [{"tensor": 2, "expert": 2}, {"pipeline": 2}]),
     "qwen3": ("qwen3", {}, DENSE),
     "qwen2": ("qwen2", {}, DENSE),
     "llama": ("llama", {}, DENSE),

@@ -29,6 +29,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"layers": 4}),
     "qwen3_moe without renormalisation": ("qwen3_moe", {"norm_topk_prob": False}),
     "olmoe": ("olmoe", {"layers": 4}),
+    "qwen2_moe": ("qwen2_moe", {"layers": 4}),
     "qwen3": ("qwen3", {}),
     "qwen3 tied": ("qwen3", {"tied": True}),
     "qwen2": ("qwen2", {}),
@@ -53,7 +54,7 @@ def sequences() -> list[list[int]]:
 
 def layouts_of(case: str) -> dict[str, dict[str, Any]]:
     family, options = FAMILIES[case]
-    found = MOE_LAYOUTS if family in ("qwen3_moe", "olmoe") else DENSE_LAYOUTS
+    found = MOE_LAYOUTS if family in ("qwen3_moe", "olmoe", "qwen2_moe") else DENSE_LAYOUTS
     deep = options.get("layers", 2) >= 4
     return {name: sizes for name, sizes in found.items() if deep or "VPP" not in name}
 

@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"layers": 4},
     "olmoe": {"layers": 4},
+    "qwen2_moe": {"layers": 2},
     "qwen2": {"layers": 2},
     "qwen3": {"layers": 2, "tied": True},
 }
@@ -27,6 +28,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
         {"pipeline": 2, "virtual_pipeline": 2},
     ],
     "olmoe": [{"tensor": 2, "expert": 2}, {"pipeline": 2, "virtual_pipeline": 2}],
+    "qwen2_moe": [{"tensor": 2, "expert": 2}, {"pipeline": 2}],
     "qwen2": [{"tensor": 2}, {"pipeline": 2}],
     "qwen3": [{"tensor": 2}, {"pipeline": 2}],
 }

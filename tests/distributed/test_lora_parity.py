@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "moe": ("qwen3_moe", {"layers": 4}, EVERYTHING),
     "replayed": ("qwen3_moe", {"layers": 4}, EVERYTHING),
     "shared": ("qwen3_moe", {"layers": 4}, {**EVERYTHING, "experts": "shared"}),
+    "shared expert": ("qwen2_moe", {"layers": 2}, EVERYTHING),
     "dense": ("qwen3", {"layers": 4, "tied": True}, EVERYTHING),
     "some": (
         "qwen2",
@@ -67,6 +68,11 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "shared EP2": ("shared", {"expert": 2}, {}),
     "R3 EP2 recompute full": ("replayed", {"expert": 2}, {"recompute": "full"}),
     "R3 PP2 VPP2": ("replayed", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "shared expert TP2 EP2": (
+        "shared expert",
+        {"tensor": 2, "expert": 2, "expert_tensor": 1},
+        {},
+    ),
     "dense TP2": ("dense", {"tensor": 2}, {}),
     "dense TP2 SP": ("dense", {"tensor": 2, "sequence": True}, {}),
     "dense tied PP2": ("dense", {"pipeline": 2}, {"recompute": "full"}),

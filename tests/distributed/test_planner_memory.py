@@ -41,6 +41,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "norms of all heads EP2": ("olmoe", {"expert": 2}, {}),
     "norms of all heads EP2 LoRA": ("olmoe", {"expert": 2}, {"lora": {"rank": 4}}),
+    "shared expert TP2 EP2": ("qwen2_moe", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
+    "shared expert EP2 fp32": ("qwen2_moe", {"expert": 2}, {"dtype": "float32"}),
     "EP2 LoRA": ("qwen3_moe", {"expert": 2}, {"lora": {"rank": 4}}),
     "TP2 EP2 LoRA shared router distributed optimizer": (
         "qwen3_moe",
@@ -128,6 +130,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     folder = tmp_path_factory.mktemp("models")
     save_tiny_model(folder / "qwen3_moe", "qwen3_moe", layers=LAYERS)
     save_tiny_model(folder / "olmoe", "olmoe", layers=LAYERS)
+    save_tiny_model(folder / "qwen2_moe", "qwen2_moe", layers=LAYERS)
     save_tiny_model(folder / "qwen3", "qwen3", layers=LAYERS, tied=True)
     return folder, run_ranks("tests.distributed.test_planner_memory:measure", 2, str(folder), CASES)
 

@@ -27,6 +27,7 @@ VOCABULARY = 515  # no multiple of 2: padded under tensor parallelism
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"layers": 4},
     "olmoe": {"layers": 4},
+    "qwen2_moe": {"layers": 4},
     "qwen3": {"layers": 4, "tied": True},
     "qwen2": {"layers": 2},
     "six heads": {
@@ -77,6 +78,13 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"distributed": True, "recompute": "full"},
     ),
     "norm of all heads PP2 VPP2": ("olmoe", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "shared expert TP2 ETP2": ("qwen2_moe", {"tensor": 2}, {}),
+    "shared expert TP2 EP2 recompute full, distributed optimizer": (
+        "qwen2_moe",
+        {"tensor": 2, "expert": 2},
+        {"distributed": True, "recompute": "full"},
+    ),
+    "shared expert PP2 VPP2": ("qwen2_moe", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "tied PP2": ("qwen3", {"pipeline": 2}, {}),
     "tied PP2 VPP2": ("qwen3", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "tied TP2": ("qwen3", {"tensor": 2}, {}),
@@ -96,6 +104,7 @@ CONTEXT_TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"distributed": True, "ddp": OVERLAP, "recompute": "full"},
     ),
     "CP2 EP2 norm of all heads": ("olmoe", {**CP2, "expert": 2}, {}),
+    "CP2 EP2 shared expert": ("qwen2_moe", {**CP2, "expert": 2}, {}),
     "CP2 tied": ("qwen3", CP2, {}),
     "CP2, three key-value heads": ("six heads", CP2, {}),
     "CP2 llama3 rope": ("llama", CP2, {}),

@@ -30,7 +30,7 @@ BOUNDS = {
 """Weights' type -> bounds of mean |pi - mu|, of the share of equal routing and of the export's log-probabilities."""
 
 
-@pytest.fixture(scope="module", params=["olmoe"])
+@pytest.fixture(scope="module", params=["olmoe", "qwen2_moe"])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "coin.py").write_text(COIN)

@@ -12,6 +12,7 @@ from megatron_dppo.model.adapters import (
     adapted_linears,
     adapter_parameters,
     adapter_tensors,
+    module_groups,
     resolve_modules,
 )
 from megatron_dppo.model.families import load_model_shape
@@ -53,6 +54,18 @@ def test_tensors_of_a_model(moe):
     assert found["model.layers.3.self_attn.k_proj.lora_B"] == (2 * 16, 4)
     assert found["model.layers.0.mlp.experts.7.down_proj.lora_A"] == (4, 32)
     assert found["model.layers.0.mlp.experts.7.down_proj.lora_B"] == (64, 4)
+
+
+def test_a_shared_expert_has_adapters_of_its_own_in_the_experts_group(tmp_path):
+    shared = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64}
+    shape = load_model_shape(write_checkpoint(tmp_path, MOE | shared))
+    groups = module_groups(shape)
+    assert set(groups) == {"attention", "experts", "head"}
+    assert groups["experts"] == ("gate_proj", "up_proj", "down_proj")
+    tensors = adapter_tensors(Adapters(2, 4.0, groups["experts"]), shape)
+    assert tensors["model.layers.0.mlp.shared_expert.down_proj.lora_B"] == (64, 2)
+    assert tensors["model.layers.0.mlp.experts.7.gate_proj.lora_A"] == (2, 64)
+    assert len(tensors) == 4 * 2 * 3 * (8 + 1)
 
 
 def test_shared_by_the_experts_of_a_layer(moe):

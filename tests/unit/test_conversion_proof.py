@@ -34,6 +34,7 @@ PARAMETERS = {
     "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,
     "octothinker-3b": 3_212_749_824,
     "olmoe-1b-7b-0924-instruct": 6_919_161_856,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
 }
 
 

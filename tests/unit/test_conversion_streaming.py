@@ -198,6 +198,7 @@ def test_the_command_line(moe, tmp_path, capsys):
     [
         ("qwen3_moe", {"layers": 3}),
         ("olmoe", {}),
+        ("qwen2_moe", {}),
         ("qwen3", {"tied": True}),
         ("qwen2", {"vocab_size": 515}),
         ("llama", {"dtype": torch.bfloat16}),

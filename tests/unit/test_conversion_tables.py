@@ -319,7 +319,8 @@ OLMOE = {
 def config_of(family: str) -> dict:
     """A whole config.json of ``family``."""
     moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    extra = {"qwen3_moe": moe, "olmoe": OLMOE}
+    shared = {"shared_expert_intermediate_size": 64}
+    extra = {"qwen3_moe": moe, "qwen2_moe": moe | shared, "olmoe": OLMOE}
     return config(model_type=family, **extra.get(family, {}))
 
 
@@ -466,7 +467,7 @@ def test_more_experts_than_a_table_can_list_are_refused(tmp_path):
         load_model_shape(written(tmp_path, config(model_type="qwen3_moe", **moe)))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -491,8 +492,10 @@ def test_more_experts_than_a_table_can_list_are_refused(tmp_path):
 )
 def test_a_config_is_read_as_transformers_reads_it(tmp_path, family, changes):
     sizes = {"num_attention_heads": 32, "num_key_value_heads": 2}
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "qwen2_moe"):
         sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    if family == "qwen2_moe":
+        sizes["shared_expert_intermediate_size"] = 64
     values = config(model_type=family, **{**sizes, **changes})
     folder = written(tmp_path, {k: v for k, v in values.items() if v is not ABSENT})
     ours, theirs = load_model_shape(folder), AutoConfig.from_pretrained(folder)

@@ -28,6 +28,7 @@ from tests.ranks import run_ranks
 
 
 def model_shape(family: str = "qwen3_moe", *, tied: bool = False, vocab: int = 100) -> ModelShape:
+    shared = {"shared_ffn_hidden_size": 4, "gates_shared_expert": True}
     moe = {"num_experts": 3, "experts_per_token": 2, "moe_ffn_hidden_size": 4}
     return ModelShape(
         family=family,
@@ -45,6 +46,7 @@ def model_shape(family: str = "qwen3_moe", *, tied: bool = False, vocab: int = 1
         max_position_embeddings=64,
         dtype="float32",
         **({} if family == "qwen2" else moe),
+        **(shared if family == "qwen2_moe" else {}),
     )
 
 
@@ -88,12 +90,22 @@ QWEN2_TIED_NAMES = {
 }
 
 
+QWEN2_MOE_NAMES = {
+    *(name for name in MOE_NAMES if "q_norm" not in name and "k_norm" not in name),
+    "model.layers.0.self_attn.qkv_proj.bias",
+    "model.layers.0.mlp.shared_expert.gate_up_proj.weight",
+    "model.layers.0.mlp.shared_expert.down_proj.weight",
+    "model.layers.0.mlp.shared_expert_gate.weight",
+}
+
+
 @pytest.mark.parametrize(
     ("family", "tied", "names"),
     [
         ("qwen3_moe", False, MOE_NAMES),
         ("qwen3_moe", True, MOE_NAMES),
         ("olmoe", False, MOE_NAMES),
+        ("qwen2_moe", False, QWEN2_MOE_NAMES),
         ("qwen2", True, QWEN2_TIED_NAMES),
     ],
 )

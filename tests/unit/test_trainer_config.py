@@ -102,6 +102,14 @@ def test_qwen2_has_biases_and_no_qk_norm() -> None:
     assert t.num_moe_experts is None
 
 
+def test_a_shared_expert_has_its_width_and_its_gate() -> None:
+    shared = {"shared_ffn_hidden_size": 96, "gates_shared_expert": True}
+    t = built(replace(MOE, family="qwen2_moe", **shared), {})
+    assert (t.moe_shared_expert_intermediate_size, t.moe_shared_expert_gate) == (96, True)
+    assert t.add_qkv_bias
+    assert built(MOE, {}).moe_shared_expert_intermediate_size is None
+
+
 def test_norms_of_all_heads_are_no_qk_norm_of_megatron() -> None:
     """With its flag on, Megatron-Core sums the gradients of different ranks' weights."""
     assert not built(replace(MOE, family="olmoe", norms_all_heads=True), {}).qk_layernorm

@@ -33,6 +33,8 @@ class LocalSizes:
     heads: float
     ffn: float
     expert_ffn: float
+    shared_ffn: float
+    gates_shared_expert: bool
     head_dim: int
     qk_norm: bool
     norms_all_heads: bool
@@ -58,6 +60,8 @@ class LocalSizes:
             heads=shape.num_attention_heads / tensor,
             ffn=shape.ffn_hidden_size / tensor,
             expert_ffn=shape.moe_ffn_hidden_size / layout.expert_tensor,
+            shared_ffn=shape.shared_ffn_hidden_size / tensor,
+            gates_shared_expert=shape.gates_shared_expert,
             head_dim=shape.head_dim,
             qk_norm=qk_norm,
             norms_all_heads=shape.norms_all_heads,
@@ -123,6 +127,7 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
     if is_moe:
         recomputed = s.assignments * s.expert_ffn * s.item + s.hidden * s.item * s.rows
         mlp = s.assignments * ((s.hidden + 3 * s.expert_ffn) * s.item + _FLOAT)
+        mlp += 3 * s.shared_ffn * s.item + _gate(s)
     return LayerBytes(
         input=s.hidden * s.rows * s.item,
         norms=2 * norm,
@@ -162,6 +167,7 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
     mlp = 5 * s.ffn * s.item
     if is_moe:
         mlp = s.assignments * ((s.hidden + 6 * s.expert_ffn) * s.item + _FLOAT + _INDEX)
+        mlp += 5 * s.shared_ffn * s.item + _gate(s)
     return LayerBytes(
         input=s.hidden * s.rows * s.item,
         norms=2 * norm,
@@ -171,6 +177,11 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
         router=_router(s, row_id_map=0) if is_moe else 0.0,
         recomputed=core - (qk_size * s.item + fused_projection),
     )
+
+
+def _gate(s: LocalSizes) -> float:
+    """Return the bytes that the gate of a shared expert keeps for each token: its input, the sigmoid of its output."""
+    return (s.hidden + 2) * s.item * s.rows if s.gates_shared_expert else 0.0
 
 
 def _router(s: LocalSizes, row_id_map: float) -> float:
@@ -237,7 +248,8 @@ def _is_attention(linear: AdaptedLinear) -> bool:
 
 def _has_norm(linear: AdaptedLinear) -> bool:
     """Return whether the linear is fused with the norm before it: column-parallel linears, except those of experts."""
-    return linear.axis == 0 and not linear.of_experts
+    is_shared_expert = ".shared_experts." in linear.path
+    return linear.axis == 0 and not linear.of_experts and not is_shared_expert
 
 
 BUSIEST_RANK = 1.25

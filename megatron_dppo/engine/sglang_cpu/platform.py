@@ -16,6 +16,7 @@ from megatron_dppo.engine.sglang_cpu import (
     pageable_memory,
     received_buckets,
     sampling,
+    shared_expert,
 )
 from megatron_dppo.tensor_hash import tiled_hash
 
@@ -55,6 +56,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def init_backend(self) -> None:
         """Put functions in place of SGLang's that need a device or sgl_kernel, or are slow on a CPU."""
+        from sglang.kernels.ops.elementwise import elementwise
         from sglang.srt import batch_invariant_ops
         from sglang.srt.layers import sampler
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
@@ -67,6 +69,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         weight_checker._hash_tensor = tiled_hash
         FlattenedTensorBucket.empty = received_buckets.ReceivedBuckets(FlattenedTensorBucket.empty)
         batch_invariant_ops.enable_batch_invariant_mode = matrix_products.enable
+        elementwise.fused_gate_sigmoid_mul_add = shared_expert.add_gated_shared_expert
         sampler.multinomial_with_seed = sampling.multinomial_with_seed
         sampler.top_k_top_p_min_p_sampling_from_probs_torch = sampling.FilteredSampling(
             sampler.top_k_top_p_min_p_sampling_from_probs_torch
