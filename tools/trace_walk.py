@@ -4,8 +4,8 @@
 
 The run is ``megatron-dppo train`` on a random tiny model. Every process of the run records the functions of the package
 that it enters (``tools/trace/sitecustomize.py``). A walk is what rank 0 and the processes it calls enter while a
-function of rank 0 is active in the last step. The files of ``system/``, ``config/`` and ``logging.py`` are left out:
-they hold helpers that any part of the package calls.
+function of rank 0 is active in the last step. A file is in the first walk that enters it. The files of ``system/``,
+``config/`` and ``logging.py``, which any part of the package calls, and the stand-ins for GPUs are left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.integration.runs import write_material  # noqa: E402
 
 STORED = ROOT / "docs" / "evidence" / "walks.yaml"
 TRACE_FOLDER = ROOT / "tools" / "trace"
-HELPERS = ("system/", "config/", "logging.py", "__init__.py")
+HELPERS = ("system/", "config/", "trainer/cpu/", "engine/sglang_cpu/", "logging.py", "__init__.py")
 SUPERVISOR = "supervisor"
 RANK_0 = "rank 0"
 
@@ -60,15 +60,15 @@ WALKS = (
         EVERY_PROCESS,
     ),
     Walk(
-        "A batch becomes an optimiser step",
-        "loop/learning.py Learner.plan",
-        "loop/learning.py Learner.learn",
-        frozenset({RANK_0}),
-    ),
-    Walk(
         "A micro-batch becomes a loss",
         "trainer/step.py forward_backward",
         "trainer/step.py forward_backward",
+        frozenset({RANK_0}),
+    ),
+    Walk(
+        "A batch becomes an optimiser step",
+        "loop/learning.py Learner.plan",
+        "loop/learning.py Learner.learn",
         frozenset({RANK_0}),
     ),
     Walk(
@@ -113,10 +113,10 @@ def read_entries(folder: Path) -> list[Entry]:
     """The entries of all processes, in order of time."""
     entries: list[Entry] = []
     for path in folder.glob("*.txt"):
-        kind = ""
-        for line in path.read_text(encoding="utf-8").splitlines():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        kind = kind_of([line for line in lines if line.startswith("# ")][-1])
+        for line in lines:
             if line.startswith("# "):
-                kind = kind_of(line)
                 continue
             seconds, event, function = line.split(" ", 2)
             entries.append(Entry(float(seconds), kind, event, function))
@@ -124,10 +124,12 @@ def read_entries(folder: Path) -> list[Entry]:
 
 
 def kind_of(header: str) -> str:
-    """The kind of process that wrote a record with this first line: rank and command line."""
+    """The kind of process whose header this is: ``# RANK COMMAND LINE``."""
     _, rank, command = header.split(" ", 2)
+    if "megatron_dppo.train" in command and rank:
+        return f"rank {rank}"
     if "-m megatron_dppo.train" in command:
-        return f"rank {rank}" if rank else SUPERVISOR
+        return SUPERVISOR
     return next((kind for word, kind in _KINDS.items() if word in command), command)
 
 
@@ -136,6 +138,17 @@ def files_of(walk: Walk, entries: Sequence[Entry]) -> list[str]:
     begin, end = _last_span(walk, entries)
     inside = (entry for entry in entries if begin <= entry.seconds <= end)
     return list(dict.fromkeys(_subjects(walk, inside)))
+
+
+def all_walks(entries: Sequence[Entry]) -> dict[str, list[str]]:
+    """The files of every walk by its title, each file in the first walk that enters it."""
+    walks: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    for walk in WALKS:
+        files = [file for file in files_of(walk, entries) if file not in seen]
+        walks[walk.title] = files
+        seen.update(files)
+    return walks
 
 
 def _last_span(walk: Walk, entries: Sequence[Entry]) -> tuple[float, float]:
@@ -186,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         with tempfile.TemporaryDirectory(prefix="walk-") as folder:
             entries = trace_run(Path(folder))
-    text = yaml.safe_dump({w.title: files_of(w, entries) for w in WALKS}, sort_keys=False)
+    text = yaml.safe_dump(all_walks(entries), sort_keys=False)
     if options.write:
         write_atomically(STORED, text)
     else:

@@ -1,49 +1,81 @@
-"""docs/overview.md's walks through the files: short, of files that are there, each reached from one before it."""
+"""docs/overview.md's walks have the files that a traced training step enters; every file that the page names exists."""
 
-import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_dppo.model.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools import trace_walk  # noqa: E402
+from tools.trace_walk import Entry, Walk  # noqa: E402
+
 OVERVIEW = (ROOT / "docs" / "overview.md").read_text()
-MOST_FILES = {
-    "A prompt, file by file": 25,
-    "A token, file by file": 14,
-    "A weight update, file by file": 9,
-    "An engine's death, file by file": 10,
-    "A Slurm job, file by file": 28,
-}
+TRACED = yaml.safe_load(trace_walk.STORED.read_text())
 
 
-def files_of(section: str) -> list[Path]:
-    text = OVERVIEW.split(f"## {section}\n")[1].split("\n## ")[0]
-    return [ROOT / name for name in re.findall(r"^\d+\. `([^`]+)`", text, re.MULTILINE)]
+def files_on_page(title: str) -> list[str]:
+    text = OVERVIEW.split(f"### {title}\n")[1]
+    section = re.split(r"^#{2,3} ", text, maxsplit=1, flags=re.MULTILINE)[0]
+    return re.findall(r"^\d+\. `([^`]+)`", section, re.MULTILINE)
 
 
-@pytest.mark.parametrize("section", MOST_FILES)
-def test_the_walk_is_short_and_its_files_are_there(section):
-    files = files_of(section)
-    assert 1 < len(files) <= MOST_FILES[section]
-    assert all(path.is_file() for path in files)
+@pytest.mark.parametrize("title", [walk.title for walk in trace_walk.WALKS])
+def test_a_walk_has_the_traced_files_in_order(title):
+    assert files_on_page(title) == TRACED[title]
+    assert all((ROOT / name).is_file() for name in TRACED[title])
 
 
-@pytest.mark.parametrize("section", ["A token, file by file", "A weight update, file by file"])
-def test_each_file_of_a_walk_is_imported_by_one_before_it(section):
-    files = files_of(section)
-    for place, path in enumerate(files[1:], start=1):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        before = [name for earlier in files[:place] for name in imports(earlier)]
-        assert module in before, f"nothing before {path.name} imports it"
+def test_the_page_has_no_other_walk():
+    walks = OVERVIEW.split("## Walks\n")[1].split("\n## ")[0]
+    assert re.findall(r"^### (.*)$", walks, re.MULTILINE) == list(TRACED)
 
 
-def imports(path: Path) -> list[str]:
-    nodes = ast.walk(ast.parse(path.read_text()))
-    found = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module]
-    return [n.module for n in found] + [f"{n.module}.{a.name}" for n in found for a in n.names]
+def entry(seconds: float, process: str, event: str, function: str) -> Entry:
+    return Entry(seconds, process, event, function)
+
+
+def test_a_walk_is_of_the_last_step_and_of_its_processes():
+    walk = Walk("w", "loop/a.py A.start", "loop/a.py A.end", frozenset({"rank 0", "server"}))
+    entries = [
+        entry(1, "rank 0", "call", "loop/a.py A.start"),
+        entry(2, "rank 0", "call", "data/first_step.py f"),
+        entry(3, "rank 0", "return", "loop/a.py A.end"),
+        entry(4, "rank 0", "call", "loop/a.py A.start"),
+        entry(5, "server", "call", "engine/b.py f"),
+        entry(6, "rank 1", "call", "data/other_rank.py f"),
+        entry(7, "rank 0", "call", "system/files.py helper"),
+        entry(8, "rank 0", "call", "engine/b.py again"),
+        entry(9, "rank 0", "return", "loop/a.py A.end"),
+        entry(10, "rank 0", "call", "data/after.py f"),
+    ]
+    assert trace_walk.files_of(walk, entries) == [
+        "megatron_dppo/loop/a.py",
+        "megatron_dppo/engine/b.py",
+    ]
+
+
+def test_a_walk_that_never_began_is_an_error():
+    walk = Walk("w", "loop/a.py A.start", "loop/a.py A.end", frozenset({"rank 0"}))
+    with pytest.raises(ValueError, match=r"A\.start"):
+        trace_walk.files_of(walk, [entry(1, "rank 0", "call", "loop/b.py f")])
+
+
+@pytest.mark.parametrize(
+    ("header", "kind"),
+    [
+        ("# 0 python -m megatron_dppo.train c.yaml", "rank 0"),
+        ("#  python -m megatron_dppo.train c.yaml", "supervisor"),
+        ("# 0 python -m megatron_dppo.engine.launch_server --config x", "server"),
+    ],
+)
+def test_the_command_line_names_the_process(header, kind):
+    assert trace_walk.kind_of(header) == kind
 
 
 def test_every_file_that_the_overview_names_is_there():

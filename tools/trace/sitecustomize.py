@@ -38,6 +38,8 @@ class Recorder:
             return None
         file = name.partition(" ")[0]
         is_bound = name in self._bounds
+        if is_bound:
+            self._write_header()
         if is_bound or getattr(self._local, "file", None) != file:
             self._local.file = file
             self._write("call", name)
@@ -60,6 +62,12 @@ class Recorder:
             self._names[code] = f"{path} {code.co_qualname}" if is_inside else None
         return self._names[code]
 
+    def _write_header(self) -> None:
+        """Write rank and command line: a forked rank knows its rank only some time after its first line."""
+        if self._file is not None:
+            rank = os.environ.get("RANK", "")
+            self._file.write(f"# {rank} {' '.join(sys.orig_argv)}\n")
+
     def _write(self, kind: str, name: str) -> None:
         if (
             self._file is None or self._pid != os.getpid()
@@ -67,7 +75,7 @@ class Recorder:
             self._pid = os.getpid()
             path = Path(self._folder) / f"{self._pid}.txt"
             self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-            self._file.write(f"# {os.environ.get('RANK', '')} {' '.join(sys.orig_argv)}\n")
+            self._write_header()
         self._file.write(f"{time.monotonic():.6f} {kind} {name}\n")
 
 
