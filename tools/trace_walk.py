@@ -1,4 +1,4 @@
-"""Trace a small real run and write the package's files that each walk of docs/structure.md enters, in order.
+"""Trace a small real run and write the package's files that each walk of docs/overview.md enters, in order.
 
     python tools/trace_walk.py --write      # about two minutes: a run of two steps on two ranks and a server
 
@@ -11,11 +11,13 @@ function of rank 0 is active in the last step. A file is in the first walk that 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from megatron_dppo.system.files import write_atomically  # noqa: E402
 from tests.integration.runs import write_material  # noqa: E402
 
 STORED = ROOT / "docs" / "evidence" / "walks.yaml"
+PAGE = ROOT / "docs" / "overview.md"
 TRACE_FOLDER = ROOT / "tools" / "trace"
 HELPERS = ("system/", "config/", "trainer/cpu/", "engine/sglang_cpu/", "logging.py", "__init__.py")
 SUPERVISOR = "supervisor"
@@ -185,13 +188,35 @@ def trace_run(folder: Path) -> list[Entry]:
     return read_entries(record)
 
 
+def page_with(walks: Mapping[str, Sequence[str]], page: str) -> str:
+    """Return ``page`` with the lists of ``walks``. A file that the page knew keeps its description."""
+    descriptions = dict(re.findall(r"^\d+\. `(\S+)`: (.*)$", page, re.MULTILINE))
+    for title, files in walks.items():
+        lines = []
+        for number, file in enumerate(files, 1):
+            description = descriptions.get(file) or _first_sentence(ROOT / file)
+            lines.append(f"{number}. `{file}`: {description}\n")
+        heading, rest = page.split(f"### {title}\n\n")
+        rest = re.sub(r"\A(?:\d+\. .*\n)+", "", rest)
+        page = f"{heading}### {title}\n\n{''.join(lines)}{rest}"
+    return page
+
+
+def _first_sentence(path: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    first_paragraph = " ".join(docstring.split("\n\n")[0].split())
+    return first_paragraph.rstrip(".").replace("``", "`")
+
+
 _OVERRIDES = ("run.steps=2", "evaluation.every=9", "checkpoint.every=9")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the walks, or write them into the stored file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"into {STORED.relative_to(ROOT)}")
+    parser.add_argument(
+        "--write", action="store_true", help="into docs/evidence/walks.yaml and the page"
+    )
     parser.add_argument("--from", dest="record", type=Path, help="a folder of records to read")
     options = parser.parse_args(arguments)
     if options.record is not None:
@@ -199,9 +224,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         with tempfile.TemporaryDirectory(prefix="walk-") as folder:
             entries = trace_run(Path(folder))
-    text = yaml.safe_dump(all_walks(entries), sort_keys=False)
+    walks = all_walks(entries)
+    text = yaml.safe_dump(walks, sort_keys=False)
     if options.write:
         write_atomically(STORED, text)
+        write_atomically(PAGE, page_with(walks, PAGE.read_text(encoding="utf-8")))
     else:
         print(text, end="")
 

@@ -20,7 +20,11 @@ TRACED = yaml.safe_load(trace_walk.STORED.read_text())
 
 
 def files_on_page(title: str) -> list[str]:
-    text = OVERVIEW.split(f"### {title}\n")[1]
+    return files_of_page(OVERVIEW, title)
+
+
+def files_of_page(page: str, title: str) -> list[str]:
+    text = page.split(f"### {title}\n")[1]
     section = re.split(r"^#{2,3} ", text, maxsplit=1, flags=re.MULTILINE)[0]
     return re.findall(r"^\d+\. `([^`]+)`", section, re.MULTILINE)
 
@@ -34,6 +38,13 @@ def test_a_walk_has_the_traced_files_in_order(title):
 def test_the_page_has_no_other_walk():
     walks = OVERVIEW.split("## Walks\n")[1].split("\n## ")[0]
     assert re.findall(r"^### (.*)$", walks, re.MULTILINE) == list(TRACED)
+
+
+def test_the_page_is_what_the_tool_would_write():
+    assert trace_walk.page_with(TRACED, OVERVIEW) == OVERVIEW
+    title, files = next(iter(TRACED.items()))
+    shorter_page = trace_walk.page_with({title: files[:1]}, OVERVIEW)
+    assert files_of_page(shorter_page, title) == files[:1]
 
 
 def entry(seconds: float, process: str, event: str, function: str) -> Entry:
