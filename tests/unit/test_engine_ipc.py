@@ -75,7 +75,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 import torch
 import megatron_dppo.loop.run, megatron_dppo.supervised, megatron_dppo.weight_sync.transaction
-from megatron_dppo.engine.weights import WireHeader, shared_empty, shared_payloads
+from megatron_dppo.engine.shared_buckets import WireHeader, shared_empty, shared_payloads
 shared_payloads(WireHeader(("w",), ("float32",), ((2,),), 8), torch.float32, shared_empty(8, "cpu"), 1)
 """
 
