@@ -179,6 +179,29 @@ MIXTRAL = """\
     {%- endif %}
 {%- endfor %}"""
 
+# A message of another role is left out without a word.
+OLMOE = """\
+{{- '<|begin|>' }}
+{%- for m in messages %}
+    {%- if m.role == 'system' %}{{- '<|system|>\\n' + m.content + '\\n' }}
+    {%- elif m.role == 'user' %}{{- '<|user|>\\n' + m.content + '\\n' }}
+    {%- elif m.role == 'assistant' %}{{- '<|assistant|>\\n' + m.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+    {%- if loop.last and add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}
+{%- endfor %}"""
+# Any role is a turn, and tools are not known.
+QWEN15 = (
+    """\
+{%- if messages[0].role != 'system' %}
+    {{- '<|im_start|>system\\nYou are a helpful assistant<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+"""
+    + _ASKING
+)
+
 
 @dataclass(frozen=True)
 class PublishedTemplate:
@@ -207,6 +230,8 @@ PUBLISHED: dict[str, PublishedTemplate] = {
         LLAMA3, "llama3", call='{{"name": "{name}", "parameters": {arguments}}}'
     ),
     "llama, distilled from R1": PublishedTemplate(R1_DISTILL, "llama3", opened="<think>\n"),
+    "olmoe": PublishedTemplate(OLMOE),
+    "qwen2_moe": PublishedTemplate(QWEN15),
     "mixtral": PublishedTemplate(MIXTRAL, "sentencepiece", begin=" "),
     "these tests'": PublishedTemplate(CHAT_TEMPLATE),
 }
