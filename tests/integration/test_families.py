@@ -39,7 +39,9 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_material(folder, request.param)
 
 
-@pytest.fixture(scope="module", params=BOUNDS)
+@pytest.fixture(
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def run(request: pytest.FixtureRequest, config: Path) -> tuple[Path, str]:
     """The directory of a finished run, and its type of weights."""
     dtype, directory = request.param, config.parent / request.param
