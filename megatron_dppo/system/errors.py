@@ -37,6 +37,7 @@
       AlteredWeightsError               the trainer's weights are not those that its last step made
       ExchangeError                     trajectories between ranks
       StalenessError                    a response of too old weights
+      EvaluationError                   a checkpoint can't be evaluated
       MixedVersionsError                an evaluation of more than one version
       WeightsLostError                  no server has the version that is evaluated; it is dropped
       GapError                          engine and trainer compute other probabilities
