@@ -107,7 +107,7 @@ def test_qwen3_30b_a3b(layout):
     prove_rank_filled(shape, layout, layout.world_size - 1)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4)), 8])
 def test_all_of_qwen3_30b_a3b_on_every_layout_of_a_grid(tp):
     """The whole model, 18,867 tensors; the engine's half of the proof does not depend on the trainer's layout."""
     shape = real("qwen3-30b-a3b")

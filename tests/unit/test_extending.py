@@ -104,6 +104,7 @@ def test_the_walk_leads_there(walk, material, tmp_path):
         assert done.returncode == 0, f"{words}:\n{done.stdout}\n{done.stderr}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("walk", walks(), ids=lambda walk: walk.title)
 def test_the_check_fails_without_the_walk(walk, material, tmp_path):
     """Else it would prove nothing."""

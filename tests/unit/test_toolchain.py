@@ -18,7 +18,7 @@ from megatron_dppo.cluster.preflight.gpus import (
 )
 from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.system import compute
-from tests.unit.test_preflight_judges import NEEDS, texts
+from tests.unit.test_preflight_judges import NEEDS
 
 REAL = compute.toolkit_home(os.environ)
 """Of this machine."""
@@ -55,6 +55,10 @@ def made_toolkit(home: Path, *, version="13.0", compile=COMPILES, lib64=True) ->
         (home / "lib64").mkdir()
         subprocess.run(library, cwd=home / "lib64", input=b"int cudart;", check=True)
     return home
+
+
+def texts(found) -> list[str]:
+    return [str(finding) for finding in found]
 
 
 def findings(tmp_path, cuda="13.0") -> list[str]:

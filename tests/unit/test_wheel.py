@@ -87,7 +87,7 @@ def test_every_library_that_it_imports_is_declared(installed):
     undeclared = {name for name in libraries if other_names.get(name, name) not in declared}
     with_declared_ones = {"triton", "sympy", "fastapi", "httpx", "latex2sympy2_extended"}
     """They come with torch (two), SGLang, huggingface_hub and math-verify."""
-    peers = {"liger_kernel"}
+    peers = {"liger_kernel", "cut_cross_entropy"}
     assert undeclared == with_declared_ones | peers
 
 
