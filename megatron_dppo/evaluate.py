@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _faults(config: TrainConfig, checkpoints: Sequence[str]) -> Iterator[str]:
-    """What stands against an evaluation."""
+    """Yield the reasons against an evaluation."""
     if not config.data.evaluation_files:
         yield "data.evaluation: names no held-out set, expected at least one"
     for folder in checkpoints:
@@ -150,12 +150,7 @@ def _evaluate(
     out.mkdir(parents=True, exist_ok=True)
     configure_logging(out, None)
     data = RunData(config)
-    samples = SampleMaker(
-        config.reward.name,
-        data,
-        zeroes_truncated=config.algorithm.truncated_responses == "zero-reward",
-        is_alone=config.environment.name is None and not config.reward.further,
-    )
+    samples = SampleMaker.of(config, data)
     results: dict[str, dict[str, SetResult]] = {}
     with Scorer(config.reward) as scorer, open(out / SAMPLES_FILE, "w", encoding="utf-8") as file:
 
@@ -232,6 +227,7 @@ class _Checkpoint:
         A response whose reward is unavailable is generated again, ``reward.max_replacements`` times at most.
         """
         from megatron_dppo.loop.credit import with_rewards
+        from megatron_dppo.loop.evaluation import without_length_penalties
         from megatron_dppo.loop.scoring import score_on_arrival
         from megatron_dppo.rewards import RewardInput, RewardUnavailableError
         from megatron_dppo.rewards.verifier import Score, require
@@ -258,12 +254,9 @@ class _Checkpoint:
         responses = job.trajectories(done)
         inputs = [RewardInput.of(job.problems[i // size], t.text) for i, t in enumerate(responses)]
         require(scores, inputs)
-        # Penalties on length shape what is trained; an evaluation's average is of the rewards themselves.
-        unshaped = self.config.algorithm.model_copy(
-            update={"overlong_tokens": 0, "length_penalty": 0.0}
-        )
+        unpenalised = without_length_penalties(self.config.algorithm)
         most_tokens = job.sampling.max_new_tokens
-        return with_rewards(responses, scores, size, unshaped, most_tokens=most_tokens)
+        return with_rewards(responses, scores, size, unpenalised, most_tokens=most_tokens)
 
 
 @contextmanager

@@ -14,14 +14,12 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 
 from megatron_dppo import EXAMPLES
 from megatron_dppo.config import load_config
@@ -40,6 +38,7 @@ from megatron_dppo.metrics.records import BATCH_FILES, ROLLOUTS_FOLDER, read_rec
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.samples import TRAINING, console_lines, read_samples
 from megatron_dppo.metrics.table import BY_METRIC
+from megatron_dppo.metrics.verdict import VerdictRow, verdict_table
 from megatron_dppo.system.files import unused_path
 from megatron_dppo.system.secret_variables import hide_secrets
 
@@ -97,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dtype = yaml.safe_load((directory / "config.yaml").read_text())["model"]["dtype"]
     results = judge(summary, load_config(recipe, ()).run.steps, dtype, task.gain)
     target = f"{task.longest_s} or less on two quiet cores"
-    seconds = DemoResult(SECONDS, f"{time.monotonic() - started:.0f}", target)
+    seconds = VerdictRow(SECONDS, f"{time.monotonic() - started:.0f}", target)
     show([*results, seconds], summary, directory)
     CONSOLE.print(verdict(results), soft_wrap=True, markup=False)
     CONSOLE.print("\n".join(next_commands(directory)), soft_wrap=True, markup=False)
@@ -133,19 +132,9 @@ def _identity(config: Mapping[str, Any]) -> tuple[int, str, str | None]:
     return config["run"]["seed"], config["algorithm"]["name"], environment
 
 
-@dataclass(frozen=True)
-class DemoResult:
-    """A row of the table: a measurement, its target, and whether it is met (None: no target)."""
-
-    label: str
-    measured: str
-    expected: str
-    holds: bool | None = None
-
-
 def judge(
     summary: Mapping[str, Any], recipe_steps: int, dtype: Dtype = "float32", gain: float = 0.25
-) -> list[DemoResult]:
+) -> list[VerdictRow]:
     """Compare the run with the demo's targets; accuracy is judged only after all recipe steps."""
     gap_bound, export_bound = BY_METRIC[names.GAP_ON_POLICY].upper(dtype), EXPORT_BOUNDS[dtype]
     gap, difference = summary["mean_abs_prob_gap"], summary["hf_export_max_logprob_diff"]
@@ -155,23 +144,23 @@ def judge(
     measured = start is not None and end is not None
     gained = end - start >= gain if measured and steps >= recipe_steps else None
     return [
-        DemoResult(
+        VerdictRow(
             "held-out accuracy", _arrow(summary, "eval_accuracy"), f"up by {gain} or more", gained
         ),
-        DemoResult("training reward", _arrow(summary, "train_reward"), "rises"),
-        DemoResult(
+        VerdictRow("training reward", _arrow(summary, "train_reward"), "rises"),
+        VerdictRow(
             "|pi - mu| at equal weights",
             _small(gap),
             f"{gap_bound:.0e} or less",
             _at_most(gap, gap_bound),
         ),
-        DemoResult(
+        VerdictRow(
             "weight updates verified",
             f"{verified} of {updates}",
             f"all; {steps + 1} or more",
             verified == updates >= steps + 1,
         ),
-        DemoResult(
+        VerdictRow(
             "export against trainer, nats",
             _small(difference),
             f"{export_bound:.0e} or less",
@@ -180,7 +169,7 @@ def judge(
     ]
 
 
-def verdict(results: Sequence[DemoResult]) -> str:
+def verdict(results: Sequence[VerdictRow]) -> str:
     """Return a line that tells whether the policy learned and every target is met."""
     gained, missed = results[0], [result for result in results if result.holds is False]
     learned = f"{gained.label} {gained.measured}, expected {gained.expected}"
@@ -192,22 +181,18 @@ def verdict(results: Sequence[DemoResult]) -> str:
     return f"learned: {learned}"
 
 
-def show(results: Sequence[DemoResult], summary: Mapping[str, Any], directory: Path) -> None:
+def show(results: Sequence[VerdictRow], summary: Mapping[str, Any], directory: Path) -> None:
     """Print the results as a table, and the paths of the run's files."""
     steps, turns = series(read_records(directory), names.TURNS)
     has_turns = max(turns, default=1.0) > 1
     spoken = f"{turns[0]:.2f} -> {turns[-1]:.2f}" if has_turns else "1"
     rows = [
         *results,
-        DemoResult("turns of an episode", spoken, ""),
-        DemoResult("layout", summary["layout"], ""),
+        VerdictRow("turns of an episode", spoken, ""),
+        VerdictRow("layout", summary["layout"], ""),
     ]
     title = f"{summary['algorithm']}, {summary['steps']} steps"
-    table = Table("", "measured", "expected", "holds", title=title)
-    for row in rows:
-        verdict = {None: "", True: "yes", False: "NO"}[row.holds]
-        table.add_row(row.label, row.measured, row.expected, verdict)
-    CONSOLE.print(table)
+    CONSOLE.print(verdict_table(title, rows))
     if has_turns:
         show_conversations(directory, steps[0], steps[-1])
     for label, name in {"figures": "report.png", "model": "hf", "events": "tensorboard"}.items():

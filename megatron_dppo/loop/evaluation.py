@@ -72,6 +72,11 @@ def evaluation_job(
     return GenerationJob(problems, samples, sampling, seeds=seeds, play=play)
 
 
+def without_length_penalties(algorithm: AlgorithmConfig) -> AlgorithmConfig:
+    """Return the settings under which an evaluation is scored: its accuracy is the mean of the rewards themselves."""
+    return algorithm.model_copy(update={"overlong_tokens": 0, "length_penalty": 0.0})
+
+
 @dataclass(frozen=True)
 class Evaluator:
     """Generates and scores responses to every held-out problem.
@@ -161,9 +166,8 @@ class Evaluator:
         self, step: int, name: str, generation: ScoredGeneration, trainer_version: int
     ) -> tuple[float, list[Sample], set[int]]:
         """avg@k on a set, samples of every rank, and the versions of all tokens. Collective."""
-        # Penalties on length shape what is trained; an evaluation's accuracy is the mean of the rewards themselves.
-        unshaped = self.algorithm.model_copy(update={"overlong_tokens": 0, "length_penalty": 0.0})
-        scored = generation.scored(unshaped, version=trainer_version, mixes=False)
+        unpenalised = without_length_penalties(self.algorithm)
+        scored = generation.scored(unpenalised, version=trainer_version, mixes=False)
         size = self.settings.samples_per_prompt
         repeated_problems = [p for p in generation.problems for _ in range(size)]
         of_rank = self.samples.of_evaluation(step, name, repeated_problems, scored)

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from megatron_dppo.config.schema import ProfileConfig, RunConfig, TrackingConfig
+from megatron_dppo.config.schema import ProfileConfig, RunConfig, TrackingConfig, TrainConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory, TrajectoryFacts
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_sources import RolloutBatch
@@ -76,6 +76,16 @@ class SampleMaker:
         self._data = data
         self._problems = {p.problem_id: p for p in data.train.problems}
         self._taken: dict[int, Sample] = {}
+
+    @classmethod
+    def of(cls, config: TrainConfig, data: RunData) -> Self:
+        """Return the maker for a run or an evaluation of ``config``."""
+        return cls(
+            config.reward.name,
+            data,
+            zeroes_truncated=config.algorithm.truncated_responses == "zero-reward",
+            is_alone=config.environment.name is None and not config.reward.further,
+        )
 
     def take(self, step: int, batch: RolloutBatch) -> None:
         """Make the samples of a batch before the learner removes its trajectories.

@@ -164,12 +164,7 @@ class Run:
             stack.callback(self.episodes.pool.close)
         if self.algorithm.needs_recomputed and config.rollout.max_staleness:
             log.warning(STALE_ANCHOR, config.algorithm.name)
-        self.samples = SampleMaker(
-            config.reward.name,
-            self.data,
-            zeroes_truncated=config.algorithm.truncated_responses == "zero-reward",
-            is_alone=config.environment.name is None and not config.reward.further,
-        )
+        self.samples = SampleMaker.of(config, self.data)
         shape = self.trainer.shape
         self.job = generation_job(config, self.data, shape, self.topk, self.episodes)
 

@@ -41,6 +41,7 @@ from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
 from megatron_dppo.logging import INTERRUPTED, REFUSED
 from megatron_dppo.metrics.records import read_records
+from megatron_dppo.metrics.verdict import VerdictRow
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import unused_path, unwritable
@@ -158,7 +159,7 @@ class Rehearsal:
         return shrinking.smaller_layout(config.parallel, self.options.ranks)
 
     def _placement(self, config: TrainConfig) -> Placement | None:
-        """Where the recipe's own ranks and servers go on the cluster that the options describe."""
+        """Place the recipe's own ranks and servers on the cluster that the options describe."""
         if self.options.nodes is None:
             return None
         hosts = tuple(
@@ -373,7 +374,7 @@ class Rehearsal:
     def _write(
         self,
         derived: TrainConfig,
-        found: Sequence[verdict.RehearsalResult],
+        found: Sequence[VerdictRow],
         left_out: Sequence[Omission],
         done: Sequence[attempts.RehearsalRun],
         *,
@@ -403,7 +404,7 @@ class Rehearsal:
 
 
 def _engine_table_faults(config: TrainConfig) -> list[str]:
-    """What SGLang says of options that the rehearsal's CPU server does not get; the run itself checks the others."""
+    """Return SGLang's faults of options that the CPU server does not get; the run itself checks the others."""
     table = {
         key: value
         for key, value in config.sglang.items()

@@ -71,7 +71,7 @@ class RehearsalRun:
     errors: str
 
     def failure(self) -> str:
-        """What went wrong, with the key of the recipe where one is named."""
+        """The reason of a failure, with the key of the recipe where one is named."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
         reasons = [line for line in lines if line.startswith("error:")]
         reasons = reasons or [line for line in lines if _EXCEPTION.match(line)] or lines[-3:]
@@ -116,7 +116,7 @@ class _Watch:
             step = last_step(self.directory)
             if self.stop_after is not None and not self.was_stopped and step >= self.stop_after:
                 self.was_stopped = True
-                # As Ctrl-C: the trainer ends its step and saves a checkpoint.
+                # SIGINT acts as Ctrl-C: the trainer ends its step and saves a checkpoint.
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGINT)
             if time.monotonic() - measured > _MEASURE_EVERY_S:
@@ -172,7 +172,7 @@ def run_attempt(
 
 
 def _text_from(path: Path, position: int) -> str:
-    """What a log has from ``position`` on; empty where there is none."""
+    """Return the text of a log from ``position`` on; empty where there is no log."""
     try:
         with path.open("rb") as file:
             file.seek(position)

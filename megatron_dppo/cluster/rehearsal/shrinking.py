@@ -1,4 +1,4 @@
-"""From a recipe to the configuration of its rehearsal: which keys change, and why."""
+"""The configuration of a rehearsal, made from its recipe: which keys change, and why."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MICRO_BATCH_SEQUENCES = 2
 _LEARNING_RATE = 1e-4
 """Large enough that bfloat16 weights change in every step, small enough that the random policy stays one."""
 _ANY_PROCESSES = 1024
-"""For ``run.processes_per_core``."""
+"""Value of ``run.processes_per_core``."""
 _PATIENCE_S = 3600.0
-"""For limits of collectives, starts and requests: many ranks share few cores."""
+"""Value of the limits of collectives, starts and requests: many ranks share few cores."""
 _HANG_S = 600.0
 _SCORE_S = 120.0
 
@@ -81,7 +81,7 @@ DROPPED_MEGATRON_OPTIONS = frozenset(
 
 @dataclass(frozen=True)
 class Stage:
-    """What the rehearsal brings of its own.
+    """The files that the rehearsal brings of its own.
 
     Attributes:
         directory: of the run.

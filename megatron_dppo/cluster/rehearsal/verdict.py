@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +15,7 @@ from megatron_dppo.demo.material import EXPORT_BOUNDS
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import Record
 from megatron_dppo.metrics.table import BY_METRIC
+from megatron_dppo.metrics.verdict import VerdictRow, verdict_table
 
 NEVER = (
     Omission(
@@ -30,27 +30,17 @@ NEVER = (
 """Parts of any recipe that CPUs on one machine do not show."""
 
 
-@dataclass(frozen=True)
-class RehearsalResult:
-    """A row of the verdict: a measurement, its target, and whether it is met (None: not judged)."""
-
-    label: str
-    measured: str
-    expected: str
-    holds: bool | None = None
-
-
 def findings(
     config: TrainConfig, summary: Mapping[str, Any], records: Sequence[Record], *, was_resumed: bool
-) -> list[RehearsalResult]:
+) -> list[VerdictRow]:
     """Compare a finished rehearsal with what any run must show."""
     dtype = config.model.dtype
     updates, verified = summary["weight_updates"], summary["weight_updates_verified"]
     steps = round(sum(record.get(names.OPTIMIZER_STEPS) or 0 for record in records))
     found = [
-        RehearsalResult("layout", str(summary["layout"]), "the recipe's"),
-        RehearsalResult("optimiser steps", str(steps), "2 or more", steps >= 2),
-        RehearsalResult(
+        VerdictRow("layout", str(summary["layout"]), "the recipe's"),
+        VerdictRow("optimiser steps", str(steps), "2 or more", steps >= 2),
+        VerdictRow(
             "weight updates verified",
             f"{verified} of {updates}",
             "all",
@@ -61,13 +51,13 @@ def findings(
             summary["mean_abs_prob_gap"],
             BY_METRIC[names.GAP_ON_POLICY].upper(dtype),
         ),
-        RehearsalResult(
+        VerdictRow(
             "gradient norm", _small(_largest(records, names.GRAD_NORM)), "above 0", _moves(records)
         ),
-        RehearsalResult(
+        VerdictRow(
             "stop and resume", "resumed" if was_resumed else "ended before the stop", "", None
         ),
-        RehearsalResult("evaluation", _sets(summary), "each set", _evaluates(config, summary)),
+        VerdictRow("evaluation", _sets(summary), "each set", _evaluates(config, summary)),
         _bounded(
             "export in transformers, nats",
             summary["hf_export_max_logprob_diff"],
@@ -77,28 +67,26 @@ def findings(
     if config.rollout.router_replay:
         compared = _largest(records, names.COMPARED) or 0.0
         found.append(
-            RehearsalResult(
-                "R3: replayed tokens x layers", f"{compared:.0f}", "above 0", compared > 0
-            )
+            VerdictRow("R3: replayed tokens x layers", f"{compared:.0f}", "above 0", compared > 0)
         )
     if config.rollout.max_staleness:
         stale = _largest(records, names.STALENESS_MAX)
         found.append(
-            RehearsalResult(
+            VerdictRow(
                 "staleness of a token", _small(stale), f"{config.rollout.max_staleness} or less"
             )
         )
     if config.environment.name is not None:
         turns = _largest(records, names.TURNS)
-        found.append(RehearsalResult("turns of an episode", _small(turns), "above 0", bool(turns)))
+        found.append(VerdictRow("turns of an episode", _small(turns), "above 0", bool(turns)))
         found.append(_environment_faults(config.environment.name, summary["environment_faults"]))
     return found
 
 
-def _environment_faults(name: str, faults: Sequence[Mapping[str, Any]]) -> RehearsalResult:
+def _environment_faults(name: str, faults: Sequence[Mapping[str, Any]]) -> VerdictRow:
     """Episodes that the environment failed in: a real run replaces them, and a rehearsal reports them."""
     measured = "; ".join(f"{fault['count']} x {fault['reason']}" for fault in faults) or "none"
-    return RehearsalResult(f"faults of environment.name {name}", measured, "none", not faults)
+    return VerdictRow(f"faults of environment.name {name}", measured, "none", not faults)
 
 
 def exercised(config: TrainConfig) -> list[str]:
@@ -122,17 +110,13 @@ def exercised(config: TrainConfig) -> list[str]:
 
 def show(
     console: Console,
-    found: Sequence[RehearsalResult],
+    found: Sequence[VerdictRow],
     left_out: Iterable[Omission],
     memory: PeakMemory,
     parts: Sequence[str],
 ) -> None:
     """Print the verdict's tables."""
-    table = Table("", "measured", "expected", "holds", title="Rehearsal")
-    for row in found:
-        holds = {None: "", True: "yes", False: "NO"}[row.holds]
-        table.add_row(row.label, row.measured, row.expected, holds)
-    console.print(table)
+    console.print(verdict_table("Rehearsal", found))
     console.print(f"exercised: {', '.join(parts)}", soft_wrap=True)
     console.print("not exercised:")
     for omission in (*left_out, *NEVER):
@@ -157,9 +141,9 @@ def memory_table(memory: PeakMemory) -> Table:
     return table
 
 
-def _bounded(label: str, value: float | None, bound: float) -> RehearsalResult:
+def _bounded(label: str, value: float | None, bound: float) -> VerdictRow:
     holds = None if value is None else value <= bound
-    return RehearsalResult(label, _small(value), f"{bound:.0e} or less", holds)
+    return VerdictRow(label, _small(value), f"{bound:.0e} or less", holds)
 
 
 def _largest(records: Sequence[Record], name: str) -> float | None:

@@ -23,6 +23,7 @@ from megatron_dppo.diagnostics.gpu_check import (
     random_batch,
     tiny_model,
 )
+from megatron_dppo.diagnostics.gpu_check.parts.trainer import take_step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,12 +134,8 @@ def _batch(trainer: Trainer) -> PackedBatch:
 
 
 def _step(trainer: Trainer, batch: PackedBatch) -> float:
-    """Do an optimiser step and return the unclipped norm of its gradient."""
-    from megatron_dppo.algorithms.algorithm import build_algorithm
-    from megatron_dppo.trainer.token_loss import make_token_loss
-
-    loss = make_token_loss(build_algorithm("pg-is"))
-    return trainer.train_mini_batch([batch], loss, float(batch.loss_mask.sum())).grad_norm
+    """Do an optimiser step without a mask, and return the unclipped norm of its gradient."""
+    return take_step(trainer, batch, float(batch.loss_mask.sum()), "pg-is")
 
 
 def _log_probs(trainer: Trainer, batch: PackedBatch) -> list[float]:

@@ -218,12 +218,20 @@ def _require_memory(job: TrainerFacts) -> None:
         raise LackingError(f"GPU memory: {gib(free)} free, {gib(needed)} needed by the plan")
 
 
-def _step(trainer: Trainer, batch: PackedBatch, denominator: float | None = None) -> float:
-    """An optimiser step; the unclipped norm of its gradient. ``denominator``: of the loss; None: the tokens."""
+def take_step(
+    trainer: Trainer,
+    batch: PackedBatch,
+    denominator: float | None = None,
+    algorithm: str = "dppo-binary-tv",
+) -> float:
+    """Do an optimiser step, and return the unclipped norm of its gradient.
+
+    ``denominator``: of the loss; None: the number of tokens.
+    """
     from megatron_dppo.algorithms.algorithm import build_algorithm
     from megatron_dppo.trainer.token_loss import make_token_loss
 
-    loss = make_token_loss(build_algorithm("dppo-binary-tv"))
+    loss = make_token_loss(build_algorithm(algorithm))
     return trainer.train_mini_batch([batch], loss, denominator or float(batch.num_tokens)).grad_norm
 
 
@@ -234,13 +242,13 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
 
     with held_memory.saved_for_backward(trainer.held_tensors()["weights"]) as saved:
         # Also the warm-up: Adam's state is made here.
-        _step(trainer, batch)
+        take_step(trainer, batch)
     peak = None
     if gpus:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         steady = torch.cuda.memory_allocated()
-        _step(trainer, batch)
+        take_step(trainer, batch)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - steady
     tensors_by_part = trainer.held_tensors()
@@ -282,7 +290,7 @@ def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> Row:
     began = time.perf_counter()
     for _ in range(STEPS):
         # Reads the gradient's norm back: it ends when the GPU has ended.
-        _step(trainer, batch)
+        take_step(trainer, batch)
     seconds = (time.perf_counter() - began) / STEPS
     rate, peak = flops / seconds, platform.peak_flops()
     figures: dict[str, Any] = {"seconds": seconds, "flops_per_second": rate}
@@ -441,7 +449,7 @@ def _rank_step(rank: int, ranks: int, port: int, settings: dict[str, Any]) -> No
         sequence_multiple=trainer.share.sequence_multiple,
     )
     (log_probs,) = trainer.log_probs([batch])
-    norm = _step(trainer, batch, float(batch.loss_mask.sum()))
+    norm = take_step(trainer, batch, float(batch.loss_mask.sum()))
     if rank == 0:
         trained = log_probs.cpu()[batch.loss_mask].tolist()
         _report(settings).write_text(json.dumps({"log_probs": trained, "norm": norm}))

@@ -1,0 +1,27 @@
+"""The verdict of a run that a command has made and judged: rows of measurements with their targets, and their table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class VerdictRow:
+    """A measurement, its target, and whether the target is met (None: nothing is judged)."""
+
+    label: str
+    measured: str
+    expected: str
+    holds: bool | None = None
+
+
+def verdict_table(title: str, rows: Iterable[VerdictRow]) -> Table:
+    """Return the table of ``rows`` for the console."""
+    table = Table("", "measured", "expected", "holds", title=title)
+    for row in rows:
+        holds = {None: "", True: "yes", False: "NO"}[row.holds]
+        table.add_row(row.label, row.measured, row.expected, holds)
+    return table
