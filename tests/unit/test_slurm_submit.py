@@ -26,6 +26,7 @@ from megatron_dppo.cluster.slurm.supervise import job_groups
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.schema import TrainConfig
 from tests.unit.config_files import minimal, write_config
+from tests.unit.test_recipes import RECIPES
 
 SITE = {"gpus_per_node": 2, "start_s": 60, "checkpoint_margin_s": 60, "time": "10"}
 
@@ -184,6 +185,29 @@ def test_a_dry_run_shows_placement_and_command_also_where_something_is_missing(
     assert "--account=rl" in shown
     assert f"{path} would be refused:\n  model.hf_checkpoint: got 'nowhere'" in told
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_plans_memory_without_weights_and_says_so_before_the_configuration(
+    tmp_path, sbatch, capsys
+):
+    """Neither the weights of a known model nor its data are here; its config.json is enough for the plan."""
+    recipe = RECIPES / "qwen3_30b_a3b_base_r3.yaml"
+    words = ["--dry-run", str(recipe), "--set=gpu=h100", f"run.directory={tmp_path / 'run'}"]
+    with pytest.raises(SystemExit):
+        main(["submit", *words])
+    shown = capsys.readouterr().out
+    verdict, _, resolved = shown.partition("# submitted.yaml")
+    assert "memory: fits on 4 x 8 H100" in verdict
+    assert "\n  model.hf_checkpoint: " in verdict
+    assert "hf_checkpoint" in resolved
+
+
+def test_a_layout_that_the_model_refuses_is_not_planned(tmp_path):
+    parallel = {"world_size": 6, "tensor": 3}
+    submission = Submission.plan(config(tmp_path, parallel=parallel), site(gpu="h100"), None)
+    verdict, faults = memory_verdict(submission)
+    assert "parallel.tensor" in verdict
+    assert faults == []
 
 
 def test_the_servers_python_is_asked_of_the_sglang_table_before_anything_queues(

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_dppo import EXAMPLES
 from megatron_dppo.cluster.planner.devices import DEVICES, GIB, Cluster
 from megatron_dppo.cluster.preflight import CHECKS
 from megatron_dppo.cluster.slurm.attempts import JOB_FILE
@@ -32,7 +33,7 @@ from megatron_dppo.engine.options import ServerSections, table_faults_elsewhere
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
 from megatron_dppo.launch.srun import literal
 from megatron_dppo.logging import say
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.errors import ModelError
 from megatron_dppo.system.files import unwritable, write_atomically
 from megatron_dppo.system.processes import held_back
 
@@ -285,8 +286,8 @@ _UNKNOWN = "memory: not planned, as the site file's gpu names none of {names}"
 def memory_verdict(submission: Submission) -> tuple[str, list[str]]:
     """Return a line about the planned memory, and reasons against the run.
 
-    The configuration must have passed its checks. Nothing is planned where the site does not name its GPUs, or has
-    none.
+    The plan needs the layout and the model's config.json, of the checkpoint or of a known model of its name, and no
+    weights. Nothing is planned where the site does not name its GPUs, or has none.
     """
     config, site, nodes = submission.config, submission.site, submission.nodes
     if not site.gpus_per_node:
@@ -294,14 +295,20 @@ def memory_verdict(submission: Submission) -> tuple[str, list[str]]:
     if site.gpu is None:
         return _UNKNOWN.format(names=", ".join(DEVICES)), []
     # Import lazily: it loads numpy.
-    from megatron_dppo.cluster.planner.facts import facts_of
-    from megatron_dppo.cluster.planner.run_plan import plan_run
+    from megatron_dppo.cluster.planner.facts import shape_of
+    from megatron_dppo.cluster.planner.search import Question
 
     device = DEVICES[site.gpu]
     memory = device.host_memory if site.host_memory_gib is None else site.host_memory_gib * GIB
     cluster = Cluster(device, nodes, site.gpus_per_node, memory)
-    shape = load_model_shape(config.model.hf_checkpoint)
-    plan = plan_run(facts_of(config, shape), cluster)
+    try:
+        shape = shape_of(config.model.hf_checkpoint, EXAMPLES / "model_configs")
+    except ModelError as error:
+        return f"memory: not planned: {error}", []
+    question = Question(config, shape, cluster)
+    if layout_faults := question.layout_faults():
+        return f"memory: not planned: {layout_faults[0]}", []
+    plan = question.plan()
     rank = plan.fullest.total / GIB
     fits = "fits" if plan.fits else "does not fit"
     line = (
@@ -464,7 +471,9 @@ def submit(options: argparse.Namespace) -> int:
         print(f"run directory: {submission.directory}\n")
         print(f"{submission.placement.table()}\n\n{memory}\n")
     if options.dry_run:
-        print(f"# {CONFIG_FILE}\n{resolved_yaml(config)}")
+        verdict = ["would be refused:", *faults] if faults else ["would be submitted"]
+        print("verdict:", "\n  ".join(verdict))
+        print(f"\n# {CONFIG_FILE}\n{resolved_yaml(config)}")
         print(f"# {SITE_FILE}\n{resolved_yaml(site)}")
     if submission is not None and options.dry_run:
         print(shlex.join(submission.command(options.sbatch)), flush=True)
@@ -516,12 +525,11 @@ def _checked(
     The submission is None where the roles have no place.
     """
     faults: list[str] = []
-    submission, memory = None, "memory: not planned, for the configuration can't be used"
+    submission, memory = None, "memory: not planned, as the roles have no place"
     try:
         check_config(config, options.recipe)
     except ConfigError as error:
         faults += error.faults
-    fits = not faults
     try:
         submission = Submission.plan(config, site, options.nodes)
     except PlacementError as error:
@@ -529,7 +537,6 @@ def _checked(
     if submission is not None:
         faults += submission.faults(options.sbatch)
         faults += _waiting_faults(submission.directory)
-    if submission is not None and fits:
         memory, memory_faults = memory_verdict(submission)
         faults += memory_faults
     faults += server_option_faults(ServerSections.of(config).where_generated, site)
