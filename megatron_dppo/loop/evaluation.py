@@ -16,7 +16,7 @@ from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession, WeightsLostError
-from megatron_dppo.loop.exchange import own_positions
+from megatron_dppo.loop.ownership import own_positions
 from megatron_dppo.loop.recorder import Recorder, SampleMaker, chosen
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import ScoredGeneration

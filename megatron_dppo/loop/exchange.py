@@ -1,10 +1,9 @@
-"""Send a batch from the leaders that generate it to the ranks that train on it.
+"""Send the tokens and columns of a batch from the leaders that generate it to the ranks that train on it.
 
-``announce`` sends the outlines of all trajectories to every rank: lengths, scores, weight versions. Tokens and columns
-stay with the leader that generated them (recorded routing alone takes 384 bytes a token for Qwen3-30B-A3B). Once the
-plan of the step assigns trajectories to replicas, ``ColumnExchange`` sends each array once to every host of its
-replica, into memory that the replica's ranks on that host share. The receiving rank compares the array's hash with
-the owner's.
+Until the plan of the step assigns trajectories to replicas, tokens and columns stay with the leader that generated them
+(recorded routing alone takes 384 bytes a token for Qwen3-30B-A3B). Then ``ColumnExchange`` sends each array once to
+every host of its replica, into memory that the replica's ranks on that host share. The receiving rank compares the
+array's hash with the owner's.
 
 The unit of transfer is a ``ColumnPart``: one array of one trajectory. Recorded routing has one part for each pipeline
 stage, because a stage needs no other layers. Other columns go to the stages that read them (``data/columns.py``).
@@ -41,44 +40,6 @@ PIECE_BYTES = 64 * 2**20
 
 class ExchangeError(RunError):
     """A column is missing, belongs to another model, or changed during the transfer."""
-
-
-def owner(position: int, topology: Topology) -> int:
-    """Return the data-parallel rank whose leader generates the responses to the problem at ``position``."""
-    return position % topology.dp_size
-
-
-def own_positions(positions: Sequence[int], topology: Topology) -> list[int]:
-    """Return those of ``positions`` whose problems this rank owns: none on ranks that are not leaders."""
-    return [p for p in positions if topology.is_leader and owner(p, topology) == topology.dp_rank]
-
-
-def announce(
-    trajectories: Sequence[Trajectory],
-    topology: Topology,
-    group_size: int,
-    positions: Sequence[int],
-) -> tuple[list[Outline], dict[int, Trajectory]]:
-    """Return the outlines of all leaders' trajectories, and this rank's ``trajectories`` by position. Collective.
-
-    ``positions``: where each group stood in the batch as generated, which determines its owner. The outlines follow
-    the order of ``positions``.
-    """
-    rows_by_rank = all_gather_json([Outline.of(t) for t in trajectories])
-    rows = {leader: iter(rows_by_rank[leader]) for leader in topology.leaders}
-    own_trajectories = iter(trajectories if topology.is_leader else ())
-    outlines: list[Outline] = []
-    by_position: dict[int, Trajectory] = {}
-    for position in positions:
-        leader = topology.leaders[owner(position, topology)]
-        for _ in range(group_size):
-            outlines.append(Outline.from_json(next(rows[leader])))
-            if leader == topology.rank:
-                by_position[len(outlines) - 1] = next(own_trajectories)
-    return outlines, by_position
-
-
-# --- column parts and their directory
 
 
 class ColumnPart(NamedTuple):

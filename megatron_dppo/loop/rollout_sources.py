@@ -33,8 +33,8 @@ from megatron_dppo.environments.episodes import Episodes
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop import rollout_figures
 from megatron_dppo.loop.engine_session import EngineSession
-from megatron_dppo.loop.exchange import announce, own_positions, owner
 from megatron_dppo.loop.group_quota import GroupQuota, Selection
+from megatron_dppo.loop.ownership import announce, own_positions, owner
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import ComponentSums, ScoredGeneration
 from megatron_dppo.metrics import table as names

@@ -78,7 +78,7 @@ def topology_of(sizes: dict[str, int]):
 
 def announced(whole: list, topology) -> tuple[list, dict]:
     """The batch on this rank once leaders have announced their groups, as a run does it."""
-    from megatron_dppo.loop.exchange import announce
+    from megatron_dppo.loop.ownership import announce
 
     own = [t for i, t in enumerate(whole) if (i // GROUP) % topology.dp_size == topology.dp_rank]
     return announce(own if topology.is_leader else [], topology, GROUP, range(GROUPS))

@@ -110,7 +110,8 @@ def test_a_name_is_taken_once():
 
 def exchange_worker() -> dict[str, Any]:
     """Each of two leaders generates one trajectory and trains on the other's."""
-    from megatron_dppo.loop.exchange import ColumnExchange, announce
+    from megatron_dppo.loop.exchange import ColumnExchange
+    from megatron_dppo.loop.ownership import announce
     from megatron_dppo.model.layout import Layout
     from megatron_dppo.trainer.topology import init_distributed, init_topology
 

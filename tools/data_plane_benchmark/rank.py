@@ -22,13 +22,14 @@ from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.fleet.generation import GenerationLimits, generate_many
 from megatron_dppo.loop.credit import with_rewards
-from megatron_dppo.loop.exchange import ColumnExchange, Delivery, announce, own_positions
+from megatron_dppo.loop.exchange import ColumnExchange, Delivery
 from megatron_dppo.loop.learning import (
     BatchLayout,
     MiniBatchPlan,
     pack_mini_batch,
     plan_mini_batches,
 )
+from megatron_dppo.loop.ownership import announce, own_positions
 from megatron_dppo.rewards import RewardInput
 from megatron_dppo.rewards.verifier import Verifier
 from megatron_dppo.system.async_runner import AsyncRunner
