@@ -40,6 +40,12 @@ class RunConfig(Section):
     """Steps between two responses on the console, each with its reward and the reason; 0: none. The file
     ``samples.jsonl`` has a few of every step.
     """
+    max_restarts: int = Field(default=3, ge=0)
+    """Most restarts of the trainer's ranks within ``restart_window_s`` after one has died; the servers keep running.
+    Then the run ends. 0: the first death ends it. An error that the user can put right always ends it.
+    """
+    restart_window_s: float = Field(default=3600.0, gt=0)
+    """Age in seconds at which a restart of the ranks is forgotten."""
     processes_per_core: int = Field(default=8, gt=0, le=2**16)
     """Ranks and servers that a machine without GPUs may run for each of its cores. A run with more is refused at its
     start: it would mostly wait for cores."""

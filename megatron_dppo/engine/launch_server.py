@@ -25,7 +25,7 @@ from multiprocessing import process, shared_memory
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.engine import broadcast_group, continuation, recordings
+from megatron_dppo.engine import broadcast_group, continuation, recordings, server_state
 from megatron_dppo.engine.adapter_digests import VARIABLE, register_digests
 from megatron_dppo.engine.options import HOSTS_VARIABLE
 from megatron_dppo.system import network, processes, scratch, secret_variables
@@ -145,6 +145,7 @@ def _change_sglang() -> None:
     recordings.register()
     continuation.register()
     broadcast_group.register()
+    server_state.register()
     if VARIABLE in os.environ:
         register_digests()
 

@@ -23,12 +23,12 @@ from megatron_dppo.engine.errors import (
 )
 from megatron_dppo.engine.options import ADAPTER_DIGESTS
 from megatron_dppo.engine.running_server import check_layout
+from megatron_dppo.engine.server_state import MemoryTag, SchedulerState, state_of
 from megatron_dppo.engine.shared_buckets import WireHeader, shared_payloads
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.mapping import engine_inputs
 from megatron_dppo.model.shape import ModelShape
 
-MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
 TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights", "cuda_graph")
 _State = Literal["resident", "released", "unknown"]
 
@@ -49,12 +49,13 @@ class Occupation:
     released memory, would end it on a GPU. Therefore this class rejects a call in a wrong order before it is sent. A
     restarted server has a new client, and all its memory is resident.
 
-    ``released``: the tags whose memory is released.
+    ``released``: the tags whose memory is released; at the beginning those that the server reports.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, released: Collection[MemoryTag] = ()) -> None:
         self._url = url
         self._states: dict[MemoryTag, _State] = dict.fromkeys(TAGS, "resident")
+        self._states |= dict.fromkeys(released, "released")
 
     @property
     def released(self) -> frozenset[MemoryTag]:
@@ -132,6 +133,7 @@ class EngineWeights:
         *,
         timeout_s: float,
         patience_s: float = CONTROL_TIMEOUT_S,
+        state: SchedulerState | None = None,
     ) -> None:
         self.client = client
         self._timeout = timeout_s
@@ -139,7 +141,9 @@ class EngineWeights:
         self._dtype = dtype
         self.url = client.url
         self.tensors = tensors
-        self.occupation = Occupation(client.url)
+        self.occupation = Occupation(client.url, () if state is None else state.released)
+        self.groups = () if state is None else state.groups
+        """Names of the broadcast groups that the server was in when the connection was made."""
 
     @classmethod
     async def connect(
@@ -168,6 +172,7 @@ class EngineWeights:
             info = await client.get_json("/server_info", timeout_s=patience_s)
             check_layout(client.url, info, dtype, shape)
             tensors = EngineTensors(shape, int(info["tp_size"]), str(info["device"]))
+            state = state_of(client.url, info)
         except LayoutError as error:
             await client.close()
             raise EngineMismatchError(f"{client.url}: {error}") from error
@@ -175,7 +180,7 @@ class EngineWeights:
             await client.close()
             raise
         limits = {"timeout_s": timeout_s, "patience_s": patience_s}
-        return cls(client, tensors, getattr(torch, dtype), **limits)
+        return cls(client, tensors, getattr(torch, dtype), **limits, state=state)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -36,6 +37,7 @@ from megatron_dppo.fleet.record import (
     read_own_json,
 )
 from megatron_dppo.system.files import UnsafeFileError, read_own, write_private
+from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.network import interface_address, is_loopback, url_host
 from megatron_dppo.system.scratch import make_runtime_directory
 
@@ -44,6 +46,9 @@ log = logging.getLogger(__name__)
 ENDPOINT_VARIABLE = "MEGATRON_DPPO_FLEET"
 """Variable with the endpoint's URL in the environment of the trainer's ranks."""
 PATH = "/fleet/"
+_START_HEADER = "Megatron-Dppo-Start"
+"""Header with the number of the start of the ranks that a question is from."""
+_FENCED = 409
 _LONGEST = 1 << 20
 _READ_S = 10
 _POLL_S = 0.05
@@ -168,6 +173,14 @@ class _Handler(BaseHTTPRequestHandler):
         if not (is_admin or (is_command and name in _OF_COMMANDS)):
             self._answer(401, {"error": "the admin key is missing or wrong"})
             return
+        start, newest_start = self.headers.get(_START_HEADER), self.server.record.ranks_start
+        if start is not None and newest_start is not None and start != str(newest_start):
+            fault = (
+                f"a rank of start {start} asks, expected one of start {newest_start}: the ranks of this run were "
+                "started again"
+            )
+            self._answer(_FENCED, {"error": fault})
+            return
         question = _QUESTIONS.get(name)
         try:
             arguments = self._arguments()
@@ -218,13 +231,24 @@ _OF_COMMANDS = {"servers", "router", "status", "attach", "detach"}
 
 
 class RecordClient:
-    """Client of the registry at ``url``. ``keys``: of the servers that the run started; the admin key opens the
-    registry.
+    """Client of the registry at ``url``. Every question raises FencedError once newer ranks than ``start`` run.
+
+    Args:
+        url: the endpoint's URL.
+        keys: keys of the servers that the run started; the admin key opens the registry.
+        start: number of the start of the ranks that this client belongs to; None for any other client.
     """
 
-    def __init__(self, url: str, keys: Keys) -> None:
+    def __init__(self, url: str, keys: Keys, start: int | None = None) -> None:
         self.url = url
         self._keys = keys
+        self._start = start
+
+    def check_start(self) -> None:
+        """Raise FencedError once newer ranks run. A registry that does not answer is no reason."""
+        if self._start is not None:
+            with suppress(RecordLostError):
+                self._ask("starting", attempts=1)
 
     def keys(self, server: Server) -> Keys:
         return self._keys if server.replaceable else Keys.of_environment()
@@ -299,6 +323,8 @@ class RecordClient:
                     raise RecordLostError(f"{self.url}{PATH}{question}: {reason}") from error
                 time.sleep(_PAUSE_S)
                 continue
+            if status == _FENCED:
+                raise FencedError(f"{self.url}{PATH}{question}: {content['error']}")
             if status != 200:
                 raise ValueError(f"{self.url}{PATH}{question}: {content['error']}")
             return content["answer"]
@@ -309,6 +335,8 @@ class RecordClient:
         assert address.hostname is not None
         connection = http.client.HTTPConnection(address.hostname, address.port, timeout=_ANSWER_S)
         headers = {"Authorization": f"Bearer {self._keys.admin}"}
+        if self._start is not None:
+            headers[_START_HEADER] = str(self._start)
         try:
             connection.request("POST", PATH + question, json.dumps(arguments), headers)
             answer = connection.getresponse()

@@ -244,6 +244,11 @@ class Examiner:
         return Examination("fits")
 
 
+async def _outcomes(calls: Sequence[Coroutine[Any, Any, None]]) -> list[BaseException | None]:
+    """Run the calls at the same time; return the exception of each, None where it has none."""
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
 def _reason_of(error: BaseException) -> str:
     text = (
         str(error) if isinstance(error, errors.EngineError) else f"{type(error).__name__}: {error}"
@@ -370,6 +375,23 @@ class FleetMembership:
         for state in list(self._states.values()):
             if state.strikes < _STRIKES:
                 state.quarantined = ""
+
+    def recover(self, forget_ranks: Callable[[Member], Coroutine[Any, Any, None]]) -> None:
+        """Take over the servers from ranks that have died: have each forget them, and replace those that can't.
+
+        ``forget_ranks`` ends in one server what earlier ranks left there. Only servers that the supervisor started are
+        taken over: one elsewhere may serve others.
+        """
+        members = [self._member(s) for s in self._record.servers() if s.replaceable]
+        outcomes = self._runner.run(_outcomes([forget_ranks(member) for member in members]))
+        for member, outcome in zip(members, outcomes, strict=True):
+            if isinstance(outcome, errors.EngineError | OSError):
+                reason = f"{type(outcome).__name__}: {outcome}"
+                self._lose(
+                    member.server, f"its state after the death of ranks is unknown: {reason}"
+                )
+            elif outcome is not None:
+                raise outcome
 
     def has_servers(self) -> bool:
         """Whether a server is published that is not lost."""

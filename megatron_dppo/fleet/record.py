@@ -125,6 +125,8 @@ class FleetRecord:
         self._lock = threading.RLock()
         self._reports: dict[str, int] = {}
         self._starts_allowed = True
+        self.ranks_start: int | None = None
+        """The number of the ranks' newest start; None where no supervisor starts them."""
         self._starting: set[str] = set()
         self._servers, self._status = self._read()
 
@@ -203,6 +205,10 @@ class FleetRecord:
     def allow_starts(self, allowed: bool) -> None:
         """Allow or forbid the supervisor's starts: colocated servers need devices that the trainer has left."""
         self._starts_allowed = allowed
+
+    def begin_ranks(self, number: int) -> None:
+        """Answer the ranks of this start alone."""
+        self.ranks_start = number
 
     def begin_start(self, name: str) -> bool:
         """Whether ``name`` may start now, or continue its start; it then counts as starting until ``end_start``."""

@@ -1,4 +1,7 @@
-"""The ranks of one machine without GPUs as forks of one process (``rank_server.py``), which share their imports."""
+"""The ranks of one machine without GPUs as forks of one process (``rank_server.py``), which share their imports.
+
+The process outlives its ranks, so a restart of the ranks imports nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_dppo.launch.local import LOOPBACK, RankGroup, terminal_of
-from megatron_dppo.launch.rank_server import MODULE, STOP
+from megatron_dppo.launch.rank_server import MODULE, START, STOP
 from megatron_dppo.launch.supervisor import keep_previous
 from megatron_dppo.logging import TERMINAL_VARIABLE
-from megatron_dppo.system.processes import feed, kill_families, start_process
+from megatron_dppo.system.processes import feed, kill_families, kill_trees, start_process
 from megatron_dppo.system.scratch import remove_shared_tensors
 from megatron_dppo.system.secret_variables import split_environment
 
@@ -35,7 +38,7 @@ class ForkedRankGroup(RankGroup):
         module: str,
         config: Path,
         outputs: Sequence[Path],
-        master_port: int,
+        master_port: int | None,
         variables: Mapping[str, str] | None = None,
         *,
         master_host: str = LOOPBACK,
@@ -51,14 +54,25 @@ class ForkedRankGroup(RankGroup):
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
 
-    def start(self) -> None:
+    def start(self, number: int = 1) -> None:
         for path in self._outputs:
             keep_previous(path)
+        self._pids.clear()
+        self._codes.clear()
+        if self._server is None or self._server.poll() is not None:
+            self._start_server()
+        assert self._control is not None
+        variables = json.dumps(self.start_variables(number))
+        with suppress(OSError):
+            self._control.sendall(START + variables.encode() + b"\n")
+
+    def _start_server(self) -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._control = ours
         python, option, server, *words = self._command
         descriptor = str(theirs.fileno())
+        self._received = b""
         command = [python, option, server, descriptor, *words, *map(str, self._outputs)]
         environment = self.environment()
         with theirs, self._outputs[0].open("wb") as file, terminal_of(0) as terminal:
@@ -91,6 +105,11 @@ class ForkedRankGroup(RankGroup):
         with suppress(OSError):
             self._control.sendall(STOP)
 
+    def clear(self) -> None:
+        self._receive()
+        kill_trees(self._pids.values())
+        remove_shared_tensors(self._pids.values())
+
     def kill(self) -> None:
         if self._server is None:
             return
@@ -107,10 +126,11 @@ class ForkedRankGroup(RankGroup):
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
             message = json.loads(line)
-            if "pid" in message:
-                self._pids[message["rank"]] = message["pid"]
-            else:
-                self._codes[message["rank"]] = message["code"]
+            rank, pid = message["rank"], message["pid"]
+            if "code" not in message:
+                self._pids[rank] = pid
+            elif self._pids.get(rank) == pid:
+                self._codes[rank] = message["code"]
 
 
 def shares_imports(ranks: int, gpus: int) -> bool:

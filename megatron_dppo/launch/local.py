@@ -11,27 +11,39 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import ParallelConfig, RunConfig
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import Runtime
+from megatron_dppo.fleet.supervision import RestartBudget
 from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, Roles, place
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
-from megatron_dppo.launch.supervisor import RankFailure, Supervisor, failed_at, keep_previous
+from megatron_dppo.launch.supervisor import (
+    RankFailure,
+    RankRestarts,
+    Supervisor,
+    failed_at,
+    keep_previous,
+)
 from megatron_dppo.logging import TERMINAL_VARIABLE, configure_logging, failure_mark
+from megatron_dppo.metrics.records import RECORDS_FILE
 from megatron_dppo.system import network
-from megatron_dppo.system.lease import NONCE_VARIABLE
+from megatron_dppo.system.lease import NONCE_VARIABLE, START_VARIABLE
 from megatron_dppo.system.processes import feed, kill_families, start_process
-from megatron_dppo.system.scratch import remove_shared_tensors
+from megatron_dppo.system.scratch import remove_left_behind, remove_shared_tensors
 from megatron_dppo.system.secret_variables import split_environment
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 _ENDING_S = 10.0
+_FIRST_RESTART_PAUSE_S = 0.25
+_CERTAIN_CAUSES = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
+"""Exit codes of a rank that did not fail because of another one."""
 
 
 def run_local(
@@ -62,7 +74,7 @@ def run_local(
             "starting %s; their logs are in %s", processes(servers, ranks), directory.path / "logs"
         )
         host = _master_host(parallel.interface)
-        port = _master_port(host)
+        port = _pinned_master_port(host)
         for server in placement.servers:
             if server.port is not None:
                 _require_free("engine.port", server.host.address, server.port)
@@ -95,7 +107,34 @@ def run_local(
         else:
             command = rank_command(module, directory)
             group = RankGroup(command, outputs, port, variables, master_host=host, cores=cores)
-        return Supervisor(group, fleet, lambda: lease.taken_over).run().code
+        restarts = rank_restarts(run, directory, sections)
+        return Supervisor(group, fleet, lambda: lease.taken_over, restarts=restarts).run().code
+
+
+def rank_restarts(
+    run: RunConfig, directory: RunDirectory, sections: ServerSections | None
+) -> RankRestarts:
+    """Return the restarts of the ranks of the run in ``directory``, under its lease.
+
+    ``sections``: what servers must be, None where nothing is generated.
+    """
+    has_devices = sections is None or sections.engine.placement == "separate"
+
+    def begin(number: int) -> None:
+        directory.lease.begin_start(number)
+        directory.fleet.begin_ranks(number)
+        # A colocated trainer allows the starts of servers once it has left the devices.
+        directory.fleet.allow_starts(has_devices)
+        remove_left_behind()
+
+    budget = RestartBudget(
+        run.max_restarts, run.restart_window_s, first_pause_s=_FIRST_RESTART_PAUSE_S
+    )
+    return RankRestarts(budget, begin, partial(_size_of, directory.path / RECORDS_FILE))
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def local_placement(ranks: int, sections: ServerSections | None, machine: Machine) -> Placement:
@@ -139,11 +178,11 @@ def _master_host(interface: str | None) -> str:
         raise LaunchError(f"parallel.interface: {error}") from error
 
 
-def _master_port(host: str) -> int:
-    """The port on which the ranks meet: MASTER_PORT of the environment, else a free one."""
+def _pinned_master_port(host: str) -> int | None:
+    """The port on which the ranks meet, MASTER_PORT of the environment; None: a free one at each start."""
     pinned = os.environ.get("MASTER_PORT")
     if pinned is None:
-        return network.free_port(host)
+        return None
     if not pinned.isdigit():
         raise LaunchError(f"MASTER_PORT: got {pinned!r}, expected a port number")
     _require_free("MASTER_PORT", host, int(pinned))
@@ -164,15 +203,15 @@ class RankGroup:
 
     ``outputs``: one file a rank, for its standard output and error. Rank 0 also gets this process's standard output, to
     write its log and draw its progress on. ``variables``: of the environment of every rank, beside those of this
-    process; those that hold keys come on its standard input. ``master_host``: the address on which rank 0 listens.
-    ``cores``: that the ranks share; None: all of this process.
+    process; those that hold keys come on its standard input. ``master_port``: the port on which rank 0 listens; None: a
+    free one at each start. ``master_host``: its address. ``cores``: that the ranks share; None: all of this process.
     """
 
     def __init__(
         self,
         command: Sequence[str],
         outputs: Sequence[Path],
-        master_port: int,
+        master_port: int | None,
         variables: Mapping[str, str] | None = None,
         *,
         master_host: str = LOOPBACK,
@@ -181,14 +220,19 @@ class RankGroup:
         self._command = command
         self._outputs = outputs
         self._cores = len(os.sched_getaffinity(0)) if cores is None else cores
-        rendezvous = {"MASTER_ADDR": master_host, "MASTER_PORT": str(master_port)}
-        self._variables = {**rendezvous, **(variables or {})}
+        self._master_host = master_host
+        self._master_port = master_port
+        self._variables = dict(variables or {})
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self) -> None:
+    def start(self, number: int = 1) -> None:
+        self._processes.clear()
+        variables = self.start_variables(number)
         for rank, path in enumerate(self._outputs):
             keep_previous(path)
-            environment = self.environment() | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment = (
+                self.environment() | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            )
             with path.open("wb") as file, terminal_of(rank) as terminal:
                 if terminal is not None:
                     environment[TERMINAL_VARIABLE] = str(terminal)
@@ -203,8 +247,17 @@ class RankGroup:
             self._processes.append(process)
             feed(process, secrets)
 
+    def start_variables(self, number: int) -> dict[str, str]:
+        """The variables that differ from start to start: where its ranks meet, and its number."""
+        port = self._master_port or network.free_port(self._master_host)
+        return {
+            "MASTER_ADDR": self._master_host,
+            "MASTER_PORT": str(port),
+            START_VARIABLE: str(number),
+        }
+
     def environment(self) -> dict[str, str]:
-        """The variables that all ranks have in common."""
+        """The variables that all ranks and all starts have in common."""
         size = len(self._outputs)
         # Threads share the cores fairly.
         threads = max(1, self._cores // size)
@@ -225,10 +278,12 @@ class RankGroup:
             return []
         # A rank's end makes the others fail in their collectives, and they may be faster to exit. So those that
         # have failed already have longer to end, and the cause is the one that failed first.
+        if set(self.codes()) & set(_CERTAIN_CAUSES):
+            grace_s = 0.0
         deadline = time.monotonic() + grace_s
         while None in self.codes() and time.monotonic() < deadline:
             time.sleep(0.05)
-        while self._ending() and time.monotonic() < deadline + _ENDING_S:
+        while grace_s and self._ending() and time.monotonic() < deadline + _ENDING_S:
             time.sleep(0.05)
         failures = [
             RankFailure(rank, code, path, failed_at(path))
@@ -248,6 +303,10 @@ class RankGroup:
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
+
+    def clear(self) -> None:
+        """SIGKILL ranks and their descendants; returns when they are gone."""
+        self.kill()
 
     def kill(self) -> None:
         """SIGKILL ranks and their descendants; returns when they are gone."""

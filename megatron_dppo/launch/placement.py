@@ -108,8 +108,8 @@ class RouterPlace:
 class Placement:
     """Every process of a run with its host.
 
-    ``unused`` are hosts without a process. ``master_port`` is the port on the first rank's host where the ranks meet;
-    None: a free one.
+    ``unused`` are hosts without a process. ``master_port`` is the port on the first rank's host where the ranks meet at
+    their first start; None: a free one. Each further start adds ``master_port_step``.
     """
 
     ranks: tuple[RankPlace, ...]
@@ -117,6 +117,13 @@ class Placement:
     router: RouterPlace | None
     master_port: int | None
     unused: tuple[Host, ...]
+    master_port_step: int = 0
+
+    def master_port_of(self, start: int) -> int | None:
+        """Return the port where the ranks of this start meet, counted from 1."""
+        if self.master_port is None:
+            return None
+        return self.master_port + (start - 1) * self.master_port_step
 
     @property
     def master_address(self) -> str:
@@ -253,7 +260,7 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
     for server in servers:
         used |= set(server.hosts)
     unused = tuple(host for host in hosts if host not in used)
-    return Placement(ranks, servers, router, base, unused)
+    return Placement(ranks, servers, router, base, unused, _ports(roles, devices))
 
 
 def _in_groups(roles: Roles, allocation: Allocation, devices: int) -> Roles:

@@ -23,7 +23,7 @@ from megatron_dppo.launch.placement import Host, Placement
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import RankFailure, failed_at, keep_previous
 from megatron_dppo.system import processes
-from megatron_dppo.system.lease import FencedError
+from megatron_dppo.system.lease import START_VARIABLE, FencedError
 from megatron_dppo.system.secret_variables import split_environment
 
 _END_S = 15.0
@@ -296,22 +296,26 @@ class SrunRanks:
         )
         self._variables = {
             "MASTER_ADDR": placement.master_address,
-            "MASTER_PORT": str(placement.master_port),
             "PYTHONUNBUFFERED": "1",
             RANKS_VARIABLE: "slurm",
             processes.STOP_FILE_VARIABLE: str(directory.stop_file),
             **variables,
         }
         self._count = len(placement.ranks)
+        self._placement = placement
         self._fence = form.fence
         self._popen: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, number: int = 1) -> None:
         for rank in range(self._count):
             keep_previous(self._directory.rank_output(rank))
         keep_previous(self._messages)
         processes.withdraw_stop(self._directory.stop_file)
-        plain, secrets = split_environment({**os.environ, **self._variables})
+        variables = {
+            "MASTER_PORT": str(self._placement.master_port_of(number)),
+            START_VARIABLE: str(number),
+        }
+        plain, secrets = split_environment({**os.environ, **self._variables, **variables})
         with self._messages.open("wb") as file:
             self._popen = processes.start_process(
                 self._command,
@@ -343,6 +347,9 @@ class SrunRanks:
     def ask_to_stop(self) -> None:
         # Rank 0 reads a file: a signal through srun would also reach the ranks' child processes.
         processes.ask_to_stop(self._directory.stop_file)
+
+    def clear(self) -> None:
+        self.kill()
 
     def kill(self) -> None:
         if self._popen is not None:

@@ -1,9 +1,10 @@
 """Supervision of a run from its start to its end: its servers, their HTTP router, and its ranks.
 
-No process is left behind. A rank's error ends the run, and so does another start that took it over. A dead server is
-started again. A requested stop (Ctrl-C, a signal, a time limit) makes the ranks end their step and save a checkpoint; a
-second one ends everything at once. When the servers are given up, the healthy ranks are asked to stop cleanly too: the
-run fails after a checkpoint.
+No process is left behind. A dead server is started again. So are the ranks after one of them has died; the servers keep
+running meanwhile. An error that the user can put right ends the run, and so does another start that took it over. A
+requested stop (Ctrl-C, a signal, a time limit) makes the ranks end their step and save a checkpoint; a second one ends
+everything at once. When the servers are given up, the healthy ranks are asked to stop cleanly too: the run fails after
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import Literal, Protocol
 
 from megatron_dppo.fleet.supervision import (
     EngineGivenUpError,
+    RestartBudget,
     SupervisedFleet,
 )
 from megatron_dppo.launch.stops import Stop, StopRequests, terminal_stops
-from megatron_dppo.logging import failure_mark
+from megatron_dppo.logging import REFUSED, failure_mark
 from megatron_dppo.system import processes
 
 
@@ -42,6 +44,16 @@ class RankFailure:
         )
 
     @property
+    def is_refusal(self) -> bool:
+        """Whether the rank ended over something that the user can put right, which a restart would meet again."""
+        return self.code == REFUSED
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether a signal ended the rank."""
+        return self.code < 0 or self.code > _SIGNALLED
+
+    @property
     def stopped_early(self) -> bool:
         """Whether the rank ended by the request to stop before it could handle it."""
         return self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
@@ -50,8 +62,8 @@ class RankFailure:
 class Ranks(Protocol):
     """All ranks of a run, on any hosts."""
 
-    def start(self) -> None:
-        """Start every rank; call from the main thread."""
+    def start(self, number: int = 1) -> None:
+        """Start every rank, for the ``number``-th time in this run; call from the main thread."""
 
     def ended(self) -> bool:
         """Whether all ranks have ended without an error."""
@@ -65,8 +77,11 @@ class Ranks(Protocol):
     def ask_to_stop(self) -> None:
         """Ask each rank to end its step and save a checkpoint."""
 
+    def clear(self) -> None:
+        """Kill ranks and their descendants, so that ``start`` may follow; returns when they have ended."""
+
     def kill(self) -> None:
-        """Kill ranks and their descendants; returns when they have ended."""
+        """Kill ranks and their descendants, and all that a further start could use; returns when they have ended."""
 
 
 def keep_previous(path: Path) -> None:
@@ -91,6 +106,8 @@ def failed_at(path: Path) -> float:
 log = logging.getLogger(__name__)
 
 FAILED = 1
+_SIGNALLED = 128
+"""Exit code of a shell or srun for a process that a signal ended, less the signal's number."""
 _POLL_S = 0.05
 _FAILURE_GRACE_S = 2.0
 
@@ -114,6 +131,54 @@ def _not_taken_over() -> str | None:
     return None
 
 
+def _no_obstacle() -> str | None:
+    return None
+
+
+@dataclass(eq=False)
+class RankRestarts:
+    """The restarts of a run's ranks. Servers, router, lease and keys are the same in all of them.
+
+    Attributes:
+        budget: limits number and pace of restarts.
+        begin: called with the number of a start before its ranks start; fences off the ranks of earlier ones.
+        progress: returns a value that changes when the run has trained: an error of the first start before any
+            progress would come again, and ends the run.
+        obstacle: returns the reason why ranks can't start again where they were; None without one.
+    """
+
+    budget: RestartBudget
+    begin: Callable[[int], None]
+    progress: Callable[[], object]
+    obstacle: Callable[[], str | None] = _no_obstacle
+    number: int = field(default=1, init=False)
+    _before: object = field(default=None, init=False)
+
+    def begin_first(self) -> None:
+        self._before = self.progress()
+        self.begin(self.number)
+
+    def pause_after(self, failure: RankFailure) -> float | None:
+        """Use up one restart and return the seconds to wait before it; None where ``failure`` ends the run."""
+        if failure.is_refusal:
+            return None
+        is_first_error = self.number == 1 and not failure.is_killed
+        if is_first_error and self.progress() == self._before:
+            return None
+        if (obstacle := self.obstacle()) is not None:
+            log.error("the ranks can't start again: %s", obstacle)
+            return None
+        return self.budget.take()
+
+    def begin_next(self) -> None:
+        self.number += 1
+        self.begin(self.number)
+
+    @property
+    def is_used_up(self) -> bool:
+        return 0 < self.budget.limit <= self.budget.taken
+
+
 @dataclass(eq=False)
 class Supervisor:
     """Runs servers (or none) and ranks until they end. Owns the process's signals and all of its descendants.
@@ -122,6 +187,7 @@ class Supervisor:
         ranks: the ranks.
         fleet: the servers; None without any.
         taken_over: returns a sentence about the start that took the run over; None without one.
+        restarts: restarts of the ranks; None where the death of a rank ends the run.
         stops: requested stops; by default Ctrl-C, SIGTERM and SIGHUP.
     """
 
@@ -129,6 +195,9 @@ class Supervisor:
     fleet: SupervisedFleet | None
     taken_over: Callable[[], str | None] = _not_taken_over
     stops: StopRequests = field(default_factory=terminal_stops)
+    restarts: RankRestarts | None = None
+    _restart_due: float | None = field(default=None, init=False)
+    """Time of the ranks' next start, by the monotonic clock; None while ranks run."""
     _handled: list[Stop] = field(default_factory=list, init=False)
     _given_up: str = field(default="", init=False)
 
@@ -140,6 +209,8 @@ class Supervisor:
             try:
                 if self.fleet is not None:
                     self.fleet.start()
+                if self.restarts is not None:
+                    self.restarts.begin_first()
                 self.ranks.start()
                 outcome = self._watch()
             finally:
@@ -153,10 +224,16 @@ class Supervisor:
             if (successor := self.taken_over()) is not None:
                 log.error("%s", successor)
                 return Outcome(FAILED, "succeeded", successor)
-            failures = self.ranks.failures(_FAILURE_GRACE_S)
-            if failures:
-                return self._on_failure(failures)
-            if self.ranks.ended():
+            if self._restart_due is not None:
+                if self._is_stopping:
+                    log.info("no rank runs; the run resumes from its last checkpoint")
+                    return self._stopped()
+                if time.monotonic() >= self._restart_due:
+                    self._start_again()
+            elif failures := self.ranks.failures(_FAILURE_GRACE_S):
+                if (outcome := self._on_failure(failures)) is not None:
+                    return outcome
+            elif self.ranks.ended():
                 return self._stopped() if self._is_stopping else Outcome(0, "ended")
             if self._must_end_at_once():
                 log.warning("ending at once; the run resumes from its last checkpoint")
@@ -203,18 +280,50 @@ class Supervisor:
         decisive_stop = self._handled[-1] if self._handled[-1].insists else self._handled[0]
         return Outcome(self._handled[0].code or decisive_stop.code, "stopped", decisive_stop.why)
 
-    def _on_failure(self, failures: list[RankFailure]) -> Outcome:
+    def _on_failure(self, failures: list[RankFailure]) -> Outcome | None:
+        """End the remaining ranks; return the run's end, or None where the ranks start again."""
         if self._is_stopping and all(failure.stopped_early for failure in failures):
             log.info("stopped before the training began; there was nothing to save")
             return self._stopped()
         first_failure, *later_failures = failures
         # Killing the ranks completes the files that the report quotes.
-        self.ranks.kill()
+        self.ranks.clear()
         report = first_failure.report()
         log.error("%s", report)
         for other in later_failures:
             log.error("after it, rank %d failed too: see %s", other.rank, other.output)
-        return Outcome(FAILED, "failed", report)
+        pause_s = None
+        if self.restarts is not None and not self._is_stopping:
+            pause_s = self.restarts.pause_after(first_failure)
+        if self.restarts is None or pause_s is None:
+            return Outcome(FAILED, "failed", self._final(report, first_failure))
+        processes.kill_orphans()
+        budget = self.restarts.budget
+        log.warning(
+            "the ranks start again in %.1f s, restart %d of %d; the servers keep running",
+            *(pause_s, budget.taken, budget.limit),
+        )
+        self._restart_due = time.monotonic() + pause_s
+        return None
+
+    def _final(self, report: str, failure: RankFailure) -> str:
+        """Return the text of a failure that ends the run, and log it where restarts are used up."""
+        restarts = self.restarts
+        if restarts is None or failure.is_refusal or not restarts.is_used_up:
+            return report
+        budget = restarts.budget
+        given_up = (
+            f"giving up after {budget.limit} restarts of the ranks within {budget.window_s:.0f} s "
+            "(run.max_restarts, run.restart_window_s)"
+        )
+        log.error("%s", given_up)
+        return f"{report}\n{given_up}"
+
+    def _start_again(self) -> None:
+        assert self.restarts is not None
+        self._restart_due = None
+        self.restarts.begin_next()
+        self.ranks.start(self.restarts.number)
 
     def _end(self, *, at_once: bool) -> None:
         self.ranks.kill()

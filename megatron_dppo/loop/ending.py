@@ -12,7 +12,13 @@ from types import FrameType
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.logging import say
-from megatron_dppo.system.lease import NONCE_VARIABLE, Fence, FencedError, Lease
+from megatron_dppo.system.lease import (
+    NONCE_VARIABLE,
+    Fence,
+    FencedError,
+    Lease,
+    start_of_ranks,
+)
 from megatron_dppo.system.processes import STOP_FILE_VARIABLE, StopFile
 from megatron_dppo.trainer.collectives import broadcast_json, first_failure
 
@@ -54,17 +60,26 @@ class StopFlag:
 class RunFence:
     """Raises FencedError once another start of the run holds its folder.
 
-    ``nonce``: of the lease that this start runs under; None on ranks that are yet to be told it.
+    Args:
+        directory: the run's folder.
+        nonce: of the lease that this start runs under; None on ranks that are yet to be told it.
+        start: number of the ranks' start under that lease; None where no supervisor starts the ranks.
     """
 
-    def __init__(self, directory: str, nonce: str | None) -> None:
+    def __init__(self, directory: str, nonce: str | None, start: int | None = None) -> None:
         self._directory = directory
-        self._fence = None if nonce is None else Fence(directory, nonce)
+        self._start = start
+        self._fence = None if nonce is None else Fence(directory, nonce, start)
+
+    @property
+    def nonce(self) -> str:
+        assert self._fence is not None, "join first"
+        return self._fence.nonce
 
     def join(self) -> None:
         """Learn the nonce from rank 0. Collective."""
         nonce = broadcast_json(None if self._fence is None else self._fence.nonce, src=0)
-        self._fence = Fence(self._directory, nonce)
+        self._fence = Fence(self._directory, nonce, self._start)
 
     def check(self) -> None:
         """Raise FencedError on this rank alone. Not collective."""
@@ -91,7 +106,7 @@ def run_fence(directory: str) -> Iterator[RunFence]:
     """
     nonce = os.environ.get(NONCE_VARIABLE)
     if nonce is not None or os.environ.get("RANK", "0") != "0":
-        yield RunFence(directory, nonce)
+        yield RunFence(directory, nonce, start_of_ranks())
         return
     os.makedirs(directory, exist_ok=True)
     with Lease(directory, say) as lease:

@@ -22,6 +22,7 @@ from megatron_dppo.fleet.record import FleetRecord, Keys
 from megatron_dppo.fleet.router_link import HttpRouterLink
 from megatron_dppo.fleet.suspects import Suspect
 from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.lease import start_of_ranks
 from megatron_dppo.trainer import collectives
 
 
@@ -135,7 +136,7 @@ def open_record(
     keys, url = Keys.handed_down(), os.environ.get(ENDPOINT_VARIABLE)
     endpoint: FleetEndpoint | None = None
     if url is not None:
-        return RecordClient(url, keys), None
+        return RecordClient(url, keys, start_of_ranks()), None
     if rank == 0:
         record, key = FleetRecord(run_directory), admin_key()
         record.withdraw_started()

@@ -21,7 +21,8 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import last_exception_of
-from megatron_dppo.engine.weights import TAGS, EngineWeights, MemoryTag
+from megatron_dppo.engine.server_state import MemoryTag
+from megatron_dppo.engine.weights import TAGS, EngineWeights
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import RecordClient
 from megatron_dppo.fleet.generation import (
@@ -39,6 +40,7 @@ from megatron_dppo.loop.server_access import ServerAccess
 from megatron_dppo.loop.shared_devices import SharedDevices
 from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.lease import FencedError, start_of_ranks
 from megatron_dppo.trainer import collectives
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights, ranks_per_sender
@@ -109,7 +111,9 @@ class EngineSession:
             )
         self._members: list[membership.Member] = []
         self._attached = False
-        self._updater = self._weight_updater(config, trainer, fence or _no_fence)
+        self._record = record
+        self._fence = fence or _no_fence
+        self._updater = self._weight_updater(config, trainer, self._check_fences)
         self._failures = FailureLimits()
         self.updates = CommittedUpdates()
 
@@ -133,6 +137,18 @@ class EngineSession:
             leave_devices=self._devices.leave if self._devices.is_shared else None,
         )
 
+    def _check_fences(self) -> None:
+        """Raise FencedError on every rank once another start, of the run or of its ranks, took over. Collective."""
+        fault = None
+        if self._rank == 0:
+            try:
+                self._record.check_start()
+            except FencedError as error:
+                fault = str(error)
+        if (fault := collectives.first_failure(fault)) is not None:
+            raise FencedError(fault)
+        self._fence()
+
     def __enter__(self) -> Self:
         return self
 
@@ -141,9 +157,26 @@ class EngineSession:
         self._connections.close()
 
     def connect(self) -> None:
-        """Wait for the servers and attach to them. Raises RunStoppedError, EngineUnavailableError."""
+        """Wait for the servers and attach to them; ranks that are started again take the servers over first.
+
+        Raises RunStoppedError, EngineUnavailableError.
+        """
+        self._recover()
         self._make_room()
         self._admit()
+
+    def _recover(self) -> None:
+        """Have the servers forget the ranks before these. Collective where the ranks are started again."""
+        if (start_of_ranks() or 1) == 1:
+            return
+        fault = None
+        if self._membership is not None:
+            try:
+                self._membership.recover(self._access.forget_ranks)
+            except EngineError as error:
+                fault = str(error)
+        if (fault := collectives.first_failure(fault)) is not None:
+            raise membership.EngineUnavailableError(fault)
 
     def update_weights(self, version: int) -> UpdateReport:
         """Send the trainer's weights to the fleet as ``version`` and return when they are committed.

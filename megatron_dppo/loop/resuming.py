@@ -89,18 +89,21 @@ def resume(
     identity: dict[str, Any],
     *,
     replays: bool,
+    nonce: str,
 ) -> RunState | None:
     """Load the newest usable checkpoint into ``trainer`` and return its state. Collective.
 
     Returns None where the run begins at step 0; the records of earlier starts are then moved to a folder of their own,
-    except the rollouts of a run that ``replays`` them.
+    except the rollouts of a run that ``replays`` them. Ranks that are started again under the lease ``nonce`` go on
+    where the ranks before them began anew.
 
     Raises:
         ResumeError: the checkpoint belongs to another run, or a start at step 0 would lose training.
         DamagedCheckpointError: the checkpoint is damaged and ``checkpoint.on_damage`` allows no older one.
     """
-    if run.resume == "never":
+    if run.resume == "never" and not on_rank_0(partial(records.has_begun, run.directory, nonce)):
         _set_aside(run.directory, rollouts=not replays)
+        on_rank_0(partial(records.remember_beginning, run.directory, nonce))
         return None
     survey = store.survey()
     refuse_damage(checkpoints.on_damage, survey)

@@ -372,7 +372,11 @@ class Run:
         identity = identity_of(self.config, self.data.train.sha256)
         replays = self.config.rollout.replay_from is not None
         run, checkpoints = self.config.run, self.config.checkpoint
-        state = resume(run, checkpoints, self.trainer, self.store, identity, replays=replays)
+        state = resume(
+            *(run, checkpoints, self.trainer, self.store, identity),
+            replays=replays,
+            nonce=self.fence.nonce,
+        )
         if state is None:
             return RunState(sampler=self.sampler.state_dict(), identity=identity)
         self.saved_step = state.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,11 +10,14 @@ from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.running_server import check_engine
-from megatron_dppo.engine.weights import EngineWeights, MemoryTag, Occupation
+from megatron_dppo.engine.server_state import MemoryTag
+from megatron_dppo.engine.weights import EngineWeights, Occupation
 from megatron_dppo.fleet import membership
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.weight_sync.engines import interrupt_and_release
 from megatron_dppo.weight_sync.reach import check_reach
+
+_FORGET_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,21 @@ class ServerAccess:
             await interrupt_and_release(weights, tags)
         finally:
             await weights.close()
+
+    async def forget_ranks(self, member: membership.Member) -> None:
+        """End what ranks that have died left in a server: their requests and their broadcast groups.
+
+        The server stays paused, and keeps its memory, as they left it. Raises EngineError, TimeoutError where it does
+        not answer.
+        """
+        async with asyncio.timeout(_FORGET_S), membership.client_of(member) as client:
+            await client.abort_all(_FORGET_S)
+            weights = await self.open_weights(member)
+            try:
+                for name in weights.groups:
+                    await weights.close_group(name)
+            finally:
+                await weights.close()
 
     async def _connect(self, member: membership.Member) -> EngineWeights:
         server, keys = member.server, member.keys

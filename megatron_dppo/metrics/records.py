@@ -4,7 +4,8 @@
 ``environment_faults.jsonl`` have lines with a step. These files and folders are left by earlier starts, and a new
 beginning sets them aside:
 
-last_checkpoint.json        {"step": n}: a checkpoint of that step was written, wherever it is now upload.json
+last_checkpoint.json        {"step": n}: a checkpoint of that step was written, wherever it is now beginning.json
+{"nonce"}: the start under that lease has begun the run at step 0 upload.json
 {"repository", "steps"}: the export after so many steps was sent there, or refused earlier-<UTC time>/         records,
 rollouts and checkpoints of a run that was begun anew
 """
@@ -242,6 +243,7 @@ BATCH_FILES = "step_*.safetensors"
 """File names of saved batches in that folder."""
 EXPORT_FOLDER = "hf"
 _LAST_CHECKPOINT = "last_checkpoint.json"
+_BEGINNING = "beginning.json"
 _RECORDS = (
     *(RECORDS_FILE, MASKED_TOKENS_FILE, SAMPLES_FILE, ENVIRONMENT_FAULTS_FILE),
     *(TENSORBOARD_FOLDER, TRACKERS_FOLDER, REPORT_FILE, SUMMARY_FILE, UPLOAD_FILE),
@@ -304,6 +306,19 @@ def read_history(directory: str | Path) -> History:
 def remember_checkpoint(directory: str | Path, step: int) -> None:
     """Record that a checkpoint of ``step`` was written, apart from the checkpoint itself."""
     write_atomically(Path(directory) / _LAST_CHECKPOINT, json.dumps({"step": step}) + "\n")
+
+
+def remember_beginning(directory: str | Path, nonce: str) -> None:
+    """Record that the start under the lease ``nonce`` has begun the run at step 0, and set earlier ones aside."""
+    write_atomically(Path(directory) / _BEGINNING, json.dumps({"nonce": nonce}) + "\n")
+
+
+def has_begun(directory: str | Path, nonce: str) -> bool:
+    """Whether ``remember_beginning`` was called under this lease."""
+    try:
+        return bool(json.loads((Path(directory) / _BEGINNING).read_text())["nonce"] == nonce)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def remember_upload(directory: str | Path, repository: str, steps: int) -> None:

@@ -8,6 +8,7 @@ by the fence.
 
     <folder>/lease.json                 the holder
     <folder>/lease/<nonce>.beat         the counter of the holder with that nonce; only the holder writes it
+    <folder>/lease/<nonce>.start        the number of the holder's newest start of the ranks
     <folder>/lease/<nonce>.next/holder.json
                                         the start that succeeds the holder of
                                             that nonce
@@ -183,6 +184,21 @@ class LeaseFiles:
     def beat_of(self, holder: Holder) -> Path:
         return self._folder / f"{holder.nonce}.beat"
 
+    def start(self, holder: Holder) -> int:
+        """Return the number of the holder's newest start of the ranks. Raises OSError, LeaseError."""
+        path = self._start_of(holder)
+        text = path.read_text()
+        if not text.strip().isdigit():
+            raise LeaseError(f"{path}: got {text!r}, expected a number")
+        return int(text)
+
+    def write_start(self, holder: Holder, number: int) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._start_of(holder), f"{number}\n")
+
+    def _start_of(self, holder: Holder) -> Path:
+        return self._folder / f"{holder.nonce}.start"
+
     def _claim_on(self, holder: Holder | None) -> Path:
         return self._folder / f"{_FIRST if holder is None else holder.nonce}.next"
 
@@ -215,6 +231,16 @@ NONCE_VARIABLE = "MEGATRON_DPPO_LEASE"
 """Variable with the nonce of the run's lease, in the environment of the trainer's ranks."""
 
 
+START_VARIABLE = "MEGATRON_DPPO_START"
+"""Variable with the number of the ranks' start under that lease, counted from 1, in their environment."""
+
+
+def start_of_ranks(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return the number of this rank's start; None in a process that no supervisor started."""
+    text = environment.get(START_VARIABLE)
+    return None if text is None else int(text)
+
+
 class FencedError(RunError):
     """This start of the run no longer holds its folder; the message names the start that does."""
 
@@ -224,11 +250,15 @@ class Fence:
 
     A rename follows the check within milliseconds. A process that is stopped exactly in between still makes the rename,
     so names of unfinished folders differ between starts, and records are numbered.
+
+    ``start``: number of the start of the ranks that this process belongs to; None for the holder itself, and where no
+    supervisor starts the ranks.
     """
 
-    def __init__(self, folder: str | Path, nonce: str) -> None:
+    def __init__(self, folder: str | Path, nonce: str, start: int | None = None) -> None:
         self._files = LeaseFiles(folder)
         self.nonce = nonce
+        self.start = start
 
     def check(self) -> None:
         try:
@@ -240,6 +270,20 @@ class Fence:
         if holder.nonce != self.nonce:
             raise FencedError(
                 f"another start of this run took over: {holder.describe()}; this one stops here"
+            )
+        if self.start is not None:
+            self._check_start(holder, self.start)
+
+    def _check_start(self, holder: Holder, start: int) -> None:
+        try:
+            newest_start = self._files.start(holder)
+        except (LeaseError, OSError) as error:
+            raise FencedError(
+                f"this rank can't tell whether its start is the newest: {error}"
+            ) from error
+        if newest_start != start:
+            raise FencedError(
+                f"the ranks of this run were started again (start {newest_start}); this rank is of start {start}"
             )
 
 
@@ -315,6 +359,10 @@ class Lease:
             files.give_up_claim(last_claim)
         files.install(newcomer)
         self._thread.start()
+
+    def begin_start(self, number: int) -> None:
+        """Fence off the ranks of every start but that with this number. Raises OSError."""
+        self._files.write_start(self._holder, number)
 
     def release(self) -> None:
         """Release the lease, so that the next start need not wait."""

@@ -35,6 +35,10 @@ _TRACEBACK = "Traceback (most recent call last):"
 _LONGEST_EXCEPTION = 300
 
 
+_STARTED: set[int] = set()
+"""Ids of all processes that ``start_process`` has started here, running or not."""
+
+
 def start_process(
     command: Sequence[str],
     *,
@@ -68,7 +72,7 @@ def start_process(
         if dies_with_thread:
             die_with_parent(parent)
 
-    return subprocess.Popen(
+    process = subprocess.Popen(
         list(command),
         bufsize=0,
         stdin=stdin,
@@ -80,6 +84,8 @@ def start_process(
         # prepare makes only system calls between fork and exec.
         preexec_fn=prepare if dies_with_thread or lifts_memory_limit else None,  # noqa: PLW1509
     )
+    _STARTED.add(process.pid)
+    return process
 
 
 def start_connected(
@@ -270,6 +276,14 @@ def kill_children(spared: Collection[int] = ()) -> None:
                 os.waitpid(child.pid, 0)
 
 
+def kill_orphans() -> None:
+    """SIGKILL and reap the processes that this one has adopted, and their descendants.
+
+    For a process that adopts orphans and starts its own children by ``start_process`` alone.
+    """
+    kill_children(_STARTED)
+
+
 def _has_children() -> bool:
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -293,6 +307,25 @@ def kill_families(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     _kill(family)
     for root in roots:
         root.wait()
+    deadline = time.monotonic() + _KILL_WAIT_S
+    while any(_runs(member) for member in family) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def kill_trees(pids: Iterable[int]) -> None:
+    """SIGKILL each process that leads a session of its own, its process group and its descendants.
+
+    Returns when all have ended, or after ten seconds. Another process reaps them.
+    """
+    roots = list(pids)
+    family: list[psutil.Process] = []
+    for pid in roots:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += [*_family(pid), psutil.Process(pid)]
+    for pid in roots:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    _kill(family)
     deadline = time.monotonic() + _KILL_WAIT_S
     while any(_runs(member) for member in family) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.engine.errors import UNBOUNDED, EngineError
-from megatron_dppo.engine.weights import TAGS, EngineWeights, MemoryTag
+from megatron_dppo.engine.server_state import MemoryTag
+from megatron_dppo.engine.weights import TAGS, EngineWeights
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import is_loopback, resolve, source_address

@@ -17,7 +17,7 @@ from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import UNBOUNDED
 from megatron_dppo.engine.protocol import UNVERIFIED_VERSION
-from megatron_dppo.engine.weights import MemoryTag
+from megatron_dppo.engine.server_state import MemoryTag
 from megatron_dppo.metrics import table as names
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import RunError

@@ -118,8 +118,8 @@ def test_trainer_engine_and_export_agree(disturbed):
     assert {"generate", "train", "sync"} <= set(summary["seconds_per_phase"])
 
 
-def test_a_dead_rank_ends_the_run_and_the_next_start_resumes_until_ctrl_c(config, tmp_path):
-    """Trainer and server in turn on the same devices; then the server dies, too, whoever's turn it is."""
+def test_a_run_outlives_a_rank_and_a_server_until_ctrl_c(config, tmp_path):
+    """Trainer and server in turn on the same devices; a rank dies, then the server, whoever's turn it is."""
     directory = tmp_path / "killed"
     overrides = (
         *(f"run.directory={directory}", "run.steps=40", "evaluation.every=40"),
@@ -127,18 +127,19 @@ def test_a_dead_rank_ends_the_run_and_the_next_start_resumes_until_ctrl_c(config
     )
     with TrainingRun(config, *overrides) as run:
         run.wait_for_step(2)
-        run.rank(1).send_signal(signal.SIGKILL)
-        run.finish(code=1, timeout=60)
+        server, killed = run.find("launch_server"), run.rank(1)
+        killed.send_signal(signal.SIGKILL)
+        run.wait_for(lambda: "resumed from" in run.text)
         assert "rank 1 was killed by SIGKILL" in run.text
-    reached = steps_of(directory)[-1]
-    with TrainingRun(config, *overrides) as run:
-        run.wait_for_step(reached + 1)
-        run.find("launch_server").send_signal(signal.SIGKILL)
-        run.wait_for_step(reached + 4)
+        reached = steps_of(directory)[-1]
+        run.wait_for_step(reached + 2)
+        assert server.is_running()
+        assert run.rank(1) != killed
+        server.send_signal(signal.SIGKILL)
+        run.wait_for_step(reached + 5)
         run.interrupt()
         run.finish(code=130, timeout=60)
-        assert "resumed from" in run.text
-        assert run.text.count("joins the fleet") == 2
+        assert run.text.count("restart 1 of 3") == 2
         assert "the same command resumes after step" in run.text
     recorded = steps_of(directory)
     assert recorded == list(range(len(recorded)))

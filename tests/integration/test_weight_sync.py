@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +20,13 @@ from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import ExpectedChecksums
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.shared_buckets import WireHeader
 from megatron_dppo.engine.weights import EngineWeights, MemoryOrderError
+from megatron_dppo.fleet.membership import Member
+from megatron_dppo.fleet.record import Keys, Server
+from megatron_dppo.loop.server_access import ServerAccess
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
@@ -31,7 +38,11 @@ from megatron_dppo.weight_sync.transaction import (
     WeightUpdateRefusedError,
 )
 from megatron_dppo.weight_sync.verification import ChecksumMismatchError
+from tests.integration.dying_ranks import PARKED, POINTS
+from tests.integration.runs import ROOT
 from tests.integration.weight_server import (
+    ADMIN_KEY,
+    KEY,
     PROMPT,
     RUNNER,
     TIMEOUT_S,
@@ -294,6 +305,55 @@ def test_requests_run_wholly_on_the_weights_they_began_with(served: Served, trai
     assert running.versions() == ["40"]
     assert late[0].versions() == ["41"]
     assert_serves(served, trained, 41)
+    updates.close()
+
+
+@pytest.fixture(scope="module")
+def dying(served: Served, trained: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.integration.dying_ranks"]
+    process = subprocess.Popen(
+        [*command, served.process.url, str(served.folder), str(trained)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+FAST_POINTS = ("joining", "streaming", PARKED)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(point, marks=[] if point in FAST_POINTS else [pytest.mark.slow])
+        for point in (*POINTS, PARKED)
+    ],
+)
+def test_new_ranks_take_a_server_over_from_one_that_died_in_an_update(
+    served: Served, trained: Path, dying: subprocess.Popen[str], point: str
+) -> None:
+    updater(served.weights(), Source(read(served.folder))).update(35)
+    assert dying.stdin is not None
+    assert dying.stdout is not None
+    print(point, file=dying.stdin, flush=True)
+    assert dying.stdout.readline() == f"{point}\n"
+    config = policy_config(served.folder)
+    shape = load_model_shape(served.folder)
+    access = ServerAccess(ServerSections.of(config), config.weight_sync, shape)
+    member = Member(Server("engine0", served.process.url), Keys(KEY, ADMIN_KEY))
+    RUNNER.run(access.forget_ranks(member))
+    engine = RUNNER.run(access.open_weights(member))
+    assert engine.groups == ()
+    assert engine.occupation.released == ({"kv_cache", "weights"} if point == PARKED else set())
+    updates = updater(engine, Source(read(trained), model=trained))
+    if point == PARKED:
+        updates.leave_devices = lambda: None
+    assert updates.update(36).verified
+    assert_serves(served, trained, 36)
     updates.close()
 
 

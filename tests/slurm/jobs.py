@@ -28,7 +28,8 @@ SERVER = "server.py"
 class StandInJob:
     """Two ranks and one server on three nodes, which count to ``steps``; a checkpoint every five.
 
-    ``parallel``, ``rollout``, ``sglang``: values of these sections; ``site``: of the site file.
+    ``parallel``, ``rollout``, ``sglang``: values of these sections; ``max_restarts``: of the ranks; ``site``: values of
+    the site file.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class StandInJob:
         parallel: dict[str, int] | None = None,
         rollout: dict[str, int] | None = None,
         sglang: dict[str, int] | None = None,
+        max_restarts: int = 3,
         **site: Any,
     ) -> None:
         self.cluster = cluster
@@ -47,7 +49,11 @@ class StandInJob:
         self.directory = folder / "run"
         self.config = write_config(
             folder,
-            run={"directory": str(self.directory), "steps": steps},
+            run={
+                "directory": str(self.directory),
+                "steps": steps,
+                "max_restarts": max_restarts,
+            },
             model={"hf_checkpoint": str(self._model())},
             parallel=parallel or {"world_size": 2},
             rollout=SMALL_ROLLOUTS | (rollout or {}),

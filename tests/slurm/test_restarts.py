@@ -17,8 +17,23 @@ from tests.slurm.jobs import TRAINER, StandInJob
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def test_a_killed_rank_ends_the_attempt_and_the_next_goes_on_from_the_checkpoint(cluster, folder):
+def test_a_killed_rank_starts_the_ranks_step_again_in_the_same_attempt(cluster, folder):
     job = StandInJob(cluster, folder, steps=40).submit()
+    job.wait(job.server)
+    server = job.server()
+    job.wait_for_step(12)
+    job.kill(TRAINER, 1)
+    job.wait(lambda: "restart 1 of 3" in job.log)
+    job.wait_for_step(20)
+    assert job.server() == server
+    record = job.wait_for_end()
+    assert (record["JobState"], record["Restarts"]) == ("COMPLETED", "0"), job.log
+    assert job.ends() == ["done"]
+    assert job.steps() == list(range(1, 41))
+
+
+def test_without_restarts_a_killed_rank_ends_the_attempt_and_the_next_goes_on(cluster, folder):
+    job = StandInJob(cluster, folder, steps=40, max_restarts=0).submit()
     job.wait_for_step(12)
     job.kill(TRAINER, 1)
     record = job.wait_for_end()

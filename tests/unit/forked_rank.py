@@ -19,6 +19,10 @@ def main(arguments: list[str]) -> int:
     how = Path(arguments[0]).read_text()
     if how == "killed" and rank == "1":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "killed once" and rank == "1" and os.environ["MEGATRON_DPPO_START"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "killed once" and os.environ["MEGATRON_DPPO_START"] == "1":
+        time.sleep(600)
     if how == "raises" and rank == "1":
         raise ValueError("this rank fails")
     if how == "server" and rank == "1":

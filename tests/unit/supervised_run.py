@@ -4,10 +4,11 @@ start and kill.
 ``python -m tests.unit.supervised_run SPEC`` with SPEC a JSON object: ``directory``; ``rank``:
 Python code of every rank; ``world_size``; ``servers``: for each server, Python code of each
 incarnation, the last one again and again; ``router``: the same of the router (empty: none);
-``attached``: URLs of servers elsewhere; ``max_restarts``, here with short
-pauses. The code sees ``RANK`` in its environment and may call ``note(text)``, which
-appends a line to ``<directory>/notes``, ``wait_published(name)`` and ``report_lost(incarnation, name)``;
-servers see ``INCARNATION``.
+``attached``: URLs of servers elsewhere; ``max_restarts`` of each server and ``rank_restarts``: limits
+of restarts, here after short pauses; ``rank_pause_s``: the first pause before ranks start again. A file
+``trained`` counts as progress. The code sees ``RANK`` in its environment and may call ``note(text)``,
+which appends a line to ``<directory>/notes``, ``wait_published(name)`` and
+``report_lost(incarnation, name)``; servers see ``INCARNATION``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_dppo.fleet.record import Keys
 from megatron_dppo.fleet.supervision import RestartBudget, SupervisedFleet, SupervisedServer
 from megatron_dppo.launch.local import RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.supervisor import Supervisor
+from megatron_dppo.launch.supervisor import RankRestarts, Supervisor
 from megatron_dppo.system.lease import NONCE_VARIABLE
 from megatron_dppo.system.processes import start_process, tail
 
@@ -146,7 +147,13 @@ def main() -> int:
         lease = directory.lease
         variables = {NONCE_VARIABLE: lease.fence.nonce, **fleet.rank_variables}
         ranks = RankGroup(command, outputs, 1, variables)
-        return Supervisor(ranks, fleet, lambda: lease.taken_over).run().code
+        pause_s = spec.get("rank_pause_s", 0.05)
+        restarts = RankRestarts(
+            RestartBudget(spec.get("rank_restarts", 0), 3600, first_pause_s=pause_s),
+            lease.begin_start,
+            (path / "trained").exists,
+        )
+        return Supervisor(ranks, fleet, lambda: lease.taken_over, restarts=restarts).run().code
 
 
 if __name__ == "__main__":

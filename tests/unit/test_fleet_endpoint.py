@@ -30,6 +30,7 @@ from megatron_dppo.fleet.endpoint import (
 from megatron_dppo.fleet.record import ROUTER, FleetRecord, Keys, Server
 from megatron_dppo.logging import FatalError
 from megatron_dppo.system.files import write_private
+from megatron_dppo.system.lease import FencedError
 
 KEY = "the admin key"
 KEYS = Keys("user", KEY)
@@ -66,6 +67,21 @@ def test_a_rank_reads_and_tells_what_is_recorded(record: FleetRecord, remote: Re
     assert remote.status() == record.status() == {"version": 4, "servers": {"engine0": "serves"}}
     remote.report_lost(HERE)
     assert record.take_report("engine0") == 3
+
+
+def test_ranks_of_an_earlier_start_get_no_answer(
+    record: FleetRecord, endpoint: FleetEndpoint, remote: RecordClient
+) -> None:
+    record.publish(HERE)
+    first, second = (RecordClient(endpoint.url, KEYS, start) for start in (1, 2))
+    record.begin_ranks(1)
+    assert first.servers() == [HERE]
+    record.begin_ranks(2)
+    assert second.servers() == remote.servers() == [HERE]
+    for question in (first.servers, first.check_start, lambda: first.report_lost(HERE)):
+        with pytest.raises(FencedError):
+            question()
+    assert record.take_report("engine0") is None
 
 
 @pytest.mark.parametrize("name", ["../../engine0", "engine1"])

@@ -61,6 +61,21 @@ def test_a_killed_rank_is_the_failure(group_of):
     assert (failure.rank, failure.code) == (1, -signal.SIGKILL)
 
 
+def test_ranks_start_again_from_the_same_process(group_of, tmp_path):
+    group = group_of("killed once")
+    server = group._server.pid
+    wait_for(lambda: group.failures(0.0) and all(outputs_of(tmp_path)))
+    first_pids = dict(group._pids)
+    group.clear()
+    group.start(2)
+    wait_for(group.ended)
+    assert group.codes() == [0, 0, 0]
+    assert group._server.pid == server
+    assert len(outputs_of(tmp_path)) == 3
+    assert not set(first_pids.values()) & set(group._pids.values())
+    assert not any(psutil.pid_exists(pid) for pid in first_pids.values())
+
+
 def test_an_error_of_a_rank_is_in_its_output(group_of, tmp_path):
     group = group_of("raises")
     wait_for(lambda: group.failures(0.0))

@@ -226,6 +226,21 @@ def test_a_start_that_died_between_its_claim_and_the_lease_is_succeeded(tmp_path
         assert [p.name for p in (tmp_path / "lease").iterdir()] == [f"{lease.fence.nonce}.beat"]
 
 
+def test_ranks_of_an_earlier_start_under_the_same_lease_are_fenced(tmp_path: Path) -> None:
+    with Lease(tmp_path) as lease:
+        lease.begin_start(1)
+        first, second = (Fence(tmp_path, lease.fence.nonce, start) for start in (1, 2))
+        first.check()
+        lease.begin_start(2)
+        second.check()
+        lease.fence.check()
+        with pytest.raises(FencedError, match=r"start 2.*start 1"):
+            first.check()
+        (tmp_path / "lease" / f"{lease.fence.nonce}.start").unlink()
+        with pytest.raises(FencedError):
+            second.check()
+
+
 def test_a_living_claimant_is_the_one_in_the_way(tmp_path: Path, starters: Starters) -> None:
     own = Holder.of_this_process()
     files = LeaseFiles(tmp_path)

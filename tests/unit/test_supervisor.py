@@ -52,13 +52,15 @@ class Run:
 
     def __init__(self, directory: Path, rank: str, engine: tuple[str, ...], world_size: int = 2,
                  max_restarts: int = 1, others: tuple[tuple[str, ...], ...] = (),
-                 router: tuple[str, ...] = (), attached: tuple[str, ...] = ()) -> None:  # fmt: skip
+                 router: tuple[str, ...] = (), attached: tuple[str, ...] = (),
+                 rank_restarts: int = 0, rank_pause_s: float = 0.05) -> None:  # fmt: skip
         self.directory = directory
         directory.mkdir(exist_ok=True)
         spec = {
             "directory": str(directory), "rank": rank, "world_size": world_size,
             "servers": [engine, *others] if engine else [], "router": router,
             "attached": attached, "max_restarts": max_restarts,
+            "rank_restarts": rank_restarts, "rank_pause_s": rank_pause_s,
         }  # fmt: skip
         self.log = directory / "supervisor.err"
         with self.log.open("wb") as errors:
@@ -258,6 +260,60 @@ def test_a_killed_rank_ends_the_run_at_once(start):
     assert "rank 1 was killed by SIGKILL (signal 9" in run.errors()
     assert "rank 0 failed" not in run.errors()
     assert gone(family)
+
+
+STARTS = RANK + "start = int(os.environ['MEGATRON_DPPO_START'])\n"
+DIES = "os.kill(os.getpid(), signal.SIGKILL)\n"
+
+
+def test_ranks_start_again_after_a_death_and_the_servers_keep_running(start):
+    rank = STARTS + (
+        "note(f'{start} {rank} {wait_published()[\"pid\"]}')\n"
+        "if start == 1:\n"
+        "    wait_for('engine0-healthy1')\n"
+        "    if rank == 1: child = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+        "    if rank == 1: note(f'orphan {child.pid}')\n"
+        "    while rank == 1 and '1 0 ' not in read('notes'): time.sleep(0.02)\n"
+        "    if rank == 1: " + DIES + "    " + SLEEP
+    )  # fmt: skip
+    run = start(rank, STAYS_UP, rank_restarts=1)
+    assert run.end() == 0
+    places = [line.split() for line in run.notes() if not line.startswith("orphan")]
+    assert sorted(place[:2] for place in places) == [["1", "0"], ["1", "1"], ["2", "0"], ["2", "1"]]
+    assert len({engine for *_, engine in places}) == 1
+    assert not (run.directory / "engine0-healthy2").exists()
+    (orphan,) = [int(line.split()[1]) for line in run.notes() if line.startswith("orphan")]
+    assert not psutil.pid_exists(orphan)
+    assert "restart 1 of 1" in run.errors()
+
+
+def test_restarts_of_ranks_are_bounded(start):
+    run = start(
+        STARTS + "if rank == 0: note(str(start)); " + DIES + SLEEP, STAYS_UP, rank_restarts=2
+    )
+    assert run.end() == 1
+    assert run.notes() == ["1", "2", "3"]
+    assert "run.max_restarts" in run.errors()
+
+
+@pytest.mark.parametrize(
+    ("ending", "starts"), [("sys.exit(2)", 1), ("sys.exit(1)", 1), ("train(); sys.exit(1)", 2)]
+)
+def test_which_errors_of_a_rank_start_the_ranks_again(start, ending, starts):
+    """A refusal never, and no error that came before the run had trained."""
+    trains = "def train(): open(path_of('trained'), 'w').close()\n"
+    rank = STARTS + trains + f"note(str(start))\nif start == 1: {ending}\n"
+    run = start(rank, STAYS_UP, world_size=1, rank_restarts=1)
+    assert run.end() == (1 if starts == 1 else 0)
+    assert run.notes() == [str(number + 1) for number in range(starts)]
+
+
+def test_a_stop_before_the_ranks_start_again_ends_the_run(start):
+    run = start(RANK + "note('up')\n" + DIES, STAYS_UP, rank_restarts=1, rank_pause_s=300.0)
+    run.wait_until(lambda: "restart 1 of 1" in run.errors())
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130
+    assert "up" in run.notes()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_dppo.cluster.preflight import judge, table, write_verdict
@@ -30,7 +31,7 @@ from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import Runtime
 from megatron_dppo.launch import srun
 from megatron_dppo.launch.library_checks import CHECK
-from megatron_dppo.launch.local import rank_command
+from megatron_dppo.launch.local import rank_command, rank_restarts
 from megatron_dppo.launch.placement import (
     Allocation,
     Host,
@@ -419,7 +420,10 @@ class Start:
             self._form(server=False),
             {NONCE_VARIABLE: lease.fence.nonce, **variables},
         )
-        return Supervisor(ranks, fleet, lambda: lease.taken_over, self.stops)
+        names = [host.name for host in placement.rank_hosts]
+        restarts = rank_restarts(config.run, directory, self._sections)
+        restarts.obstacle = partial(_lost_nodes, names)
+        return Supervisor(ranks, fleet, lambda: lease.taken_over, self.stops, restarts)
 
     def _runtime_at(self, hosts: Sequence[Host]) -> Runtime:
         launcher = srun.SrunLauncher(hosts, "server", self._form(server=True))
@@ -433,6 +437,12 @@ class Start:
     def _form(self, *, server: bool) -> srun.StepForm:
         form = self.site.form(str(Path.cwd()), server=server)
         return replace(form, fence=self.directory.lease.fence.check)
+
+
+def _lost_nodes(names: Sequence[str]) -> str | None:
+    """Return the nodes that Slurm can't use any more, in words; None without one."""
+    states = [f"node {name} is {state}" for name, state in bad_nodes(names).items()]
+    return ", ".join(states) or None
 
 
 def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Placement:

@@ -1,0 +1,76 @@
+"""The state of a running server that a weight update has changed, as the server itself reports it.
+
+SGLang reports neither whether it is paused nor which memory it has released. Trainer ranks that are started again have
+not seen the earlier updates, and need both. Servers that ``engine.launch_server`` starts add a SchedulerState to the
+``internal_states`` of ``/server_info``, from the scheduler, which carries out every order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from megatron_dppo.engine.errors import EngineAnswerError
+
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
+FIELD = "megatron_dppo"
+_REPORT = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
+
+
+@dataclass(frozen=True)
+class SchedulerState:
+    """What the orders of weight updates have left in a server.
+
+    Attributes:
+        is_paused: whether the server holds back every request.
+        released: tags of the memory that is released.
+        has_session: whether an update session is open.
+        groups: names of the broadcast groups that its ranks are in.
+    """
+
+    is_paused: bool
+    released: tuple[MemoryTag, ...]
+    has_session: bool
+    groups: tuple[Annotated[str, Field(max_length=200)], ...]
+
+
+_STATE = TypeAdapter(SchedulerState)
+
+
+def state_of(url: str, info: Mapping[str, Any]) -> SchedulerState | None:
+    """Return the state in an answer of ``/server_info``; None from a server that reports none.
+
+    Raises EngineAnswerError for an answer of another form.
+    """
+    try:
+        (first_state, *_) = info.get("internal_states") or [{}]
+        if FIELD not in first_state:
+            return None
+        return _STATE.validate_python(first_state[FIELD])
+    except (TypeError, ValueError, ValidationError) as error:
+        raise EngineAnswerError(
+            f"{url}/server_info: a broken state of the server: {error}"
+        ) from error
+
+
+def register() -> None:
+    """Register the hook, in each process of a server, before SGLang applies its plugins' hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_REPORT, report, HookType.AFTER)
+
+
+def report(answer: Any, scheduler: Any, *_: Any) -> None:
+    """Add the state to SGLang's ``answer`` about the ``scheduler``."""
+    updater = scheduler.weight_updater
+    groups = scheduler.tp_worker.model_runner.weight_updater._model_update_group
+    state = SchedulerState(
+        bool(scheduler._engine_paused),
+        tuple(sorted(updater.offload_tags)),
+        updater._session is not None,
+        tuple(groups),
+    )
+    answer.internal_state[FIELD] = asdict(state)
