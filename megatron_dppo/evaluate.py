@@ -26,7 +26,7 @@ from megatron_dppo.config import ConfigError, TrainConfig, check_config, load_co
 from megatron_dppo.config.layout import missing_weights
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.engine.process import EngineProcess, Runtime
+from megatron_dppo.engine.process import EngineProcess, Runtime, local_launcher
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.logging import INTERRUPTED, aligned, configure_logging, fatal
 from megatron_dppo.metrics.progress import progress
@@ -268,7 +268,7 @@ def _servers(config: TrainConfig, logs: Path) -> Iterator[list[Member]]:
     sections = ServerSections.of(config)
     keys = Keys(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
     assert keys.admin is not None
-    runtime = Runtime(python=config.engine.python or sys.executable)
+    runtime = Runtime(local_launcher(config.engine), config.engine.python or sys.executable)
     processes = []
     try:
         for place in local_placement(0, sections, this_machine()).servers:
@@ -296,6 +296,7 @@ def _servers(config: TrainConfig, logs: Path) -> Iterator[list[Member]]:
     finally:
         for process in processes:
             process.kill()
+        runtime.launcher.close()
 
 
 class _Fleet:

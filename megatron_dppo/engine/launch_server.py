@@ -6,8 +6,9 @@ them, prints them in its log, and answers them to whoever holds the API key at `
 a pipe, and the printed configuration says ``<redacted>``. Of a server over several hosts one such process runs on each,
 and all get the same flags; the environment names the hosts, among which each finds itself.
 
-The kernel ends this process with the thread that started it (``system.processes``); those that SGLang spawns end with
-this one.
+The kernel ends this process with the thread that started it (``system.processes``); those that SGLang starts end with
+this one. On a CPU this process may be a fork (``system.fork_server``), and those are forks of it
+(``sglang_cpu/forks.py``).
 """
 
 from __future__ import annotations
@@ -209,6 +210,8 @@ def _run(start: dict[str, Any], folders: list[Path]) -> None:
     _change_sglang()
     recordings.offer(folders)
     port = hold_own_port(server_args.host, server_args.port)
+    # The port of a killed server is free although a fork of it still ends.
+    os.register_at_fork(after_in_child=port.close)
     try:
         run_server(server_args)
     finally:

@@ -19,16 +19,22 @@ from megatron_dppo.engine import options
 from megatron_dppo.engine.errors import EngineLostError, EngineStartError, PortHeldError
 from megatron_dppo.engine.options import ServerHosts, ServerSections
 from megatron_dppo.system import processes
+from megatron_dppo.system.compute import has_visible_gpu
+from megatron_dppo.system.fork_server import ForkingLauncher
 from megatron_dppo.system.network import PortTakenError, url_host
 from megatron_dppo.system.scratch import remove_left_behind
 
 if TYPE_CHECKING:
+    from megatron_dppo.config.schema import EngineConfig
     from megatron_dppo.engine.client import Answer, HttpClient
 
 
 ProgressCallback = Callable[[float, str], None]
 """Called with the seconds waited and what the server does now, in words."""
 
+MODULE = "megatron_dppo.engine.launch_server"
+LIBRARIES = "megatron_dppo.engine.sglang_cpu.libraries"
+"""The module whose imports forked servers share."""
 _POLL_SECONDS = 0.25
 _PROGRESS_SECONDS = 1.0
 _PROBE_SECONDS = 5.0
@@ -40,6 +46,14 @@ _EXCEPTION_LINES = 400
 _LOG_START = "--- "
 """Begins the first line of each incarnation."""
 _WARMING = "answering its first requests"
+
+
+def local_launcher(engine: EngineConfig) -> processes.Launcher:
+    """Return the launcher of servers on this machine, which share their imports where there is no GPU."""
+    # A driver's state does not survive a fork.
+    if options.engine_device(engine) == "cpu" and not has_visible_gpu():
+        return ForkingLauncher(MODULE, [LIBRARIES])
+    return processes.Launcher()
 
 
 @dataclass(frozen=True)
@@ -294,7 +308,7 @@ class EngineProcess(ChildServer):
             runtime,
             command=[
                 "-m",
-                "megatron_dppo.engine.launch_server",
+                MODULE,
                 "--config",
                 str(self.options_path),
             ],

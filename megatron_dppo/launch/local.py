@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import ParallelConfig, RunConfig
 from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.engine.process import Runtime
+from megatron_dppo.engine.process import Runtime, local_launcher
 from megatron_dppo.fleet.supervision import RestartBudget
 from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, Roles, place
 from megatron_dppo.launch.run_directory import RunDirectory
@@ -80,7 +80,7 @@ def run_local(
                 _require_free("engine.port", server.host.address, server.port)
         fleet = None
         if sections is not None:
-            runtime = Runtime(python=python)
+            runtime = Runtime(local_launcher(sections.engine), python)
             fleet = supervised_fleet(
                 sections,
                 directory,

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import psutil
 
@@ -292,7 +292,20 @@ def _has_children() -> bool:
     return True
 
 
-def kill_families(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+class ChildProcess(Protocol):
+    """The part of ``subprocess.Popen`` that the start and the end of commands use."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def terminate(self) -> None: ...
+
+
+def kill_families(processes: Iterable[ChildProcess]) -> None:
     """SIGKILL each process that ``start_process`` started, its process group and its descendants.
 
     Returns when all have ended, or after ten seconds. Processes that have ended already are no error.
@@ -307,25 +320,6 @@ def kill_families(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     _kill(family)
     for root in roots:
         root.wait()
-    deadline = time.monotonic() + _KILL_WAIT_S
-    while any(_runs(member) for member in family) and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def kill_trees(pids: Iterable[int]) -> None:
-    """SIGKILL each process that leads a session of its own, its process group and its descendants.
-
-    Returns when all have ended, or after ten seconds. Another process reaps them.
-    """
-    roots = list(pids)
-    family: list[psutil.Process] = []
-    for pid in roots:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family += [*_family(pid), psutil.Process(pid)]
-    for pid in roots:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-    _kill(family)
     deadline = time.monotonic() + _KILL_WAIT_S
     while any(_runs(member) for member in family) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -406,10 +400,13 @@ def quote(text: str) -> str:
 class StartedProcess:
     """A command that was started on this machine, or the process that runs it elsewhere."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: ChildProcess) -> None:
         self._process = process
-        self.pid = process.pid
         self.poll = process.poll
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def stop(self, grace_s: float) -> None:
         """Ask the process to end, kill it after ``grace_s`` seconds; returns when it has ended."""
@@ -417,9 +414,12 @@ class StartedProcess:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
-        kill_families([self._process])
+        self._kill_family()
 
     def kill(self) -> None:
+        self._kill_family()
+
+    def _kill_family(self) -> None:
         kill_families([self._process])
 
 
@@ -442,6 +442,9 @@ class Launcher:
     def require_free_port(self, address: str, port: int) -> None:
         """Raise PortTakenError where the port can't be bound, as far as this machine can tell."""
         require_free_port(address, port)
+
+    def close(self) -> None:
+        """End the processes that the launcher itself needs."""
 
 
 def start_fed(

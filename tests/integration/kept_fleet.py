@@ -15,7 +15,7 @@ import psutil
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.engine.process import Runtime
+from megatron_dppo.engine.process import Runtime, local_launcher
 from megatron_dppo.fleet.endpoint import ENDPOINT_VARIABLE, RecordClient
 from megatron_dppo.fleet.membership import Member
 from megatron_dppo.fleet.record import Server
@@ -62,7 +62,8 @@ class KeptFleet:
         with RunDirectory(self._config.run.directory) as directory:
             sections = ServerSections.of(self._config)
             placement = local_placement(self._config.parallel.world_size, sections, this_machine())
-            grounds = ServerStarts(lambda hosts: Runtime(), placement.master_address)
+            runtime = Runtime(local_launcher(self._config.engine))
+            grounds = ServerStarts(lambda hosts: runtime, placement.master_address)
             fleet = supervised_fleet(
                 sections,
                 directory,

@@ -631,6 +631,14 @@ def test_the_keys_are_needed_and_told_to_nobody(runner, engine, client):
     assert not any("5c0ffee5" in text for text in shown)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="a server's memory is closed to its own user")
+def test_the_processes_of_a_server_share_its_imports(engine):
+    children = psutil.Process(engine.pid).children()
+    (detokenizer,) = [c for c in children if "sglang::detokenizer" in " ".join(c.cmdline())]
+    # A process that imports SGLang itself has 400 MiB of its own.
+    assert detokenizer.memory_full_info().uss < 200 << 20
+
+
 def test_an_engine_that_fits_is_accepted_and_others_are_refused(runner, client, model, tmp_path):
     runner.run(check_engine(ServerSections.of(run_config(model)), client))
     with pytest.raises(EngineMismatchError, match=r"dtype.*'float32', expected 'bfloat16'"):

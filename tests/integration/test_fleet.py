@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_dppo.config.schema import TrainConfig
@@ -196,6 +197,12 @@ def test_a_stopped_server_that_nobody_kills_holds_nothing_up(fleet, runner, monk
     finally:
         proceed(victim)
     assert lost.keys() == {victim.name}
+
+
+def test_servers_of_one_supervisor_are_forks_of_one_process(fleet):
+    parents = {psutil.Process(member.server.pid).ppid() for member in fleet.members(2)}
+    assert len(parents) == 1
+    assert parents != {os.getpid()}
 
 
 def test_no_key_is_in_a_command_line_or_a_log(fleet, config):

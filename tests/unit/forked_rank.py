@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     rank = os.environ["RANK"]
     shown = Path("/proc/self/environ").read_text(errors="replace")
     print(
         rank, os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], os.environ.get("HF_TOKEN"),
         "4711" in shown, os.getsid(0) == os.getpid(), sys.stdin.read() == "", flush=True,
     )  # fmt: skip
-    how = Path(arguments[0]).read_text()
+    how = Path(sys.argv[1]).read_text()
     if how == "killed" and rank == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "killed once" and rank == "1" and os.environ["MEGATRON_DPPO_START"] == "1":

@@ -63,17 +63,17 @@ def test_a_killed_rank_is_the_failure(group_of):
 
 def test_ranks_start_again_from_the_same_process(group_of, tmp_path):
     group = group_of("killed once")
-    server = group._server.pid
+    server = group._server.process.pid
     wait_for(lambda: group.failures(0.0) and all(outputs_of(tmp_path)))
-    first_pids = dict(group._pids)
+    first_pids = {rank.pid for rank in group._ranks}
     group.clear()
     group.start(2)
     wait_for(group.ended)
     assert group.codes() == [0, 0, 0]
-    assert group._server.pid == server
+    assert group._server.process.pid == server
     assert len(outputs_of(tmp_path)) == 3
-    assert not set(first_pids.values()) & set(group._pids.values())
-    assert not any(psutil.pid_exists(pid) for pid in first_pids.values())
+    assert not first_pids & {rank.pid for rank in group._ranks}
+    assert not any(psutil.pid_exists(pid) for pid in first_pids)
 
 
 def test_an_error_of_a_rank_is_in_its_output(group_of, tmp_path):
@@ -82,6 +82,19 @@ def test_an_error_of_a_rank_is_in_its_output(group_of, tmp_path):
     (failure,) = group.failures(0.0)
     assert (failure.rank, failure.code) == (1, 1)
     assert "ValueError: this rank fails" in failure.output.read_text()
+
+
+def test_ranks_are_cleared_during_the_imports(tmp_path, monkeypatch):
+    (tmp_path / "endless_library.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    outputs = [tmp_path / f"rank{rank}.out" for rank in range(3)]
+    group = ForkedRankGroup("endless_library", tmp_path, outputs, 1, cores=1)
+    group.start()
+    try:
+        group.clear()
+        assert group.codes() == [-signal.SIGKILL] * 3
+    finally:
+        group.kill()
 
 
 def test_a_stop_reaches_every_rank(group_of, tmp_path):
@@ -106,7 +119,7 @@ def test_a_dead_server_takes_its_ranks_along(group_of, tmp_path):
 def test_kill_ends_every_process(group_of, tmp_path):
     group = group_of("waits")
     wait_for(lambda: len(outputs_of(tmp_path)) == 3)
-    pids = family_of(group._server.pid)
+    pids = family_of(group._server.process.pid)
     group.kill()
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids if pid != os.getpid()))
 

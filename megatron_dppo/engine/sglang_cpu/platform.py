@@ -12,6 +12,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megatron_dppo.engine.sglang_cpu import (
+    forks,
     matrix_products,
     pageable_memory,
     received_buckets,
@@ -34,7 +35,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Admit deterministic inference with PyTorch's attention."""
+        """Admit deterministic inference with PyTorch's attention, and have SGLang fork its processes."""
         from sglang.srt.arg_groups.choices import (
             DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
             add_deterministic_attention_backend_choices,
@@ -43,6 +44,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The attention kernel computes one sequence at a time, so no row depends on another.
         if ATTENTION not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
             add_deterministic_attention_backend_choices([ATTENTION])
+        forks.fork_processes()
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION

@@ -1,0 +1,402 @@
+"""Processes that one process forks after it has imported their libraries.
+
+    python -m megatron_dppo.system.fork_server DESCRIPTOR LIBRARY...
+
+The imports of torch, Megatron-Core or SGLang take seconds and hundreds of MiB. Forked processes share their pages, and
+start in milliseconds. The fork server computes nothing and starts no thread: a thread of a library would be missing in
+the processes.
+
+The fork server imports the modules LIBRARY, then receives requests over the socket ``DESCRIPTOR``, one a packet: to
+fork a process that runs a module as ``python -m`` does, with the descriptors in the packet, or to send a process a
+signal. It reports the end of the imports, and the id and the exit code of each process. When the socket is closed the
+fork server ends, and the kernel ends its processes with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.system.processes import (
+    Launcher,
+    StartedProcess,
+    die_with_parent,
+    feed,
+    kill_families,
+    start_process,
+)
+from megatron_dppo.system.secret_variables import hide_secrets, split_environment
+
+MODULE = "megatron_dppo.system.fork_server"
+_PACKET_BYTES = 1 << 17
+_MOST_DESCRIPTORS = 8
+_POLL_S = 0.02
+_KILLED = -signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """A process that the fork server shall start.
+
+    Attributes:
+        module: module whose ``main`` the process calls, with ``arguments`` in ``sys.argv``.
+        arguments: words of its command line.
+        variables: of its environment, beside the fork server's.
+        descriptors: variables whose values are the numbers of the descriptors that come after its standard input and
+            output, in this order.
+        title: its command line, as ``ps`` shows it; empty: that of the fork server.
+    """
+
+    module: str
+    arguments: Sequence[str]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    descriptors: Sequence[str] = ()
+    title: str = ""
+
+
+class ForkedProcess:
+    """A process that a fork server starts; it has the methods of ``subprocess.Popen`` that the package uses."""
+
+    def __init__(self, server: ForkServer, number: int) -> None:
+        self._server = server
+        self._number = number
+
+    @property
+    def pid(self) -> int:
+        """The process's id; that of the fork server while it imports its libraries."""
+        pid = self._server.pid_of(self._number)
+        return self._server.process.pid if pid is None else pid
+
+    def poll(self) -> int | None:
+        return self._server.code_of(self._number)
+
+    def reported_code(self) -> int | None:
+        """Return the exit code; None also where the process ended with the fork server."""
+        return self._server.reported_code(self._number)
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            time.sleep(_POLL_S)
+        return code
+
+    def terminate(self) -> None:
+        self._server.send_signal(self._number, signal.SIGTERM)
+
+    def cancel(self) -> bool:
+        """Cancel the start of a process that is not yet forked; return whether that is so."""
+        while self._server.pid_of(self._number) is None and self.poll() is None:
+            if self._server.cancel(self._number):
+                return True
+            # The fork server has imported its libraries, so it forks at once.
+            time.sleep(_POLL_S)
+        return self._server.pid_of(self._number) is None
+
+
+class ForkServer:
+    """A running fork server. It dies with the *thread* that creates this object.
+
+    Args:
+        libraries: modules that it imports. An import that fails is repeated by the processes, which report its error.
+        environment: all of its variables, which its processes inherit.
+        output: file descriptor of its own standard output and error.
+        python: its interpreter.
+    """
+
+    def __init__(
+        self,
+        libraries: Sequence[str],
+        environment: Mapping[str, str],
+        output: int,
+        python: str = sys.executable,
+    ) -> None:
+        self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        plain, secrets = split_environment(environment)
+        with other_end:
+            self.process = start_process(
+                [python, "-m", MODULE, str(other_end.fileno()), *libraries],
+                environment=plain,
+                output=output,
+                stdin=subprocess.PIPE,
+                inherited=[other_end.fileno()],
+            )
+        feed(self.process, secrets)
+        self._lock = threading.RLock()
+        self._requested = 0
+        self._is_ready = False
+        self._pids: dict[int, int] = {}
+        self._codes: dict[int, int] = {}
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def fork(self, request: ForkRequest, descriptors: Sequence[int]) -> ForkedProcess:
+        """Start a process, and return at once.
+
+        ``descriptors``: its standard input, its output, and those that ``request.descriptors`` names.
+        """
+        with self._lock:
+            number = self._requested
+            self._requested += 1
+            self._send({"number": number, "fork": asdict(request)}, descriptors)
+        return ForkedProcess(self, number)
+
+    def pid_of(self, number: int) -> int | None:
+        """Return the id of a process; None while it is not forked."""
+        with self._lock:
+            self._receive()
+            return self._pids.get(number)
+
+    def pids(self) -> list[int]:
+        """Return the ids of all processes that were forked."""
+        with self._lock:
+            self._receive()
+            return list(self._pids.values())
+
+    def reported_code(self, number: int) -> int | None:
+        """Return the exit code of a process; None where the fork server did not report it."""
+        with self._lock:
+            self._receive()
+            return self._codes.get(number)
+
+    def code_of(self, number: int) -> int | None:
+        """Return the exit code of a process, or the fork server's where that has ended; None while it runs."""
+        # Poll before reading: all that a fork server sent before its end is then in the socket.
+        server_code = self.process.poll()
+        code = self.reported_code(number)
+        if code is None and server_code is not None:
+            # The kernel ends the processes with the fork server.
+            return server_code or 1
+        return code
+
+    def send_signal(self, number: int, signal_number: int) -> None:
+        """Send a process a signal; one that is not yet forked receives it afterwards."""
+        with self._lock:
+            self._send({"number": number, "signal": signal_number})
+
+    def cancel(self, number: int) -> bool:
+        """Cancel a fork that waits for the end of the imports; return whether it does."""
+        with self._lock:
+            self._receive()
+            if self._is_ready:
+                return False
+            self.send_signal(number, signal.SIGKILL)
+            self._codes[number] = _KILLED
+            return True
+
+    def close(self) -> None:
+        """End the fork server and its processes."""
+        kill_families([self.process])
+        self._control.close()
+
+    def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        # The codes tell that a fork server has ended.
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
+
+    def _receive(self) -> None:
+        """Read what the fork server has reported."""
+        # Without a packet, and after the fork server's end.
+        with contextlib.suppress(OSError):
+            while packet := self._control.recv(_PACKET_BYTES, socket.MSG_DONTWAIT):
+                report = json.loads(packet)
+                if "pid" in report:
+                    self._pids[report["number"]] = report["pid"]
+                elif "code" in report:
+                    self._codes[report["number"]] = report["code"]
+                else:
+                    self._is_ready = True
+
+
+class _StartedFork(StartedProcess):
+    """A fork as a started command, which can be killed before it is forked."""
+
+    def __init__(self, process: ForkedProcess) -> None:
+        super().__init__(process)
+        self._fork = process
+
+    def _kill_family(self) -> None:
+        if not self._fork.cancel():
+            super()._kill_family()
+
+
+class ForkingLauncher(Launcher):
+    """Starts ``python -m module`` on this machine as a fork of a process that has imported ``libraries``.
+
+    One fork server serves commands with the same interpreter and the same variables, which libraries may read at their
+    import, from one thread. Commands that run other modules are started as by Launcher.
+    """
+
+    def __init__(self, module: str, libraries: Sequence[str]) -> None:
+        self._module = module
+        self._libraries = libraries
+        self._servers: dict[Hashable, ForkServer] = {}
+
+    def start(
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
+    ) -> StartedProcess:
+        python, *module_words = command
+        if module_words[:2] != ["-m", self._module]:
+            return super().start(command, environment=environment, log=log, stdin=stdin)
+        request = ForkRequest(self._module, module_words[2:], title=" ".join(command))
+        input_end, feeding_end = os.pipe()
+        with open(log, "ab") as file, open(input_end, "rb") as read, open(feeding_end, "wb") as fed:
+            server = self._server(python, environment, file.fileno())
+            process = server.fork(request, [read.fileno(), file.fileno()])
+            fed.write(stdin)
+        return _StartedFork(process)
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
+        self._servers.clear()
+
+    def _server(self, python: str, environment: Mapping[str, str], output: int) -> ForkServer:
+        key = (python, frozenset(environment.items()), threading.get_ident())
+        server = self._servers.get(key)
+        if server is None or not server.is_alive:
+            server = ForkServer(self._libraries, environment, output, python)
+            self._servers[key] = server
+        return server
+
+
+def main() -> int | None:
+    """Import and fork until the socket is closed; in a forked process, what its module's ``main`` returns."""
+    descriptor, *libraries = sys.argv[1:]
+    # Read the keys first: the processes inherit them as this one holds them.
+    hide_secrets()
+    control = socket.socket(fileno=int(descriptor))
+    os.set_inheritable(control.fileno(), False)
+    for name in libraries:
+        # The process that needs the module imports it again, and reports the error as its own.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    # Each process would write what is left in the buffers.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    gc.collect()
+    # The collector would write to each object's page, and so copy it, in every process.
+    gc.freeze()
+    request = _Forking(control).serve()
+    if request is None:
+        return 0
+    module = importlib.import_module(request.module)
+    # Python's multiprocessing imports this module in the processes that it spawns.
+    sys.modules["__main__"] = module
+    sys.argv = [module.__file__ or request.module, *request.arguments]
+    code: int | None = module.main()
+    return code
+
+
+class _Forking:
+    """The loop of the fork server."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._events = select.poll()
+        self._events.register(control, select.POLLIN)
+        self._processes: dict[int, int] = {}
+        """The descriptor of each running process by its number."""
+
+    def serve(self) -> ForkRequest | None:
+        """Serve until the socket is closed, then return None. Return the request in each process that is forked."""
+        self._report(ready=True)
+        while True:
+            for descriptor, _ in self._events.poll():
+                if descriptor != self._control.fileno():
+                    self._report_end(descriptor)
+                    continue
+                packet, descriptors, *_ = socket.recv_fds(
+                    self._control, _PACKET_BYTES, _MOST_DESCRIPTORS
+                )
+                if not packet:
+                    return None
+                if (request := self._handle(json.loads(packet), descriptors)) is not None:
+                    return request
+
+    def _handle(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> ForkRequest | None:
+        number = message["number"]
+        if "signal" in message:
+            if (process := self._processes.get(number)) is not None:
+                signal.pidfd_send_signal(process, message["signal"])
+            return None
+        request = ForkRequest(**message["fork"])
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become(request, descriptors, server)
+            return request
+        _close(descriptors)
+        process = self._processes[number] = os.pidfd_open(pid)
+        self._events.register(process, select.POLLIN)
+        self._report(number=number, pid=pid)
+        return None
+
+    def _become(self, request: ForkRequest, descriptors: Sequence[int], server: int) -> None:
+        """Give this process, a fork, its own session, descriptors, variables and title."""
+        os.setsid()
+        die_with_parent(server)
+        self._control.close()
+        _close(self._processes.values())
+        standard_input, output, *further = descriptors
+        for source, target in ((standard_input, 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
+        _close((standard_input, output))
+        os.environ |= dict(request.variables)
+        for variable, descriptor in zip(request.descriptors, further, strict=True):
+            os.environ[variable] = str(descriptor)
+        if request.title:
+            _show_title(request.title)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            # Python draws new seeds for its own generator after a fork.
+            numpy.random.seed()
+
+    def _report_end(self, descriptor: int) -> None:
+        number = next(n for n, process in self._processes.items() if process == descriptor)
+        ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED)
+        assert ended is not None
+        killed = ended.si_code != os.CLD_EXITED
+        self._events.unregister(descriptor)
+        os.close(descriptor)
+        del self._processes[number]
+        self._report(number=number, code=-ended.si_status if killed else ended.si_status)
+
+    def _report(self, **content: int) -> None:
+        # A closed socket ends the loop.
+        with contextlib.suppress(OSError):
+            self._control.sendall(json.dumps(content).encode())
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _show_title(title: str) -> None:
+    """Show ``title`` as this process's command line; the name that ``ps -o comm`` and ``top`` show stays."""
+    import setproctitle
+
+    name = setproctitle.getthreadtitle()
+    setproctitle.setproctitle(title)
+    setproctitle.setthreadtitle(name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Commands as forks of one process: what they are started with, and how they end."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_dppo.system.fork_server import ForkingLauncher
+from megatron_dppo.system.processes import StartedProcess
+from tests.patience import happens
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = "tests.unit.forked_command"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start ``COMMAND`` with these words; its log is the last one's name. All is ended after the test."""
+    launchers: dict[str, ForkingLauncher] = {}
+
+    def start(log: str, *words: str, library: str = "numpy", **variables: str) -> StartedProcess:
+        (tmp_path / "endless_library.py").write_text("import time; time.sleep(600)")
+        launcher = launchers.setdefault(library, ForkingLauncher(COMMAND, [library]))
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", **variables}
+        # pytest changes it from test to test.
+        environment.pop("PYTEST_CURRENT_TEST", None)
+        return launcher.start(
+            [sys.executable, "-m", COMMAND, *words],
+            environment=environment,
+            log=tmp_path / log,
+            stdin=b"a key",
+        )
+
+    yield start
+    for launcher in launchers.values():
+        launcher.close()
+
+
+def printed(folder: Path, log: str) -> dict:
+    def is_complete() -> bool:
+        return (folder / log).exists() and "}\n" in (folder / log).read_text()
+
+    assert happens(is_complete)
+    return json.loads((folder / log).read_text().splitlines()[0])
+
+
+def test_commands_share_one_parent_and_nothing_else(start, tmp_path):
+    first, second = start("a.log", "ends", "one"), start("b.log", "ends", "two")
+    assert happens(lambda: (first.poll(), second.poll()) == (3, 3))
+    one, two = printed(tmp_path, "a.log"), printed(tmp_path, "b.log")
+    assert one["parent"] == two["parent"] != os.getpid()
+    assert (one["arguments"], two["arguments"]) == (["ends", "one"], ["ends", "two"])
+    assert one["input"] == two["input"] == "a key"
+    assert one["leads_session"]
+    assert two["leads_session"]
+    assert one["shown"].endswith(f"-m {COMMAND} ends one")
+    # Neither of the generators that libraries draw from.
+    assert not set(one["draws"]) & set(two["draws"])
+
+
+def test_other_variables_have_another_parent(start, tmp_path):
+    start("a.log", "ends", FORKED_KEY="1")
+    start("b.log", "ends", FORKED_KEY="2")
+    one, two = printed(tmp_path, "a.log"), printed(tmp_path, "b.log")
+    assert (one["variable"], two["variable"]) == ("1", "2")
+    assert one["parent"] != two["parent"]
+
+
+def test_an_error_is_in_the_log_of_its_command(start, tmp_path):
+    process = start("a.log", "fails", library="no_such_library")
+    assert happens(lambda: process.poll() == 1)
+    assert "ValueError: this command fails" in (tmp_path / "a.log").read_text()
+
+
+def test_a_killed_command_takes_its_children_along_and_spares_the_others(start, tmp_path):
+    killed, other = start("a.log", "waits"), start("b.log", "waits")
+    child = printed(tmp_path, "a.log")["child"]
+    printed(tmp_path, "b.log")
+    killed.kill()
+    assert killed.poll() == -signal.SIGKILL
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert other.poll() is None
+    assert psutil.Process(other.pid).is_running()
+
+
+def test_a_stopped_command_receives_sigterm(start, tmp_path):
+    process = start("a.log", "waits")
+    printed(tmp_path, "a.log")
+    process.stop(60)
+    assert process.poll() == -signal.SIGTERM
+
+
+def test_a_command_can_be_killed_during_the_imports(start, tmp_path):
+    process = start("a.log", "waits", library="endless_library")
+    assert process.poll() is None
+    before = time.monotonic()
+    process.kill()
+    assert process.poll() == -signal.SIGKILL
+    assert time.monotonic() - before < 60
+    assert psutil.Process(process.pid).is_running()
+
+
+def test_a_dead_parent_is_replaced(start, tmp_path):
+    first = start("a.log", "waits")
+    parent = printed(tmp_path, "a.log")["parent"]
+    os.kill(parent, signal.SIGKILL)
+    assert happens(lambda: first.poll() == -signal.SIGKILL)
+    start("b.log", "ends")
+    assert printed(tmp_path, "b.log")["parent"] != parent
