@@ -290,8 +290,12 @@ class Supervisor:
         self.ranks.clear()
         report = first_failure.report()
         log.error("%s", report)
-        for other in later_failures:
-            log.error("after it, rank %d failed too: see %s", other.rank, other.output)
+        if later_failures:
+            numbers = ", ".join(str(other.rank) for other in later_failures)
+            ranks = "rank" if len(later_failures) == 1 else "ranks"
+            log.error(
+                "after it, %s %s failed too: see %s", ranks, numbers, later_failures[0].output
+            )
         pause_s = None
         if self.restarts is not None and not self._is_stopping:
             pause_s = self.restarts.pause_after(first_failure)

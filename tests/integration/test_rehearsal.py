@@ -73,7 +73,7 @@ def test_a_recipe_of_ones_own_passes(tmp_path):
     assert result["ranks"] == 2
     missed = [row for row in result["findings"] if row["holds"] is False]
     assert missed == []
-    assert {"resume", "train after resume"} & set(result["memory_mib"])
+    assert {"resume", "train after resume"} & set(result["phases"])
     assert "sglang.tp_size" in {row["key"] for row in result["not_exercised"]}
     assert not (tmp_path / "real").exists()
 

@@ -16,7 +16,12 @@ from megatron_dppo.config import check_config, load_config
 from megatron_dppo.config.data_schema import DataConfig
 from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.data.records import DataError
-from megatron_dppo.model.families import FAMILIES, ConfigFacts, load_model_shape
+from megatron_dppo.model.families import (
+    FAMILIES,
+    ConfigFacts,
+    load_model_shape,
+    unknown_key_warnings,
+)
 from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
 from tests.tiny_models import tiny_tokenizer
 from tests.unit.test_recipes import RECIPES, STEPS
@@ -26,6 +31,7 @@ LAYOUTS = {
     "PP2 VPP2 EP8": LayoutSizes(16, 1, 2, 2, 8),
     "TP4 CP2 EP8 ETP1 DP2": LayoutSizes(16, 4, 1, None, 8, 1, None, 2),
     "TP2 CP4 EP8": LayoutSizes(8, 2, 1, None, 8, 1, None, 4),
+    "TP4 CP8 EP8 ETP1": LayoutSizes(32, 4, 1, None, 8, 1, None, 8),
     "TP2 ETP2": LayoutSizes(2, 2),
     "TP8 over 4 key-value heads": LayoutSizes(8, 8, 1, None, 8, 1),
     "DP8": LayoutSizes(8),
@@ -82,6 +88,7 @@ def test_a_layout_divides_its_tiny_model(sizes):
     shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
     assert size_faults(sizes) == []
     assert model_faults(sizes, shape) == []
+    assert shape.num_attention_heads % (sizes.tensor * sizes.context) == 0
     assert shape.experts_per_token < shape.num_experts
     assert shape.max_position_embeddings >= 100
 
@@ -97,6 +104,17 @@ def test_the_tiny_model_keeps_its_family(folder):
     for name in ("family", "vocab_size", "tied_embeddings", "norm_topk_prob", "rope_theta"):
         assert getattr(shape, name) == getattr(known.shape, name)
     assert model_faults(LayoutSizes(2, 2), shape) == []
+    widths = (shape.ffn_hidden_size, shape.moe_ffn_hidden_size, shape.shared_ffn_hidden_size)
+    assert max(widths) <= tiny.ffn
+
+
+@pytest.mark.parametrize("folder", [name for name in FOLDERS if "mixtral" not in name])
+def test_the_tiny_model_has_no_key_that_its_family_does_not_read(folder, tmp_path):
+    known = tiny_model.read_model(folder, is_moe=False)
+    tiny = tiny_model.tiny_sizes(LayoutSizes(2), known.shape, 100)
+    values = tiny_model.tiny_config(known, tiny, own_tokenizer=True)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert unknown_key_warnings(tmp_path) == []
 
 
 def test_an_unknown_model_is_guessed_and_told():

@@ -190,6 +190,20 @@ def test_a_rank_that_raises_ends_the_run_and_is_named(start):
     assert errors.index("rank 1 exited") < errors.index("rank 0 failed")
 
 
+def test_ranks_that_fail_after_the_cause_share_a_line(start):
+    rank = RANK + (
+        "if rank == 1:\n"
+        "    note('failed'); time.sleep(0.5); sys.exit(3)\n"
+        "wait_for('notes'); time.sleep(0.1)\n"
+        "sys.exit('connection closed by peer')\n"
+    )
+    run = start(rank, STAYS_UP, world_size=4)
+    assert run.end() == 1
+    followers = [line for line in run.errors().splitlines() if "failed too" in line]
+    assert len(followers) == 1
+    assert all(f"{rank}" in followers[0] for rank in (0, 2, 3))
+
+
 LOGS = (
     "from megatron_dppo.logging import configure_logging, fatal\n"
     "configure_logging(os.path.dirname(os.path.abspath(path_of('notes'))), rank)\n"

@@ -13,8 +13,10 @@ MIB = 2**20
 
 
 def gib(count: float) -> str:
-    """Format bytes of memory in GiB with one decimal, or three decimals below 0.1 GiB."""
+    """Format bytes of memory in GiB with one decimal, three decimals below 0.1 GiB, or in MiB below 0.001 GiB."""
     value = count / GIB
+    if 0 < value < 0.001:
+        return f"{count / MIB:.3f} MiB"
     return f"{value:.1f} GiB" if value >= 0.1 or not value else f"{value:.3f} GiB"
 
 

@@ -13,9 +13,9 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from megatron_dppo.cluster.rehearsal import attempts, shrinking, tiny_model, ver
 from megatron_dppo.cluster.rehearsal.problems import Problems, make_problems
 from megatron_dppo.cluster.rehearsal.shrinking import Omission, Stage
 from megatron_dppo.cluster.rehearsal.tiny_model import KnownModel
-from megatron_dppo.cluster.rehearsal.usage import MIB, PeakMemory
+from megatron_dppo.cluster.rehearsal.usage import MIB, UsageByPhase, UsageSample
 from megatron_dppo.config import (
     ConfigError,
     TrainConfig,
@@ -43,6 +43,7 @@ from megatron_dppo.logging import INTERRUPTED, REFUSED
 from megatron_dppo.metrics.records import read_records
 from megatron_dppo.metrics.verdict import VerdictRow
 from megatron_dppo.model.errors import ModelError
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import unused_path, unwritable
 from megatron_dppo.system.secret_variables import hide_secrets
@@ -53,23 +54,29 @@ STOP_AFTER = 1
 CONFIG = "rehearsal.yaml"
 RESULT = "rehearsal.json"
 _GPUS_OF_A_NODE = 8
+_LONGEST_VALUE = 80
+_PREPARATIONS = 4
+"""Phases before a process is started."""
 _SERVER_MIB = 1600
 _RANK_MIB = 300
-"""Rough sizes of processes, for the warning before a start."""
+_STARTS_CPU_S = 130
+_RANK_CPU_S = 12
+"""Rough sizes and processor seconds of processes, for the estimate before a start."""
 
 
 @dataclass
 class RehearsalPhases:
-    """Seconds of each phase of a rehearsal, in order."""
+    """Seconds of each phase of a rehearsal, in order. ``count``: phases of the whole rehearsal."""
 
-    seconds: dict[str, float]
+    count: int
+    seconds: dict[str, float] = field(default_factory=dict)
     current: str = ""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Announce a phase and measure it."""
         self.current = name
-        say(f"{name} ...")
+        say(f"phase {len(self.seconds) + 1} of {self.count}: {name}")
         began = time.monotonic()
         yield
         self.seconds[name] = time.monotonic() - began
@@ -84,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Rehearse a recipe; returns the exit code."""
     options = _parser().parse_intermixed_args(arguments)
     hide_secrets()
-    phases = RehearsalPhases({})
+    phases = RehearsalPhases(_PREPARATIONS if options.dry_run else _PREPARATIONS + 2)
     try:
         return Rehearsal(options, phases).run()
     except KeyboardInterrupt:
@@ -106,7 +113,7 @@ class Rehearsal:
         self.recipe = Path(options.recipe)
         self.directory = Path(options.directory or Path("runs") / f"rehearsal-{self.recipe.stem}")
         self.run_directory = self.directory / "run"
-        self.memory = PeakMemory()
+        self.usage = UsageByPhase()
 
     def run(self) -> int:
         """Run all phases."""
@@ -116,21 +123,26 @@ class Rehearsal:
             parallel = self._layout(config)
             self._set_aside()
             placement = self._placement(config)
-        with self.phases.phase("make the model's tokenizer and the problems"):
+        with self.phases.phase("make the tokenizer and the problems"):
             own = config.model.hf_checkpoint if self._has_own_tokenizer(config) else None
             model = self.directory / "model"
             tiny_model.write_tokenizer(model, own)
             problems = self._problems(config, parallel, model)
-        with self.phases.phase("check the recipe"):
+            self._tell_sources(config, known, own, problems)
+        with self.phases.phase("check the recipe's values"):
             self._check_recipe(config, known, own, problems)
+            say(f"  {self._outline(config, parallel)}")
         stage = self._stage(config, model, problems, has_own_tokenizer=own is not None)
-        with self.phases.phase("make a tiny model"):
+        with self.phases.phase("make a tiny model and the rehearsal's configuration"):
             self._make_model(config, parallel, known, stage)
-        derived = shrinking.shrink(config, parallel, stage)
-        path = self.directory / CONFIG
-        path.write_text(resolved_yaml(derived), encoding="utf-8")
-        say(f"the rehearsal's configuration is {path}; it changes {self._changed(config, derived)}")
-        self._warn_of_memory(derived)
+            derived = shrinking.shrink(config, parallel, stage)
+            path = self.directory / CONFIG
+            changes = shrinking.changed_values(config, derived)
+            path.write_text(_commented(changes) + resolved_yaml(derived), encoding="utf-8")
+            say(
+                f"  {path}: {len(changes)} keys differ from the recipe's; its first lines list them"
+            )
+            self._estimate(derived)
         if self.options.dry_run:
             say(f"nothing was started; megatron-dppo train {path} is the rehearsal's run")
             return 0
@@ -149,6 +161,27 @@ class Rehearsal:
         if known.missing and self.options.strict:
             raise ConfigError([f"model.hf_checkpoint: {known.missing}"], str(self.recipe))
         return known
+
+    def _outline(self, config: TrainConfig, parallel: ParallelConfig) -> str:
+        """The recipe in a line: algorithm, features, layout."""
+        parts = ", ".join(verdict.features(config))
+        layout = Layout.of(parallel.sizes).describe()
+        servers = config.engine.started + len(config.engine.urls)
+        return f"{parts}; {parallel.world_size} ranks, {layout}; {servers} servers"
+
+    def _tell_sources(
+        self, config: TrainConfig, known: KnownModel, own: str | None, problems: Problems
+    ) -> None:
+        """Print which inputs are the recipe's own, and what replaces the others."""
+        missing = {absence.key: absence.reason for absence in problems.absent}
+        if known.missing:
+            missing["model.hf_checkpoint"] = known.missing
+        elif own is None:
+            missing["model.hf_checkpoint"] = shrinking.NO_TOKENIZER
+        keys = ["model.hf_checkpoint", "data.train"]
+        keys += [f"data.evaluation.{name}" for name in config.data.evaluation_files]
+        for key in keys:
+            say(f"  {key}: {missing.get(key, 'the own one is used')}")
 
     def _has_own_tokenizer(self, config: TrainConfig) -> bool:
         return tiny_model.has_tokenizer(config.model.hf_checkpoint)
@@ -273,32 +306,23 @@ class Rehearsal:
         )
         values = tiny_model.tiny_config(known, sizes, own_tokenizer=stage.has_own_tokenizer)
         count = tiny_model.write_model(stage.model, values, config.model.dtype, config.run.seed)
-        say(f"a random {known.shape.family} of {count:,} parameters: {sizes}")
+        say(f"  a random {known.shape.family} of {count:,} parameters: {sizes.describe()}")
 
-    def _changed(self, config: TrainConfig, derived: TrainConfig) -> str:
-        """The keys whose values differ from the recipe's."""
-        before, after = config.model_dump(), derived.model_dump()
-        keys = [
-            f"{section}.{key}"
-            for section, table in after.items()
-            for key in {**before[section], **table}
-            if before[section].get(key) != table.get(key)
-        ]
-        return f"{len(keys)} keys: {', '.join(keys)}"
-
-    def _warn_of_memory(self, derived: TrainConfig) -> None:
+    def _estimate(self, derived: TrainConfig) -> None:
+        """Print how much memory and processor time the runs take, roughly, and warn of too little memory."""
         import psutil
 
         ranks, servers = derived.parallel.world_size, derived.engine.started
         needed = (ranks * _RANK_MIB + servers * _SERVER_MIB) * MIB
         available = psutil.virtual_memory().available
         cores = this_machine().cores
+        minutes = (_STARTS_CPU_S + ranks * _RANK_CPU_S) / min(cores, ranks + 1) / 60
         say(
-            f"{ranks} ranks and {servers} servers on {cores} cores: about {needed / 2**30:.1f} GiB, "
-            f"{available / 2**30:.1f} GiB are free"
+            f"  {ranks} ranks and {servers} of SGLang's servers on {cores} cores take about {minutes:.0f} minutes if "
+            f"nothing else runs, and {needed / 2**30:.1f} GiB of memory; {available / 2**30:.1f} GiB are free"
         )
         if needed > available:
-            say("warning: that may be too little memory; --ranks rehearses a smaller layout")
+            say("  warning: that may be too little memory; --ranks rehearses a smaller layout")
 
     # --- the run
 
@@ -312,13 +336,13 @@ class Rehearsal:
         ends = derived.run.steps
         done: list[attempts.RehearsalRun] = []
         labels = {
-            f"train, stop after step {STOP_AFTER}": (STOP_AFTER, _first_phases),
-            "resume, train, evaluate, export": (None, _resumed_phases(ends)),
+            f"start, train, be stopped after step {STOP_AFTER}": (STOP_AFTER, _first_phases),
+            "start again, resume, train, evaluate, export, compare": (None, _resumed_phases(ends)),
         }
         for label, (stop_after, phase_of) in labels.items():
             with self.phases.phase(label):
                 attempt = attempts.run_attempt(
-                    path, self.run_directory, self.memory, phase_of, stop_after=stop_after
+                    path, self.run_directory, self.usage, phase_of, stop_after=stop_after
                 )
             done.append(attempt)
             if attempts.was_interrupted(attempt):
@@ -341,7 +365,7 @@ class Rehearsal:
         summary = json.loads((self.run_directory / "summary.json").read_text(encoding="utf-8"))
         records = read_records(self.run_directory)
         found = verdict.findings(derived, summary, records, was_resumed=len(done) > 1)
-        verdict.show(CONSOLE, found, left_out, self.memory, verdict.exercised(derived))
+        verdict.show(CONSOLE, found, left_out, self.usage, verdict.exercised(derived))
         missed = [row for row in found if row.holds is False]
         cpu = sum(attempt.cpu_seconds for attempt in done)
         times = ", ".join(
@@ -389,18 +413,29 @@ class Rehearsal:
             "not_exercised": [asdict(row) for row in left_out],
             "seconds": self.phases.seconds,
             "cpu_seconds": [attempt.cpu_seconds for attempt in done],
-            "memory_mib": {
+            "phases": {
                 phase: {
-                    "rank_mean": sample.mean_rank / MIB,
-                    "rank_most": max(sample.ranks) / MIB,
-                    "all": sample.total / MIB,
-                    "is_proportional": sample.is_proportional,
+                    "seconds": used.seconds,
+                    "cpu_seconds_of_ranks": used.rank_seconds,
+                    "cpu_seconds_of_others": used.other_seconds,
+                    "memory_mib": _mib(used.fullest),
                 }
-                for phase, sample in self.memory.by_phase.items()
+                for phase, used in self.usage.by_phase.items()
             },
         }
         text = json.dumps(result, indent=2) + "\n"
         (self.directory / RESULT).write_text(text, encoding="utf-8")
+
+
+def _mib(sample: UsageSample | None) -> dict[str, float | bool] | None:
+    if sample is None:
+        return None
+    return {
+        "rank_mean": sample.mean_rank / MIB,
+        "rank_most": max(sample.ranks) / MIB,
+        "all": sample.total / MIB,
+        "is_proportional": sample.is_proportional,
+    }
 
 
 def _engine_table_faults(config: TrainConfig) -> list[str]:
@@ -416,6 +451,22 @@ def _engine_table_faults(config: TrainConfig) -> list[str]:
         return table_faults_elsewhere(table, sys.executable)
     except forwarded.LibraryMissingError as error:
         return [f"sglang: can't be checked: {error}"]
+
+
+def _commented(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """The head of the rehearsal's configuration: each key that differs, with both values."""
+    lines = [
+        "# Made by megatron-dppo rehearse. Keys that differ from the recipe's: recipe -> here."
+    ]
+    for key, values in changes.items():
+        before, after = (_short(value) for value in values)
+        lines.append(f"# {key}: {before} -> {after}")
+    return "\n".join(lines) + "\n"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 _SUMS = ("math_verify", "exact_integer")

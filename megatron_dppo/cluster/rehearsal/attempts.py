@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_dppo.cluster.rehearsal.usage import PeakMemory, memory_of
+from megatron_dppo.cluster.rehearsal.usage import UsageByPhase, usage_of
 from megatron_dppo.demo.material import INTERRUPTED, run_to_the_end
 from megatron_dppo.metrics.records import RECORDS_FILE
 from megatron_dppo.system.processes import describe_exit
@@ -80,12 +80,12 @@ class RehearsalRun:
 
 @dataclass
 class _Watch:
-    """Follows a running attempt from threads: its errors, its steps and its memory."""
+    """Follows a running attempt from threads: its errors, its steps and its usage."""
 
     directory: Path
     phase_of: PhaseOf
     stop_after: int | None
-    memory: PeakMemory
+    usage: UsageByPhase
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     was_stopped: bool = False
     _threads: list[threading.Thread] = field(default_factory=list)
@@ -120,7 +120,7 @@ class _Watch:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGINT)
             if time.monotonic() - measured > _MEASURE_EVERY_S:
-                self.memory.add(self.phase_of(step), memory_of(process.pid))
+                self.usage.add(self.phase_of(step), usage_of(process.pid))
                 measured = time.monotonic()
 
 
@@ -137,7 +137,7 @@ def last_step(directory: Path) -> int:
 def run_attempt(
     config: Path,
     directory: Path,
-    memory: PeakMemory,
+    usage: UsageByPhase,
     phase_of: PhaseOf,
     *,
     stop_after: int | None = None,
@@ -147,14 +147,15 @@ def run_attempt(
     Args:
         config: the rehearsal's configuration.
         directory: of the run.
-        memory: takes the largest samples.
+        usage: takes the samples.
         phase_of: names phases for the samples.
         stop_after: the step after which the run is asked to stop; None: it is not.
     """
-    watch = _Watch(directory, phase_of, stop_after, memory)
+    watch = _Watch(directory, phase_of, stop_after, usage)
     log = directory / "logs" / "supervisor.log"
     logged = log.stat().st_size if log.is_file() else 0
     began, cpu = time.monotonic(), _cpu_of_children()
+    usage.begin()
     # Ranks and servers are processes of CPUs, also on a machine with GPUs.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     try:

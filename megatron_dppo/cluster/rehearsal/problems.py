@@ -90,7 +90,7 @@ def make_problems(
             rows = _shortest_rows(key, file, wanted)
         else:
             absent.append(
-                Absence(key, f"got {file.path!r}, expected {missing}; toy problems replace it")
+                Absence(key, f"{file.path} is not here (expected {missing}); toy sums replace it")
             )
             rows = [_under_keys(row, file) for row in toy_rows(wanted, seed=number)]
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)

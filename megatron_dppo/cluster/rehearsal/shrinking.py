@@ -113,6 +113,21 @@ class Omission:
     reason: str
 
 
+NO_TOKENIZER = "no tokenizer in it; a byte-level one replaces it"
+
+
+def changed_values(config: TrainConfig, derived: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """The keys whose values differ, each with the recipe's value and the rehearsal's."""
+    before, after = config.model_dump(), derived.model_dump()
+    changes = {}
+    for section, table in after.items():
+        for key in {**before[section], **table}:
+            values = (before[section].get(key), table.get(key))
+            if values[0] != values[1]:
+                changes[f"{section}.{key}"] = values
+    return changes
+
+
 def longest_sequence(environment: EnvironmentConfig, longest_prompt: int) -> int:
     """Tokens of the longest sequence of a rehearsal: a prompt and a response, or an episode."""
     if environment.name is None:
@@ -310,7 +325,7 @@ def _replaced_parts(
             f"the recipe's {asked.world_size} ranks are rehearsed as {parallel.world_size} (--ranks)",
         )
     if not stage.has_own_tokenizer:
-        yield Omission("model.hf_checkpoint", "no tokenizer in it; a byte-level one replaces it")
+        yield Omission("model.hf_checkpoint", NO_TOKENIZER)
     if config.lora.start_from is not None:
         yield Omission("lora.start_from", "adapters of the real model do not fit the tiny one")
     if config.rollout.replay_from is not None:

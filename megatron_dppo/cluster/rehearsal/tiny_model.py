@@ -62,6 +62,15 @@ class TinySizes:
     moe_ffn: int
     positions: int
 
+    def describe(self) -> str:
+        """The sizes in words."""
+        experts = (
+            f", {self.experts} experts of which a token takes {self.choices}"
+            if self.experts
+            else ""
+        )
+        return f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, {self.groups} key-value heads{experts}"
+
 
 @dataclass(frozen=True)
 class KnownModel:
@@ -114,7 +123,8 @@ def tiny_sizes(
         layout: of the trainer.
         shape: the recipe's own model.
         longest: tokens of the longest sequence.
-        all_to_all: context-parallel ranks exchange heads for tokens, so that they divide a rank's heads.
+        all_to_all: whether on GPUs too the context-parallel ranks exchange heads for tokens, so that they divide a
+            rank's key-value heads. On CPUs they divide its query heads in any case.
     """
     tensor = layout.tensor
     share = tensor * (layout.context if all_to_all else 1)
@@ -125,7 +135,9 @@ def tiny_sizes(
         # Fewer key-value heads than ranks: each is held in parts, as in the recipe's model.
         groups = shape.num_query_groups
     is_grouped = shape.num_attention_heads > shape.num_query_groups
-    heads = math.lcm(groups * (2 if is_grouped else 1), tensor)
+    heads = math.lcm(groups * (2 if is_grouped else 1), tensor * layout.context)
+    if not is_grouped:
+        groups = heads
     # Families without a key for it take head_dim = hidden / heads.
     hidden = HIDDEN if _has_own_head_dim(shape) else heads * HEAD_DIM
     experts = choices = moe_ffn = 0
@@ -170,11 +182,17 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
         values["head_dim"] = HEAD_DIM
     if sizes.experts:
         name = "num_experts" if "num_experts" in values else "num_local_experts"
+        # A family without a key for the width of an expert takes the MLP's.
+        width = (
+            "moe_intermediate_size" if "moe_intermediate_size" in values else "intermediate_size"
+        )
         values |= {
             name: sizes.experts,
             "num_experts_per_tok": sizes.choices,
-            "moe_intermediate_size": sizes.moe_ffn,
+            width: sizes.moe_ffn,
         }
+        if "shared_expert_intermediate_size" in values:
+            values["shared_expert_intermediate_size"] = sizes.ffn
     for key in ("rope_scaling", "rope_parameters"):
         table = values.get(key)
         if isinstance(table, Mapping) and "original_max_position_embeddings" in table:

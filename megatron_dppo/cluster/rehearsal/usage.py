@@ -1,8 +1,10 @@
-"""Memory of a run's processes while it runs: proportional set sizes of ranks and servers, the largest of each phase."""
+"""Processor time and memory of a run's processes while it runs, by phase: ranks apart from servers and workers."""
 
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,15 +17,22 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class MemorySample:
-    """Bytes at one moment. ``ranks``: of each rank. ``others``: of servers, router and workers together.
+class UsageSample:
+    """Memory and processor time of a run's processes at one moment.
 
-    ``is_proportional``: shared pages are divided by the processes that share them; otherwise each counts them whole.
+    Attributes:
+        ranks: bytes of each rank.
+        others: bytes of servers, router and workers together.
+        is_proportional: shared pages are divided by the processes that share them; otherwise each counts them whole.
+        rank_seconds: processor seconds of each rank since its start.
+        other_seconds: processor seconds of each other process since its start.
     """
 
     ranks: tuple[int, ...]
     others: int
     is_proportional: bool
+    rank_seconds: Mapping[psutil.Process, float] = field(default_factory=dict)
+    other_seconds: Mapping[psutil.Process, float] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -37,21 +46,57 @@ class MemorySample:
 
 
 @dataclass
-class PeakMemory:
-    """The sample with the most memory of each phase."""
+class PhaseUsage:
+    """Usage of one phase: seconds of the clock and of processors, and the sample with the most memory.
 
-    by_phase: dict[str, MemorySample] = field(default_factory=dict)
+    ``fullest`` is None where no rank was seen.
+    """
 
-    def add(self, phase: str, sample: MemorySample) -> None:
-        """Keep ``sample`` where it is the largest of its phase."""
-        before = self.by_phase.get(phase)
+    seconds: float = 0.0
+    rank_seconds: float = 0.0
+    other_seconds: float = 0.0
+    fullest: UsageSample | None = None
+
+
+@dataclass
+class UsageByPhase:
+    """Usage of each phase, from samples in the order of time.
+
+    Processor seconds of a process after its last sample are not in it, so the sums are a little too small.
+    """
+
+    by_phase: dict[str, PhaseUsage] = field(default_factory=dict)
+    _seen: dict[psutil.Process, float] = field(default_factory=dict)
+    _measured: float | None = None
+
+    def begin(self) -> None:
+        """Begin to measure time: a run starts."""
+        self._measured = time.monotonic()
+
+    def add(self, phase: str, sample: UsageSample) -> None:
+        """Count what was used since the sample before as of ``phase``."""
+        usage = self.by_phase.setdefault(phase, PhaseUsage())
+        now = time.monotonic()
+        usage.seconds += now - (now if self._measured is None else self._measured)
+        self._measured = now
+        usage.rank_seconds += self._increase(sample.rank_seconds)
+        usage.other_seconds += self._increase(sample.other_seconds)
+        before = usage.fullest
         if sample.ranks and (before is None or sample.total > before.total):
-            self.by_phase[phase] = sample
+            usage.fullest = sample
+
+    def _increase(self, seconds: Mapping[psutil.Process, float]) -> float:
+        increase = sum(value - self._seen.get(process, 0.0) for process, value in seconds.items())
+        self._seen |= seconds
+        return increase
 
 
-def memory_of(root: int) -> MemorySample:
+def usage_of(root: int) -> UsageSample:
     """Measure all processes below the process ``root``."""
-    ranks, others, is_proportional = [], 0, True
+    ranks: list[int] = []
+    others, is_proportional = 0, True
+    rank_seconds: dict[psutil.Process, float] = {}
+    other_seconds: dict[psutil.Process, float] = {}
     try:
         family = psutil.Process(root).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -62,13 +107,16 @@ def memory_of(root: int) -> MemorySample:
             if found is None:
                 is_proportional = False
                 found = int(process.memory_info().rss)
-            if is_rank_name(process.name()):
-                ranks.append(found)
-            else:
-                others += found
+            times = process.cpu_times()
+            is_rank = is_rank_name(process.name())
         except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
             continue
-    return MemorySample(tuple(ranks), others, is_proportional)
+        if is_rank:
+            ranks.append(found)
+        else:
+            others += found
+        (rank_seconds if is_rank else other_seconds)[process] = times.user + times.system
+    return UsageSample(tuple(ranks), others, is_proportional, rank_seconds, other_seconds)
 
 
 def _proportional_bytes(pid: int) -> int | None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dppo.cluster.rehearsal.shrinking import Omission
-from megatron_dppo.cluster.rehearsal.usage import MIB, PeakMemory
+from megatron_dppo.cluster.rehearsal.usage import MIB, UsageByPhase
 from megatron_dppo.config import TrainConfig
 from megatron_dppo.demo.material import EXPORT_BOUNDS
 from megatron_dppo.metrics import table as names
@@ -91,6 +91,12 @@ def _environment_faults(name: str, faults: Sequence[Mapping[str, Any]]) -> Verdi
 
 def exercised(config: TrainConfig) -> list[str]:
     """The parts of the recipe that its rehearsal runs, in words."""
+    updates = f"weight updates by {config.weight_sync.strategy}"
+    return [*features(config), updates, "checkpoint, stop, resume, evaluation, export"]
+
+
+def features(config: TrainConfig) -> list[str]:
+    """The algorithm, the reward and the options of a recipe that decide which code it runs, in words."""
     rollout, lora = config.rollout, config.lora
     parts = {
         f"algorithm {config.algorithm.name}": True,
@@ -101,18 +107,16 @@ def exercised(config: TrainConfig) -> list[str]:
         f"staleness {rollout.max_staleness} with {rollout.interrupt}": rollout.max_staleness > 0,
         "colocation": config.engine.placement == "colocated",
         "dynamic filtering": rollout.drop_zero_variance_groups,
-        f"weight updates by {config.weight_sync.strategy}": True,
         "reference KL": config.algorithm.reference_kl > 0,
-        "checkpoint, stop, resume, evaluation, export": True,
     }
-    return [part for part, runs in parts.items() if runs]
+    return [part for part, is_used in parts.items() if is_used]
 
 
 def show(
     console: Console,
     found: Sequence[VerdictRow],
     left_out: Iterable[Omission],
-    memory: PeakMemory,
+    usage: UsageByPhase,
     parts: Sequence[str],
 ) -> None:
     """Print the verdict's tables."""
@@ -121,22 +125,26 @@ def show(
     console.print("not exercised:")
     for omission in (*left_out, *NEVER):
         console.print(f"  {omission.key}: {omission.reason}", soft_wrap=True)
-    console.print(memory_table(memory))
+    console.print(usage_table(usage))
 
 
-def memory_table(memory: PeakMemory) -> Table:
-    """MiB of each phase's largest sample."""
+def usage_table(usage: UsageByPhase) -> Table:
+    """Seconds of each phase, and MiB of its largest sample."""
     table = Table(
-        "phase", "a rank, mean", "a rank, most", "ranks", "all processes", title="Memory, MiB"
-    )
-    for phase, sample in memory.by_phase.items():
-        kind = "" if sample.is_proportional else " (resident)"
-        cells = (
-            f"{sample.mean_rank / MIB:.0f}{kind}",
-            f"{max(sample.ranks) / MIB:.0f}",
-            str(len(sample.ranks)),
-            f"{sample.total / MIB:.0f}",
-        )
+        "phase", "seconds", "CPU s, ranks", "CPU s, others", "ranks",
+        "MiB a rank, mean", "most", "MiB, all", title="Seconds and memory",
+    )  # fmt: skip
+    for phase, used in usage.by_phase.items():
+        seconds = (used.seconds, used.rank_seconds, used.other_seconds)
+        cells = [f"{value:.0f}" for value in seconds]
+        if (sample := used.fullest) is not None:
+            kind = "" if sample.is_proportional else " (resident)"
+            cells += [
+                str(len(sample.ranks)),
+                f"{sample.mean_rank / MIB:.0f}{kind}",
+                f"{max(sample.ranks) / MIB:.0f}",
+                f"{sample.total / MIB:.0f}",
+            ]
         table.add_row(phase, *cells)
     return table
 
