@@ -6,6 +6,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from megatron_dppo.cluster.rehearsal import shrinking, signal, tiny_model
 from megatron_dppo.cluster.rehearsal.__main__ import main
@@ -115,6 +117,24 @@ def test_the_tiny_model_has_no_key_that_its_family_does_not_read(folder, tmp_pat
     values = tiny_model.tiny_config(known, tiny, own_tokenizer=True)
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert unknown_key_warnings(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "own_tokenizer"),
+    [("qwen3-1.7b-base", False), ("olmoe-1b-7b-0924-instruct", True)],
+)
+def test_responses_of_the_tiny_model_end_by_themselves(folder, own_tokenizer, tmp_path):
+    """A rehearsal's responses have at most 16 tokens; one that is cut off may earn nothing."""
+    known = tiny_model.read_model(folder, is_moe=False)
+    tiny = tiny_model.tiny_sizes(LayoutSizes(4, 2, context=2), known.shape, 100)
+    values = tiny_model.tiny_config(known, tiny, own_tokenizer=own_tokenizer)
+    tiny_model.write_model(tmp_path, values, "float32", 3)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.randint(values["vocab_size"], (16, 32), generator=torch.manual_seed(5))
+    with torch.no_grad():
+        ends = model(tokens).logits.softmax(-1)[..., values["eos_token_id"]]
+    assert 0.05 < ends.mean() < 0.5
+    assert (ends > 0.01).float().mean() > 0.6
 
 
 def test_an_unknown_model_is_guessed_and_told():

@@ -48,7 +48,8 @@ from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import unused_path, unwritable
 from megatron_dppo.system.secret_variables import hide_secrets
 
-CONSOLE = Console(highlight=False)
+_LOG_WIDTH = 120
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else _LOG_WIDTH)
 FAILED = 1
 STOP_AFTER = 1
 CONFIG = "rehearsal.yaml"
@@ -181,7 +182,7 @@ class Rehearsal:
         keys = ["model.hf_checkpoint", "data.train"]
         keys += [f"data.evaluation.{name}" for name in config.data.evaluation_files]
         for key in keys:
-            say(f"  {key}: {missing.get(key, 'the own one is used')}")
+            say(f"  {key}: {missing.get(key, 'the recipe has it here')}")
 
     def _has_own_tokenizer(self, config: TrainConfig) -> bool:
         return tiny_model.has_tokenizer(config.model.hf_checkpoint)
@@ -368,10 +369,11 @@ class Rehearsal:
         verdict.show(CONSOLE, found, left_out, self.usage, verdict.exercised(derived))
         missed = [row for row in found if row.holds is False]
         cpu = sum(attempt.cpu_seconds for attempt in done)
-        times = ", ".join(
-            f"{name} {seconds:.0f} s" for name, seconds in self.phases.seconds.items()
+        total = sum(self.phases.seconds.values())
+        CONSOLE.print(
+            f"took {total:.0f} seconds, and {cpu:.0f} CPU seconds of ranks and servers",
+            soft_wrap=True,
         )
-        CONSOLE.print(f"{times}; {cpu:.0f} CPU seconds of ranks and servers", soft_wrap=True)
         inside = ", ".join(f"{name} {s:.0f}" for name, s in summary["seconds_per_phase"].items())
         CONSOLE.print(f"seconds inside the runs: {inside}", soft_wrap=True)
         if placement is not None:

@@ -16,7 +16,7 @@ from megatron_dppo.model.layout import LayoutSizes
 from megatron_dppo.model.shape import ModelShape
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 KNOWN_MODELS = EXAMPLES / "model_configs"
 _GUESSED = {True: "qwen3-30b-a3b-base", False: "qwen3-1.7b-base"}
@@ -41,6 +41,12 @@ _LEAST_POSITIONS = 512
 _SPARE_POSITIONS = 64
 _INITIAL = 0.05
 """Standard deviation of the random weights; larger than usual, so that a wrong block shows in the outputs."""
+END_PROBABILITY = 0.15
+_COMMON_PART = 1.5
+"""Length of the part that all embeddings share, relative to the rest."""
+_SAMPLED_SEQUENCES = 8
+_SAMPLED_TOKENS = 32
+_HALVINGS = 20
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -196,7 +202,7 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
     for key in ("rope_scaling", "rope_parameters"):
         table = values.get(key)
         if isinstance(table, Mapping) and "original_max_position_embeddings" in table:
-            original = min(table["original_max_position_embeddings"], sizes.positions)
+            original = min(table["original_max_position_embeddings"], sizes.positions // 2)
             values[key] = {**table, "original_max_position_embeddings": original}
     if not own_tokenizer:
         end = SPECIAL.index("<|im_end|>")
@@ -249,7 +255,7 @@ def write_tokenizer(folder: Path, own: str | Path | None) -> None:
 def write_model(folder: Path, config: Mapping[str, Any], dtype: str, seed: int) -> int:
     """Write random weights for ``config``, a config.json, into ``folder``; returns the number of parameters.
 
-    The row of the end-of-sequence token in the output layer is larger than the others, so that some responses end
+    After any token the end-of-sequence token has a probability of about ``END_PROBABILITY``, so that most responses end
     before the limit: a random model of a large vocabulary would end none.
     """
     import torch
@@ -265,12 +271,36 @@ def write_model(folder: Path, config: Mapping[str, Any], dtype: str, seed: int) 
     ends = values.get("eos_token_id")
     end = ends[0] if isinstance(ends, list) else ends
     if end is not None:
-        # The final norm makes the hidden state's length sqrt(hidden), so the logit's deviation is this times that.
-        deviation = 0.8 * math.log(values["vocab_size"]) / math.sqrt(values["hidden_size"])
         with torch.no_grad():
-            row = model.get_output_embeddings().weight[end]
-            row.copy_(torch.randn_like(row) * deviation)
+            _make_likely(model, end)
     model = model.to(getattr(torch, dtype))
     model.config.dtype = getattr(torch, dtype)
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _make_likely(model: PreTrainedModel, end: int) -> None:
+    """Set the row of token ``end`` in the output layer so that it has ``END_PROBABILITY`` after random tokens.
+
+    All embeddings get a part in common, which the hidden states keep; the row points there.
+    """
+    import torch
+
+    embeddings = model.get_input_embeddings().weight
+    rows = model.get_output_embeddings().weight
+    vocabulary, hidden = embeddings.shape
+    common = torch.randn(hidden)
+    common *= _COMMON_PART * embeddings.norm(dim=1).mean() / common.norm()
+    embeddings += common
+    tokens = torch.randint(0, vocabulary, (_SAMPLED_SEQUENCES, _SAMPLED_TOKENS))
+    states = model.base_model(tokens).last_hidden_state.flatten(0, 1)
+    others = (states @ rows.T).index_fill(1, torch.tensor([end]), -math.inf).logsumexp(dim=1)
+    shared = states @ common
+    lowest, highest = 0.0, 4 * float(others.mean() / shared.mean())
+    for _ in range(_HALVINGS):
+        scale = (lowest + highest) / 2
+        if torch.sigmoid(scale * shared - others).mean() < END_PROBABILITY:
+            lowest = scale
+        else:
+            highest = scale
+    rows[end] = common * lowest

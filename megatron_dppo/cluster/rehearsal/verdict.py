@@ -37,6 +37,7 @@ def findings(
     dtype = config.model.dtype
     updates, verified = summary["weight_updates"], summary["weight_updates_verified"]
     steps = round(sum(record.get(names.OPTIMIZER_STEPS) or 0 for record in records))
+    gradient = _largest(records, names.GRAD_NORM)
     found = [
         VerdictRow("layout", str(summary["layout"]), "the recipe's"),
         VerdictRow("optimiser steps", str(steps), "2 or more", steps >= 2),
@@ -51,9 +52,7 @@ def findings(
             summary["mean_abs_prob_gap"],
             BY_METRIC[names.GAP_ON_POLICY].upper(dtype),
         ),
-        VerdictRow(
-            "gradient norm", _small(_largest(records, names.GRAD_NORM)), "above 0", _moves(records)
-        ),
+        VerdictRow("gradient norm", _small(gradient), "above 0", bool(gradient)),
         VerdictRow(
             "stop and resume", "resumed" if was_resumed else "ended before the stop", "", None
         ),
@@ -130,10 +129,16 @@ def show(
 
 def usage_table(usage: UsageByPhase) -> Table:
     """Seconds of each phase, and MiB of its largest sample."""
-    table = Table(
-        "phase", "seconds", "CPU s, ranks", "CPU s, others", "ranks",
-        "MiB a rank, mean", "most", "MiB, all", title="Seconds and memory",
-    )  # fmt: skip
+    names_of_columns = (
+        "seconds",
+        "CPU s ranks",
+        "CPU s others",
+        "ranks",
+        "MiB/rank",
+        "most",
+        "MiB all",
+    )
+    table = Table("phase", *names_of_columns, title="Seconds and memory")
     for phase, used in usage.by_phase.items():
         seconds = (used.seconds, used.rank_seconds, used.other_seconds)
         cells = [f"{value:.0f}" for value in seconds]
@@ -157,12 +162,6 @@ def _bounded(label: str, value: float | None, bound: float) -> VerdictRow:
 def _largest(records: Sequence[Record], name: str) -> float | None:
     values = [record[name] for record in records if record.get(name) is not None]
     return max((value for value in values if value is not None), default=None)
-
-
-def _moves(records: Sequence[Record]) -> bool | None:
-    """Whether some step had a gradient; not judged where the rewards of every group were alike."""
-    norm = _largest(records, names.GRAD_NORM)
-    return True if norm else None
 
 
 def _sets(summary: Mapping[str, Any]) -> str:
