@@ -79,6 +79,7 @@ def test_the_rehearsal_of_every_recipe_passes_the_checks(name, tmp_path):
     assert derived.rollout.max_staleness == config.rollout.max_staleness
     assert derived.lora.rank == config.lora.rank
     assert signal.TARGET in {term.name for term in derived.reward.terms.values()}
+    assert (derived.run.max_restarts, derived.engine.max_restarts) == (0, 0)
     steps = derived.rollout.prompts_per_step // derived.training.prompts_per_mini_batch
     assert steps == 2
     assert derived.rollout.max_response_tokens <= shrinking.RESPONSE_TOKENS

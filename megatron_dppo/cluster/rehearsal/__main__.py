@@ -61,7 +61,7 @@ _PREPARATIONS = 4
 _SERVER_MIB = 1600
 _RANK_MIB = 300
 _STARTS_CPU_S = 130
-_RANK_CPU_S = 12
+_RANK_CPU_S = 18
 """Rough sizes and processor seconds of processes, for the estimate before a start."""
 
 

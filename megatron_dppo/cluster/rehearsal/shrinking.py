@@ -185,6 +185,8 @@ def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dic
             "sha256_list": None,
             "show_sample_every": 1,
             "processes_per_core": _ANY_PROCESSES,
+            # A process that dies is a finding.
+            "max_restarts": 0,
         },
         "model": {"hf_checkpoint": str(stage.model)},
         "lora": {"start_from": None},
@@ -218,6 +220,7 @@ def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dic
             "port": None,
             "device": "cpu",
             "python": None,
+            "max_restarts": 0,
             "start_timeout_s": max(config.engine.start_timeout_s, _PATIENCE_S),
             "hang_timeout_s": max(config.engine.hang_timeout_s, _HANG_S),
         },
