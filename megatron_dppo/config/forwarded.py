@@ -84,6 +84,8 @@ MEGATRON_OWNED: Mapping[str, str] = {
     "context_parallel_size": "parallel.context",
     "pipeline_model_parallel_size": "parallel.pipeline",
     "virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline",
+    "num_layers_in_first_pipeline_stage": "parallel.first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "parallel.last_stage_layers",
     "expert_model_parallel_size": "parallel.expert",
     "expert_tensor_parallel_size": "parallel.expert_tensor",
     "sequence_parallel": "parallel.sequence",
@@ -152,7 +154,7 @@ _OTHER_MODEL = (
 )
 _FLEETING = "packed micro-batches differ in length, and a captured graph takes one length"
 _QUANTISED = "weights are read as plain tensors: gathered, hashed, parked, written to checkpoints"
-_EVEN_STAGES = "weights are mapped for pipeline stages of equal size"
+_STAGES = "parallel.first_stage_layers and parallel.last_stage_layers divide layers among stages"
 _SCHEDULE = "the schedule calls the forward step with an argument that this trainer's does not have"
 MEGATRON_UNUSABLE: Mapping[str, str] = {
     **dict.fromkeys(
@@ -203,13 +205,11 @@ MEGATRON_UNUSABLE: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
             "pipeline_model_parallel_layout",
             "account_for_embedding_in_pipeline_split",
             "account_for_loss_in_pipeline_split",
         ),
-        _EVEN_STAGES,
+        _STAGES,
     ),
     "tp_comm_overlap": "Transformer Engine's buffers for it are made by a training program, which this one does not do",
     "moe_use_legacy_grouped_gemm": "weights are mapped for Transformer Engine's grouped experts",

@@ -244,6 +244,14 @@ class ParallelConfig(Section):
     """Pipeline stages (PP)."""
     virtual_pipeline: int | None = Field(default=None, gt=1)
     """Model chunks in each pipeline stage (interleaved 1F1B)."""
+    first_stage_layers: int | None = Field(default=None, gt=0)
+    """Layers of the first pipeline stage, for models whose layers the stages do not divide evenly (94 layers on 4
+    stages: 23 first and 23 last leave 24 for each other stage). Empty: the same number as the other stages.
+    """
+    last_stage_layers: int | None = Field(default=None, gt=0)
+    """Layers of the last pipeline stage, which also computes the output layer and the loss. Empty: the same number as
+    the other stages.
+    """
     expert: int = Field(default=1, gt=0)
     """Ranks among which the experts are divided (EP)."""
     expert_tensor: int | None = Field(default=None, gt=0)

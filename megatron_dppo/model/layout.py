@@ -32,6 +32,8 @@ class LayoutSizes:
         expert_tensor: Tensor-parallel ranks of experts. None: ``tensor`` if ``expert`` is 1, else 1.
         sequence: Whether to use sequence parallelism. None: if it is needed.
         context: Ranks that share the tokens of each sequence.
+        first_stage_layers: Layers of the first pipeline stage, all its chunks together. None: an equal share.
+        last_stage_layers: The same of the last pipeline stage.
     """
 
     world_size: int = 1
@@ -42,11 +44,19 @@ class LayoutSizes:
     expert_tensor: int | None = None
     sequence: bool | None = None
     context: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
 
     @property
     def data(self) -> int:
         """Data-parallel ranks of the dense layers: world size / (tensor * context * pipeline)."""
         return self.world_size // (self.tensor * self.context * self.pipeline)
+
+    @property
+    def given_stages(self) -> tuple[int, ...]:
+        """Layers of the stages whose number of layers is configured."""
+        sizes = (self.first_stage_layers, self.last_stage_layers)
+        return tuple(size for size in sizes if size is not None)
 
     @property
     def expert_tensor_size(self) -> int:
@@ -88,6 +98,8 @@ class Layout:
     expert_tensor: int = 1
     data: int = 1
     context: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("data", "context"):
@@ -107,6 +119,8 @@ class Layout:
             sizes.expert_tensor_size,
             sizes.data,
             sizes.context,
+            sizes.first_stage_layers,
+            sizes.last_stage_layers,
         )
 
     @classmethod
@@ -138,6 +152,8 @@ class Layout:
             self.expert,
             self.expert_tensor,
             context=self.context,
+            first_stage_layers=self.first_stage_layers,
+            last_stage_layers=self.last_stage_layers,
         )
 
     @property
@@ -170,6 +186,19 @@ class Layout:
         expert_rank, etp = divmod(stage_rank, self.expert_tensor)
         edp, ep = divmod(expert_rank, self.expert)
         return RankCoordinates(rank, tp, cp, dp, pp, etp, ep, edp)
+
+    def stage_layers(self, num_layers: int, stage: int) -> int:
+        """Number of layers on pipeline stage ``stage`` of a model with ``num_layers`` layers."""
+        if stage == 0 and self.first_stage_layers is not None:
+            return self.first_stage_layers
+        if stage == self.pipeline - 1 and self.last_stage_layers is not None:
+            return self.last_stage_layers
+        given_stages = self.sizes.given_stages
+        return (num_layers - sum(given_stages)) // (self.pipeline - len(given_stages))
+
+    def most_stage_layers(self, num_layers: int) -> int:
+        """Number of layers on the largest pipeline stage of a model with ``num_layers`` layers."""
+        return max(self.stage_layers(num_layers, stage) for stage in range(self.pipeline))
 
     def describe(self) -> str:
         """Short text: the sizes that are not 1, or "single"."""
@@ -205,9 +234,12 @@ class EngineLayout:
 
 def local_layers(shape: ModelShape, layout: Layout, pp_rank: int, chunk: int) -> range:
     """Global numbers of the layers in model chunk ``chunk`` of a stage: chunk-major, then stage, then contiguous."""
-    chunk_layers = shape.num_layers // (layout.pipeline * layout.chunks)
-    start = (chunk * layout.pipeline + pp_rank) * chunk_layers
-    return range(start, start + chunk_layers)
+    chunk_sizes = [
+        layout.stage_layers(shape.num_layers, stage) // layout.chunks
+        for stage in range(layout.pipeline)
+    ]
+    start = chunk * sum(chunk_sizes) + sum(chunk_sizes[:pp_rank])
+    return range(start, start + chunk_sizes[pp_rank])
 
 
 @dataclass(frozen=True)
@@ -261,8 +293,13 @@ def raise_faults(faults: Iterable[LayoutFault], prefix: str = "layout.") -> None
         raise LayoutError("\n".join(lines))
 
 
+_STAGE_KEYS = ("first_stage_layers", "last_stage_layers")
+
+
 def _too_small(sizes: LayoutSizes) -> Iterator[LayoutFault]:
-    for key in ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "context"):
+    for key in (
+        "tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "context", *_STAGE_KEYS
+    ):  # fmt: skip
         size = getattr(sizes, key)
         if size is not None and size < 1:
             yield LayoutFault(key, size, "at least 1")
@@ -285,15 +322,17 @@ def _world_faults(sizes: LayoutSizes) -> Iterator[LayoutFault]:
     if sizes.virtual_pipeline not in (None, 1) and pipeline == 1:
         value = f"{sizes.virtual_pipeline} with pipeline 1"
         yield LayoutFault("virtual_pipeline", value, "null (there is nothing to interleave)")
+    if pipeline == 1:
+        for key in _STAGE_KEYS:
+            if getattr(sizes, key) is not None:
+                value = f"{getattr(sizes, key)} with pipeline 1"
+                yield LayoutFault(key, value, "null (there is only one stage)")
     if sizes.sequence and tensor == 1:
         yield LayoutFault("sequence", "true with tensor 1", "null, or tensor > 1")
 
 
 def _attention_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
-    chunks = sizes.virtual_pipeline or 1
-    if shape.num_layers % (sizes.pipeline * chunks):
-        virtual = f" x virtual_pipeline = {sizes.pipeline} x {chunks}" if chunks > 1 else ""
-        yield _divisor("pipeline", f"{sizes.pipeline}{virtual}", f"{shape.num_layers} layers")
+    yield from _stage_faults(sizes, shape.num_layers)
     tensor, heads, groups = sizes.tensor, shape.num_attention_heads, shape.num_query_groups
     if heads % tensor:
         yield _divisor("tensor", tensor, f"{heads} attention heads")
@@ -305,6 +344,32 @@ def _attention_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutF
     rows = (heads + 2 * groups) * shape.head_dim
     if tensor % groups == 0 and rows % tensor:
         yield _divisor("tensor", tensor, f"{rows} rows of queries, keys and values")
+
+
+def _stage_faults(sizes: LayoutSizes, num_layers: int) -> Iterator[LayoutFault]:
+    chunks = sizes.virtual_pipeline or 1
+    given_stages = sizes.given_stages
+    if not given_stages:
+        if num_layers % (sizes.pipeline * chunks):
+            virtual = f" x virtual_pipeline = {sizes.pipeline} x {chunks}" if chunks > 1 else ""
+            yield _divisor("pipeline", f"{sizes.pipeline}{virtual}", f"{num_layers} layers")
+        return
+    for key in _STAGE_KEYS:
+        size = getattr(sizes, key)
+        if size is not None and size % chunks:
+            yield LayoutFault(key, size, f"a multiple of virtual_pipeline = {chunks}")
+    stages, layers = sizes.pipeline - len(given_stages), num_layers - sum(given_stages)
+    # The key of the fault is the last one that is set: the other may be right.
+    key = _STAGE_KEYS[sizes.last_stage_layers is not None]
+    if stages == 0 and layers != 0:
+        expected = f"{num_layers - given_stages[0]}, the rest of the model's {num_layers} layers"
+        yield LayoutFault(key, given_stages[-1], expected)
+    if stages > 0 and (layers < 1 or layers % (stages * chunks)):
+        expected = (
+            f"a number that leaves a positive multiple of {stages * chunks} of the model's {num_layers} layers for "
+            f"{stages} other stages, not {layers}"
+        )
+        yield LayoutFault(key, given_stages[-1], expected)
 
 
 def _dense_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:

@@ -128,6 +128,8 @@ def megatron_sizes(layout: Layout) -> dict[str, Any]:
 def _layout_options(layout: Layout, *, sequence_parallel: bool) -> dict[str, Any]:
     return {
         **megatron_sizes(layout),
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
         "sequence_parallel": sequence_parallel,
         # Packed micro-batches differ in length; under an interleaved schedule the trainer makes them equal.
         "variable_seq_lengths": layout.pipeline > 1 and layout.chunks == 1,

@@ -11,11 +11,14 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PIPELINE = ["parallel.tensor=2", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.expert=4"]  # fmt: skip
+UNEVEN = [*PIPELINE, "parallel.pipeline=4", "parallel.first_stage_layers=6", "parallel.last_stage_layers=10"]  # fmt: skip
 CASES = {
     # 48 layers of 7 dense parameters and 2 for each of 16 experts; embedding, final norm, output; ranks 0 and 15.
     "TP4 EP8": ([], 2 * (48 * (7 + 2 * 16) + 3)),
     # 24 layers and 32 experts on the first stage and on the last, with the ends shared out.
     "TP2 PP2 VPP2 EP4": (PIPELINE, 2 * 24 * (7 + 2 * 32) + 3),
+    # 6 layers on the first stage, 10 on the last, 16 on each of the others.
+    "TP2 PP4 VPP2 EP4": (UNEVEN, (6 + 10) * (7 + 2 * 32) + 3),
 }
 
 

@@ -56,7 +56,11 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "TP2 ETP2": ("qwen3_moe", {"tensor": 2}, {}),
     "TP2 ETP2 recompute selective": ("qwen3_moe", {"tensor": 2}, {"recompute": "selective"}),
     "PP2": ("qwen3_moe", {"pipeline": 2}, {}),
-    "PP2 recompute full": ("qwen3_moe", {"pipeline": 2}, {"recompute": "full"}),
+    "PP2 of 3 and 1 layers, recompute full": (
+        "qwen3_moe",
+        {"pipeline": 2, "first_stage_layers": 3},
+        {"recompute": "full"},
+    ),
     "PP2 VPP2": ("qwen3_moe", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "EP2": ("qwen3_moe", {"expert": 2}, {}),
     "EP2 recompute full": ("qwen3_moe", {"expert": 2}, {"recompute": "full"}),

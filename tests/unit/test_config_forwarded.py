@@ -286,7 +286,7 @@ def test_options_that_are_given_as_off_are_taken(problems):
         ("fp8_param", "true"),
         ("cuda_graph_impl", "local"),
         ("overlap_moe_expert_parallel_comm", "true"),
-        ("num_layers_in_first_pipeline_stage", "1"),
+        ("account_for_loss_in_pipeline_split", "true"),
         ("tp_comm_overlap", "true"),
         ("qk_clip", "true"),
     ],

@@ -6,6 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
 from megatron_dppo.config import schema as s
@@ -15,6 +19,7 @@ from megatron_dppo.model.layout import (
     Layout,
     LayoutSizes,
     check_layout,
+    local_layers,
     model_faults,
     size_faults,
 )
@@ -83,6 +88,8 @@ def test_fewer_key_value_heads_than_ranks_are_held_in_parts():
         (MOE, {"world_size": 6, "tensor": 2, "context": 2}, ["world_size"]),
         (MOE, {"world_size": 8, "tensor": 2, "context": 2, "expert": 8}, []),
         (MOE, {"world_size": 3, "tensor": 3}, ["tensor", "tensor", "expert_tensor"]),
+        (MOE, {"first_stage_layers": 1}, ["first_stage_layers"]),
+        (MOE, {"world_size": 2, "pipeline": 2, "last_stage_layers": 0}, ["last_stage_layers"]),
     ],
 )
 def test_what_is_refused(shape, sizes, wrong):
@@ -136,6 +143,71 @@ def test_without_gpus_heads_are_exchanged_for_tokens():
         "parallel.context: got 2, expected without GPUs a divisor of the 3 attention heads of a tensor-parallel "
         "rank, which attention exchanges for tokens"
     )
+
+
+SEVEN = replace(DENSE, num_layers=7)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wrong"),
+    [
+        ({"pipeline": 2}, ["pipeline"]),
+        ({"pipeline": 2, "first_stage_layers": 3}, []),
+        ({"pipeline": 2, "last_stage_layers": 7}, ["last_stage_layers"]),
+        ({"pipeline": 2, "first_stage_layers": 3, "last_stage_layers": 4}, []),
+        ({"pipeline": 2, "first_stage_layers": 3, "last_stage_layers": 3}, ["last_stage_layers"]),
+        ({"pipeline": 4, "first_stage_layers": 1}, []),
+        ({"pipeline": 4, "first_stage_layers": 2}, ["first_stage_layers"]),
+        ({"pipeline": 4, "first_stage_layers": 2, "last_stage_layers": 1}, []),
+        ({"pipeline": 2, "virtual_pipeline": 2, "last_stage_layers": 3}, ["last_stage_layers"]),
+    ],
+)
+def test_stages_of_different_sizes_must_leave_equal_shares_to_the_others(sizes, wrong):
+    assert keys(SEVEN, world_size=sizes["pipeline"], **sizes) == wrong
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes", "stages"),
+    [
+        (7, {"pipeline": 2, "first_stage_layers": 3}, [[range(3)], [range(3, 7)]]),
+        (
+            7,
+            {"pipeline": 3, "first_stage_layers": 2, "last_stage_layers": 1},
+            [[range(2)], [range(2, 6)], [range(6, 7)]],
+        ),
+        # Two chunks: the first pass over the stages has layers 0 to 4, the second 5 to 9.
+        (
+            10,
+            {"pipeline": 3, "virtual_pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 4},
+            [
+                [range(1), range(5, 6)],
+                [range(1, 3), range(6, 8)],
+                [range(3, 5), range(8, 10)],
+            ],
+        ),
+    ],
+)
+def test_layers_of_unequal_stages_are_those_that_megatron_builds(num_layers, sizes, stages):
+    layout = Layout(**sizes)
+    shape = replace(DENSE, num_layers=num_layers)
+    config = TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=8,
+        num_attention_heads=2,
+        pipeline_dtype=torch.float32,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+    )
+    for stage, chunks in enumerate(stages):
+        assert layout.stage_layers(num_layers, stage) == sum(map(len, chunks))
+        for chunk, layers in enumerate(chunks):
+            assert local_layers(shape, layout, stage, chunk) == layers
+            vp_stage = None if layout.virtual_pipeline is None else chunk
+            assert get_transformer_layer_offset(config, vp_stage, stage) == layers.start
+            assert get_num_layers_to_build(config, vp_stage, stage) == len(layers)
+    assert layout.most_stage_layers(num_layers) == max(sum(map(len, chunks)) for chunks in stages)
 
 
 def test_all_problems_are_one_error():

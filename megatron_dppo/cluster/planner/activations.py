@@ -311,7 +311,7 @@ def activation_bytes(
     tensors of a layer's backward pass: the input and the fused product of the experts (or of the MLP).
     """
     layer = layer_bytes(trainer, busiest)
-    layers = trainer.shape.num_layers // (trainer.layout.pipeline * trainer.layout.chunks)
+    layers = trainer.layout.stage_layers(trainer.shape.num_layers, stage) // trainer.layout.chunks
     in_flight = chunks_in_flight(trainer.layout, stage, trainer.micro_batches)
     layer_tensors = in_flight * layers * trainer.rank_tokens * layer.kept(trainer.recompute)
     is_last = stage == trainer.layout.pipeline - 1

@@ -93,7 +93,7 @@ def rank_parameters(shape: ModelShape, layout: Layout, stage: int) -> RankParame
     The counts agree with the list of ``model.mapping.local_parameters``: the family's rules, divided by their splits.
     """
     family = family_of(shape)
-    layers = shape.num_layers // layout.pipeline
+    layers = layout.stage_layers(shape.num_layers, stage)
     is_first, is_last = stage == 0, stage == layout.pipeline - 1
     dense = [(rule, layers) for rule in family.layer]
     dense += [(family.embedding, 1)] if is_first else []
@@ -147,16 +147,16 @@ class Trained:
                     dims = part.whole(factor, rank) if is_whole else part.local(factor, rank)
                     group.append((math.prod(dims) * max(1, len(linear.experts)), 1))
         if self.routers:
-            layers = shape.num_layers // layout.pipeline
+            layers = layout.stage_layers(shape.num_layers, stage)
             dense.append((shape.num_experts * shape.hidden_size, layers))
         return RankParameters(tuple(dense), tuple(experts))
 
     def elements(self, shape: ModelShape) -> int:
         return trained_elements(shape, self.adapters, routers=self.routers)
 
-    def trained_base(self, shape: ModelShape, layout: Layout) -> int:
-        """Count the elements of the model's own parameters that are trained: those of the routers."""
-        layers = shape.num_layers // layout.pipeline
+    def trained_base(self, shape: ModelShape, layout: Layout, stage: int) -> int:
+        """Count the elements of the model's own parameters that ``stage`` trains: those of the routers."""
+        layers = layout.stage_layers(shape.num_layers, stage)
         return shape.num_experts * shape.hidden_size * layers if self.routers else 0
 
 

@@ -133,9 +133,11 @@ def _copied(facts: RunFacts) -> int:
     """Return the bytes that a rank writes to a checkpoint; replicas divide the tensors that they all hold."""
     layout, trained = facts.trainer.layout, facts.trainer.trained
     if trained is None:
-        counts = rank_parameters(facts.trainer.shape, layout, 0)
-        experts = elements(counts.experts) * layout.expert * layout.expert_tensor
-        model_elements = (elements(counts.dense) * layout.tensor + experts) * layout.pipeline
+        model_elements = 0
+        for stage in range(layout.pipeline):
+            counts = rank_parameters(facts.trainer.shape, layout, stage)
+            model_elements += elements(counts.dense) * layout.tensor
+            model_elements += elements(counts.experts) * layout.expert * layout.expert_tensor
     else:
         model_elements = trained.elements(facts.trainer.shape)
     return round(checkpoint_bytes(model_elements, facts.trainer.dtype) / layout.world_size)

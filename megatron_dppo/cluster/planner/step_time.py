@@ -179,13 +179,16 @@ class StepSeconds:
 def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSeconds:
     """Return the seconds of each phase of a step.
 
-    training = tokens x FLOPs of a token / (GPUs x peak x utilisation) x imbalance x (1 + bubble) + optimiser steps x
-    overhead. A pass for recomputed or reference log-probabilities costs its forward FLOPs. The seconds of a checkpoint
-    and of an evaluation are divided by the steps between two of them.
+    training = tokens x FLOPs of a token / (GPUs x peak x utilisation) x imbalance x (1 + bubble) x stage + optimiser
+    steps x overhead. stage is the number of layers of the largest pipeline stage / the mean of all stages. A pass for
+    recomputed or reference log-probabilities costs its forward FLOPs. The seconds of a checkpoint and of an evaluation
+    are divided by the steps between two of them.
     """
     trainer, rollout, device = facts.trainer, facts.rollout, cluster.device
     rate = trainer.layout.world_size * device.flops * _utilisation(trainer)
     slowdown = UNBALANCED * (1 + bubble(trainer.layout, trainer.micro_batches))
+    num_layers = trainer.shape.num_layers
+    slowdown *= trainer.layout.most_stage_layers(num_layers) * trainer.layout.pipeline / num_layers
     length, tokens = rollout.mean_length, rollout.tokens
     head = head_flops(trainer, rollout)
     training_pass = tokens * (_training_flops(trainer, length) + head.training) / rate * slowdown
@@ -268,7 +271,7 @@ def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:
     device, node = cluster.device, cluster.gpus_per_node
     passes = 3 if trainer.recompute == "full" else 2
     tokens = facts.rollout.tokens / (layout.data * layout.context)  # tokens of one rank
-    layers = shape.num_layers / layout.pipeline
+    layers = layout.most_stage_layers(shape.num_layers)
     hidden = tokens * shape.hidden_size * trainer.item_bytes * layers * passes
     tensor = 4 * hidden * (layout.tensor - 1) / layout.tensor / _link(device, layout.tensor <= node)
     expert = 0.0

@@ -54,7 +54,7 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
     parameters, frozen_elements = rank_parameters(trainer.shape, trainer.layout, stage), 0
     base_elements = parameters.elements
     if trainer.trained is not None:
-        base_elements = trainer.trained.trained_base(trainer.shape, trainer.layout)
+        base_elements = trainer.trained.trained_base(trainer.shape, trainer.layout, stage)
         frozen_elements = parameters.elements - base_elements
         parameters = trainer.trained.parameters(trainer.shape, trainer.layout, stage)
     padded_sizes = [

@@ -198,6 +198,7 @@ def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dic
         "environment": _environment(config, stage),
         "parallel": {
             **parallel.model_dump(),
+            **small_stages(parallel),
             "interface": None,
             "collective_timeout_s": max(parallel.collective_timeout_s, _PATIENCE_S),
         },
@@ -361,6 +362,16 @@ def _dropped_options(config: TrainConfig) -> dict[str, list[str]]:
     }
 
 
+def small_stages(parallel: ParallelConfig) -> dict[str, int | None]:
+    """The layers of the first and the last stage in the tiny model, where the recipe sets them: one in each chunk."""
+    stages = {
+        "first_stage_layers": parallel.first_stage_layers,
+        "last_stage_layers": parallel.last_stage_layers,
+    }
+    chunks = parallel.virtual_pipeline or 1
+    return {key: None if layers is None else chunks for key, layers in stages.items()}
+
+
 def smaller_layout(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
     """The layout with at most ``ranks`` ranks: replicas go first, then context, tensor and pipeline parallelism.
 
@@ -376,6 +387,8 @@ def smaller_layout(parallel: ParallelConfig, ranks: int) -> ParallelConfig:
             "context": sizes.context,
             "pipeline": sizes.pipeline,
             "virtual_pipeline": sizes.virtual_pipeline,
+            "first_stage_layers": sizes.first_stage_layers,
+            "last_stage_layers": sizes.last_stage_layers,
             "expert": sizes.expert,
             "expert_tensor": sizes.expert_tensor,
             "sequence": sizes.sequence,
@@ -394,7 +407,9 @@ def _halved(sizes: LayoutSizes) -> LayoutSizes:
         if name != "data":
             smaller = replace(smaller, **{name: size // factor})
         if smaller.pipeline == 1:
-            smaller = replace(smaller, virtual_pipeline=None)
+            smaller = replace(
+                smaller, virtual_pipeline=None, first_stage_layers=None, last_stage_layers=None
+            )
         if smaller.tensor == 1:
             smaller = replace(smaller, sequence=None)
         return _with_fitting_experts(smaller)

@@ -151,10 +151,13 @@ def tiny_sizes(
         experts = max(4, 2 * layout.expert)
         choices = min(shape.experts_per_token, _MOST_CHOICES, experts // 2)
         moe_ffn = _ROW * layout.expert_tensor_size
-    stages = layout.pipeline * (layout.virtual_pipeline or 1)
+    layers = layout.pipeline * (layout.virtual_pipeline or 1)
+    if layout.given_stages:
+        # ``small_stages`` gives these stages one layer a chunk; two for the others keep the stages uneven.
+        layers += (layout.pipeline - len(layout.given_stages)) * (layout.virtual_pipeline or 1)
     positions = -(-(longest + _SPARE_POSITIONS) // 256) * 256
     return TinySizes(
-        layers=max(stages, _LEAST_LAYERS),
+        layers=max(layers, _LEAST_LAYERS),
         heads=heads,
         groups=groups,
         hidden=hidden,
