@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import orjson
@@ -115,6 +116,14 @@ _LEAVE_S = 5.0
 """Time limit of the call to leave a broadcast group."""
 _SLACK_S = 10.0
 """Time added to ``timeout_s`` for calls that move weights or memory."""
+
+
+@dataclass(frozen=True)
+class DecodedScores:
+    """Log-probabilities ``[prompt][token]`` (nats) of the same tokens: as decoded, and from a prefill with them."""
+
+    decode: list[list[float]]
+    prefill: list[list[float]]
 
 
 class EngineWeights:
@@ -272,18 +281,7 @@ class EngineWeights:
 
         ``adapter``: name of the adapter in the engine to score with; None: the model without adapters.
         """
-        self.occupation.check("score")
-        body: dict[str, Any] = {
-            "input_ids": [list(prompt) for prompt in prompts],
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        if adapter is not None:
-            body["lora_path"] = adapter
-        answer = await self.client.request(
-            "POST", "/generate", orjson.dumps(body), timeout_s=self._timeout
-        )
+        answer = await self._generate(prompts, 1, adapter)
         with self._reading("/generate"):
             scored = [a["meta_info"]["input_token_logprobs"][1:] for a in orjson.loads(answer)]
             tokens = [[entry[1] for entry in entries] for entries in scored]
@@ -291,6 +289,57 @@ class EngineWeights:
         if tokens != [list(prompt[1:]) for prompt in prompts]:
             raise EngineAnswerError(f"{self.url}/generate: log-probs of other tokens than asked")
         return log_probs
+
+    async def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        *,
+        end_before: int,
+        adapter: str | None = None,
+    ) -> DecodedScores:
+        """Continue ``prompts`` greedily, and return the log-probabilities of at most ``count`` decoded tokens of each.
+
+        The first token of a continuation comes from the prompt's prefill and is left out. A continuation ends before
+        the token ``end_before``, which the server cannot score.
+        """
+        answer = await self._generate(prompts, 1 + count, adapter)
+        with self._reading("/generate"):
+            generated = [a["meta_info"]["output_token_logprobs"] for a in orjson.loads(answer)]
+            tokens = [[int(entry[1]) for entry in entries] for entries in generated]
+            log_probs = [[float(entry[0]) for entry in entries] for entries in generated]
+        if any(len(new) != 1 + count for new in tokens):
+            raise EngineAnswerError(
+                f"{self.url}/generate: continuations have {[len(new) for new in tokens]} tokens, "
+                f"expected {1 + count} each"
+            )
+        new_tokens = [new[: new.index(end_before)] if end_before in new else new for new in tokens]
+        sequences = [[*prompt, *new] for prompt, new in zip(prompts, new_tokens, strict=True)]
+        scores = await self.score(sequences, adapter)
+        decode, prefill = [], []
+        for prompt, new, new_scores, sequence_scores in zip(
+            prompts, new_tokens, log_probs, scores, strict=True
+        ):
+            decode.append(new_scores[1 : len(new)])
+            prefill.append(sequence_scores[len(prompt) :])
+        return DecodedScores(decode, prefill)
+
+    async def _generate(
+        self, prompts: Sequence[Sequence[int]], count: int, adapter: str | None
+    ) -> bytes:
+        """Return the answer to a greedy generation of ``count`` tokens, with all log-probabilities."""
+        self.occupation.check("score")
+        body: dict[str, Any] = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": {"max_new_tokens": count, "temperature": 0, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        if adapter is not None:
+            body["lora_path"] = adapter
+        return await self.client.request(
+            "POST", "/generate", orjson.dumps(body), timeout_s=self._timeout
+        )
 
     async def release(self, tags: Collection[MemoryTag] = TAGS) -> None:
         """Pause the server and release the memory of ``tags``; its contents are lost.

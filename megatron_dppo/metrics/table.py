@@ -489,6 +489,10 @@ CANARY_MAX = _metric(
     "largest difference of a log-probability between trainer and engine after the update, nats",
 )
 CANARY_MEAN = _metric("weights/canary_mean_abs_diff", "mean of these differences")
+CANARY_DECODE_MAX = _metric(
+    "weights/canary_decode_max_abs_diff",
+    "largest difference between an engine's decode and its prefill of four tokens after each prompt, nats",
+)
 
 BY_METRIC: dict[str, NormalRange] = {
     name: row.normal for name, row in METRICS.items() if row.normal is not None

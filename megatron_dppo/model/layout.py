@@ -358,6 +358,9 @@ def _stage_faults(sizes: LayoutSizes, num_layers: int) -> Iterator[LayoutFault]:
         size = getattr(sizes, key)
         if size is not None and size % chunks:
             yield LayoutFault(key, size, f"a multiple of virtual_pipeline = {chunks}")
+    if sizes.pipeline == 1:
+        # ``size_faults`` refuses the keys with one stage.
+        return
     stages, layers = sizes.pipeline - len(given_stages), num_layers - sum(given_stages)
     # The key of the fault is the last one that is set: the other may be right.
     key = _STAGE_KEYS[sizes.last_stage_layers is not None]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.engine.weights import DecodedScores
 from megatron_dppo.weight_sync.engines import EngineFaultError, Engines
 
 PROMPTS = 4
 
 
 PROMPT_TOKENS = 24
+
+
+DECODED_TOKENS = 4
+"""Tokens of each prompt that the engine computes one by one, after its first token, which ends the prompt's prefill."""
 
 
 class Tolerance(NamedTuple):
@@ -53,13 +58,29 @@ def canary_tolerance(config: WeightSyncConfig, dtype_name: str, num_layers: int)
     )
 
 
+def decode_tolerance(tolerance: Tolerance) -> Tolerance:
+    """Return the tolerance between an engine's own decode and prefill.
+
+    The mean is taken over fewer tokens than that of the prompts, so its bound grows with the square root of the ratio.
+    """
+    return tolerance._replace(mean=tolerance.mean * ((PROMPT_TOKENS - 1) / DECODED_TOKENS) ** 0.5)
+
+
 @dataclass(frozen=True)
 class CanaryReport:
-    """Differences of log-probabilities in nats over all tokens of the fixed prompts."""
+    """Differences of log-probabilities in nats.
+
+    Attributes:
+        max_abs_diff: largest difference between trainer and engine, over all tokens of the fixed prompts.
+        mean_abs_diff: mean of these differences.
+        tokens: number of these tokens.
+        decode_max_abs_diff: largest difference between the engine's decode and its prefill of the same tokens.
+    """
 
     max_abs_diff: float
     mean_abs_diff: float
     tokens: int
+    decode_max_abs_diff: float = 0.0
 
 
 class CanaryError(EngineError):
@@ -80,9 +101,12 @@ def canary_prompts(vocab_size: int) -> list[list[int]]:
 
 
 def compare_canary(
-    trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]], tolerance: Tolerance
+    trainer: Sequence[Sequence[float]],
+    engine: Sequence[Sequence[float]],
+    tolerance: Tolerance,
+    sides: tuple[str, str] = ("trainer", "engine"),
 ) -> CanaryReport:
-    """Compare log-probabilities ``[prompt][token]`` of the same tokens at temperature 1.
+    """Compare log-probabilities ``[prompt][token]`` of the same tokens at temperature 1. ``sides`` are their names.
 
     Raises:
         CanaryError: a difference, or the mean of all, exceeds ``tolerance`` or is NaN; names the worst token.
@@ -90,8 +114,8 @@ def compare_canary(
     """
     if [len(p) for p in trainer] != [len(p) for p in engine] or not any(trainer):
         raise ValueError(
-            f"canary: token counts by prompt differ or are empty: trainer {[len(p) for p in trainer]}, "
-            f"engine {[len(p) for p in engine]}"
+            f"canary: token counts by prompt differ or are empty: {sides[0]} {[len(p) for p in trainer]}, "
+            f"{sides[1]} {[len(p) for p in engine]}"
         )
     differences = []
     for prompt, (trainer_scores, engine_scores) in enumerate(zip(trainer, engine, strict=True)):
@@ -108,11 +132,21 @@ def compare_canary(
         )
         raise CanaryError(
             f"canary: log-probability of token {token} of prompt {prompt} differs by {worst_difference:.3g} "
-            f"(trainer {trainer[prompt][token]:.6g}, engine {engine[prompt][token]:.6g}), "
+            f"({sides[0]} {trainer[prompt][token]:.6g}, {sides[1]} {engine[prompt][token]:.6g}), "
             f"expected at most {tolerance.largest:g}; {len(failed)} of {len(differences)} tokens are "
             f"off; the mean difference is {mean:.3g}, expected at most {tolerance.mean:g}"
         )
     return CanaryReport(max(values), mean, len(values))
+
+
+def _compare_decode(scores: DecodedScores, tolerance: Tolerance) -> float:
+    """Return the largest difference between decode and prefill. Raises CanaryError beyond the tolerance."""
+    if not any(scores.decode):
+        # Every continuation ended at once, which weights of any value may do.
+        return 0.0
+    sides = ("prefill", "decode")
+    bound = decode_tolerance(tolerance)
+    return compare_canary(scores.prefill, scores.decode, bound, sides).max_abs_diff
 
 
 def compare_scores(
@@ -120,21 +154,34 @@ def compare_scores(
     prompts: Sequence[Sequence[int]],
     trainer: Sequence[Sequence[float]],
     tolerance: Tolerance,
+    vocab_size: int,
     adapter: str | None = None,
 ) -> CanaryReport:
     """Resume the engines, score ``prompts`` on each (with its ``adapter``), and compare with the ``trainer``'s scores.
+
+    Scoring is a prefill. Responses come from the engine's decode, which has kernels of its own, and on GPUs captured
+    graphs, which can keep old weights. So each engine also continues the prompts, and its log-probabilities of these
+    tokens are compared with its own prefill of them.
 
     Returns the report of the engine with the largest difference. Raises EngineFaultError of CanaryErrors.
     """
     engines.each(lambda engine: engine.resume())
     scores = engines.each(lambda engine: engine.score(prompts, adapter))
+    decoded = engines.each(
+        lambda engine: engine.decode(
+            prompts, DECODED_TOKENS, end_before=vocab_size - 1, adapter=adapter
+        )
+    )
     reports: list[CanaryReport] = []
     faults: dict[str, BaseException] = {}
     for url, engine_scores in scores.items():
         try:
-            reports.append(compare_canary(trainer, engine_scores, tolerance))
+            report = compare_canary(trainer, engine_scores, tolerance)
+            difference = _compare_decode(decoded[url], tolerance)
         except CanaryError as error:
             faults[url] = error
+        else:
+            reports.append(replace(report, decode_max_abs_diff=difference))
     if faults:
         raise EngineFaultError(faults)
     return max(reports, key=lambda report: report.max_abs_diff)

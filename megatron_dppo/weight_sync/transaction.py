@@ -211,6 +211,7 @@ class UpdateReport:
         if self.canary is not None:
             values[names.CANARY_MAX] = self.canary.max_abs_diff
             values[names.CANARY_MEAN] = self.canary.mean_abs_diff
+            values[names.CANARY_DECODE_MAX] = self.canary.decode_max_abs_diff
         return values | {f"weights/{phase}_s": s for phase, s in self.seconds.items()}
 
 
@@ -457,6 +458,7 @@ class WeightUpdater:
             prompts,
             trainer_scores,
             tolerance,
+            source.vocab_size,
             self._adapter,
         )
 

@@ -11,7 +11,12 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PIPELINE = ["parallel.tensor=2", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.expert=4"]  # fmt: skip
-UNEVEN = [*PIPELINE, "parallel.pipeline=4", "parallel.first_stage_layers=6", "parallel.last_stage_layers=10"]  # fmt: skip
+UNEVEN = [
+    *PIPELINE,
+    "parallel.pipeline=4",
+    "parallel.first_stage_layers=6",
+    "parallel.last_stage_layers=10",
+]
 CASES = {
     # 48 layers of 7 dense parameters and 2 for each of 16 experts; embedding, final norm, output; ranks 0 and 15.
     "TP4 EP8": ([], 2 * (48 * (7 + 2 * 16) + 3)),

@@ -238,6 +238,7 @@ def test_the_canary_sees_what_checksums_cannot(served: Served, trained: Path) ->
     assert report.canary is not None
     assert report.canary.tokens == 4 * 23
     assert report.canary.max_abs_diff < 1e-4
+    assert 0 < report.canary.decode_max_abs_diff < 1e-4
     assert_serves(served, trained, 31)
 
 

@@ -100,7 +100,7 @@ class Control:
         method = getattr(self._engine, name)
         if not inspect.iscoroutinefunction(method):
             return method
-        return lambda *arguments: self._runner.run(method(*arguments))
+        return lambda *arguments, **options: self._runner.run(method(*arguments, **options))
 
 
 @pytest.fixture
@@ -193,6 +193,30 @@ def test_checksums_come_by_rank_and_completely(
         control.checksums()
 
 
+def test_decoded_tokens_are_those_after_the_first_and_before_one_that_cannot_be_scored(
+    engine: Engine, connect: Callable[..., Control]
+) -> None:
+    generated = [[[-0.1, 5, None], [-0.2, 6, None], [-0.3, 9, None], [-0.4, 7, None]]] * 2
+    generated[1] = [[-0.5, 5, None], [-0.6, 6, None], [-0.7, 8, None], [-0.8, 7, None]]
+    scored = [
+        [[None, 1, None], [-1.0, 2, None], [-1.1, 5, None], [-1.2, 6, None]],
+        [
+            [None, 3, None], [-2.0, 4, None], [-2.1, 5, None], [-2.2, 6, None], [-2.3, 8, None],
+            [-2.4, 7, None],
+        ],
+    ]  # fmt: skip
+    answer = [
+        {"meta_info": {"input_token_logprobs": scores, "output_token_logprobs": new}}
+        for scores, new in zip(scored, generated, strict=True)
+    ]
+    engine.answers["/generate"] = (200, json.dumps(answer))
+    decoded = connect().decode([[1, 2], [3, 4]], 3, end_before=9)
+    assert decoded.decode == [[-0.2], [-0.6, -0.7, -0.8]]
+    assert decoded.prefill == [[-1.2], [-2.2, -2.3, -2.4]]
+    with pytest.raises(EngineAnswerError, match="expected 5 each"):
+        connect().decode([[1, 2], [3, 4]], 4, end_before=9)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "call"),
     [
@@ -202,6 +226,7 @@ def test_checksums_come_by_rank_and_completely(
         ("/model_info", {}, lambda c: c.version()),
         ("/generate", [{"meta_info": {}}], lambda c: c.score([[1, 2]])),
         ("/generate", [{"meta_info": {"input_token_logprobs": [[]]}}], lambda c: c.score([[1, 2]])),
+        ("/generate", [{"meta_info": {}}], lambda c: c.decode([[1, 2]], 4, end_before=9)),
         ("/v1/models", {"data": [{}]}, lambda c: c.adapter_names()),
     ],
 )

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
 from megatron_dppo.config import schema as s
@@ -188,6 +185,10 @@ def test_stages_of_different_sizes_must_leave_equal_shares_to_the_others(sizes, 
     ],
 )
 def test_layers_of_unequal_stages_are_those_that_megatron_builds(num_layers, sizes, stages):
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
     layout = Layout(**sizes)
     shape = replace(DENSE, num_layers=num_layers)
     config = TransformerConfig(

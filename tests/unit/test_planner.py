@@ -91,6 +91,7 @@ LAYOUTS = [
     Layout(tensor=2, pipeline=4, expert=2, data=2),
     Layout(tensor=2, expert_tensor=2, data=2),
     Layout(pipeline=2, virtual_pipeline=2, expert=4, data=4),
+    Layout(pipeline=4, expert=8, data=8, first_stage_layers=10, last_stage_layers=14),
 ]
 
 

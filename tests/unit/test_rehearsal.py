@@ -168,6 +168,17 @@ def test_a_smaller_layout_is_valid(name, ranks):
     assert model_faults(smaller, shape) == []
 
 
+@pytest.mark.parametrize(("ranks", "layers"), [(4, 6), (2, 2), (1, 2)])
+def test_stages_of_different_sizes_stay_different_in_the_tiny_model(ranks, layers):
+    recipe = ParallelConfig(world_size=4, pipeline=4, first_stage_layers=23, last_stage_layers=23)
+    smaller = shrinking.smaller_layout(recipe, ranks)
+    small = smaller.model_copy(update=shrinking.small_stages(smaller)).sizes
+    tiny = tiny_model.tiny_sizes(small, MOE.shape, 100)
+    shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
+    assert tiny.layers == layers
+    assert [*size_faults(small), *model_faults(small, shape)] == []
+
+
 def test_replicas_shrink_before_tensor_parallelism():
     parallel = ParallelConfig(world_size=16, tensor=2, pipeline=2, expert=4)
     smaller = shrinking.smaller_layout(parallel, 8)

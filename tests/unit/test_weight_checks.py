@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.engine.weights import DecodedScores, EngineWeights
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.weight_sync.canary import (
     CanaryReport,
@@ -97,6 +97,17 @@ class Checked(EngineWeights):
     ) -> list[list[float]]:
         return [[self.value] * (len(prompt) - 1) for prompt in prompts]
 
+    async def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        *,
+        end_before: int,
+        adapter: str | None = None,
+    ) -> DecodedScores:
+        scores = [[self.value] * count for _ in prompts]
+        return DecodedScores(scores, scores)
+
     def expected(self) -> Any:
         """Digests that tell the layout and the senders' parts: "<ranks>:<parts>"."""
         ranks, _ = self.layout
@@ -155,9 +166,9 @@ def test_the_worst_engines_canary_is_reported() -> None:
     first.value, worst.value = -2.25, -2.5
     engines = Engines([first, worst], runner())
     prompts, trainer = [[1, 2, 3]], [[-2.0, -2.0]]
-    report = compare_scores(engines, prompts, trainer, Tolerance(0.5, 0.5))
+    report = compare_scores(engines, prompts, trainer, Tolerance(0.5, 0.5), 500)
     assert report == CanaryReport(0.5, 0.5, 2)
     assert (first.resumed, worst.resumed) == (True, True)
     with pytest.raises(EngineFaultError, match=r" 0\.5") as failure:
-        compare_scores(engines, prompts, trainer, Tolerance(0.4, 0.5))
+        compare_scores(engines, prompts, trainer, Tolerance(0.4, 0.5), 500)
     assert failure.value.engines == (B,)

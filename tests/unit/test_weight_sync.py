@@ -29,7 +29,7 @@ from megatron_dppo.engine.errors import (
     EngineRequestError,
 )
 from megatron_dppo.engine.shared_buckets import WireHeader
-from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.engine.weights import DecodedScores, EngineWeights
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -43,6 +43,7 @@ from megatron_dppo.weight_sync.canary import (
     canary_prompts,
     canary_tolerance,
     compare_canary,
+    decode_tolerance,
 )
 from megatron_dppo.weight_sync.engines import (
     Bucket,
@@ -142,6 +143,7 @@ class Engine(EngineWeights):
         self.calls: list[str] = []
         self.loaded: list[Tensor] = []
         self.score_value = SCORE
+        self.decode_value = SCORE
         self.closed = False
         self.held = dict.fromkeys("abc", "1")
 
@@ -210,6 +212,17 @@ class Engine(EngineWeights):
     ) -> list[list[float]]:
         self.step("score")
         return [[self.score_value] * (len(prompt) - 1) for prompt in prompts]
+
+    async def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        *,
+        end_before: int,
+        adapter: str | None = None,
+    ) -> DecodedScores:
+        scores = [[self.decode_value] * count for _ in prompts]
+        return DecodedScores(scores, [[self.score_value] * count for _ in prompts])
 
 
 @functools.cache
@@ -387,6 +400,14 @@ def test_a_bug_in_opening_an_engine_is_not_its_fault(bug: type[Exception]) -> No
     updates = WeightUpdater(Source(), settings, alone, opening, runner())
     with pytest.raises(bug, match="planted"):
         updates.attach([A, B])
+
+
+def test_an_engine_that_decodes_with_other_weights_than_it_scores_with_fails_its_canary() -> None:
+    good, stale = Engine(A), Engine(B)
+    stale.decode_value = SCORE + 0.01
+    with pytest.raises(WeightUpdateError, match=r"CanaryError: .*\(prefill .* decode ") as failure:
+        updater(good, stale).update(1)
+    assert failure.value.engines == (B,)
 
 
 def test_one_bad_engine_spoils_the_update_of_all_and_is_named() -> None:
@@ -632,6 +653,12 @@ def test_compare_checksums_names_tensor_and_rank() -> None:
 def test_the_canary_tolerates_what_the_type_explains_or_the_configuration_says() -> None:
     chosen = WeightSyncConfig(canary_largest=5.0, canary_mean=0.4)
     assert canary_tolerance(chosen, "bfloat16", 64) == Tolerance(5.0, 0.4)
+
+
+def test_the_mean_over_fewer_decoded_tokens_has_a_wider_bound() -> None:
+    """The four decoded tokens of a prompt against its 23 scored ones: sqrt(23 / 4) is 2.398."""
+    bound = decode_tolerance(Tolerance(10.0, 0.3))
+    assert bound == Tolerance(10.0, pytest.approx(0.7194, abs=1e-4))
 
 
 def test_canary_reports_and_names_the_worst_token() -> None:
