@@ -152,7 +152,10 @@ def _evaluate(
     data = RunData(config)
     samples = SampleMaker.of(config, data)
     results: dict[str, dict[str, SetResult]] = {}
-    with Scorer(config.reward) as scorer, open(out / SAMPLES_FILE, "w", encoding="utf-8") as file:
+    with (
+        Scorer(config.reward, data.place_of) as scorer,
+        open(out / SAMPLES_FILE, "w", encoding="utf-8") as file,
+    ):
 
         def keep(checkpoint: str, sample: Sample) -> None:
             file.write(json.dumps({"checkpoint": checkpoint, **sample.to_json()}) + "\n")

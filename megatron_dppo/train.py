@@ -14,11 +14,19 @@ import errno
 import faulthandler
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from megatron_dppo.config import ConfigError, TrainConfig, check_config, load_config, resolved_yaml
+from megatron_dppo.config import (
+    ConfigError,
+    TrainConfig,
+    check_config,
+    load_config,
+    load_remainder,
+    resolved_yaml,
+)
 from megatron_dppo.config.layout import missing_weights
+from megatron_dppo.config.loading import Remainder
 from megatron_dppo.config.machine import (
     allocator_faults,
     set_allocator,
@@ -42,6 +50,9 @@ from megatron_dppo.system.secret_variables import hide_secrets
 
 MODULE = "megatron_dppo.train"
 ANSWERS = "--answers"
+_NOT_HERE = "on this machine it can't be started: "
+_PLACED = ("parallel", "engine", "model", "megatron", "sglang", "training", "lora")
+"""Sections that a machine's processes and memory depend on."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -51,23 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hide_secrets()
     adopt_slurm_rank()
     try:
+        if options.check and not options.print_config:
+            return _check(options)
         config = load_config(options.config, options.overrides)
         if options.print_config:
             print(resolved_yaml(config), end="")
-            return 0
-        if options.check:
-            print(_checked(config, options))
-            for warning in untried_options(config):
-                print(f"warning: {warning}")
-            # The check before a start leaves them to rank 0, which logs them.
-            if options.answers is None and (changes := _changes(config)) is not None:
-                print(changes)
-            start_facts = check_start(config, this_machine())
-            print(start_facts.summary)
-            folder = config.model.hf_checkpoint
-            weight_faults = [f"model.hf_checkpoint: {fault}" for fault in missing_weights(folder)]
-            for fault in [*weight_faults, *start_facts.faults]:
-                print(f"on this machine it can't be started: {fault}")
             return 0
         if "RANK" in os.environ:
             check_config(config, options.config)
@@ -92,9 +91,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_now(0)
 
 
-def _checked(config: TrainConfig, options: argparse.Namespace) -> str:
-    """The layout in a line. Raises ConfigError with what all checks say: of its values, of the
-    libraries, of data and checkpoints, as far as those can be looked at then."""
+def _check(options: argparse.Namespace) -> int:
+    """Check the values, the libraries, the data, the checkpoints and this machine, and print what a start would do.
+
+    Raises ConfigError with the faults of all stages. Faults of this machine alone are printed: the run may be meant
+    for another one.
+    """
+    source = options.config
+    try:
+        config = load_config(source, options.overrides)
+    except ConfigError as error:
+        remainder = load_remainder(source, options.overrides)
+        if remainder is None:
+            raise
+        raise ConfigError([*error.faults, *_further_faults(remainder, options)], source) from error
+    layout, faults = _stage_faults(config, options)
+    if faults:
+        # The check before a start follows one of the machine.
+        machine_faults = _machine_faults(config) if options.answers is None else []
+        raise ConfigError([*faults, *machine_faults], source)
+    print(layout)
+    for warning in untried_options(config):
+        print(f"warning: {warning}")
+    # The check before a start leaves them to rank 0, which logs them.
+    if options.answers is None and (changes := _changes(config)) is not None:
+        print(changes)
+    start_facts = check_start(config, this_machine())
+    print(start_facts.summary)
+    folder = config.model.hf_checkpoint
+    weight_faults = [f"model.hf_checkpoint: {fault}" for fault in missing_weights(folder)]
+    for fault in [*weight_faults, *start_facts.faults]:
+        print(_NOT_HERE + fault)
+    return 0
+
+
+def _stage_faults(
+    config: TrainConfig, options: argparse.Namespace, faulty_keys: Collection[str] = ()
+) -> tuple[str, list[str]]:
+    """The layout in a line, empty where there is none, and the faults of values, libraries, data and checkpoints.
+
+    ``faulty_keys`` have stand-ins in ``config``: what depends on them is not looked at.
+    """
     from megatron_dppo.loop.start_checks import data_and_resume_faults
 
     layout = ""
@@ -103,10 +140,20 @@ def _checked(config: TrainConfig, options: argparse.Namespace) -> str:
         layout = check_everything(config, options.config, weights=options.answers is not None)
     except ConfigError as error:
         faults += error.faults
-    faults += data_and_resume_faults(config, faults, options.answers)
-    if faults:
-        raise ConfigError(faults, options.config)
-    return layout
+    faults += data_and_resume_faults(config, [*faulty_keys, *faults], options.answers)
+    return layout, faults
+
+
+def _further_faults(remainder: Remainder, options: argparse.Namespace) -> list[str]:
+    """What the later checks find in a configuration whose values have faults of their own."""
+    _, faults = _stage_faults(remainder.config, options, remainder.faulty_keys)
+    if not remainder.has_faulty(_PLACED):
+        faults += _machine_faults(remainder.config)
+    return [fault for fault in faults if remainder.is_certain(fault)]
+
+
+def _machine_faults(config: TrainConfig) -> list[str]:
+    return [_NOT_HERE + fault for fault in check_start(config, this_machine()).faults]
 
 
 def _changes(config: TrainConfig) -> str | None:

@@ -8,7 +8,6 @@ import itertools
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import aiohttp
 import pytest
 
 from megatron_dppo.system.processes import kill_families
+from tests.patience import Patience, family_of, own_patience
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
@@ -69,11 +69,11 @@ class Tab:
 
     async def until(self, expression: str, seconds: float = 60) -> None:
         """Wait until it is true in the page."""
-        end = time.monotonic() + seconds
+        patience = own_patience(seconds)
         # Until the page is there, nothing is.
         asked = f"(() => {{ try {{ return !!({expression}) }} catch (_) {{ return false }} }})()"
         while not await self.ask(asked):
-            assert time.monotonic() < end, f"never: {expression}; {self.errors}"
+            assert not patience.is_exhausted(), f"never: {expression}; {self.errors}"
             await asyncio.sleep(0.1)
 
     async def picture(self, path: Path) -> None:
@@ -93,10 +93,11 @@ async def browser_tab(folder: Path) -> AsyncIterator[Tab]:
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
-        port_file, end = folder / "DevToolsActivePort", time.monotonic() + 60
+        port_file = folder / "DevToolsActivePort"
+        patience = Patience(60.0, lambda: family_of(process.pid))
         while not port_file.is_file() or "\n" not in port_file.read_text():
             assert process.poll() is None, f"{command[0]} ended with {process.returncode}"
-            assert time.monotonic() < end, f"{command[0]} does not start"
+            assert not patience.is_exhausted(), f"{command[0]} does not start"
             await asyncio.sleep(0.1)
         address = f"http://127.0.0.1:{port_file.read_text().splitlines()[0]}"
         async with aiohttp.ClientSession() as session:

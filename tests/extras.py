@@ -9,12 +9,12 @@ import fcntl
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 import venv
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.patience import run_patiently
 from tests.ranks import ROOT
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_dppo"
@@ -51,7 +51,7 @@ def _installed(name: str, words: Callable[[Path], list[str]]) -> Path:
         part = _CACHE / f"{name}-part"
         command = [sys.executable, "-m", "pip", *words(part), "--quiet", "--no-deps", "--no-input"]
         command += ["--disable-pip-version-check", "-r", str(pins)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+        done = run_patiently(command, 900)
         assert done.returncode == 0, f"{pins} can't be installed: {done.stderr}"
         part.rename(folder)
     return folder

@@ -8,10 +8,11 @@ within the limit, however busy the machine is, and one that only gets a tenth of
 from __future__ import annotations
 
 import os
+import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -77,6 +78,51 @@ def happens(
             return bool(condition())
         time.sleep(0.01)
     return True
+
+
+def run_patiently(
+    command: Sequence[str | Path],
+    seconds: float = 300.0,
+    *,
+    check: bool = False,
+    text_input: str | None = None,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` of a command whose text output is captured, with a limit that follows its own processes.
+
+    Args:
+        command: program and arguments.
+        seconds: limit, as in Patience.
+        check: whether an exit code other than 0 raises CalledProcessError.
+        text_input: sent to its standard input; None: nothing is connected to it.
+        options: further ones of ``subprocess.Popen``.
+
+    Raises:
+        subprocess.TimeoutExpired: the limit is used up; the command's processes are killed.
+    """
+    stdin = subprocess.DEVNULL if text_input is None else subprocess.PIPE
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=stdin, stdout=pipe, stderr=pipe, text=True, **options
+    ) as process:
+        patience = Patience(seconds, lambda: family_of(process.pid))
+        while True:
+            try:
+                output, errors = process.communicate(text_input, timeout=_LOOK_EVERY_S)
+            except subprocess.TimeoutExpired as error:
+                # The input of the first call is kept.
+                text_input = None
+                if not patience.is_exhausted():
+                    continue
+                for pid in reversed(family_of(process.pid)):
+                    psutil.Process(pid).kill()
+                raise subprocess.TimeoutExpired(
+                    command, seconds, error.output, error.stderr
+                ) from None
+            done = subprocess.CompletedProcess(command, process.returncode, output, errors)
+            if check:
+                done.check_returncode()
+            return done
 
 
 def family_of(pid: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from megatron_dppo.config.checks import check_config, check_supervised_config
 from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.config.loading import load_as, load_config, resolved_yaml
+from megatron_dppo.config.loading import load_as, load_config, load_remainder, resolved_yaml
 from megatron_dppo.config.schema import SupervisedConfig, TrainConfig
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "check_supervised_config",
     "load_as",
     "load_config",
+    "load_remainder",
     "resolved_yaml",
 ]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
@@ -276,6 +277,123 @@ def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] =
     if config is None or faults:
         raise ConfigError(faults, "the command line" if path is None else str(path))
     return config
+
+
+_STAND_INS: Mapping[str, Any] = {
+    "run": {},
+    "model": {},
+    "data": {},
+    "rollout": {},
+    "training": {},
+    "optimizer": {},
+    "run.directory": "/no/directory/given",
+    "run.steps": 1,
+    "model.hf_checkpoint": "/no/checkpoint/given",
+    "data.train": "/no/data/given",
+    "rollout.prompts_per_step": 1,
+    "rollout.group_size": 2,
+    "rollout.max_response_tokens": 1,
+    "training.prompts_per_mini_batch": 1,
+    "training.micro_batch_tokens": 1,
+    "optimizer.lr": 1e-6,
+}
+"""Values in place of required ones that are missing, so that the others can be checked. No path exists."""
+_NAMED_FUNCTIONS = ("reward", "environment")
+"""Sections whose keys depend on each other: their options are arguments of the function that they name."""
+_MOST_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """The values of a faulty configuration that can still be checked.
+
+    Attributes:
+        config: has a default, or one of ``_STAND_INS``, in place of each faulty value.
+        faulty_keys: dotted keys of the values that were replaced.
+    """
+
+    config: TrainConfig
+    faulty_keys: frozenset[str]
+
+    def has_faulty(self, sections: Iterable[str]) -> bool:
+        """Whether a key of these sections is faulty."""
+        return any(key.partition(".")[0] in sections for key in self.faulty_keys)
+
+    def is_certain(self, fault: str) -> bool:
+        """Whether a check's fault holds for every value of the faulty keys, as it names none of them."""
+        fault_key = fault.partition(":")[0]
+        for key in self.faulty_keys:
+            section = key.partition(".")[0]
+            if section in _NAMED_FUNCTIONS and fault.startswith(section):
+                return False
+            if key.startswith(f"{fault_key}."):
+                return False
+            if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", fault):
+                return False
+        return True
+
+
+def load_remainder(path: str | Path, overrides: Sequence[str] = ()) -> Remainder | None:
+    """Load what :func:`load_config` refuses without the values that it refuses.
+
+    Returns None where the file can't be read as a configuration, or where it has more faults than a message shows.
+    """
+    try:
+        tree = read_with_bases(Path(path), TrainConfig)
+    except ConfigError:
+        return None
+    faulty_keys: set[str] = set()
+    for override in overrides:
+        if _apply_overrides(tree, [override]):
+            faulty_keys.add(override.partition("=")[0])
+    _take_null_sets_away(tree)
+    if _fill_in_directory(tree):
+        faulty_keys.add("run.directory")
+        _remove(tree, ["run", "directory"])
+    # A value that is removed may be a required one, which is missing in the next round.
+    for _ in range(_MOST_ROUNDS):
+        try:
+            config = TrainConfig.model_validate(tree)
+        except ValidationError as error:
+            if error.error_count() > 2 * MOST_SHOWN:
+                return None
+            for details in error.errors():
+                faulty_keys |= _replace(tree, details["type"], details["loc"])
+            continue
+        faults = unusable_values(config)
+        if not faults:
+            return Remainder(config, frozenset(faulty_keys))
+        for fault in faults:
+            key = fault.partition(":")[0]
+            faulty_keys.add(key)
+            _remove(tree, key.split("."))
+    return None
+
+
+def _replace(tree: Tree, kind: str, location: Sequence[int | str]) -> set[str]:
+    """Remove the value of a pydantic error, or set the stand-in of a missing one; return the keys to distrust."""
+    path = field_at(TrainConfig, location).path
+    keys = {path.partition("[")[0]}
+    if kind == "missing" and path in _STAND_INS:
+        value = _STAND_INS[path]
+        _set(tree, path, dict(value) if isinstance(value, dict) else value)
+        # The keys of a missing section are missing themselves.
+        return set() if isinstance(value, dict) else keys
+    if kind == "extra_forbidden" and (meant := suggestion(TrainConfig, location)):
+        keys.add(meant)
+    _remove(tree, location)
+    return keys
+
+
+def _remove(tree: Tree, location: Sequence[int | str]) -> None:
+    """Remove the innermost table's entry on the way to ``location``."""
+    table: Any = tree
+    for part, next_part in zip(location, [*location[1:], None], strict=True):
+        value = table.get(part)
+        if not isinstance(value, dict) or next_part not in value:
+            table.pop(part, None)
+            return
+        table = value
 
 
 def resolved_yaml(config: Section) -> str:

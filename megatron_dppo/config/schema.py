@@ -134,7 +134,7 @@ class RolloutConfig(Section):
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Longest time for one response before it is aborted and sampled again, without the time of weight updates and
     of a trainer's turn. Empty: the time of the longest response at 10 tokens/s, and at least 600. The second sample
-    may be shorter, so a limit that long responses reach favours short ones; each is a warning in the log.
+    may be shorter, so a limit that long responses reach favours short ones; `rollout/timed_out` counts them.
     """
     responses_per_call: int = Field(default=1, gt=0)
     """Responses that share one HTTP call. More than one saves the engine work where responses are a few dozen

@@ -292,6 +292,8 @@ _REDRAW_SECONDS = 0.2
 
 OnResponse = Callable[[Hashable, Trajectory], None]
 """Callback with the key of a request and its response, called once for each."""
+OnTimeout = Callable[[int], None]
+"""Callback with a number of responses that took too long and are sampled again."""
 
 
 class GenerationEnd(IntEnum):
@@ -308,7 +310,7 @@ class Generation:
     """A rank's share of a generation, over all its attempts.
 
     Of two open generations, the one with the lower ``order`` is served first. ``continuation`` keeps the beginnings of
-    unfinished responses.
+    unfinished responses. ``timed_out`` counts responses, or turns, that were sampled again after a timeout.
     """
 
     job: GenerationJob
@@ -319,6 +321,7 @@ class Generation:
     running: Future[Results] | None = None
     responses: int = 0
     tokens: int = 0
+    timed_out: int = 0
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
     continuation: Continuation | None = field(init=False)
@@ -359,6 +362,7 @@ class Generation:
                 limits,
                 stop=stop,
                 on_response=self._note,
+                on_timeout=self._note_timeout,
                 slots=slots,
                 order=self.order,
                 continuation=self.continuation,
@@ -413,6 +417,9 @@ class Generation:
         if self.on_response is not None:
             self.on_response(key, trajectory)
 
+    def _note_timeout(self, count: int) -> None:
+        self.timed_out += count
+
     def _play(self, request: GenerationRequest, ask: Ask) -> Awaitable[Trajectory]:
         assert self.job.play is not None
         position: int = request.key[0]  # type: ignore[index]
@@ -432,6 +439,7 @@ async def generate_many(
     *,
     stop: Callable[[], bool] | None = None,
     on_response: OnResponse | None = None,
+    on_timeout: OnTimeout | None = None,
     slots: Slots | None = None,
     order: int = 0,
     continuation: Continuation | None = None,
@@ -447,6 +455,7 @@ async def generate_many(
         limits: limits of time and concurrency.
         stop: asked a few times a second; must not block.
         on_response: called with each response as it arrives; must not block.
+        on_timeout: called with the number of responses of each call that timed out; must not block.
         slots: slots shared with other generations; None: slots of its own.
         order: priority of this generation among those that share the slots.
         continuation: continues responses that the servers ended early; None: they are sampled again.
@@ -461,7 +470,7 @@ async def generate_many(
     assert len({request.key for request in requests}) == len(requests)
     slots = Slots(limits.calls, limits.episodes) if slots is None else slots
     run = _GenerationAttempt(
-        client, requests, limits, on_response, slots, order, continuation, play
+        client, requests, limits, on_response, on_timeout, slots, order, continuation, play
     )
     try:
         await run.wait(stop)
@@ -476,6 +485,7 @@ class _GenerationAttempt:
     requests: Sequence[GenerationRequest]
     limits: GenerationLimits
     on_response: OnResponse | None
+    on_timeout: OnTimeout | None
     slots: Slots
     order: int
     continuation: Continuation | None
@@ -577,8 +587,10 @@ class _GenerationAttempt:
             except TimeoutError:
                 reason = f"no response within {self.limits.request_timeout_s} s"
                 failures += 1
-                # Log it: a timeout favours short responses, and no metric of the batch shows that.
+                # Log and count it: a timeout favours short responses.
                 log.warning("request %s: %s; it is drawn again", requests[0].key, reason)
+                if self.on_timeout is not None:
+                    self.on_timeout(len(indices))
                 await self.client.abort(rid, len(indices))
             except errors.AbortedError as error:
                 reason = str(error)

@@ -94,7 +94,8 @@ class _Draft:
     ``groups``: this rank's groups, by position. ``rounds``: rounds of generation that were started.
     ``generation``: this rank's part of the latest round. ``received``: whether all its responses have arrived.
     ``drawn``: indices of the batch's problems in the data. ``seconds``: duration of all rounds.
-    ``waited``: seconds that the trainer waited for responses. ``redrawn``: responses that were sampled again.
+    ``waited``: seconds that the trainer waited for responses. ``redrawn``: tokens that were sampled again after an
+    update. ``timed_out``: responses that were sampled again after a timeout.
     ``components``: sums of the reward's components.
     """
 
@@ -109,6 +110,7 @@ class _Draft:
     seconds: float = 0.0
     waited: float = 0.0
     redrawn: int = 0
+    timed_out: int = 0
     components: ComponentSums = field(default_factory=ComponentSums)
 
     @property
@@ -254,6 +256,7 @@ class GeneratedRollouts:
                     [rollout_figures.GroupRow.of(draft.groups[p]) for p in new_positions],
                     draft.generation.seconds,
                     draft.generation.redrawn,
+                    draft.generation.timed_out,
                 ]
             )
         leader_rows = [iter(rows_by_rank[leader][0]) for leader in self.topology.leaders]
@@ -263,8 +266,9 @@ class GeneratedRollouts:
             for p in list(draft.unjudged)
         ]
         # A round takes as long as the part of its slowest leader.
-        draft.seconds += max(seconds for _, seconds, _ in rows_by_rank)
-        draft.redrawn += sum(redrawn for *_, redrawn in rows_by_rank)
+        draft.seconds += max(seconds for _, seconds, _, _ in rows_by_rank)
+        draft.redrawn += sum(redrawn for _, _, redrawn, _ in rows_by_rank)
+        draft.timed_out += sum(timed_out for *_, timed_out in rows_by_rank)
 
     def _hand_over(self, draft: _Draft, position: dict[str, Any]) -> RolloutBatch:
         """Announce the batch to every rank and return it with its figures. ``position``: the sampler's state."""
@@ -284,6 +288,8 @@ class GeneratedRollouts:
         figures |= rollout_figures.interruption_figures(outlines)
         if draft.redrawn:
             figures[names.REDRAWN] = draft.redrawn
+        if draft.timed_out:
+            figures[names.TIMED_OUT] = draft.timed_out
         faults = gathered_faults(self.episodes)
         if self.episodes is not None:
             figures[names.ENVIRONMENT_FAULTS] = faults.total()

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from megatron_dppo.config.data_schema import RewardConfig
+from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.rewards import USABLE_NUMBER, RewardInput, is_usable
-from megatron_dppo.rewards.verifier import Score, Verifier
+from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError
+
+PlaceOf = Callable[[Sequence[int]], str | None]
+"""Returns file and line of the problem that a prompt, given by its tokens, belongs to; None where it is unknown."""
 
 
 @dataclass(frozen=True)
 class PendingScore:
-    """A response's pending scores, and the weight of each reward, both by the reward's name."""
+    """A response's pending scores.
+
+    Attributes:
+        scores: the score of each reward, by the reward's name.
+        weights: the weight of each reward, by its name.
+        problem: what the response answers; None where no reward is computed.
+        place_of: finds the problem in the data, for errors.
+    """
 
     scores: Mapping[str, Future[Score]]
     weights: Mapping[str, float]
+    problem: Problem | None = None
+    place_of: PlaceOf | None = None
 
     @classmethod
     def known(cls, score: Score) -> Self:
@@ -29,22 +42,38 @@ class PendingScore:
         return cls({"environment": future}, {"environment": 1.0})
 
     def result(self) -> Score:
-        """Wait for all scores and return their weighted sum.
+        """Wait for all scores and return their weighted sum. A refusal begins with the problem's file and line.
 
-        Raises VerifierError where a reward raised or a worker can't start.
+        Raises VerifierError, with the same words in front, where a reward raised or a worker can't start.
         """
-        return weighted_sum(
-            {name: score.result() for name, score in self.scores.items()}, self.weights
-        )
+        scores: dict[str, Score] = {}
+        for name, future in self.scores.items():
+            try:
+                scores[name] = future.result()
+            except VerifierError as error:
+                raise VerifierError(f"{self._place()}reward {name}: {error}") from error
+        score = weighted_sum(scores, self.weights)
+        if score.refusal is not None:
+            return replace(score, refusal=self._place() + score.refusal)
+        return score
+
+    def _place(self) -> str:
+        """File and line of the problem, with a colon; empty without a problem."""
+        if self.problem is None:
+            return ""
+        place = None if self.place_of is None else self.place_of(self.problem.prompt_ids)
+        return f"{place or f'problem {self.problem.problem_id}'}: "
 
 
 class Scorer:
     """The verifiers of all rewards of ``config``; their worker processes run inside the context.
 
     ``failures`` counts failures of rewards over all ranks, by the name of the metric. The generations add to it.
+    ``place_of`` finds problems in the data, for errors.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, place_of: PlaceOf | None = None) -> None:
+        self._place_of = place_of
         self.max_replacements = config.max_replacements
         self.failures: Counter[str] = Counter()
         terms = config.terms
@@ -62,12 +91,13 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def submit(self, reward_input: RewardInput) -> PendingScore:
-        """Start scoring a response; returns at once."""
+    def submit(self, problem: Problem, response: str) -> PendingScore:
+        """Start scoring the text of a response to ``problem``; returns at once."""
+        reward_input = RewardInput.of(problem, response)
         futures = {
             name: verifier.submit(reward_input) for name, verifier in self._verifiers.items()
         }
-        return PendingScore(futures, self._weights)
+        return PendingScore(futures, self._weights, problem, self._place_of)
 
 
 def weighted_sum(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:

@@ -79,6 +79,7 @@ class ScoredGeneration:
         self._generation = engine.start(job, description, arrived, order)
         self._earlier_seconds = 0.0
         self._earlier_redrawn = 0
+        self._earlier_timed_out = 0
         self.components = ComponentSums()
 
     @property
@@ -95,6 +96,11 @@ class ScoredGeneration:
     def redrawn(self) -> int:
         """Tokens that were sampled and discarded, because weight updates ended their responses early."""
         return self._earlier_redrawn + self._generation.redrawn
+
+    @property
+    def timed_out(self) -> int:
+        """Responses, or turns, that took longer than ``rollout.request_timeout_s`` and were sampled again."""
+        return self._earlier_timed_out + self._generation.timed_out
 
     def wait(self, version: int | None = None, *, mixes: bool = True) -> None:
         """Wait for all responses. Collective. ``version`` and ``mixes`` as in ``EngineSession.finish``."""
@@ -177,6 +183,7 @@ class ScoredGeneration:
         }
         arrived = score_on_arrival(self._scorer, job, self._scores)
         self._earlier_seconds, self._earlier_redrawn = self.seconds, self.redrawn
+        self._earlier_timed_out = self.timed_out
         description = f"{self._description}, replacement {number}"
         self._generation = self._engine.start(job, description, arrived, self._order, done=scored)
 
@@ -206,6 +213,6 @@ def score_on_arrival(
         if not response.wants_score:
             scores[key] = PendingScore.known(Score(0.0))
             return
-        scores[key] = scorer.submit(RewardInput.of(problem, response.text))
+        scores[key] = scorer.submit(problem, response.text)
 
     return arrived

@@ -333,6 +333,17 @@ REDRAWN = _metric(
     "rollout/redrawn",
     "sampled tokens that were not kept, and drawn again, as an update aborted their responses",
 )
+TIMED_OUT = _metric(
+    "rollout/timed_out",
+    "responses, or turns of an episode, that took longer than rollout.request_timeout_s and were sampled again; only "
+    "where there are any",
+    normal=NormalRange(
+        "responses that timed out",
+        "The second sample may be shorter, so a limit that long responses reach favours short ones: raise "
+        "rollout.request_timeout_s, or lower rollout.max_response_tokens. Chosen bound.",
+        high=0,
+    ),
+)
 TURNS = _metric(
     "rollout/turns",
     "mean turns of the policy in a response; more than 1 with an environment",

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from megatron_dppo.config.data_schema import RewardConfig, RewardTerm
 from megatron_dppo.data.problems import ProblemSet
-from megatron_dppo.data.records import shorten
 from megatron_dppo.rewards import RewardInput, find_reward
 from megatron_dppo.rewards.verifier import Verifier, VerifierError, require
 
@@ -47,8 +46,7 @@ def reward_faults(
             fault = _fault(term, RewardInput.of(problem, response))
             if fault is not None:
                 place = problem_set.location(path, problem.problem_id)
-                answer = shorten(problem.answer)
-                yield f"reward {name}: {kind} to {place}, whose answer is {answer}: {fault}"
+                yield f"reward {name}: {kind} to {place}: {fault}"
                 break
 
 

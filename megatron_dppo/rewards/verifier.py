@@ -343,9 +343,11 @@ def require(scores: Sequence[Score], inputs: Sequence[RewardInput], prefix: str 
     the data."""
     for score, record in zip(scores, inputs, strict=True):
         if score.refusal is not None:
-            raise VerifierError(
-                f"{prefix}{score.refusal}; response {_shorten(record.response)}, answer {_shorten(record.answer)}"
-            )
+            raise VerifierError(f"{prefix}{score.refusal}; {_shown(record)}")
+
+
+def _shown(record: RewardInput) -> str:
+    return f"response {_shorten(record.response)}, answer {_shorten(record.answer)}"
 
 
 def _shorten(text: str) -> str:
@@ -432,7 +434,8 @@ class _Worker:
             timeout = Score(0.0, timed_out=True)
             score = self._blame_service(timeout, f"no answer within {limit:g} s")
         except (EOFError, OSError):
-            score = self._blame_service(self._crash(), f"its process ended within {limit:g} s")
+            crash = self._crash(inputs)
+            score = self._blame_service(crash, f"its process ended within {limit:g} s")
         return [score] * len(inputs)
 
     def _blame_service(self, score: Score, reason: str) -> Score:
@@ -458,21 +461,27 @@ class _Worker:
         self.kill()
         return code
 
-    def _crash(self) -> Score:
+    def _crash(self, inputs: Sequence[RewardInput]) -> Score:
         """The score of a call in which a signal ended the process. Raises VerifierError if the process exited."""
         code = self._end()
         if code >= 0:
-            raise self._error()
+            raise self._error(inputs)
         # The worker's own alarm ends it if this process was too slow to kill it.
         is_late = code == -signal.SIGALRM
         return Score(0.0, timed_out=is_late, crashed=not is_late)
 
-    def _error(self) -> VerifierError:
+    def _error(self, inputs: Sequence[RewardInput] = ()) -> VerifierError:
+        """The error of a process that has exited, with its output. ``inputs``: of the call that ended it."""
         self._output.seek(0)
         output = self._output.read().decode(errors="replace")[-4000:]
         hint = withheld_hint(output, "passed_variables of this reward")
+        call = ""
+        if inputs:
+            count = f" (the first of {len(inputs)})" if len(inputs) > 1 else ""
+            call = f" at a response{count}, {_shown(inputs[0])}"
+        code = self._process.returncode
         return VerifierError(
-            f"a {self._name} worker ended with exit code {self._process.returncode}{hint}:\n{output}"
+            f"a {self._name} worker ended with exit code {code}{call}{hint}:\n{output}"
         )
 
 

@@ -1,10 +1,11 @@
 """``megatron-dppo bench-mask`` from the command line, on a problem small enough to say nothing about speed."""
 
 import json
-import subprocess
 import sys
 
 import pytest
+
+from tests.patience import run_patiently
 
 pytestmark = pytest.mark.distributed
 
@@ -12,14 +13,11 @@ pytestmark = pytest.mark.distributed
 def test_two_ranks_write_table_json_and_chart(tmp_path):
     result_file, chart = tmp_path / "mask.json", tmp_path / "mask.png"
     tables = tmp_path / "mask.md"
-    run = subprocess.run(
-        [
+    run = run_patiently([
             sys.executable, "-m", "megatron_dppo", "bench-mask", "--tp", "2", "--tokens", "24",
             "--vocab", "1001", "--topk", "4", "--dtype", "float32", "--repetitions", "3",
             "--json", str(result_file), "--png", str(chart), "--markdown", str(tables),
-        ],
-        capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False,
-    )  # fmt: skip
+        ], 300, cwd=tmp_path)  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     result = json.loads(result_file.read_text())
     rows = {r["name"]: r for r in result["implementations"]}

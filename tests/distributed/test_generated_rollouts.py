@@ -33,7 +33,7 @@ class ScriptedEngine:
         self.seeds += [request.sampling.seed for request in job.requests()]
         return SimpleNamespace(
             job=job, description=description, version=self.version, seconds=0.5,
-            on_response=on_response, redrawn=0, done=done or {},
+            on_response=on_response, redrawn=0, timed_out=len(job.problems), done=done or {},
         )  # fmt: skip
 
     def finish(self, generation, held: int, *, mixes: bool):
@@ -473,6 +473,8 @@ def test_the_reported_reward_is_that_of_all_generated_groups(runs):
         assert figures["reward/groups_without_spread"] == pytest.approx(flat / count)
         assert figures["reward/mean_trained"] == 0.5
         assert figures["rollout/tokens"] == GROUP * (2 * count + flat)
+        # The engine says that it sampled one response of each group again.
+        assert figures["rollout/timed_out"] == count
         assert figures["rollout/response_length"] == pytest.approx(2 + flat / count)
         assert figures["rollout/response_length_trained"] == 2
 

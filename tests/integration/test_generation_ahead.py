@@ -211,7 +211,7 @@ def kill_run(run: TrainingRun) -> None:
     for process in reversed(family):
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(family, timeout=5)
+    psutil.wait_procs(family)
 
 
 def last_step(directory: Path) -> int:

@@ -58,6 +58,7 @@ from tests.integration.weight_server import (
     serve,
     updater,
 )
+from tests.patience import own_patience
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
@@ -201,10 +202,10 @@ def test_a_bug_of_the_senders_surfaces_and_frees_the_engine_at_once(
     served: Served, trained: Path
 ) -> None:
     updates = updater(served.weights(Unhashable), Source(read(trained)))
-    start = time.monotonic()
+    patience = own_patience(TIMEOUT_S / 3)
     with pytest.raises(ValueError, match=r"^no such checksum$"):
         updates.update(21)
-    assert time.monotonic() - start < TIMEOUT_S / 3
+    assert not patience.is_exhausted()
     assert served.version() == "unverified-21"
     assert updater(served.weights(), Source(read(trained))).update(21).verified
 
@@ -427,11 +428,11 @@ def test_a_hung_engine_fails_in_time_and_recovers(served: Served, trained: Path)
     group = os.getpgid(served.process.pid)
     hang = Source(read(trained), between=lambda: os.killpg(group, signal.SIGSTOP))
     updates = updater(served.weights(), hang, timeout_s=5, canary_every=0)
-    start = time.monotonic()
+    patience = own_patience(5 + 2 * GRACE_S + 5)
     try:
         with pytest.raises(WeightUpdateError, match="took longer than 5 s"):
             updates.update(50)
-        assert time.monotonic() - start < 5 + 2 * GRACE_S + 5
+        assert not patience.is_exhausted()
         assert updates.committed_version is None
     finally:
         os.killpg(group, signal.SIGCONT)
@@ -521,10 +522,10 @@ def test_an_engine_killed_in_the_update_of_two(served: Served, trained: Path) ->
         assert_serves(second, trained, 70)
         new = read(served.folder)
         updates.source = Source(new, between=lambda: os.killpg(pid, signal.SIGKILL))
-        start = time.monotonic()
+        patience = own_patience(30)
         with pytest.raises(WeightUpdateError) as failure:
             updates.update(71)
-        assert time.monotonic() - start < 30
+        assert not patience.is_exhausted()
         assert failure.value.engines == (second.process.url,)
         assert updates.committed_version is None
         assert served.version() == "unverified-71"

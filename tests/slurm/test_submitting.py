@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.launch.placement import Host
 from megatron_dppo.launch.srun import StepForm, literal
+from tests.patience import happens
 from tests.slurm.conftest import ROOT
 from tests.unit.config_files import minimal, write_config
 from tools.slurm_cluster import Cluster
@@ -91,9 +91,8 @@ def test_the_output_is_in_the_folder_whose_name_has_percent_signs(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     job = (run / "job").read_text().strip()
-    deadline = time.monotonic() + 60
-    while not ((log := run / "logs" / f"slurm-{job}.out").is_file() and log.stat().st_size):
-        assert time.monotonic() < deadline, sorted(folder.rglob("*.out"))
+    log = run / "logs" / f"slurm-{job}.out"
+    assert happens(lambda: log.is_file() and log.stat().st_size), sorted(folder.rglob("*.out"))
     step = StepForm().command(
         ["echo", "step"], name="s", hosts=[Host("h", "h", 1, None)], tasks_per_host=1,
         output=literal(run / "logs" / "step.out"), stdin=False,
@@ -131,7 +130,7 @@ def test_a_waiting_run_has_a_status_and_can_be_stopped(cluster: Cluster, folder:
     assert f"submitted as job {job}" in done.stdout
     assert f"state: job {job} waits (JobHeld" in command(cluster, "status", run).stdout
     assert "is out of the queue" in command(cluster, "stop", run).stdout
-    deadline = time.monotonic() + 60
-    while "is gone and never started" not in (told := command(cluster, "status", run).stdout):
-        assert time.monotonic() < deadline, told
+    assert happens(lambda: "is gone and never started" in command(cluster, "status", run).stdout), (
+        command(cluster, "status", run).stdout
+    )
     assert command(cluster, "stop", run).returncode == 2

@@ -19,9 +19,10 @@ from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.seal import text_digest
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.scorer import Scorer
-from megatron_dppo.rewards import RewardInput, RewardUnavailableError, find_reward
+from megatron_dppo.rewards import RewardUnavailableError, find_reward
 from megatron_dppo.rewards.answer_check import bad_answers
 from megatron_dppo.rewards.checked_answers import checked_answers_file, hand_over, handed_over
+from tests.messages import mentioning, mentions
 from tests.tiny_models import tiny_tokenizer
 from tests.unit.config_files import minimal
 
@@ -102,7 +103,7 @@ def test_a_chat_templates_arguments_reach_prompts_and_turns(run_data):
         (r"so $x = \boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
         (r"first \boxed{3}, then \boxed{ 4 } it is", "4"),
         (r"cut off: \boxed{4", r"cut off: \boxed{4"),
-        (r"some of MATH's: $x = \boxed 4$, so", "4"),
+        (r"MATH's: $x = \boxed 4$, so", "4"),
         (r"and \fbox   \frac12", r"\frac12"),
         ("72", "72"),
         (r"x \in \{1,2\}", r"x \in \{1,2\}"),
@@ -139,7 +140,7 @@ def test_each_reward_reads_an_answer_as_if_it_were_alone(run_data, order):
     data = run_data([row(solution)] * 3, first)
     assert bad_answers({"x": data.train}, config) == {"x": []}
     with Scorer(config) as scorer:
-        score = scorer.submit(RewardInput.of(data.train.problems[0], solution)).result()
+        score = scorer.submit(data.train.problems[0], solution).result()
     assert set(score.components.values()) == {1.0}
 
 
@@ -151,7 +152,7 @@ def test_answers_that_nothing_can_match_are_refused_with_file_and_line(run_data,
         data.settle(bad)
     message = str(caught.value)
     assert message.startswith(f"3 answers can't be used: {tmp_path}/train.jsonl, line 5: ")
-    assert f"{tmp_path}/train.jsonl, line 7: the answer has 600 characters" in message
+    assert mentions(message, f"{tmp_path}/train.jsonl, line 7", 600)
     assert "data.on_bad_answer=drop" in message
 
 
@@ -161,9 +162,7 @@ def test_they_are_dropped_and_counted_where_the_recipe_says_so(run_data, caplog)
         data.settle(data.bad_answers())
     assert [p.problem_id for p in data.train.problems] == [0, 1, 2, 3, 7]
     assert data.train.bad_answers == 3
-    assert "3 problems were left out because their answers can't be used, the first in line 5" in (
-        caplog.text
-    )
+    assert mentions(caplog.text, 3, "line 5")
     none_left = run_data(BAD, on_bad_answer="drop")
     with pytest.raises(DataError, match=r"train\.jsonl"):
         none_left.settle(none_left.bad_answers())
@@ -174,9 +173,7 @@ def test_empty_answers_are_bad_answers(run_data, tmp_path):
     rows = [*GOOD, row(""), row("$"), row(None)]
     path = str(tmp_path / "train.jsonl")
     data = run_data(rows)
-    with pytest.raises(
-        DataError, match=rf"^3 answers can't be used: {path}, line 5: 'answer' is \"\""
-    ):
+    with pytest.raises(DataError, match=rf"^3 .*: {path}, line 5: 'answer' is \"\""):
         data.settle(data.bad_answers())
     data = run_data(rows, on_bad_answer="drop")
     data.settle(data.bad_answers())
@@ -195,18 +192,14 @@ def test_fewer_problems_than_a_step_draws_are_refused_with_the_reasons(run_data,
     assert told in caplog.text
     with pytest.raises(DataError) as caught:
         data.settle(data.bad_answers())
-    assert str(caught.value) == (
-        "2 of 5 training problems are left (2 prompts are longer than data.max_prompt_tokens = 100, 1 "
-        "answers can't be used), expected at least rollout.prompts_per_step = 3: a step would hold one twice"
-    )
+    counts = (2, 5, 2, "data.max_prompt_tokens = 100", 1, "rollout.prompts_per_step = 3")
+    assert mentions(str(caught.value), *counts)
 
 
 def test_every_file_that_can_not_be_read_is_told_of(run_data, tmp_path):
     (tmp_path / "other.jsonl").write_text("no\n")
     files = [{"path": str(tmp_path / name)} for name in ("train.jsonl", "other.jsonl")]
-    with pytest.raises(
-        DataError, match=r"train.jsonl, line 1: no prompt; .*; .*other.jsonl, line 1: not"
-    ):
+    with pytest.raises(DataError, match=mentioning("train.jsonl, line 1", "other.jsonl, line 1")):
         run_data([{"a": 1}], train=files)
 
 
@@ -246,7 +239,8 @@ def test_a_reward_of_ones_own_gets_answers_as_they_stand(run_data, tmp_path):
     data = run_data([row("a #### 1"), row("refuse")], reward=name)
     assert data.train.problems[0].answer == "a #### 1"
     ((where, why),) = data.bad_answers()[str(tmp_path / "train.jsonl")]
-    assert (where, why.split(" (")[0]) == (1, "no such answer")
+    assert where == 1
+    assert mentions(why, "planted_rewards.py")
 
 
 def test_an_outage_is_nothing_that_an_answer_is_dropped_for(run_data):
@@ -254,9 +248,7 @@ def test_an_outage_is_nothing_that_an_answer_is_dropped_for(run_data):
     data = run_data([row(n) for n in range(4)], reward=name, on_bad_answer="drop")
     with pytest.raises(RewardUnavailableError) as caught:
         data.bad_answers()
-    assert str(caught.value) == (
-        "the answers can't be checked: 1 of 4 rewards could not be had: nobody listens"
-    )
+    assert mentions(str(caught.value), 1, 4, "nobody")
 
 
 def test_each_different_answer_is_checked_once(run_data):
@@ -264,9 +256,8 @@ def test_each_different_answer_is_checked_once(run_data):
     settings = RewardConfig(name=name, timeout_s=0.3, workers=1)
     data = run_data([row("0.9")] * 50, reward=name)
     (complaints,) = bad_answers({"f": data.train}, settings).values()
-    assert [why for _, why in complaints] == [
-        "its check took longer than reward.timeout_s = 0.3 s"
-    ] * 50
+    assert len(complaints) == 50
+    assert all(mentions(why, "reward.timeout_s = 0.3 s") for _, why in complaints)
 
 
 def test_a_start_s_check_tells_the_ranks_what_it_found(run_data, monkeypatch):

@@ -19,6 +19,7 @@ from megatron_dppo.data.batch_file import (
     save_batch,
 )
 from megatron_dppo.data.trajectory import Trajectory
+from tests.messages import mentioning
 from tests.trajectories import same
 
 
@@ -108,7 +109,7 @@ def test_topk_and_routing_keep_dtype_and_rows(tmp_path):
 
 def test_a_complete_column_of_some_trajectories_only_is_refused(tmp_path):
     batch = [answer(0, [7], topk_ids=np.zeros((1, 2), np.int32)), answer(1, [9])]
-    with pytest.raises(ValueError, match="topk_ids: 1 of 2 trajectories have none"):
+    with pytest.raises(ValueError, match=mentioning("topk_ids", 1, 2)):
         save_batch(tmp_path, 1, batch)
 
 
@@ -133,7 +134,7 @@ def test_a_file_with_one_expert_twice_is_refused(tmp_path):
     save_batch(tmp_path, 2, [answer(0, [7, 8], routed_experts=np.ones((2, 4, 2), np.uint8))])
     with pytest.raises(
         BatchFormatError,
-        match=r"response 0 to problem 10: routed_experts: a token is routed to the same expert",
+        match=mentioning("response 0", "problem 10", "routed_experts"),
     ):
         load_batch(tmp_path, 2)
 
@@ -176,7 +177,9 @@ def test_an_error_in_one_trajectory_is_that_of_its_reader(tmp_path):
     save_batch(tmp_path, 2, [answer(0, [7, 8]), bad])
     saved = SavedBatch(tmp_path, 2)
     assert all_same(saved.read([0]), [answer(0, [7, 8])])
-    with pytest.raises(BatchFormatError, match=r"step_000002.*response 1 to problem 11"):
+    with pytest.raises(
+        BatchFormatError, match=mentioning("step_000002", "response 1", "problem 11")
+    ):
         saved.read([1])
 
 
@@ -194,7 +197,7 @@ def test_rows_that_are_too_few_and_columns_that_nobody_declared_are_refused(tmp_
     with pytest.raises(BatchFormatError, match="1 rows, expected 2"):
         read_back(tmp_path, short)
     stranger = {**arrays, "column.mood": np.zeros(2), "present.mood": np.ones(1, bool)}
-    with pytest.raises(BatchFormatError, match="column 'mood' is not declared"):
+    with pytest.raises(BatchFormatError, match=mentioning("'mood'")):
         read_back(tmp_path, stranger)
 
 
@@ -241,9 +244,7 @@ def test_a_bit_of_mu_is_told_with_its_trajectory(tmp_path):
     path.write_bytes(flipped(content, 8 * place + 20))
     saved = SavedBatch(tmp_path, 3)
     assert all_same(saved.read([0]), batch[:1])  # whose own bytes are whole
-    with pytest.raises(
-        BatchFormatError, match=r"step_000003.*altered: the rollout_log_probs of traj"
-    ):
+    with pytest.raises(BatchFormatError, match=mentioning("step_000003", "rollout_log_probs")):
         saved.read([1])
     assert saved.read([1], without={"rollout_log_probs"})  # what is not used can do no harm
 
@@ -253,7 +254,7 @@ def test_a_file_without_hashes_is_refused(tmp_path):
     path = save_batch(tmp_path, 3, batch)
     arrays = {n: a for n, a in load(path.read_bytes()).items() if not n.startswith("hash.")}
     path.write_bytes(save(arrays))
-    with pytest.raises(BatchFormatError, match="its arrays lack"):
+    with pytest.raises(BatchFormatError, match=mentioning("step_000003", "arrays", "hash")):
         load_batch(tmp_path, 3)
 
 

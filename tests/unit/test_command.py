@@ -12,6 +12,7 @@ from megatron_dppo import __version__
 from megatron_dppo.__main__ import main
 from megatron_dppo.system import plugins
 from tests.integration.runs import write_material
+from tests.patience import run_patiently
 from tests.ranks import ROOT
 
 COMMANDS = plugins.find_plugins(plugins.COMMANDS)
@@ -25,7 +26,7 @@ EXTRAS = (
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megatron_dppo", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return run_patiently(command, 120)
 
 
 def imported_by(statement: str, names: Sequence[str]) -> tuple[list[str], str]:
@@ -79,10 +80,12 @@ def test_modules_are_found_in_the_folder_that_one_is_in(tmp_path):
     code = (
         "import sys; sys.path.remove(''); from megatron_dppo.__main__ import main; sys.exit(main())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+    done = run_patiently(
+        [sys.executable, "-c", code, *words],
+        120,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr
 
 

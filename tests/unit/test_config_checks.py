@@ -9,6 +9,7 @@ from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.config.checks import check_supervised_config
 from megatron_dppo.config.schema import EngineConfig, SupervisedConfig
 from megatron_dppo.model.layout import padded_vocab_size
+from tests.messages import mentioning, mentions
 from tests.unit.config_files import DENSE, MOE, minimal, write_config
 
 
@@ -114,9 +115,8 @@ def test_a_file_that_two_paths_name_is_refused(tmp_path, problems):
 def test_a_further_reward_has_a_name_of_its_own(check, problems):
     same = "reward.further={brief: {name: exact_integer}}"
     check("reward.name=my_rewards:length", same)
-    assert problems("reward.name=my_rewards:brief", same) == [
-        "reward.further.brief: is also the name of reward.name my_rewards:brief; expected another"
-    ]
+    (problem,) = problems("reward.name=my_rewards:brief", same)
+    assert mentions(problem, "reward.further.brief", "reward.name", "my_rewards:brief")
 
 
 WORLD = "parallel.world_size="
@@ -434,9 +434,9 @@ def test_texts_for_the_model_may_have_lines(problems):
     )
     assert found.startswith("rollout.top_k")
     (found,) = problems(r'data.system_prompt="\0"')
-    assert found.startswith("data.system_prompt: got '\\x00' (str), expected text without control")
+    assert found.startswith("data.system_prompt: got '\\x00' (str)")
     (found,) = problems(r'run.directory="a\nb"')
-    assert found.startswith("run.directory: got 'a\\nb' (str), expected text without control")
+    assert found.startswith("run.directory: got 'a\\nb' (str)")
 
 
 REFUSED_FOR_DENSE = [
@@ -462,8 +462,8 @@ def test_what_is_refused_for_a_dense_model(problems, overrides, problem):
 
 
 def test_a_dense_mlp_must_split(problems):
-    found = problems(WORLD + "2", "parallel.tensor=2", model=DENSE | {"intermediate_size": 129})
-    assert found == ["parallel.tensor: got 2, expected a divisor of the model's MLP size 129"]
+    (found,) = problems(WORLD + "2", "parallel.tensor=2", model=DENSE | {"intermediate_size": 129})
+    assert mentions(found, "parallel.tensor", 2, 129)
 
 
 def test_a_dense_model_needs_no_sequence_parallelism(check):
@@ -487,20 +487,18 @@ def test_missing_files_of_a_checkpoint(tmp_path, problems):
     model = tmp_path / "bare"
     model.mkdir()
     key = f"model.hf_checkpoint={model}"
-    assert problems(key)[0].startswith(f"model.hf_checkpoint: {model}/config.json: no such file")
+    assert problems(key)[0].startswith(f"model.hf_checkpoint: {model}/config.json: ")
     (model / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
     found = "\n".join(problems(key))
-    assert f"no weights in {model}: expected model.safetensors or model.safetensors.index" in found
-    assert f"no tokenizer in {model}: expected tokenizer.json or tokenizer.model or" in found
-    assert f"{model}/config.json: model_type None; supported families: ['llama'," in found
+    assert mentions(found, model, "model.safetensors", "model.safetensors.index.json")
+    assert mentions(found, model, "tokenizer.json", "tokenizer.model")
+    assert mentions(found, f"{model}/config.json", "model_type", None, "['llama'")
     (model / "config.json").write_text(json.dumps({**MOE, "hidden_size": 0, "vocab_size": "x"}))
-    found = "\n".join(problems(key))
-    assert f"{model}/config.json: hidden_size is 0, expected a positive integer" in found
-    assert f"{model}/config.json: vocab_size is 'x', expected a positive integer" in found
+    found = problems(key)
+    for value in ("hidden_size is 0", "vocab_size is 'x'"):
+        assert any(f"{model}/config.json: {value}" in problem for problem in found)
     (model / "config.json").write_text("{")
-    assert problems(key)[0].startswith(
-        f"model.hf_checkpoint: {model}/config.json: not a readable JSON file"
-    )
+    assert mentions(problems(key)[0], "model.hf_checkpoint", f"{model}/config.json", "JSON")
 
 
 def test_a_plan_needs_no_weights(tmp_path, check):
@@ -508,7 +506,7 @@ def test_a_plan_needs_no_weights(tmp_path, check):
     config = load_config(write_config(tmp_path, minimal(tmp_path)))
     (tmp_path / "model" / "model.safetensors").unlink()
     assert check_config(config, weights=False) == plan
-    with pytest.raises(ConfigError, match="no weights in"):
+    with pytest.raises(ConfigError, match=mentioning("weights", tmp_path / "model")):
         check_config(config)
 
 
@@ -519,14 +517,14 @@ def test_a_missing_shard_is_named(tmp_path, problems):
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     (model / "m-1.safetensors").touch()
     (found,) = problems()
-    assert "1 of the 2 files that" in found
-    assert found.endswith("are missing: m-2.safetensors")
+    assert mentions(found, 1, 2, "m-2.safetensors")
+    assert "m-1" not in found
 
 
 def test_experts_under_their_other_name(check):
     renamed = {k: v for k, v in MOE.items() if k != "num_experts"} | {"num_local_experts": 8}
     plan = check(WORLD + "2", "parallel.expert=2", model=renamed)
-    assert "EP 2 x ETP 1 x expert DP 1" in plan
+    assert "EP 2 x ETP 1" in plan
 
 
 @pytest.mark.parametrize(
@@ -551,11 +549,8 @@ def test_how_many_servers_start_and_whether_a_router_does(given, started, router
 def test_the_engine_s_own_context_and_cache_bound_the_lengths(problems, check, key):
     check(f"sglang.{key}=1090")
     (problem,) = problems(f"sglang.{key}=1089")
-    assert problem == (
-        "rollout.max_response_tokens: got 64, with data.max_prompt_tokens 1024 that is 1088, "
-        f"expected at most 63: the engine's sglang.{key} of 1089 positions, of which SGLang fills all "
-        "but 2"
-    )
+    expected = ("rollout.max_response_tokens", 64, "data.max_prompt_tokens", 1024, 1088, 63)
+    assert mentions(problem, *expected, f"sglang.{key}", 1089)
 
 
 def test_the_longest_that_a_model_serves_or_a_replay_trains(problems, check, tmp_path):
@@ -567,15 +562,16 @@ def test_the_longest_that_a_model_serves_or_a_replay_trains(problems, check, tmp
 
 def test_the_engine_s_split_divides_the_heads(problems, check):
     check("sglang.tp_size=4")  # 4 heads; each of 2 key-value heads is on two ranks
-    assert problems("sglang.tp_size=3") == [
-        "sglang.tp_size: got 3, expected a divisor of the model's 4 attention heads"
-    ]
+    (problem,) = problems("sglang.tp_size=3")
+    assert mentions(problem, "sglang.tp_size", 3, 4)
 
 
 def test_many_problems_are_a_screen():
     error = ConfigError([f"key{i}: wrong" for i in range(1000)], "config.yaml")
     assert len(str(error).splitlines()) == 16
-    assert str(error).endswith("key13: wrong\n  and 986 more")
+    *_, last, rest = str(error).splitlines()
+    assert last.strip() == "key13: wrong"
+    assert mentions(rest, 986)
     assert len(error.faults) == 1000
 
 
@@ -585,4 +581,4 @@ def test_the_file_of_authorities_holds_certificates(problems, tmp_path, content)
     if content is not None:
         path.write_text(content)
     [problem] = problems(f"engine.ca_file={path}")
-    assert f"engine.ca_file: got '{path}', expected a PEM file of certificates: " in problem
+    assert mentions(problem, "engine.ca_file", f"'{path}'", "PEM")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.train import main
+from tests.messages import mentions
 from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal, write_config
 
@@ -131,14 +132,14 @@ def test_a_supervised_run_is_refused_before_it_starts(config):
     )
     answer = started(["-m", "megatron_dppo.supervised", str(pairs)])
     assert answer.returncode == 2
-    assert "megatron.attention_backend: got 'flush' (str), expected one of" in answer.stderr
+    assert mentions(answer.stderr, "megatron.attention_backend", "'flush'")
     assert not (config.parent / "warm").exists()
 
 
 def test_carrying_fewer_log_probs_than_the_algorithm_needs_is_refused(train):
     answer = train("--check", "algorithm.name=dppo-topk-tv", "rollout.topk_log_probs=4")
     assert answer.returncode == 2
-    assert "rollout.topk_log_probs is 4; expected 0, or 20" in answer.stderr
+    assert mentions(answer.stderr, "rollout.topk_log_probs is 4", 0, 20)
 
 
 def test_exact_divergences_are_refused_above_what_the_engine_can_say(train, config, tmp_path):
@@ -149,7 +150,7 @@ def test_exact_divergences_are_refused_above_what_the_engine_can_say(train, conf
     words = ("--check", f"model.hf_checkpoint={model}")
     answer = train(*words, "algorithm.name=dppo-exact-kl")
     assert answer.returncode == 2
-    assert "this model's has 4097 tokens, 32776 bytes for each response token" in answer.stderr
+    assert mentions(answer.stderr, 4097, 32776)
     assert train(*words, "algorithm.name=recomputed-exact-kl").returncode == 0
 
 
@@ -163,7 +164,7 @@ def test_print_config(train, config):
 def test_a_launcher_of_another_world_is_refused(train):
     answer = train(RANK="0", WORLD_SIZE="4")
     assert answer.returncode == 2
-    assert "parallel.world_size: got 1, but the launcher set WORLD_SIZE to 4" in answer.stderr
+    assert mentions(answer.stderr, "parallel.world_size", 1, "WORLD_SIZE", 4)
 
 
 def started(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -212,7 +213,7 @@ def test_check_sees_answers_that_nothing_matches_and_checkpoints_that_are_gone(t
     assert f"data: 1 answers can't be used: {data}, line 2: " in answer.stderr
     answer = train("--check", f"run.directory={directory}")
     assert answer.returncode == 2
-    assert "no checkpoint, though one of step 20 was written" in answer.stderr
+    assert mentions(answer.stderr, "run.resume", 20)
     assert "run.resume=never" in answer.stderr
 
 
@@ -223,13 +224,10 @@ def test_check_needs_no_weights_and_a_start_does(train, config):
         answer = train("--check")
         assert answer.returncode == 0, answer.stderr
         assert answer.stdout.startswith("1 ranks: TP 1")
-        assert (
-            "on this machine it can't be started: model.hf_checkpoint: no weights in"
-            in answer.stdout
-        )
+        assert mentions(answer.stdout.splitlines()[-1], "machine", "model.hf_checkpoint", "weights")
         answer = train(f"run.directory={config.parent / 'weightless'}")
         assert answer.returncode == 2
-        assert "model.hf_checkpoint: no weights in" in answer.stderr
+        assert mentions(answer.stderr, "model.hf_checkpoint", "weights")
     finally:
         kept.rename(weights)
 
@@ -240,7 +238,7 @@ def test_few_open_files_are_refused_with_their_number(config):
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert answer.returncode == 2
-    assert "open files: this process may have 100, expected at least 128" in answer.stderr
+    assert mentions(answer.stderr, "open files", 100, 128)
     assert len(answer.stderr.splitlines()) == 2
 
 
@@ -253,7 +251,8 @@ def test_a_finished_run_has_nothing_to_do(train, config):
     (directory / "summary.json").write_text('{"steps": 2}')
     answer = train(*words)
     assert answer.returncode == 0
-    assert answer.stdout.startswith(f"nothing to do: the run in {directory} is at its last step, 2")
+    assert mentions(answer.stdout, directory, 2)
+    assert not (directory / "logs").exists()
 
 
 PLANTED = "tests.unit.planted_rewards"
@@ -263,8 +262,8 @@ PLANTED = "tests.unit.planted_rewards"
     ("reward", "kind", "error"),
     [
         ("last_line", "an empty response", "IndexError"),
-        ("boxed", "a truncated response", "ValueError|substring not found"),
-        ("short_only", "a long response", "too long for this reward"),
+        ("boxed", "a truncated response", "substring not found"),
+        ("short_only", "a long response", "too long"),
     ],
 )
 def test_check_tries_a_reward_with_what_a_policy_says(train, config, reward, kind, error):
@@ -292,5 +291,56 @@ def test_check_names_the_faults_of_every_stage(train, config):
     (directory / "last_checkpoint.json").write_text('{"step": 20}')
     words = [f"reward.name={PLANTED}:last_line", f"run.directory={directory}"]
     answer = train("--check", *words)
-    assert "an empty response" in answer.stderr
+    assert mentions(answer.stderr, "last_line", "empty")
     assert "run.resume: " in answer.stderr
+
+
+def keys_of_faults(stderr: str) -> list[str]:
+    """The key or place that each line of a refusal begins with."""
+    lines = [line.strip() for line in stderr.splitlines() if line.startswith(" ")]
+    return [line.partition(": ")[0] for line in lines if ": " in line]
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["rollout.top_pp=1"], ["rollout.top_pp"]),
+        (["rollout.group_size=some", "run.steps="], ["rollout.group_size", "run.steps"]),
+        (["run.directory=x/{no.such}", "optimizer.lr=fast"], ["run.directory", "optimizer.lr"]),
+        (["engine.host=a\x1bb"], ["engine.host"]),
+        (["training=5", "optimizer="], ["training", "optimizer"]),
+    ],
+)
+def test_check_looks_at_the_rest_of_a_file_with_values_that_are_none(train, config, words, keys):
+    """Of the libraries' tables, of a reward's name and of the data, beside values of the wrong type."""
+    data = config.parent / "no_prompt.jsonl"
+    data.write_text('{"prompt": 5, "answer": "2"}\n')
+    others = [f"data.train={data}", "algorithm.name=dpo", "sglang.no_such_option=1"]
+    answer = train("--check", *words, *others)
+    assert answer.returncode == 2
+    found = keys_of_faults(answer.stderr)
+    assert {key for key in found if key in keys} == set(keys)
+    assert {"algorithm", "data", "sglang.no_such_option"} < set(found)
+    # A start is refused at once, by the values alone.
+    assert not set(keys_of_faults(train(*words, *others).stderr)) & {"algorithm", "data"}
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        # Without its options this reward could not be called.
+        (["reward.name=reward_model", "reward.options=5"], {"reward.options"}),
+        # The default, 1, does not divide by the parallel sizes.
+        (["parallel.world_size=two", "parallel.tensor=2"], {"parallel.world_size"}),
+        # Four prompts a mini-batch are more than the stand-in of prompts a step.
+        (["rollout.prompts_per_step=many"], {"rollout.prompts_per_step"}),
+        (["model.hf_checkpoint=5"], {"model.hf_checkpoint"}),
+        (["data.train=5"], {"data.train"}),
+        # The mistyped key has the value that its neighbours need.
+        (["rollout.top_log_probs=4", "algorithm.name=dppo-topk-tv"], {"rollout.top_log_probs"}),
+    ],
+)
+def test_check_says_nothing_of_what_depends_on_a_value_that_is_none(train, words, keys):
+    answer = train("--check", *words)
+    assert answer.returncode == 2
+    assert set(keys_of_faults(answer.stderr)) == keys, answer.stderr

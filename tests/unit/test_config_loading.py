@@ -9,6 +9,7 @@ import pytest
 
 from megatron_dppo.config import ConfigError, load_config, resolved_yaml
 from megatron_dppo.config.loading import MAX_VALUES, dump_yaml, parse_scalar, parse_yaml
+from tests.messages import mentioning, mentions
 from tests.unit.config_files import minimal, write_config
 
 VALUES = [
@@ -171,15 +172,13 @@ def test_every_problem_is_told_at_once(tmp_path, tree):
 def test_an_unknown_key_comes_with_a_suggestion(load, override, meant):
     (problem,) = problems_of(load, override)
     assert problem.startswith(override.split("=")[0])
-    assert ": unknown key" in problem
-    assert f"did you mean {meant}?" in problem
+    assert mentions(problem, "unknown", meant)
 
 
 def test_an_unknown_key_that_resembles_nothing(load):
     (problem,) = problems_of(load, "model.zzz=1")
-    assert problem == (
-        "model.zzz: unknown key (got 1 (int)); Expected one of: hf_checkpoint, dtype"
-    )
+    assert mentions(problem, "model.zzz", "unknown", 1, "hf_checkpoint", "dtype")
+    assert "mean" not in problem
 
 
 @pytest.mark.parametrize(
@@ -231,37 +230,37 @@ def test_what_was_given_and_what_was_expected(load, override, problem):
 
 def test_a_broken_override_value(load):
     (problem,) = problems_of(load, "megatron.x=[1, 2")
-    assert problem.startswith("override 'megatron.x=[1, 2': the value is not valid YAML:")
+    assert mentions(problem, "'megatron.x=[1, 2'", "YAML")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "values"),
     [
         (
             "run: {}\nmodel: {}\nrun: {}\n",
-            "config.yaml:3:1:\n  not valid YAML: the key 'run' is given twice, in lines 1 and 3",
+            ("config.yaml:3:1", "'run'", 1, 3),
         ),
         (
             "run:\n  seed: 1\n  seed: 2\n",
-            "config.yaml:3:3:\n  not valid YAML: the key 'seed' is given twice",
+            ("config.yaml:3:3", "'seed'", 2, 3),
         ),
-        ("run: {1: 2}\n", "the key '1' is not text; put it in quotes"),
+        ("run: {1: 2}\n", ("'1'", "text", "quotes")),
         (
             "- run\n",
-            "got ['run'] (list) at the top level, expected a table with the sections run, model",
+            ("['run'] (list)", "run", "model"),
         ),
-        ("", "got null at the top level"),
-        ("run: [1\n", "config.yaml:2:1:\n  not valid YAML"),
+        ("", ("null", "run", "model")),
+        ("run: [1\n", ("config.yaml:2:1", "YAML")),
         (
             "run: !!python/object:os.system {}\n",
-            "not valid YAML: could not determine a constructor",
+            ("YAML", "constructor"),
         ),
     ],
 )
-def test_files_that_are_no_configuration(tmp_path, text, message):
+def test_files_that_are_no_configuration(tmp_path, text, values):
     with pytest.raises(ConfigError) as caught:
         load_config(write_config(tmp_path, text))
-    assert message in str(caught.value)
+    assert mentions(str(caught.value), *values)
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -271,23 +270,23 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "values"),
     [
-        (BOMB, "config.yaml:5:4:\n  not valid YAML: more than 100000 values, an alias"),
+        (BOMB, ("config.yaml:5:4", "YAML", 100_000)),
         (
             "a: &a {x: 1}\n" + "b: {<<: [" + "*a, " * 60_000 + "]}\n",
-            "not valid YAML: more than 100000 values, an alias",
+            ("YAML", 100_000),
         ),
-        ("a: &a [*a]\n", "config.yaml:1:4:\n  not valid YAML: an alias stands for what contains"),
-        ("a: &a {b: {c: *a}}\n", "not valid YAML: an alias stands for what contains it"),
-        ("a: " + "[" * 5000, "not valid YAML: tables or lists are nested too deeply"),
+        ("a: &a [*a]\n", ("config.yaml:1:4", "YAML", "alias")),
+        ("a: &a {b: {c: *a}}\n", ("YAML", "alias")),
+        ("a: " + "[" * 5000, ("YAML", "nested")),
     ],
 )
-def test_a_small_file_that_stands_for_a_huge_one(tmp_path, text, message):
+def test_a_small_file_that_stands_for_a_huge_one(tmp_path, text, values):
     started = time.process_time()
     with pytest.raises(ConfigError) as caught:
         load_config(write_config(tmp_path, text))
-    assert message in str(caught.value)
+    assert mentions(str(caught.value), *values)
     assert time.process_time() - started < 60
 
 
@@ -303,7 +302,7 @@ def test_a_merged_key_may_be_set_again():
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="can't be read"):
+    with pytest.raises(ConfigError, match=mentioning(tmp_path / "none.yaml")):
         load_config(tmp_path / "none.yaml")
 
 
@@ -323,10 +322,8 @@ def test_the_directory_may_be_named_after_other_values(load, tree):
     tree["run"]["directory"] = "runs/{algorithm.name}-{run.seed}"
     config = load("algorithm.name=ppo", "run.seed=7")
     assert config.run.directory == "runs/ppo-7"
-    assert problems_of(load, "run.directory=runs/{algorithm.nme}") == [
-        "run.directory: {algorithm.nme} stands for nothing, expected the path of a value that this "
-        "file or an override sets"
-    ]
+    (problem,) = problems_of(load, "run.directory=runs/{algorithm.nme}")
+    assert mentions(problem, "run.directory", "{algorithm.nme}")
 
 
 def test_null_takes_an_evaluation_set_away(tmp_path):

@@ -6,7 +6,6 @@ import hashlib
 import json
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
+from tests.patience import run_patiently
 from tests.tiny_models import save_hollow_model, save_tiny_model
 from tests.unit.test_batch_file import flipped
 
@@ -168,13 +168,7 @@ def test_memory_is_bounded_by_blocks_and_not_by_the_model(tmp_path):
         tmp_path / "hf", hidden_size=1024, vocab_size=140_000, moe_intermediate_size=256
     )
     arguments = [str(hf), str(tmp_path / "m"), str(tmp_path / "back")]
-    result = subprocess.run(
-        [sys.executable, "-c", PEAK, *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=500,
-    )
+    result = run_patiently([sys.executable, "-c", PEAK, *arguments], 500, check=True)
     assert (tmp_path / "back" / "model.safetensors").stat().st_size > 550e6
     assert int(result.stdout) < 128 << 10, f"{result.stdout} kB"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import write_material
+from tests.patience import run_patiently
 from tests.ranks import ROOT
 from tests.unit.test_layers import ANNEXES
 
@@ -33,10 +34,7 @@ def core(tmp_path_factory) -> Path:
 
 def run(core: Path, *words: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(core)}
-    return subprocess.run(
-        [sys.executable, *words], cwd=core, env=environment, capture_output=True, text=True, check=False,
-        timeout=timeout,
-    )  # fmt: skip
+    return run_patiently([sys.executable, *words], timeout, cwd=core, env=environment)
 
 
 def core_tests(names: set[str] | None = None) -> list[str]:

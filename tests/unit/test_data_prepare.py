@@ -13,6 +13,7 @@ import pytest
 from megatron_dppo.data.published import SETS, Preparation, bare_problem, prepare
 from megatron_dppo.data.records import DataError
 from megatron_dppo.diagnostics.data import main
+from tests.messages import mentioning, mentions
 
 DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the "
@@ -73,17 +74,18 @@ def test_duplicates_and_conflicts_are_left_out_and_counted(prepared):
     rows += [dapo(" a ", "1.0"), dapo("b", "5")]  # the same in other words; another answer
     found = prepared("dapo-math-17k", rows)
     assert found.answers == {"a": "1", "c": "3"}
-    assert found.left_out == {"duplicates": 7, "with another answer elsewhere": 2}
+    assert sorted(found.left_out.values()) == [2, 7]
+    assert found.left_out["duplicates"] == 7
     assert found.rows == len(found.answers) + sum(found.left_out.values()) == 11
     assert len(found.instructed) == 2
-    assert next(found.report()) == "11 rows read, 2 problems kept"
+    assert mentions(next(found.report()), 11, 2)
 
 
 def test_the_english_subset(prepared):
     rows = [dapo("a", "1"), dapo("设 $a$ 是", "2"), dapo("naïve Étude", "3")]
     found = prepared("dapo-math-13k", rows)
     assert list(found.answers) == ["a", "naïve Étude"]
-    assert found.left_out == {"not in English": 1}
+    assert list(found.left_out.values()) == [1]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,7 @@ def test_other_years_are_left_out(prepared):
         for year in (2022, 2023, 2024)
     ]
     found = prepared("aime24", rows)
-    assert (list(found.answers), found.left_out) == (["p2024"], {"of other years": 2})
+    assert (list(found.answers), list(found.left_out.values())) == (["p2024"], [2])
 
 
 def test_rows_that_cannot_be_used_are_named(prepared, tmp_path):
@@ -160,16 +162,18 @@ def test_rows_that_cannot_be_used_are_named(prepared, tmp_path):
     found = prepared("math", rows, "set.jsonl")
     assert found.answers == {"t": "1"}
     where = f"{tmp_path}/set.jsonl"
-    assert found.faults == [
-        f"{where}, row 1: its solution has neither #### nor a box",
-        f'{where}, row 2: its problem is " ", expected text or one message of a user',
-        f"{where}, row 3: its answer is null, expected text or a number",
+    expected = [
+        ("row 1", "solution", "####"),
+        ("row 2", "problem", '" "'),
+        ("row 3", "answer", "null"),
     ]
-    assert found.left_out == {"without a usable answer or problem": 4}
+    for fault, values in zip(found.faults, expected, strict=True):
+        assert mentions(fault, where, *values)
+    assert list(found.left_out.values()) == [4]
     with pytest.raises(DataError, match=" 0 to 999"):
         prepared("aime25", [{"problem": "p", "answer": "1000"}])
     talk = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
-    with pytest.raises(DataError, match="no problem is left of it"):
+    with pytest.raises(DataError, match=mentioning("set.parquet", "left")):
         prepared("dapo-math-17k", [{"prompt": talk, "label": "1"}])
 
 
@@ -188,9 +192,7 @@ def test_a_folder_with_splits_and_configurations(tmp_path):
     out, source = tmp_path / "out.jsonl", str(tmp_path / "in")
     assert list(prepare("gsm8k", source, out).answers) == ["a"]
     assert list(prepare("gsm8k", source, out, "test").answers) == ["b"]
-    with pytest.raises(
-        DataError, match=r"file of the split dev in it\. Wanted is main/train-00000"
-    ):
+    with pytest.raises(DataError, match=mentioning(tmp_path / "in", "dev", "main/train-00000")):
         prepare("gsm8k", source, out, "dev")
 
 
@@ -202,13 +204,18 @@ def test_math_as_it_was_first_published(tmp_path):
     assert list(prepare("math", str(tmp_path), tmp_path / "out.jsonl").answers) == ["train"]
 
 
+QWEN = r"Please reason step by step, and put your final answer within \boxed{}."
+GSM8K = 'Let\'s think step by step and output the final answer after "####".'
+VERL = r"Let's think step by step and output the final answer within \boxed{}."
+
+
 @pytest.mark.parametrize(
     "text",
     [
         DAPO_BEFORE + "q" + DAPO_AFTER,
-        "q\nPlease reason step by step, and put your final answer within \\boxed{}.",
-        'q Let\'s think step by step and output the final answer after "####".',
-        "q Let's think step by step and output the final answer within \\boxed{}.",
+        f"q\n{QWEN}",
+        f"q {GSM8K}",
+        f"q {VERL}",
         "q",
     ],
 )
@@ -225,7 +232,7 @@ def test_unknown_columns_and_what_is_not_there(prepared, tmp_path):
         prepare("math", str(broken), tmp_path / "out.jsonl")
     with pytest.raises(DataError, match=r"none\.parquet: .*test\.jsonl"):
         prepare("math500", "none.parquet", tmp_path / "out.jsonl")
-    with pytest.raises(DataError, match=r"out\.jsonl: .*broken\.parquet can't be written"):
+    with pytest.raises(DataError, match=mentioning("out.jsonl", "broken.parquet")):
         prepare("math500", str(tmp_path), broken / "out.jsonl")
 
 
@@ -243,18 +250,15 @@ def test_without_the_hub_the_wanted_file_is_named(name, tmp_path, monkeypatch, c
         main(["prepare", name, "--from", "who/what", "--out", str(tmp_path / "out.jsonl")])
     told = capsys.readouterr().err
     assert end.value.code == 2
-    assert "datasets, which is not installed (pip install datasets)" in told
-    assert (
-        f"Wanted is {SETS[name].file} of https://huggingface.co/datasets/{SETS[name].hub}" in told
-    )
+    assert mentions(told, "pip", "datasets")
+    assert mentions(told, SETS[name].file, f"https://huggingface.co/datasets/{SETS[name].hub}")
     assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_the_command_says_what_it_did(tmp_path, capsys):
     source = write(tmp_path / "a.jsonl", [{"problem": "p", "answer": 70}] * 2)
     main(["prepare", "aime25", "--from", str(source), "--out", str(tmp_path / "out.jsonl")])
-    assert capsys.readouterr().out.splitlines()[-3:] == [
-        f"{tmp_path}/out.jsonl: aime25",
-        "2 rows read, 1 problems kept",
-        "  1 left out: duplicates",
-    ]
+    first, counts, left_out = capsys.readouterr().out.splitlines()[-3:]
+    assert first == f"{tmp_path}/out.jsonl: aime25"
+    assert mentions(counts, 2, 1)
+    assert mentions(left_out, 1, "duplicates")

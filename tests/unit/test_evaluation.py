@@ -251,7 +251,7 @@ class Redrawing:
             if (0, sample) not in answers:
                 answers[0, sample] = response(PROBLEM, sample, next(self.words))
                 on_response((0, sample), answers[0, sample])
-        return SimpleNamespace(answers=answers, seconds=1.0, redrawn=0, order=order)
+        return SimpleNamespace(answers=answers, seconds=1.0, redrawn=0, timed_out=2, order=order)
 
     def finish(self, generation: Any, held: int | None, *, mixes: bool) -> list[Trajectory]:
         assert (held, mixes, generation.order) == (3, False, 7)
@@ -285,7 +285,7 @@ def test_a_response_whose_reward_cannot_be_had_is_replaced_by_another(tmp_path: 
     # Another seed, or a deterministic engine would draw the same again.
     assert len({job.seeds.of(0, 1) for job in engine.jobs}) == 3
     assert scorer.failures["reward/replaced"] == 2
-    assert generation.seconds == 3.0
+    assert (generation.seconds, generation.timed_out) == (3.0, 6)
     assert generation.components.means() == {"reward/component/length": 8 / 3}
 
 

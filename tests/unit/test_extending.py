@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.patience import run_patiently
 from tests.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,15 +122,7 @@ def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         "megatron-dppo": [sys.executable, "-m", "megatron_dppo"],
     }
     command = [*programs.get(words[0], words[:1]), *words[1:]]
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    return run_patiently(command, 240, cwd=folder, env={**os.environ, "PYTHONPATH": path})
 
 
 MOST_FILES = {"An algorithm": 2, "A reward": 1, "A model family": 1}

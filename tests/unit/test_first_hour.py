@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import yaml
 
 from megatron_dppo.__main__ import main
 from megatron_dppo.system import plugins
+from tests.patience import run_patiently
 from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal, write_config
 
@@ -115,9 +115,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("words", CHECKED, ids=" ".join)
 def test_every_check_of_a_task_is_passed(words, folder):
     script = Path(sys.executable).with_name("megatron-dppo")
-    done = subprocess.run(
-        [script, *words], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    done = run_patiently(
+        [script, *words], 300, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     assert done.returncode == 0, done.stderr
     assert "a rollout batch is 32 responses and 2 optimiser steps" in done.stdout

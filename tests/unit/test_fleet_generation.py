@@ -150,7 +150,6 @@ def test_a_late_request_is_aborted_before_it_is_asked_again(caplog):
     results = run(client, 1, GenerationLimits(concurrency=1, request_timeout_s=0.05))
     assert list(results) == [0]
     assert client.aborted == client.rids[:1]
-    # It may favour short responses, which no figure of the batch shows.
     (warned,) = [r.getMessage() for r in caplog.records if r.name.endswith("fleet.generation")]
     assert "0.05 s" in warned
 
@@ -358,6 +357,29 @@ def test_a_call_over_a_long_update_is_not_asked_again():
         return [len(client.rids), len(client.aborted)]
 
     assert asyncio.run(work()) == [1, 0]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_generation_counts_responses_that_took_too_long(size):
+    """They were drawn again, which may favour short ones. Here one call of several, once."""
+
+    class OneToken(ScriptedClient):
+        def result(self, request: GenerationRequest) -> Trajectory:
+            return Trajectory.of_response(request.prompt_ids, [1])
+
+    async def hang_first(key: tuple[int, int], attempt: int) -> None:
+        await asyncio.sleep(60 if key == (0, 0) and attempt == 0 else 0)
+
+    job = GenerationJob([Problem(0, "p", "a", (1,))], 4, SamplingParams(4))
+    work = Generation(job, "generate")
+    limits = GenerationLimits(4, request_timeout_s=0.5, responses_per_call=size)
+    runner = AsyncRunner()
+    try:
+        work.resume(runner, OneToken(hang_first), limits, lambda: False, Slots(4))
+        assert work.wait(lambda: False) == (GenerationEnd.DONE, "")
+    finally:
+        runner.close()
+    assert work.timed_out == size
 
 
 def test_a_bar_ends_at_what_came(monkeypatch):

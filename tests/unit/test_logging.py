@@ -3,7 +3,6 @@
 import io
 import logging
 import os
-import subprocess
 import sys
 import textwrap
 
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_dppo import logging as run_logging
+from tests.patience import run_patiently
 
 
 @pytest.fixture
@@ -86,13 +86,7 @@ def test_a_second_call_replaces_the_first(tmp_path, terminal):
 
 
 def run(code, tmp_path):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_patiently([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], 60)
 
 
 def test_fatal_ends_with_a_message_and_status_2(tmp_path):
@@ -135,9 +129,7 @@ def test_no_torch_where_a_terminal_is_all_that_is_needed():
         "diagnostics.report",
     )
     code = f"import sys\nfor n in {names}: __import__('megatron_dppo.' + n)\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code + "assert 'torch' not in sys.modules"], timeout=60, check=False
-    )
+    done = run_patiently([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], 60)
     assert done.returncode == 0
 
 

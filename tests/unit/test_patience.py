@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import Patience, family_of, wait_healthy
+from tests.patience import Patience, family_of, run_patiently, wait_healthy
 from tests.unit.test_engine_child_server import SmallServer
 
 CORE = min(os.sched_getaffinity(0))
@@ -66,3 +66,15 @@ def test_a_server_that_does_not_come_up_is_found_and_ended(tmp_path: Path):
     finally:
         server.kill()
     assert family_of(server.pid) == []
+
+
+def test_a_command_has_its_output_read_and_is_killed_when_its_own_time_is_used_up():
+    talk = "import sys; print(sys.stdin.read() * 40_000); print('a', file=sys.stderr); sys.exit(3)"
+    done = run_patiently([sys.executable, "-c", talk], text_input="words\n")
+    assert (done.returncode, len(done.stdout), done.stderr) == (3, 240_001, "a\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        run_patiently([sys.executable, "-c", "raise SystemExit(1)"], check=True)
+    begun = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; " + SLEEP
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_patiently([sys.executable, "-c", begun + "'])"], 1.5)
+    assert len(family_of(os.getpid())) == 1

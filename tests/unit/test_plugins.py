@@ -12,6 +12,7 @@ from megatron_dppo.metrics.records import SAMPLES_FILE, StepLines
 from megatron_dppo.metrics.samples import Sample
 from megatron_dppo.system import plugins
 from tests.integration.runs import write_material
+from tests.patience import run_patiently
 from tests.ranks import ROOT
 
 GROUPS = (plugins.COMMANDS, plugins.START_CHECKS, plugins.RUN_REPORTS)
@@ -27,15 +28,13 @@ def environment(tmp_path_factory) -> dict[str, str]:
         *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"),
         *("--no-build-isolation", "--target", str(installed), str(source)),
     ]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    run_patiently(command, 120, check=True)
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(installed)])}
 
 
 def run(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megatron_dppo", *words]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=240
-    )
+    return run_patiently(command, 240, env=environment)
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -17,6 +17,7 @@ from megatron_dppo.vocab_parallel.policy_stats import (
     dense_policy_stats,
 )
 from megatron_dppo.vocab_parallel.wire import VocabShard
+from tests.messages import mentioning, mentions
 
 T, COLUMNS, V, K = 29, 5003, 4999, 6
 CASES = [(b, d) for b in ("eager", "cpp") for d in (torch.float32, torch.bfloat16)]
@@ -223,9 +224,9 @@ def test_gradient_is_written_over_the_logits_and_their_reuse_raises(backend):
     assert leaf.grad.data_ptr() == z.data_ptr() or torch.equal(leaf.grad, z)
     with pytest.raises(OverwrittenLogitsError):
         policy_stats(z, ids, vocab_size=V)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=mentioning("inplace")):
         other_use.backward()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=mentioning("inplace")):
         stats.log_probs.sum().backward()
 
 
@@ -322,12 +323,12 @@ def arguments(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target_ids": torch.tensor([0, 8, -1])}, "2 target ids outside the vocabulary"),
-        ({"target_ids": torch.tensor([0, -1, 2])}, "1 target ids outside the vocabulary"),
-        ({"topk_ids": torch.tensor([[0], [-2], [-1]])}, "1 Top-K ids outside the vocabulary"),
-        ({"vocab_size": 0}, "vocab_size is 0, expected 1 .. 8"),
-        ({"temperature": math.inf}, "temperature is inf, expected a positive number"),
-        ({"topk_ids": torch.tensor([[0], [7], [9]])}, "1 Top-K ids outside the vocabulary"),
+        ({"target_ids": torch.tensor([0, 8, -1])}, "^.*2 target ids"),
+        ({"target_ids": torch.tensor([0, -1, 2])}, "1 target ids"),
+        ({"topk_ids": torch.tensor([[0], [-2], [-1]])}, "1 Top-K ids"),
+        ({"vocab_size": 0}, "vocab_size is 0, .* 1 .. 8"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"topk_ids": torch.tensor([[0], [7], [9]])}, "1 Top-K ids"),
         ({"topk_ids": torch.zeros(3, 0, dtype=torch.int64)}, r"expected \(3, K\) with K >= 1"),
         ({"topk_ids": torch.zeros(2, 1, dtype=torch.int64)}, r"expected \(3, K\) with K >= 1"),
         ({"topk_ids": torch.ones(3, 1, dtype=torch.bool)}, r"topk_ids are torch\.bool"),
@@ -335,13 +336,13 @@ def arguments(**changes):
         ({"target_ids": torch.zeros(3)}, r"target_ids are torch\.float32"),
         ({"logits": torch.zeros(3, 2, 4)}, r"expected floating point \[T, C\]"),
         ({"logits": torch.zeros(8, 3).T}, "expected contiguous"),
-        ({"logits": torch.full((3, 8), math.nan)}, "3 rows of logits that hold NaN"),
-        ({"logits": torch.full((3, 8), math.inf)}, "3 rows of logits that hold NaN"),
-        ({"logits": torch.full((3, 8), -math.inf)}, "nothing but -inf"),
-        ({"vocab_size": 9}, "vocab_size is 9, expected 1 .. 8"),
+        ({"logits": torch.full((3, 8), math.nan)}, "3 rows .*NaN"),
+        ({"logits": torch.full((3, 8), math.inf)}, "3 rows .*NaN"),
+        ({"logits": torch.full((3, 8), -math.inf)}, " -inf"),
+        ({"vocab_size": 9}, "vocab_size is 9, .* 1 .. 8"),
         ({"vocab_size": True}, "vocab_size is True"),
-        ({"temperature": 0.0}, "temperature is 0.0, expected a positive number"),
-        ({"backend": "fast"}, "unknown policy_stats backend 'fast'; known: eager"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"backend": "fast"}, "'fast'; known: eager"),
         ({"logits": torch.zeros(3, 8, dtype=torch.float64), "backend": "cpp"}, "take float32 and"),
     ],
 )
@@ -355,7 +356,7 @@ def test_bad_input_is_one_clear_error(changes, message):
 def test_one_nan_among_finite_logits_is_found(backend, where):
     logits = torch.randn(3, V, generator=torch.Generator().manual_seed(0))
     logits[1, where] = math.nan
-    with pytest.raises(ValueError, match="1 rows of logits that hold NaN"):
+    with pytest.raises(ValueError, match=mentioning("1 rows", "NaN")):
         policy_stats(logits, torch.tensor([0, 1, 2]), vocab_size=V, backend=backend)
 
 
@@ -383,7 +384,7 @@ def test_faults_that_are_not_raised_are_counted_and_make_their_rows_nan(backend)
         [True] * 2,
     ]
     assert stats.topk_log_probs[0, 1] == -math.inf
-    with pytest.raises(ValueError, match="1 target ids outside the vocabulary; 1 Top-K ids"):
+    with pytest.raises(ValueError, match=mentioning(1, "target", 1, "Top-K")):
         stats.raise_on_faults()
 
 
@@ -395,8 +396,8 @@ def test_without_a_compiler_the_eager_backend_runs_and_says_why(monkeypatch, cap
     backends._build_failure.cache_clear()
     try:
         assert choose(torch.zeros(1, 4)) is BACKENDS["eager"]
-        assert "slower eager backend: the C++ kernels did not build: not found" in caplog.text
-        with pytest.raises(ValueError, match="'cpp' cannot run: the C\\+\\+ kernels did not build"):
+        assert mentions(caplog.text, "eager", "C++", "PATH: g++")
+        with pytest.raises(ValueError, match=mentioning("'cpp'", "C++", "PATH: g++")):
             choose(torch.zeros(1, 4), "cpp")
     finally:
         backends._build_failure.cache_clear()
@@ -687,7 +688,7 @@ def test_a_group_of_one_rank_agrees_with_itself(monkeypatch):
         # Tokens, columns, no Top-K ids, no entropy, no squares, vocabulary, 1 * 0 + 2 * 1, not bad.
         assert [table.tolist() for table in told] == [[[2, 4, 0, 0, 0, 4, 2, 0]]]
         assert told[0].dtype == torch.int64  # a checksum passes 2^24
-        with pytest.raises(ValueError, match="1 target ids outside the vocabulary"):
+        with pytest.raises(ValueError, match=mentioning(1, "target")):
             policy_stats(torch.zeros(2, 4), ids, world, vocab_size=1)
         assert told[1].tolist() == [[0, 0, 0, 0, 0, 0, 0, 1]]
         assert waited == [1, 2]  # once for each call: the bad one waits before it raises
@@ -701,15 +702,12 @@ def test_ranks_that_disagree_are_told_what_on():
     assert good == [4, 10, 2, 0, 1, 18, 77, 0]
     assert agreement._facts_row(None) == [0, 0, 0, 0, 0, 0, 0, 1]
     assert agreement.disagreement([good, good, good]) is None
-    assert agreement.disagreement([good, good, agreement._facts_row(None)]) == (
-        "rank(s) [2] were given bad input; their own error says what"
-    )
+    bad = agreement.disagreement([good, good, agreement._facts_row(None)])
+    assert mentions(bad or "", "[2]", "input")
     for place, name in enumerate(agreement.FACTS):
         other = [fact + (at == place) for at, fact in enumerate(good)]
         values = [good[place], good[place] + 1, good[place]]
-        assert agreement.disagreement([good, other, good]) == (
-            f"ranks disagree on {name}: {values} by rank, expected equal"
-        )
+        assert mentions(agreement.disagreement([good, other, good]) or "", name, values)
 
 
 def test_the_checksum_notices_other_ids_and_another_order_of_targets():

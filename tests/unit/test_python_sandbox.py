@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,7 +29,8 @@ from megatron_dppo.environments.workers import (
     EnvironmentSpec,
     RemoteEnvironment,
 )
-from tests.patience import Patience, family_of, happens
+from tests.messages import mentioning
+from tests.patience import Patience, family_of, happens, own_patience
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +165,10 @@ def _inside() -> list[psutil.Process]:
     ],
 )
 def test_what_does_not_end_is_ended_and_leaves_nothing(snippet, answer):
-    before = time.monotonic()
+    # Far below what the snippet asks for.
+    patience = own_patience(300)
     assert re.search(answer, run(snippet, seconds=1, longest_output=50))
-    # Far below what the snippet asks for, on a machine of any load.
-    assert time.monotonic() - before < 300
+    assert not patience.is_exhausted()
     inside = _inside()
     assert happens(lambda: not any(process.is_running() for process in inside))
 
@@ -241,7 +241,7 @@ def test_more_snippets_than_cores_are_all_answered():
 def test_without_bubblewrap_a_run_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"no bwrap here.*apt-get install bubblewrap"):
+    with pytest.raises(ValueError, match=mentioning("bwrap", "apt-get install bubblewrap")):
         check_environment("python", {})
     with pytest.raises(SandboxError, match="bubblewrap"):
         run("print(1)")
@@ -258,7 +258,7 @@ def test_where_bubblewrap_may_not_nothing_is_run(tmp_path, monkeypatch):
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(
-        ValueError, match=r"does not start: bwrap: No permissions.*user\.max_user_namespaces"
+        ValueError, match=mentioning("bwrap: No permissions", "user.max_user_namespaces")
     ):
         check_environment("python", {})
 
@@ -268,5 +268,5 @@ def test_options_that_bound_nothing_are_refused():
         check_environment("python", {"seconds": 0})
     with pytest.raises(ValueError, match="marks that are not empty"):
         Python(end="")
-    with pytest.raises(ValueError, match=r"options: .*'<' not supported.*, of python"):
+    with pytest.raises(ValueError, match=mentioning("options", "'<'", "python")):
         check_environment("python", {"seconds": "5"})

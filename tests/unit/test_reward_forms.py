@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import socketserver
 import threading
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.data_schema import RewardConfig
+from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.loop.scorer import Scorer, weighted_sum
 from megatron_dppo.rewards import RewardForm, RewardInput, RewardUnavailableError, find_reward
 from megatron_dppo.rewards import verifier as verifiers
-from megatron_dppo.rewards.verifier import Score, Verifier
+from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError, require
 from megatron_dppo.system.network import free_port
 
 PLANTED = "tests.unit.planted_rewards:"
@@ -238,6 +240,30 @@ def test_several_rewards_of_a_run():
     )
     assert list(config.terms) == ["exact_integer", "length"]
     with Scorer(config) as scorer:
-        score = scorer.submit(RewardInput("1+1=2", "2")).result()
+        score = scorer.submit(Problem(0, "1+1", "2", ()), "1+1=2").result()
     assert score.value == pytest.approx(1 - 0.4)
     assert score.components == {"exact_integer": 1.0, "length": -4.0}
+
+
+@pytest.mark.parametrize(
+    ("reward", "response", "reason"),
+    [
+        ("raise_on_request", "raise", "RuntimeError"),
+        ("refuse_on_request", "refuse", "no such answer"),
+    ],
+)
+def test_an_error_in_a_run_shows_the_row_the_answer_and_the_rewards_own_frames(
+    reward: str, response: str, reason: str
+) -> None:
+    """An exception that the reward raises, and a ValueError, which is a refusal of one response."""
+    problem, places = Problem(4, "1+1", "two", (7, 8)), {(7, 8): "sums.jsonl, line 5"}
+    config = RewardConfig(name=PLANTED + reward, workers=1)
+    with Scorer(config, lambda ids: places[tuple(ids)]) as scorer:
+        pending = scorer.submit(problem, response)
+        with pytest.raises(VerifierError) as caught:
+            require([pending.result()], [RewardInput.of(problem, response)])
+    message = str(caught.value)
+    assert message.startswith("sums.jsonl, line 5: ")
+    for shown in (reason, repr(response), "'two'", "planted_rewards.py"):
+        assert shown in message
+    assert not {"verifier.py", "runners.py", "scorer.py"} & set(re.findall(r"\w+\.py", message))

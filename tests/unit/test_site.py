@@ -22,6 +22,7 @@ from megatron_dppo.demo.material import (
 )
 from megatron_dppo.diagnostics.report import write_report
 from tests.extras import environment_with
+from tests.patience import run_patiently
 from tests.ranks import ROOT
 from tests.unit.small_hub import small_hub
 from tests.unit.test_watch import write_run
@@ -33,9 +34,7 @@ NOTEBOOK = ROOT / "examples" / "tiny_moe" / "demo.ipynb"
 def build(folder: Path, config: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mkdocs", "build", "-f", str(config), "-d", str(folder)]
     variables = environment_with("docs", NO_MKDOCS_2_WARNING="1")
-    return subprocess.run(
-        command, env=variables, capture_output=True, text=True, check=False, timeout=300
-    )
+    return run_patiently(command, 300, env=variables)
 
 
 def test_the_site_is_built_and_every_link_in_it_leads_somewhere(tmp_path):
@@ -110,10 +109,12 @@ def executed(folder: Path, seconds: float, **variables: str) -> list[tuple[list[
         "docs", JUPYTER_PATH=str(folder / "jupyter"), IPYTHONDIR=str(folder / "ipython"),
         MPLBACKEND="module://matplotlib_inline.backend_inline", **variables,
     )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", EXECUTE, str(NOTEBOOK), str(seconds)], env=variables,
-        capture_output=True, text=True, check=False, timeout=seconds + 60, cwd=start,
-    )  # fmt: skip
+    done = run_patiently(
+        [sys.executable, "-c", EXECUTE, str(NOTEBOOK), str(seconds)],
+        seconds + 60,
+        env=variables,
+        cwd=start,
+    )
     assert done.returncode == 0, done.stderr
     return [(kinds, "".join(text)) for kinds, text in json.loads(done.stdout.splitlines()[-1])]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import run_patiently
 from tools.slurm_cluster import Cluster, what_is_missing
 from tools.slurm_cluster.shell import CommandError
 
@@ -69,7 +70,7 @@ def fake_apt(folder: Path, installs: list[str]) -> None:
 
 
 def install() -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(INSTALL)], capture_output=True, text=True, check=False, timeout=60)
+    return run_patiently([str(INSTALL)], 60)
 
 
 def test_slurm_is_installed_where_ip_is_there_already(folder):
@@ -127,8 +128,6 @@ def test_a_cluster_names_what_it_lacks(folder):
 def test_without_slurm_every_test_of_it_is_skipped(folder):
     """Those that make their clusters by themselves, too."""
     words = ("-m", "pytest", "tests/slurm/test_cluster.py", "-p", "no:cacheprovider")
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = run_patiently([sys.executable, *words], 300, cwd=ROOT)
     assert done.returncode == 0, done.stdout
     assert re.fullmatch(r"\d+ skipped in .*", done.stdout.splitlines()[-1]), done.stdout

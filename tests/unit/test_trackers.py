@@ -5,10 +5,8 @@ import logging
 import math
 import os
 import struct
-import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +22,8 @@ from megatron_dppo.metrics.trackers import TrackedRun, Trackers, find_trackers, 
 from megatron_dppo.system import plugins
 from megatron_dppo.system.secret_variables import hide_secrets
 from tests.extras import environment_with
+from tests.messages import mentioning, mentions
+from tests.patience import happens, run_patiently
 from tests.unit.config_files import minimal
 
 BROKEN = "tests.unit.planted_broken"
@@ -65,11 +65,11 @@ def in_a_child(name: str, folder: Path, code: str, **variables: str) -> str:
         "import json, sys; from pathlib import Path; from tests.unit import test_trackers as t\n"
         f"folder = Path(sys.argv[1]); t.two_starts({name!r}, folder)\n"
     )
-    done = subprocess.run(
+    done = run_patiently(
         [sys.executable, "-c", begin + code, str(folder)],
-        env=environment_with("trackers", **variables), capture_output=True, text=True, check=False,
-        timeout=300,
-    )  # fmt: skip
+        300,
+        env=environment_with("trackers", **variables),
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -113,9 +113,7 @@ def keys_in_children(folder: Path) -> str:
     hide_secrets()
     with Trackers(find_trackers(["wandb"]), tracked(folder / "another")) as told:
         told.scalars(0, {"reward/mean": 0.5})
-        deadline = time.monotonic() + 240
-        while not list((folder / "another").rglob("*.wandb")) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        assert happens(lambda: list((folder / "another").rglob("*.wandb")), 240.0)
         children = psutil.Process().children(recursive=True)
         shown = {p.name(): "4711" in str(p.environ()) for p in children if p.name() == "wandb-core"}
     kept = {name: os.environ[name] for name in ("WANDB_API_KEY", "HF_TOKEN")}
@@ -127,12 +125,10 @@ def wandb_histories(folder: Path) -> list[tuple[str, list[dict[str, str]]]]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     # wandb's own process writes the files, and may be late with their end.
-    end = time.monotonic() + 60
-    while not all(b"width" in path.read_bytes() for path in folder.glob("offline*/*.wandb")):
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    files = sorted(folder.glob("offline*/*.wandb"))
+    assert happens(lambda: all(b"width" in path.read_bytes() for path in files))
     found = []
-    for path in sorted(folder.glob("offline*/*.wandb")):
+    for path in files:
         data, at, piece, identity, rows = path.read_bytes(), 7, b"", "", []
         while at < len(data):
             if 32768 - at % 32768 < 7:  # no room for a header: the rest of a block is filled up
@@ -220,9 +216,7 @@ def test_a_start_is_refused_over_a_missing_package(tmp_path):
     from megatron_dppo.launch.library_checks import check_everything
 
     config = TrainConfig.model_validate(minimal(tmp_path) | {"tracking": {"trackers": ["trackio"]}})
-    with pytest.raises(
-        ConfigError, match=r"tracking.trackers: 'trackio' needs the package trackio"
-    ):
+    with pytest.raises(ConfigError, match=mentioning("tracking.trackers", "'trackio'")):
         check_everything(config, "c.yaml", weights=False)
 
 
@@ -283,11 +277,8 @@ def test_what_fails_is_counted_and_told_of_once(tmp_path, caplog, monkeypatch):
     assert Planted.latest.calls == [0, 2, 4, "finished"]
     assert told.lost() == {"mine": 2}
     first, last = [record.getMessage() for record in caplog.records]
-    assert (
-        first
-        == "tracker mine: RuntimeError: 503; the run goes on, and metrics.jsonl has everything"
-    )
-    assert last == "tracker mine: 2 calls were lost in this start"
+    assert mentions(first, "mine", "RuntimeError: 503", "metrics.jsonl")
+    assert mentions(last, "mine", 2)
 
 
 def test_a_start_that_failed_is_tried_again(tmp_path, monkeypatch):
@@ -313,7 +304,7 @@ def test_one_that_hangs_neither_stalls_nor_grows(tmp_path, caplog, monkeypatch):
     told.close()
     # The thread has at most the opening call, the queue three (one less for the end): all else is lost.
     assert 97 <= told.lost()["mine"] <= 101
-    assert "3 calls wait for it; the run goes on" in caplog.text
+    assert mentions(caplog.text, 3, "wait")
     assert "still at work after 0 s, and left behind" in caplog.text
     released.set()
 

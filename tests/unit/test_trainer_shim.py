@@ -14,6 +14,7 @@ import torch
 from megatron_dppo.system import compute
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.cpu import megatron_shim
+from tests.patience import run_patiently
 from tests.ranks import run_ranks
 
 SOURCE = """
@@ -123,8 +124,6 @@ def test_megatron_imported_before_is_an_error() -> None:
         "sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n"
         "import megatron_dppo.trainer\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_patiently([sys.executable, "-c", script], 300)
     assert done.returncode == 1
     assert "RuntimeError: megatron.core " in done.stderr

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.system import plugins
+from tests.patience import run_patiently
 from tests.ranks import ROOT
 from tests.unit.test_layers import imported
 
@@ -31,7 +32,7 @@ def wheel(tmp_path_factory):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
     command += ["--no-build-isolation", "--wheel-dir", str(source / "wheels"), str(source)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    built = run_patiently(command, 300)
     assert built.returncode == 0, built.stdout + built.stderr
     (path,) = (source / "wheels").iterdir()
     return path
@@ -47,10 +48,9 @@ def installed(wheel, tmp_path_factory):
 
 
 def run(installed: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env={**ANYWHERE, "PYTHONPATH": str(installed)},
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
+    return run_patiently(
+        [sys.executable, *words], 240, cwd=folder, env={**ANYWHERE, "PYTHONPATH": str(installed)}
+    )
 
 
 def test_every_file_of_the_package_is_in_it(installed):
