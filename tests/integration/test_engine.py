@@ -64,6 +64,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.scratch import SHARED_MEMORY
+from tests.integration.shared_launcher import shared_runtime
 from tests.patience import UNBOUNDED_S, Patience, family_of, wait_healthy
 from tests.tiny_models import save_tiny_model, tiny_tokenizer
 
@@ -106,6 +107,7 @@ def engine_of(config: TrainConfig, port: int, log_name: str = "server.log") -> E
         seed=1,
         api_key=API_KEY,
         admin_api_key=ADMIN_KEY,
+        runtime=shared_runtime(),
     )
 
 

@@ -29,6 +29,7 @@ from megatron_dppo.system.network import free_port
 from megatron_dppo.weight_sync.canary import Tolerance, compare_canary
 from megatron_dppo.weight_sync.engines import Plan
 from megatron_dppo.weight_sync.transaction import WeightUpdater
+from tests.integration.shared_launcher import shared_runtime
 from tests.patience import UNBOUNDED_S, wait_healthy
 
 KEY, ADMIN_KEY = "user-key", "admin-key"
@@ -98,6 +99,7 @@ def serve(folder: Path, *, lora: dict[str, Any] | None = None, **sglang: Any) ->
         seed=1,
         api_key=KEY,
         admin_api_key=ADMIN_KEY,
+        runtime=shared_runtime(),
     )
     process.start()
     wait_healthy(process)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron_dppo.tensor_hash import tiled_hash
 
 ATTENTION = "torch_native"
 SCHEDULER = "sglang.srt.managers.scheduler"
+TERMINATED = "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler"
 PAUSED_STEP = f"{SCHEDULER}.Scheduler._record_scheduler_state_for_paused_engine"
 
 
@@ -81,6 +83,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         HookRegistry.register(
             pageable_memory.PREPARED, pageable_memory.use_pageable_memory, HookType.BEFORE
         )
+        HookRegistry.register(TERMINATED, end_when_drained, HookType.AFTER)
         # In the scheduler's process hooks are applied already.
         if SCHEDULER in sys.modules:
             HookRegistry.apply_hooks()
@@ -93,3 +96,14 @@ def _plain_memory(dims: Any, dtype: torch.dtype, device: Any, **_: Any) -> torch
 def sleep_when_paused(result: Any, scheduler: Any) -> None:
     """Wait for a request after a step of a paused scheduler's loop, like an idle scheduler."""
     scheduler.maybe_sleep_on_idle()
+
+
+def end_when_drained(result: Any, handler: Any, *_: Any) -> None:
+    """After SIGTERM, end as soon as no request is left: SGLang looks for the signal every five seconds."""
+    from sglang.srt.managers.tokenizer_manager import print_exception_wrapper
+
+    manager = handler.tokenizer_manager
+    if not any(task.get_name() == TERMINATED for task in manager.asyncio_tasks):
+        draining = print_exception_wrapper(manager.sigterm_watchdog)
+        task = asyncio.get_running_loop().create_task(draining, name=TERMINATED)
+        manager.asyncio_tasks.add(task)
