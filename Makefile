@@ -5,7 +5,7 @@ RUN_IN_VENV = $(if $(shell grep -sx kind=cpu .venv/.installed),CUDA_VISIBLE_DEVI
 TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo demo-tools arena slurm-demo gpu-check test lint types unit docs mutants clean
+.PHONY: help setup demo demo-tools arena slurm-demo gpu-check test lint types unit docs mutants failpoints flips clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,12 @@ docs: setup  ## the documentation as a site in site/, links checked (mkdocs-mate
 mutants: setup  ## the numerical core changed one operator at a time: prints what no test notices (also MODULES="algorithms/rules.py ...")
 	@[ -d .mutants ] || $(PYTHON_IN_VENV) -m pip install -q --no-deps --target .mutants -r tools/environment/mutation.txt
 	@PYTHONPATH=.mutants $(PYTHON_IN_VENV) tools/mutants.py --processes $(TEST_PROCESSES) $(MODULES)
+
+failpoints: setup  ## a failure at each durable step of a run, and what it leaves: table in runs/failpoints (also POINTS="checkpoint/*" KINDS=kill,torn)
+	@$(RUN_IN_VENV) -m tools.faults.failpoints $(if $(POINTS),--points '$(POINTS)') $(if $(KINDS),--kinds $(KINDS))
+
+flips: setup  ## 1000 random bits flipped in the files that a run reads: each is caught or harmless (also FLIPS=100)
+	@$(RUN_IN_VENV) -m tools.faults.flips $(if $(FLIPS),--flips $(FLIPS))
 
 lint: setup  ## ruff: style and format
 	@$(PYTHON_IN_VENV) -m ruff check .

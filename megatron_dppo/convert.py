@@ -19,6 +19,7 @@ from megatron_dppo.model.layout import EngineLayout, Layout
 from megatron_dppo.model.mapping import parameters
 from megatron_dppo.model.shape import ITEM_BYTES
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.files import hash_fault
 
 RUN_CONFIG = "config.yaml"
 """In the folder of a run: its whole configuration."""
@@ -158,7 +159,10 @@ def _start_model(checkpoint: Path) -> Path:
     config = checkpoint.absolute().parent.parent / RUN_CONFIG
     way_out = "name a folder with the model's config.json and tokenizer by --hf-config"
     try:
-        start = Path(yaml.safe_load(config.read_text(encoding="utf-8"))["model"]["hf_checkpoint"])
+        text = config.read_text(encoding="utf-8")
+        if (fault := hash_fault(text)) is not None:
+            raise CheckpointError(f"{config}: altered: {fault}; {way_out}")
+        start = Path(yaml.safe_load(text)["model"]["hf_checkpoint"])
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{checkpoint} has no config.json, and {config}, which names the start model of a run, can't be read "

@@ -256,6 +256,12 @@ def note_failure() -> None:
             file.write(f"{time.time()}\n")
 
 
+def forget_failure() -> None:
+    """Remove the mark of a failure that this process recovered from."""
+    if _failure_mark is not None:
+        _failure_mark.unlink(missing_ok=True)
+
+
 def _log_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:

@@ -28,6 +28,7 @@ from megatron_dppo.launch.library_checks import (
 )
 from megatron_dppo.launch.local import run_local
 from megatron_dppo.launch.srun import adopt_slurm_rank
+from megatron_dppo.launch.stops import exit_by_code
 from megatron_dppo.logging import configure_logging, fatal
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import progress
@@ -161,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ):  # nothing that needs a library's word
             check_supervised_config(config, options.config)
         if "RANK" not in os.environ:
+            exit_by_code()
             command = [options.config, *options.overrides]
             refused = check_in_child(MODULE, command) if config.forwards_to_megatron else 0
             return refused or run_local(

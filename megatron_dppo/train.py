@@ -42,6 +42,7 @@ from megatron_dppo.launch.library_checks import (
 )
 from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.launch.start_checks import check_start
+from megatron_dppo.launch.stops import exit_by_code
 from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
 from megatron_dppo.rewards.checked_answers import checked_answers_file
 from megatron_dppo.system.errors import RunError
@@ -186,6 +187,7 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
     from megatron_dppo.launch.local import run_local
     from megatron_dppo.launch.run_directory import is_finished
 
+    exit_by_code()
     machine = this_machine()
     if faults := list(check_start(config, machine).faults):
         # One error also says what needs no library to be seen.

@@ -12,7 +12,11 @@ from typing import Any
 import torch
 
 from megatron_dppo.checkpoint_conversion import hf_folder, tensor_store, torch_dist
-from megatron_dppo.checkpoint_conversion.certificate import Certificate, TensorHashes
+from megatron_dppo.checkpoint_conversion.certificate import (
+    Certificate,
+    TensorHashes,
+    source_certificate,
+)
 from megatron_dppo.checkpoint_conversion.streaming import Progress
 from megatron_dppo.config.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from megatron_dppo.model.adapters import (
@@ -340,10 +344,12 @@ def merge_adapters(
     shape = load_model_shape(hf_dir)
     adapters = _adapters_in(Path(peft_dir), shape)
     with (
-        hf_folder.SafetensorsReader(hf_dir) as base,
+        torch_dist.CheckedReader(
+            hf_folder.SafetensorsReader(hf_dir), source_certificate(hf_dir)
+        ) as base,
         PeftReader(peft_dir, adapters, shape, reversible=True) as reader,
     ):
-        base.check(shape)
+        tensor_store.check_store(base, shape, str(hf_dir))
         specs = {name: base.specs[name] for name in hf_tensors(shape)}
         hashes = TensorHashes()
         writer = hf_folder.ShardedWriter(out_dir, specs, side_files_from=hf_dir)
@@ -394,7 +400,7 @@ def _stored_tensors(
 
 
 def _merged_rows(
-    base: hf_folder.SafetensorsReader, reader: PeftReader, adapters: Adapters, shape: ModelShape
+    base: torch_dist.CheckedReader, reader: PeftReader, adapters: Adapters, shape: ModelShape
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     dims = adapter_tensors(adapters, shape)
     for name in hf_tensors(shape):

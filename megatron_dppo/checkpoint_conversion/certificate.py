@@ -152,6 +152,21 @@ def load_certificate(folder: str | Path) -> Certificate:
     return certificate
 
 
+def source_certificate(hf_dir: str | Path) -> Certificate | None:
+    """Read the certificate of a Hugging Face folder from which tensors are taken; None if it has none.
+
+    Raises as ``load_certificate``, and CheckpointError if the certificate is of another form.
+    """
+    if not (Path(hf_dir) / FILE).exists():
+        return None
+    certificate = load_certificate(hf_dir)
+    if certificate.form != "huggingface":
+        raise CheckpointError(
+            f"{hf_dir}: {FILE} says that the folder is of the form {certificate.form!r}, expected 'huggingface'"
+        )
+    return certificate
+
+
 def read_body(path: Path) -> dict[str, Any]:
     """Read ``conversion.json`` of any form. Raises CheckpointError if it is missing, altered or of another version."""
     try:

@@ -9,6 +9,7 @@ import io
 import math
 import os
 import pickle
+import struct
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -202,14 +203,16 @@ class StoredTensor:
 
     @classmethod
     def of(cls, tensor: dcp_metadata.TensorStorageMetadata) -> StoredTensor:
-        boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]
+        if not isinstance(tensor.properties.dtype, torch.dtype):
+            raise TypeError(f"got {tensor.properties.dtype!r}, expected a dtype")
+        boxes = [Box(_dims(c.offsets), _dims(c.sizes)) for c in tensor.chunks]
         lead = 0
         while lead < len(tensor.size) and all(b.sizes[lead] == 1 for b in boxes):
             lead += 1
         by_lead: dict[Dims, list[Box]] = {}
         for box in boxes:
             by_lead.setdefault(box.offsets[:lead], []).append(box)
-        return cls(tuple(tensor.size), tensor.properties.dtype, lead, by_lead, len(boxes))
+        return cls(_dims(tensor.size), tensor.properties.dtype, lead, by_lead, len(boxes))
 
     def overlapping(self, requested: Box) -> Iterator[tuple[Box, Box]]:
         """Yield (stored box, its part of ``requested``) for each box that overlaps it."""
@@ -223,6 +226,22 @@ class StoredTensor:
                 part = box.overlap(requested)
                 if part is not None:
                     yield box, part
+
+
+def _dims(values: Any) -> Dims:
+    """Return sizes or offsets from a pickle. Raises TypeError, ValueError for what a damaged one may have instead."""
+    dims = tuple(values)
+    if not all(type(value) is int and value >= 0 for value in dims):
+        raise ValueError(f"got {dims}, expected sizes or offsets")
+    return dims
+
+
+def _checked_position(info: Any) -> Any:
+    """Return the position of a stored box if it has a file's name and two numbers. Raises TypeError, AttributeError."""
+    if not isinstance(info.relative_path, str):
+        raise TypeError(f"got {info.relative_path!r}, expected the name of a file")
+    _dims((info.offset, info.length))
+    return info
 
 
 class StoredBlocks(Closing):
@@ -240,13 +259,14 @@ class StoredBlocks(Closing):
                 if isinstance(tensor, dcp_metadata.TensorStorageMetadata)
             }
             self._stored = {
-                (index.fqn, tuple(index.offset)): info
+                (index.fqn, _dims(index.offset)): _checked_position(info)
                 for index, info in metadata.storage_data.items()
                 if index.offset is not None
             }
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
+        except Exception as error:
+            # A damaged pickle can raise any error, MemoryError for a damaged length included.
             raise CheckpointError(
-                f"{path}: not a readable torch_dist checkpoint ({error})"
+                f"{path}: not a readable torch_dist checkpoint ({error!r})"
             ) from error
         self._files: dict[str, int] = {}
         self._data: dict[tuple[str, Dims], tuple[int, int]] = {}
@@ -330,14 +350,27 @@ class StoredBlocks(Closing):
         """Descriptor and offset of a box's first element: the uncompressed record of a torch.save stream."""
         identity = (key, offsets)
         if identity not in self._data:
-            info = self._stored[identity]
+            info = self._stored.get(identity)
+            if info is None:
+                raise CheckpointError(
+                    f"{self.folder}: .metadata has no position of {key} at {offsets}"
+                )
             path = self.folder / info.relative_path
             try:
                 fd = self._files.get(info.relative_path)
                 if fd is None:
                     fd = self._files[info.relative_path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 offset, size = find_saved_tensor(fd, info.offset, info.length)
-            except (OSError, zipfile.BadZipFile, StopIteration) as error:
+            except (
+                OSError,
+                ValueError,
+                OverflowError,
+                EOFError,
+                struct.error,
+                RuntimeError,
+                zipfile.BadZipFile,
+                StopIteration,
+            ) as error:
                 raise CheckpointError(
                     f"{path}: {key} is not where the metadata says ({error!r})"
                 ) from error

@@ -36,6 +36,7 @@ from megatron_dppo.checkpoint_conversion.torch_dist import StackedParameter, sta
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import LocalParameter, local_parameters
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.failpoints import file_failpoint, keep_half
 
 INDEX_FILE = ".metadata"
 COMMON_FILE = "common.pt"
@@ -66,6 +67,7 @@ class NewFile:
         self.error: OSError | None = None
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._file = os.fdopen(descriptor, "wb", 1 << 20)
+        file_failpoint("create", path.name)
 
     def write(self, data: bytes) -> int:
         try:
@@ -85,8 +87,10 @@ class NewFile:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             with self._file:
+                file_failpoint("write", self.path.name, lambda: keep_half(self._file))
                 self._file.flush()
                 os.fsync(self._file.fileno())
+            file_failpoint("synced", self.path.name)
             return
         try:
             self._file.close()

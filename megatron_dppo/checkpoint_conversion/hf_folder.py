@@ -32,6 +32,7 @@ from megatron_dppo.checkpoint_conversion.certificate import (
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import Closing, sync_folder, sync_to_disk
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class StagedFolder:
         self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._begin()
+            failpoint("folder/begun")
         except BaseException:
             os.close(self._lock)
             raise
@@ -97,7 +99,9 @@ class StagedFolder:
                 # Renamed before its files were on the disk, a folder could survive a power cut with empty files.
                 sync_folder(self.folder)
                 self._require_empty()
+                failpoint("folder/publish")
                 os.rename(self.folder, self.out)
+                failpoint("folder/published")
                 sync_to_disk(self.out.parent)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)

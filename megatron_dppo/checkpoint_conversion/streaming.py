@@ -17,12 +17,14 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     TRACKER,
     Certificate,
     TensorHashes,
+    source_certificate,
 )
 from megatron_dppo.checkpoint_conversion.dist_writing import write_torch_dist
 from megatron_dppo.checkpoint_conversion.quantized import open_weights
 from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistCheckpoint
 from megatron_dppo.model.errors import MismatchError
 from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.hub_download import check_downloaded_files
 from megatron_dppo.model.mapping import hf_tensors, parameters
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 
@@ -48,13 +50,17 @@ def hf_to_megatron(
     leaves no files.
     """
     shape = load_model_shape(hf_dir, quantized=True)
+    certificate = source_certificate(hf_dir)
+    check_downloaded_files(path for path in Path(hf_dir).iterdir() if path.is_file())
     with open_weights(hf_dir) as reader:
         if dtype is None:
             tensor_store.check_store(reader, shape, str(hf_dir))
         else:
             tensor_store.check_tensors(reader.specs, shape, str(hf_dir))
         tensor_store.check_tied_copy(reader, shape, str(hf_dir))
-        return write_megatron(reader, shape, hf_dir, out_dir, dtype=dtype, progress=progress)
+        return write_megatron(
+            reader, shape, hf_dir, out_dir, dtype=dtype, progress=progress, recorded=certificate
+        )
 
 
 def write_megatron(
@@ -65,23 +71,35 @@ def write_megatron(
     *,
     dtype: str | None,
     progress: Progress,
+    recorded: Certificate | None = None,
 ) -> Certificate:
-    """Write the tensors of ``source`` as ``hf_to_megatron`` does. The caller has checked that they fit ``shape``."""
+    """Write the tensors of ``source`` as ``hf_to_megatron`` does. The caller has checked that they fit ``shape``.
+
+    ``recorded``: the certificate of ``source``, whose hashes every tensor must have; None without one.
+    """
     source_dtype, target = _dtypes(source, shape, dtype)
-    hashes = TensorHashes()
+    stored, hashes = TensorHashes(), TensorHashes()
+    # The hash of a cast is not the recorded one, so the stored bytes of a certified source are hashed too.
+    hashes_stored = recorded is not None and target != source_dtype
 
     def read(name: str, start: int, count: int) -> torch.Tensor:
         rows = source.read_rows(name, start, count)
         progress(count * source.specs[name].row_bytes)
+        if hashes_stored:
+            stored.update(name, rows)
         cast = _finite_cast(rows, name, start, target, side_files_from)
         hashes.update(name, cast)
         return cast
 
-    with hf_folder.StagedFolder(out_dir, parameters(shape) * ITEM_BYTES[target]) as folder, hashes:
+    staged = hf_folder.StagedFolder(out_dir, parameters(shape) * ITEM_BYTES[target])
+    with staged as folder, stored, hashes:
         (folder / "release").mkdir()
         write_torch_dist(folder / "release", shape, TORCH_DTYPES[target], read)
         (folder / TRACKER).write_text("release")
         digests = hashes.digests()
+        if recorded is not None:
+            for name, digest in (stored.digests() if hashes_stored else digests).items():
+                recorded.check_tensor(name, digest, Path(side_files_from))
         # Tensors arrive in Megatron's order; a certificate lists them in Hugging Face's.
         ordered = {name: digests[name] for name in hf_tensors(shape)}
         certificate = Certificate("torch_dist", shape, target, source_dtype, ordered)
@@ -144,6 +162,8 @@ def verify(
     MismatchError with the first tensor, file and offset that differs.
     """
     shape = load_model_shape(hf_dir, quantized=True)
+    # Compare the files beside the weights. An altered tensor shows as a difference from the converted one.
+    source_certificate(hf_dir)
     with (
         open_weights(hf_dir) as original,
         TorchDistCheckpoint(megatron_dir, shape) as converted,

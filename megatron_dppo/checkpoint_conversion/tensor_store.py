@@ -22,6 +22,7 @@ from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
+from megatron_dppo.system.failpoints import file_failpoint
 
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Types that can be written -> their code in safetensors."""
@@ -146,6 +147,7 @@ class SafetensorsFileWriter:
             for name, spec in tensors.items()
         }
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        file_failpoint("create", self.path.name)
         os.ftruncate(self._fd, base + end)
         _write_all(self._fd, memoryview(text), len(self._length))
 
@@ -163,6 +165,9 @@ class SafetensorsFileWriter:
             )
         _write_all(self._fd, byte_view(rows), entry.offset + start * entry.row_bytes)
 
+    def _keep_half(self) -> None:
+        os.ftruncate(self._fd, os.fstat(self._fd).st_size // 2)
+
     def __enter__(self) -> SafetensorsFileWriter:
         return self
 
@@ -170,6 +175,7 @@ class SafetensorsFileWriter:
         try:
             # Write the header's length, at the beginning of the file, last: until then the file is not valid.
             if kind is None:
+                file_failpoint("write", self.path.name, self._keep_half)
                 _write_all(self._fd, memoryview(self._length), 0)
         finally:
             os.close(self._fd)

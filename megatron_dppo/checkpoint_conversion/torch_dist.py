@@ -329,12 +329,20 @@ class CheckedReader(Closing):
         self, name: str, dim: int = 0, start: int = 0, length: int | None = None
     ) -> torch.Tensor:
         """Read ``tensor.narrow(dim, start, length)``, contiguous. Raises MismatchError if the tensor was altered."""
+        self._compare(name)
+        return tensor_store.read_slice(self._store, name, dim, start, length)
+
+    def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Read rows ``start .. start + count`` of dim 0. Raises MismatchError if the tensor was altered."""
+        self._compare(name)
+        return self._store.read_rows(name, start, count)
+
+    def _compare(self, name: str) -> None:
         if self._certificate is not None and name not in self._checked:
             # Read the whole tensor, although a rank needs a slice: the hash is that of all rows.
             digest = self._hashes.add(self._store, name)
             self._certificate.check_tensor(name, digest, self._store.folder)
             self._checked.add(name)
-        return tensor_store.read_slice(self._store, name, dim, start, length)
 
     def close(self) -> None:
         self._hashes.close()

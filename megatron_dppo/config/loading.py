@@ -36,6 +36,7 @@ from megatron_dppo.config.errors import (
     suggestion,
 )
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.system.files import hash_fault
 
 MAX_VALUES = 100_000
 """Most values of a document, each counted as often as its aliases repeat it."""
@@ -413,6 +414,8 @@ def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise ConfigError([f"can't be read: {reason}"], _source(path)) from error
+    if (fault := hash_fault(text)) is not None:
+        raise ConfigError([f"altered: {fault}"], _source(path))
     try:
         tree = parse_yaml(text)
     except yaml.MarkedYAMLError as error:

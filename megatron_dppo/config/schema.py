@@ -469,6 +469,28 @@ class CheckpointConfig(Section):
     """
 
 
+class MemoryChecksConfig(Section):
+    """Checks for memory that changes although nothing writes to it; docs/memory_checks.md. The hashes of the weights
+    are always compared.
+    """
+
+    optimizer: bool = True
+    """Hash Adam's moments and the fp32 masters after a step that is followed by a checkpoint, and compare them at the
+    checkpoint and before the next step.
+    """
+    engines_every: int = Field(default=10, ge=0)
+    """Hash the engines' weights before every n-th weight update, and compare them with those of the version that they
+    serve; with ``lora.update: adapters`` the frozen model. 0: never. Colocated engines, which drop their weights in
+    each trainer's turn, have nothing to compare.
+    """
+    on_mismatch: Literal["stop", "restore"] = "stop"
+    """Reaction to a mismatch. ``stop``: the run ends with the tensor, the rank and the step. ``restore``: all ranks
+    load the newest checkpoint and go on from there.
+    """
+    max_restores: int = Field(default=3, ge=0)
+    """Most restores of one start of the run; the next mismatch ends it."""
+
+
 class ProfileConfig(Section):
     """Traces of single steps, under ``<directory>/profile``, for chrome://tracing or Perfetto."""
 
@@ -559,6 +581,7 @@ class TrainConfig(PolicyConfig):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    memory_checks: MemoryChecksConfig = MemoryChecksConfig()
     profile: ProfileConfig = ProfileConfig()
     tracking: TrackingConfig = TrackingConfig()
     sglang: dict[str, Any] = Field(default_factory=dict)

@@ -40,10 +40,6 @@ class SealError(RunError):
         )
 
 
-class AlteredWeightsError(RunError):
-    """The trainer's weights differ from the result of its last step."""
-
-
 def text_digest(*values: Any) -> str:
     """Hash values that JSON can represent: 32 hexadecimal digits."""
     return xxhash.xxh3_128(json.dumps(values, sort_keys=True).encode()).hexdigest()

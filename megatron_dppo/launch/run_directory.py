@@ -23,7 +23,12 @@ from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.logging import say
 from megatron_dppo.metrics import records
-from megatron_dppo.system.files import make_private_folder, write_atomically
+from megatron_dppo.system.files import (
+    make_private_folder,
+    remove_unfinished,
+    with_hash,
+    write_atomically,
+)
 from megatron_dppo.system.lease import Lease, LeaseError
 from megatron_dppo.system.scratch import remove_left_behind
 
@@ -74,6 +79,8 @@ class RunDirectory:
         except OSError as error:
             raise LaunchError(f"run.directory: can't write in {self.path}: {error}") from error
         remove_left_behind()
+        # This start holds the lease, so that an earlier one may publish nothing more.
+        remove_unfinished(self.path)
         # Read after the lease was taken: until then its last holder may have written it.
         self._fleet = FleetRecord(self.path, self.lease.fence.check)
         self._fleet.withdraw_started()
@@ -91,7 +98,8 @@ class RunDirectory:
         return before
 
     def write_config(self, text: str) -> None:
-        write_atomically(self.config, text)
+        """Write the resolved configuration, with its hash, which every reader compares."""
+        write_atomically(self.config, with_hash(text))
 
 
 def is_finished(config: TrainConfig) -> bool:
@@ -105,9 +113,8 @@ def is_finished(config: TrainConfig) -> bool:
         return False
     try:
         summary = json.loads((directory / records.SUMMARY_FILE).read_text(encoding="utf-8"))
-        same = (directory / records.CONFIG_FILE).read_text(encoding="utf-8") == resolved_yaml(
-            config
-        )
+        text = (directory / records.CONFIG_FILE).read_text(encoding="utf-8")
+        same = text in (with_hash(resolved_yaml(config)), resolved_yaml(config))
         last = records.read_records(directory)[-1]
         uploaded = repository is None or json.loads((directory / records.UPLOAD_FILE).read_text())
     except (OSError, ValueError, RecursionError, records.RecordsError, IndexError):

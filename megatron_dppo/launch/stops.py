@@ -62,13 +62,34 @@ class StopRequests:
             yield
         finally:
             for number, handler in previous_handlers.items():
-                signal.signal(number, handler)
+                # The run has ended, and what follows is cleaning up: no signal may interrupt it, or replace the exit
+                # code of the stop that was handled.
+                is_ours = handler is _exit_with_code
+                signal.signal(number, signal.SIG_IGN if is_ours else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # A signal handler runs between any two instructions of the main thread, so it only stores the stop.
         stop = self.signals[number]
         if stop.insists or stop not in self._came:
             self._came.append(stop)
+
+
+def exit_by_code() -> None:
+    """Make SIGTERM and SIGHUP end this process with a shell's exit code, 128 + n, instead of its death by the signal.
+
+    For the main thread of a command's process. Before the run, the signal raises SystemExit; during it, StopRequests
+    handle the signals; after it, they are ignored until the process has ended. An ignored signal stays ignored.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _exit_with_code)
+
+
+def _exit_with_code(number: int, frame: FrameType | None) -> None:
+    # Further signals must not interrupt what closes on the way out.
+    for ignored in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def terminal_stops() -> StopRequests:

@@ -133,6 +133,7 @@ class EngineSession:
             self._connections.runner,
             fence,
             interrupts=config.rollout.interrupt == "retract",
+            compare_before_every=config.memory_checks.engines_every,
             # The trainer leaves shared devices as soon as the update has read its weights.
             leave_devices=self._devices.leave if self._devices.is_shared else None,
         )

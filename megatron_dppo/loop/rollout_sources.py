@@ -27,7 +27,7 @@ from megatron_dppo.data import seal as seals
 from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, batch_path
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.sampling import ReturningSampler, Sampler
-from megatron_dppo.data.seal import AlteredWeightsError, Origin, Seal, SealError
+from megatron_dppo.data.seal import Origin, Seal, SealError
 from megatron_dppo.data.trajectory import Outline, Problem, Stamp, Trajectory
 from megatron_dppo.environments.episodes import Episodes
 from megatron_dppo.fleet.generation import GenerationJob
@@ -452,16 +452,6 @@ class BatchSeals:
         """
         oldest = version - self.max_staleness
         self._weights = {v: d for v, d in self._weights.items() if v >= oldest} | {version: digest}
-
-    def check_weights(self, version: int, digest: str) -> None:
-        """Raise AlteredWeightsError unless the weights ``version`` had this hash when they were made or loaded."""
-        expected_hash = self._weights[version]
-        if digest != expected_hash:
-            raise AlteredWeightsError(
-                f"the trainer's weights of step {version} have the hash {digest}, expected {expected_hash}, the hash "
-                "that they had when they were made: memory was overwritten or is faulty. Nothing is trained on, "
-                "saved or exported from them; the same command goes on from the newest checkpoint"
-            )
 
     def check(self, step: int, batch: RolloutBatch) -> Seal | None:
         """Verify the batch of ``step`` and return its seal, the same on every rank. Collective.

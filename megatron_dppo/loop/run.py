@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections import Counter
@@ -20,12 +21,12 @@ from megatron_dppo.data.seal import Seal
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.fleet.membership import EngineUnavailableError
-from megatron_dppo.logging import fatal, note_failure
+from megatron_dppo.logging import fatal, forget_failure, note_failure
 from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, run_fence
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import Evaluations, Evaluator, last_due
 from megatron_dppo.loop.inputs import BackgroundHashes, RunData, model_files
-from megatron_dppo.loop.learning import Learner
+from megatron_dppo.loop.learning import Learner, PlannedBatch
 from megatron_dppo.loop.recorder import Recorder, RecordingError, SampleMaker, StepProfiler
 from megatron_dppo.loop.resuming import resume
 from megatron_dppo.loop.rollout_figures import (
@@ -39,6 +40,7 @@ from megatron_dppo.loop.rollout_sources import (
     BatchSeals,
     GeneratedRollouts,
     ReplayedRollouts,
+    RolloutBatch,
     RolloutSource,
     gathered_faults,
 )
@@ -52,8 +54,10 @@ from megatron_dppo.metrics.records import CHECKPOINTS_FOLDER, ROLLOUTS_FOLDER, r
 from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.hub_download import check_download
 from megatron_dppo.rewards import RewardUnavailableError
-from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.errors import AlteredMemoryError, RunError
+from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.trainer.checkpoint.directory import suspect_folder
 from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 from megatron_dppo.trainer.collectives import any_rank, first_failure, on_rank_0
@@ -64,6 +68,8 @@ from megatron_dppo.trainer.hugging_face import (
     gathered_examples,
     upload_export,
 )
+from megatron_dppo.trainer.memory_checks import MemoryChecks
+from megatron_dppo.trainer.topology import destroy_topology
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience
 
@@ -76,11 +82,39 @@ def run_rank(config: TrainConfig) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         data = RunData(config)
-        with ExitStack() as stack:
-            fence = stack.enter_context(run_fence(config.run.directory))
-            Run(config, data, stop, fence, stack).to_the_end()
+        with run_fence(config.run.directory) as fence:
+            _run_with_restores(config, data, stop, fence)
     except RunError as error:
         fatal(f"{type(error).__name__}: {error}")
+
+
+def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence: RunFence) -> None:
+    """Run to the end; after altered memory begin again at the newest checkpoint, where the configuration allows it.
+
+    Every rank raises the same AlteredMemoryError, so all of them restore. Raises it where no restore is left.
+    """
+    checks = config.memory_checks
+    allowed = checks.max_restores if checks.on_mismatch == "restore" else 0
+    restores = 0
+    while True:
+        try:
+            with ExitStack() as stack:
+                Run(config, data, stop, fence, stack, restores).to_the_end()
+        except AlteredMemoryError as error:
+            if restores == allowed:
+                raise
+            reason = str(error)
+        else:
+            return
+        restores += 1
+        log.warning("%s; restore %d of %d: from the newest checkpoint", reason, restores, allowed)
+        forget_failure()
+        destroy_topology()
+        # The failed run's trainer must be freed before the next one is built: two do not fit in memory.
+        gc.collect()
+        # A start that set aside the earlier records must not do it again.
+        config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+        data = RunData(config)
 
 
 def _require_services(config: TrainConfig) -> None:
@@ -90,7 +124,10 @@ def _require_services(config: TrainConfig) -> None:
 
 
 class Run:
-    """The objects that training steps need. The constructor opens them, ``stack`` closes them."""
+    """The objects that training steps need. The constructor opens them, ``stack`` closes them.
+
+    ``restores``: how often this start went back to a checkpoint after its memory was altered.
+    """
 
     def __init__(
         self,
@@ -99,8 +136,10 @@ class Run:
         stop: StopFlag,
         fence: RunFence,
         stack: ExitStack,
+        restores: int = 0,
     ) -> None:
         self.config = config
+        self.restores = restores
         self.data = data
         self.fence = fence
         self.should_stop = stop
@@ -122,6 +161,7 @@ class Run:
             self.state = self._resume()
         self._open_generation(stack)
         self.learner = Learner(config, self.trainer, self.algorithm, self.topk)
+        self.memory = MemoryChecks(self.trainer)
         self.seals = self._batch_seals()
         self.recorder = stack.enter_context(self._recorder())
         self.source = self._rollout_source()
@@ -176,7 +216,10 @@ class Run:
             keeps=rollout.save,
             replays=rollout.replay_from is not None,
         )
-        seals.remember(self.state.step, self.trainer.weights_digest())
+        seals.remember(self.state.step, self.memory.remember_weights(self.state.step))
+        if self.state.step and self._watches_optimizer:
+            # Minutes may pass until the first step: servers start meanwhile.
+            self.memory.remember_optimizer(self.state.step)
         return seals
 
     def _recorder(self) -> Recorder:
@@ -256,19 +299,11 @@ class Run:
             seal = self.seals.check(step, batch)
         self._take_devices()
         self._check_checkpoint()
+        failpoint("step/batch")
         with self.timer("train"):
-            self._check_weights()
+            self._check_memory()
         self.samples.take(step, batch)
-        with self.timer("train"):
-            planned = self.learner.plan(batch)
-            try:
-                learned = self.learner.learn(planned)
-            except (FrequencyError, GapError):
-                # Keep the batch, so that ``megatron-dppo doctor`` can explain the failure.
-                self._save_batch(step, planned.trajectories, seal)
-                raise
-            weights = self.trainer.weights_digest()
-        self.seals.remember(step, weights)
+        planned, learned, weights = self._learn(step, batch, seal)
         self.state.step = step
         self.state.sampler = batch.sampler
         self.examples = examples_of(planned.trajectories)
@@ -282,13 +317,17 @@ class Run:
         measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
         if batch.seal is not None and step in batch.seal.weights:
             measured[names.REDERIVED] = float(batch.seal.weights[step] == weights)
+        failpoint("step/saved")
         measured |= file_figures(batch.outlines, self.data.files, self.config.rollout.group_size)
+        if self.restores:
+            measured[names.MEMORY_RESTORES] = self.restores
         try:
             self.evaluations.before_update(step)
             with patience("others generate"):
                 self.source.settle(step)
             measured |= self._update_weights()
             measured |= self.evaluations.after_update(step)
+            failpoint("step/generate_ahead")
             self.source.run_ahead(step)
         finally:  # a stop here leaves a checkpoint of this step, so write its metrics row too
             measured |= {**self._failed_checks(), **self.store.figures()}
@@ -303,11 +342,35 @@ class Run:
         if any_rank(self.should_stop()):
             raise RunStoppedError(f"stopped after step {step}")
 
+    def _learn(
+        self, step: int, batch: RolloutBatch, seal: Seal | None
+    ) -> tuple[PlannedBatch, dict[str, float], str]:
+        """Do the optimiser steps of a batch, and hash what they made.
+
+        Returns the batch as this rank received it, the metrics, and the hash of all ranks' weights.
+        """
+        with self.timer("train"):
+            planned = self.learner.plan(batch)
+            try:
+                learned = self.learner.learn(planned)
+            except (FrequencyError, GapError):
+                # Keep the batch, so that ``megatron-dppo doctor`` can explain the failure.
+                self._save_batch(step, planned.trajectories, seal)
+                raise
+            weights = self.memory.remember_weights(step)
+            is_saved = last_due(step, self.config.checkpoint.every, self.config.run.steps) == step
+            if is_saved and self._watches_optimizer:
+                self.memory.remember_optimizer(step)
+        failpoint("step/trained")
+        self.seals.remember(step, weights)
+        failpoint("step/sealed")
+        return planned, learned, weights
+
     def finish(self) -> None:
         """Export the policy, compare the export with the trainer, write report and summary, and upload the export."""
         difference = None
         self._take_devices()
-        self._check_weights()
+        self.memory.check_weights()
         self._finish_checkpoint()
         self.fence.check_together()
         if self.config.checkpoint.export_hf:
@@ -395,7 +458,10 @@ class Run:
     def _check_files(self) -> None:
         """Compare the files that the run starts from with those that it began with, and store their hashes."""
         with self.timer("start"), patience("others hash the start model"):
-            files = self.hashes.wait() | self.data.evaluation_hashes
+            hashes = self.hashes.wait()
+            paths = model_files(self.config.model.hf_checkpoint, self.config.lora.start_from)
+            on_rank_0(lambda: check_download({paths[name]: d for name, d in hashes.items()}))
+            files = hashes | self.data.evaluation_hashes
         self.state.check_files(files, "the checkpoint of this run")
         self.state.identity = {**self.state.identity, FILES: files}
 
@@ -490,11 +556,13 @@ class Run:
     def _save_checkpoint(self, *, suspect: bool = False) -> None:
         """Start writing a checkpoint of this step, after the previous one is complete.
 
-        Raises AlteredWeightsError where the weights are not those that the step made.
+        Raises AlteredMemoryError where weights or optimizer state are not those that the step made.
         """
         state = self.state
+        failpoint("step/checkpoint")
         with self.timer("checkpoint"), patience("others save"):
-            digest = self._check_weights()
+            digest = self.memory.check_weights()
+            self.memory.check_optimizer()
             state.weights = {self.trainer.weights_form(): digest}
             state.settings = on_rank_0(partial(settings_of, self.config))
             state.records = on_rank_0(partial(self.recorder.mark, state.step))
@@ -502,13 +570,17 @@ class Run:
         if not suspect:
             self.saved_step = state.step
 
-    def _check_weights(self) -> str:
-        """Return the weights' hash. Raises AlteredWeightsError, on every rank, unless it is that of the last step's
-        weights.
+    def _check_memory(self) -> None:
+        """Raise AlteredMemoryError, on every rank, unless weights and optimizer state are as the last step left
+        them.
         """
-        digest = self.trainer.weights_digest()
-        self.seals.check_weights(self.state.step, digest)
-        return digest
+        self.memory.check_weights()
+        self.memory.check_optimizer()
+        self.memory.forget_optimizer()
+
+    @property
+    def _watches_optimizer(self) -> bool:
+        return self.config.memory_checks.optimizer
 
     def _check_checkpoint(self) -> None:
         """Raise where the checkpoint that is being written failed."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_dppo.engine.server_state import MemoryTag
 from megatron_dppo.fleet.endpoint import RecordClient
 from megatron_dppo.model.shape import TrainerPart
+from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.trainer import collectives
 from megatron_dppo.trainer.trainer import Trainer
 
@@ -35,7 +36,9 @@ class SharedDevices:
         kept_parts = self.trainer.parked.union(stays)
         leaving_parts = [part for part in self.parts if part not in kept_parts]
         if leaving_parts:
+            failpoint("parking/park")
             self.trainer.park(leaving_parts)
+            failpoint("parking/parked")
         collectives.barrier()
         self.allow_starts(not stays)
 
@@ -44,6 +47,7 @@ class SharedDevices:
         # The barrier also covers a server that fails to report that it stopped generating.
         collectives.barrier()
         if self.trainer.parked:
+            failpoint("parking/unpark")
             self.trainer.unpark()
 
     def allow_starts(self, allowed: bool) -> None:

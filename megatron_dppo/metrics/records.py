@@ -24,6 +24,7 @@ from typing import Any
 
 from megatron_dppo.metrics import table as names
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.failpoints import failpoint, file_failpoint, write_whole
 from megatron_dppo.system.files import unused_path, write_atomically
 
 CONFIG_FILE = "config.yaml"
@@ -177,7 +178,8 @@ class StepLines:
         """Append encoded lines with their ends. Raises OSError."""
         # Replace half of a surrogate pair, with which a judge's answer may end: it must not end the run.
         with open(self.path, "a", encoding="utf-8", errors="replace") as file:
-            file.write(text)
+            write_whole("append", self.path.name, file, text)
+        file_failpoint("appended", self.path.name)
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Append ``lines``. Raises OSError."""
@@ -341,6 +343,7 @@ def set_aside(directory: str | Path, *, rollouts: bool) -> Path | None:
         return None
     folder = _new_folder(directory)
     for path in paths:
+        failpoint("records/set_aside")
         path.rename(folder / path.name)
     return folder
 

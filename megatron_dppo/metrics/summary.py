@@ -28,7 +28,7 @@ from megatron_dppo.metrics.records import (
     step_of,
 )
 from megatron_dppo.metrics.row import Dtype
-from megatron_dppo.system.files import write_atomically
+from megatron_dppo.system.files import hash_fault, write_atomically
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,10 @@ class RunInfo:
         if not path.is_file():
             return None
         try:
-            return cls.of_config(yaml.safe_load(path.read_text(encoding="utf-8")))
+            text = path.read_text(encoding="utf-8")
+            if (fault := hash_fault(text)) is not None:
+                raise ValueError(f"{path}: altered: {fault}")
+            return cls.of_config(yaml.safe_load(text))
         except (KeyError, TypeError, yaml.YAMLError) as error:
             raise ValueError(
                 f"{path}: expected the resolved configuration of a run ({error!r})"

@@ -445,6 +445,11 @@ REDERIVED = _metric(
     "replay/rederived", "1 where the step ended in the very weights of the batch's seal, else 0"
 )
 
+MEMORY_RESTORES = _metric(
+    "memory/restores",
+    "how often this start of the run went back to its newest checkpoint because memory was altered; absent without one",
+)
+
 # --- of weight updates
 
 WEIGHT_UPDATES = _metric(

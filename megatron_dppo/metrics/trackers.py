@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Protocol
 
 from megatron_dppo.metrics.records import TENSORBOARD_FOLDER, TRACKERS_FOLDER
 from megatron_dppo.system import plugins, secret_variables
+from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import Closing, write_atomically
 from megatron_dppo.system.imports import ImportTargetError, import_target
 
@@ -364,6 +365,7 @@ class _Channel:
 
     def _try(self, call: Callable[[ExperimentTracker], None]) -> None:
         try:
+            failpoint("trackers/call")
             if self._tracker is None:
                 tracker = self._build()
                 tracker.start(self._run)

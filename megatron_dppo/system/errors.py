@@ -34,7 +34,10 @@
       DisagreementError                 what was saved of a step is not what was recorded of it
       BatchFormatError                  saved trajectories
       SealError                         a batch is not the one that was made, or not made as the run says
-      AlteredWeightsError               the trainer's weights are not those that its last step made
+      AlteredMemoryError                memory changed that nothing wrote to
+        AlteredWeightsError             the trainer's weights are not those that its last step made, or replicas differ
+        AlteredOptimizerError           likewise its moments or masters
+        AlteredEngineError              an engine's weights are not those of its version
       ExchangeError                     trajectories between ranks
       StalenessError                    a response of too old weights
       EvaluationError                   a checkpoint can't be evaluated
@@ -101,3 +104,10 @@ class RunError(Exception):
     A RuntimeError, ValueError or OSError that is none of these is a fault in the code, or one that nobody
     foresaw, and keeps its traceback.
     """
+
+
+class AlteredMemoryError(RunError):
+    """Memory of a trainer rank or an engine changed that nothing wrote to: it was overwritten, or is faulty."""
+
+    CONSEQUENCE = "nothing is trained on, saved or exported from it"
+    """End of each message."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import stat
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.failpoints import file_failpoint, keep_half, write_whole
 
 
 @contextmanager
@@ -36,20 +38,67 @@ def atomic_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     try:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "w+b") as file:
+            file_failpoint("create", path.name)
             yield file
+            file_failpoint("write", path.name, lambda: keep_half(file))
             file.flush()
             os.fsync(file.fileno())
+        file_failpoint("rename", path.name)
         os.replace(temporary, path)
+        file_failpoint("renamed", path.name)
     finally:
         temporary.unlink(missing_ok=True)
     # The rename is on the disk only when the folder's list of names is.
     sync_to_disk(path.parent)
 
 
+_TEMPORARY = re.compile(r"\..+\.(\d+)-\d+")
+"""Name of a file that ``atomic_file`` has not renamed yet: of the target, of a process and of a thread."""
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes left of atomic writes in ``folder`` and in the folders directly below it.
+
+    Call it where no other process may write there any more; files of this process are kept.
+    """
+    children = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    for parent in (folder, *children):
+        for path in parent.glob(".*"):
+            match = _TEMPORARY.fullmatch(path.name)
+            if match is not None and int(match[1]) != os.getpid() and path.is_file():
+                path.unlink(missing_ok=True)
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 (hex) of a file's bytes. Raises OSError."""
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+_HASH_LINE = "# SHA-256 of the lines below: "
+
+
+def with_hash(text: str) -> str:
+    """Return ``text`` below a comment with its SHA-256, for a file whose format has comments that begin with #."""
+    return f"{_HASH_LINE}{_text_hash(text)}\n{text}"
+
+
+def hash_fault(text: str) -> str | None:
+    """Return how the text differs from the hash that ``with_hash`` put above it; None if it is intact or has none."""
+    first_line, _, rest = text.partition("\n")
+    if not first_line.startswith(_HASH_LINE):
+        return None
+    recorded, present = first_line.removeprefix(_HASH_LINE), _text_hash(rest)
+    if recorded == present:
+        return None
+    return (
+        f"its first line says that the lines below have the SHA-256 {recorded}, they have {present}; if they were "
+        "changed on purpose, remove that line"
+    )
+
+
+def _text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def unused_path(path: Path) -> Path:
@@ -67,9 +116,10 @@ def write_atomically(path: Path, content: str | bytes, mode: int = 0o644) -> Non
 def write_synced(path: Path, content: str) -> None:
     """Write a text file in place and put it on the disk, for a folder that has no name yet."""
     with open(path, "w", encoding="utf-8") as file:
-        file.write(content)
+        write_whole("write", path.name, file, content)
         file.flush()
         os.fsync(file.fileno())
+    file_failpoint("synced", path.name)
 
 
 def unwritable(folder: Path) -> str | None:
@@ -90,6 +140,7 @@ def unwritable(folder: Path) -> str | None:
 
 def sync_to_disk(path: Path) -> None:
     """Put a file's content, or a folder's list of names, on the disk."""
+    file_failpoint("sync", path.name)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -37,6 +37,7 @@ from typing import Annotated, Self
 from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import write_atomically
 from megatron_dppo.system.processes import process_start
 
@@ -147,6 +148,7 @@ class LeaseFiles:
         prepared.mkdir(parents=True)
         try:
             write_atomically(prepared / "holder.json", _encode(successor))
+            failpoint("lease/claim")
             prepared.rename(self._claim_on(predecessor))
         except OSError as error:
             if error.errno not in _TAKEN:
@@ -161,6 +163,7 @@ class LeaseFiles:
 
     def install(self, holder: Holder) -> None:
         """Write ``holder`` to ``lease.json``, then remove the files of earlier holders."""
+        failpoint("lease/install")
         self.write_beat(holder, Beat())
         write_atomically(self.path, _encode(holder))
         for path in self._others(holder):

@@ -42,6 +42,7 @@ from megatron_dppo.model.gather_plan import (
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import sync_to_disk
 from megatron_dppo.trainer import collectives
 from megatron_dppo.trainer.collectives import all_gather_json, barrier, broadcast_json
@@ -140,6 +141,7 @@ def export_hf(
         with _staged(out_dir, rank, specs) as folder:
             share = {file: files[file] for file, writer in writer_of.items() if writer == rank}
             shares = collectives.all_gather_json(_write(folder, share, plan, rank, values))
+            failpoint("export/written")
             digests: dict[str, str] = {}
             for share_digests in shares:
                 digests.update(share_digests)
@@ -150,6 +152,7 @@ def export_hf(
                 lambda: hf_folder.complete_folder(folder, files, side_files_from),
                 error=CheckpointError,
             )
+            failpoint("export/certify")
             collectives.on_rank_0(lambda: certificate.save(folder), error=CheckpointError)
     except CheckpointError as error:
         raise CheckpointError(

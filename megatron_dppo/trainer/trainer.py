@@ -30,11 +30,11 @@ from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout, check_layout, raise_faults
 from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
 from megatron_dppo.system.files import sha256_of
-from megatron_dppo.tensor_hash import TiledHash, add_parts
 from megatron_dppo.trainer import hugging_face, megatron_config, model, platform, step
 from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.context_parallel import TokenShare
 from megatron_dppo.trainer.lora_policy import AdaptedPolicy, MergedWeights
+from megatron_dppo.trainer.memory_checks import parameter_name, tensor_hashes
 from megatron_dppo.trainer.parking import Moved, Parker, check_no_transfer, held_tensors
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
 from megatron_dppo.trainer.topology import destroy_topology, init_distributed, init_topology
@@ -372,20 +372,20 @@ class Trainer:
 
         Equal hashes mean bit for bit the same weights under the same layout. Collective.
         """
-        self.check_resident("hash weights", "weights")
-        parameters = {
-            f"{chunk}/{name}": p.detach()
-            for (chunk, name), p in model.named_parameters(self.chunks).items()
-        }
-        hashes = {name: TiledHash(p.numel() * p.element_size()) for name, p in parameters.items()}
-        # Hash all parameters of a rank in one kernel.
-        add_parts([(hashes[name], p, 0) for name, p in parameters.items()])()
         # Combine the hashes of each rank into one, so that a step does not gather the hashes of thousands of tensors
         # from hundreds of ranks.
-        digest_by_rank = all_gather_json(
-            text_digest([[name, h.hexdigest()] for name, h in hashes.items()])
+        own_digest = text_digest([list(item) for item in self.parameter_hashes().items()])
+        return text_digest(all_gather_json(own_digest))
+
+    def parameter_hashes(self) -> dict[str, str]:
+        """Return the hash of each of this rank's parameters, by "chunk/name". Not collective."""
+        self.check_resident("hash weights", "weights")
+        return tensor_hashes(
+            {
+                parameter_name(chunk, name): p.detach()
+                for (chunk, name), p in model.named_parameters(self.chunks).items()
+            }
         )
-        return text_digest(digest_by_rank)
 
     def weights_form(self) -> str:
         """Hash the names, shapes and dtypes of all ranks' parameters and their placement on ranks, without the values.

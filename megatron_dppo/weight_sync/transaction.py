@@ -20,7 +20,8 @@ from megatron_dppo.engine.protocol import UNVERIFIED_VERSION
 from megatron_dppo.engine.server_state import MemoryTag
 from megatron_dppo.metrics import table as names
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.errors import AlteredMemoryError, RunError
+from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.weight_sync import canary, verification
 from megatron_dppo.weight_sync.engines import (
     ENGINE_FAULTS,
@@ -116,6 +117,7 @@ class Phases:
             return None
         with self.timed(phase):
             try:
+                failpoint(f"update/{phase}")
                 return call(*arguments, **options)
             except ENGINE_FAULTS as error:
                 self.error = error
@@ -151,6 +153,10 @@ class WeightUpdateError(RunError):
 
 class WeightUpdateRefusedError(WeightUpdateError):
     """Requests kept ``engines`` busy. All engines continue with their present weights and version."""
+
+
+class AlteredEngineError(AlteredMemoryError):
+    """An engine's weights differ from those that were verified in it."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +221,18 @@ class UpdateReport:
         return values | {f"weights/{phase}_s": s for phase, s in self.seconds.items()}
 
 
+def _mismatches_of(error: Exception | None) -> str | None:
+    """Return the mismatches of each engine if ``error`` says that all engines at fault hold other tensors."""
+    if not isinstance(error, EngineFaultError) or not error.faults:
+        return None
+    texts = []
+    for url, fault in error.faults.items():
+        if not isinstance(fault, verification.ChecksumMismatchError):
+            return None
+        texts.append(f"{url}: {fault}")
+    return "; ".join(texts)
+
+
 def count_bytes(facts: Sequence[Sequence[Any]], bound: int, between_nodes: int) -> dict[str, int]:
     """Compute the byte counts of an UpdateReport.
 
@@ -252,6 +270,8 @@ class WeightUpdater:
         interrupts: whether an update interrupts responses, which continue after it, or waits for them.
         leave_devices: called when the trainer's weights have been read, so that engines on the same devices can
             restore all of their memory; None if the engines have devices of their own.
+        compare_before_every: before every n-th update, compare the engines' weights with those of the version that they
+            serve; 0: never.
         committed_version: the version that the engines run, known on every rank; None before the first update and
             while the engines are quarantined.
     """
@@ -264,11 +284,16 @@ class WeightUpdater:
     fence: Callable[[], None] = lambda: None
     interrupts: bool = field(default=False, kw_only=True)
     leave_devices: Callable[[], None] | None = field(default=None, kw_only=True)
+    compare_before_every: int = field(default=0, kw_only=True)
     committed_version: int | None = field(default=None, init=False)
     _plan: Plan | None = field(default=None, init=False)
     _strategy: Strategy | None = field(default=None, init=False)
     _engines: Engines | None = field(default=None, init=False)
-    _since: dict[str, int] = field(default_factory=lambda: {"verify": 0, "canary": 0}, init=False)
+    _since: dict[str, int] = field(
+        default_factory=lambda: {"verify": 0, "canary": 0, "memory": 0}, init=False
+    )
+    _digests: verification.Digests | None = field(default=None, init=False)
+    _has_digests: bool = field(default=False, init=False)
 
     def attach(self, urls: Sequence[str]) -> None:
         """Connect to the engines at ``urls`` (at least one, each once). Their weights are unknown until ``update``.
@@ -279,8 +304,10 @@ class WeightUpdater:
         """
         self.close()
         self.committed_version = None
+        self._keep_digests(None, exist=False)
         error: Exception | None = None
         try:
+            failpoint("update/attach")
             self._open(urls)
         except ENGINE_FAULTS as fault:
             error = fault
@@ -295,6 +322,7 @@ class WeightUpdater:
         Raises:
             WeightUpdateRefusedError: on every rank, if requests kept running.
             WeightUpdateError: on every rank, if the update failed.
+            AlteredEngineError: on every rank, if an engine's weights changed since they were verified.
             Exception: the source's own exceptions pass through, after an abort.
         """
         verify = self._is_due("verify", self.config.verify_every)
@@ -305,6 +333,11 @@ class WeightUpdater:
         self.fence()
         try:
             paused_at = self._begin(phases, version, title)
+            compare_memory = self._is_memory_due(previous_version)
+            if compare_memory:
+                self._compare_memory(phases, previous_version)
+            if not verify:
+                self._keep_digests(None, exist=False)
             sent, received, partials = self._stream(phases, verify)
             # Share failures only now: until the last bucket every rank is in the gathers, and none may leave them.
             self._with_strategy(phases, "arrive", Strategy.arrive)
@@ -324,15 +357,21 @@ class WeightUpdater:
             self.fence()
             self._on_rank_0(phases, "commit", self._commit, version)
             self._share(phases.error, title)
+            failpoint("update/committed")
         except WeightUpdateRefusedError:
             # No engine has changed, and the engines that had paused generate again.
             self.committed_version = previous_version
+            raise
+        except AlteredEngineError:
+            # The engines are paused with an unverified version, and stay so.
+            if self._strategy is not None:
+                self._strategy.abort()
             raise
         except BaseException:
             self._abort(phases, version)
             raise
         self.committed_version = version
-        self._count(verify=verify, canary=score)
+        self._count(verify=verify, canary=score, memory=compare_memory or not self._has_digests)
         current_time = time.perf_counter()
         between_nodes = self.source.bytes_between_nodes(self._plan or ())
         rate = self.config.network_gb_per_s
@@ -353,6 +392,8 @@ class WeightUpdater:
 
         Raises WeightUpdateError on every rank.
         """
+        if "weights" in tags:
+            self._keep_digests(None, exist=False)
         phases = Phases()
         self._on_rank_0(phases, "drain", Engines.interrupt_and_release, tags)
         self._share(phases.error, "the engines' memory is not released")
@@ -429,7 +470,37 @@ class WeightUpdater:
 
     def _verify(self, phases: Phases, partials: list[Any]) -> int:
         """Compare the engines' checksums with all senders' ``partials``. Returns the number of tensors."""
-        return self._on_rank_0(phases, "verify", verification.compare_tensors, partials) or 0
+        digests = self._on_rank_0(phases, "verify", verification.expected_digests, partials)
+        self._keep_digests(digests, exist=True)
+        if digests is None:
+            return 0
+        return self._on_rank_0(phases, "verify", verification.compare_tensors, digests) or 0
+
+    def _keep_digests(self, digests: verification.Digests | None, *, exist: bool) -> None:
+        """Keep the expected checksums of the engines' weights on rank 0; every rank knows whether they exist."""
+        self._digests, self._has_digests = digests, exist
+
+    def _is_memory_due(self, previous_version: int | None) -> bool:
+        if not self.compare_before_every or previous_version is None or not self._has_digests:
+            return False
+        return self._since["memory"] + 1 >= self.compare_before_every
+
+    def _compare_memory(self, phases: Phases, version: int | None) -> None:
+        """Compare the paused engines' weights with those that were verified as ``version``. Collective.
+
+        Raises AlteredEngineError on every rank. A server that does not answer fails the update as in any other phase.
+        """
+        mismatch = None
+        if self._digests is not None:
+            self._on_rank_0(phases, "memory", verification.compare_tensors, self._digests)
+        if (mismatches := _mismatches_of(phases.error)) is not None:
+            mismatch, phases.error = mismatches, None
+        mismatch = self.agree(mismatch)
+        if mismatch is not None:
+            raise AlteredEngineError(
+                f"engines' weights changed after they were verified as version {version}: {mismatch}; "
+                f"{AlteredMemoryError.CONSEQUENCE}"
+            )
 
     def _trainer_scores(self, phases: Phases) -> list[list[float]]:
         """Compute the trainer's log-probabilities of the canary's prompts. Collective."""
@@ -466,6 +537,7 @@ class WeightUpdater:
         engines.commit(version)
 
     def _abort(self, phases: Phases, version: int) -> None:
+        failpoint("update/abort")
         if self._strategy is not None:
             self._strategy.abort()
         if not self._is_rank_0 or self._engines is None:

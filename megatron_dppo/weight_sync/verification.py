@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron_dppo.engine.checksums import ExpectedChecksums
 from megatron_dppo.engine.errors import EngineError
@@ -83,11 +83,12 @@ class ExpectedByLayout:
         return [layout_checksums.partial() for layout_checksums in self._by_layout.values()]
 
 
-def compare_tensors(engines: Engines, partials: Sequence[Sequence[Any]]) -> int:
-    """Compare every engine tensor with the partial checksums of all senders. Returns the number of tensors.
+Digests: TypeAlias = Mapping[tuple[int, str], Sequence[Mapping[str, str]]]
+"""The expected checksums of all tensors: by layout of an engine, for each engine rank, by name."""
 
-    Raises EngineFaultError of ChecksumMismatchErrors, or IncompleteWeightsError.
-    """
+
+def expected_digests(engines: Engines, partials: Sequence[Sequence[Any]]) -> Digests:
+    """Combine the partial checksums of all senders. Raises IncompleteWeightsError."""
     layouts = list(dict.fromkeys(engine.layout for engine in engines.members))
     digests: dict[tuple[int, str], Sequence[Mapping[str, str]]] = {}
     for engine in engines.members:
@@ -95,6 +96,14 @@ def compare_tensors(engines: Engines, partials: Sequence[Sequence[Any]]) -> int:
             index = layouts.index(engine.layout)
             layout_partials = [sender[index] for sender in partials]
             digests[engine.layout] = engine.expected().digests(layout_partials)
+    return digests
+
+
+def compare_tensors(engines: Engines, digests: Digests) -> int:
+    """Compare every engine tensor with its expected checksum. Returns the number of tensors.
+
+    Raises EngineFaultError of ChecksumMismatchErrors.
+    """
     actual_checksums = engines.each(lambda engine: engine.checksums())
     faults = {}
     for engine in engines.members:

@@ -1,6 +1,7 @@
 """YAML and overrides to a TrainConfig, and what a person is told when that can't be."""
 
 import math
+import random
 import subprocess
 import sys
 import time
@@ -348,3 +349,24 @@ def test_every_form_of_the_data_is_written_back_as_it_was(load, tmp_path):
         "x": "e.jsonl",
         "y": "f",
     }
+
+
+def test_a_flipped_bit_in_a_run_s_configuration_is_refused(tmp_path):
+    """Whatever bit flips, the file is refused or has the same values."""
+    from megatron_dppo.system.files import with_hash
+
+    config = load_config(str(write_config(tmp_path, minimal(tmp_path))))
+    path = tmp_path / "run.yaml"
+    intact, rng = with_hash(resolved_yaml(config)).encode(), random.Random(1)
+    path.write_bytes(intact)
+    assert load_config(str(path)) == config
+    refused = 0
+    for _ in range(60):
+        content = bytearray(intact)
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+        try:
+            assert load_config(str(path)) == config
+        except ConfigError:
+            refused += 1
+    assert refused > 50

@@ -279,3 +279,45 @@ def test_a_runs_checkpoint_is_converted_with_the_start_model_that_its_run_names(
     assert str(hf) in capsys.readouterr().out
     assert same_bytes(hf, back)
     assert (back / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_certified_folder_is_converted_by_its_certificate(moe, tmp_path, dtype):
+    """A bit of a weight, and one of a file beside the weights; neither gets a new certificate."""
+    hf_to_megatron(moe, tmp_path / "m")
+    megatron_to_hf(tmp_path / "m", tmp_path / "hf")
+    hf_to_megatron(tmp_path / "hf", tmp_path / "again", dtype=dtype)
+    weights = tmp_path / "hf" / "model.safetensors"
+    size = weights.stat().st_size
+    flip_byte(weights, size - 1)
+    with pytest.raises(MismatchError, match=r"conversion\.json recorded"):
+        hf_to_megatron(tmp_path / "hf", tmp_path / "damaged", dtype=dtype)
+    flip_byte(weights, size - 1)
+    tokenizer = tmp_path / "hf" / "tokenizer.json"
+    flip_byte(tokenizer, tokenizer.stat().st_size // 2)
+    with pytest.raises(MismatchError, match=r"tokenizer\.json"):
+        hf_to_megatron(tmp_path / "hf", tmp_path / "damaged", dtype=dtype)
+    assert not (tmp_path / "damaged").exists()
+    # Without the certificate the folder is like any other.
+    (tmp_path / "hf" / "conversion.json").unlink()
+    hf_to_megatron(tmp_path / "hf", tmp_path / "damaged", dtype=dtype)
+
+
+def test_a_damaged_index_of_blocks_is_one_clear_error(moe, tmp_path):
+    """Whatever bit flips: lengths in a pickle can ask for any amount of memory."""
+    hf_to_megatron(moe, tmp_path / "m")
+    path = tmp_path / "m" / "release" / ".metadata"
+    intact, rng = path.read_bytes(), random.Random(1)
+    refused = 0
+    for _ in range(60):
+        content = bytearray(intact)
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+        try:
+            megatron_to_hf(tmp_path / "m", tmp_path / "out", hf_config=moe)
+        except CheckpointError:
+            refused += 1
+        else:
+            assert same_bytes(moe, tmp_path / "out")
+            shutil.rmtree(tmp_path / "out")
+    assert refused > 20

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
+
+import pytest
 
 from megatron_dppo.cluster.slurm.supervise import deadlines
 from megatron_dppo.launch.stops import OVERTIME, TIME, Stop, StopRequests
@@ -46,3 +51,43 @@ def test_a_time_limit_that_moves_moves_what_did_not_come_yet():
     assert stops.came() == [TIME]
     assert deadlines(1000.0, 90.0) == {TIME: 910.0, OVERTIME: 970.0}
     assert deadlines(1000.0, 900.0) == {TIME: 100.0, OVERTIME: 940.0}
+
+
+STOPPED = """
+import sys, time
+from megatron_dppo.launch.stops import exit_by_code, terminal_stops
+exit_by_code()
+print("ready", flush=True)
+if sys.argv[1] == "before the run":
+    time.sleep(60)
+stops = terminal_stops()
+with stops.listening():
+    print("listening", flush=True)
+    while not stops.came():
+        time.sleep(0.001)
+    code = stops.came()[0].code
+print("cleaning up", flush=True)
+time.sleep(0.2)
+print("clean", flush=True)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("moment", ["before the run", "in the run"])
+def test_two_hundred_sigterms_end_in_a_shell_s_exit_code(moment):
+    """They go on until the process has ended; the clean-up after the run ends all the same."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, moment], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    ready = {"before the run": "ready", "in the run": "listening"}[moment]
+    while process.stdout.readline().strip() != ready:
+        assert process.poll() is None
+    for _ in range(200):
+        if process.poll() is not None:
+            break
+        process.terminate()
+        time.sleep(0.002)
+    output = process.stdout.read()
+    assert process.wait() == 143
+    assert ("clean\n" in output) == (moment == "in the run")

@@ -26,6 +26,7 @@ from megatron_dppo.weight_sync.verification import (
     ChecksumMismatchError,
     ExpectedByLayout,
     compare_tensors,
+    expected_digests,
 )
 
 
@@ -125,7 +126,9 @@ def test_engines_of_each_layout_are_compared_with_all_senders_parts_of_it() -> N
     engines = Engines(
         [Checked(A, ONE, HELD_ONE), Checked(B, TWO, HELD_TWO), Checked(C, ONE, HELD_ONE)], runner()
     )
-    assert compare_tensors(engines, PARTIALS) == 4  # one tensor on 1 + 2 + 1 engine ranks
+    assert (
+        compare_tensors(engines, expected_digests(engines, PARTIALS)) == 4
+    )  # one tensor on 1 + 2 + 1 engine ranks
 
 
 def test_only_engines_whose_tensors_differ_are_at_fault() -> None:
@@ -134,7 +137,7 @@ def test_only_engines_whose_tensors_differ_are_at_fault() -> None:
         [Checked(A, ONE, HELD_ONE), Checked(B, TWO, wrong), Checked(C, TWO, HELD_TWO)], runner()
     )
     with pytest.raises(EngineFaultError) as failure:
-        compare_tensors(engines, PARTIALS)
+        compare_tensors(engines, expected_digests(engines, PARTIALS))
     assert failure.value.engines == (B,)
     (error,) = failure.value.faults.values()
     assert isinstance(error, ChecksumMismatchError)

@@ -34,7 +34,7 @@ from megatron_dppo.launch.placement import Allocation, Host, Placement, Placemen
 from megatron_dppo.launch.srun import literal
 from megatron_dppo.logging import say
 from megatron_dppo.model.errors import ModelError
-from megatron_dppo.system.files import unwritable, write_atomically
+from megatron_dppo.system.files import unwritable, with_hash, write_atomically
 from megatron_dppo.system.processes import held_back
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -487,7 +487,7 @@ def _hand_over(submission: Submission, flags: Sequence[str]) -> int:
     """Freeze the configuration in the run's directory and give the job to sbatch."""
     directory, command = submission.directory, submission.command(flags)
     (directory / "logs").mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / CONFIG_FILE, resolved_yaml(submission.config))
+    write_atomically(directory / CONFIG_FILE, with_hash(resolved_yaml(submission.config)))
     write_atomically(directory / SITE_FILE, resolved_yaml(submission.site))
     print(f"configuration: {directory / CONFIG_FILE}, {directory / SITE_FILE}")
     print(shlex.join(command), flush=True)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import sha256_of, sync_to_disk, write_synced
 
 log = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ class CheckpointDirectory:
                 shutil.rmtree(path)
         folder = self.directory / f"{_name(step)}.partial-{serial}"
         folder.mkdir()
+        failpoint("checkpoint/begun")
         return StoredCheckpoint(folder, step, serial)
 
     def publish(
@@ -154,7 +156,10 @@ class CheckpointDirectory:
             # A rename cannot replace a folder that is not empty, so two renames are needed. A crash between them
             # leaves no checkpoint of this step, but the older ones remain.
             os.rename(target, replaced)
+            failpoint("checkpoint/replaced")
+        failpoint("checkpoint/publish")
         os.rename(partial.path, target)
+        failpoint("checkpoint/published")
         sync_to_disk(self.directory)
         return target
 
@@ -164,13 +169,16 @@ class CheckpointDirectory:
         Each folder is renamed first, so that a partly deleted one is never read as a checkpoint.
         """
         for stored in self.complete()[: -self.keep]:
+            failpoint("checkpoint/prune")
             os.rename(stored.path, self.directory / f"{stored.path.name}.replaced-{stored.serial}")
+            failpoint("checkpoint/pruned")
         for path in self._folders():
             if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path)
 
     def discard(self, partial: StoredCheckpoint) -> None:
         """Remove the partial folder of a save that failed."""
+        failpoint("checkpoint/discard")
         shutil.rmtree(partial.path, ignore_errors=True)
 
     def _folders(self) -> list[Path]:

@@ -31,6 +31,7 @@ from megatron_dppo.checkpoint_conversion.dist_writing import (
 )
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.scratch import aligned
 from megatron_dppo.trainer import collectives, platform
@@ -137,6 +138,7 @@ class SaveTask:
         records, items = collectives.on_every_rank(
             lambda: self._write(folder), self.group, error=CheckpointError
         )
+        failpoint("checkpoint/written")
         parts = collectives.all_gather_json(records, self.group)
         # Gather the items on rank 0 only, which writes the headers: their number grows with the number of ranks.
         items_of_ranks = collectives.gather_json(items, self.group)
@@ -160,6 +162,7 @@ class SaveTask:
         with HashedFile(path) as hashed:
             file = BlockFile(hashed)
             for block, values in self.part.blocks:
+                failpoint("checkpoint/block")
                 # Copy one block at a time, so that a save without a host copy holds only one block on the host.
                 file.add(block, values.cpu())
                 self.part.written += block.bytes
@@ -179,6 +182,7 @@ class SaveTask:
         partial, content = self.target.partial, {**self.manifest, "files": files}
         path = self.target.folders.publish(partial, content, suspect=self.suspect)
         if not self.suspect:
+            failpoint("checkpoint/remember")
             self.published(partial.step)
         return str(path)
 

@@ -80,6 +80,11 @@ def state_slices(optimizer: ChainedOptimizer) -> list[StateSlice]:
     return slices
 
 
+def is_replicated(optimizer: ChainedOptimizer) -> bool:
+    """Whether all replicas hold the same state, as with the plain optimizer."""
+    return not any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+
+
 def set_steps(optimizer: ChainedOptimizer, steps: int) -> None:
     """Set Adam's step count of every parameter."""
     for part in _parts(optimizer):
@@ -222,7 +227,7 @@ def rank_state(model: dict[str, Any], optimizer: ChainedOptimizer) -> RankState:
         else:
             raise TypeError(f"Megatron's state dict holds {type(sharded)}, expected sharded ones")
     # All replicas of the plain optimizer hold the same state, so they can divide the writing.
-    split_state = not any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+    split_state = is_replicated(optimizer)
     blocks: list[LocalBlock] = []
     for tensor in tensors:
         blocks += [*tensor.weight, *tensor.state]

@@ -1,0 +1,64 @@
+"""The SHA-256 that huggingface.co recorded for the files of a downloaded model, from huggingface_hub's metadata.
+
+``hf download`` keeps a file's ETag: for a file in the hub's large-file storage (weights, tokenizer.json) it is the
+SHA-256 of the content. In the shared cache it is the name of the blob that ``snapshots/<commit>/<file>`` links to; with
+``--local-dir`` it is the second line of ``.cache/huggingface/download/<file>.metadata``. Smaller files have a git hash,
+which is not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.system.files import sha256_of
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_TOLERANCE_S = 1.0
+"""A file that is newer than its metadata by more was changed on purpose; huggingface_hub allows the same."""
+
+
+def hub_hash(path: Path) -> str | None:
+    """Return the SHA-256 (hex) that the hub has for a downloaded file; None if that is unknown.
+
+    It is unknown too if the file was changed after it was downloaded.
+    """
+    if path.is_symlink():
+        blob = path.resolve()
+        if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
+            return blob.name
+    metadata = path.parent / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
+    try:
+        _, etag, time_text = metadata.read_text(encoding="utf-8").splitlines()[:3]
+        is_changed = path.stat().st_mtime > float(time_text) + _TOLERANCE_S
+    except (OSError, ValueError):
+        return None
+    return etag if _SHA256.fullmatch(etag) and not is_changed else None
+
+
+def check_download(hashes: Mapping[Path, str]) -> None:
+    """Compare the SHA-256 of files with those of the hub, where they are known.
+
+    Args:
+        hashes: SHA-256 (hex) of each file's present content.
+
+    Raises:
+        CheckpointError: names every file that differs.
+    """
+    faults = []
+    for path, digest in hashes.items():
+        expected = hub_hash(path)
+        if expected is not None and digest != expected:
+            faults.append(f"{path}: its SHA-256 is {digest}, huggingface.co recorded {expected}")
+    if faults:
+        raise CheckpointError(
+            f"{'; '.join(faults)}: the download is damaged; delete these files and download them again"
+        )
+
+
+def check_downloaded_files(paths: Iterable[Path]) -> None:
+    """Hash those of the files for which the hub's SHA-256 is known, and compare. Raises CheckpointError."""
+    known = [path for path in paths if hub_hash(path) is not None]
+    check_download({path: sha256_of(path) for path in known})

@@ -1,0 +1,278 @@
+"""Detection of silent memory corruption in the trainer, from hashes of its tensors.
+
+The hashes of a moment are compared with those of a later moment in which nothing may have changed, and with those of
+the data-parallel replicas, which must be equal. A hash covers the time between optimiser steps and what differs between
+replicas afterwards. It cannot show a wrong activation or gradient that reached all replicas alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from megatron_dppo.data.seal import text_digest
+from megatron_dppo.system.errors import AlteredMemoryError
+from megatron_dppo.tensor_hash import TiledHash, add_parts
+from megatron_dppo.trainer import model
+from megatron_dppo.trainer.checkpoint.state import is_replicated, state_slices
+from megatron_dppo.trainer.collectives import all_gather_json
+
+if TYPE_CHECKING:
+    from megatron_dppo.model.layout import Layout
+    from megatron_dppo.trainer.trainer import Trainer
+
+SHOWN = 3
+"""Number of tensors that an error message lists."""
+
+
+class AlteredWeightsError(AlteredMemoryError):
+    """The trainer's weights differ from the result of its last step, or between its replicas."""
+
+
+class AlteredOptimizerError(AlteredMemoryError):
+    """The optimizer's moments or masters changed between two steps, or differ between replicas."""
+
+
+def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the hash of each tensor, by name. One kernel hashes all of them."""
+    hashes = {name: TiledHash(t.numel() * t.element_size()) for name, t in tensors.items()}
+    add_parts([(hashes[name], tensor, 0) for name, tensor in tensors.items()])()
+    return {name: hashed.hexdigest() for name, hashed in hashes.items()}
+
+
+def parameter_name(chunk: int, name: str) -> str:
+    """Return the name of a parameter of model chunk ``chunk`` in hashes and messages."""
+    return f"{chunk}/{name}"
+
+
+@dataclass(frozen=True)
+class RankHashes:
+    """The hashes of this rank's tensors of one kind, by name.
+
+    ``experts``: the names whose replicas are the expert-data-parallel ranks; those of all others are the ranks of
+    equal place in tensor and pipeline parallelism.
+    """
+
+    by_name: Mapping[str, str]
+    experts: frozenset[str]
+
+    def summary(self) -> list[str]:
+        """Return the hash of all hashes, of the dense tensors' hashes and of the experts' hashes."""
+        dense, expert = [], []
+        for name, digest in self.by_name.items():
+            (expert if name in self.experts else dense).append([name, digest])
+        return [text_digest([list(item) for item in self.by_name.items()])] + [
+            text_digest(items) for items in (dense, expert)
+        ]
+
+    def changed_since(self, earlier: RankHashes) -> list[list[str]]:
+        """Return (name, hash now, hash then) of each tensor whose hash differs from the ``earlier`` one."""
+        changes = []
+        for name, digest in self.by_name.items():
+            if digest != earlier.by_name[name]:
+                changes.append([name, digest, earlier.by_name[name]])
+        return changes
+
+
+class MemoryChecks:
+    """Hashes the trainer's weights and optimizer state, and compares them. Every method is collective.
+
+    A method raises its error on every rank. The error names the tensors, the ranks and the step.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._weights: tuple[int, RankHashes, str] | None = None
+        self._optimizer: tuple[int, RankHashes] | None = None
+
+    def remember_weights(self, step: int) -> str:
+        """Hash the weights that ``step`` made, and return the hash of all ranks' weights.
+
+        Raises AlteredWeightsError where replicas hold different weights.
+        """
+        hashes, summaries, digest = self._hash_weights()
+        self._compare_replicas(
+            AlteredWeightsError, f"weights of step {step}", hashes, [s[1:] for s in summaries]
+        )
+        self._weights = step, hashes, digest
+        return digest
+
+    def check_weights(self) -> str:
+        """Compare the weights with those of the last ``remember_weights``, and return their hash.
+
+        Raises AlteredWeightsError.
+        """
+        assert self._weights is not None, "remember_weights comes first"
+        step, remembered, expected = self._weights
+        hashes, _, digest = self._hash_weights()
+        if digest != expected:
+            changes = all_gather_json(hashes.changed_since(remembered)[:SHOWN])
+            raise AlteredWeightsError(
+                f"the trainer's weights of step {step} changed after they were made: {_changes_text(changes)}; "
+                f"{AlteredMemoryError.CONSEQUENCE}"
+            )
+        return digest
+
+    def remember_optimizer(self, step: int) -> None:
+        """Hash moments and masters as ``step`` left them.
+
+        Raises AlteredOptimizerError where replicas that must hold the same state differ.
+        """
+        hashes = self._hash_optimizer()
+        if is_replicated(self._trainer.optimizer):
+            summaries = all_gather_json(hashes.summary()[1:])
+            what = f"optimizer state of step {step}"
+            self._compare_replicas(AlteredOptimizerError, what, hashes, summaries)
+        self._optimizer = step, hashes
+
+    def check_optimizer(self) -> None:
+        """Compare moments and masters with those of the last ``remember_optimizer``; without one, do nothing.
+
+        Raises AlteredOptimizerError.
+        """
+        if self._optimizer is None:
+            return
+        step, remembered = self._optimizer
+        changes = all_gather_json(self._hash_optimizer().changed_since(remembered)[:SHOWN])
+        if any(changes):
+            raise AlteredOptimizerError(
+                f"the optimizer's state of step {step} changed after it was made: {_changes_text(changes)}; "
+                f"{AlteredMemoryError.CONSEQUENCE}"
+            )
+
+    def forget_optimizer(self) -> None:
+        """Drop the hashes of moments and masters, which the next step changes. Not collective."""
+        self._optimizer = None
+
+    def _hash_weights(self) -> tuple[RankHashes, list[list[str]], str]:
+        """Return this rank's hashes, the summaries of all ranks, and the hash of all ranks' weights."""
+        trainer = self._trainer
+        experts = _expert_names(trainer)
+        hashes = RankHashes(trainer.parameter_hashes(), experts)
+        summaries = all_gather_json(hashes.summary())
+        return hashes, summaries, text_digest([summary[0] for summary in summaries])
+
+    def _hash_optimizer(self) -> RankHashes:
+        trainer = self._trainer
+        trainer.check_resident("hash the optimizer's state", "optimizer")
+        names = {
+            id(p): parameter_name(chunk, name)
+            for (chunk, name), p in model.named_parameters(trainer.chunks).items()
+        }
+        tensors: dict[str, Tensor] = {}
+        experts = set()
+        for part in state_slices(trainer.optimizer):
+            for kind, values in part.tensors.items():
+                name = f"{kind} of {names[id(part.parameter)]} from element {part.start}"
+                tensors[name] = values
+                if _is_expert(part.parameter):
+                    experts.add(name)
+        return RankHashes(tensor_hashes(tensors), frozenset(experts))
+
+    def _compare_replicas(
+        self,
+        error: type[AlteredMemoryError],
+        what: str,
+        hashes: RankHashes,
+        summaries: Sequence[Sequence[str]],
+    ) -> None:
+        """Raise ``error`` where the ranks of a replica group have different ``hashes``.
+
+        ``summaries``: of every rank, the hash of its dense tensors' hashes and of its experts' hashes.
+        """
+        differing = differing_groups(self._trainer.layout, summaries)
+        if not differing:
+            return
+        rank = self._trainer.topology.rank
+        involved = any(rank in ranks for _, ranks in differing)
+        # Only ranks whose group differs send their hashes, which may be thousands a rank.
+        gathered = all_gather_json(
+            [dict(hashes.by_name), sorted(hashes.experts)] if involved else [{}, []]
+        )
+        faults: list[str] = []
+        for is_expert, ranks in differing:
+            faults += replica_faults(is_expert, ranks, gathered)
+        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        raise error(
+            f"the trainer's replicas have different {what}: {'; '.join(faults[:SHOWN])}{more}; "
+            f"{AlteredMemoryError.CONSEQUENCE}"
+        )
+
+
+def replica_groups(layout: Layout) -> list[tuple[bool, list[int]]]:
+    """Return (whether of experts, ranks) of each group of ranks that hold the same tensors."""
+    groups: dict[Hashable, list[int]] = {}
+    for rank in range(layout.world_size):
+        place = layout.coordinates(rank)
+        groups.setdefault((False, place.tp, place.pp), []).append(rank)
+        groups.setdefault((True, place.etp, place.ep, place.pp), []).append(rank)
+    return [(bool(key[0]), ranks) for key, ranks in groups.items()]  # type: ignore[index]
+
+
+def differing_groups(
+    layout: Layout, summaries: Sequence[Sequence[str]]
+) -> list[tuple[bool, list[int]]]:
+    """Return the groups of ``replica_groups`` whose ranks have different summaries."""
+    differing = []
+    for is_expert, ranks in replica_groups(layout):
+        if len({summaries[rank][int(is_expert)] for rank in ranks}) > 1:
+            differing.append((is_expert, ranks))
+    return differing
+
+
+def replica_faults(
+    is_expert: bool, ranks: Sequence[int], gathered: Sequence[Sequence[Any]]
+) -> list[str]:
+    """Return a text for each tensor of which the ``ranks`` have different hashes.
+
+    The text names the ranks without the hash that most have; all ranks where no hash has a majority.
+    ``gathered``: of every rank, its hashes by name, and the names of experts among them.
+    """
+    faults = []
+    names, experts = gathered[ranks[0]]
+    for name in names:
+        if (name in experts) != is_expert:
+            continue
+        digests = {rank: gathered[rank][0].get(name, "none") for rank in ranks}
+        common, count = Counter(digests.values()).most_common(1)[0]
+        if count == len(ranks):
+            continue
+        if 2 * count > len(ranks):
+            suspects = [rank for rank, digest in digests.items() if digest != common]
+            faults.append(
+                f"{name} on {_ranks_text(suspects)} has the hash {digests[suspects[0]]}, expected {common}, "
+                f"which {count} of {len(ranks)} replicas have"
+            )
+        else:
+            sides = ", ".join(f"{digest} on rank {rank}" for rank, digest in digests.items())
+            faults.append(f"{name} has the hash {sides}")
+    return faults
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _changes_text(changes_by_rank: Iterable[Sequence[Sequence[str]]]) -> str:
+    texts = []
+    for rank, changes in enumerate(changes_by_rank):
+        for name, digest, expected in changes:
+            texts.append(f"{name} on rank {rank} has the hash {digest}, expected {expected}")
+    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return "; ".join(texts[:SHOWN]) + more
+
+
+def _is_expert(parameter: Any) -> bool:
+    # Megatron marks expert parameters by allreduce=False: the expert-data-parallel ranks hold their replicas.
+    return not getattr(parameter, "allreduce", True)
+
+
+def _expert_names(trainer: Trainer) -> frozenset[str]:
+    parameters = model.named_parameters(trainer.chunks).items()
+    return frozenset(
+        parameter_name(chunk, name) for (chunk, name), p in parameters if _is_expert(p)
+    )

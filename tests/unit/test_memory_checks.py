@@ -1,0 +1,110 @@
+"""Silent corruption of memory: replicas, weights and optimizer state between steps, engines between updates."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.trainer.memory_checks import differing_groups, replica_faults, replica_groups
+from megatron_dppo.weight_sync.transaction import AlteredEngineError, WeightUpdateError
+from tests.unit.test_weight_sync import A, B, Engine, updater
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(data=2),
+        Layout(tensor=2, data=2, expert=2, expert_tensor=1, context=1),
+        Layout(data=4, expert=2),
+        Layout(tensor=2, pipeline=2, data=2, context=2, expert=4),
+    ],
+)
+def test_groups_are_the_ranks_of_equal_place(layout: Layout) -> None:
+    """Each rank is in one group of dense tensors and one of experts, as large as the layout says."""
+    groups = replica_groups(layout)
+    for is_expert, size in ((False, layout.data * layout.context), (True, layout.expert_data)):
+        ranks = [rank for kind, group in groups if kind == is_expert for rank in group]
+        assert sorted(ranks) == list(range(layout.world_size))
+        assert {len(group) for kind, group in groups if kind == is_expert} == {size}
+
+
+def test_only_the_group_that_differs_is_named() -> None:
+    layout = Layout(data=4, expert=2)
+    summaries = [["dense", f"experts {rank % 2}"] for rank in range(4)]
+    assert differing_groups(layout, summaries) == []
+    summaries[3][1] = "flipped"
+    assert differing_groups(layout, summaries) == [(True, [1, 3])]
+
+
+def test_the_minority_is_named_and_without_a_majority_all_are() -> None:
+    right = [{"norm": "a", "expert": "b"}, ["expert"]]
+    wrong = [{"norm": "x", "expert": "b"}, ["expert"]]
+    (fault,) = replica_faults(False, [0, 1, 2], [right, wrong, right])
+    assert fault.startswith("norm on rank 1 ")
+    (fault,) = replica_faults(False, [0, 1], [right, wrong])
+    assert "a on rank 0" in fault
+    assert "x on rank 1" in fault
+    assert replica_faults(True, [0, 1], [right, wrong]) == []
+
+
+def test_an_engine_whose_weights_changed_is_named_before_the_next_update() -> None:
+    engines = Engine(A), Engine(B)
+    updates = updater(*engines)
+    updates.compare_before_every = 3
+    updates.update(1)
+    updates.update(2)
+    engines[1].held = {**engines[1].held, "b": "0"}
+    before = len(engines[1].loaded)
+    with pytest.raises(AlteredEngineError, match=rf"version 2: {B}: .*\bb on engine rank 0"):
+        updates.update(3)
+    # Nothing was sent, and the engines stay paused under no version.
+    assert len(engines[1].loaded) == before
+    last_calls = engines[0].calls[engines[0].calls.index("unverified-3") :]
+    assert "checksums" in last_calls
+    assert "resume" not in last_calls
+
+
+def test_engines_are_compared_as_often_as_configured() -> None:
+    engine = Engine()
+    updates = updater(engine)
+    updates.compare_before_every = 3
+    counts = []
+    for version in range(1, 8):
+        engine.calls.clear()
+        updates.update(version)
+        counts.append(engine.calls.count("checksums"))
+    assert counts == [1, 1, 2, 1, 1, 2, 1]
+
+
+def test_a_version_that_was_not_verified_is_not_compared() -> None:
+    engine = Engine()
+    updates = updater(engine, verify_every=2)
+    updates.compare_before_every = 1
+    engine_checks = []
+    for version in range(1, 5):
+        engine.calls.clear()
+        updates.update(version)
+        engine_checks.append(engine.calls.count("checksums"))
+    # Versions 1 and 3 are verified as they arrive, and compared before versions 2 and 4.
+    assert engine_checks == [1, 1, 1, 1]
+
+
+def test_released_weights_are_not_compared() -> None:
+    engine = Engine()
+    updates = updater(engine)
+    updates.compare_before_every = 1
+    updates.update(1)
+    engine.held = dict.fromkeys("abc", "0")
+    assert updates._is_memory_due(1)
+    updates._keep_digests(None, exist=False)
+    assert not updates._is_memory_due(1)
+
+
+def test_a_server_that_does_not_answer_fails_the_update_and_not_the_run() -> None:
+    engine = Engine()
+    updates = updater(engine)
+    updates.compare_before_every = 1
+    updates.update(1)
+    engine.failing = "checksums"
+    with pytest.raises(WeightUpdateError, match="refused"):
+        updates.update(2)
