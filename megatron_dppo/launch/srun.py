@@ -19,9 +19,11 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
+from megatron_dppo.launch import node_ranks
 from megatron_dppo.launch.placement import Host, Placement
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import RankFailure, failed_at, keep_previous
+from megatron_dppo.logging import failure_mark
 from megatron_dppo.system import processes
 from megatron_dppo.system.lease import START_VARIABLE, FencedError
 from megatron_dppo.system.secret_variables import split_environment
@@ -274,6 +276,7 @@ class SrunRanks:
         form: the common part of steps.
         variables: environment variables of every rank in addition to those of this process; variables with keys
             come on its standard input.
+        forks: whether one process on each host forks the ranks of that host, which then share their imports.
     """
 
     def __init__(
@@ -283,18 +286,25 @@ class SrunRanks:
         placement: Placement,
         form: StepForm,
         variables: Mapping[str, str],
+        *,
+        forks: bool = False,
     ) -> None:
         self._directory = directory
         self._messages = directory.step_messages
+        self._per_task = placement.ranks_per_host if forks else 1
+        logs = directory.path / "logs"
+        if forks:
+            command = node_command(command, self._per_task, logs)
         self._command = form.command(
             command,
             name="trainer",
             hosts=placement.rank_hosts,
-            tasks_per_host=placement.ranks_per_host,
-            output=f"{literal(directory.path / 'logs')}/rank%t.out",
+            tasks_per_host=placement.ranks_per_host // self._per_task,
+            output=f"{literal(logs)}/{'node' if forks else 'rank'}%t.out",
             stdin=True,
         )
         self._variables = {
+            "WORLD_SIZE": str(len(placement.ranks)),
             "MASTER_ADDR": placement.master_address,
             "PYTHONUNBUFFERED": "1",
             RANKS_VARIABLE: "slurm",
@@ -359,9 +369,24 @@ class SrunRanks:
         assert self._popen is not None
         return self._popen.poll()
 
-    def _failure(self, rank: int, code: int) -> RankFailure:
-        output = self._directory.rank_output(rank)
+    def _failure(self, task: int, code: int) -> RankFailure:
+        """The failure of a task: that of its rank, or of the first of its ranks that failed."""
+        ranks = range(task * self._per_task, (task + 1) * self._per_task)
+        failed = [
+            rank for rank in ranks if failure_mark(self._directory.rank_output(rank)).exists()
+        ]
+        outputs = {rank: self._directory.rank_output(rank) for rank in failed or ranks[:1]}
+        rank, output = min(outputs.items(), key=lambda entry: failed_at(entry[1]))
+        if self._per_task > 1 and not failed:
+            # The process that forks the ranks failed, for example in its imports.
+            output = output.with_name(f"node{task}.out")
         return RankFailure(rank, code, output, failed_at(output))
+
+
+def node_command(command: Sequence[str], ranks: int, logs: Path) -> list[str]:
+    """Return the command that forks a host's ``ranks`` ranks, each of which ``command`` would run."""
+    python, option, *module_and_config = command
+    return [python, option, node_ranks.MODULE, str(ranks), *module_and_config, str(logs)]
 
 
 def ended_tasks(messages: str) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from megatron_dppo.launch.srun import SrunProcess
+from megatron_dppo.system.fork_server import MODULE as FORK_SERVER
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.processes import start_process
 from tests.patience import Patience, family_of
@@ -45,6 +46,18 @@ def test_without_restarts_a_killed_rank_ends_the_attempt_and_the_next_goes_on(cl
     assert first["saved"] >= 10
     assert second["first_saved"] == first["saved"]
     assert job.steps() == list(range(1, 41))
+
+
+def test_a_killed_rank_of_several_that_one_process_forked_is_the_one_named(cluster, folder):
+    job = StandInJob(cluster, folder, steps=12, parallel={"world_size": 4})
+    job.submit("--ntasks-per-node=2").wait_for_step(6)
+    forked = [p for p in job.processes(TRAINER) if FORK_SERVER in (p.parent() or p).cmdline()]
+    # Ranks 2 and 3 are those of the second node; the later process is rank 3.
+    os.kill(max(process.pid for process in forked[2:]), signal.SIGKILL)
+    job.wait_for_end()
+    assert job.ends() == ["failed", "done"], job.log
+    assert "rank 3" in job.attempts()[0]["detail"]
+    assert job.steps() == list(range(1, 13))
 
 
 def test_a_crashed_node_is_left_out_of_the_next_attempt(isolated, folder):

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from megatron_dppo.system.secret_variables import hide_secrets
+
 
 def main() -> int:
     rank = os.environ["RANK"]
@@ -30,3 +32,8 @@ def main() -> int:
     if how in ("waits", "killed", "raises", "server"):
         time.sleep(600)
     return 0
+
+
+if __name__ == "__main__":
+    hide_secrets()
+    sys.exit(main())

@@ -2,13 +2,18 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from megatron_dppo.launch import node_ranks
 from megatron_dppo.launch.forked_ranks import ForkedRankGroup, shares_imports
+from megatron_dppo.logging import failure_mark
+from megatron_dppo.system.secret_variables import split_environment
 from tests.patience import Patience, family_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,3 +133,25 @@ def test_ranks_share_imports_where_there_are_several_and_no_gpu():
     assert shares_imports(2, 0)
     assert not shares_imports(1, 0)
     assert not shares_imports(2, 2)
+
+
+def node_of(tmp_path, number: int, how: str) -> subprocess.CompletedProcess:
+    """Host ``number`` of two, with two ranks."""
+    config = tmp_path / "config"
+    config.write_text(how)
+    variables = {"NODE_RANK": str(number), "WORLD_SIZE": "4", "PYTHONPATH": str(ROOT)}
+    plain, secrets = split_environment({**os.environ, **variables, "HF_TOKEN": "hf-4711"})
+    command = [sys.executable, "-m", node_ranks.MODULE, "2", "tests.unit.forked_rank", str(config)]
+    return subprocess.run([*command, str(tmp_path)], env=plain, input=secrets, check=False)
+
+
+def test_a_host_of_several_forks_its_own_ranks(tmp_path):
+    assert node_of(tmp_path, 1, "ends").returncode == 0
+    expected = [f"{rank} {rank - 2} 4 hf-4711 False True True\n" for rank in (2, 3)]
+    assert outputs_of(tmp_path) == expected
+
+
+def test_a_host_ends_with_its_first_rank_that_fails_and_marks_it(tmp_path):
+    assert node_of(tmp_path, 0, "killed").returncode == 128 + signal.SIGKILL
+    assert failure_mark(tmp_path / "rank1.out").exists()
+    assert not failure_mark(tmp_path / "rank0.out").exists()

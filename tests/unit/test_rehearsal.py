@@ -1,5 +1,6 @@
 """A recipe's rehearsal: the derived configuration, the tiny model's sizes, and faults that are named by their key."""
 
+import dataclasses
 import json
 import shutil
 import tomllib
@@ -15,6 +16,7 @@ from megatron_dppo.cluster.rehearsal.attempts import key_of
 from megatron_dppo.cluster.rehearsal.problems import HELD_OUT, make_problems, toy_rows
 from megatron_dppo.cluster.rehearsal.shrinking import Stage
 from megatron_dppo.config import check_config, load_config
+from megatron_dppo.config.checks import engine_split_faults
 from megatron_dppo.config.data_schema import DataConfig
 from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.data.records import DataError
@@ -83,6 +85,44 @@ def test_the_rehearsal_of_every_recipe_passes_the_checks(name, tmp_path):
     steps = derived.rollout.prompts_per_step // derived.training.prompts_per_mini_batch
     assert steps == 2
     assert derived.rollout.max_response_tokens <= shrinking.RESPONSE_TOKENS
+
+
+def test_a_rehearsal_on_nodes_keeps_their_python_and_network_and_on_gpus_the_kernels(tmp_path):
+    name = "qwen3_30b_a3b_base_r3"
+    overrides = [
+        "parallel.interface=ib0",
+        "engine.python=/env/python",
+        "sglang.attention_backend=fa3",
+    ]
+    config = load_config(RECIPES / f"{name}.yaml", [*overrides, "megatron.moe_router_fusion=true"])
+    stage = stage_of(tmp_path, config)
+    on_cpus, on_gpus = (
+        shrinking.shrink(config, config.parallel, dataclasses.replace(stage, nodes=kind, servers=3))
+        for kind in ("cpu", "gpu")
+    )
+    for derived in (on_cpus, on_gpus):
+        assert derived.parallel.interface == "ib0"
+        assert derived.engine.python == "/env/python"
+        assert derived.engine.servers == 3
+    assert (on_cpus.engine.device, on_gpus.engine.device) == ("cpu", "cuda")
+    assert "attention_backend" not in on_cpus.sglang
+    assert on_gpus.sglang == config.sglang
+    assert on_gpus.megatron == config.megatron
+    gpu_stage = dataclasses.replace(stage, nodes="gpu")
+    left_out = {o.key for o in shrinking.omissions(config, config.parallel, gpu_stage)}
+    assert not left_out & {"sglang", "megatron", "sglang.tp_size", "parallel.interface"}
+
+
+@pytest.mark.parametrize("engine", [1, 4, 8])
+@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_model_for_gpus_is_divided_by_layout_and_servers(sizes, engine):
+    tiny = tiny_model.tiny_sizes(sizes, MOE.shape, 100)
+    tiny = tiny_model.sizes_for_kernels(tiny, sizes, MOE.shape, engine)
+    shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
+    assert model_faults(sizes, shape) == []
+    assert list(engine_split_faults({"tp_size": engine}, shape)) == []
+    assert shape.head_dim == MOE.shape.head_dim
+    assert tiny.moe_ffn % (128 * engine) == 0
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)

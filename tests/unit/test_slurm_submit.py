@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.cluster.rehearsal import paths
 from megatron_dppo.cluster.slurm.__main__ import main
 from megatron_dppo.cluster.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
 from megatron_dppo.cluster.slurm.submit import (
@@ -22,9 +23,10 @@ from megatron_dppo.cluster.slurm.submit import (
     seconds_of,
     time_faults,
 )
-from megatron_dppo.cluster.slurm.supervise import job_groups
+from megatron_dppo.cluster.slurm.supervise import job_groups, rehearsed_roles
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.launch.placement import Allocation, Host, place
 from tests.unit.config_files import minimal, write_config
 from tests.unit.test_recipes import RECIPES
 
@@ -208,6 +210,57 @@ def test_a_layout_that_the_model_refuses_is_not_planned(tmp_path):
     verdict, faults = memory_verdict(submission)
     assert "parallel.tensor" in verdict
     assert faults == []
+
+
+def test_a_rehearsal_needs_no_weights_and_has_a_folder_beside_the_run(tmp_path, sbatch, capsys):
+    path = write_config(tmp_path, minimal(tmp_path))
+    (tmp_path / "run-rehearsal").mkdir()
+    (tmp_path / "run-rehearsal" / "rehearsal.json").write_text("{}")
+    for weights in (tmp_path / "model").glob("*.safetensors"):
+        weights.unlink()
+    words = ["submit", str(path), "run.steps=7", "--set=time=60", "--rehearse", "--detach"]
+    assert main(words) == 0
+    given = sbatch.read_text().splitlines()
+    folder = tmp_path / "run-rehearsal"
+    assert given[-3:] == [
+        f"{folder}/submitted.yaml",
+        f"--site={folder}/site.yaml",
+        f"--rehearse={path} run.steps=7",
+    ]
+    assert "--no-requeue" in given
+    assert (folder / "job").read_text() == "42\n"
+    assert not (folder / "rehearsal.json").exists()
+    (earlier,) = tmp_path.glob("run-rehearsal-*/rehearsal.json")
+    assert earlier.read_text() == "{}"
+    assert not (tmp_path / "run").exists()
+
+
+def test_servers_of_a_rehearsal_take_the_places_of_the_recipes(tmp_path):
+    """Two servers of four devices are on the second node, one of eight is on a node of its own; so are small ones."""
+    sections = {"parallel": {"world_size": 8}, "engine": {"servers": 2}, "sglang": {"tp_size": 4}}
+    recipe = config(tmp_path, **sections)
+    hosts = tuple(Host(name, name, 8) for name in ("a", "b"))
+    for on_gpus in (False, True):
+        placement = place(rehearsed_roles(recipe, 8, on_gpus=on_gpus), Allocation(hosts))
+        found = [(server.host.name, server.first_device) for server in placement.servers]
+        assert found == [("b", 0), ("b", 4)]
+    spanning = config(
+        tmp_path, **(sections | {"engine": {"servers": 1}, "sglang": {"tp_size": 16}})
+    )
+    assert rehearsed_roles(spanning, 8, on_gpus=False).server_devices == 8
+    assert rehearsed_roles(spanning, 8, on_gpus=True).server_devices == 16
+
+
+def test_a_path_that_a_node_does_not_see_is_named_by_its_key(tmp_path, capsys):
+    (tmp_path / "config.json").touch()
+    data = tmp_path / "data.jsonl"
+    data.touch()
+    fine = [f"{paths.CHECKPOINT}={tmp_path}", f"data.train={data}"]
+    assert paths.main(fine) == 0
+    assert paths.main([*fine, "data.evaluation.held=nowhere.jsonl"]) == 2
+    assert "data.evaluation.held: got 'nowhere.jsonl'" in capsys.readouterr().out
+    assert paths.main([f"{paths.CHECKPOINT}={data}"]) == 2
+    assert "model.hf_checkpoint" in capsys.readouterr().out
 
 
 def test_the_servers_python_is_asked_of_the_sglang_table_before_anything_queues(

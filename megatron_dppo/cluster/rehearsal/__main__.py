@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_dppo.cluster.rehearsal import attempts, shrinking, tiny_model, verdict
+from megatron_dppo.cluster.rehearsal import RESULT, attempts, shrinking, tiny_model, verdict
 from megatron_dppo.cluster.rehearsal.problems import Problems, make_problems
 from megatron_dppo.cluster.rehearsal.shrinking import Omission, Stage
 from megatron_dppo.cluster.rehearsal.tiny_model import KnownModel
@@ -53,7 +53,8 @@ CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else _LOG_W
 FAILED = 1
 STOP_AFTER = 1
 CONFIG = "rehearsal.yaml"
-RESULT = "rehearsal.json"
+PREPARED = "prepared.json"
+"""File with what a prepared rehearsal leaves out, where its run is started by another process."""
 _GPUS_OF_A_NODE = 8
 _LONGEST_VALUE = 80
 _PREPARATIONS = 4
@@ -88,11 +89,17 @@ def say(line: str) -> None:
     CONSOLE.print(f"[rehearse] {line}", soft_wrap=True, markup=False)
 
 
+def prepared_rehearsal(arguments: Sequence[str], form: attempts.RunForm) -> Rehearsal:
+    """Return the rehearsal that another process prepared with the same arguments; ``form`` starts its runs."""
+    return Rehearsal(_parser().parse_intermixed_args(arguments), RehearsalPhases(2), form)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rehearse a recipe; returns the exit code."""
     options = _parser().parse_intermixed_args(arguments)
     hide_secrets()
-    phases = RehearsalPhases(_PREPARATIONS if options.dry_run else _PREPARATIONS + 2)
+    ends_early = options.dry_run or options.on_nodes is not None
+    phases = RehearsalPhases(_PREPARATIONS if ends_early else _PREPARATIONS + 2)
     try:
         return Rehearsal(options, phases).run()
     except KeyboardInterrupt:
@@ -108,9 +115,15 @@ class Rehearsal:
     Raises ConfigError, ModelError and other RunErrors for what is wrong with the recipe before a process is started.
     """
 
-    def __init__(self, options: argparse.Namespace, phases: RehearsalPhases) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        phases: RehearsalPhases,
+        form: attempts.RunForm = attempts.LOCAL,
+    ) -> None:
         self.options = options
         self.phases = phases
+        self.form = form
         self.recipe = Path(options.recipe)
         self.directory = Path(options.directory or Path("runs") / f"rehearsal-{self.recipe.stem}")
         self.run_directory = self.directory / "run"
@@ -152,7 +165,18 @@ class Rehearsal:
             *([Omission("model.hf_checkpoint", known.missing)] if known.missing else []),
             *shrinking.omissions(config, parallel, stage),
         ]
+        if self.options.on_nodes is not None:
+            entries = [asdict(omission) for omission in left_out]
+            (self.directory / PREPARED).write_text(json.dumps(entries), encoding="utf-8")
+            return 0
         return self._train(path, derived, left_out, placement)
+
+    def run_prepared(self) -> int:
+        """Run what another process has prepared in the folder (``--on-nodes``), and judge it."""
+        path = self.directory / CONFIG
+        entries = json.loads((self.directory / PREPARED).read_text(encoding="utf-8"))
+        left_out = [Omission(**entry) for entry in entries]
+        return self._train(path, load_config(path), left_out, None)
 
     # --- before the run
 
@@ -288,7 +312,10 @@ class Rehearsal:
             evaluation=problems.evaluation,
             longest_prompt=problems.longest,
             has_own_tokenizer=has_own_tokenizer,
-            servers=max(1, self.options.servers),
+            servers=max(1, self.options.servers)
+            if self.options.on_nodes is None
+            else config.engine.started,
+            nodes=self.options.on_nodes,
             unreachable=_unreachable(absent_services(config)),
         )
         if problems.has_toys and config.reward.name not in _SUMS:
@@ -305,6 +332,9 @@ class Rehearsal:
             longest,
             all_to_all=config.megatron.get("cp_comm_type") == "a2a",
         )
+        if stage.on_gpus:
+            engine = config.sglang.get("tp_size") or 1
+            sizes = tiny_model.sizes_for_kernels(sizes, parallel.sizes, known.shape, engine)
         values = tiny_model.tiny_config(known, sizes, own_tokenizer=stage.has_own_tokenizer)
         count = tiny_model.write_model(stage.model, values, config.model.dtype, config.run.seed)
         say(f"  a random {known.shape.family} of {count:,} parameters: {sizes.describe()}")
@@ -314,6 +344,9 @@ class Rehearsal:
         import psutil
 
         ranks, servers = derived.parallel.world_size, derived.engine.started
+        if self.options.on_nodes is not None:
+            say(f"  {ranks} ranks and {servers} of SGLang's servers start on the nodes")
+            return
         needed = (ranks * _RANK_MIB + servers * _SERVER_MIB) * MIB
         available = psutil.virtual_memory().available
         cores = this_machine().cores
@@ -343,7 +376,12 @@ class Rehearsal:
         for label, (stop_after, phase_of) in labels.items():
             with self.phases.phase(label):
                 attempt = attempts.run_attempt(
-                    path, self.run_directory, self.usage, phase_of, stop_after=stop_after
+                    path,
+                    self.run_directory,
+                    self.usage,
+                    phase_of,
+                    stop_after=stop_after,
+                    form=self.form,
                 )
             done.append(attempt)
             if attempts.was_interrupted(attempt):
@@ -366,7 +404,9 @@ class Rehearsal:
         summary = json.loads((self.run_directory / "summary.json").read_text(encoding="utf-8"))
         records = read_records(self.run_directory)
         found = verdict.findings(derived, summary, records, was_resumed=len(done) > 1)
-        verdict.show(CONSOLE, found, left_out, self.usage, verdict.exercised(derived))
+        on_nodes = self.options.on_nodes
+        never = verdict.NEVER if on_nodes is None else verdict.NEVER_ON_NODES[on_nodes]
+        verdict.show(CONSOLE, found, left_out, self.usage, verdict.exercised(derived), never)
         missed = [row for row in found if row.holds is False]
         cpu = sum(attempt.cpu_seconds for attempt in done)
         total = sum(self.phases.seconds.values())
@@ -384,12 +424,15 @@ class Rehearsal:
             _fail("judge", faults)
             return FAILED
         CONSOLE.print(
-            f"passed: {self.recipe} works on {summary['layout']} with a tiny model", soft_wrap=True
+            f"passed: {self.options.called or self.recipe} works on {summary['layout']} with a tiny model",
+            soft_wrap=True,
         )
         CONSOLE.print(f"next:\n  {self._next_commands()}", soft_wrap=True, markup=False)
         return 0
 
     def _next_commands(self) -> str:
+        if self.options.on_nodes is not None:
+            return f"megatron-dppo slurm submit {self.options.called}"
         words = shlex.join([str(self.recipe), *self.options.overrides])
         nodes = self.options.nodes or "NODES"
         return (
@@ -553,6 +596,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="refuse where the recipe's model or data is not on this machine",
     )
+    # For the job of `megatron-dppo slurm submit --rehearse`.
+    parser.add_argument("--on-nodes", choices=("cpu", "gpu"), help=argparse.SUPPRESS)
+    parser.add_argument("--called", help=argparse.SUPPRESS)
     return parser
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,6 +86,7 @@ class _Watch:
     phase_of: PhaseOf
     stop_after: int | None
     usage: UsageByPhase
+    stop_signal: int
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     was_stopped: bool = False
     _threads: list[threading.Thread] = field(default_factory=list)
@@ -116,9 +117,8 @@ class _Watch:
             step = last_step(self.directory)
             if self.stop_after is not None and not self.was_stopped and step >= self.stop_after:
                 self.was_stopped = True
-                # SIGINT acts as Ctrl-C: the trainer ends its step and saves a checkpoint.
                 with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGINT)
+                    process.send_signal(self.stop_signal)
             if time.monotonic() - measured > _MEASURE_EVERY_S:
                 self.usage.add(self.phase_of(step), usage_of(process.pid))
                 measured = time.monotonic()
@@ -134,6 +134,30 @@ def last_step(directory: Path) -> int:
     return max(steps, default=-1)
 
 
+@dataclass(frozen=True)
+class RunForm:
+    """How a rehearsal starts its run.
+
+    Attributes:
+        command: the command line before the path of the configuration.
+        stop_signal: a signal by which the run ends its step and saves a checkpoint.
+        environment: variables beside this process's.
+    """
+
+    command: Sequence[str]
+    stop_signal: int
+    environment: Mapping[str, str]
+
+
+LOCAL = RunForm(
+    (sys.executable, "-m", TRAIN),
+    # It acts as Ctrl-C.
+    signal.SIGINT,
+    # Ranks and servers are processes of CPUs, also on a machine with GPUs.
+    {"CUDA_VISIBLE_DEVICES": ""},
+)
+
+
 def run_attempt(
     config: Path,
     directory: Path,
@@ -141,8 +165,9 @@ def run_attempt(
     phase_of: PhaseOf,
     *,
     stop_after: int | None = None,
+    form: RunForm = LOCAL,
 ) -> RehearsalRun:
-    """Run ``megatron-dppo train`` on ``config`` to its end.
+    """Run ``config`` to its end.
 
     Args:
         config: the rehearsal's configuration.
@@ -150,18 +175,17 @@ def run_attempt(
         usage: takes the samples.
         phase_of: names phases for the samples.
         stop_after: the step after which the run is asked to stop; None: it is not.
+        form: starts and stops the run.
     """
-    watch = _Watch(directory, phase_of, stop_after, usage)
+    watch = _Watch(directory, phase_of, stop_after, usage, form.stop_signal)
     log = directory / "logs" / "supervisor.log"
     logged = log.stat().st_size if log.is_file() else 0
     began, cpu = time.monotonic(), _cpu_of_children()
     usage.begin()
-    # Ranks and servers are processes of CPUs, also on a machine with GPUs.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     try:
         code = run_to_the_end(
-            [sys.executable, "-m", TRAIN, str(config)],
-            environment,
+            [*form.command, str(config)],
+            {**os.environ, **form.environment},
             errors=subprocess.PIPE,
             started=watch.start,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_dppo.cluster.rehearsal import signal
 from megatron_dppo.config import TrainConfig
@@ -31,6 +31,7 @@ _PATIENCE_S = 3600.0
 _HANG_S = 600.0
 _SCORE_S = 120.0
 
+Nodes = Literal["cpu", "gpu"]
 SIZES_OF_ENGINE = ("tp_size", "base_gpu_id", "mem_fraction_static")
 KEPT_ENGINE_OPTIONS = frozenset(
     (
@@ -92,6 +93,7 @@ class Stage:
         servers: to start.
         unreachable: keys of tables whose service does not answer, each with the reason.
         scores_toys: whether the recipe's reward scores the toy problems that replace its data.
+        nodes: the nodes of a cluster that the rehearsal runs on, with or without their GPUs; None: this machine.
     """
 
     directory: Path
@@ -103,6 +105,12 @@ class Stage:
     servers: int = 1
     unreachable: Mapping[str, str] = field(default_factory=dict)
     scores_toys: bool = True
+    nodes: Nodes | None = None
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether ranks and servers use GPUs."""
+        return self.nodes == "gpu"
 
 
 @dataclass(frozen=True)
@@ -151,10 +159,11 @@ def shrink(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> Train
     """
     tree = merged(config.model_dump(), _changes(config, parallel, stage))
     # Tables whose entries are replaced as a whole: a merge would keep what is left out.
-    tree["sglang"] = {k: v for k, v in config.sglang.items() if k in KEPT_ENGINE_OPTIONS}
-    tree["megatron"] = {
-        k: v for k, v in config.megatron.items() if k not in DROPPED_MEGATRON_OPTIONS
-    }
+    dropped = _dropped_options(config, stage)
+    sizes = () if stage.on_gpus else SIZES_OF_ENGINE
+    left_out = {"sglang": {*dropped["sglang"], *sizes}, "megatron": dropped["megatron"]}
+    for table, keys in left_out.items():
+        tree[table] = {k: v for k, v in getattr(config, table).items() if k not in keys}
     tree["data"] = {**tree["data"], **_data(config, stage)}
     tree["reward"] = _reward(config, stage)
     return TrainConfig.model_validate(tree)
@@ -199,7 +208,7 @@ def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dic
         "parallel": {
             **parallel.model_dump(),
             **small_stages(parallel),
-            "interface": None,
+            "interface": None if stage.nodes is None else config.parallel.interface,
             "collective_timeout_s": max(parallel.collective_timeout_s, _PATIENCE_S),
         },
         "training": {
@@ -219,8 +228,8 @@ def _changes(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> dic
             "ca_file": None,
             "host": "127.0.0.1",
             "port": None,
-            "device": "cpu",
-            "python": None,
+            "device": "cuda" if stage.on_gpus else "cpu",
+            "python": None if stage.nodes is None else config.engine.python,
             "max_restarts": 0,
             "start_timeout_s": max(config.engine.start_timeout_s, _PATIENCE_S),
             "hang_timeout_s": max(config.engine.hang_timeout_s, _HANG_S),
@@ -310,7 +319,7 @@ def omissions(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> It
     for key, reason in stage.unreachable.items():
         yield Omission(key, reason)
     yield from _engine_parts(config, stage)
-    for table, dropped in _dropped_options(config).items():
+    for table, dropped in _dropped_options(config, stage).items():
         if dropped:
             yield Omission(table, f"{', '.join(dropped)}: for GPUs")
     if other := [name for name in config.tracking.trackers if name != "tensorboard"]:
@@ -341,7 +350,7 @@ def _replaced_parts(
 
 
 def _engine_parts(config: TrainConfig, stage: Stage) -> Iterator[Omission]:
-    if config.parallel.interface is not None:
+    if config.parallel.interface is not None and stage.nodes is None:
         yield Omission("parallel.interface", "all ranks are on one machine")
     engine = config.engine
     if engine.started != stage.servers or engine.urls:
@@ -350,11 +359,14 @@ def _engine_parts(config: TrainConfig, stage: Stage) -> Iterator[Omission]:
             there += f" and {len(engine.urls)} urls"
         yield Omission("engine.servers", f"{stage.servers} instead of {there} (--servers)")
     tensor = config.sglang.get("tp_size") or 1
-    if tensor != 1:
+    if tensor != 1 and not stage.on_gpus:
         yield Omission("sglang.tp_size", f"1 instead of {tensor}: a server on a CPU is one process")
 
 
-def _dropped_options(config: TrainConfig) -> dict[str, list[str]]:
+def _dropped_options(config: TrainConfig, stage: Stage) -> dict[str, list[str]]:
+    """Options that choose GPU kernels or GPU memory, by their table; none on GPUs."""
+    if stage.on_gpus:
+        return {"sglang": [], "megatron": []}
     left_out = KEPT_ENGINE_OPTIONS | set(SIZES_OF_ENGINE)
     return {
         "sglang": [key for key in config.sglang if key not in left_out],

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,7 @@ class TinySizes:
     choices: int
     moe_ffn: int
     positions: int
+    head_dim: int = HEAD_DIM
 
     def describe(self) -> str:
         """The sizes in words."""
@@ -169,6 +170,35 @@ def tiny_sizes(
     )
 
 
+_KERNEL_ROWS = 128
+"""Rows of an MLP on each rank that GPU kernels take."""
+
+
+def sizes_for_kernels(
+    sizes: TinySizes, layout: LayoutSizes, shape: ModelShape, engine: int
+) -> TinySizes:
+    """``sizes`` with widths that GPU kernels take, and heads that servers of ``engine`` ranks divide.
+
+    Not yet run on a GPU. The head's width is the recipe's model's own: attention kernels exist for few widths.
+    """
+    ranks = math.lcm(layout.tensor, engine)
+    groups, heads = sizes.groups, math.lcm(sizes.heads, engine)
+    if groups % engine and engine % groups:
+        groups = math.lcm(groups, engine)
+        heads = math.lcm(heads, groups)
+    head_dim = shape.head_dim
+    has_width = _has_own_head_dim(shape)
+    return replace(
+        sizes,
+        heads=heads,
+        groups=groups,
+        hidden=4 * _KERNEL_ROWS if has_width else heads * head_dim,
+        ffn=2 * _KERNEL_ROWS * ranks,
+        moe_ffn=_KERNEL_ROWS * math.lcm(layout.expert_tensor_size, engine) if sizes.experts else 0,
+        head_dim=head_dim,
+    )
+
+
 def _has_own_head_dim(shape: ModelShape) -> bool:
     return shape.family.startswith("qwen3")
 
@@ -188,7 +218,7 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
         "initializer_range": _INITIAL,
     }
     if _has_own_head_dim(known.shape) or "head_dim" in values:
-        values["head_dim"] = HEAD_DIM
+        values["head_dim"] = sizes.head_dim
     if sizes.experts:
         name = "num_experts" if "num_experts" in values else "num_local_experts"
         # A family without a key for the width of an expert takes the MLP's.

@@ -30,6 +30,22 @@ NEVER = (
 """Parts of any recipe that CPUs on one machine do not show."""
 
 
+NEVER_ON_NODES: Mapping[str, Sequence[Omission]] = {
+    "cpu": (
+        Omission(
+            "GPU kernels, GPU memory and speed", "the ranks and servers ran on the nodes' CPUs"
+        ),
+        Omission("NCCL", "ranks and servers exchanged tensors over gloo, on the nodes' network"),
+        NEVER[-1],
+    ),
+    "gpu": (
+        Omission("GPU memory and speed", "the model is tiny; see `megatron-dppo plan`"),
+        NEVER[-1],
+    ),
+}
+"""Parts of any recipe that a rehearsal on the CPUs, or on the GPUs, of a cluster's nodes does not show."""
+
+
 def findings(
     config: TrainConfig, summary: Mapping[str, Any], records: Sequence[Record], *, was_resumed: bool
 ) -> list[VerdictRow]:
@@ -117,12 +133,13 @@ def show(
     left_out: Iterable[Omission],
     usage: UsageByPhase,
     parts: Sequence[str],
+    never: Sequence[Omission] = NEVER,
 ) -> None:
-    """Print the verdict's tables."""
+    """Print the verdict's tables. ``never``: parts that such a rehearsal can't run for any recipe."""
     console.print(verdict_table("Rehearsal", found))
     console.print(f"exercised: {', '.join(parts)}", soft_wrap=True)
     console.print("not exercised:")
-    for omission in (*left_out, *NEVER):
+    for omission in (*left_out, *never):
         console.print(f"  {omission.key}: {omission.reason}", soft_wrap=True)
     console.print(usage_table(usage))
 

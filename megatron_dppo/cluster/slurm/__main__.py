@@ -31,7 +31,17 @@ def _supervise(options: argparse.Namespace) -> int:
     """Runs the recipe inside this job; the last command of a batch script."""
     from megatron_dppo.cluster.slurm.supervise import supervise
 
-    return supervise(options.recipe, options.overrides, options.site)
+    if options.rehearse is not None:
+        from megatron_dppo.cluster.slurm.rehearse import rehearse_in_job
+
+        return rehearse_in_job(options.recipe, options.site, options.rehearse)
+    return supervise(
+        options.recipe,
+        options.overrides,
+        options.site,
+        once=options.once,
+        roles_of=options.roles_of,
+    )
 
 
 def _submit(options: argparse.Namespace) -> int:
@@ -95,6 +105,12 @@ def _takes_log(parser: argparse.ArgumentParser) -> None:
 def _takes_submission(parser: argparse.ArgumentParser) -> None:
     _takes_recipe(parser)
     parser.add_argument("--dry-run", action="store_true", help="show everything and submit nothing")
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run a tiny model of the recipe on the job's nodes, and wait for the verdict; docs/rehearsal.md",
+    )
+    parser.add_argument("--detach", action="store_true", help="with --rehearse: do not wait")
     parser.add_argument("--nodes", type=int, help="how many; by default what the roles fill")
     parser.add_argument(
         "--set",
@@ -112,6 +128,14 @@ def _takes_submission(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _takes_supervision(parser: argparse.ArgumentParser) -> None:
+    _takes_recipe(parser)
+    # For the job of `submit --rehearse`.
+    parser.add_argument("--rehearse", metavar="CALLED", help=argparse.SUPPRESS)
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--roles-of", metavar="FILE", help=argparse.SUPPRESS)
+
+
 def _takes_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE.yaml", help="the run's configuration")
     parser.add_argument(
@@ -126,7 +150,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Command]] 
     "watch": (_takes_pace, _watch),
     "stop": (_takes_run, _stop),
     "logs": (_takes_log, _logs),
-    "supervise": (_takes_recipe, _supervise),
+    "supervise": (_takes_supervision, _supervise),
 }
 
 

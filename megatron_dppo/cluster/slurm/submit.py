@@ -5,12 +5,14 @@ submit it.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from pathlib import Path
 from megatron_dppo import EXAMPLES
 from megatron_dppo.cluster.planner.devices import DEVICES, GIB, Cluster
 from megatron_dppo.cluster.preflight import CHECKS
+from megatron_dppo.cluster.rehearsal import RESULT
 from megatron_dppo.cluster.slurm.attempts import JOB_FILE
 from megatron_dppo.cluster.slurm.commands import SlurmError, allocation_variables, fields, slurm
 from megatron_dppo.cluster.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
@@ -34,7 +37,7 @@ from megatron_dppo.launch.placement import Allocation, Host, Placement, Placemen
 from megatron_dppo.launch.srun import literal
 from megatron_dppo.logging import say
 from megatron_dppo.model.errors import ModelError
-from megatron_dppo.system.files import unwritable, with_hash, write_atomically
+from megatron_dppo.system.files import unused_path, unwritable, with_hash, write_atomically
 from megatron_dppo.system.processes import held_back
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -333,6 +336,8 @@ class Submission:
     site: SiteConfig
     nodes: int
     placement: Placement
+    rehearses: str = ""
+    """The recipe and its overrides as the user wrote them, where the job is a rehearsal."""
 
     @classmethod
     def plan(cls, config: TrainConfig, site: SiteConfig, nodes: int | None) -> Submission:
@@ -362,7 +367,10 @@ class Submission:
 
     @property
     def directory(self) -> Path:
-        return Path(self.config.run.directory).resolve()
+        directory = Path(self.config.run.directory).resolve()
+        if self.rehearses:
+            return directory.with_name(f"{directory.name}-rehearsal")
+        return directory
 
     def command(self, extra: Sequence[str] = ()) -> list[str]:
         """Return the sbatch command line. Options come before the script: after it they would be the script's."""
@@ -387,11 +395,13 @@ class Submission:
             f"--output={literal(self.directory)}/logs/slurm-%j.out",
             *(["--no-kill"] if site.spares_servers else []),
             *site.sbatch_flags,
+            *(["--no-requeue"] if self.rehearses else []),
             *extra,
             *self._second_group(other_counts),
             str(SCRIPT),
             str(self.directory / CONFIG_FILE),
             f"--site={self.directory / SITE_FILE}",
+            *([f"--rehearse={self.rehearses}"] if self.rehearses else []),
         ]
 
     def _second_group(self, node_counts: Sequence[int]) -> list[str]:
@@ -480,11 +490,72 @@ def submit(options: argparse.Namespace) -> int:
     if faults:
         raise ConfigError(faults, f"{options.recipe} would be refused")
     assert submission is not None
-    return 0 if options.dry_run else _hand_over(submission, options.sbatch)
+    if options.dry_run:
+        return 0
+    if options.rehearse:
+        set_aside(submission.directory)
+    job = _hand_over(submission, options.sbatch)
+    print(f"\nsubmitted as job {job}; {_hint(submission)}", flush=True)
+    if options.rehearse and not options.detach:
+        return follow(submission.directory, job)
+    return 0
 
 
-def _hand_over(submission: Submission, flags: Sequence[str]) -> int:
-    """Freeze the configuration in the run's directory and give the job to sbatch."""
+def _hint(submission: Submission) -> str:
+    if submission.rehearses:
+        verdict = submission.directory / RESULT
+        return f"its verdict will be in {verdict}; scancel ends it"
+    return f"megatron-dppo slurm status {submission.directory} tells of it"
+
+
+def set_aside(directory: Path) -> None:
+    """Rename the folder of an earlier rehearsal; nothing of it is deleted."""
+    if directory.exists():
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        renamed = unused_path(directory.with_name(f"{directory.name}-{stamp}"))
+        directory.rename(renamed)
+        print(f"the earlier rehearsal is now {renamed}")
+
+
+def follow(directory: Path, job: str) -> int:
+    """Print a rehearsal's output until its job has ended; the exit code: 0 passed, 1 failed.
+
+    Ctrl-C ends the following and leaves the job as it is.
+    """
+    output, shown = directory / "logs" / f"slurm-{job}.out", 0
+    print(f"its output follows; Ctrl-C leaves the job running and {output} has it\n", flush=True)
+    has_ended = False
+    while True:
+        text = output.read_bytes() if output.exists() else b""
+        sys.stdout.write(text[shown:].decode(errors="replace"))
+        sys.stdout.flush()
+        shown = len(text)
+        if has_ended:
+            break
+        # Read once more after the end: the last lines may be younger than the last look.
+        has_ended = job_state(directory, []).state in (None, *_ENDED_STATES)
+        time.sleep(_FOLLOW_EVERY_S)
+    try:
+        result = json.loads((directory / RESULT).read_text(encoding="utf-8"))
+    except OSError:
+        result = {"passed": False}
+    return 0 if result["passed"] else 1
+
+
+_FOLLOW_EVERY_S = 1.0
+_ENDED_STATES = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "DEADLINE",
+)
+
+
+def _hand_over(submission: Submission, flags: Sequence[str]) -> str:
+    """Freeze the configuration in the run's directory and give the job to sbatch; its id."""
     directory, command = submission.directory, submission.command(flags)
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     write_atomically(directory / CONFIG_FILE, with_hash(resolved_yaml(submission.config)))
@@ -503,8 +574,7 @@ def _hand_over(submission: Submission, flags: Sequence[str]) -> int:
         if not job.isdigit():
             raise SlurmError(f"sbatch answered {answer[:200]!r}, expected the id of a job")
         write_atomically(directory / JOB_FILE, f"{job}\n")
-    print(f"\nsubmitted as job {job}; megatron-dppo slurm status {directory} tells of it")
-    return 0
+    return job
 
 
 def _waiting_faults(directory: Path) -> Iterator[str]:
@@ -526,18 +596,24 @@ def _checked(
     """
     faults: list[str] = []
     submission, memory = None, "memory: not planned, as the roles have no place"
+    rehearses = options.rehearse
     try:
-        check_config(config, options.recipe)
+        # A rehearsal makes weights of its own.
+        check_config(config, options.recipe, weights=not rehearses)
     except ConfigError as error:
         faults += error.faults
     try:
         submission = Submission.plan(config, site, options.nodes)
     except PlacementError as error:
         faults.append(str(error))
+    if submission is not None and rehearses:
+        called = shlex.join([options.recipe, *options.overrides])
+        submission = replace(submission, rehearses=called)
     if submission is not None:
         faults += submission.faults(options.sbatch)
         faults += _waiting_faults(submission.directory)
         memory, memory_faults = memory_verdict(submission)
-        faults += memory_faults
+        # The rehearsal's model is tiny.
+        faults += [] if rehearses else memory_faults
     faults += server_option_faults(ServerSections.of(config).where_generated, site)
     return submission, memory, faults

@@ -30,6 +30,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import Runtime
 from megatron_dppo.launch import srun
+from megatron_dppo.launch.forked_ranks import shares_imports
 from megatron_dppo.launch.library_checks import CHECK
 from megatron_dppo.launch.local import rank_command, rank_restarts
 from megatron_dppo.launch.placement import (
@@ -204,7 +205,7 @@ class Steps:
         """Run the check that needs the libraries on ``host``; return its refusal, or None."""
         path = self.directory.path / "logs" / "check.out"
         command = [*rank_command(MODULE, self.directory, self.python), CHECK]
-        code = self._run("check", command, [host], path, tolerant=False, needs_keys=True)
+        code = self.run("check", command, [host], path, tolerant=False, needs_keys=True)
         if code == 0:
             return None
         if stopped := self.stops.came():
@@ -226,7 +227,7 @@ class Steps:
         ]
         output = self.directory.path / "logs" / "preflight.out"
         log.info("preflight on %d nodes", len(job.hosts))
-        self._run("preflight", command, job.hosts, output, tolerant=True, needs_keys=False)
+        self.run("preflight", command, job.hosts, output, tolerant=True, needs_keys=False)
         # Nodes that were ended before they answered are not at fault.
         if self.stops.came():
             return {}
@@ -243,7 +244,7 @@ class Steps:
             raise LaunchError(f"preflight: {'; '.join(reasons[EVERYWHERE])}; see {output}")
         return {host: "; ".join(findings_of_host) for host, findings_of_host in reasons.items()}
 
-    def _run(
+    def run(
         self,
         name: str,
         command: Sequence[str],
@@ -304,11 +305,23 @@ def _ports(placement: Placement) -> set[int]:
 
 @dataclass(eq=False)
 class Start:
+    """One start of a run in a job.
+
+    Attributes:
+        config: the run's configuration.
+        job, site: where it runs.
+        directory: the run's folder, whose lease this process holds.
+        stops: requests to end it.
+        roles_of: the configuration whose ranks and servers are placed; None: the run's own. A rehearsal's servers are
+            smaller than the recipe's, and take the places of the recipe's.
+    """
+
     config: TrainConfig
     job: Job
     site: SiteConfig
     directory: RunDirectory
     stops: StopRequests
+    roles_of: TrainConfig | None = None
     _left_out: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -362,7 +375,7 @@ class Start:
         self.directory.write_config(resolved_yaml(self.config))
         try:
             self._require_environment()
-            roles = Roles.of(self.config.parallel.world_size, self._sections)
+            roles = self._roles()
             placement = place(roles, Allocation(self.job.hosts, base))
             if self.site.preflight and (bad := self._preflight(steps, placement)):
                 self._left_out = bad
@@ -377,6 +390,11 @@ class Start:
             return Outcome(stopped[0].code, "stopped", stopped[0].why)
         log.info("attempt %d of job %s\n%s", self.job.attempt, self.job.id, placement.table())
         return steps.check(placement.ranks[0].host) or self._supervise(placement)
+
+    def _roles(self) -> Roles:
+        if self.roles_of is None:
+            return Roles.of(self.config.parallel.world_size, self._sections)
+        return rehearsed_roles(self.roles_of, self.job.hosts[0].devices, on_gpus=self.job.gpus > 0)
 
     def _supervise(self, placement: Placement) -> Outcome:
         try:
@@ -419,6 +437,7 @@ class Start:
             placement,
             self._form(server=False),
             {NONCE_VARIABLE: lease.fence.nonce, **variables},
+            forks=shares_imports(placement.ranks_per_host, self.job.gpus),
         )
         names = [host.name for host in placement.rank_hosts]
         restarts = rank_restarts(config.run, directory, self._sections)
@@ -445,6 +464,15 @@ def _lost_nodes(names: Sequence[str]) -> str | None:
     return ", ".join(states) or None
 
 
+def rehearsed_roles(recipe: TrainConfig, devices: int | None, *, on_gpus: bool) -> Roles:
+    """Return the roles of ``recipe``; without GPUs each server is on one host of ``devices`` devices."""
+    sections = ServerSections.of(recipe).where_generated
+    roles = Roles.of(recipe.parallel.world_size, sections)
+    if on_gpus:
+        return roles
+    return replace(roles, server_devices=min(roles.server_devices, devices or 1), port=None)
+
+
 def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Placement:
     """Place the roles on the remaining nodes.
 
@@ -468,8 +496,22 @@ _EXCLUDE_EVERY_S = 0.5
 _LAST_BREATH_S = 2.0
 
 
-def supervise(config_path: str, overrides: Sequence[str], site_file: str | None) -> int:
+def supervise(
+    config_path: str,
+    overrides: Sequence[str],
+    site_file: str | None,
+    *,
+    once: bool = False,
+    roles_of: str | None = None,
+) -> int:
     """Run the recipe inside this job and return the batch process's exit code.
+
+    Args:
+        config_path: the recipe.
+        overrides: values that replace the recipe's.
+        site_file: the site file.
+        once: whether the job ends with this start, whatever its end.
+        roles_of: the recipe whose ranks and servers are placed; see ``Start``.
 
     Raises ConfigError, LaunchError, SlurmError.
     """
@@ -477,13 +519,16 @@ def supervise(config_path: str, overrides: Sequence[str], site_file: str | None)
     os.environ.update(site.environment)
     hide_secrets()
     config = load_config(config_path, overrides)
+    placed = None if roles_of is None else load_config(roles_of)
     job = Job.of_environment(site)
     stops = job.stops(site.checkpoint_margin_s)
     job.follow_time_limit(stops, site.checkpoint_margin_s)
     with stops.listening():
         with RunDirectory(config.run.directory) as directory:
             configure_logging(directory.path, None)
-            decision = Start(config, job, site, directory, stops).run()
+            decision = Start(config, job, site, directory, stops, placed).run()
+        if once:
+            return decision.code
         return _requeue(job, decision)
 
 

@@ -34,9 +34,10 @@ from megatron_dppo.system.secret_variables import hide_secrets
 STEP_S = 0.1
 
 
-def main(path: str, *flags: str) -> None:
+def main() -> None:
     """Check, or run to the last step, to a stop, or to the fence."""
     hide_secrets()
+    path, *flags = sys.argv[1:]
     config = load_config(path, [])
     if "--check" in flags:
         return
@@ -93,4 +94,4 @@ def finish(config: TrainConfig, run: Path, step: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

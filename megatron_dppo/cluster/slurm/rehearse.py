@@ -1,0 +1,110 @@
+"""A rehearsal inside a Slurm job: the batch process of ``submit --rehearse``.
+
+It looks for the recipe's files on every node, has the first node make the tiny model and the rehearsal's configuration,
+and runs that configuration twice under the supervisor of this job: once until it is stopped, once until its end. The
+verdict is printed, so that it is in the job's output and, while ``submit`` follows it, on its terminal.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dppo.cluster.rehearsal import paths
+from megatron_dppo.cluster.rehearsal.__main__ import prepared_rehearsal
+from megatron_dppo.cluster.rehearsal.attempts import RunForm
+from megatron_dppo.cluster.slurm.site import load_site, site_path
+from megatron_dppo.cluster.slurm.supervise import Job, Steps, rehearsed_roles
+from megatron_dppo.config.loading import load_config
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.launch.placement import Allocation, Host, place
+from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.launch.stops import StopRequests
+from megatron_dppo.logging import configure_logging
+from megatron_dppo.system.secret_variables import hide_secrets
+
+MODULE = "megatron_dppo.cluster.rehearsal"
+FAILED = 1
+
+
+def rehearse_in_job(recipe: str, site_file: str | None, called: str) -> int:
+    """Rehearse a recipe on this job's nodes and return the exit code of the batch process.
+
+    Args:
+        recipe: the submitted configuration, in the rehearsal's folder.
+        site_file: the submitted site file.
+        called: the recipe and its overrides as the user wrote them.
+
+    Raises ConfigError, LaunchError, SlurmError.
+    """
+    # Slurm sends USR1 near the time limit; the supervisor of a run has a clock of its own for that.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    site_path_given = site_path(site_file)
+    site = load_site(site_path_given)
+    hide_secrets()
+    config = load_config(recipe)
+    job = Job.of_environment(site)
+    placement = place(
+        rehearsed_roles(config, job.hosts[0].devices, on_gpus=job.gpus > 0), Allocation(job.hosts)
+    )
+    with RunDirectory(Path(recipe).parent) as directory:
+        configure_logging(directory.path, None)
+        form = site.form(str(Path.cwd()), server=False)
+        steps = Steps(directory, form, site.container.interpreter, StopRequests({}))
+        preparation = _Preparation(
+            config, Path(recipe), steps, "gpu" if job.gpus else "cpu", called
+        )
+        hosts = tuple(dict.fromkeys((*placement.rank_hosts, *placement.server_hosts)))
+        if code := preparation.run(hosts):
+            return code
+        runs = _supervised(Path(recipe), site_path_given)
+        return prepared_rehearsal(preparation.words, runs).run_prepared()
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """The steps of a rehearsal before its runs. ``kind``: whether it uses the GPUs of the nodes."""
+
+    config: TrainConfig
+    recipe: Path
+    steps: Steps
+    kind: str
+    called: str
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments of ``megatron-dppo rehearse``."""
+        folder = f"--directory={self.recipe.parent}"
+        return [str(self.recipe), folder, f"--on-nodes={self.kind}", f"--called={self.called}"]
+
+    def run(self, hosts: Sequence[Host]) -> int:
+        """Look for the recipe's files on ``hosts``, and make the rehearsal's on the first; the exit code."""
+        python = self.steps.python
+        look = [python, "-m", paths.MODULE, *needed_paths(self.config)]
+        prepare = [python, "-m", MODULE, *self.words]
+        return self._step("paths", look, hosts) or self._step("prepare", prepare, hosts[:1])
+
+    def _step(self, name: str, command: Sequence[str], hosts: Sequence[Host]) -> int:
+        output = self.recipe.parent / "logs" / f"{name}.out"
+        code = self.steps.run(name, command, hosts, output, tolerant=True, needs_keys=True)
+        print(output.read_text(errors="replace") if output.is_file() else "", end="", flush=True)
+        return FAILED if code is None else code
+
+
+def _supervised(recipe: Path, site: Path | None) -> RunForm:
+    """The form of the runs: each is supervised in this job, and is stopped as by ``slurm stop``."""
+    flags = ["--once", f"--roles-of={recipe}", *([] if site is None else [f"--site={site}"])]
+    command = (sys.executable, "-m", "megatron_dppo", "slurm", "supervise", *flags)
+    return RunForm(command, signal.SIGUSR2, {})
+
+
+def needed_paths(config: TrainConfig) -> Iterator[str]:
+    """Yield ``KEY=PATH`` for what a run of the recipe reads on every node."""
+    yield f"{paths.CHECKPOINT}={config.model.hf_checkpoint}"
+    for file in config.data.train_files:
+        yield f"data.train={file.path}"
+    for name, file in config.data.evaluation_files.items():
+        yield f"data.evaluation.{name}={file.path}"

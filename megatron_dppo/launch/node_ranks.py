@@ -1,0 +1,83 @@
+"""Start the ranks of one host of a cluster as forks of one process, which share its imports.
+
+    python -m megatron_dppo.launch.node_ranks COUNT MODULE CONFIG LOGS
+
+The supervisor of a run on several hosts starts this program once on each host without GPUs. The host's number is
+``NODE_RANK`` or, in a Slurm step, ``SLURM_PROCID``: it has the ranks from ``number * COUNT`` to
+``(number + 1) * COUNT - 1``, whose output is ``LOGS/rank<N>.out``. Keys come on its standard input.
+
+When a rank fails, the program ends with that rank's exit code, and the kernel ends the other ranks of the host with it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_dppo.launch.forked_ranks import LIBRARIES
+from megatron_dppo.logging import failure_mark
+from megatron_dppo.system.fork_server import ForkedProcess, ForkRequest, ForkServer
+from megatron_dppo.system.processes import describe_exit, kill_families
+from megatron_dppo.system.secret_variables import hide_secrets
+
+MODULE = "megatron_dppo.launch.node_ranks"
+NODE_VARIABLE = "NODE_RANK"
+_STDOUT = 1
+_POLL_S = 0.05
+
+
+def main() -> int:
+    """Start the ranks of this host and wait for them; the exit code."""
+    count, module, config, logs = sys.argv[1:]
+    hide_secrets()
+    size = int(count)
+    first = size * int(os.environ.get(NODE_VARIABLE) or os.environ["SLURM_PROCID"])
+    threads = max(1, len(os.sched_getaffinity(0)) // size)
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "LOCAL_WORLD_SIZE": count}
+    server = ForkServer((module, *LIBRARIES.get(module, ())), environment, _STDOUT)
+    ranks: dict[Path, ForkedProcess] = {}
+    for local in range(size):
+        output = Path(logs) / f"rank{first + local}.out"
+        request = ForkRequest(
+            module, [config], {"RANK": str(first + local), "LOCAL_RANK": str(local)}
+        )
+        with open(os.devnull, "rb") as nothing, output.open("ab") as file:
+            ranks[output] = server.fork(request, [nothing.fileno(), file.fileno()])
+    try:
+        return _first_failure(server, ranks)
+    finally:
+        kill_families([server.process])
+
+
+def _first_failure(server: ForkServer, ranks: Mapping[Path, ForkedProcess]) -> int:
+    """Wait until all ranks have ended, or one has failed; its exit code, else 0. ``ranks``: by their output."""
+    while True:
+        # Poll before reading: all that the server sent before its end is then in the socket.
+        server_code = server.process.poll()
+        codes = {output: rank.reported_code() for output, rank in ranks.items()}
+        for output, code in codes.items():
+            if code:
+                _mark_failure(output)
+                print(f"{output.stem} {describe_exit(code)}", flush=True)
+                return code if code > 0 else 128 - code
+        if None not in codes.values():
+            return 0
+        if server_code is not None:
+            return server_code if server_code > 0 else 1
+        time.sleep(_POLL_S)
+
+
+def _mark_failure(output: Path) -> None:
+    """Note the time of a rank's failure where the rank was killed before it could."""
+    try:
+        with open(failure_mark(output), "x") as file:
+            file.write(f"{time.time()}")
+    except FileExistsError:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())
