@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import secrets
 import statistics
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
@@ -24,34 +22,22 @@ from typing import TYPE_CHECKING
 
 from megatron_dppo.config import ConfigError, TrainConfig, check_config, load_config
 from megatron_dppo.config.layout import missing_weights
-from megatron_dppo.config.machine import this_machine
-from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.engine.process import EngineProcess, Runtime, local_launcher
-from megatron_dppo.launch.local import local_placement
 from megatron_dppo.logging import INTERRUPTED, aligned, configure_logging, fatal
-from megatron_dppo.metrics.progress import progress
 from megatron_dppo.metrics.records import SAMPLES_FILE
+from megatron_dppo.own_fleet import OwnFleet, own_fleet
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.network import free_port
 from megatron_dppo.system.secret_variables import hide_secrets
 
 if TYPE_CHECKING:
-    from megatron_dppo.data.trajectory import Problem, Trajectory
-    from megatron_dppo.fleet.generation import GenerationJob, OnResponse
-    from megatron_dppo.fleet.membership import Member
-    from megatron_dppo.fleet.record import Server
+    from megatron_dppo.data.trajectory import Problem
+    from megatron_dppo.fleet.generation import GenerationJob
     from megatron_dppo.loop.inputs import RunData
     from megatron_dppo.loop.recorder import SampleMaker
-    from megatron_dppo.loop.scorer import PendingScore, Scorer
+    from megatron_dppo.loop.scorer import Scorer
     from megatron_dppo.metrics.samples import Sample
 
-log = logging.getLogger(__name__)
 REPORT = "evaluation.json"
 PASS_REWARD = 0.5
-
-
-class EvaluationError(RunError):
-    """A checkpoint can't be evaluated; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +179,7 @@ class _Checkpoint:
         with ExitStack() as stack:
             if episodes is not None:
                 stack.callback(episodes.pool.close)
-            members = stack.enter_context(_servers(config, self.logs))
-            fleet = stack.enter_context(_fleet(config, members))
+            fleet = stack.enter_context(own_fleet(config, self.logs))
             template = generation_job(
                 config, self.data, load_model_shape(self.checkpoint), 0, episodes
             )
@@ -204,15 +189,17 @@ class _Checkpoint:
             }
 
     def _result(
-        self, fleet: _Fleet, name: str, template: GenerationJob, problems: Sequence[Problem]
+        self, fleet: OwnFleet, name: str, template: GenerationJob, problems: Sequence[Problem]
     ) -> SetResult:
-        from megatron_dppo.loop.evaluation import evaluation_job
+        from megatron_dppo.loop.evaluation import evaluation_job, without_length_penalties
 
         settings = self.config.evaluation
         job = evaluation_job(
             template, settings, problems, f"evaluation on {name}", range(len(problems))
         )
-        responses = self._scored(fleet, name, job)
+        description = f"{Path(self.checkpoint).name}: evaluate on {name}"
+        unpenalised = without_length_penalties(self.config.algorithm)
+        responses = fleet.scored(job, description, self.scorer, unpenalised)
         size = settings.samples_per_prompt
         for number, trajectory in enumerate(responses):
             problem = problems[number // size]
@@ -223,143 +210,6 @@ class _Checkpoint:
             sum(t.truncated for t in responses),
             statistics.fmean(t.sampled for t in responses),
         )
-
-    def _scored(self, fleet: _Fleet, name: str, job: GenerationJob) -> list[Trajectory]:
-        """Generate and score; the responses with their rewards, in the order of the job.
-
-        A response whose reward is unavailable is generated again, ``reward.max_replacements`` times at most.
-        """
-        from megatron_dppo.loop.credit import with_rewards
-        from megatron_dppo.loop.evaluation import without_length_penalties
-        from megatron_dppo.loop.scoring import score_on_arrival
-        from megatron_dppo.rewards import RewardInput, RewardUnavailableError
-        from megatron_dppo.rewards.verifier import Score, require
-
-        pending_scores: dict[Hashable, PendingScore] = {}
-        on_response = score_on_arrival(self.scorer, job, pending_scores)
-        description = f"{Path(self.checkpoint).name}: evaluate on {name}"
-        size = job.group_size
-        keys = [divmod(index, size) for index in range(len(job.problems) * size)]
-        done: dict[Hashable, Trajectory] = {}
-        scores: list[Score] = []
-        for _ in range(1 + self.scorer.max_replacements):
-            done = fleet.generate(job, description, on_response, done)
-            scores = [pending_scores[key].result() for key in keys]
-            missing = [k for k, s in zip(keys, scores, strict=True) if s.unavailable is not None]
-            if not missing:
-                break
-            log.warning("%s: %d responses have no reward yet", description, len(missing))
-            for key in missing:
-                del done[key]
-        else:
-            reason = next(s.unavailable for s in scores if s.unavailable is not None)
-            raise RewardUnavailableError(f"{description}: {len(missing)} responses: {reason}")
-        responses = job.trajectories(done)
-        inputs = [RewardInput.of(job.problems[i // size], t.text) for i, t in enumerate(responses)]
-        require(scores, inputs)
-        unpenalised = without_length_penalties(self.config.algorithm)
-        most_tokens = job.sampling.max_new_tokens
-        return with_rewards(responses, scores, size, unpenalised, most_tokens=most_tokens)
-
-
-@contextmanager
-def _servers(config: TrainConfig, logs: Path) -> Iterator[list[Member]]:
-    """Start the servers of a checkpoint on this machine, and kill them at the end."""
-    from megatron_dppo.fleet.membership import Member
-    from megatron_dppo.fleet.record import Keys, Server
-
-    sections = ServerSections.of(config)
-    keys = Keys(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
-    assert keys.admin is not None
-    runtime = Runtime(local_launcher(config.engine), config.engine.python or sys.executable)
-    processes = []
-    try:
-        for place in local_placement(0, sections, this_machine()).servers:
-            process = EngineProcess(
-                sections,
-                port=free_port(config.engine.host),
-                log_path=logs / f"server-{place.index}.log",
-                seed=config.run.seed + place.index,
-                api_key=keys.api,
-                admin_api_key=keys.admin,
-                first_device=place.first_device,
-                runtime=runtime,
-            )
-            processes.append(process)
-            process.start()
-        members = []
-        for number, process in enumerate(processes):
-            with progress(f"server {number + 1} of {len(processes)} starts", None) as bar:
-                process.wait_healthy(
-                    lambda seconds, stage: bar.update(note=f"{stage}, {seconds:.0f} s")
-                )
-            server = Server(f"server-{number}", process.url, 1, process.pid)
-            members.append(Member.of(server, keys, config.engine))
-        yield members
-    finally:
-        for process in processes:
-            process.kill()
-        runtime.launcher.close()
-
-
-class _Fleet:
-    """The servers of a checkpoint, as one client."""
-
-    def __init__(self, config: TrainConfig, members: Sequence[Member]) -> None:
-        from megatron_dppo.engine.answer_parsing import AnswerParser
-        from megatron_dppo.fleet.client import FleetClient
-        from megatron_dppo.fleet.generation import GenerationLimits, Slots
-        from megatron_dppo.system.async_runner import AsyncRunner
-
-        self._limits = GenerationLimits.of(config.rollout, config.engine, config.environment)
-        self._slots = Slots(self._limits.calls, self._limits.episodes)
-        self._runner = AsyncRunner()
-        self._parser = AnswerParser()
-        self._client = FleetClient(_report_lost, parser=self._parser)
-        self._runner.run(self._client.serve(members, 0))
-
-    def generate(
-        self,
-        job: GenerationJob,
-        description: str,
-        on_response: OnResponse,
-        done: Mapping[Hashable, Trajectory],
-    ) -> dict[Hashable, Trajectory]:
-        """Generate the responses of ``job`` that are not in ``done``, and return all of them by key.
-
-        Raises EvaluationError where no server is left or a response can't be had.
-        """
-        from megatron_dppo.fleet.generation import Generation, GenerationEnd
-
-        generation = Generation(job, description, on_response, 0, dict(done))
-        generation.resume(self._runner, self._client, self._limits, _never, self._slots)
-        end, reason = generation.wait(_never)
-        if end is not GenerationEnd.DONE:
-            raise EvaluationError(f"{description}: {reason}")
-        return generation.done
-
-    def close(self) -> None:
-        self._runner.cancel_all()
-        self._runner.run(self._client.close())
-        self._parser.close()
-        self._runner.close()
-
-
-@contextmanager
-def _fleet(config: TrainConfig, members: Sequence[Member]) -> Iterator[_Fleet]:
-    fleet = _Fleet(config, members)
-    try:
-        yield fleet
-    finally:
-        fleet.close()
-
-
-def _report_lost(server: Server) -> None:
-    log.warning("%s is lost: %s", server.name, server.url)
-
-
-def _never() -> bool:
-    return False
 
 
 def _write(path: Path, results: Mapping[str, Mapping[str, SetResult]], pass_reward: float) -> None:

@@ -1,0 +1,189 @@
+"""SGLang servers of a program without a trainer, which generate and score: of ``evaluate`` and ``rollout``.
+
+The servers load the checkpoint themselves, run on this machine, and end with the program.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_dppo.config.machine import this_machine
+from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.process import EngineProcess, Runtime, local_launcher
+from megatron_dppo.launch.local import local_placement
+from megatron_dppo.metrics.progress import progress
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.network import free_port
+
+if TYPE_CHECKING:
+    from megatron_dppo.config.data_schema import Credit
+    from megatron_dppo.data.trajectory import Trajectory
+    from megatron_dppo.fleet.generation import GenerationJob, OnResponse
+    from megatron_dppo.fleet.membership import Member
+    from megatron_dppo.fleet.record import Server
+    from megatron_dppo.loop.scorer import PendingScore, Scorer
+
+log = logging.getLogger(__name__)
+
+
+class GenerationError(RunError):
+    """Responses can't be had; the message says why."""
+
+
+@contextmanager
+def own_fleet(config: TrainConfig, logs: Path) -> Iterator[OwnFleet]:
+    """Start the servers of ``config``, whose output goes to ``logs``, and end them with the block."""
+    with _servers(config, logs) as members:
+        fleet = OwnFleet(config, members)
+        try:
+            yield fleet
+        finally:
+            fleet.close()
+
+
+@contextmanager
+def _servers(config: TrainConfig, logs: Path) -> Iterator[list[Member]]:
+    """Start servers on this machine, and kill them at the end."""
+    from megatron_dppo.fleet.membership import Member
+    from megatron_dppo.fleet.record import Keys, Server
+
+    sections = ServerSections.of(config)
+    keys = Keys(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
+    assert keys.admin is not None
+    runtime = Runtime(local_launcher(config.engine), config.engine.python or sys.executable)
+    processes = []
+    try:
+        for place in local_placement(0, sections, this_machine()).servers:
+            process = EngineProcess(
+                sections,
+                port=free_port(config.engine.host),
+                log_path=logs / f"server-{place.index}.log",
+                seed=config.run.seed + place.index,
+                api_key=keys.api,
+                admin_api_key=keys.admin,
+                first_device=place.first_device,
+                runtime=runtime,
+            )
+            processes.append(process)
+            process.start()
+        members = []
+        for number, process in enumerate(processes):
+            with progress(f"server {number + 1} of {len(processes)} starts", None) as bar:
+                process.wait_healthy(
+                    lambda seconds, stage: bar.update(note=f"{stage}, {seconds:.0f} s")
+                )
+            server = Server(f"server-{number}", process.url, 1, process.pid)
+            members.append(Member.of(server, keys, config.engine))
+        yield members
+    finally:
+        for process in processes:
+            process.kill()
+        runtime.launcher.close()
+
+
+class OwnFleet:
+    """The servers of a program, as one client."""
+
+    def __init__(self, config: TrainConfig, members: Sequence[Member]) -> None:
+        from megatron_dppo.engine.answer_parsing import AnswerParser
+        from megatron_dppo.fleet.client import FleetClient
+        from megatron_dppo.fleet.generation import GenerationLimits, Slots
+        from megatron_dppo.system.async_runner import AsyncRunner
+
+        self._limits = GenerationLimits.of(config.rollout, config.engine, config.environment)
+        self._slots = Slots(self._limits.calls, self._limits.episodes)
+        self._runner = AsyncRunner()
+        self._parser = AnswerParser()
+        self._client = FleetClient(_report_lost, parser=self._parser)
+        self._runner.run(self._client.serve(members, 0))
+
+    def generate(
+        self,
+        job: GenerationJob,
+        description: str,
+        on_response: OnResponse,
+        done: Mapping[Hashable, Trajectory],
+    ) -> dict[Hashable, Trajectory]:
+        """Generate the responses of ``job`` that are not in ``done``, and return all of them by key.
+
+        Raises GenerationError where no server is left or a response can't be had.
+        """
+        from megatron_dppo.fleet.generation import Generation, GenerationEnd
+
+        generation = Generation(job, description, on_response, 0, dict(done))
+        generation.resume(self._runner, self._client, self._limits, _never, self._slots)
+        end, reason = generation.wait(_never)
+        if end is not GenerationEnd.DONE:
+            raise GenerationError(f"{description}: {reason}")
+        return generation.done
+
+    def scored(
+        self,
+        job: GenerationJob,
+        description: str,
+        scorer: Scorer,
+        algorithm: AlgorithmConfig,
+        credit: Credit = "trajectory",
+    ) -> list[Trajectory]:
+        """Generate and score; the responses with rewards and advantages, in the order of the job.
+
+        A response whose reward is unavailable is generated again, ``reward.max_replacements`` times at most.
+
+        Args:
+            job: what to generate.
+            description: text of the progress bar.
+            scorer: scores each response as soon as it arrives.
+            algorithm: settings of advantages and length penalties.
+            credit: whether each turn has its own advantage.
+
+        Raises RewardUnavailableError for responses without a reward, GenerationError as ``generate``.
+        """
+        from megatron_dppo.loop.credit import with_rewards
+        from megatron_dppo.loop.scoring import score_on_arrival
+        from megatron_dppo.rewards import RewardInput, RewardUnavailableError
+        from megatron_dppo.rewards.verifier import Score, require
+
+        pending_scores: dict[Hashable, PendingScore] = {}
+        on_response = score_on_arrival(scorer, job, pending_scores)
+        size = job.group_size
+        keys = [divmod(index, size) for index in range(len(job.problems) * size)]
+        done: dict[Hashable, Trajectory] = {}
+        scores: list[Score] = []
+        for _ in range(1 + scorer.max_replacements):
+            done = self.generate(job, description, on_response, done)
+            scores = [pending_scores[key].result() for key in keys]
+            missing = [k for k, s in zip(keys, scores, strict=True) if s.unavailable is not None]
+            if not missing:
+                break
+            log.warning("%s: %d responses have no reward yet", description, len(missing))
+            for key in missing:
+                del done[key]
+        else:
+            reason = next(s.unavailable for s in scores if s.unavailable is not None)
+            raise RewardUnavailableError(f"{description}: {len(missing)} responses: {reason}")
+        responses = job.trajectories(done)
+        inputs = [RewardInput.of(job.problems[i // size], t.text) for i, t in enumerate(responses)]
+        require(scores, inputs)
+        most_tokens = job.sampling.max_new_tokens
+        return with_rewards(responses, scores, size, algorithm, credit, most_tokens=most_tokens)
+
+    def close(self) -> None:
+        self._runner.cancel_all()
+        self._runner.run(self._client.close())
+        self._parser.close()
+        self._runner.close()
+
+
+def _report_lost(server: Server) -> None:
+    log.warning("%s is lost: %s", server.name, server.url)
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,232 @@
+"""Generate and score rollout batches without a trainer, and save them.
+
+``megatron-dppo rollout CONFIG.yaml [key.path=value ...] [--checkpoint FOLDER] [--out FOLDER]``.
+
+SGLang servers load the checkpoint themselves and generate the batches of ``run.steps`` steps, as a run of the same
+configuration draws, samples and scores them, from weights that stay as they are. ``OUT/rollouts`` has a file for each
+batch, with its seal: ``rollout.replay_from: OUT/rollouts`` trains on them, and
+``megatron-dppo explain OUT --policy FOLDER`` shows their tokens. A further call with the same configuration goes on
+after the last batch that was saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo.config import ConfigError, TrainConfig, check_config, load_config, resolved_yaml
+from megatron_dppo.config.layout import missing_weights
+from megatron_dppo.logging import INTERRUPTED, configure_logging, fatal
+from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER
+from megatron_dppo.own_fleet import OwnFleet, own_fleet
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.files import unwritable, write_atomically
+from megatron_dppo.system.secret_variables import hide_secrets
+
+if TYPE_CHECKING:
+    from megatron_dppo.data.trajectory import Trajectory
+    from megatron_dppo.fleet.generation import GenerationJob
+    from megatron_dppo.loop.inputs import RunData
+    from megatron_dppo.loop.scorer import Scorer
+
+REPORT = "rollouts.jsonl"
+"""File with a line for each batch: its figures, and the state of the data sampler after it."""
+_WEIGHTS = 0
+"""Version of the weights that sample every batch."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Generate all batches; the process's exit code: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    options = _parser().parse_intermixed_args(arguments)
+    hide_secrets()
+    try:
+        overrides = list(options.overrides)
+        if options.checkpoint is not None:
+            overrides.append(f"model.hf_checkpoint={options.checkpoint}")
+        config = load_config(options.config, overrides)
+        check_config(config, options.config)
+        out = Path(options.out or config.run.directory)
+        if faults := list(_faults(config, out)):
+            raise ConfigError(faults, options.config)
+        return _generate(config, out)
+    except (ConfigError, RunError) as error:
+        fatal(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _faults(config: TrainConfig, out: Path) -> Iterator[str]:
+    """Yield the reasons against a generation into the folder ``out``."""
+    if config.rollout.replay_from is not None:
+        yield f"rollout.replay_from: got {config.rollout.replay_from!r}, expected null: batches are generated"
+    for fault in missing_weights(config.model.hf_checkpoint):
+        yield f"model.hf_checkpoint: {fault}"
+    if fault := unwritable(out):
+        yield f"--out: {fault}"
+        return
+    earlier = out / CONFIG_FILE
+    if earlier.is_file() and earlier.read_text(encoding="utf-8") != _kept_config(config):
+        yield f"--out: {out} has batches of another configuration ({earlier}), expected a folder of this one"
+
+
+def _kept_config(config: TrainConfig) -> str:
+    """The configuration in the folder of the batches. The number of steps may grow."""
+    run = config.run.model_copy(update={"steps": 1})
+    return resolved_yaml(config.model_copy(update={"run": run}))
+
+
+def _generate(config: TrainConfig, out: Path) -> int:
+    from megatron_dppo.algorithms.algorithm import build_algorithm
+    from megatron_dppo.algorithms.table import carried_topk
+    from megatron_dppo.loop.inputs import RunData
+    from megatron_dppo.loop.run_parts import generation_job, open_episodes
+    from megatron_dppo.loop.scorer import Scorer
+    from megatron_dppo.model.families import load_model_shape
+
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    configure_logging(out, None)
+    data = RunData(config)
+    data.settle(data.bad_answers())
+    write_atomically(out / CONFIG_FILE, _kept_config(config))
+    shape, settings = load_model_shape(config.model.hf_checkpoint), config.algorithm
+    algorithm = build_algorithm(settings.name, settings.options, settings.settings)
+    topk = carried_topk(algorithm, config.rollout.topk_log_probs, shape.vocab_size)
+    episodes = open_episodes(config, data)
+    with ExitStack() as stack:
+        if episodes is not None:
+            stack.callback(episodes.pool.close)
+        scorer = stack.enter_context(Scorer(config.reward))
+        fleet = stack.enter_context(own_fleet(config, out / "logs"))
+        job = generation_job(config, data, shape, topk, episodes)
+        batches = _Batches(config, data, fleet, scorer, job, out)
+        for step in batches.remaining():
+            print(batches.save(step), flush=True)
+    print(
+        f"train on them: rollout.replay_from={out / ROLLOUTS_FOLDER}; "
+        f"look at them: megatron-dppo explain {out} --policy {config.model.hf_checkpoint}"
+    )
+    return 0
+
+
+class _Batches:
+    """The batches of a run whose weights do not change, in their order."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: RunData,
+        fleet: OwnFleet,
+        scorer: Scorer,
+        job: GenerationJob,
+        out: Path,
+    ) -> None:
+        self._config = config
+        self._data = data
+        self._fleet = fleet
+        self._scorer = scorer
+        self._job = job
+        self._out = out
+        self._sampler = data.sampler()
+
+    def remaining(self) -> range:
+        """Put the data sampler behind the last saved batch, and return the steps after it."""
+        path = self._out / REPORT
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        if lines:
+            self._sampler.load_state_dict(json.loads(lines[-1])["sampler"])
+        return range(len(lines) + 1, self._config.run.steps + 1)
+
+    def save(self, step: int) -> str:
+        """Generate, score and save the batch of ``step``; a line about it."""
+        from megatron_dppo.data.batch_file import save_batch
+
+        began = time.monotonic()
+        batch, figures = self._generated(step)
+        save_batch(self._out / ROLLOUTS_FOLDER, step, batch, self._seal(step, batch))
+        row: dict[str, Any] = {"step": step, **figures, "sampler": self._sampler.state_dict()}
+        with open(self._out / REPORT, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        mean_reward = sum(t.reward for t in batch) / len(batch)
+        return (
+            f"batch {step} of {self._config.run.steps}: {len(batch)} responses, mean reward {mean_reward:.3f}, "
+            f"{time.monotonic() - began:.0f} s"
+        )
+
+    def _generated(self, step: int) -> tuple[list[Trajectory], dict[str, float]]:
+        """Generate groups until the batch is complete; its responses, and figures of all groups."""
+        from megatron_dppo.loop.group_quota import GroupQuota
+        from megatron_dppo.loop.rollout_figures import GroupRow, generated_figures
+
+        config, size = self._config, self._job.group_size
+        quota = GroupQuota.of(config.rollout)
+        groups: list[list[Trajectory]] = []
+        rows: list[GroupRow] = []
+        rounds = 0
+        while count := quota.ask([row.flat for row in rows], rounds):
+            positions = range(len(groups), len(groups) + count)
+            problems = [self._data.train.problems[i] for i in self._sampler.next(count)]
+            seeds = self._job.seeds
+            if seeds is not None:
+                seeds = replace(seeds, purpose=f"step {step}", positions=positions)
+            job = replace(self._job, problems=problems, seeds=seeds)
+            responses = self._fleet.scored(
+                job, f"batch {step}", self._scorer, config.algorithm, config.environment.credit
+            )
+            new_groups = [responses[i : i + size] for i in range(0, len(responses), size)]
+            groups += new_groups
+            rows += [GroupRow.of(group) for group in new_groups]
+            rounds += 1
+        batch: list[Trajectory] = []
+        for position in quota.choose([row.flat for row in rows]).positions:
+            batch += groups[position]
+        return batch, generated_figures(rows)
+
+    def _seal(self, step: int, batch: Sequence[Trajectory]) -> Any:
+        """The seal of a batch. Its weights are named by the checkpoint's files: no trainer has hashed them."""
+        from megatron_dppo.data.seal import Seal, row_digest, text_digest
+        from megatron_dppo.loop.inputs import model_files
+
+        origin = self._data.origin()
+        files = model_files(self._config.model.hf_checkpoint, None).items()
+        checkpoint = text_digest([[name, path.stat().st_size] for name, path in files])
+        problems = dict.fromkeys(t.problem_id for t in batch)
+        return Seal(
+            step,
+            origin.template,
+            {_WEIGHTS: f"checkpoint:{checkpoint}"},
+            {problem: row_digest(origin.problems[problem]) for problem in problems},
+            [t.stamp for t in batch if t.stamp is not None],
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-dppo rollout",
+        description="Generate, score and save rollout batches: SGLang servers, no trainer.",
+        epilog=(
+            "The batches are those of run.steps steps, as rollout:, data:, reward: and environment: say. "
+            "Exit codes: 0 done, 1 failed, 2 refused, 130 interrupted."
+        ),
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces one value")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="the Hugging Face folder that generates (default: model.hf_checkpoint)",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="of the batches (default: run.directory)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
