@@ -189,7 +189,8 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
 
     exit_by_code()
     machine = this_machine()
-    if faults := list(check_start(config, machine).faults):
+    faults = [] if options.hosts is not None else list(check_start(config, machine).faults)
+    if faults:
         # One error also says what needs no library to be seen.
         try:
             check_config(config, options.config)
@@ -205,6 +206,8 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
     try:
         with checked_answers_file() as path:
             refused = check_in_child(MODULE, [options.config, *options.overrides, ANSWERS, path])
+            if options.hosts is not None:
+                return refused or _run_on_hosts(config, options.hosts)
             sections = ServerSections.of(config).where_generated
             return refused or run_local(
                 config.run, config.parallel, resolved_yaml(config), sections, MODULE, machine
@@ -217,6 +220,13 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
         fatal(f"{error.filename or config.run.directory}: {error.strerror}")
     except KeyboardInterrupt:  # before the supervisor took the signal over
         return INTERRUPTED
+
+
+def _run_on_hosts(config: TrainConfig, path: str) -> int:
+    from megatron_dppo.config.loading import load_as
+    from megatron_dppo.launch.hosts import HostsConfig, run_on_hosts
+
+    return run_on_hosts(config, load_as(HostsConfig, path), MODULE)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -240,6 +250,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         CHECK, action="store_true", help="validate, describe the layout in a line, and exit"
+    )
+    parser.add_argument(
+        "--hosts",
+        metavar="HOSTS.yaml",
+        help="run on several hosts, through ssh or another remote shell; docs/hosts.md",
     )
     # Only the child process that checks a start has this option: it writes its findings on answers to the file.
     parser.add_argument(ANSWERS, help=argparse.SUPPRESS)

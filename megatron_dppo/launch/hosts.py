@@ -1,0 +1,313 @@
+"""A run on several hosts without a scheduler: ``megatron-dppo train CONFIG.yaml --hosts HOSTS.yaml``.
+
+The supervisor runs on the first host and starts ranks and servers on all of them through a remote shell: ssh,
+``kubectl exec``, or another command that runs a program at a host and passes its standard input on. It watches,
+restarts and ends them as on one machine. Keys travel on the shell's standard input alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+
+from megatron_dppo.config.data_schema import Section
+from megatron_dppo.config.loading import resolved_yaml
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.process import Runtime
+from megatron_dppo.launch.forked_ranks import shares_imports
+from megatron_dppo.launch.local import rank_command, rank_restarts
+from megatron_dppo.launch.node_ranks import NODE_VARIABLE
+from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, Roles, place
+from megatron_dppo.launch.remote_process import MODULE, STOP, RemoteCommand, header
+from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
+from megatron_dppo.launch.srun import node_command
+from megatron_dppo.launch.supervisor import RankFailure, Supervisor, failed_at, keep_previous
+from megatron_dppo.logging import configure_logging, failure_mark
+from megatron_dppo.system import processes
+from megatron_dppo.system.lease import NONCE_VARIABLE, START_VARIABLE
+from megatron_dppo.system.secret_variables import split_environment
+
+HOST = "{host}"
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", HOST)
+_END_S = 15.0
+_HOSTS_OWN = ("HOME", "HOSTNAME", "LOGNAME", "PWD", "SHELL", "TMPDIR", "USER")
+"""Variables of this process that are another host's own."""
+
+
+class HostsConfig(Section):
+    """The hosts of a run, in the order in which ranks and servers fill them."""
+
+    hosts: list[str] = Field(min_length=1)
+    """Names for the remote shell; ``name=address`` where the other hosts reach it at another address. The supervisor
+    runs on the first one.
+    """
+    devices_per_host: int = Field(default=8, gt=0, le=1024)
+    """GPUs of a host; on hosts without GPUs, the ranks and servers that it takes."""
+    has_gpus: bool = True
+    """Whether the devices are GPUs."""
+    shell: list[str] = Field(default_factory=lambda: list(SSH))
+    """Command that runs the words after it at a host and passes its standard input on; ``{host}`` is the name."""
+    python: str | None = None
+    """Python of the hosts, with this package. Empty: the path of the supervisor's own."""
+    first_port: int = Field(default=21000, ge=1024, le=60000)
+    """First of the run's ports on every host. Two runs on the same hosts need different ones."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables of every rank and server, beside the supervisor's own, such as NCCL_SOCKET_IFNAME."""
+
+    def allocation(self) -> Allocation:
+        """Return the hosts with their addresses. Raises LaunchError for a name that has none."""
+        hosts = []
+        for entry in self.hosts:
+            name, _, address = entry.partition("=")
+            try:
+                hosts.append(
+                    Host(name, socket.gethostbyname(address or name), self.devices_per_host)
+                )
+            except OSError as error:
+                raise LaunchError(
+                    f"hosts: got {entry!r}, whose address can't be found ({error}); expected name=address"
+                ) from error
+        return Allocation(tuple(hosts), self.first_port)
+
+
+@dataclass(frozen=True)
+class RemoteShell:
+    """Starts programs at hosts. ``variables``: of the configuration."""
+
+    words: Sequence[str]
+    python: str
+    variables: Mapping[str, str]
+
+    def start(self, host: str, commands: Sequence[RemoteCommand], output: Path) -> RemoteProcess:
+        """Start ``commands`` at a host; what the shell itself says is appended to ``output``."""
+        words = [word.replace(HOST, host) for word in self.words]
+        plain, _ = split_environment(os.environ)
+        with open(output, "ab") as file:
+            process = processes.start_process(
+                [*words, self.python, "-m", MODULE],
+                environment=plain,
+                output=file.fileno(),
+                stdin=subprocess.PIPE,
+            )
+        return RemoteProcess(process, header(commands))
+
+    def command(
+        self, words: Sequence[str], environment: Mapping[str, str], stdin: bytes, log: Path
+    ) -> RemoteCommand:
+        """Return a command for a host with these variables. Keys among them must be in ``stdin``."""
+        own = {name: value for name, value in environment.items() if name not in _HOSTS_OWN}
+        variables = {**own, **self.variables}
+        return RemoteCommand(
+            list(words), variables, stdin.decode(), str(log.absolute()), os.getcwd()
+        )
+
+
+class RemoteProcess(processes.StartedProcess):
+    """The remote shell of one or more commands. Its standard input stays open while they may run."""
+
+    def __init__(self, process: subprocess.Popen[bytes], first_line: bytes) -> None:
+        super().__init__(process)
+        self._send(first_line)
+
+    def stop(self, grace_s: float) -> None:
+        self._send(STOP)
+        self._await_end(grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """Close the standard input, by which the host kills the commands; returns when the shell has ended."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._await_end(_END_S)
+        super().kill()
+
+    def _await_end(self, seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def _send(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        # Where the shell has ended, its exit code tells.
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+
+class RemoteLauncher(processes.Launcher):
+    """Starts a server at ``host``."""
+
+    def __init__(self, shell: RemoteShell, host: Host) -> None:
+        self._shell = shell
+        self._host = host
+
+    def start(
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
+    ) -> processes.StartedProcess:
+        server = self._shell.command(command, environment, stdin, log)
+        return self._shell.start(self._host.name, [server], log)
+
+    def require_free_port(self, address: str, port: int) -> None:
+        """Do nothing: ports of another host can't be tested from here, so the command reports a used port."""
+
+
+class RemoteRanks:
+    """The ranks of a run on several hosts; see Ranks.
+
+    Args:
+        command: command of every rank.
+        directory: the run's directory.
+        placement: the run's placement.
+        shell: starts the ranks of a host.
+        variables: environment variables of every rank, beside those of this process.
+        forks: whether one process on each host forks its ranks, which then share their imports.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        directory: RunDirectory,
+        placement: Placement,
+        shell: RemoteShell,
+        variables: Mapping[str, str],
+        *,
+        forks: bool,
+    ) -> None:
+        self._command = command
+        self._directory = directory
+        self._placement = placement
+        self._shell = shell
+        self._forks = forks
+        self._variables = {
+            "WORLD_SIZE": str(len(placement.ranks)),
+            "LOCAL_WORLD_SIZE": str(placement.ranks_per_host),
+            "MASTER_ADDR": placement.master_address,
+            "PYTHONUNBUFFERED": "1",
+            processes.STOP_FILE_VARIABLE: str(directory.stop_file.absolute()),
+            **variables,
+        }
+        self._hosts: list[RemoteProcess] = []
+
+    def start(self, number: int = 1) -> None:
+        for place_of_rank in self._placement.ranks:
+            keep_previous(self._directory.rank_output(place_of_rank.rank))
+        processes.withdraw_stop(self._directory.stop_file)
+        own = {
+            "MASTER_PORT": str(self._placement.master_port_of(number)),
+            START_VARIABLE: str(number),
+        }
+        environment = {**os.environ, **self._variables, **own}
+        self._hosts = []
+        for node, host in enumerate(self._placement.rank_hosts):
+            commands = self._commands(node, environment)
+            self._hosts.append(self._shell.start(host.name, commands, self._node_output(node)))
+
+    def ended(self) -> bool:
+        return all(process.poll() == 0 for process in self._hosts)
+
+    def failures(self, grace_s: float) -> list[RankFailure]:
+        """See Ranks. A host ends its own ranks at their first failure."""
+        codes = [process.poll() for process in self._hosts]
+        failed_nodes = [node for node, code in enumerate(codes) if code]
+        found = [self._failure(node, codes[node] or 1) for node in failed_nodes]
+        return sorted(found, key=lambda failure: failure.failed_at)
+
+    def ask_to_stop(self) -> None:
+        processes.ask_to_stop(self._directory.stop_file)
+
+    def clear(self) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self._hosts:
+            process.kill()
+
+    def _commands(self, node: int, environment: Mapping[str, str]) -> list[RemoteCommand]:
+        """The commands of a host: one that forks its ranks, or one for each rank."""
+        per_host = self._placement.ranks_per_host
+        logs = self._directory.path.absolute() / "logs"
+        plain, secrets = split_environment(environment)
+        if self._forks:
+            words = node_command(self._command, per_host, logs)
+            variables = {**plain, NODE_VARIABLE: str(node)}
+            return [self._shell.command(words, variables, secrets, self._node_output(node))]
+        return [
+            self._shell.command(
+                self._command,
+                {**plain, "RANK": str(node * per_host + local), "LOCAL_RANK": str(local)},
+                secrets,
+                self._directory.rank_output(node * per_host + local),
+            )
+            for local in range(per_host)
+        ]
+
+    def _node_output(self, node: int) -> Path:
+        return self._directory.path / "logs" / f"node{node}.out"
+
+    def _failure(self, node: int, code: int) -> RankFailure:
+        """The failure of a host: that of its first rank that failed, or of its shell."""
+        per_host = self._placement.ranks_per_host
+        ranks = range(node * per_host, (node + 1) * per_host)
+        outputs = {rank: self._directory.rank_output(rank) for rank in ranks}
+        marked = [rank for rank, output in outputs.items() if failure_mark(output).exists()]
+        if not marked:
+            output = self._node_output(node)
+            return RankFailure(ranks[0], code, output, failed_at(output))
+        rank = min(marked, key=lambda number: failed_at(outputs[number]))
+        return RankFailure(rank, code, outputs[rank], failed_at(outputs[rank]))
+
+
+def run_on_hosts(config: TrainConfig, hosts: HostsConfig, module: str) -> int:
+    """Run ``config`` on ``hosts``, the first of which is this machine; the exit code.
+
+    Raises LaunchError where the roles do not fit, a name has no address, or the run's folder is taken.
+    """
+    sections = ServerSections.of(config).where_generated
+    placement = place(Roles.of(config.parallel.world_size, sections), hosts.allocation())
+    python = hosts.python or sys.executable
+    shell = RemoteShell(hosts.shell, python, hosts.environment)
+    with RunDirectory(config.run.directory) as directory:
+        configure_logging(directory.path, None)
+        print(placement.table(), flush=True)
+        fleet = None
+        if sections is not None:
+            server_python = sections.engine.python or python
+
+            def runtime_at(places: Sequence[Host]) -> Runtime:
+                if len(places) > 1:
+                    raise LaunchError(
+                        "sglang.tp_size: a server over several hosts needs Slurm; expected at most "
+                        f"devices_per_host = {hosts.devices_per_host}"
+                    )
+                return Runtime(RemoteLauncher(shell, places[0]), server_python)
+
+            fleet = supervised_fleet(
+                sections,
+                directory,
+                placement,
+                ServerStarts(runtime_at, placement.master_address),
+                seed=config.run.seed,
+                interface=config.parallel.interface,
+            )
+        directory.write_config(resolved_yaml(config))
+        lease = directory.lease
+        ranks = RemoteRanks(
+            rank_command(module, directory, python),
+            directory,
+            placement,
+            shell,
+            {NONCE_VARIABLE: lease.fence.nonce, **({} if fleet is None else fleet.rank_variables)},
+            forks=shares_imports(placement.ranks_per_host, int(hosts.has_gpus)),
+        )
+        restarts = rank_restarts(config.run, directory, sections)
+        return Supervisor(ranks, fleet, lambda: lease.taken_over, restarts=restarts).run().code

@@ -1,0 +1,133 @@
+"""A run on several hosts through a remote shell. Here the shell is ``env``, which starts programs on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from megatron_dppo.launch.hosts import HostsConfig, RemoteLauncher, RemoteRanks, RemoteShell
+from megatron_dppo.launch.local import rank_command
+from megatron_dppo.launch.placement import LaunchError, Roles, place
+from megatron_dppo.launch.run_directory import RunDirectory
+from tests.patience import Patience, family_of
+
+ROOT = Path(__file__).resolve().parents[2]
+MANIFEST = ROOT / "examples" / "kubernetes" / "megatron_dppo.yaml"
+SHELL = ["env", "PLACE={host}"]
+
+
+def wait_for(condition) -> None:
+    patience = Patience(60, lambda: family_of(os.getpid()))
+    while not condition():
+        assert not patience.is_exhausted()
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def ranks_of(tmp_path, monkeypatch):
+    """Four started ranks on two hosts, which end as the first argument says; killed at the end."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("HF_TOKEN", "hf-4711")
+    started = []
+    with RunDirectory(tmp_path / "run") as directory:
+
+        def start(how: str, *, forks: bool) -> RemoteRanks:
+            directory.write_config(how)
+            hosts = HostsConfig(hosts=["a=127.0.0.1", "b=127.0.0.1"], devices_per_host=2)
+            placement = place(Roles(4), hosts.allocation())
+            command = rank_command("tests.unit.forked_rank", directory)
+            shell = RemoteShell(SHELL, sys.executable, {})
+            ranks = RemoteRanks(command, directory, placement, shell, {}, forks=forks)
+            started.append(ranks)
+            ranks.start()
+            return ranks
+
+        yield start
+        for ranks in started:
+            ranks.kill()
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_each_host_runs_its_own_ranks(ranks_of, forks, tmp_path):
+    ranks = ranks_of("ends", forks=forks)
+    wait_for(ranks.ended)
+    outputs = [path.read_text() for path in sorted((tmp_path / "run/logs").glob("rank?.out"))]
+    assert outputs == [f"{rank} {rank % 2} 4 hf-4711 False True True\n" for rank in range(4)]
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_the_rank_that_failed_is_the_failure(ranks_of, forks):
+    ranks = ranks_of("killed", forks=forks)
+    wait_for(lambda: ranks.failures(0.0))
+    (failure,) = ranks.failures(0.0)
+    assert failure.code == 128 + signal.SIGKILL
+    assert failure.output.name == ("rank1.out" if forks else "node0.out")
+
+
+def test_a_host_ends_what_it_runs_with_the_connection(ranks_of):
+    before = set(psutil.Process().children(recursive=True))
+    ranks = ranks_of("waits", forks=True)
+    wait_for(lambda: sum(p.name().startswith("python") for p in children_since(before)) >= 8)
+    family = children_since(before)
+    ranks.kill()
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+
+
+def children_since(before: set[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if p not in before]
+
+
+def test_a_server_is_asked_to_end_and_gets_its_keys(tmp_path):
+    program = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('asked', flush=True)))\n"
+        "print(sys.stdin.read(), flush=True)\ntime.sleep(600)\n"
+    )
+    launcher = RemoteLauncher(
+        RemoteShell(SHELL, sys.executable, {"OWN": "1"}),
+        HostsConfig(hosts=["a=127.0.0.1"]).allocation().hosts[0],
+    )
+    log = tmp_path / "server.log"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    server = launcher.start(
+        [sys.executable, "-c", program], environment=environment, log=log, stdin=b"a key"
+    )
+    wait_for(lambda: log.exists() and "a key" in log.read_text())
+    server.stop(20.0)
+    assert "asked" in log.read_text()
+    assert server.poll() == 0
+
+
+def test_the_kubernetes_example_is_whole():
+    """Its parts name one another, and the hosts file in it is one of this package."""
+    parts = {p["kind"]: p for p in yaml.safe_load_all(MANIFEST.read_text())}
+    pods, service = parts["StatefulSet"]["spec"], parts["Service"]
+    template = pods["template"]
+    assert template["metadata"]["labels"] == pods["selector"]["matchLabels"]
+    assert service["spec"]["selector"] == template["metadata"]["labels"]
+    assert pods["serviceName"] == service["metadata"]["name"]
+    assert template["spec"]["serviceAccountName"] == parts["ServiceAccount"]["metadata"]["name"]
+    verbs = {(r, v) for rule in parts["Role"]["rules"] for r in rule["resources"] for v in rule["verbs"]}  # fmt: skip
+    assert ("pods/exec", "create") in verbs
+    (container,) = template["spec"]["containers"]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in template["spec"]["volumes"]}
+    hosts = HostsConfig.model_validate(yaml.safe_load(parts["ConfigMap"]["data"]["hosts.yaml"]))
+    name, domain = parts["StatefulSet"]["metadata"]["name"], service["metadata"]["name"]
+    pods_of_set = [f"{name}-{n}={name}-{n}.{domain}" for n in range(pods["replicas"])]
+    assert hosts.hosts == pods_of_set
+    assert str(hosts.devices_per_host) == str(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert hosts.shell[:3] == ["kubectl", "exec", "-i"]
+    assert container["name"] in hosts.shell
+
+
+def test_a_host_without_an_address_is_named():
+    with pytest.raises(LaunchError, match=r"nowhere\.invalid"):
+        HostsConfig(hosts=["nowhere.invalid"]).allocation()
