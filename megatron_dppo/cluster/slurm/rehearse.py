@@ -7,6 +7,7 @@ verdict is printed, so that it is in the job's output and, while ``submit`` foll
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,9 @@ def rehearse_in_job(recipe: str, site_file: str | None, called: str) -> int:
     """
     # Slurm sends USR1 near the time limit; the supervisor of a run has a clock of its own for that.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # The job's output is a file, which the user follows.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     site_path_given = site_path(site_file)
     site = load_site(site_path_given)
     hide_secrets()
@@ -84,7 +88,7 @@ class _Preparation:
         """Look for the recipe's files on ``hosts``, and make the rehearsal's on the first; the exit code."""
         python = self.steps.python
         look = [python, "-m", paths.MODULE, *needed_paths(self.config)]
-        prepare = [python, "-m", MODULE, *self.words]
+        prepare = [python, "-u", "-m", MODULE, *self.words]
         return self._step("paths", look, hosts) or self._step("prepare", prepare, hosts[:1])
 
     def _step(self, name: str, command: Sequence[str], hosts: Sequence[Host]) -> int:
