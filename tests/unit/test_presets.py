@@ -26,6 +26,7 @@ from megatron_dppo.algorithms.table import (
     carried_topk,
 )
 from megatron_dppo.config.schema import AlgorithmConfig
+from tests.messages import mentioning
 from tests.unit.golden_presets import GOLDEN
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
@@ -145,7 +146,7 @@ def test_options_replace_numbers_and_reach_the_mask():
 def test_options_go_on_top_of_the_settings():
     algorithm = build_algorithm("dppo-binary-tv", {"ratio_cap": 7}, "scaling")
     assert algorithm.numbers == {"tv_threshold": 0.2, "ratio_cap": 7}
-    with pytest.raises(ValueError, match="unknown settings 'paper' of an algorithm; known: stab"):
+    with pytest.raises(ValueError, match=mentioning("'paper'")):
         build_algorithm("dppo-binary-tv", {}, "paper")
 
 
@@ -169,14 +170,14 @@ def test_every_number_of_every_preset_is_a_described_option():
 def test_exact_divergences_take_all_of_mu_from_the_engine_or_are_refused():
     exact = build_algorithm("dppo-exact-tv")
     assert carried_topk(exact, 0, 4096) == carried_topk(exact, 4096, 4096) == 4096
-    with pytest.raises(ValueError, match=r"has 4097 tokens, 32776 bytes .* at most 4096"):
+    with pytest.raises(ValueError, match=mentioning(4097, 32776, 4096)):
         carried_topk(exact, 0, 4097)
-    with pytest.raises(ValueError, match="recomputed-exact-tv measures the trainer's own"):
+    with pytest.raises(ValueError, match=mentioning("recomputed-exact-tv")):
         carried_topk(exact, 0, 151936)
-    with pytest.raises(ValueError, match="topk_log_probs is 20; expected 0 or 36"):
+    with pytest.raises(ValueError, match=mentioning("topk_log_probs", 20, 0, 36)):
         carried_topk(exact, 20, 36)
     with pytest.raises(
-        ValueError, match=r"at most 4096\. pdm-aggregated, pdm-uniform and pdm-tail est"
+        ValueError, match=mentioning(4096, "pdm-aggregated", "pdm-uniform", "pdm-tail")
     ):
         carried_topk(build_algorithm("pdm-exact"), 0, 4097)
     assert carried_topk(build_algorithm("recomputed-exact-tv"), 0, 151936) == 0
@@ -187,7 +188,7 @@ def test_carried_top_k_is_what_the_algorithm_looks_at():
     assert [carried_topk(topk, k, 151936) for k in (0, 20)] == [20, 20]
     # More would be another divergence under its name, fewer too.
     for other in (19, 21):
-        with pytest.raises(ValueError, match=rf"engine's top 20 .* is {other}; expected 0, or 20"):
+        with pytest.raises(ValueError, match=mentioning(20, other, 0, 20)):
             carried_topk(topk, other, 151936)
     assert carried_topk(build_algorithm("dppo-topk-tv", {"topk": 50}), 50, 151936) == 50
     assert carried_topk(build_algorithm("grpo"), 0, 99) == 0

@@ -30,6 +30,7 @@ from megatron_dppo.engine.recordings import (
     take,
 )
 from megatron_dppo.system.scratch import SHARED_MEMORY
+from tests.messages import mentioning
 
 ROUTED = np.arange(24, dtype=np.int32).reshape(3, 2, 4)
 
@@ -208,7 +209,7 @@ def test_another_responses_recording_is_refused_before_it_is_read(folder):
 def test_one_that_is_gone_is_asked_for_again(folder):
     notice = RecordingStore([folder]).put(ROUTED)
     (folder / notice.id).unlink()
-    with pytest.raises(AbortedError, match=f"request r: the recorded routing {notice.id} is no"):
+    with pytest.raises(AbortedError, match=mentioning("request r", notice.id)):
         fetched(answer_with(notice.encode()))
 
 

@@ -18,6 +18,7 @@ from megatron_dppo.rewards import RewardForm, RewardInput, RewardUnavailableErro
 from megatron_dppo.rewards import verifier as verifiers
 from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError, require
 from megatron_dppo.system.network import free_port
+from tests.messages import mentioning, mentions
 
 PLANTED = "tests.unit.planted_rewards:"
 
@@ -75,13 +76,13 @@ def test_options_are_keyword_arguments():
 @pytest.mark.parametrize(
     ("name", "options", "complaint"),
     [
-        ("unnamed", {}, r"its parameters are \['text', 'gold'\], expected some of response, answer, prompt"),
-        ("with_options", {}, "missing a required argument: 'longest'"),
-        ("with_options", {"longest": 1, "shortest": 2}, "unexpected keyword argument 'shortest'"),
-        ("Counting", {"times": 2}, "unexpected keyword argument 'times'"),
-        ("mixed", {}, r"its parameters are \['records', 'answer'\], expected some of response, .* or records alone"),
-        ("is_the_answer", {"answer": "2"}, "the option 'answer' has the name of what a reward reads"),
-        ("nowhere", {}, "can't be imported"),
+        ("unnamed", {}, r"\['text', 'gold'\], .*response, answer, prompt"),
+        ("with_options", {}, "'longest'"),
+        ("with_options", {"longest": 1, "shortest": 2}, "'shortest'"),
+        ("Counting", {"times": 2}, "'times'"),
+        ("mixed", {}, r"\['records', 'answer'\], .*response, .*records"),
+        ("is_the_answer", {"answer": "2"}, "option 'answer'"),
+        ("nowhere", {}, "nowhere"),
     ],
 )  # fmt: skip
 def test_a_signature_that_is_no_reward_is_refused_at_the_start(name, options, complaint):
@@ -94,7 +95,7 @@ def test_a_batch_form_gets_several_at_once():
         verifier.form()
         scores = verifier.score([RewardInput("") for _ in range(9)])
         assert [s.value for s in scores] == [4.0] * 8 + [1.0]
-        with pytest.raises(verifiers.VerifierError, match="it returned 0 of them for 1 responses"):
+        with pytest.raises(verifiers.VerifierError, match=mentioning(0, 1)):
             verifier.score([RewardInput("short")])
 
 
@@ -117,8 +118,8 @@ def test_an_answer_that_does_not_come_in_time_is_no_reward_of_0():
         good, late = verifier.check([RewardInput("0"), RewardInput("50")])
         assert good == Score(1.0)
         assert math.isnan(late.value)
-        assert late.unavailable == "no answer within 0.5 s"
-        with pytest.raises(RewardUnavailableError, match=r"away: no answer within 0\.5 s"):
+        assert mentions(late.unavailable or "", "0.5 s")
+        with pytest.raises(RewardUnavailableError, match=mentioning("away", "0.5 s")):
             verifier.score([RewardInput("50")])
 
 
@@ -126,7 +127,7 @@ def test_an_asynchronous_reward_whose_process_ends_is_no_reward_of_0():
     with verifier_of("dying") as verifier:
         (dead,) = verifier.check([RewardInput("die")])
         assert math.isnan(dead.value)
-        assert "its process ended" in (dead.unavailable or "")
+        assert mentions(dead.unavailable or "", "process")
         assert verifier.score([RewardInput("ok")]) == [Score(1.0)]
 
 
@@ -136,15 +137,13 @@ def test_a_synchronous_reward_may_say_that_a_service_is_to_blame(monkeypatch):
     settings = {"on_timeout": "unavailable", "timeout_s": 2.0}
     with verifier_of("loop_on_request", **settings) as verifier:
         late, good = verifier.check([RewardInput("loop"), RewardInput("ok")])
-        assert (late.unavailable, late.timed_out, good) == (
-            "no answer within 2 s",
-            False,
-            Score(1.0),
-        )
+        assert (late.timed_out, good) == (False, Score(1.0))
+        assert mentions(late.unavailable or "", "2 s")
     with verifier_of("in_batches", batch_size=3, attempts=2, on_timeout="unavailable") as verifier:
         scores = verifier.check([RewardInput(word) for word in ("", "", "die", "", "")])
-        ended = [score.unavailable for score in scores]
-        assert ended == [None, None, "its process ended within 60 s", None, None]
+        reasons = [score.unavailable for score in scores]
+        assert [reason is None for reason in reasons] == [True, True, False, True, True]
+        assert mentions(reasons[2] or "", "process", "60 s")
     terms = RewardConfig(name="exact_integer", on_timeout="unavailable").terms
     assert Verifier.of(terms["exact_integer"])._on_timeout == "unavailable"
 
@@ -207,7 +206,7 @@ def test_what_is_away_is_asked_again_so_many_times(monkeypatch, error):
         assert verifier.score([RewardInput("a"), RewardInput("b")]) == [Score(3.0)] * 2
     with verifier_of("Counting", options=options, attempts=2) as verifier:
         (lacking,) = verifier.check([RewardInput("a")])
-        assert lacking.unavailable == "away for the 2. time"
+        assert mentions(lacking.unavailable or "", 2)
 
 
 def test_the_weighted_sum_by_hand():
@@ -228,7 +227,7 @@ def test_the_weighted_sum_by_hand():
     refused = weighted_sum(lacking | {"x": Score(0.0, refusal="no")}, dict.fromkeys("x", 1.0))
     assert refused.refusal == "reward x: no"
     beyond = weighted_sum({"x": Score(1e18), "y": Score(1.0)}, {"x": 1e300, "y": 2.0})
-    assert "x 1e+18 * 1e+300, y 1 * 2 is inf" in (beyond.refusal or "")
+    assert mentions(beyond.refusal or "", "x 1e+18 * 1e+300", "y 1 * 2", "inf")
 
 
 def test_several_rewards_of_a_run():

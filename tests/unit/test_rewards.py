@@ -10,6 +10,7 @@ import pytest
 from megatron_dppo.rewards import REWARDS, exact_integer, find_reward
 from megatron_dppo.rewards.answers import final_answer
 from megatron_dppo.rewards.math_verify import math_verify
+from tests.messages import mentioning
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_exact_integer(response, answer, score):
 
 
 def test_exact_integer_wants_an_integer_to_compare_with():
-    with pytest.raises(ValueError, match=r"the answer is '1\.5', expected an integer"):
+    with pytest.raises(ValueError, match=mentioning("'1.5'", "integer")):
         exact_integer("1", "1.5")
 
 
@@ -145,7 +146,7 @@ def test_the_table():
     assert find_reward("exact_integer").runs_inline
     assert not find_reward("math_verify").runs_inline
     with pytest.raises(
-        ValueError, match="unknown reward 'x'; there are exact_integer, judge, math_verify, r"
+        ValueError, match=mentioning("'x'", "exact_integer", "judge", "math_verify")
     ):
         find_reward("x")
 

@@ -17,6 +17,7 @@ import pytest
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.rewards import RewardInput as Given
 from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError, require
+from tests.messages import mentioning, mentions
 from tests.patience import happens, own_patience
 
 
@@ -113,7 +114,7 @@ def test_no_answer_counts_for_another_response(where, value):
 def test_a_reward_that_raises_is_an_error_with_its_traceback():
     with (
         Verifier(planted("raise_on_request"), timeout_s=60.0, workers=1) as verifier,
-        pytest.raises(VerifierError, match="planted fault"),
+        pytest.raises(VerifierError, match=mentioning("RuntimeError", "planted")),
     ):
         verifier.score([Given("raise", "")])
 
@@ -206,7 +207,7 @@ def test_a_check_hands_back_what_a_reward_refuses():
         good, bad = verifier.check([Given("", ""), Given("refuse", "")])
     assert good == Score(1.0)
     assert bad.value == 0.0
-    assert (bad.refusal or "").startswith("no such answer (planted_rewards.py, line ")
+    assert mentions(bad.refusal or "", "planted_rewards.py")
     with Verifier("exact_integer", timeout_s=1.0, workers=1) as verifier:
         (refused,) = verifier.check([Given("1", "one")])
     assert "'one'" in (refused.refusal or "")
@@ -267,7 +268,7 @@ def test_what_arrives_is_scored_while_nobody_waits(reward):
 
 def test_an_error_reaches_who_waits_and_later_responses_are_scored():
     with Verifier(planted("raise_on_request"), timeout_s=60.0, workers=1) as verifier:
-        with pytest.raises(VerifierError, match="planted fault"):
+        with pytest.raises(VerifierError, match=mentioning("RuntimeError", "planted")):
             verifier.submit(Given("raise", "")).result(timeout=60)
         assert verifier.submit(Given("ok", "")).result(timeout=60) == Score(1.0)
 
@@ -287,5 +288,5 @@ def test_closing_ends_what_is_being_checked_and_what_waits():
 
 def test_a_refusal_that_came_early_is_an_error_where_it_is_used():
     require([Score(1.0)], [Given("1", "1")])
-    with pytest.raises(VerifierError, match="reward x: no; response 'r', answer 'a'"):
+    with pytest.raises(VerifierError, match=mentioning("reward x", "no", "'r'", "'a'")):
         require([Score(0.0, refusal="no")], [Given("r", "a")], "reward x: ")

@@ -28,6 +28,7 @@ from megatron_dppo.loop.rollout_figures import (
 )
 from megatron_dppo.loop.rollout_sources import GeneratedRollouts, _Draft
 from megatron_dppo.metrics import table as names
+from tests.messages import mentioning, mentions
 from tests.unit.config_files import minimal
 
 
@@ -53,10 +54,8 @@ def test_tokens_beyond_the_bound_are_refused_by_name():
     check_staleness(batch, step=5, max_staleness=1)
     with pytest.raises(StalenessError) as caught:
         check_staleness(batch, step=5, max_staleness=0)
-    assert str(caught.value) == (
-        "step 5 trains weight version 4, but response 2 to problem 7 has tokens 0 to 1 of version 3, "
-        "expected 4 to 4 (rollout.max_staleness: 0)"
-    )
+    values = ("step 5", 4, "response 2", "problem 7", 0, 1, 3, "rollout.max_staleness: 0")
+    assert mentions(str(caught.value), *values)
 
 
 def test_weights_that_the_trainer_never_had_are_refused():
@@ -189,9 +188,7 @@ def guard(tmp_path, dtype="float32", **sections) -> GapGuard:
 )
 def test_a_gap_beyond_what_rounding_explains_stops_the_run(tmp_path, dtype, sections, largest):
     guard(tmp_path, dtype, **sections).check(largest, is_stale=False)
-    with pytest.raises(
-        GapError, match=rf"is {largest * 1.01:.3g} at equal weights in {dtype}, expected at most"
-    ):
+    with pytest.raises(GapError, match=mentioning(f"{largest * 1.01:.3g}", dtype)):
         guard(tmp_path, dtype, **sections).check(largest * 1.01, is_stale=False)
 
 
@@ -202,7 +199,7 @@ def test_where_the_weights_may_differ_a_gap_is_told_and_stops_nothing(tmp_path, 
     for sections in ({"rollout": {"replay_from": "x"}}, {"lora": {"rank": 4, "dropout": 0.1}}):
         caplog.clear()
         guard(tmp_path, **sections).check(0.35, is_stale=False)
-        assert "mean |pi - mu| of the first mini-batch is 0.35 at equal weights" in caplog.text
+        assert mentions(caplog.text, 0.35)
 
 
 def test_a_gap_is_told_again_where_it_has_doubled(tmp_path, caplog):

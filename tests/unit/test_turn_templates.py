@@ -18,6 +18,7 @@ from megatron_dppo.environments.turn_template import TurnTemplate, TurnTemplateE
 from megatron_dppo.model.families import FAMILIES
 from megatron_dppo.system import time_limit
 from tests.chat_templates import PUBLISHED, published_tokenizer
+from tests.messages import mentioning
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
 TOOL = {
@@ -156,9 +157,9 @@ def test_calls_of_tools_end_to_end_are_the_whole_conversation(name):
         ("qwen3", 2, None),
         ("qwen2", 2, None),
         ("llama", 1, None),
-        ("llama", 2, "fails on messages of .* This model only supports single tool-calls at once!"),
-        ("qwen2, distilled from R1", 1, "leaves out, or alters, a call of the tool 'add'"),
-        ("these tests'", 2, "leaves out, or alters, a call of the tool 'add'"),
+        ("llama", 2, ".*single tool-calls"),
+        ("qwen2, distilled from R1", 1, "call of .*'add'"),
+        ("these tests'", 2, "call of .*'add'"),
     ],
 )
 def test_an_example_whose_calls_the_template_leaves_out_is_refused(name, calls, lost):
@@ -183,7 +184,7 @@ def test_an_example_whose_calls_the_template_leaves_out_is_refused(name, calls, 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in SAYS_TOOLS])
 def test_tools_that_the_template_leaves_out_are_refused(name):
     call = ChatCall([{"role": "user", "content": "3+5"}], [TOOL])
-    with pytest.raises(TurnTemplateError, match="leaves out, or alters, the tool 'add'"):
+    with pytest.raises(TurnTemplateError, match=mentioning("template", "'add'")):
         TurnTemplate(tokenizer_of(name), "user").opening(Problem(0, "", "", (1,)), call)
 
 
@@ -240,7 +241,7 @@ def test_a_first_observation_is_one_more_message_of_the_user(name):
     assert turns.generation_tokens == asking
     problem = Problem(0, "3+5", "8", prompt)
     if name == "mixtral":
-        with pytest.raises(TurnTemplateError, match=r"messages of user, user: .* must alternate"):
+        with pytest.raises(TurnTemplateError, match=mentioning("user, user", "alternate")):
             turns.opening(problem, "Begin: 8")
         return
     more = [*messages, {"role": "user", "content": "Begin:\n8"}]
@@ -259,10 +260,10 @@ def test_a_template_that_swallows_it_or_a_prompt_that_is_not_its_own_is_refused(
     turns = TurnTemplate(tiny_tokenizer(), "user")
     turns._tokenizer = tokenizer
     ids = tuple(encoded(tokenizer, [{"role": "user", "content": "3+5"}], prompts=True))
-    with pytest.raises(TurnTemplateError, match="does not put a second message of the user after"):
+    with pytest.raises(TurnTemplateError, match=mentioning("second", "user")):
         turns.opening(Problem(0, "3+5", "8", ids), "Begin")
     whole = TurnTemplate(tiny_tokenizer(), "user")
-    with pytest.raises(TurnTemplateError, match="does not put a second message of the user after"):
+    with pytest.raises(TurnTemplateError, match=mentioning("second", "user")):
         whole.opening(Problem(0, "3+5", "8", (10, 11, 12, 13, 14, 15)), "Begin")
 
 
@@ -292,7 +293,7 @@ def test_a_prompt_has_all_messages_calls_and_tools_or_is_refused():
         (shows_calls, [tool], "the tool 'minus'"),
         (DROPS_TOOLS, [], "a message of tool"),
     ):
-        with pytest.raises(TurnTemplateError, match=f"leaves out, or alters, {lost}"):
+        with pytest.raises(TurnTemplateError, match=lost):
             TurnTemplate(tiny_with(template), "user").prompt(ChatCall(messages, tools))
 
 
@@ -321,10 +322,10 @@ NO_END = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 @pytest.mark.parametrize(
     ("template", "role", "message"),
     [
-        (DROPS_TOOLS, "tool", r"drops a message of tool after a turn \(environment.role\)"),
-        (COUNTS, "user", r"is not stable: after a turn stands .*user3.*, but .*user5.* where 3 messages"),
-        (LAST_ONLY, "tool", r"leaves out, or alters, what the assistant said before a message of tool"),
-        (None, "user", r"the tokenizer has no chat template; set data.apply_chat_template to false"),
+        (DROPS_TOOLS, "tool", r"\btool\b.*\(environment.role\)"),
+        (COUNTS, "user", r"user3.*user5.*\b3 messages"),
+        (LAST_ONLY, "tool", r"assistant .*\btool\b"),
+        (None, "user", r"data.apply_chat_template"),
     ],
 )  # fmt: skip
 def test_a_template_that_can_not_say_what_follows_is_refused_at_the_start(template, role, message):
@@ -342,7 +343,7 @@ def test_a_template_that_does_not_end_is_refused_at_the_start(monkeypatch):
 def test_a_tokenizer_that_writes_a_space_before_every_text_is_refused():
     tokenizer = tiny_with(NO_END)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    with pytest.raises(TurnTemplateError, match="has other tokens behind a turn than alone"):
+    with pytest.raises(TurnTemplateError, match=mentioning("tokens", "turn", "alone")):
         TurnTemplate(tokenizer, "user")
 
 

@@ -69,6 +69,7 @@ from megatron_dppo.weight_sync.verification import (
     ChecksumMismatchError,
     compare_checksums,
 )
+from tests.messages import mentioning
 from tests.patience import own_patience
 
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
@@ -573,7 +574,7 @@ def test_an_engine_that_does_not_answer_cannot_be_attached() -> None:
 
     good = Engine(A)
     updates.open_engine = opener({A: good, B: EngineLostError("connection refused")})
-    with pytest.raises(WeightUpdateError, match="connection refused") as failure:
+    with pytest.raises(WeightUpdateError, match=mentioning("refused")) as failure:
         updates.attach([A, B])
     assert failure.value.engines == (B,)
     assert updates.committed_version is None
@@ -665,11 +666,11 @@ def test_canary_reports_and_names_the_worst_token() -> None:
     ours, theirs = [[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-3.25]]
     report = compare_canary(ours, theirs, Tolerance(0.5, 0.25))
     assert (report.max_abs_diff, report.mean_abs_diff, report.tokens) == (0.5, 0.25, 3)
-    with pytest.raises(CanaryError, match=r"token 1 .* 0 .* 0.5 .*1 of 3"):
+    with pytest.raises(CanaryError, match=mentioning("token 1", 0, 0.5, "1 of 3")):
         compare_canary(ours, theirs, Tolerance(0.49, 1.0))
     with pytest.raises(CanaryError, match=r" 0.25, .* 0.24"):
         compare_canary(ours, theirs, Tolerance(1.0, 0.24))
-    with pytest.raises(CanaryError, match=r"token 0 .* 1 .* nan"):
+    with pytest.raises(CanaryError, match=mentioning("token 0", 1, "nan")):
         compare_canary([[-1.0], [-3.0]], [[-9.0], [float("nan")]], Tolerance(0.5, 0.5))
     with pytest.raises(ValueError, match="counts"):
         compare_canary([[-1.0]], [[-1.0, -2.0]], Tolerance(0.5, 0.5))
