@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.integration.runs import ROOT
+from tests.unit.test_recipes import RECIPES
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -92,3 +93,18 @@ def test_a_fault_of_the_recipe_is_named_by_its_key(sections, key, tmp_path):
     assert done.returncode in (1, 2)
     assert "FAILED" in done.stderr
     assert key in done.stderr.partition("FAILED")[2]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("olmoe_1b_7b_gsm8k",), ("qwen3_30b_a3b_base_r3", "--ranks=2")],
+    ids=["EP2", "TP2 EP2"],
+)
+def test_a_recipe_passes(words, tmp_path):
+    name, *options = words
+    done = rehearse(tmp_path, str(RECIPES / f"{name}.yaml"), *options)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    result = json.loads((tmp_path / "rehearsal" / "rehearsal.json").read_text())
+    assert result["passed"]
+    measured = {row["label"]: row["holds"] for row in result["findings"]}
+    assert measured["gradient norm"]
