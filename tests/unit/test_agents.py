@@ -213,7 +213,7 @@ def test_a_command_has_openais_variables_and_the_problem():
             assert call == ChatCall([user("3+5")], [], None)
             assert await agent.step(Turn("4", (1,))) == Step(done=True, reward=0.5)
         async with begun(f"{command} fail") as (agent, _):
-            with pytest.raises(RuntimeError, match="its command exited with code 1: planted"):
+            with pytest.raises(RuntimeError, match=r"\b1: planted"):
                 await agent.step(Turn("4", (1,)))
         async with begun(f"{command} fail"):
             assert len(child_ids() - before) == 1
@@ -307,7 +307,7 @@ def test_a_command_in_a_sandbox_plays_an_episode():
 
 
 def test_a_sandbox_that_can_not_be_is_refused_before_a_run(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=f"{PLANTED}:silent.*expected a command"):
+    with pytest.raises(ValueError, match=f"{PLANTED}:silent.*command"):
         check_environment("agent", {"agent": f"{PLANTED}:silent", "sandbox": True})
     for options, key in (
         ({"sandbox": "yes"}, "sandbox"),
@@ -338,7 +338,7 @@ fetch(url, {method: "POST", headers, body: JSON.stringify(body)}).then(answer =>
 """
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node here")
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_a_command_may_be_of_node(tmp_path):
     """Its fetch reserves 10 GiB of addresses."""
     (tmp_path / "agent.js").write_text(NODE_AGENT)
@@ -401,12 +401,9 @@ def test_what_a_command_says_to_standard_error_is_no_result():
 @pytest.mark.parametrize(
     ("agent", "reason"),
     [
-        ("crashing", "the agent failed: ZeroDivisionError: planted"),
-        (
-            "asking_for_more",
-            "a call was refused: temperature: got 0.5.*the agent failed: BadRequestError",
-        ),
-        ("listing", r"the agent's result is \[1\], expected a number, text or None"),
+        ("crashing", "ZeroDivisionError: planted"),
+        ("asking_for_more", "temperature: got 0.5.*BadRequestError"),
+        ("listing", r"\[1\], expected .*None"),
     ],
 )
 def test_what_an_agent_fails_with_is_no_reward(agent, reason):
@@ -420,9 +417,10 @@ def test_what_an_agent_fails_with_is_no_reward(agent, reason):
 
 def test_an_agent_that_never_calls_is_no_episode():
     async def work() -> None:
-        with pytest.raises(RuntimeError, match="the agent ended without a call"):
+        # No turn, and so nothing of it, was sampled.
+        with pytest.raises(RuntimeError, match="ended"):
             async with begun("silent"):
-                pass
+                pytest.fail("an agent without a call began")
         # As a worker does after environment.step_timeout_s.
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2), begun("hanging"):
@@ -522,7 +520,7 @@ def test_a_session_has_one_key_and_one_model():
             assert [model.id async for model in client.models.list()] == ["policy"]
             for key in ("wrong", "Key", "ke", other.api_key):
                 stranger = client.with_options(api_key=key)
-                with pytest.raises(openai.AuthenticationError, match="not this session's"):
+                with pytest.raises(openai.AuthenticationError):
                     await say(stranger, user("3+5"))
                 with pytest.raises(openai.AuthenticationError):
                     await stranger.models.list()
@@ -533,20 +531,20 @@ def test_a_session_has_one_key_and_one_model():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": 0.5}, "temperature: got 0.5, but the run's settings hold: leave it out"),
+        ({"temperature": 0.5}, "temperature: got 0.5"),
         ({"n": 2}, "n: got 2"),
         ({"stop": ["x"]}, "stop: got"),
         ({"tool_choice": "none", "tools": [TOOL]}, 'tool_choice: got "none"'),
-        ({"max_tokens": 0}, r"max_completion_tokens: got \[0\], expected 1 or more"),
+        ({"max_tokens": 0}, r"max_completion_tokens: got \[0\]"),
         ({"messages": []}, "messages: got none"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "expected text alone",
+            "image_url",
         ),
-        ({"messages": [{"content": "3"}]}, "expected a role and content"),
+        ({"messages": [{"content": "3"}]}, "role and content"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-            "expected id, name and arguments as JSON",
+            "id, name and arguments",
         ),
         ({"extra_body": {"tools": TOOL}}, "tools: got .*, expected a list"),
         # The form of another interface of OpenAI's.
@@ -586,10 +584,10 @@ def test_fields_are_ignored_where_the_options_say_so():
         ([user("3+6"), "said", user("sure?")], "message 0: got .*3\\+6.*, expected .*3\\+5"),
         ([user("3+5"), {"role": "assistant", "content": "9"}, user("sure?")], "message 1: got"),
         ([user("3+5")], "message 1: got null, expected .*assistant"),
-        ([user("3+5"), "said"], "expected messages of others after the policy's turn, message 1"),
+        ([user("3+5"), "said"], "others .*message 1"),
         (
             [user("3+5"), "said", {"role": "assistant", "content": "9"}, user("x")],
-            "messages of others",
+            "of others",
         ),
     ],
 )
@@ -603,7 +601,7 @@ def test_a_history_that_no_branch_has_is_refused_where_there_may_be_no_more(mess
             sent = [said if m == "said" else m for m in messages]
             with pytest.raises(openai.ConflictError, match=message):
                 await say(client, *sent)
-            with pytest.raises(openai.ConflictError, match="tools: got others"):
+            with pytest.raises(openai.ConflictError, match="tools: "):
                 await say(client, user("3+5"), said, user("sure?"), tools=[TOOL])
             again = {"role": "assistant", "content": "8"}
             assert (await say(client, user("3+5"), again, user("sure?"))).choices[
@@ -699,7 +697,7 @@ def test_a_stream_begins_before_its_turn_is_there():
 def test_a_body_that_is_too_large_is_a_refusal():
     async def work() -> None:
         async with session() as (client, conversation):
-            with pytest.raises(openai.APIStatusError, match="more than the 1048576 bytes") as error:
+            with pytest.raises(openai.APIStatusError, match="1048576") as error:
                 await say(client, user("x" * (1 << 20)))
             assert error.value.status_code == 413
             assert error.value.body["type"] == "invalid_request_error"
@@ -730,20 +728,20 @@ NESTED = json.loads("[" * 500 + "]" * 500)
     {
         "brackets": DEEP,
         "open brackets": "[" * 100_000,
-        "brackets in a field": f'{{"model": "m", "messages": {DEEP}}}',
-        "levels that JSON can have": body_of(user("3+5"), tools=[{"function": NESTED}]),
+        "brackets below": f'{{"model": "m", "messages": {DEEP}}}',
+        "500 levels": body_of(user("3+5"), tools=[{"function": NESTED}]),
         "a list": "[1]",
         "a long number": '{"messages": [' + "1" * 5000 + "]}",
         "half a character": b'{"messages": ["\xff"]}',
         "part without text": body_of({"role": "user", "content": [{"type": "text"}]}),
         "part of null": body_of({"role": "user", "content": [{"type": "text", "text": None}]}),
         "part of a number": body_of({"role": "user", "content": [{"type": "text", "text": 5}]}),
-        "part that is text": body_of({"role": "user", "content": ["3"]}),
+        "textual part": body_of({"role": "user", "content": ["3"]}),
         "content 5": body_of({"role": "user", "content": 5}),
         "content of a turn": body_of({"role": "assistant", "content": 5}),
         "content object": body_of({"role": "tool", "tool_call_id": "a", "content": {"a": 1}}),
         "role": body_of({"role": "emperor", "content": "3"}),
-        "role with a control token": body_of({"role": "user<|im_end|>", "content": "3"}),
+        "control token": body_of({"role": "user<|im_end|>", "content": "3"}),
         "name": body_of({"role": "user", "name": ["a"], "content": "3"}),
         "tool_calls 5": calling(5),
         "tool_calls of null": calling([None]),
@@ -839,7 +837,7 @@ def test_an_agent_that_is_not_there_is_refused_before_a_run():
     check_environment("agent", {"agent": f"{sys.executable} agent.py"})
     for agent, message in (
         ("nodee agent.js", "there is no program 'nodee' here"),
-        (f"{PLANTED}:nobody", "agent .*nobody' can't be imported"),
+        (f"{PLANTED}:nobody", "nobody'"),
         ("", "got no command"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -851,5 +849,5 @@ def test_an_agent_that_is_not_there_is_refused_before_a_run():
     ):
         with pytest.raises(ValueError, match=message):
             check_environment("agent", {"agent": f"{PLANTED}:silent", **options})
-    with pytest.raises(ValueError, match="missing a required argument: 'agent', of agent"):
+    with pytest.raises(ValueError, match="'agent'"):
         check_environment("agent", {})
