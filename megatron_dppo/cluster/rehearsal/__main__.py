@@ -410,10 +410,9 @@ class Rehearsal:
         missed = [row for row in found if row.holds is False]
         cpu = sum(attempt.cpu_seconds for attempt in done)
         total = sum(self.phases.seconds.values())
-        CONSOLE.print(
-            f"took {total:.0f} seconds, and {cpu:.0f} CPU seconds of ranks and servers",
-            soft_wrap=True,
-        )
+        # Ranks and servers on the nodes of a job are no children of this process.
+        cost = "" if on_nodes is not None else f", and {cpu:.0f} CPU seconds of ranks and servers"
+        CONSOLE.print(f"took {total:.0f} seconds{cost}", soft_wrap=True)
         inside = ", ".join(f"{name} {s:.0f}" for name, s in summary["seconds_per_phase"].items())
         CONSOLE.print(f"seconds inside the runs: {inside}", soft_wrap=True)
         if placement is not None:
