@@ -1,7 +1,7 @@
 """Answers of an engine, parsed and checked: in the caller's process, or in one beside it, whose arrays it maps.
 
-The child is ``python -m megatron_dppo.engine.answer_parsing DESCRIPTOR``. It answers one call after the other until
-its parent is gone, and loads neither torch nor sglang.
+The process (``system/workers.py``) answers one call after the other until its caller is gone, and loads neither torch
+nor sglang.
 """
 
 from __future__ import annotations
@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,9 +21,9 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.protocol import GenerationRequest, parse_answer, read_answers
 from megatron_dppo.engine.recordings import Notice, Way, place, take
-from megatron_dppo.system.processes import describe_exit, kill_families, start_connected
 from megatron_dppo.system.scratch import SharedBuffer, aligned, mapped
 from megatron_dppo.system.secret_variables import without_secrets
+from megatron_dppo.system.workers import WorkerLostError, WorkerProcess, connect
 
 _MODULE = "megatron_dppo.engine.answer_parsing"
 
@@ -88,7 +85,7 @@ class AnswerParser:
     def __init__(self, smallest: int | None = 32 * 1024) -> None:
         self._smallest = smallest
         self._lock = threading.Lock()
-        self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
+        self._worker: WorkerProcess | None = None
         self._is_closed = False
 
     async def parse(
@@ -107,8 +104,8 @@ class AnswerParser:
     def close(self) -> None:
         """End the process; what is being parsed is lost. Harmless twice."""
         self._is_closed = True
-        if self._child is not None:
-            kill_families([self._child[0]])
+        if self._worker is not None:
+            self._worker.kill()
 
     def _ask(
         self,
@@ -118,58 +115,52 @@ class AnswerParser:
         downloaded: Mapping[str, bytes],
     ) -> Parsed:
         with self._lock:
-            process, connection = self._running()
             try:
-                connection.send((requests, versions, list(downloaded)))
-                for content in (payload, *downloaded.values()):
-                    connection.send_bytes(content)
-                reply = connection.recv()
-            except (OSError, EOFError):
-                code = process.wait()
-                raise ParserLostError(
-                    f"the process that parses answers {describe_exit(code)}"
-                ) from None
-        if isinstance(reply, EngineError):
-            raise reply
-        head, sizes, path, content = reply
-        starts, size = aligned(sizes)
-        if path is None:
-            buffer = np.frombuffer(content, np.uint8)
-        else:
-            try:
-                buffer = mapped(path, size)
-            finally:
-                Path(path).unlink(missing_ok=True)
-        views = [buffer[start : start + n] for start, n in zip(starts, sizes, strict=True)]
-        return Parsed(*pickle.loads(head, buffers=views))
+                content = pickle.dumps((payload, requests, versions, dict(downloaded)))
+                answer = self._started_worker().ask(content)
+            except WorkerLostError as lost:
+                ending = str(lost).removeprefix("its process ")
+                raise ParserLostError(f"the process that parses answers {ending}") from None
+        return parsed_of(answer)
 
-    def _running(self) -> tuple[subprocess.Popen[bytes], Connection]:
+    def _started_worker(self) -> WorkerProcess:
         if self._is_closed:
             raise ParserLostError("the process that parses answers was closed")
-        if self._child is None:
-            self._child = start_connected(
-                _MODULE,
-                environment={**without_secrets(os.environ), "OMP_NUM_THREADS": "1"},
-                output=2,
-            )
-        return self._child
+        if self._worker is None:
+            environment = {**without_secrets(os.environ), "OMP_NUM_THREADS": "1"}
+            self._worker = WorkerProcess(_MODULE, b"", environment=environment, output=2)
+        return self._worker
 
 
-def reply_to(connection: Connection) -> None:
-    """Parse the next answer. Raises EOFError where nobody is left to ask.
+def parsed_of(answer: bytes) -> Parsed:
+    """Read a worker's answer, whose arrays are mapped. Raises the EngineError in it."""
+    reply = pickle.loads(answer)
+    if isinstance(reply, EngineError):
+        raise reply
+    head, sizes, path, content = reply
+    starts, size = aligned(sizes)
+    if path is None:
+        buffer = np.frombuffer(content, np.uint8)
+    else:
+        try:
+            buffer = mapped(path, size)
+        finally:
+            Path(path).unlink(missing_ok=True)
+    views = [buffer[start : start + n] for start, n in zip(starts, sizes, strict=True)]
+    return Parsed(*pickle.loads(head, buffers=views))
+
+
+def answer_to(content: bytes) -> bytes:
+    """Parse an answer in the worker; return what ``parsed_of`` reads.
 
     The arrays of the trajectories lie in one file in shared memory, which the reader maps and removes; where that
     has no room, they follow in the connection. The rest is pickled: both sides are this program.
     """
-    requests, versions, names = connection.recv()
-    payload = connection.recv_bytes()
-    downloaded = {name: connection.recv_bytes() for name in names}
     arrays: list[pickle.PickleBuffer] = []
     try:
-        parsed = parse(payload, requests, versions, downloaded)
+        parsed = parse(*pickle.loads(content))
     except EngineError as error:
-        connection.send(error)
-        return
+        return pickle.dumps(error)
     head = pickle.dumps(tuple(parsed), protocol=5, buffer_callback=arrays.append)
     flat = [array.raw() for array in arrays]
     sizes = [view.nbytes for view in flat]
@@ -182,16 +173,16 @@ def reply_to(connection: Connection) -> None:
         buffer, path = np.zeros(size, np.uint8), None
     for start, view in zip(starts, flat, strict=True):
         buffer[start : start + view.nbytes] = view
-    connection.send((head, sizes, path, buffer.tobytes() if path is None else b""))
+    return pickle.dumps((head, sizes, path, buffer.tobytes() if path is None else b""))
 
 
 def main() -> None:
-    # Ctrl-C is the parent's to handle.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = Connection(int(sys.argv[1]))
+    connection = connect(sys.argv[1])
+    connection.answer(connection.receive(), b"")
     try:
         while True:
-            reply_to(connection)
+            call = connection.receive()
+            connection.answer(call, answer_to(call.content))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 

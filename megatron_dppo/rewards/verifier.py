@@ -4,13 +4,12 @@ A process cannot interrupt its own endless check: math-verify's own limit needs 
 expression nor an integer power checks for interrupts while it runs. So checks run in a worker process, which the
 verifier kills at the time limit.
 
-The worker, ``python -m megatron_dppo.rewards.verifier DESCRIPTOR``, receives a JSON object: the reward's name and
-options, the limits, and the environment variables with keys that it may have. Once it is ready, it sends the reward's
-form (RewardForm). Then it receives calls, each a number and a list of RewardInputs, and answers with the number and a
-Score for each input. A Score has a value; or a refusal, if the reward raised ValueError or returned no number; or it
-says that the reward is unavailable (RewardUnavailableError, OSError, and known errors of HTTP clients). The worker
-answers in JSON, because nothing may be unpickled that comes from a process in which responses may run. It imports the
-reward and nothing heavier. Any other exception of the reward ends the worker with its traceback.
+The worker (``system/workers.py``) receives the reward's name, options and time limit. Once it is ready, it answers with
+the reward's form (RewardForm). Then each call is a list of RewardInputs, and its answer a Score for each. A Score has a
+value; or a refusal, if the reward raised ValueError or returned no number; or it says that the reward is unavailable
+(RewardUnavailableError, OSError, and known errors of HTTP clients). The worker answers in JSON, because nothing may be
+unpickled that comes from a process in which responses may run. It imports the reward and nothing heavier. Any other
+exception of the reward ends the worker with its traceback.
 
 Checks run in a child of the worker's first process, the guard. Processes that a check starts end with the check, even
 in another session or with another parent. Processes that the reward's module started at its import live as long as the
@@ -20,25 +19,19 @@ worker. The guard ends all of them when the child dies, or when the verifier has
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import json
 import logging
 import math
-import os
-import resource
+import pickle
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
 from megatron_dppo.rewards import (
@@ -51,21 +44,20 @@ from megatron_dppo.rewards import (
 )
 from megatron_dppo.system import processes
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.processes import kill_families, start_connected
-from megatron_dppo.system.secret_variables import (
-    chosen_variables,
-    close_to_others,
-    named_in_options,
-    receive_passed,
-    withheld_hint,
-    worker_environment,
+from megatron_dppo.system.secret_variables import named_in_options, withheld_hint
+from megatron_dppo.system.workers import (
+    START_LIMIT_S,
+    Call,
+    CallConnection,
+    RestrictedWorker,
+    WorkerLostError,
+    WorkerPool,
+    connect_restricted,
 )
 
 if TYPE_CHECKING:
     from megatron_dppo.config.data_schema import OnTimeout, RewardTerm
 
-# Longest time for a worker to import its reward. It is long because a machine starts many workers at once.
-START_LIMIT_S = 300.0
 _PACKAGE = Path(__file__).parents[1]
 BACK_OFF_S = 0.5
 """Pause before the second attempt at a reward that is unavailable. The pause doubles for each further attempt."""
@@ -151,8 +143,7 @@ class Verifier:
         self._variable_names = [*passed_variables, *named_in_options(self._options)]
         self._reward = find_reward(name)
         self._count = 0 if self._reward.runs_inline else workers
-        self._workers: list[_Worker] = []
-        self._idle: SimpleQueue[int] = SimpleQueue()
+        self._pool = WorkerPool(self._start_worker, self._count)
         self._waiting: deque[tuple[RewardInput, Future[Score]]] = deque()
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -176,31 +167,26 @@ class Verifier:
     def __enter__(self) -> Self:
         self._closing.clear()
         if self._count:
-            self._workers = [self._start_worker() for _ in range(self._count)]
+            self._pool.fill()
             self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="rewards")
-            for index in range(self._count):
-                self._idle.put(index)
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             threads, self._threads = self._threads, None
         self._closing.set()
-        for worker in self._workers:
-            worker.kill()
+        self._pool.close()
         if threads is not None:
             threads.shutdown(cancel_futures=True)
         while self._waiting:
             self._waiting.popleft()[1].cancel()
-        for worker in self._workers:
-            worker.close()
-        self._workers = []
+        self._pool = WorkerPool(self._start_worker, self._count)
 
     def form(self) -> RewardForm:
         """The reward's form. Waits for the first worker. Raises VerifierError if the worker cannot start."""
         if self._reward.runs_inline:
             return self._reward.bind(self._options).form
-        return self._workers[0].form()
+        return self._pool.workers[0].form()
 
     def submit(self, record: RewardInput) -> Future[Score]:
         """Score a response in the background. A reward that runs inline is called at once, in this thread.
@@ -262,22 +248,21 @@ class Verifier:
     def _score_next(self) -> None:
         """Score the next response, or as many as the reward takes at once, with an idle worker. Runs in a thread of the
         pool, which has as many threads as there are workers."""
-        index = self._idle.get()
+        turn = _Turn(self._pool)
         batch: list[tuple[RewardInput, Future[Score]]] = []
         try:
             self._fill(batch, 1)
             if batch:
-                form = self._workers[index].form()
+                form = turn.worker.form()
                 self._fill(batch, form.calls_at_once(self._batch_size))
-                scores = self._call_with_retries(index, form, [record for record, _ in batch])
+                scores = self._call_with_retries(turn, form, [record for record, _ in batch])
                 for (_, future), score in zip(batch, scores, strict=True):
                     future.set_result(score)
         except Exception as error:
             for _, future in batch:
                 future.set_exception(error)
         finally:
-            self._renew(index)
-            self._idle.put(index)
+            turn.end()
 
     def _fill(self, batch: list[tuple[RewardInput, Future[Score]]], size: int) -> None:
         """Move waiting responses to ``batch`` until it has ``size``."""
@@ -288,47 +273,26 @@ class Verifier:
                     batch.append((record, future))
 
     def _call_with_retries(
-        self, index: int, form: RewardForm, inputs: Sequence[RewardInput]
+        self, turn: _Turn, form: RewardForm, inputs: Sequence[RewardInput]
     ) -> list[Score]:
-        scores = self._call(index, inputs)
+        scores = turn.scores(inputs)
         if form.takes_many and len(inputs) > 1 and (scores[0].timed_out or scores[0].crashed):
             # One input of the batch caused this: score each in a call of its own.
             scores = []
             for record in inputs:
-                scores += self._call(index, [record])
+                scores += turn.scores([record])
         for attempt in range(1, self._attempts):
             missing_rows = [i for i, score in enumerate(scores) if score.unavailable is not None]
             pause = min(BACK_OFF_S * 2 ** (attempt - 1), LONGEST_BACK_OFF_S)
             if not missing_rows or self._closing.wait(pause):
                 break
-            new_scores = self._call(index, [inputs[i] for i in missing_rows])
+            new_scores = turn.scores([inputs[i] for i in missing_rows])
             for i, score in zip(missing_rows, new_scores, strict=True):
                 scores[i] = score
         return scores
 
-    def _call(self, index: int, inputs: Sequence[RewardInput]) -> list[Score]:
-        self._renew(index)
-        is_used = self._workers[index].is_used
-        scores = self._workers[index].scores(inputs)
-        if is_used and (crashed := [i for i, score in enumerate(scores) if score.crashed]):
-            # Earlier calls may have caused the crash, for example by memory that they left: use a new process.
-            self._renew(index)
-            new_scores = self._workers[index].scores([inputs[i] for i in crashed])
-            for i, score in zip(crashed, new_scores, strict=True):
-                scores[i] = score
-        return scores
-
-    def _renew(self, index: int) -> None:
-        """Replace a dead worker. A verifier that has been closed starts no more workers."""
-        with self._lock:
-            if self._workers[index].is_dead and self._threads is not None:
-                # The guard may have died before its child processes: end these too.
-                self._workers[index].kill()
-                self._workers[index].close()
-                self._workers[index] = self._start_worker()
-
-    def _start_worker(self) -> _Worker:
-        return _Worker(
+    def _start_worker(self) -> RewardWorker:
+        return RewardWorker(
             self._name,
             self._timeout_s,
             self._options,
@@ -336,6 +300,35 @@ class Verifier:
             self._memory_gib,
             self._variable_names,
         )
+
+
+class _Turn:
+    """A thread's use of a worker of the pool, until ``end``. A dead worker is replaced."""
+
+    def __init__(self, pool: WorkerPool[RewardWorker]) -> None:
+        self._pool = pool
+        self.worker = pool.take()
+
+    def scores(self, inputs: Sequence[RewardInput]) -> list[Score]:
+        """Score ``inputs`` in one call."""
+        self._renew()
+        is_used = self.worker.is_used
+        scores = self.worker.scores(inputs)
+        if is_used and (crashed := [i for i, score in enumerate(scores) if score.crashed]):
+            # Earlier calls may have caused the crash, for example by memory that they left: use a new process.
+            self._renew()
+            new_scores = self.worker.scores([inputs[i] for i in crashed])
+            for i, score in zip(crashed, new_scores, strict=True):
+                scores[i] = score
+        return scores
+
+    def end(self) -> None:
+        self._renew()
+        self._pool.release(self.worker)
+
+    def _renew(self) -> None:
+        if self.worker.is_dead:
+            self.worker = self._pool.replace(self.worker)
 
 
 def require(scores: Sequence[Score], inputs: Sequence[RewardInput], prefix: str = "") -> None:
@@ -354,10 +347,10 @@ def _shorten(text: str) -> str:
     return ascii(text) if len(text) <= 60 else ascii(text[:57]) + "..."
 
 
-class _Worker:
-    """One worker process, with one call at a time.
+class RewardWorker(RestrictedWorker):
+    """One worker process of a reward, with one call at a time. The arguments are those of Verifier.
 
-    ``is_used`` is True after its first call. ``variable_names`` are the environment variables with keys that it gets.
+    ``variable_names`` are the environment variables with keys that it gets.
     """
 
     def __init__(
@@ -369,133 +362,84 @@ class _Worker:
         memory_gib: int,
         variable_names: Sequence[str],
     ) -> None:
-        self._name, self._timeout_s, self._on_timeout = name, timeout_s, on_timeout
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
-        self._process, self._connection = start_connected(
+        super().__init__(
             "megatron_dppo.rewards.verifier",
-            environment=worker_environment(os.environ),
-            output=self._output.fileno(),
+            {"name": name, "timeout_s": timeout_s, "options": dict(options)},
+            memory_gib=memory_gib,
+            variable_names=variable_names,
         )
-        start = {
-            "name": name,
-            "options": dict(options),
-            "timeout_s": timeout_s,
-            "memory_gib": memory_gib,
-            "variables": chosen_variables(os.environ, variable_names),
-        }
-        # If the process has died already, ``form`` raises its error.
-        with contextlib.suppress(OSError):
-            self._connection.send_bytes(json.dumps(start).encode())
-        self._form: RewardForm | None = None
-        self._receiving = threading.Lock()
-        self._numbers = itertools.count()
-        self._was_killed = False
-        self.is_used = False
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether the process was killed, or has ended."""
-        return self._was_killed or self._process.poll() is not None
+        self._name, self._timeout_s, self._on_timeout = name, timeout_s, on_timeout
 
     def form(self) -> RewardForm:
         """The reward's form. Waits until the worker is ready. Raises VerifierError if it cannot start."""
-        with self._receiving:
-            if self._form is None:
-                try:
-                    if not self._connection.poll(START_LIMIT_S):
-                        self.kill()
-                        raise VerifierError(
-                            f"a {self._name} worker did not start in {START_LIMIT_S:g} s"
-                        )
-                    reads, is_async, columns = json.loads(self._connection.recv_bytes())
-                    self._form = RewardForm(tuple(reads), is_async, tuple(columns))
-                except (EOFError, OSError):
-                    self._end()
-                    raise self._error() from None
-            return self._form
+        try:
+            reads, is_async, columns = json.loads(self.ready.result(START_LIMIT_S))
+        except TimeoutError:
+            self.kill()
+            raise VerifierError(
+                f"a {self._name} worker did not start in {START_LIMIT_S:g} s"
+            ) from None
+        except WorkerLostError as lost:
+            raise self._error(lost) from None
+        return RewardForm(tuple(reads), is_async, tuple(columns))
 
     def scores(self, inputs: Sequence[RewardInput]) -> list[Score]:
         """Score ``inputs`` in one call. The time limit begins when the process is ready and has received the call."""
         form = self.form()
         # The worker of an asynchronous reward applies the limit to each response itself.
         limit = self._timeout_s + (GRACE_S if form.is_async else 0.0)
-        self.is_used = True
         try:
-            number = next(self._numbers)
-            self._connection.send((number, list(inputs)))
-            if self._connection.poll(limit):
-                scores = _scores_of_call(self._connection.recv_bytes(), number, len(inputs))
-                if any(score.crashed for score in scores):
-                    # The cause would remain in this process: full memory, or answers that a response has written.
-                    self.kill()
-                reason = "its process had no memory left, or was to exit"
-                return [self._blame_service(score, reason) for score in scores]
-            self.kill()
+            answer = self.ask(pickle.dumps(list(inputs)), limit)
+        except TimeoutError:
             timeout = Score(0.0, timed_out=True)
-            score = self._blame_service(timeout, f"no answer within {limit:g} s")
-        except (EOFError, OSError):
-            crash = self._crash(inputs)
-            score = self._blame_service(crash, f"its process ended within {limit:g} s")
-        return [score] * len(inputs)
+            score = self._blame_service(form, timeout, f"no answer within {limit:g} s")
+            return [score] * len(inputs)
+        except WorkerLostError as lost:
+            reason = f"its process ended within {limit:g} s"
+            return [self._blame_service(form, self._crash(lost, inputs), reason)] * len(inputs)
+        scores = _scores_of_call(answer, len(inputs))
+        if any(score.crashed for score in scores):
+            # The cause would remain in this process: full memory, or answers that a response has written.
+            self.kill()
+        reason = "its process had no memory left, or was to exit"
+        return [self._blame_service(form, score, reason) for score in scores]
 
-    def _blame_service(self, score: Score, reason: str) -> Score:
+    def _blame_service(self, form: RewardForm, score: Score, reason: str) -> Score:
         """Remove the value of a score that timed out or crashed, if a service and not the response is the cause: for
         asynchronous rewards, and as ``on_timeout`` says. Other scores are returned unchanged."""
         is_fault = score.timed_out or score.crashed
-        if not (is_fault and (self.form().is_async or self._on_timeout == "unavailable")):
+        if not (is_fault and (form.is_async or self._on_timeout == "unavailable")):
             return score
         return replace(Score.without_value(reason), crashed=score.crashed)
 
-    def kill(self) -> None:
-        """End the process at once."""
-        self._was_killed = True
-        kill_families([self._process])
-
-    def close(self) -> None:
-        """Close the connection and the output file of a dead worker."""
-        self._connection.close()
-        self._output.close()
-
-    def _end(self) -> int:
-        code = self._process.wait()
-        self.kill()
-        return code
-
-    def _crash(self, inputs: Sequence[RewardInput]) -> Score:
+    def _crash(self, lost: WorkerLostError, inputs: Sequence[RewardInput]) -> Score:
         """The score of a call in which a signal ended the process. Raises VerifierError if the process exited."""
-        code = self._end()
-        if code >= 0:
-            raise self._error(inputs)
+        if lost.code >= 0:
+            raise self._error(lost, inputs)
         # The worker's own alarm ends it if this process was too slow to kill it.
-        is_late = code == -signal.SIGALRM
+        is_late = lost.code == -signal.SIGALRM
         return Score(0.0, timed_out=is_late, crashed=not is_late)
 
-    def _error(self, inputs: Sequence[RewardInput] = ()) -> VerifierError:
+    def _error(self, lost: WorkerLostError, inputs: Sequence[RewardInput] = ()) -> VerifierError:
         """The error of a process that has exited, with its output. ``inputs``: of the call that ended it."""
-        self._output.seek(0)
-        output = self._output.read().decode(errors="replace")[-4000:]
-        hint = withheld_hint(output, "passed_variables of this reward")
+        hint = withheld_hint(lost.output, "passed_variables of this reward")
         call = ""
         if inputs:
             count = f" (the first of {len(inputs)})" if len(inputs) > 1 else ""
             call = f" at a response{count}, {_shown(inputs[0])}"
-        code = self._process.returncode
         return VerifierError(
-            f"a {self._name} worker ended with exit code {code}{call}{hint}:\n{output}"
+            f"a {self._name} worker ended with exit code {lost.code}{call}{hint}:\n{lost.output}"
         )
 
 
-def _scores_of_call(content: bytes, number: int, count: int) -> list[Score]:
-    """Parse a worker's answer to the call with this number. Any other content counts as a crash."""
+def _scores_of_call(content: bytes, count: int) -> list[Score]:
+    """Parse a worker's answer. Any content but the scores counts as a crash."""
     try:
-        answered_number, rows = json.loads(content)
-        scores = [Score(*row) for row in rows]
+        scores = [Score(*row) for row in json.loads(content)]
     # Code that a reward runs may have sent this content.
     except (RecursionError, TypeError, ValueError):
-        answered_number, scores = None, []
-    if (answered_number, len(scores)) != (number, count):
-        return [Score(0.0, crashed=True)] * count
-    return scores
+        scores = []
+    return scores if len(scores) == count else [Score(0.0, crashed=True)] * count
 
 
 # The functions below run in the worker process.
@@ -581,24 +525,24 @@ def _failure(error: Exception | SystemExit) -> Score:
 GRACE_S = 5.0
 
 
-def serve(connection: Connection, name: str, timeout_s: float, options: Mapping[str, Any]) -> None:
+def serve(
+    connection: CallConnection, start: Call, name: str, timeout_s: float, options: Mapping[str, Any]
+) -> None:
     """Answer calls until the verifier closes the connection."""
     logging.disable(logging.WARNING)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The verifier handles Ctrl-C.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.adopt_orphans()
     reward = find_reward(name).bind(options)
     helpers = processes.child_ids()
     limit = timeout_s + (GRACE_S if reward.form.is_async else 0.0)
-    connection.send_bytes(json.dumps(reward.form).encode())
+    connection.answer(start, json.dumps(reward.form).encode())
     # Use one event loop for the worker's life, so that connections stay open between calls.
     with asyncio.Runner() as runner:
         while True:
             try:
-                number, inputs = connection.recv()
+                call = connection.receive()
             except (EOFError, ConnectionResetError):
                 return
+            inputs = pickle.loads(call.content)
             # The default action of SIGALRM ends the process, whatever the reward does.
             signal.setitimer(signal.ITIMER_REAL, limit + GRACE_S)
             if reward.form.is_async:
@@ -608,20 +552,16 @@ def serve(connection: Connection, name: str, timeout_s: float, options: Mapping[
             signal.setitimer(signal.ITIMER_REAL, 0)
             processes.kill_children(spared=helpers)
             rows = [astuple(score) for score in scores]
-            connection.send_bytes(json.dumps([number, rows]).encode())
+            connection.answer(call, json.dumps(rows).encode())
 
 
 def main() -> None:
     """Serve in a child process, with this process as its guard."""
     [descriptor] = sys.argv[1:]
-    close_to_others()
     # Processes that the reward starts do not inherit the connection, so they cannot answer.
-    connection = processes.connect_guarded(int(descriptor))
-    start = json.loads(connection.recv_bytes())
-    receive_passed(start["variables"])
-    processes.bound_memory(start["memory_gib"], is_final=True)
+    connection, start, settings = connect_restricted(descriptor, is_final=True)
     try:
-        serve(connection, start["name"], start["timeout_s"], start["options"])
+        serve(connection, start, **settings)
     except Exception as error:
         sys.stderr.write(users_traceback(error))
         # Exit as after an uncaught exception: the verifier reads the output.

@@ -90,6 +90,7 @@ These are outside of it, for none of them ends a run:
     TimeLimitError          a chat template that does not end: becomes a ChatTemplateError
     RowError                a record of a published data set is left out, and counted
     UnansweredError         a problem without an answer: left out and counted, or a fault of its data set
+    WorkerLostError         becomes a VerifierError, a score, a ParserLostError, or a fault of an environment
     LackingError            a part of the GPU check is skipped, and named
     OverwrittenLogitsError  a fault in the code: with its traceback
     ParkedError             likewise

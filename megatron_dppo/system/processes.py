@@ -16,8 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -86,27 +84,6 @@ def start_process(
     )
     _STARTED.add(process.pid)
     return process
-
-
-def start_connected(
-    module: str, *arguments: str, environment: Mapping[str, str], output: int
-) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start ``python -m module DESCRIPTOR arguments``; DESCRIPTOR is the other end of the returned connection.
-
-    ``recv`` raises EOFError at either end when the other process has ended. ``output``: file descriptor for everything
-    that the child prints.
-    """
-    own_end, child_end = Pipe()
-    with child_end:
-        process = start_process(
-            [sys.executable, "-m", module, str(child_end.fileno()), *arguments],
-            environment=environment,
-            output=output,
-            # The child ends with its connection; the thread that starts it may end long before.
-            dies_with_thread=False,
-            inherited=[child_end.fileno()],
-        )
-    return process, own_end
 
 
 def die_with_parent(parent: int) -> None:
@@ -214,20 +191,6 @@ def guarded(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Pope
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_KILL_WAIT_S)
         kill_families([process])
-
-
-def connect_guarded(descriptor: int) -> Connection:
-    """Return the connection of ``start_connected`` in the started process, which continues as ``continue_guarded``
-    says.
-
-    Processes that this one starts or forks do not have the connection.
-    """
-    connection = Connection(descriptor)
-    os.set_inheritable(descriptor, False)
-    continue_guarded(descriptor)
-    # Close the object: its number may belong to another file that a child opens before it forks.
-    os.register_at_fork(after_in_child=connection.close)
-    return connection
 
 
 def _guard(child: int, descriptor: int) -> NoReturn:

@@ -117,11 +117,11 @@ def forge_on_request(response: str, answer: str) -> float:
     if response.isdigit():
         return float(response)
     if response == "forked":
-        child = multiprocessing.get_context("fork").Process(target=send_forged, args=(1,))
+        child = multiprocessing.get_context("fork").Process(target=send_forged, args=(2,))
         child.start()
         child.join()
     else:
-        send_forged(0)
+        send_forged(1)
     return 0.0
 
 
@@ -130,7 +130,8 @@ def send_forged(number: int) -> None:
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 connection = Connection(os.dup(descriptor))
-                connection.send_bytes(json.dumps([number, [[1.0]]]).encode())
+                connection.send_bytes(number.to_bytes(8))
+                connection.send_bytes(json.dumps([[1.0]]).encode())
                 connection.close()
 
 

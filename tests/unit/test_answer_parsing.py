@@ -6,18 +6,21 @@ import asyncio
 import os
 import pickle
 import signal
-import subprocess
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing import Pipe
 
 import numpy as np
 import orjson
+import psutil
 import pytest
 
 from megatron_dppo.engine import answer_parsing
-from megatron_dppo.engine.answer_parsing import AnswerParser, ParserLostError, reply_to
+from megatron_dppo.engine.answer_parsing import (
+    AnswerParser,
+    ParserLostError,
+    answer_to,
+    parsed_of,
+)
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
 from megatron_dppo.engine.recordings import (
     Notice,
@@ -62,8 +65,9 @@ def test_the_process_parses_as_this_one_does(process):
     assert len(there.trajectories) == 2
     assert all(same(a, b) for a, b in zip(here.trajectories, there.trajectories, strict=True))
     assert not any(a.flags.writeable for a in there.trajectories[0].columns.values())
-    assert process._child is not None
-    left = f"mdppo-{os.getuid()}-*-{process._child[0].pid}-*buffer-*"
+    assert process._worker is not None
+    (parser,) = psutil.Process(process._worker.pid).children()
+    left = f"mdppo-{os.getuid()}-*-{parser.pid}-*buffer-*"
     assert list(SHARED_MEMORY.glob(left)) == []
 
 
@@ -72,11 +76,11 @@ def test_a_small_answer_is_parsed_where_it_arrives():
     for smallest, handed_over in ((size + 1, False), (size, True)):
         process = AnswerParser(smallest)
         assert parsed(process, answer(), [request()]).trajectories
-        assert (process._child is not None) == handed_over
+        assert (process._worker is not None) == handed_over
         process.close()
     recordings = AnswerParser(size + 16)
     parsed(recordings, answer(), [request()], downloaded={"unused": bytes(16)})
-    assert recordings._child is not None
+    assert recordings._worker is not None
     recordings.close()
 
 
@@ -128,8 +132,8 @@ def test_a_recording_on_another_host_is_named_and_then_brought(process):
 def test_the_end_of_the_process_is_told_at_once():
     process = AnswerParser(smallest=0)
     assert parsed(process, answer(), [request()]).trajectories
-    assert process._child is not None
-    os.kill(process._child[0].pid, signal.SIGKILL)
+    assert process._worker is not None
+    os.kill(process._worker.pid, signal.SIGKILL)
     with pytest.raises(ParserLostError, match=r"process that parses answers was killed by SIGKILL"):
         parsed(process, answer(), [request()])
     process.close()
@@ -149,13 +153,9 @@ def test_without_room_in_shared_memory_arrays_follow_in_the_connection(monkeypat
         raise OSError("no space left")
 
     monkeypatch.setattr(answer_parsing, "SharedBuffer", full)
-    ours, theirs = Pipe()
-    process = AnswerParser(smallest=0)
-    process._child = subprocess.Popen(["true"]), ours
-    child = threading.Thread(target=reply_to, args=(theirs,))
-    child.start()
-    (sent,) = parsed(process, answer(), [request()]).trajectories
-    child.join()
+    reply = answer_to(pickle.dumps((orjson.dumps(answer()), [request()], None, {})))
+    assert pickle.loads(reply)[2] is None
+    (sent,) = parsed_of(reply).trajectories
     assert same(sent, parsed(HERE, answer(), [request()]).trajectories[0])
 
 

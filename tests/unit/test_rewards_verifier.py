@@ -27,7 +27,7 @@ def planted(function: str) -> str:
 
 def test_inline_rewards_start_no_process():
     with Verifier("exact_integer", timeout_s=1.0, workers=2) as verifier:
-        assert verifier._workers == []
+        assert verifier._pool.workers == []
         assert verifier.score([Given("1+1=2", "2"), Given("3", "2")]) == [Score(1.0), Score(0.0)]
 
 
@@ -88,8 +88,8 @@ def test_a_worker_has_the_address_space_that_it_is_given(memory_gib, is_enough):
 def test_a_worker_that_dies_while_idle_is_found_out():
     with Verifier(planted("die_on_request"), timeout_s=60.0, workers=1) as verifier:
         verifier.score([Given("ok", "")])
-        verifier._workers[0]._process.kill()
-        verifier._workers[0]._process.wait()
+        verifier._pool.workers[0]._process.kill()
+        verifier._pool.workers[0]._process.wait()
         assert verifier.score([Given("ok", ""), Given("ok", "")]) == [Score(1.0), Score(1.0)]
 
 
@@ -149,7 +149,7 @@ def test_calls_from_several_threads_get_their_own_scores():
 
 def test_processes_are_gone_after_closing():
     with Verifier(planted("loop_on_request"), timeout_s=60.0, workers=2) as verifier:
-        pids = [w._process.pid for w in verifier._workers]
+        pids = [worker.pid for worker in verifier._pool.workers]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -283,7 +283,7 @@ def test_closing_ends_what_is_being_checked_and_what_waits():
     assert not patience.is_exhausted()
     assert first.result(timeout=0) == Score(0.0, crashed=True)
     assert second.cancelled() or second.result(timeout=0).crashed
-    assert verifier._workers == []
+    assert verifier._pool.workers == []
 
 
 def test_a_refusal_that_came_early_is_an_error_where_it_is_used():

@@ -199,8 +199,8 @@ def test_a_reward_gets_the_keys_that_are_passed_and_what_it_starts_gets_none():
     with Verifier(PLANTED + "variables_seen", 60.0, 1) as verifier:
         assert seen(verifier) == [["MODEL_URL"], ["MODEL_URL"]]
         # Its limits and options aren't in its command line either.
-        (worker,) = verifier._workers
-        command = Path(f"/proc/{worker._process.pid}/cmdline").read_bytes().split(b"\0")
+        (worker,) = verifier._pool.workers
+        command = Path(f"/proc/{worker.pid}/cmdline").read_bytes().split(b"\0")
         assert command[-3:-2] == [b"megatron_dppo.rewards.verifier"]
         assert command[-2].isdigit()
     with Verifier(

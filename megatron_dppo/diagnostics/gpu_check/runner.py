@@ -1,29 +1,25 @@
-"""Runs a part in a child process with a time limit: a crash or a hang of one leaves the others alone.
+"""Runs a part in a worker process with a time limit: a crash or a hang of one leaves the others alone.
 
-The child sends every row as soon as it has it, so that a crash loses none of those before it.
+The worker sends every row as soon as it has it, so that a crash loses none of those before it.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
-from subprocess import TimeoutExpired
 from typing import Literal
 
 from megatron_dppo.diagnostics.gpu_check import PARTS, Bench, CheckPart, LackingError, Row, discover
-from megatron_dppo.system.processes import (
-    describe_exit,
-    die_with_parent,
-    kill_families,
-    start_connected,
-    tail,
-)
+from megatron_dppo.system.processes import describe_exit, tail
+from megatron_dppo.system.workers import WorkerLostError, WorkerProcess, connect
 
+_MODULE = "megatron_dppo.diagnostics.gpu_check.runner"
 LOG = "log.txt"
 _QUOTED_LINES = 12
 PartVerdict = Literal["good", "bad", "lacking", "crashed", "timed out"]
@@ -62,40 +58,40 @@ def run_part(
     folder.mkdir(parents=True)
     result = PartResult(part.name, part.shows)
     start_time = time.monotonic()
-    with open(folder / LOG, "wb") as log:
-        child, connection = start_connected(
-            "megatron_dppo.diagnostics.gpu_check.runner", package, part.name, str(folder.resolve()), str(gpus),
-            environment=os.environ, output=log.fileno(),
-        )  # fmt: skip
     deadline = start_time + limit_s
+    start = json.dumps([package, part.name, str(folder.resolve()), gpus]).encode()
+    with open(folder / LOG, "wb") as log:
+        worker = WorkerProcess(_MODULE, start, environment=os.environ, output=log.fileno())
+    code = None
     try:
-        with connection:
-            _hear(connection, deadline, result, tell)
-        code = child.wait(max(0.0, deadline - time.monotonic()))
-    except TimeoutExpired:
-        code = None
+        _receive_rows(worker, deadline, result, tell)
+        code = worker.ended.result(_left(deadline)).code
+    except WorkerLostError as lost:
+        code = lost.code
+    except TimeoutError:
+        pass
     finally:
-        kill_families([child])
+        worker.kill()
     _judge(result, code, limit_s, folder)
     result.seconds = time.monotonic() - start_time
     result.files = sorted(p.name for p in folder.iterdir() if p.name != LOG)
     return result
 
 
-def _hear(
-    connection: Connection, deadline: float, result: PartResult, tell: Callable[[Row], None]
+def _receive_rows(
+    worker: WorkerProcess, deadline: float, result: PartResult, tell: Callable[[Row], None]
 ) -> None:
-    """Take what the child sends until it closes the connection, or until the deadline."""
-    while connection.poll(max(0.0, deadline - time.monotonic())):
-        try:
-            message = connection.recv()
-        except (EOFError, ConnectionResetError):
-            return
+    """Ask the worker for one row after the other. Raises TimeoutError at the deadline, and WorkerLostError."""
+    while (message := pickle.loads(worker.ask(b"", _left(deadline)))) is not None:
         if isinstance(message, Row):
             result.rows.append(message)
             tell(message)
         else:
             result.verdict, result.why = "lacking", message
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def _judge(result: PartResult, code: int | None, limit_s: float, folder: Path) -> None:
@@ -110,19 +106,24 @@ def _judge(result: PartResult, code: int | None, limit_s: float, folder: Path) -
     result.why = f"{ending}\n{tail(folder / LOG, _QUOTED_LINES)}".rstrip()
 
 
-def main(descriptor: str, package: str, name: str, folder: str, gpus: str) -> None:
-    """The child: run the part; the last message is what it lacks, where it turns out to lack something."""
-    die_with_parent(os.getppid())
-    # Or what the part starts would keep it open.
-    os.set_inheritable(int(descriptor), False)
+def _messages(package: str, name: str, folder: str, gpus: int) -> Iterator[Row | str | None]:
+    """Run the part: its rows, then what it lacks, where it turns out to lack something, then None."""
     part = next(p for p in discover(package) if p.name == name)
-    with Connection(int(descriptor)) as connection:
-        try:
-            for row in part.run(Bench(Path(folder), int(gpus))):
-                connection.send(row)
-        except LackingError as lacking:
-            connection.send(str(lacking))
+    try:
+        yield from part.run(Bench(Path(folder), gpus))
+    except LackingError as lacking:
+        yield str(lacking)
+    yield None
+
+
+def main() -> None:
+    """Answer each call by the part's next row; end after the last one."""
+    connection = connect(sys.argv[1])
+    start = connection.receive()
+    connection.answer(start, b"")
+    for message in _messages(*json.loads(start.content)):
+        connection.answer(connection.receive(), pickle.dumps(message))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,0 +1,359 @@
+"""Worker processes: a module that runs in a process of its own and answers numbered calls.
+
+``WorkerProcess`` starts ``python -m MODULE DESCRIPTOR`` and sends it calls; ``WorkerPool`` shares several workers among
+their users. In the worker, ``connect`` forks: the first process becomes a guard, which ends everything below it when
+the worker has ended or its caller is gone.
+
+A message has two frames: its number in 8 bytes, and its content, which is defined by the module. Call 0 is the start:
+its content are the worker's settings, and its answer means that the worker is ready. Nothing here is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
+
+from megatron_dppo.system.processes import (
+    bound_memory,
+    continue_guarded,
+    describe_exit,
+    kill_families,
+    start_process,
+)
+from megatron_dppo.system.secret_variables import (
+    chosen_variables,
+    close_to_others,
+    receive_passed,
+    worker_environment,
+)
+
+# Longest time for a worker to import its module. It is long because a machine starts many workers at once.
+START_LIMIT_S = 300.0
+_ENDING_S = 5.0
+_NUMBER_BYTES = 8
+_LONGEST_OUTPUT = 4000
+
+
+class WorkerLostError(Exception):
+    """A worker's process has ended, or was killed.
+
+    Attributes:
+        code: its exit code; negative for a signal.
+        output: the end of its output; empty where the caller gave it a descriptor to write to.
+    """
+
+    def __init__(self, reason: str, code: int, output: str = "") -> None:
+        super().__init__(reason)
+        self.code, self.output = code, output
+
+
+class WorkerProcess:
+    """A started worker. Its methods may be called from any thread; calls are answered in any order.
+
+    Args:
+        module: the worker's module.
+        start: content of call 0.
+        environment: all of its variables.
+        output: descriptor for what it prints; None: a file whose end is in the WorkerLostError.
+        largest_answer: most bytes of an answer; a larger one ends the worker. None: not limited.
+
+    Attributes:
+        pid: its process, the guard.
+        ready: the answer to call 0.
+        ended: is set once the process has ended.
+        users: number of its users in a WorkerPool.
+        killed_for: why it was killed; empty where it was not.
+        is_used: whether it has received a call after call 0.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        start: bytes,
+        *,
+        environment: Mapping[str, str],
+        output: int | None = None,
+        largest_answer: int | None = None,
+    ) -> None:
+        self.users = 0
+        self.is_used, self.killed_for = False, ""
+        self.ended: Future[WorkerLostError] = Future()
+        self._output = tempfile.TemporaryFile() if output is None else None  # noqa: SIM115  closed in _finish
+        self._largest_answer = largest_answer
+        self._connection, worker_end = Pipe()
+        with worker_end:
+            descriptor = worker_end.fileno()
+            self._process = start_process(
+                [sys.executable, "-m", module, str(descriptor)],
+                environment=environment,
+                output=self._output.fileno() if self._output is not None else output or 0,
+                # The worker ends with its connection; the thread that starts it may end long before.
+                dies_with_thread=False,
+                inherited=[descriptor],
+            )
+        self.pid = self._process.pid
+        self._calls: dict[int, Future[bytes]] = {}
+        self._numbers = itertools.count()
+        self._changing, self._sending = threading.Lock(), threading.Lock()
+        threading.Thread(target=self._read, name="worker", daemon=True).start()
+        self.ready = self.call(start)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the process was killed, or has ended."""
+        return bool(self.killed_for) or self._process.poll() is not None
+
+    def call(self, content: bytes) -> Future[bytes]:
+        """Send a call and return its answer, which raises WorkerLostError where the worker ends before.
+
+        Blocks while the worker reads nothing and the pipe is full.
+        """
+        answer: Future[bytes] = Future()
+        with self._changing:
+            if self.ended.done():
+                answer.set_exception(self.ended.result())
+                return answer
+            number = next(self._numbers)
+            self.is_used = number > 0
+            self._calls[number] = answer
+        # The reader thread notices the end, too, and answers the call.
+        with contextlib.suppress(OSError), self._sending:
+            _send(self._connection, number, content)
+        return answer
+
+    def ask(self, content: bytes, limit_s: float | None = None) -> bytes:
+        """Send a call and wait for its answer.
+
+        Raises:
+            TimeoutError: there was no answer within ``limit_s`` seconds after the call was sent; the worker is killed.
+            WorkerLostError: the worker has ended.
+        """
+        try:
+            return self.call(content).result(limit_s)
+        except TimeoutError:
+            self.kill(f"no answer within {limit_s:g} s")
+            raise
+
+    def kill(self, reason: str = "it was closed") -> None:
+        """End the process and everything below it at once. The reason is that of the first call."""
+        if not self.ended.done():
+            self.killed_for = self.killed_for or reason
+        kill_families([self._process])
+
+    def _read(self) -> None:
+        try:
+            while True:
+                number, content = _receive(self._connection, self._largest_answer)
+                with self._changing:
+                    answer = self._calls.pop(number, None)
+                # Another number answers no call: code that a worker runs may have sent it.
+                if answer is not None and answer.set_running_or_notify_cancel():
+                    answer.set_result(content)
+        except (EOFError, OSError):
+            self._finish()
+
+    def _finish(self) -> None:
+        # A process that ends by itself has an exit code.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDING_S)
+        # The guard may have died before its child processes: end these too.
+        kill_families([self._process])
+        output = ""
+        if self._output is not None:
+            self._output.seek(0)
+            output = self._output.read().decode(errors="replace")[-_LONGEST_OUTPUT:]
+            self._output.close()
+        with self._sending:
+            self._connection.close()
+        code = self._process.returncode
+        reason = self.killed_for or f"its process {describe_exit(code)}"
+        lost = WorkerLostError(reason, code, output)
+        with self._changing:
+            calls, self._calls = self._calls, {}
+            self.ended.set_result(lost)
+        for answer in calls.values():
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(lost)
+
+
+class RestrictedWorker(WorkerProcess):
+    """A worker that runs code of a user or of a model, with a limit of memory and without the run's keys.
+
+    Args:
+        module: the worker's module, which begins with ``connect_restricted``.
+        settings: what the module needs, as JSON.
+        memory_gib: largest address space.
+        variable_names: environment variables with keys that it receives.
+        largest_answer: as in WorkerProcess.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        settings: Mapping[str, Any],
+        *,
+        memory_gib: int,
+        variable_names: Sequence[str],
+        largest_answer: int | None = None,
+    ) -> None:
+        # Send all of it through the pipe: every user can read the command line.
+        start = {
+            "settings": settings,
+            "memory_gib": memory_gib,
+            "variables": chosen_variables(os.environ, variable_names),
+        }
+        super().__init__(
+            module,
+            json.dumps(start).encode(),
+            environment=worker_environment(os.environ),
+            largest_answer=largest_answer,
+        )
+
+
+W = TypeVar("W", bound=WorkerProcess)
+
+
+class WorkerPool(Generic[W]):
+    """Up to ``size`` workers, shared by their users. Its methods may be called from any thread.
+
+    Args:
+        start: starts a worker.
+        size: most workers that are alive at a time.
+    """
+
+    def __init__(self, start: Callable[[], W], size: int) -> None:
+        self._start, self._size = start, size
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.workers: list[W] = []
+
+    def fill(self) -> None:
+        """Start workers until there are ``size``."""
+        with self._lock:
+            while len(self.workers) < self._size:
+                self.workers.append(self._start())
+
+    def take(self) -> W:
+        """Return the worker with the fewest users for one more user, who ``release``s it afterwards.
+
+        While all workers have users and there are fewer than ``size``, this is a new one. Raises WorkerLostError in a
+        closed pool.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise WorkerLostError("the pool was closed", 0)
+            self._remove_dead()
+            if len(self.workers) < self._size and all(worker.users for worker in self.workers):
+                self.workers.append(self._start())
+            worker = min(self.workers, key=attrgetter("users"))
+            worker.users += 1
+            return worker
+
+    def replace(self, worker: W) -> W:
+        """Return a worker without a call for the user of a dead one; the dead one itself in a closed pool."""
+        with self._lock:
+            if self._is_closed:
+                return worker
+            self._remove_dead()
+            fresh_worker = self._start()
+            self.workers.append(fresh_worker)
+            worker.users -= 1
+            fresh_worker.users += 1
+            return fresh_worker
+
+    def release(self, worker: W) -> None:
+        """Note that a user has left the worker."""
+        with self._lock:
+            worker.users -= 1
+
+    def close(self) -> None:
+        """Kill all workers. A second call has no effect."""
+        with self._lock:
+            self._is_closed = True
+        for worker in self.workers:
+            worker.kill()
+
+    def _remove_dead(self) -> None:
+        for worker in [w for w in self.workers if w.is_dead]:
+            self.workers.remove(worker)
+
+
+# The functions below run in the worker process.
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that a worker has received."""
+
+    number: int
+    content: bytes
+
+
+class CallConnection:
+    """The worker's end: ``receive`` a call, ``answer`` it, in any order."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+
+    def receive(self) -> Call:
+        """Wait for the next call. Raises EOFError or OSError where the caller is gone."""
+        return Call(*_receive(self._connection))
+
+    def answer(self, call: Call, content: bytes) -> None:
+        with self._sending:
+            _send(self._connection, call.number, content)
+
+
+def connect(descriptor: str) -> CallConnection:
+    """Return the worker's end of the connection, in a child of this process, which becomes its guard.
+
+    Processes that the worker starts or forks do not have the connection. Ctrl-C is left to the caller.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(int(descriptor))
+    os.set_inheritable(connection.fileno(), False)
+    continue_guarded(connection.fileno())
+    # Close the object: its number may belong to another file that a child opens before it forks.
+    os.register_at_fork(after_in_child=connection.close)
+    return CallConnection(connection)
+
+
+def connect_restricted(descriptor: str, *, is_final: bool) -> tuple[CallConnection, Call, Any]:
+    """Connect the process of a RestrictedWorker; return the connection, call 0 and the settings.
+
+    ``is_final``: the limit of memory also binds the processes that the worker starts.
+    """
+    close_to_others()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection = connect(descriptor)
+    call = connection.receive()
+    start = json.loads(call.content)
+    receive_passed(start["variables"])
+    bound_memory(start["memory_gib"], is_final=is_final)
+    return connection, call, start["settings"]
+
+
+def _send(connection: Connection, number: int, content: bytes) -> None:
+    connection.send_bytes(number.to_bytes(_NUMBER_BYTES))
+    connection.send_bytes(content)
+
+
+def _receive(connection: Connection, largest: int | None = None) -> tuple[int, bytes]:
+    number = int.from_bytes(connection.recv_bytes(_NUMBER_BYTES))
+    return number, connection.recv_bytes(largest)
