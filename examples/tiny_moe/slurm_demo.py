@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from megatron_dppo.cluster.slurm.attempts import Attempt, AttemptBook
 from megatron_dppo.demo.material import ROOT as MATERIAL
 from megatron_dppo.demo.material import prepare
+from megatron_dppo.launch.attempts import Attempt, AttemptBook
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import RecordsError, read_records, step_of
 from tools.slurm_cluster import Cluster, what_is_missing

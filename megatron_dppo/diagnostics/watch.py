@@ -28,9 +28,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
-from megatron_dppo.cluster.slurm.status import important_lines, require_run, state_text
 from megatron_dppo.diagnostics.samples import KINDS
 from megatron_dppo.fleet.record import FleetRecord
+from megatron_dppo.launch.logs import important_lines
+from megatron_dppo.launch.run_state import require_run, state_text
 from megatron_dppo.logging import fatal
 from megatron_dppo.metrics import records
 from megatron_dppo.metrics.records import Record, phase_table, read_records, series, step_of

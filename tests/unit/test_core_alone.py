@@ -52,7 +52,7 @@ def test_the_command_offers_what_is_there(core):
     code = "import tests.without_annexes; from megatron_dppo.__main__ import main; main(['--help'])"
     done = run(core, "-c", code)
     commands = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")}
-    assert {"train", "convert", "fleet", "demo"} <= commands
+    assert {"train", "convert", "fleet", "demo", "status", "logs", "stop"} <= commands
     assert not commands & {"plan", "slurm", "doctor", "watch", "report", "gpu-check"}
 
 

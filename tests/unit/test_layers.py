@@ -118,6 +118,7 @@ def test_the_model_needs_no_torch():
         "config",
         "data.trajectory",
         "launch.supervisor",
+        "launch.status",
         "fleet.record",
         "model.resharding",
         "fleet.supervision",

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.cluster.slurm.attempts import Attempt, AttemptBook, decide, fruitless
 from megatron_dppo.cluster.slurm.commands import fields
+from megatron_dppo.cluster.slurm.decisions import decide, fruitless
+from megatron_dppo.launch.attempts import Attempt, AttemptBook
 from megatron_dppo.launch.supervisor import Outcome
 from megatron_dppo.metrics.records import remember_checkpoint
 

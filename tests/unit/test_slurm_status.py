@@ -11,20 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.__main__ import main as console_main
 from megatron_dppo.cluster.slurm.__main__ import main
-from megatron_dppo.cluster.slurm.attempts import Attempt, AttemptBook
-from megatron_dppo.cluster.slurm.status import (
-    UNKNOWN,
-    JobState,
-    important_lines,
-    job_state,
-    log_lines,
-    require_run,
-    state_of,
-    status_lines,
-    stop,
-)
+from megatron_dppo.launch.attempts import Attempt, AttemptBook
+from megatron_dppo.launch.logs import important_lines, log_lines
 from megatron_dppo.launch.placement import LaunchError
+from megatron_dppo.launch.run_state import UNKNOWN, JobState, job_state, require_run, state_of
+from megatron_dppo.launch.status import status_lines
+from megatron_dppo.launch.stop_run import stop
 from megatron_dppo.metrics.records import RECORDS_FILE, encode_record, remember_checkpoint
 
 FIRST = Attempt("7", 0, "n1", ("n1", "n2"), started=100.0)
@@ -185,14 +179,17 @@ with Lease(sys.argv[1]):
 
 def test_a_run_without_slurm_has_a_status_and_can_be_stopped(local, capsys):
     run, process = local
-    assert main(["status", str(run)]) == 0
+    assert console_main(["status", str(run)]) == 0
     shown = capsys.readouterr().out
     assert f"state: runs as process {process.pid} on {socket.gethostname()}, since " in shown
     assert "step: 5, reward 0.375" in shown
     assert "rank 3 exited" in shown
-    assert main(["stop", str(run)]) == 0
+    assert console_main(["logs", str(run), "engine0"]) == 0
+    assert capsys.readouterr().out == f"# {run}/logs/engine0-1.log\na\nb\n"
+    assert console_main(["stop", str(run)]) == 0
     assert process.wait(60) == 0
-    main(["watch", str(run), "--every=0.1"])  # until it has ended: so at once
+    # Until it has ended: so at once. The commands of Slurm are the same ones.
+    assert main(["watch", str(run), "--every=0.1"]) == 0
     assert "state: ended; the same command resumes" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["stop", str(run)])

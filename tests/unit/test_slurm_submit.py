@@ -525,7 +525,7 @@ def test_what_a_container_shows_of_the_host():
 
 def test_submitting_loads_nothing_heavy():
     code = (
-        "import sys, megatron_dppo.cluster.slurm.submit, megatron_dppo.cluster.slurm.status\n"
+        "import sys, megatron_dppo.cluster.slurm.submit, megatron_dppo.launch.status\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'aiohttp', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,8 +1,9 @@
-"""Submit, watch and stop runs on a Slurm cluster."""
+"""Submit runs to a Slurm cluster, and supervise them there."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,10 @@ Command = Callable[[argparse.Namespace], int]
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = _parser().parse_args(words[:1]).command
+    if name in _OF_EVERY_RUN:
+        module, options = _OF_EVERY_RUN[name]
+        code: int = importlib.import_module(module).main([*options, *words[1:]])
+        return code
     prepare, act = _COMMANDS[name]
     parser = argparse.ArgumentParser(prog=f"{_PROGRAM} {name}", description=act.__doc__)
     prepare(parser)
@@ -49,57 +54,6 @@ def _submit(options: argparse.Namespace) -> int:
     from megatron_dppo.cluster.slurm.submit import submit
 
     return submit(options)
-
-
-def _status(options: argparse.Namespace) -> int:
-    """Prints the state of a run: step, metrics, servers, starts and why each ended."""
-    from megatron_dppo.cluster.slurm.status import require_run, status_lines
-
-    print("\n".join(status_lines(require_run(options.run))))
-    return 0
-
-
-def _watch(options: argparse.Namespace) -> int:
-    """Prints the status until the run has ended."""
-    from megatron_dppo.cluster.slurm.status import require_run, watch
-
-    watch(require_run(options.run), options.every)
-    return 0
-
-
-def _stop(options: argparse.Namespace) -> int:
-    """Asks a run to save a checkpoint and end."""
-    from megatron_dppo.cluster.slurm.status import require_run, stop
-
-    print(stop(require_run(options.run)))
-    return 0
-
-
-def _logs(options: argparse.Namespace) -> int:
-    """Prints the end of a run's logs."""
-    from megatron_dppo.cluster.slurm.status import log_lines, require_run
-
-    print("\n".join(log_lines(require_run(options.run), options.name, options.lines)))
-    return 0
-
-
-def _takes_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the run's folder (run.directory)")
-
-
-def _takes_pace(parser: argparse.ArgumentParser) -> None:
-    _takes_run(parser)
-    parser.add_argument("--every", type=float, default=10.0, help="seconds between two looks")
-
-
-def _takes_log(parser: argparse.ArgumentParser) -> None:
-    _takes_run(parser)
-    parser.add_argument(
-        "name",
-        nargs="?",
-        help="such as rank3, engine0, router, slurm; by default supervisor and rank 0",
-    )
-    parser.add_argument("--lines", type=int, default=40, help="how many (default: 40)")
 
 
 def _takes_submission(parser: argparse.ArgumentParser) -> None:
@@ -146,23 +100,27 @@ def _takes_recipe(parser: argparse.ArgumentParser) -> None:
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Command]] = {
     "submit": (_takes_submission, _submit),
-    "status": (_takes_run, _status),
-    "watch": (_takes_pace, _watch),
-    "stop": (_takes_run, _stop),
-    "logs": (_takes_log, _logs),
     "supervise": (_takes_supervision, _supervise),
 }
+_OF_EVERY_RUN: dict[str, tuple[str, list[str]]] = {
+    "status": ("megatron_dppo.launch.status", []),
+    "watch": ("megatron_dppo.launch.status", ["--follow"]),
+    "stop": ("megatron_dppo.launch.stop_run", []),
+    "logs": ("megatron_dppo.launch.logs", []),
+}
+"""The commands of runs with and without Slurm, under their names here: module, and options before those given."""
 
 
 def _parser() -> argparse.ArgumentParser:
     commands_help = "\n".join(f"  {name:10} {act.__doc__}" for name, (_, act) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
-        description="Runs on a Slurm cluster; status, watch, stop and logs also of runs on this machine.",
-        epilog=f"commands:\n{commands_help}\n`{_PROGRAM} COMMAND --help` tells more.",
+        description="Runs on a Slurm cluster.",
+        epilog=f"commands:\n{commands_help}\n`{_PROGRAM} COMMAND --help` tells more.\n`megatron-dppo status`, `stop` "
+        f"and `logs` serve every run; {', '.join(_OF_EVERY_RUN)} are also commands here.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND")
+    parser.add_argument("command", choices=[*_COMMANDS, *_OF_EVERY_RUN], metavar="COMMAND")
     return parser
 
 

@@ -1,39 +1,16 @@
-"""Slurm's client programs, each with a time-out: its controller may be away for minutes."""
+"""Facts and orders of Slurm that a job needs: addresses and states of nodes, its time limit, its next start."""
 
 from __future__ import annotations
 
 import re
 import socket
-import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from megatron_dppo.system.errors import RunError
+from megatron_dppo.launch.slurm_client import SlurmError, slurm
 from megatron_dppo.system.network import source_address
 
-_PATIENCE_S = 30.0
 _BAD_STATES = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "UNKNOWN")
-
-
-class SlurmError(RunError):
-    """A client program of Slurm failed; the message has its output."""
-
-
-def slurm(*command: str) -> str:
-    try:
-        completed = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
-        )
-    except FileNotFoundError as error:
-        raise SlurmError(
-            f"{command[0]} is not on the path: this is no machine of a Slurm cluster"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"{' '.join(command)}: no answer within {_PATIENCE_S:.0f} s") from error
-    if completed.returncode:
-        message = completed.stderr.strip() or completed.stdout.strip()
-        raise SlurmError(f"{' '.join(command)}: {message}")
-    return completed.stdout
 
 
 def record(*query: str) -> dict[str, str]:

@@ -21,10 +21,8 @@ from megatron_dppo import EXAMPLES
 from megatron_dppo.cluster.planner.devices import DEVICES, GIB, Cluster
 from megatron_dppo.cluster.preflight import CHECKS
 from megatron_dppo.cluster.rehearsal import RESULT
-from megatron_dppo.cluster.slurm.attempts import JOB_FILE
-from megatron_dppo.cluster.slurm.commands import SlurmError, allocation_variables, fields, slurm
+from megatron_dppo.cluster.slurm.commands import allocation_variables, fields
 from megatron_dppo.cluster.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
-from megatron_dppo.cluster.slurm.status import UNKNOWN, job_state
 from megatron_dppo.config.checks import check_config
 from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.errors import ConfigError
@@ -33,7 +31,10 @@ from megatron_dppo.config.loading import load_config, resolved_yaml
 from megatron_dppo.config.machine import allocator_faults
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import ServerSections, table_faults_elsewhere
+from megatron_dppo.launch.attempts import JOB_FILE
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
+from megatron_dppo.launch.run_state import UNKNOWN, job_state
+from megatron_dppo.launch.slurm_client import SlurmError, slurm
 from megatron_dppo.launch.srun import literal
 from megatron_dppo.logging import say
 from megatron_dppo.model.errors import ModelError
@@ -505,7 +506,7 @@ def _hint(submission: Submission) -> str:
     if submission.rehearses:
         verdict = submission.directory / RESULT
         return f"its verdict will be in {verdict}; scancel ends it"
-    return f"megatron-dppo slurm status {submission.directory} tells of it"
+    return f"megatron-dppo status {submission.directory} tells of it"
 
 
 def set_aside(directory: Path) -> None:
@@ -583,7 +584,7 @@ def _waiting_faults(directory: Path) -> Iterator[str]:
     if job.state not in (None, UNKNOWN):
         yield (
             f"run.directory: {directory} is that of job {job.job}, which is {str(job.state).lower()}; end "
-            f"it (megatron-dppo slurm stop), or give this run another one"
+            f"it (megatron-dppo stop), or give this run another one"
         )
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from megatron_dppo.cluster.preflight import judge, table, write_verdict
 from megatron_dppo.cluster.preflight.evidence import EVERYWHERE, Needs, needs_of, read_evidence
-from megatron_dppo.cluster.slurm import attempts, commands
-from megatron_dppo.cluster.slurm.commands import SlurmError
+from megatron_dppo.cluster.slurm import commands
+from megatron_dppo.cluster.slurm.decisions import CANCELLED_CODE, Decision, decide, fruitless
 from megatron_dppo.cluster.slurm.site import SiteConfig, load_site, site_path
 from megatron_dppo.config.loading import load_config, resolved_yaml
 from megatron_dppo.config.machine import allocator_faults
@@ -30,6 +30,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import Runtime
 from megatron_dppo.launch import srun
+from megatron_dppo.launch.attempts import Attempt, AttemptBook
 from megatron_dppo.launch.forked_ranks import shares_imports
 from megatron_dppo.launch.library_checks import CHECK
 from megatron_dppo.launch.local import rank_command, rank_restarts
@@ -44,6 +45,7 @@ from megatron_dppo.launch.placement import (
 )
 from megatron_dppo.launch.run_directory import RunDirectory, is_finished
 from megatron_dppo.launch.servers import ServerStarts, supervised_fleet
+from megatron_dppo.launch.slurm_client import SlurmError
 from megatron_dppo.launch.stops import OVERTIME, TIME, Stop, StopRequests
 from megatron_dppo.launch.supervisor import Outcome, Supervisor
 from megatron_dppo.logging import REFUSED, configure_logging
@@ -109,7 +111,7 @@ class Job:
         signals: dict[int, Stop] = {
             signal.SIGUSR1: TIME,
             signal.SIGUSR2: Stop("asked", 0),
-            signal.SIGTERM: Stop("cancelled", attempts.CANCELLED_CODE, insists=True),
+            signal.SIGTERM: Stop("cancelled", CANCELLED_CODE, insists=True),
         }
         return StopRequests(signals, deadlines(self.ends, margin_s))
 
@@ -326,22 +328,22 @@ class Start:
 
     def __post_init__(self) -> None:
         self._sections = ServerSections.of(self.config).where_generated
-        self._book = attempts.AttemptBook(self.directory.path)
+        self._book = AttemptBook(self.directory.path)
 
-    def run(self) -> attempts.Decision:
+    def run(self) -> Decision:
         job, names = self.job, tuple(host.name for host in self.job.hosts)
         node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-        attempt = self._book.begin(attempts.Attempt(job.id, job.attempt, node, names, time.time()))
+        attempt = self._book.begin(Attempt(job.id, job.attempt, node, names, time.time()))
         outcome = self._outcome()
         ended = self._book.reached(replace(attempt, why="failed", ended=time.time()))
         earlier_attempts = [
             a for a in self._book.all() if (a.job, a.attempt) != (job.id, job.attempt)
         ]
-        decision = attempts.decide(
+        decision = decide(
             outcome,
             finished=is_finished(self.config),
             cancelled=any(stop.why == "cancelled" for stop in self.stops.came()),
-            fruitless=attempts.fruitless([*earlier_attempts, ended]),
+            fruitless=fruitless([*earlier_attempts, ended]),
             max_failures=self.site.max_failures,
         )
         if decision.why == "cancelled" and (lost := bad_nodes(names)):
@@ -532,7 +534,7 @@ def supervise(
         return _requeue(job, decision)
 
 
-def _requeue(job: Job, decision: attempts.Decision) -> int:
+def _requeue(job: Job, decision: Decision) -> int:
     """Requeue the job where that was decided; return the exit code.
 
     A requeue ends this process too, by a TERM that is only noted. Nodes can be excluded from a job only when it waits

@@ -1,0 +1,99 @@
+"""Print the end of a run's logs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from pathlib import Path
+
+from megatron_dppo.launch.placement import LaunchError
+from megatron_dppo.launch.run_state import require_run
+from megatron_dppo.logging import fatal
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.processes import tail
+
+_LOOK_BACK = 400
+_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} \[\w+\] (\w+) ")
+_MATTERS = {"WARNING", "ERROR", "CRITICAL"}
+_FOR_AUTHORS = re.compile(r" py\.warnings: .*(Deprecation|Future)Warning")
+_TOLD = ("supervisor.log", "rank0.log")
+
+
+def log_lines(directory: Path, name: str | None, count: int) -> list[str]:
+    """Return the last ``count`` lines of the newest log whose name begins with ``name``, such as ``rank3``.
+
+    ``name`` None: the logs of supervisor and rank 0, merged by time. Raises LaunchError, with the names of the existing
+    logs, where there is no such log.
+    """
+    folder = directory / "logs"
+    if name is None:
+        return merged([folder / file for file in _TOLD], count)
+    name_pattern = re.compile(rf"{re.escape(name)}(?!\d)")  # rank1 is not rank12
+    paths = (path for path in folder.glob("*") if name_pattern.match(path.name))
+    logs = sorted(paths, key=lambda path: path.stat().st_mtime)
+    if not logs:
+        names = ", ".join(sorted(path.name for path in folder.glob("*"))) or "none"
+        raise LaunchError(f"{folder}: no log begins with {name!r}; there are: {names}")
+    return [f"# {logs[-1]}", *tail(logs[-1], count).splitlines()]
+
+
+def important_lines(directory: Path, count: int) -> list[str]:
+    """Return the last warnings and errors of supervisor and rank 0, the first line of each.
+
+    Python's warnings for authors of libraries are left out.
+    """
+    lines = merged([directory / "logs" / file for file in _TOLD], _LOOK_BACK)
+    return [line for line in lines if _matters(line)][-count:]
+
+
+def _matters(line: str) -> bool:
+    match = _LINE.match(line)
+    return match is not None and match[1] in _MATTERS and not _FOR_AUTHORS.search(line)
+
+
+def merged(paths: Sequence[Path], count: int) -> list[str]:
+    """Return the last ``count`` lines of several logs, their records in the order of time."""
+    records: list[list[str]] = []
+    for path in paths:
+        records += _records(path)
+    lines: list[str] = []
+    for record in sorted(records, key=itemgetter(0)):
+        lines += record
+    return lines[-count:]
+
+
+def _records(path: Path) -> Iterator[list[str]]:
+    """Yield the records of a log, each with its further lines."""
+    record: list[str] = []
+    for line in tail(path, _LOOK_BACK).splitlines():
+        if _LINE.match(line) and record:
+            yield record
+            record = []
+        record.append(line)
+    if record:
+        yield record
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the lines; exit with status 2 and a message where there is no such run or log."""
+    parser = argparse.ArgumentParser(prog="megatron-dppo logs", description=__doc__)
+    parser.add_argument("run", metavar="RUN", help="the run's folder (run.directory)")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        help="such as rank3, engine0, router, slurm; by default supervisor and rank 0",
+    )
+    parser.add_argument("--lines", type=int, default=40, help="how many (default: 40)")
+    options = parser.parse_args(arguments)
+    try:
+        print("\n".join(log_lines(require_run(options.run), options.name, options.lines)))
+    except RunError as error:
+        fatal(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

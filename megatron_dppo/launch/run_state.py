@@ -1,0 +1,154 @@
+"""The state of a run: of its job in Slurm's queue, or of its process on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dppo.config.errors import ConfigError, given
+from megatron_dppo.config.loading import load_config
+from megatron_dppo.launch.attempts import (
+    JOB_FILE,
+    RUNNING,
+    VANISHED,
+    Attempt,
+    AttemptBook,
+    one_line,
+)
+from megatron_dppo.launch.placement import LaunchError
+from megatron_dppo.launch.run_directory import is_finished
+from megatron_dppo.launch.slurm_client import SlurmError, slurm
+from megatron_dppo.metrics.records import CONFIG_FILE, SUMMARY_FILE
+from megatron_dppo.system.lease import LEASE_FILE, Holder, LeaseError, LeaseFiles
+
+UNKNOWN = "UNKNOWN"
+"""State of a job where Slurm does not answer."""
+_FORGOTTEN = "Invalid job id"
+"""Text of squeue for a job some minutes after its end."""
+_ENDED = {"done", "asked", "cancelled", "refused", "succeeded"}
+
+
+@dataclass(frozen=True)
+class JobState:
+    """State of a job in squeue.
+
+    ``state`` is None where squeue does not know the job, ``UNKNOWN`` where it can't tell, with the ``reason``.
+    """
+
+    job: str | None
+    state: str | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """A run that was started without Slurm.
+
+    ``holder`` holds its lease. ``state`` is RUNNING, ``UNKNOWN`` where its process is on another machine, None where it
+    has ended. ``returned`` tells that it released the lease at its end.
+    """
+
+    holder: Holder
+    state: str | None
+    returned: bool
+
+
+def require_run(directory: str) -> Path:
+    path = Path(directory)
+    try:
+        is_run = any((path / name).is_file() for name in (JOB_FILE, LEASE_FILE))
+    except (OSError, ValueError) as error:  # too long, no permission, a NUL
+        raise LaunchError(f"{given(directory)}: {getattr(error, 'strerror', error)}") from error
+    if not is_run:
+        raise LaunchError(f"{directory}: expected the folder of a run (run.directory)")
+    return path
+
+
+def run_state(directory: Path) -> JobState | LocalRun:
+    """Return the state of the run's newest job, or of its last start without Slurm where no job is in the queue.
+
+    Raises LaunchError where its lease can't be read.
+    """
+    job = job_state(directory, AttemptBook(directory).all())
+    if job.state is not None:
+        return job
+    files = LeaseFiles(directory)
+    try:
+        holder = files.holder()
+    except (LeaseError, OSError) as error:
+        raise LaunchError(str(error)) from error
+    if holder is None or holder.job is not None:
+        return job
+    beat = files.beat(holder)
+    returned = beat is not None and beat.ended
+    is_same_machine = holder.is_neighbour(Holder.of_this_process())
+    lives = RUNNING if holder.runs() else None
+    return LocalRun(holder, None if returned else lives if is_same_machine else UNKNOWN, returned)
+
+
+def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
+    file = directory / JOB_FILE
+    job = file.read_text(encoding="utf-8").strip() if file.is_file() else None
+    if job is None and attempts:
+        job = attempts[-1].job
+    if job is None:
+        return JobState(None, None)
+    try:
+        squeue_fields = slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T %r").split()
+    except SlurmError as error:
+        if _FORGOTTEN in str(error):
+            return JobState(job, None)
+        return JobState(job, UNKNOWN, one_line(str(error)))
+    return JobState(job, squeue_fields[0] if squeue_fields else None, " ".join(squeue_fields[1:]))
+
+
+def state_text(directory: Path) -> str:
+    """Return the run's state in words. Raises LaunchError as ``run_state``."""
+    return described(run_state(directory), AttemptBook(directory).all(), directory)
+
+
+def described(state: JobState | LocalRun, attempts: Sequence[Attempt], directory: Path) -> str:
+    if isinstance(state, LocalRun):
+        return _local_state(state, directory)
+    return state_of(state, attempts)
+
+
+def _local_state(run: LocalRun, directory: Path) -> str:
+    start_time = time.strftime("%m-%d %H:%M:%S", time.localtime(run.holder.taken))
+    if run.state == RUNNING:
+        return f"runs as {run.holder.describe()}, since {start_time}"
+    if run.state == UNKNOWN:
+        return f"started as {run.holder.describe()}, {start_time}, which can't be asked from here"
+    if not run.returned:
+        return f"ended: {VANISHED}; the same command resumes"
+    try:
+        is_done = is_finished(load_config(directory / CONFIG_FILE))
+    except ConfigError:
+        is_done = (directory / SUMMARY_FILE).is_file()
+    return "ended: done" if is_done else "ended; the same command resumes"
+
+
+def state_of(job: JobState, attempts: Sequence[Attempt]) -> str:
+    last_attempt = attempts[-1] if attempts else None
+    if job.state == "PENDING":
+        reason = f" ({job.reason})" if job.reason else ""
+        restart_text = (
+            f", to start again after: {last_attempt.why}" if last_attempt is not None else ""
+        )
+        return f"job {job.job} waits{reason}{restart_text}"
+    if job.state == UNKNOWN:
+        return f"job {job.job}: Slurm can't be asked: {job.reason}"
+    if job.state is not None:
+        count = f", start {last_attempt.attempt + 1}" if last_attempt is not None else ""
+        node_text = (
+            f" on {last_attempt.node}"
+            if last_attempt is not None and last_attempt.why == RUNNING
+            else ""
+        )
+        return f"job {job.job} is {job.state.lower()}{node_text}{count}"
+    if last_attempt is None:
+        return f"job {job.job} is gone and never started"
+    why = VANISHED if last_attempt.why == RUNNING else last_attempt.why
+    return f"ended: {why}" + ("" if why in _ENDED else "; submit it again to resume")

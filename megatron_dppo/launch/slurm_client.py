@@ -1,0 +1,30 @@
+"""Slurm's client programs, each with a time-out: its controller may be away for minutes."""
+
+from __future__ import annotations
+
+import subprocess
+
+from megatron_dppo.system.errors import RunError
+
+_PATIENCE_S = 30.0
+
+
+class SlurmError(RunError):
+    """A client program of Slurm failed; the message has its output."""
+
+
+def slurm(*command: str) -> str:
+    try:
+        completed = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
+        )
+    except FileNotFoundError as error:
+        raise SlurmError(
+            f"{command[0]} is not on the path: this is no machine of a Slurm cluster"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(f"{' '.join(command)}: no answer within {_PATIENCE_S:.0f} s") from error
+    if completed.returncode:
+        message = completed.stderr.strip() or completed.stdout.strip()
+        raise SlurmError(f"{' '.join(command)}: {message}")
+    return completed.stdout

@@ -1,0 +1,145 @@
+"""Print the state of a run: step, metrics, servers, starts and why each ended."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.loading import load_config
+from megatron_dppo.fleet.record import FleetRecord
+from megatron_dppo.launch.attempts import RUNNING, VANISHED, Attempt, AttemptBook, one_line
+from megatron_dppo.launch.logs import important_lines
+from megatron_dppo.launch.run_state import described, require_run, run_state
+from megatron_dppo.logging import INTERRUPTED, fatal
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.records import (
+    Record,
+    RecordsError,
+    mean_accuracy,
+    read_history,
+    read_records,
+    step_of,
+)
+from megatron_dppo.system.errors import RunError
+
+_LINES = 8
+_CLEAR = "\033[H\033[2J"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the status; exit with status 2 and a message where there is no such run."""
+    parser = argparse.ArgumentParser(prog="megatron-dppo status", description=__doc__)
+    parser.add_argument("run", metavar="RUN", help="the run's folder (run.directory)")
+    parser.add_argument("--follow", action="store_true", help="print it until the run has ended")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between two looks")
+    options = parser.parse_args(arguments)
+    try:
+        directory = require_run(options.run)
+        if options.follow:
+            follow(directory, options.every)
+        else:
+            print("\n".join(status_lines(directory)))
+    except RunError as error:
+        fatal(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def status_lines(directory: Path) -> Iterator[str]:
+    attempts, state = AttemptBook(directory).all(), run_state(directory)
+    yield f"run: {directory}"
+    yield f"state: {described(state, attempts, directory)}"
+    yield from _progress(directory)
+    yield from _servers(directory, running=state.state in ("RUNNING", RUNNING))
+    yield from _attempts(attempts, alive=state.state is not None)
+    lines = important_lines(directory, _LINES)
+    if lines:
+        yield "log lines that matter:"
+        yield from (f"  {line}" for line in lines)
+
+
+def _progress(directory: Path) -> Iterator[str]:
+    try:
+        records = read_records(directory)
+    except (OSError, RecordsError):
+        records = []
+    if not records:
+        yield "step: none yet"
+        return
+    last_record = records[-1]
+    parts = [f"step: {step_of(last_record)}{_of_steps(directory)}"]
+    parts += _figure("reward", last_record.get(names.REWARD), "{:.3f}")
+    parts += _held_out(records)
+    parts += _figure("tokens/s", last_record.get(names.TOKENS_PER_SECOND), "{:,.0f}")
+    yield ", ".join(parts)
+    saved = read_history(directory).saved
+    yield f"last checkpoint: {'none' if saved is None else f'step {saved}'}"
+
+
+def _of_steps(directory: Path) -> str:
+    try:
+        return f" of {load_config(directory / 'config.yaml').run.steps}"
+    except ConfigError:
+        return ""
+
+
+def _figure(name: str, value: float | None, form: str) -> list[str]:
+    return [] if value is None else [f"{name} {form.format(value)}"]
+
+
+def _held_out(records: Sequence[Record]) -> list[str]:
+    for record in reversed(records):
+        if (accuracy := mean_accuracy(record)) is not None:
+            return [f"held-out {accuracy:.3f} (step {step_of(record)})"]
+    return []
+
+
+def _servers(directory: Path, *, running: bool) -> Iterator[str]:
+    if not running or not (directory / "engine").is_dir():
+        return
+    record = FleetRecord(directory)
+    states = record.status().get("servers", {})
+    for server in record.servers():
+        start = f", start {server.incarnation}" if server.incarnation > 1 else ""
+        yield f"{server.name}: {server.url}, {states.get(server.name, 'not yet seen')}{start}"
+    if (router := record.router()) is not None:
+        yield f"router: {router.url}"
+
+
+def _attempts(attempts: Sequence[Attempt], *, alive: bool) -> Iterator[str]:
+    if attempts:
+        yield "starts:"
+    for attempt in attempts:
+        start_time = time.strftime("%m-%d %H:%M:%S", time.localtime(attempt.started))
+        vanished = attempt.why == RUNNING and not (alive and attempt is attempts[-1])
+        why = VANISHED if vanished else attempt.why
+        lasted = "" if attempt.ended is None else f" after {attempt.ended - attempt.started:.0f} s"
+        parts = [f"  {attempt.job}-{attempt.attempt}  {start_time}  {attempt.node}  {why}{lasted}"]
+        parts += [f"checkpoint {attempt.first_saved} -> {attempt.saved}"] * (attempt.why != RUNNING)
+        parts += [f"left out {node} ({reason})" for node, reason in attempt.excluded]
+        parts += [one_line(attempt.detail, 160)] * bool(attempt.detail)
+        yield ", ".join(parts)
+
+
+def follow(directory: Path, every_s: float) -> None:
+    """Print the status repeatedly until the run has ended; outside a terminal, only when it changes."""
+    shown_text = ""
+    while True:
+        text = "\n".join(status_lines(directory))
+        if sys.stdout.isatty():
+            print(f"{_CLEAR}{text}", flush=True)
+        elif text != shown_text:
+            print(f"{text}\n", flush=True)
+        shown_text = text
+        if run_state(directory).state is None:
+            return
+        time.sleep(every_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
