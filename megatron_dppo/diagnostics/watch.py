@@ -9,24 +9,25 @@ under a key that is new in every start, so other users of this machine don't kno
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import hashlib
 import hmac
-import json
 import math
-import re
+import os
 import secrets
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import yaml
+from aiohttp import web
 
 from megatron_dppo.diagnostics.samples import KINDS
 from megatron_dppo.fleet.record import FleetRecord
@@ -40,6 +41,7 @@ from megatron_dppo.metrics.step_table import NormalityCheck
 from megatron_dppo.metrics.summary import RunInfo, environment_faults
 from megatron_dppo.metrics.table import METRICS, accuracy_set
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.http_server import HttpServer
 from megatron_dppo.system.lease import LEASE_FILE
 
 PAGE = Path(__file__).with_name("watch_page.html")
@@ -268,78 +270,56 @@ def _axes(metrics: Sequence[str]) -> dict[str, tuple[float, float]]:
     return axes | {name: (0.0, 1.0) for name in metrics if accuracy_set(name) is not None}
 
 
-class WatchServer(ThreadingHTTPServer):
-    """A server on ``HOST`` only. ``url`` is the page's address with the key. Raises OSError where the port is taken."""
-
-    daemon_threads = True
+class WatchServer(HttpServer):
+    """A server on ``HOST`` alone. ``page`` is the page's address with the key."""
 
     def __init__(self, directory: Path, port: int) -> None:
-        super().__init__((HOST, port), _PageHandler)
-        self.key = secrets.token_urlsafe(16)
-        self.nonce = secrets.token_urlsafe(16)
-        view = RunView(directory)
-        self.routes: dict[str, Callable[[Json], Json]] = {
-            "state": view.state,
-            "curves": view.curves,
-            "samples": view.samples,
+        self._key = secrets.token_urlsafe(16)
+        self._nonce = secrets.token_urlsafe(16)
+        self._view = RunView(directory)
+        self._routes: dict[str, Callable[[Json], Json]] = {
+            "state": self._view.state,
+            "curves": self._view.curves,
+            "samples": self._view.samples,
         }
-        self.version = view.version
-        self.url = f"http://{HOST}:{self.server_address[1]}/{self.key}/"
+        application = web.Application(client_max_size=0)
+        application.router.add_get("/{key}/{route}", self._answer)
+        application.router.add_get("/{key}/", self._answer)
+        super().__init__(application, HOST, port)
+        self.page = f"{self.url}/{self._key}/"
 
-
-class _PageHandler(BaseHTTPRequestHandler):
-    server: WatchServer
-    timeout = 10
-
-    def do_GET(self) -> None:
-        try:
-            url = urlsplit(self.path)
-        # The URL has an invalid address in brackets.
-        except ValueError:
-            self.send_error(404)
-            return
-        match = re.fullmatch(r"/([\w-]+)/(\w*)", url.path)
-        if not match or not hmac.compare_digest(match[1].encode(), self.server.key.encode()):
-            self.send_error(404)
-        elif not match[2]:
-            page = PAGE.read_text(encoding="utf-8").replace("NONCE", self.server.nonce)
-            self._answer("text/html; charset=utf-8", page)
-        elif match[2] in self.server.routes:
-            self._answer("application/json", json.dumps(self._json(match[2], url.query)))
-        else:
-            self.send_error(404)
-
-    def _json(self, route: str, query_text: str) -> Json:
-        try:
-            query = parse_qs(query_text)
-            if route == "state" and query.get("version", [""])[0] == self.server.version():
-                return {"unchanged": True}
-            return self.server.routes[route](query)
-        # A file may be damaged, hold other content than a run's, or be moved by a new start at this moment.
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-
-    def _answer(self, kind: str, text: str) -> None:
-        body = text.encode()
-        self.send_response(200)
+    async def _answer(self, request: web.Request) -> web.Response:
+        route = request.match_info.get("route", "")
+        has_key = hmac.compare_digest(
+            request.match_info["key"].encode(errors="surrogateescape"), self._key.encode()
+        )
+        if not has_key or route not in ("", *self._routes):
+            raise web.HTTPNotFound
         policy = (
             "default-src 'none'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
-            f"script-src 'nonce-{self.server.nonce}'"
+            f"script-src 'nonce-{self._nonce}'"
         )
-        for name, value in {
-            "Content-Type": kind,
-            "Content-Length": str(len(body)),
+        headers = {
             "Cache-Control": "no-store",
             "Content-Security-Policy": policy,
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
-        }.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
+        }
+        if not route:
+            page = PAGE.read_text(encoding="utf-8").replace("NONCE", self._nonce)
+            return web.Response(text=page, content_type="text/html", headers=headers)
+        query = {name: request.query.getall(name) for name in request.query}
+        content = await asyncio.to_thread(self._content, route, query)
+        return web.json_response(content, headers=headers)
 
-    def log_message(self, *_: object) -> None:
-        """Log nothing: a line for every request would hide the page's address."""
+    def _content(self, route: str, query: Json) -> Json:
+        try:
+            if route == "state" and query.get("version", [""])[0] == self._view.version():
+                return {"unchanged": True}
+            return self._routes[route](query)
+        # A file may be damaged, hold other content than a run's, or be moved by a new start at this moment.
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -355,16 +335,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         server = WatchServer(options.run, options.port)
     except (OSError, OverflowError) as error:
-        fatal(
-            f"--port {options.port}: {getattr(error, 'strerror', error)}; --port 0 takes a free one"
-        )
-    print(f"watching {options.run}: {server.url} (Ctrl-C ends it)", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()
+        # The text of the exception repeats the address.
+        reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else error
+        fatal(f"--port {options.port}: {reason}; --port 0 takes a free one")
+    with server, contextlib.suppress(KeyboardInterrupt):
+        print(f"watching {options.run}: {server.page} (Ctrl-C ends it)", flush=True)
+        threading.Event().wait()
     return 0
 
 

@@ -7,6 +7,7 @@ which opens only the command's questions and nothing at the servers.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import http.client
 import json
@@ -15,16 +16,15 @@ import os
 import secrets
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from aiohttp import web
 from pydantic import validate_call
 
 from megatron_dppo.engine.errors import EngineError
@@ -37,8 +37,9 @@ from megatron_dppo.fleet.record import (
     read_own_json,
 )
 from megatron_dppo.system.files import UnsafeFileError, read_own, write_private
+from megatron_dppo.system.http_server import READ_S, HttpServer
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.system.network import interface_address, is_loopback, url_host
+from megatron_dppo.system.network import interface_address, is_loopback
 from megatron_dppo.system.scratch import make_runtime_directory
 
 log = logging.getLogger(__name__)
@@ -50,8 +51,6 @@ _START_HEADER = "Megatron-Dppo-Start"
 """Header with the number of the start of the ranks that a question is from."""
 _FENCED = 409
 _LONGEST = 1 << 20
-_READ_S = 10
-_POLL_S = 0.05
 _ANSWER_S = 10.0
 _ATTEMPTS = 3
 _PAUSE_S = 1.0
@@ -100,15 +99,14 @@ class FleetEndpoint:
     def __init__(self, record: FleetRecord, key: str, host: str) -> None:
         self._record = record
         self._command_key = secrets.token_urlsafe(32)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = _HttpServer((host, 0), record, key, self._command_key, family)
-        self.url = f"http://{url_host(host)}:{self._server.server_address[1]}"
+        application = web.Application(client_max_size=_LONGEST)
+        questions = _Questions(record, key, self._command_key)
+        application.router.add_post(PATH + "{name:.*}", questions.answer)
+        self._server = HttpServer(application, host)
+        self.url = self._server.url
         self._private = make_runtime_directory()
         self._file = record.path / "endpoint.json"
         self._address = EndpointAddress(self.url, socket.gethostname(), str(self._private / "key"))
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_POLL_S,), name="fleet", daemon=True
-        )
 
     @property
     def variables(self) -> dict[str, str]:
@@ -116,7 +114,7 @@ class FleetEndpoint:
 
     def start(self) -> None:
         """Start answering from a thread of its own, then publish the address."""
-        self._thread.start()
+        self._server.start()
         # The server answers requests before its address is published.
         write_private(self._private / "key", self._command_key)
         write_private(self._file, json.dumps(asdict(self._address)))
@@ -128,9 +126,7 @@ class FleetEndpoint:
         # Another start that has taken over has its own address in the file.
         if EndpointAddress.read(self._file) == self._address:
             self._file.unlink(missing_ok=True)
-        if self._thread.is_alive():
-            self._server.shutdown()
-        self._server.server_close()
+        self._server.stop()
         shutil.rmtree(self._private, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -141,80 +137,63 @@ class FleetEndpoint:
         self.stop()
 
 
-class _HttpServer(ThreadingHTTPServer):
-    daemon_threads = True
+class _Questions:
+    """Answers the questions of clients that have a key. ``command_key`` opens those of commands alone."""
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        record: FleetRecord,
-        key: str,
-        command_key: str,
-        family: int,
-    ) -> None:
-        self.address_family = socket.AddressFamily(family)
-        self.record = record
-        self.admin_header = f"Bearer {key}".encode()
-        self.command_header = f"Bearer {command_key}".encode()
-        super().__init__(address, _Handler)
+    def __init__(self, record: FleetRecord, key: str, command_key: str) -> None:
+        self._record = record
+        self._admin_header = f"Bearer {key}".encode()
+        self._command_header = f"Bearer {command_key}".encode()
 
+    async def answer(self, request: web.Request) -> web.Response:
+        status, content = await self._answer(request)
+        # Log only failures: the questions come every second.
+        if status != 200:
+            log.info("fleet endpoint, asked by %s: %s: %s", request.remote, request.path, status)
+        return web.Response(
+            status=status, body=json.dumps(content, default=asdict), content_type="application/json"
+        )
 
-class _Handler(BaseHTTPRequestHandler):
-    # Without a timeout, a silent connection would hold its thread for ever.
-    timeout = _READ_S
-    server: _HttpServer
-
-    def do_POST(self) -> None:
-        header = self.headers.get("Authorization", "").encode()
-        name = self.path.removeprefix(PATH)
+    async def _answer(self, request: web.Request) -> tuple[int, Json]:
+        header = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        name = request.match_info["name"]
         # Compare in constant time, so that the time does not reveal the correct part of a guess.
-        is_admin = hmac.compare_digest(header, self.server.admin_header)
-        is_command = hmac.compare_digest(header, self.server.command_header)
+        is_admin = hmac.compare_digest(header, self._admin_header)
+        is_command = hmac.compare_digest(header, self._command_header)
         if not (is_admin or (is_command and name in _OF_COMMANDS)):
-            self._answer(401, {"error": "the admin key is missing or wrong"})
-            return
-        start, newest_start = self.headers.get(_START_HEADER), self.server.record.ranks_start
+            return 401, {"error": "the admin key is missing or wrong"}
+        start, newest_start = request.headers.get(_START_HEADER), self._record.ranks_start
         if start is not None and newest_start is not None and start != str(newest_start):
             fault = (
                 f"a rank of start {start} asks, expected one of start {newest_start}: the ranks of this run were "
                 "started again"
             )
-            self._answer(_FENCED, {"error": fault})
-            return
+            return _FENCED, {"error": fault}
         question = _QUESTIONS.get(name)
         try:
-            arguments = self._arguments()
+            arguments = await _arguments_of(request)
             if question is None:
-                raise ValueError(f"{self.path}: no such question")
-            answer = question(self.server.record, **arguments)
+                raise ValueError(f"{request.path}: no such question")
+            # The registry writes files, so don't block the loop.
+            return 200, {"answer": await asyncio.to_thread(question, self._record, **arguments)}
         except (ValueError, TypeError, RecursionError) as error:
-            self._answer(400, {"error": str(error)})
+            return 400, {"error": str(error)}
+        except TimeoutError:
+            return 408, {"error": f"the body did not arrive within {READ_S:g} s"}
         except OSError as error:
-            self._answer(500, {"error": str(error)})
-        else:
-            self._answer(200, {"answer": answer})
+            return 500, {"error": str(error)}
 
-    def _arguments(self) -> Json:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > _LONGEST:
-            raise ValueError(f"Content-Length: got {length!r}, expected at most {_LONGEST}")
-        arguments = json.loads(self.rfile.read(int(length)))
-        if not isinstance(arguments, dict):
-            raise ValueError("expected a JSON object")
-        return arguments
 
-    def _answer(self, status: int, content: Json) -> None:
-        body = json.dumps(content, default=asdict).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        # Log only failures: the questions come every second.
-        if str(args[1:2]) != "('200',)":
-            log.info("fleet endpoint, asked by %s: %s", self.client_address[0], format % args)
+async def _arguments_of(request: web.Request) -> Json:
+    """Read the arguments. Raises ValueError, RecursionError, and TimeoutError."""
+    length = request.content_length
+    if length is None or length > _LONGEST:
+        raise ValueError(f"Content-Length: got {length}, expected at most {_LONGEST}")
+    async with asyncio.timeout(READ_S):
+        arguments = json.loads(await request.read())
+    if not isinstance(arguments, dict):
+        raise ValueError("expected a JSON object")
+    return arguments
 
 
 _QUESTIONS: dict[str, Callable[..., Any]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -133,7 +132,8 @@ def test_the_end_of_the_process_is_told_at_once():
     process = AnswerParser(smallest=0)
     assert parsed(process, answer(), [request()]).trajectories
     assert process._worker is not None
-    os.kill(process._worker.pid, signal.SIGKILL)
+    (parser,) = psutil.Process(process._worker.pid).children()
+    parser.kill()
     with pytest.raises(ParserLostError, match=r"process that parses answers was killed by SIGKILL"):
         parsed(process, answer(), [request()])
     process.close()

@@ -29,6 +29,7 @@ from megatron_dppo.fleet.endpoint import (
 )
 from megatron_dppo.fleet.record import ROUTER, FleetRecord, Keys, Server
 from megatron_dppo.logging import FatalError
+from megatron_dppo.system import http_server
 from megatron_dppo.system.files import write_private
 from megatron_dppo.system.lease import FencedError
 
@@ -101,7 +102,7 @@ def test_an_attached_server_is_nobodys_to_replace(
     assert record.take_report(elsewhere.name) is None
 
 
-@pytest.mark.parametrize("key", [None, "", "user", KEY[:-1], f"{KEY} "])
+@pytest.mark.parametrize("key", [None, "", "user", KEY[:-1], f"{KEY}x"])
 def test_without_the_admin_key_nothing_is_told_or_changed(
     record: FleetRecord, endpoint: FleetEndpoint, key: str | None
 ) -> None:
@@ -178,6 +179,40 @@ def test_a_long_question_is_not_read(endpoint: FleetEndpoint) -> None:
     status, error = post(endpoint.url, "/fleet/attach", b"", **{"Content-Length": str(1 << 30)})
     assert status == 400
     assert "Content-Length" in error
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"POST http://[/ HTTP/1.1\r\n\r\n",
+        b"POST /fleet/servers HTTP/1.1\r\nContent-Length: two\r\n\r\n",
+        b"POST /fleet/servers HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /fleet/servers HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"x" * 20_000,
+    ],
+    ids=["url", "length", "chunked", "get", "tls", "long"],
+)
+def test_what_is_no_request_is_refused_without_a_traceback(
+    endpoint: FleetEndpoint, caplog: pytest.LogCaptureFixture, request_bytes: bytes
+) -> None:
+    address = urlsplit(endpoint.url)
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+        connection.sendall(request_bytes)
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.makefile("rb").readline()
+    assert answer == b"" or answer.split()[1].startswith(b"4"), answer
+    assert "Traceback" not in caplog.text
+
+
+def test_a_connection_that_says_nothing_is_closed(
+    record: FleetRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "READ_S", 0.2)
+    with FleetEndpoint(record, KEY, "127.0.0.1") as endpoint:
+        address = urlsplit(endpoint.url)
+        with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+            assert connection.recv(1) == b""
 
 
 def test_it_listens_on_one_address_and_its_files_are_its_owners(

@@ -1,0 +1,76 @@
+"""An HTTP server that runs beside the caller's own work: an aiohttp application on one address."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Self
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.network import url_host
+
+READ_S = 10.0
+"""Longest wait for a request, and for its body; a silent connection is closed then."""
+
+log = logging.getLogger(__name__)
+
+
+def _shorten_bad_request(record: logging.LogRecord) -> bool:
+    """Log a request that is no HTTP in one line at the level INFO: anybody can send one."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.levelno, record.levelname, record.exc_info = logging.INFO, "INFO", None
+    return True
+
+
+log.addFilter(_shorten_bad_request)
+
+
+class HttpServer:
+    """Serves ``application`` on ``host``, and answers between ``start`` and ``stop`` from a thread of its own.
+
+    ``port`` 0 takes a free one; ``url`` has it. Raises OSError where the port is taken.
+    """
+
+    def __init__(self, application: web.Application, host: str, port: int = 0) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
+        self.url = f"http://{url_host(host)}:{self._socket.getsockname()[1]}"
+        self._application = application
+        self._running: tuple[AsyncRunner, web.AppRunner] | None = None
+
+    def start(self) -> None:
+        runner = web.AppRunner(
+            self._application,
+            access_log=None,
+            keepalive_timeout=READ_S,
+            lingering_time=READ_S,
+            logger=log,
+            shutdown_timeout=0.1,
+        )
+        loop = AsyncRunner()
+        self._running = (loop, runner)
+        loop.run(self._serve(runner))
+
+    def stop(self) -> None:
+        """Stop answering. Has no effect without a start, or a second time."""
+        if self._running is not None:
+            loop, runner = self._running
+            self._running = None
+            loop.run(runner.cleanup())
+            loop.close()
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    async def _serve(self, runner: web.AppRunner) -> None:
+        await runner.setup()
+        await web.SockSite(runner, self._socket).start()
