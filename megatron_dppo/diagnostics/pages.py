@@ -1,10 +1,16 @@
-"""Pages and tables that the diagnostics share: a table of strings, and the frame of an HTML page."""
+"""The HTML pages of the diagnostics, made from ``templates/``, and the tables and responses on them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from megatron_dppo.metrics.samples import printable
 
 
 @dataclass(frozen=True)
@@ -23,24 +29,56 @@ class SummaryTable:
         return self.title if self.rows else f"{self.title}: (none)"
 
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_PAGE_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 1em auto; max-width: 72em; padding: 0 1em;
-  color: #1b1b1b; background: #fff; overflow-wrap: anywhere }
-h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
-.table { overflow-x: auto }
-table { border-collapse: collapse; margin: .5em 0 1.5em; overflow-wrap: normal }
-"""
+@dataclass(frozen=True)
+class TokenSpan:
+    """A token on a page: its class in the style, its text, and its tooltip.
 
-
-def html_page(title: str, style: str, body: str) -> str:
-    """A page with ``body``, which is HTML already, under a heading: one file, no scripts, no external resources, fit
-    for a phone. ``style``: CSS beside the frame's.
+    ``shade`` is from 0 to 1: a larger one makes the token darker.
     """
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{escape(title)}</title><style>{_PAGE_STYLE}{style}</style></head>\n"
-        f"<body>\n<h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
+
+    css: str
+    text: str
+    hover: str
+    shade: float | None = None
+
+
+@dataclass(frozen=True)
+class ResponseText:
+    """A prompt and its response on a page. ``about`` names it; ``outcome`` is shown with its advantage."""
+
+    about: str
+    prompt: str
+    tokens: Sequence[TokenSpan]
+    advantage: float | None = None
+    outcome: str = ""
+
+
+def visible(text: str) -> str:
+    """Return ``text`` with line ends marked, and unprintable characters as escapes."""
+    return printable(text).replace("\n", "\u23ce\n")
+
+
+TEMPLATES = Path(__file__).with_name("templates")
+LEFT_ALIGNED = frozenset(
+    {"", "token", "metric", "meaning", "blocked where", "verdict", "computed otherwise"}
+)
+"""Names of the columns with text; the other columns have numbers."""
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    environment.filters |= {"printable": printable, "visible": visible}
+    environment.globals["left_aligned"] = LEFT_ALIGNED
+    return environment
+
+
+def render_page(template: str, **values: Any) -> str:
+    """Return the page of a template, all ``values`` escaped: one file, no external resources, fit for a phone."""
+    return _environment().get_template(template).render(**values)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from html import escape
 from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from megatron_dppo.diagnostics.pages import html_page
+from megatron_dppo.diagnostics.pages import render_page
 from megatron_dppo.logging import fatal
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.metrics.samples import Sample, about, printable, read_samples
@@ -32,14 +31,6 @@ KINDS: dict[str, tuple[str, Callable[[Sample], bool]]] = {
     ),
 }
 """Option -> its help, and the samples that it chooses."""
-_STYLE = """
-article { border-top: 1px solid #ddd; padding: .6em 0 }
-p { margin: .2em 0 } .about { color: #555; font-size: .85em }
-.right { color: #00691f } .wrong { color: #a3000f }
-pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; margin: .3em 0;
-  padding: .4em .6em; background: #f6f6f6; border-radius: 4px; unicode-bidi: isolate }
-pre.prompt { color: #666 }
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -100,17 +91,8 @@ def show(samples: Sequence[Sample]) -> None:
 
 def html(title: str, samples: Sequence[Sample]) -> str:
     """The samples as one page, all text escaped."""
-    articles = []
-    for sample in samples:
-        head, tail = map(escape, about(sample))
-        earned = "right" if sample.reward > 0 else "wrong"
-        articles.append(
-            f'<article><p class="about">{head}</p>'
-            f'<pre class="prompt">{escape(printable(sample.prompt))}</pre>'
-            f"<pre>{escape(printable(sample.response))}</pre>"
-            f'<p class="{earned}">{tail}</p></article>'
-        )
-    return html_page(title, _STYLE, "\n".join(articles))
+    rows = [(sample, about(sample)) for sample in samples]
+    return render_page("samples.html", title=title, samples=rows)
 
 
 def _parser() -> argparse.ArgumentParser:

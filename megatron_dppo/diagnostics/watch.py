@@ -29,6 +29,7 @@ from typing import Any
 import yaml
 from aiohttp import web
 
+from megatron_dppo.diagnostics.pages import render_page
 from megatron_dppo.diagnostics.samples import KINDS
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.launch.logs import important_lines
@@ -44,7 +45,6 @@ from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.http_server import HttpServer
 from megatron_dppo.system.lease import LEASE_FILE
 
-PAGE = Path(__file__).with_name("watch_page.html")
 HOST = "127.0.0.1"
 PORT = 8350
 MOST_POINTS = 800
@@ -306,7 +306,7 @@ class WatchServer(HttpServer):
             "X-Content-Type-Options": "nosniff",
         }
         if not route:
-            page = PAGE.read_text(encoding="utf-8").replace("NONCE", self._nonce)
+            page = render_page("watch.html", nonce=self._nonce)
             return web.Response(text=page, content_type="text/html", headers=headers)
         query = {name: request.query.getall(name) for name in request.query}
         content = await asyncio.to_thread(self._content, route, query)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,8 +24,12 @@ from megatron_dppo.diagnostics.doctor.sampling import at_temperature
 from megatron_dppo.diagnostics.doctor.sampling_evidence import Draws
 from megatron_dppo.diagnostics.explain.__main__ import show as show_table
 from megatron_dppo.diagnostics.explain.explanation import TokenTexts
-from megatron_dppo.diagnostics.explain.page import response_block, tables_page, token_span
-from megatron_dppo.diagnostics.pages import SummaryTable
+from megatron_dppo.diagnostics.pages import (
+    ResponseText,
+    SummaryTable,
+    TokenSpan,
+    render_page,
+)
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_figures import generated_figures, is_coarse, rows_of
 from megatron_dppo.metrics import table as names
@@ -454,29 +458,30 @@ def _tokens(diagnosed: Diagnosis, texts: TokenTexts) -> SummaryTable:
 
 def page(title: str, facts: Sequence[str], doctor_report: DoctorReport) -> str:
     """Return the HTML page."""
-    sides = [v for v in doctor_report.diagnoses if not v.is_healthy]
-    blocks: list[str] = []
-    for diagnosed in sides:
-        blocks += _responses(diagnosed, doctor_report)
-    return tables_page(title, [*doctor_report.conclusions, *facts], tables(doctor_report), blocks)
-
-
-def _responses(diagnosed: Diagnosis, doctor_report: DoctorReport) -> Iterator[str]:
-    """Yield the HTML of the responses with the largest gaps; the colour of a token shows its gap."""
-    yield f"<h2>{diagnosed.side}: the responses that differ most</h2>"
-    yield (
-        '<p class="legend"><span class="explained" style="--tv:.5">with the cause the reference says the same</span>'
-        '<span class="left" style="--tv:.5">it says something else still</span></p><p class="about">The '
-        "darker, the further from the reference. Point at a token for its numbers.</p>"
+    return render_page(
+        "doctor.html",
+        title=title,
+        facts=[*doctor_report.conclusions, *facts],
+        tables=tables(doctor_report),
+        sides=[
+            (diagnosed.side, _responses(diagnosed, doctor_report))
+            for diagnosed in doctor_report.diagnoses
+            if not diagnosed.is_healthy
+        ],
     )
+
+
+def _responses(diagnosed: Diagnosis, doctor_report: DoctorReport) -> list[ResponseText]:
+    """Return the responses with the largest gaps; the colour of a token shows its gap."""
     by_response: dict[int, list[TokenEvidence]] = {}
     for token in diagnosed.tokens:
         by_response.setdefault(token.response, []).append(token)
     largest_gap = diagnosed.tokens[0].gap
+    responses = []
     for index in list(by_response)[:RESPONSES]:
         t, tokens = doctor_report.batch[index], by_response[index]
         spans = [
-            token_span(
+            TokenSpan(
                 "explained" if token.is_explained else "left",
                 doctor_report.texts[token.token_id],
                 _numbers(diagnosed, token),
@@ -485,7 +490,9 @@ def _responses(diagnosed: Diagnosis, doctor_report: DoctorReport) -> Iterator[st
             for token in sorted(tokens, key=lambda token: token.position)
         ]
         about = f"response {index}: problem {t.problem_id}, sample {t.sample_index}"
-        yield response_block(about, doctor_report.texts.joined(t.prompt_ids.tolist()), spans)
+        prompt = doctor_report.texts.joined(t.prompt_ids.tolist())
+        responses.append(ResponseText(about, prompt, spans))
+    return responses
 
 
 def _numbers(diagnosed: Diagnosis, token: TokenEvidence) -> str:

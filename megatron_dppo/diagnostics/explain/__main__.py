@@ -226,7 +226,7 @@ def chosen_responses(
 
 def show(console: Console, summary: SummaryTable) -> None:
     """Print a table."""
-    from megatron_dppo.diagnostics.explain.page import LEFT_ALIGNED
+    from megatron_dppo.diagnostics.pages import LEFT_ALIGNED
 
     if not summary.rows:
         console.print(summary.shown_title)

@@ -1,7 +1,4 @@
-"""Show an explanation: tables of strings for console and page, the CSV file, and the page.
-
-The page is one HTML file without scripts and external resources; all text in it is escaped.
-"""
+"""Show an explanation: tables of strings for console and page, the CSV file, and the page."""
 
 from __future__ import annotations
 
@@ -9,21 +6,20 @@ import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from html import escape
 from pathlib import Path
 
 from megatron_dppo.diagnostics.explain.explanation import TOKEN_METRICS, Response, Token
-from megatron_dppo.diagnostics.pages import SummaryTable, html_page
-from megatron_dppo.metrics.samples import printable
+from megatron_dppo.diagnostics.pages import (
+    ResponseText,
+    SummaryTable,
+    TokenSpan,
+    render_page,
+)
 from megatron_dppo.metrics.sums import MetricSums, means
 from megatron_dppo.metrics.table import METRICS
 
 FREQUENT = 12
 """Largest number of rows in a table of the most frequent tokens."""
-LEFT_ALIGNED = frozenset(
-    {"", "token", "metric", "meaning", "blocked where", "verdict", "computed otherwise"}
-)
-"""Names of the columns with text; the other columns have numbers."""
 
 
 @dataclass(frozen=True)
@@ -192,28 +188,6 @@ def write_csv(path: Path, responses: Sequence[Response]) -> None:
                 writer.writerow({**response_fields, **asdict(token), "text": repr(token.text)})
 
 
-STYLE = """
-caption { text-align: left; font-weight: 600; padding: .3em 0 }
-th, td { padding: .15em .7em; text-align: right; border-bottom: 1px solid #ddd }
-th.words, td.words { text-align: left }
-.response { border-top: 1px solid #ddd; padding: .6em 0 }
-.about { color: #555; font-size: .85em } .up { color: #00691f } .down { color: #a3000f }
-.prompt, .tokens { font-family: ui-monospace, monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere }
-.prompt { color: #777 }
-.tokens span, .legend span { unicode-bidi: isolate; border-radius: 3px; padding: 0 1px;
-  margin-right: 1px; border: 1px solid transparent }
-.legend span { display: inline-block; margin: 0 1em .3em 0; padding: .1em .4em }
-.train { background: rgba(90, 90, 90, var(--tv, 0)) }
-.both { background: #c9a6f5; border-color: #6a2bc2 !important }
-.own { background: #ffb3a8; border-color: #c22b14 !important }
-.ppo { background: #a9d4ff; border-color: #1466b8 !important }
-.explained { background: rgba(20, 102, 184, var(--tv, 0)) }
-.left { background: rgba(194, 43, 20, var(--tv, 0)) }
-.tokens span:hover { outline: 2px solid #000 }
-"""
-
-
 def render(
     title: str,
     facts: Sequence[str],
@@ -222,88 +196,36 @@ def render(
     responses: Sequence[Response],
 ) -> str:
     """Return the HTML page. ``facts`` are lines above the tables; ``name`` is the name of the algorithm."""
-    blocks = [
-        *(f"<div>{escape(fact)}</div>" for fact in facts),
-        "<h2>Summary</h2>",
-        *map(_table, tables),
-        "<h2>Responses</h2>",
-        _legend(name),
-        *(_response(name, r) for r in responses),
-    ]
-    return html_page(title, STYLE, "\n".join(blocks))
-
-
-def tables_page(
-    title: str, facts: Sequence[str], tables: Sequence[SummaryTable], below: Sequence[str] = ()
-) -> str:
-    """Return an HTML page of tables, with the blocks of HTML ``below`` after them."""
-    blocks = [*(f"<div>{escape(fact)}</div>" for fact in facts), *map(_table, tables), *below]
-    return html_page(title, STYLE, "\n".join(blocks))
-
-
-def _table(sheet: SummaryTable) -> str:
-    """Return the HTML of a table."""
-    if not sheet.rows:
-        return f"<table><caption>{escape(sheet.shown_title)}</caption></table>"
-    classes = [' class="words"' if name in LEFT_ALIGNED else "" for name in sheet.columns]
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        cells_html = (
-            f"<{tag}{css}>{escape(c)}</{tag}>" for css, c in zip(classes, cells, strict=True)
-        )
-        return f"<tr>{''.join(cells_html)}</tr>"
-
-    lines = "\n".join([line("th", sheet.columns), *(line("td", row) for row in sheet.rows)])
-    caption = f"<caption>{escape(sheet.title)}</caption>"
-    note = f'<p class="about">{escape(sheet.note)}</p>' if sheet.note else ""
-    return f'<div class="table"><table>{caption}\n{lines}</table></div>{note}'
-
-
-def _legend(name: str) -> str:
-    """Return the HTML that explains the colours of the tokens."""
-    keys = "".join(f'<span class="{v.css}">{escape(v.meaning)}</span>' for v in verdicts(name))
-    return (
-        f'<p class="legend">{keys}</p><p class="about">A token that trains is the darker the larger '
-        "its Binary TV. Neither a clip nor a divergence mask blocks a token whose update brings pi "
-        "back towards mu, however far apart they are. Point at a token for its numbers.</p>"
+    return render_page(
+        "explanation.html",
+        title=title,
+        facts=facts,
+        tables=tables,
+        verdicts=verdicts(name),
+        responses=[_response(name, response) for response in responses],
     )
 
 
-def _response(name: str, response: Response) -> str:
-    """Return the HTML of a response and its prompt."""
-    t, first_token = response.trajectory, response.tokens[0]
-    sign = "up" if first_token.advantage > 0 else "down"
-    about = f"response {response.index}: problem {t.problem_id}, sample {t.sample_index}, "
-    reward = f"reward {t.reward:g}, {t.finish_reason}"
-    spans = (_span(name, token) for token in response.tokens)
-    advantage = f'<b class="{sign}">A = {first_token.advantage:+.3g}</b>'
-    return response_block(f"{about}{advantage}, {reward}", response.prompt, spans)
+def tables_page(title: str, facts: Sequence[str], tables: Sequence[SummaryTable]) -> str:
+    """Return an HTML page of tables."""
+    return render_page("tables.html", title=title, facts=facts, tables=tables)
 
 
-def response_block(about: str, prompt: str, spans: Iterable[str]) -> str:
-    """Return the HTML of a prompt and its response: ``about`` is HTML, ``spans`` are results of ``token_span``."""
-    return (
-        f'<div class="response"><div class="about">{about}</div>'
-        f'<div class="prompt">{escape(visible(prompt))}</div>'
-        f'<div class="tokens">{"".join(spans)}</div></div>'
+def _response(name: str, response: Response) -> ResponseText:
+    t = response.trajectory
+    return ResponseText(
+        about=f"response {response.index}: problem {t.problem_id}, sample {t.sample_index}",
+        prompt=response.prompt,
+        tokens=[_span(name, token) for token in response.tokens],
+        advantage=response.tokens[0].advantage,
+        outcome=f"reward {t.reward:g}, {t.finish_reason}",
     )
 
 
-def _span(name: str, token: Token) -> str:
-    """Return the HTML of an explained token."""
+def _span(name: str, token: Token) -> TokenSpan:
     verdict = verdict_of(name, token)
     shade = token.binary_tv if verdict.css == "train" else None
-    return token_span(verdict.css, token.text, numbers(name, token), shade)
-
-
-def token_span(css: str, text: str, hover: str, shade: float | None = None) -> str:
-    """Return the HTML of a token of the class ``css``, with the lines ``hover`` as its tooltip.
-
-    ``shade`` is from 0 to 1: a larger one makes the token darker.
-    """
-    style = "" if shade is None else f' style="--tv:{shade:.2f}"'
-    title = escape(hover).replace("\n", "&#10;")
-    return f'<span class="{css}"{style} title="{title}">{escape(visible(text))}</span>'
+    return TokenSpan(verdict.css, token.text, numbers(name, token), shade)
 
 
 def numbers(name: str, token: Token) -> str:
@@ -322,8 +244,3 @@ def numbers(name: str, token: Token) -> str:
     if token.recomputed is not None:
         lines.append(f"pi' (trainer at the rollout's weights) {number(token.recomputed)}")
     return "\n".join([*lines, f"entropy {number(token.entropy)} nats"])
-
-
-def visible(text: str) -> str:
-    """Return ``text`` with line ends marked, and unprintable characters as escapes."""
-    return printable(text).replace("\n", "\u23ce\n")
