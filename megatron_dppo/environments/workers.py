@@ -39,9 +39,9 @@ from megatron_dppo.environments import (
 from megatron_dppo.system.secret_variables import named_in_options, withheld_hint
 from megatron_dppo.system.workers import (
     START_LIMIT_S,
-    Call,
     CallConnection,
     RestrictedWorker,
+    WorkerCall,
     WorkerLostError,
     WorkerPool,
     connect_restricted,
@@ -288,9 +288,9 @@ class EnvironmentHost:
         self._environments: dict[int, Environment] = {}
         self._under_way: dict[int, asyncio.Task[None]] = {}
 
-    async def serve(self, start: Call) -> None:
+    async def serve(self, start: WorkerCall) -> None:
         """Answer calls until the rank closes the connection."""
-        loop, calls = asyncio.get_running_loop(), asyncio.Queue[Call]()
+        loop, calls = asyncio.get_running_loop(), asyncio.Queue[WorkerCall]()
         threading.Thread(target=self._listen, args=(loop, calls), daemon=True).start()
         self._connection.answer(start, b"")
         while True:
@@ -301,7 +301,7 @@ class EnvironmentHost:
             if operation in ("reset", "step"):
                 self._under_way[episode] = task
 
-    def _listen(self, loop: asyncio.AbstractEventLoop, calls: asyncio.Queue[Call]) -> None:
+    def _listen(self, loop: asyncio.AbstractEventLoop, calls: asyncio.Queue[WorkerCall]) -> None:
         """Receive calls in a thread: an environment may block the loop, and the process must still end with the
         rank.
         """
@@ -312,7 +312,7 @@ class EnvironmentHost:
             os._exit(0)
 
     async def _handle(
-        self, call: Call, operation: str, episode: int, values: dict[str, Any]
+        self, call: WorkerCall, operation: str, episode: int, values: dict[str, Any]
     ) -> None:
         try:
             result = await getattr(self, f"_{operation}")(episode, **values)

@@ -47,9 +47,9 @@ from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.secret_variables import named_in_options, withheld_hint
 from megatron_dppo.system.workers import (
     START_LIMIT_S,
-    Call,
     CallConnection,
     RestrictedWorker,
+    WorkerCall,
     WorkerLostError,
     WorkerPool,
     connect_restricted,
@@ -248,21 +248,21 @@ class Verifier:
     def _score_next(self) -> None:
         """Score the next response, or as many as the reward takes at once, with an idle worker. Runs in a thread of the
         pool, which has as many threads as there are workers."""
-        turn = _Turn(self._pool)
+        use = _WorkerUse(self._pool)
         batch: list[tuple[RewardInput, Future[Score]]] = []
         try:
             self._fill(batch, 1)
             if batch:
-                form = turn.worker.form()
+                form = use.worker.form()
                 self._fill(batch, form.calls_at_once(self._batch_size))
-                scores = self._call_with_retries(turn, form, [record for record, _ in batch])
+                scores = self._call_with_retries(use, form, [record for record, _ in batch])
                 for (_, future), score in zip(batch, scores, strict=True):
                     future.set_result(score)
         except Exception as error:
             for _, future in batch:
                 future.set_exception(error)
         finally:
-            turn.end()
+            use.end()
 
     def _fill(self, batch: list[tuple[RewardInput, Future[Score]]], size: int) -> None:
         """Move waiting responses to ``batch`` until it has ``size``."""
@@ -273,20 +273,20 @@ class Verifier:
                     batch.append((record, future))
 
     def _call_with_retries(
-        self, turn: _Turn, form: RewardForm, inputs: Sequence[RewardInput]
+        self, use: _WorkerUse, form: RewardForm, inputs: Sequence[RewardInput]
     ) -> list[Score]:
-        scores = turn.scores(inputs)
+        scores = use.scores(inputs)
         if form.takes_many and len(inputs) > 1 and (scores[0].timed_out or scores[0].crashed):
             # One input of the batch caused this: score each in a call of its own.
             scores = []
             for record in inputs:
-                scores += turn.scores([record])
+                scores += use.scores([record])
         for attempt in range(1, self._attempts):
             missing_rows = [i for i, score in enumerate(scores) if score.unavailable is not None]
             pause = min(BACK_OFF_S * 2 ** (attempt - 1), LONGEST_BACK_OFF_S)
             if not missing_rows or self._closing.wait(pause):
                 break
-            new_scores = turn.scores([inputs[i] for i in missing_rows])
+            new_scores = use.scores([inputs[i] for i in missing_rows])
             for i, score in zip(missing_rows, new_scores, strict=True):
                 scores[i] = score
         return scores
@@ -302,7 +302,7 @@ class Verifier:
         )
 
 
-class _Turn:
+class _WorkerUse:
     """A thread's use of a worker of the pool, until ``end``. A dead worker is replaced."""
 
     def __init__(self, pool: WorkerPool[RewardWorker]) -> None:
@@ -526,7 +526,11 @@ GRACE_S = 5.0
 
 
 def serve(
-    connection: CallConnection, start: Call, name: str, timeout_s: float, options: Mapping[str, Any]
+    connection: CallConnection,
+    start: WorkerCall,
+    name: str,
+    timeout_s: float,
+    options: Mapping[str, Any],
 ) -> None:
     """Answer calls until the verifier closes the connection."""
     logging.disable(logging.WARNING)

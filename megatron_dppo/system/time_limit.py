@@ -27,7 +27,7 @@ class _TimeUpError(BaseException):
 
 
 @dataclass(frozen=True)
-class _Watch:
+class _WatchedBlock:
     thread: int
     clock: int
     end: float
@@ -38,7 +38,7 @@ class _Watcher:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._watches: dict[int, _Watch] = {}
+        self._watches: dict[int, _WatchedBlock] = {}
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
@@ -46,7 +46,7 @@ class _Watcher:
         """Watch the calling thread; returns the number under which ``remove`` knows it."""
         thread = threading.get_ident()
         clock = time.pthread_getcpuclockid(thread)
-        watch = _Watch(thread, clock, time.clock_gettime(clock) + seconds)
+        watch = _WatchedBlock(thread, clock, time.clock_gettime(clock) + seconds)
         with self._changed:
             # A forked child has the object and not the thread.
             if self._thread is None or not self._thread.is_alive():

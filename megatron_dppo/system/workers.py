@@ -297,7 +297,7 @@ class WorkerPool(Generic[W]):
 
 
 @dataclass(frozen=True)
-class Call:
+class WorkerCall:
     """A call that a worker has received."""
 
     number: int
@@ -311,11 +311,11 @@ class CallConnection:
         self._connection = connection
         self._sending = threading.Lock()
 
-    def receive(self) -> Call:
+    def receive(self) -> WorkerCall:
         """Wait for the next call. Raises EOFError or OSError where the caller is gone."""
-        return Call(*_receive(self._connection))
+        return WorkerCall(*_receive(self._connection))
 
-    def answer(self, call: Call, content: bytes) -> None:
+    def answer(self, call: WorkerCall, content: bytes) -> None:
         with self._sending:
             _send(self._connection, call.number, content)
 
@@ -334,7 +334,9 @@ def connect(descriptor: str) -> CallConnection:
     return CallConnection(connection)
 
 
-def connect_restricted(descriptor: str, *, is_final: bool) -> tuple[CallConnection, Call, Any]:
+def connect_restricted(
+    descriptor: str, *, is_final: bool
+) -> tuple[CallConnection, WorkerCall, Any]:
     """Connect the process of a RestrictedWorker; return the connection, call 0 and the settings.
 
     ``is_final``: the limit of memory also binds the processes that the worker starts.
