@@ -7,8 +7,9 @@ CUDA IPC, which another process has opened on an H100; SGLang itself has not yet
 from __future__ import annotations
 
 import base64
+import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -52,6 +53,22 @@ def shared_payloads(header: WireHeader, dtype: torch.dtype, data: Tensor, ranks:
     # dropped it.
     with _file_system_sharing():
         return [base64.b64encode(_Pickler.dumps(bucket)).decode() for _ in range(ranks)]
+
+
+def open_payload(payload: str, index_of: Mapping[str, int]) -> dict[str, Any]:
+    """Open a payload that ``shared_payloads`` made, in another process of this program; ends with that process.
+
+    ``index_of`` has the device index of each UUID, as SGLang's own receiver looks it up.
+    """
+    rebuild = reductions.rebuild_cuda_tensor
+
+    def rebuild_by_uuid(*arguments: Any) -> Any:
+        new_arguments = list(arguments)
+        new_arguments[_DEVICE_ARGUMENT] = index_of[new_arguments[_DEVICE_ARGUMENT]]
+        return rebuild(*new_arguments)
+
+    reductions.rebuild_cuda_tensor = rebuild_by_uuid
+    return dict(pickle.loads(base64.b64decode(payload)))
 
 
 def named_by_uuid(

@@ -133,8 +133,7 @@ class ScoredGeneration:
             RewardUnavailableError: on every rank, where responses have no reward after ``reward.max_replacements``
                 rounds.
         """
-        problems, size = self._job.problems, self._job.group_size
-        keys = [divmod(index, size) for index in range(len(problems) * size)]
+        keys = response_keys(self._job)
         for replacements in count():
             scores = {key: self._scores[key].result() for key in keys}
             unavailable_scores = {
@@ -156,20 +155,11 @@ class ScoredGeneration:
             self._scorer.failures[names.REWARD_REPLACED] += missing_count
             self._replace(unavailable_scores.keys(), replacements + 1)
             self.wait(version, mixes=mixes)
-        inputs = [
-            RewardInput.of(problems[i // size], t.text) for i, t in enumerate(self._responses)
-        ]
-        require(list(scores.values()), inputs)
-        self._count(list(scores.values()))
-        most_tokens = self._job.sampling.max_new_tokens
-        return with_rewards(
-            self._responses,
-            list(scores.values()),
-            size,
-            algorithm,
-            credit,
-            most_tokens=most_tokens,
+        rewarded = reward_responses(
+            self._job, self._responses, list(scores.values()), algorithm, credit
         )
+        self._count(list(scores.values()))
+        return rewarded
 
     def _replace(self, replaced_keys: Collection[Hashable], number: int) -> None:
         """Generate the responses with these keys again, and score them."""
@@ -197,6 +187,30 @@ class ScoredGeneration:
             self._scorer.failures[names.REWARD_TIMEOUTS] += timeouts
             self._scorer.failures[names.REWARD_CRASHES] += crashes
             self.components.add(sums)
+
+
+def response_keys(job: GenerationJob) -> list[tuple[int, int]]:
+    """Return the keys of a job's responses in their order: position of the problem, number in its group."""
+    size = job.group_size
+    return [divmod(index, size) for index in range(len(job.problems) * size)]
+
+
+def reward_responses(
+    job: GenerationJob,
+    responses: Sequence[Trajectory],
+    scores: Sequence[Score],
+    algorithm: AlgorithmConfig,
+    credit: Credit = "trajectory",
+) -> list[Trajectory]:
+    """Return the responses of a job with rewards and advantages; all of them have a score.
+
+    Raises VerifierError where a reward refused a response.
+    """
+    size = job.group_size
+    inputs = [RewardInput.of(job.problems[i // size], t.text) for i, t in enumerate(responses)]
+    require(scores, inputs)
+    most_tokens = job.sampling.max_new_tokens
+    return with_rewards(responses, scores, size, algorithm, credit, most_tokens=most_tokens)
 
 
 def score_on_arrival(

@@ -10,11 +10,18 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class VerdictRow:
-    """A measurement, its target, and whether the target is met (None: nothing is judged)."""
+    """A measurement, its target, and whether the target is met.
+
+    Attributes:
+        label: its name.
+        measured: what was found, with its unit.
+        expected: what should be found; empty where nothing is expected.
+        holds: whether it was; None: nothing to judge.
+    """
 
     label: str
     measured: str
-    expected: str
+    expected: str = ""
     holds: bool | None = None
 
 

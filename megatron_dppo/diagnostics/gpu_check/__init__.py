@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.schema import PolicyConfig
+from megatron_dppo.metrics.verdict import VerdictRow
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import hf_tensors
 
@@ -35,21 +36,9 @@ class LackingError(Exception):
 
 
 @dataclass(frozen=True)
-class Row:
-    """One thing that a part looked at.
+class CheckRow(VerdictRow):
+    """A row of a part. ``figures``: the measured numbers by name, for programs."""
 
-    Attributes:
-        label: its name.
-        measured: what was found, with its unit.
-        expected: what should be found; empty where nothing is expected.
-        holds: whether it was; None: nothing to judge.
-        figures: the measured numbers by name, for programs.
-    """
-
-    label: str
-    measured: str
-    expected: str = ""
-    holds: bool | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -68,7 +57,7 @@ class CheckPart:
     ``shows``: what it shows, in a line. ``limit_s``: seconds after which it is ended.
     """
 
-    run: Callable[[Bench], Iterator[Row]]
+    run: Callable[[Bench], Iterator[CheckRow]]
     shows: str
     limit_s: float
 
@@ -78,7 +67,9 @@ class CheckPart:
         return self.run.__name__
 
 
-def part(shows: str, limit_s: float) -> Callable[[Callable[[Bench], Iterator[Row]]], CheckPart]:
+def part(
+    shows: str, limit_s: float
+) -> Callable[[Callable[[Bench], Iterator[CheckRow]]], CheckPart]:
     return lambda run: CheckPart(run, shows, limit_s)
 
 
@@ -90,10 +81,10 @@ def discover(package: str = PARTS) -> list[CheckPart]:
     return sorted(parts, key=lambda p: (p.limit_s, p.name))
 
 
-def at_most(label: str, measured: float, bound: float, unit: str = "") -> Row:
+def at_most(label: str, measured: float, bound: float, unit: str = "") -> CheckRow:
     """A row that holds where ``measured`` is finite and not above ``bound``."""
     figures = {"measured": measured}
-    return Row(
+    return CheckRow(
         label, f"{measured:.2g}{unit}", f"at most {bound:.2g}{unit}", measured <= bound, figures
     )
 

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_dppo.config.machine import this_machine
-from megatron_dppo.diagnostics.gpu_check import PARTS, CheckPart, Row, discover
+from megatron_dppo.diagnostics.gpu_check import PARTS, CheckPart, CheckRow, discover
 from megatron_dppo.diagnostics.gpu_check.runner import PartResult, run_part
 from megatron_dppo.logging import fatal
 from megatron_dppo.system.files import unused_path, write_atomically
@@ -85,7 +85,7 @@ def fresh_folder(directory: Path) -> Path:
     return directory
 
 
-def _say(row: Row) -> None:
+def _say(row: CheckRow) -> None:
     expected_text = f" (expected {row.expected})" if row.expected else ""
     print(f"  {_MARKS[row.holds]} {row.label}: {row.measured}{expected_text}", flush=True)
 

@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from megatron_dppo.diagnostics.gpu_check import PARTS, Bench, CheckPart, LackingError, Row, discover
+from megatron_dppo.diagnostics.gpu_check import (
+    PARTS,
+    Bench,
+    CheckPart,
+    CheckRow,
+    LackingError,
+    discover,
+)
 from megatron_dppo.system.processes import describe_exit, tail
 from megatron_dppo.system.workers import WorkerLostError, WorkerProcess, connect
 
@@ -38,7 +45,7 @@ class PartResult:
     verdict: PartVerdict = "good"
     why: str = ""
     seconds: float = 0.0
-    rows: list[Row] = field(default_factory=list)
+    rows: list[CheckRow] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
 
     @property
@@ -48,7 +55,7 @@ class PartResult:
 
 
 def run_part(
-    part: CheckPart, folder: Path, gpus: int, limit_s: float, tell: Callable[[Row], None],
+    part: CheckPart, folder: Path, gpus: int, limit_s: float, tell: Callable[[CheckRow], None],
     package: str = PARTS,
 ) -> PartResult:  # fmt: skip
     """Run ``part`` of ``package`` in ``folder``, which must be empty, for at most ``limit_s`` seconds.
@@ -79,11 +86,11 @@ def run_part(
 
 
 def _receive_rows(
-    worker: WorkerProcess, deadline: float, result: PartResult, tell: Callable[[Row], None]
+    worker: WorkerProcess, deadline: float, result: PartResult, tell: Callable[[CheckRow], None]
 ) -> None:
     """Ask the worker for one row after the other. Raises TimeoutError at the deadline, and WorkerLostError."""
     while (message := pickle.loads(worker.ask(b"", _left(deadline)))) is not None:
-        if isinstance(message, Row):
+        if isinstance(message, CheckRow):
             result.rows.append(message)
             tell(message)
         else:
@@ -106,7 +113,7 @@ def _judge(result: PartResult, code: int | None, limit_s: float, folder: Path) -
     result.why = f"{ending}\n{tail(folder / LOG, _QUOTED_LINES)}".rstrip()
 
 
-def _messages(package: str, name: str, folder: str, gpus: int) -> Iterator[Row | str | None]:
+def _messages(package: str, name: str, folder: str, gpus: int) -> Iterator[CheckRow | str | None]:
     """Run the part: its rows, then what it lacks, where it turns out to lack something, then None."""
     part = next(p for p in discover(package) if p.name == name)
     try:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from megatron_dppo.diagnostics.gpu_check import LackingError, Row, at_most, part
+from megatron_dppo.diagnostics.gpu_check import CheckRow, LackingError, at_most, part
 
 
 @part("what is well", 100.0)
@@ -14,27 +14,27 @@ def good(bench):
     (bench.folder / "curve.png").write_bytes(b"")
     (bench.folder / "numbers.json").write_text("{}")
     yield at_most("error", 0.25, 0.5, " nats")
-    yield Row("GPUs", str(bench.gpus))
+    yield CheckRow("GPUs", str(bench.gpus))
 
 
 @part("what is not here", 110.0)
 def lacking(bench):
-    yield Row("a little", "seen")
+    yield CheckRow("a little", "seen")
     raise LackingError("no second GPU")
 
 
 @part("what a crash leaves", 120.0)
 def crashing(bench):
-    yield Row("before", "seen")
+    yield CheckRow("before", "seen")
     print("about to die", flush=True)
     os.kill(os.getpid(), signal.SIGSEGV)
-    yield Row("after", "never")
+    yield CheckRow("after", "never")
 
 
 @part("what a hang leaves", 200.0)
 def hanging(bench):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield Row("child", str(child.pid))
+    yield CheckRow("child", str(child.pid))
     time.sleep(600)
 
 

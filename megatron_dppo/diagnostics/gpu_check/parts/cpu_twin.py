@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.diagnostics.gpu_check import (
     Bench,
-    Row,
+    CheckRow,
     at_most,
     part,
     policy_config,
@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @part("three steps in float32 on a GPU and on the CPU; parking, a checkpoint and hashes", 300.0)
-def cpu_twin(bench: Bench) -> Iterator[Row]:
+def cpu_twin(bench: Bench) -> Iterator[CheckRow]:
     """Yield the errors of each case, then whether the state came back bit for bit."""
     checkpoint = tiny_model(bench.folder / "model")
     for case in CASES:
@@ -64,7 +64,7 @@ def cpu_twin(bench: Bench) -> Iterator[Row]:
         yield from _compared(case, here, twin)
         for name, is_equal in here["equal"].items():
             text = "equal" if is_equal else "different"
-            yield Row(f"{case}: {name}", text, "equal", is_equal)
+            yield CheckRow(f"{case}: {name}", text, "equal", is_equal)
 
 
 def _start(case: str, checkpoint: Path, folder: Path, *, on_gpu: bool) -> subprocess.Popen[bytes]:
@@ -77,7 +77,7 @@ def _start(case: str, checkpoint: Path, folder: Path, *, on_gpu: bool) -> subpro
     return subprocess.Popen(command, env=environment)
 
 
-def _compared(case: str, here: dict[str, Any], twin: dict[str, Any]) -> Iterator[Row]:
+def _compared(case: str, here: dict[str, Any], twin: dict[str, Any]) -> Iterator[CheckRow]:
     devices = f"{here['device']} against {twin['device']}"
     log_prob_error = 0.0
     for passed, expected in zip(here["log_probs"], twin["log_probs"], strict=True):

@@ -5,21 +5,18 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
-from megatron_dppo.diagnostics.gpu_check import Bench, Row, part
+from megatron_dppo.diagnostics.gpu_check import Bench, CheckRow, part
 
 BUCKET_BYTES = 64 << 20
 
 
 @part("a bucket of weights opened by its handle in another process", 120.0)
-def handles(bench: Bench) -> Iterator[Row]:
+def handles(bench: Bench) -> Iterator[CheckRow]:
     """Yield whether the other process hashes the bytes that this one wrote."""
     import torch
 
@@ -44,32 +41,20 @@ def handles(bench: Bench) -> Iterator[Row]:
     found = json.loads(reader.stdout.splitlines()[-1])
     is_equal = found["hash"] == tiled_hash(data)
     text = f"{'the same' if is_equal else 'another'} hash on {found['device']}"
-    yield Row(f"{BUCKET_BYTES >> 20} MiB on {device}", text, "the same hash", is_equal)
-
-
-def _open(payload: str) -> dict[str, Any]:
-    """Open a payload of this machine's own making, with a CUDA device named by its UUID as SGLang accepts it."""
-    import torch
-    from torch.multiprocessing import reductions
-
-    rebuild = reductions.rebuild_cuda_tensor
-    indices = {
-        str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
-    }
-
-    def rebuild_by_uuid(*arguments: Any) -> Any:
-        device = indices[arguments[6]]
-        return rebuild(*(*arguments[:6], device, *arguments[7:]))
-
-    reductions.rebuild_cuda_tensor = rebuild_by_uuid
-    return dict(pickle.loads(base64.b64decode(payload)))
+    yield CheckRow(f"{BUCKET_BYTES >> 20} MiB on {device}", text, "the same hash", is_equal)
 
 
 def main() -> None:
     """Print the hash and the device of the bucket whose handle stands on standard input."""
+    import torch
+
+    from megatron_dppo.engine.shared_buckets import open_payload
     from megatron_dppo.tensor_hash import tiled_hash
 
-    data = _open(sys.stdin.read())["flattened_tensor"]
+    index_of = {}
+    for index in range(torch.cuda.device_count()):
+        index_of[str(torch.cuda.get_device_properties(index).uuid)] = index
+    data = open_payload(sys.stdin.read(), index_of)["flattened_tensor"]
     print(json.dumps({"hash": tiled_hash(data), "device": str(data.device)}))
 
 

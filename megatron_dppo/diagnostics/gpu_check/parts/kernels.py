@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.cluster.preflight.inspection import package_version
-from megatron_dppo.diagnostics.gpu_check import Bench, Row, must_run, part
+from megatron_dppo.diagnostics.gpu_check import Bench, CheckRow, must_run, part
 from megatron_dppo.system.network import free_port
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _largest(values: Tensor, expected: Tensor) -> float:
 
 
 @part("log-probabilities, entropy, Top-K and gradients of every kernel against float64", 300.0)
-def kernels(bench: Bench) -> Iterator[Row]:
+def kernels(bench: Bench) -> Iterator[CheckRow]:
     """A row of each backend and dtype, then of tensor parallelism over all GPUs (two processes without)."""
     interpreted = not bench.gpus and importlib.util.find_spec("triton") is not None
     if interpreted:
@@ -158,21 +158,21 @@ def kernels(bench: Bench) -> Iterator[Row]:
             reason = backend.unavailable(case.logits)
             label = f"{name}{' in its interpreter' if name == 'triton' and interpreted else ''}, {dtype}"
             if reason is not None:
-                yield Row(label, f"not here: {reason}")
+                yield CheckRow(label, f"not here: {reason}")
             else:
                 yield kernel_row(label, asdict(errors(case, name)), dtype)
     os.environ.pop("TRITON_INTERPRET", None)
     yield from _tensor_parallel(bench)
 
 
-def kernel_row(label: str, figures: Mapping[str, float], dtype: str) -> Row:
+def kernel_row(label: str, figures: Mapping[str, float], dtype: str) -> CheckRow:
     """The ``KernelErrors`` of one backend by name, judged."""
     bounds = {
         **dict.fromkeys(("log_prob", "topk", "entropy"), LOG_PROB_LIMIT),
         "gradient": GRADIENT_LIMITS[dtype],
         "padding": 0.0,
     }
-    return Row(
+    return CheckRow(
         label,
         ", ".join(f"{name} {value:.1e}" for name, value in figures.items()),
         f"at most {LOG_PROB_LIMIT:.0e} nats; gradient {bounds['gradient']:.0e}, padding 0",
@@ -181,9 +181,9 @@ def kernel_row(label: str, figures: Mapping[str, float], dtype: str) -> Row:
     )
 
 
-def _tensor_parallel(bench: Bench) -> Iterator[Row]:
+def _tensor_parallel(bench: Bench) -> Iterator[CheckRow]:
     if bench.gpus == 1:
-        yield Row("tensor parallel", "not here: one GPU only")
+        yield CheckRow("tensor parallel", "not here: one GPU only")
         return
     import torch
 
@@ -240,7 +240,7 @@ _MOST_CHUNKS = 2.0
 
 
 @part("the output layer without logits: errors, peak memory and seconds beside whole logits", 300.0)
-def head(bench: Bench) -> Iterator[Row]:
+def head(bench: Bench) -> Iterator[CheckRow]:
     """bf16 weights, logits in bf16 and in fp32: a row of errors and one of memory and time for each."""
     import torch
 
@@ -258,7 +258,7 @@ def head(bench: Bench) -> Iterator[Row]:
         limits = HEAD_LIMITS[name]
         if bench.gpus:
             limits = max(limits[0], GPU_PRODUCT_ERROR), limits[1]
-        yield Row(
+        yield CheckRow(
             f"head.dtype {name}, against float64",
             f"log-prob {errors['log_prob']:.1e}, gradient of hidden states {errors['hidden']:.1e}, of the weight "
             f"{errors['weight']:.1e}",
@@ -269,7 +269,7 @@ def head(bench: Bench) -> Iterator[Row]:
         )
         for chunk in (tokens // 4, tokens):
             figures = _head_cost(states, weight, ids, dtype, chunk)
-            yield Row(
+            yield CheckRow(
                 f"head.dtype {name}, chunks of {chunk:,} of {tokens:,} tokens",
                 f"{figures['seconds']:.3f} s, peak {figures['chunks']:.2f} chunks of logits",
                 f"at most {_MOST_CHUNKS:.0f} chunks of logits",
@@ -352,7 +352,7 @@ _HEAD_PEERS: dict[str, Callable[[Any, Any, Any], Any]] = {
 """Cross entropies without whole logits, by package: summed over the tokens."""
 
 
-def _head_peers(states: Any, weight: Any, ids: Any) -> Iterator[Row]:
+def _head_peers(states: Any, weight: Any, ids: Any) -> Iterator[CheckRow]:
     """Yield the time and the peak memory of other output layers without logits."""
     import torch
 
@@ -360,7 +360,7 @@ def _head_peers(states: Any, weight: Any, ids: Any) -> Iterator[Row]:
     for name, sum_loss in _HEAD_PEERS.items():
         if package_version(name) is None or not states.is_cuda:
             why = "it needs a GPU" if package_version(name) else f"{name} is not installed"
-            yield Row(f"{name}'s output layer", f"not here: {why}")
+            yield CheckRow(f"{name}'s output layer", f"not here: {why}")
             continue
         hidden, leaf = (x.detach().requires_grad_() for x in (states, weight))
         seconds, peak = 0.0, 0
@@ -376,7 +376,7 @@ def _head_peers(states: Any, weight: Any, ids: Any) -> Iterator[Row]:
             peak = torch.cuda.max_memory_allocated() - before
         text = f"{seconds:.3f} s, peak {peak / whole:.2f} x whole logits"
         figures = {"seconds": seconds, "logits": peak / whole}
-        yield Row(f"{name} {package_version(name)}", text, "", None, figures)
+        yield CheckRow(f"{name} {package_version(name)}", text, "", None, figures)
 
 
 _PEERS = {"transformer-engine": "Transformer Engine's", "liger-kernel": "Liger's"}
@@ -385,18 +385,18 @@ _PEERS = {"transformer-engine": "Transformer Engine's", "liger-kernel": "Liger's
 @part(
     "bandwidth of policy statistics beside TE, Liger, Megatron and torch; what a mask adds", 420.0
 )
-def mask(bench: Bench) -> Iterator[Row]:
+def mask(bench: Bench) -> Iterator[CheckRow]:
     """``megatron-dppo bench-mask`` on one GPU, and on two where there are; its figures, tables and chart."""
     for name, owner in _PEERS.items():
         if package_version(name) is None:
-            yield Row(f"{owner} cross entropy", f"not here: {name} is not installed")
+            yield CheckRow(f"{owner} cross entropy", f"not here: {name} is not installed")
         elif not bench.gpus:
-            yield Row(f"{owner} cross entropy", "not here: it needs a GPU")
+            yield CheckRow(f"{owner} cross entropy", "not here: it needs a GPU")
     for ranks in (1, 2) if bench.gpus > 1 else (1,):
         result = _measured(bench, ranks)
         yield from mask_rows(result)
     if bench.gpus == 1:
-        yield Row("TP2", "not here: one GPU only")
+        yield CheckRow("TP2", "not here: one GPU only")
 
 
 def _measured(bench: Bench, ranks: int) -> dict[str, Any]:
@@ -418,7 +418,7 @@ def _measured(bench: Bench, ranks: int) -> dict[str, Any]:
     return json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
 
 
-def mask_rows(result: Mapping[str, Any]) -> Iterator[Row]:
+def mask_rows(result: Mapping[str, Any]) -> Iterator[CheckRow]:
     ranks = result["settings"]["tp"]
     for timed in result["implementations"]:
         ms = timed["forward_ms"] + timed["backward_ms"]
@@ -431,11 +431,11 @@ def mask_rows(result: Mapping[str, Any]) -> Iterator[Row]:
         holds = timed["max_log_prob_error"] <= LOG_PROB_LIMIT if ours else None
         expected = f"log-prob error at most {LOG_PROB_LIMIT:.0e}" if ours else ""
         numbers = {key: value for key, value in timed.items() if isinstance(value, float)}
-        yield Row(f"TP{ranks}, {timed['name']}", text, expected, holds, numbers)
+        yield CheckRow(f"TP{ranks}, {timed['name']}", text, expected, holds, numbers)
     for update in result["masks"][1:]:
         text = (
             f"{update['overhead']:+.2%} ± {update['overhead_iqr']:.2%} of the update, "
             f"{update['loss_overhead']:+.2%} in the loss, {update['extra_all_reduces']:+d} all-reduces"
         )
         numbers = {key: value for key, value in update.items() if isinstance(value, float)}
-        yield Row(f"TP{ranks}, {update['name']} adds", text, "", None, numbers)
+        yield CheckRow(f"TP{ranks}, {update['name']} adds", text, "", None, numbers)

@@ -20,8 +20,8 @@ from megatron_dppo.cluster.preflight.inspection import package_version
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.diagnostics.gpu_check import (
     Bench,
+    CheckRow,
     LackingError,
-    Row,
     at_most,
     must_run,
     part,
@@ -74,7 +74,7 @@ def tiny_run(bench: Bench, name: str, dtype: Dtype, overrides: Sequence[str]) ->
     return directory
 
 
-def updates_row(label: str, records: Sequence[Record]) -> Row:
+def updates_row(label: str, records: Sequence[Record]) -> CheckRow:
     """Whether every weight update was verified; with what the last one moved and took."""
     updates = sum(record.get(names.WEIGHT_UPDATES) or 0 for record in records)
     verified = sum(record.get(names.WEIGHT_UPDATES_VERIFIED) or 0 for record in records)
@@ -88,15 +88,15 @@ def updates_row(label: str, records: Sequence[Record]) -> Row:
         text += f", {moved:.2f} MB moved, bound {bound:.2f}"
     if "weights/canary_max_abs_diff" in figures:
         text += f", canary {figures['weights/canary_max_abs_diff']:.1e} nats"
-    return Row(label, text, "all, at least 2", bool(verified == updates >= 2), figures)
+    return CheckRow(label, text, "all, at least 2", bool(verified == updates >= 2), figures)
 
 
-def gap_row(record: Record, dtype: Dtype) -> Row:
+def gap_row(record: Record, dtype: Dtype) -> CheckRow:
     """mean |pi - mu| at equal weights against its normal range."""
     normal, gap = BY_METRIC[names.GAP_ON_POLICY], record.get(names.GAP_ON_POLICY)
     value = float("nan") if gap is None else gap
     bound = normal.upper(dtype)
-    return Row(
+    return CheckRow(
         normal.label,
         f"{value:.2g}",
         f"at most {bound:.2g} in {dtype}",
@@ -106,7 +106,7 @@ def gap_row(record: Record, dtype: Dtype) -> Row:
 
 
 @part("router replay: what the server recorded is what the trainer routes by", 500.0)
-def r3(bench: Bench) -> Iterator[Row]:
+def r3(bench: Bench) -> Iterator[CheckRow]:
     """Two steps in bfloat16 with recorded routing; what the first tells, and the updates of both."""
     run = tiny_run(bench, "run", "bfloat16", ["rollout.router_replay=true", "run.steps=2"])
     records = read_records(run)
@@ -115,14 +115,16 @@ def r3(bench: Bench) -> Iterator[Row]:
     yield updates_row("weight updates", records)
 
 
-def routing_rows(record: Record) -> Iterator[Row]:
+def routing_rows(record: Record) -> Iterator[CheckRow]:
     """Recorded for every token, and as the trainer's own routers mostly choose."""
     lacking = record.get(names.ROUTING_UNRECORDED)
-    yield Row("tokens without recorded routing", _percent(lacking), "0%", lacking == 0)
+    yield CheckRow("tokens without recorded routing", _percent(lacking), "0%", lacking == 0)
     agreement = record.get(names.ROUTING_AGREEMENT_FIRST)
     low = BY_METRIC[names.ROUTING_AGREEMENT].low
     holds = agreement is not None and agreement >= low
-    yield Row("natural routing as the server's", _percent(agreement), f"at least {low:.0%}", holds)
+    yield CheckRow(
+        "natural routing as the server's", _percent(agreement), f"at least {low:.0%}", holds
+    )
 
 
 def _percent(share: float | None) -> str:
@@ -130,7 +132,7 @@ def _percent(share: float | None) -> str:
 
 
 @part("trainer against server in bfloat16: mean |pi - mu| and its parts", 600.0)
-def mismatch(bench: Bench) -> Iterator[Row]:
+def mismatch(bench: Bench) -> Iterator[CheckRow]:
     """A step with saved rollouts and recorded routing, then ``megatron-dppo doctor --parts`` on its batch."""
     settings = ["rollout.save=true", "rollout.router_replay=true", "rollout.temperature=0.8"]
     run = tiny_run(bench, "run", "bfloat16", settings)
@@ -141,18 +143,18 @@ def mismatch(bench: Bench) -> Iterator[Row]:
     if bench.gpus:
         arguments.append("--no-precision")
         why = "not here: Transformer Engine has no float32 attention of packed sequences"
-        yield Row("numerics with a float32 trainer", why)
+        yield CheckRow("numerics with a float32 trainer", why)
     must_run(["doctor", "--parts", *arguments])
     yield from cause_rows(json.loads(ladder.read_text(encoding="utf-8")))
 
 
-def cause_rows(ladder: Mapping[str, Any]) -> Iterator[Row]:
+def cause_rows(ladder: Mapping[str, Any]) -> Iterator[CheckRow]:
     """Each cause's part; the numerics, which nothing but precision removes, against the normal range."""
     bound = BY_METRIC[names.GAP_ON_POLICY].upper("bfloat16")
     for cause, gap in ladder["parts"].items():
         judged = cause == "numerics"
         expected = f"at most {bound:.2g}" if judged else ""
-        yield Row(
+        yield CheckRow(
             f"part: {cause}",
             f"{gap:.2e}",
             expected,
@@ -161,7 +163,7 @@ def cause_rows(ladder: Mapping[str, Any]) -> Iterator[Row]:
         )
     exact = next((rung for rung in ladder["rungs"] if rung["fixes"] == "precision"), None)
     if exact is not None:
-        yield Row(
+        yield CheckRow(
             "numerics with a float32 trainer", f"{exact['gap']:.2e}", figures={"gap": exact["gap"]}
         )
 
@@ -175,12 +177,12 @@ UPDATE_LABELS = {
 
 
 @part("weight updates by broadcast, shared memory and disk, verified tensor by tensor", 900.0)
-def weights(bench: Bench) -> Iterator[Row]:
+def weights(bench: Bench) -> Iterator[CheckRow]:
     """A run of one step by each strategy: two updates, the first into a server that has just started."""
     for strategy, labels in UPDATE_LABELS.items():
         label = labels[bench.gpus > 0]
         if strategy == "distributed" and bench.gpus == 1:
-            yield Row(label, "not here: one GPU only, which NCCL takes once")
+            yield CheckRow(label, "not here: one GPU only, which NCCL takes once")
             continue
         dtype: Dtype = "bfloat16" if bench.gpus else "float32"
         run = tiny_run(bench, strategy, dtype, [f"weight_sync.strategy={strategy}"])
@@ -198,7 +200,7 @@ _FREED_S = 60.0
 @part(
     "a server that is killed, then one that is stopped, inside a bucket of a weight update", 600.0
 )
-def broken_update(bench: Bench) -> Iterator[Row]:
+def broken_update(bench: Bench) -> Iterator[CheckRow]:
     """Interrupt a server in a broadcast, as a fault of a node does.
 
     This process must live on, and so must a server that goes on afterwards. It runs over gloo without GPUs, and is not
@@ -206,7 +208,9 @@ def broken_update(bench: Bench) -> Iterator[Row]:
     """
     require_engine()
     if bench.gpus == 1:
-        yield Row("broken broadcast over NCCL", "not here: one GPU only, which NCCL takes once")
+        yield CheckRow(
+            "broken broadcast over NCCL", "not here: one GPU only, which NCCL takes once"
+        )
         return
     model = tiny_model(bench.folder / "model")
     with AsyncRunner() as runner:
@@ -333,7 +337,7 @@ def _server_config(model: Path, dtype: Dtype, gpus: int) -> TrainConfig:
 
 def interrupted_rows(
     server: InterruptedServer, what: str, signal_number: signal.Signals
-) -> Iterator[Row]:
+) -> Iterator[CheckRow]:
     """Send a whole bucket, then one in which the server gets the signal; then, where it goes on, a whole one again."""
     server.send()
     began = time.monotonic()
@@ -344,37 +348,41 @@ def interrupted_rows(
         fault = error
     seconds = time.monotonic() - began
     named = fault is not None and fault.engines == (server.engine.url,)
-    yield Row(f"{what}: the update fails and names the server", str(fault), "it is named", named)
+    yield CheckRow(
+        f"{what}: the update fails and names the server", str(fault), "it is named", named
+    )
     # A machine may be busy; the limits of torch and SGLang are 30 minutes.
     limit = _ENTER_S + UPDATE_LIMIT_S + 2 * GRACE_S + 60
     yield at_most(f"{what}: seconds until then", seconds, limit, " s")
     # Watchdogs of NCCL that would end this process do so seconds later.
     time.sleep(GRACE_S)
     total = float(server._bytes().sum(dtype=torch.int64))
-    yield Row(f"{what}: this process and its device go on", f"{total:.0f}", "a sum", True)
+    yield CheckRow(f"{what}: this process and its device go on", f"{total:.0f}", "a sum", True)
     if signal_number == signal.SIGSTOP:
         server.signal(signal.SIGCONT)
         freed = server.answers_within(_FREED_S)
-        yield Row(f"{what}: once it goes on, its scheduler answers", str(freed), "True", freed)
+        yield CheckRow(f"{what}: once it goes on, its scheduler answers", str(freed), "True", freed)
         server.send()
-        yield Row(f"{what}: the next bucket", "received", "received", True)
+        yield CheckRow(f"{what}: the next bucket", "received", "received", True)
 
 
 _FIGURES = ("eval_accuracy_start", "eval_accuracy_end", "mean_abs_prob_gap")
 
 
 @part("the demo: a tiny mixture of experts learns by DPPO", 1200.0)
-def demo(bench: Bench) -> Iterator[Row]:
+def demo(bench: Bench) -> Iterator[CheckRow]:
     """The demo judges itself by its exit code; its figures and its report."""
     require_engine()
     run = bench.folder / "run"
     code = run_command(["demo", "--directory", str(run)])
-    yield Row("exit code", str(code), "0", code == 0)
+    yield CheckRow("exit code", str(code), "0", code == 0)
     summary = run / "summary.json"
     if summary.exists():
         figures = json.loads(summary.read_text(encoding="utf-8"))
         for name in _FIGURES:
-            yield Row(name.replace("_", " "), f"{figures[name]:.3g}")
+            yield CheckRow(name.replace("_", " "), f"{figures[name]:.3g}")
         verified, updates = figures["weight_updates_verified"], figures["weight_updates"]
-        yield Row("weight updates verified", f"{verified} of {updates}", "all", verified == updates)
+        yield CheckRow(
+            "weight updates verified", f"{verified} of {updates}", "all", verified == updates
+        )
         (bench.folder / "report.png").write_bytes((run / "report.png").read_bytes())

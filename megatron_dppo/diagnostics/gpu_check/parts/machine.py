@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megatron_dppo.cluster.preflight.evidence import CheckError
 from megatron_dppo.cluster.preflight.gpus import gpus_here
 from megatron_dppo.cluster.preflight.inspection import nccl_version, package_version
-from megatron_dppo.diagnostics.gpu_check import Bench, Row, part
+from megatron_dppo.diagnostics.gpu_check import Bench, CheckRow, part
 
 PACKAGES = (
     "torch",
@@ -22,28 +22,28 @@ PACKAGES = (
 
 
 @part("GPUs, driver and versions", 60.0)
-def machine(bench: Bench) -> Iterator[Row]:
+def machine(bench: Bench) -> Iterator[CheckRow]:
     """A row for each GPU and each library."""
     try:
         gpus = gpus_here()["gpus"]
     except CheckError as error:
-        yield Row("GPUs", str(error), "an answer of nvidia-smi", False)
+        yield CheckRow("GPUs", str(error), "an answer of nvidia-smi", False)
         gpus = []
     for number, gpu in enumerate(gpus):
         memory = f", {gpu['memory_mib']} MiB" if gpu.get("memory_mib") else ""
-        yield Row(f"GPU {number}", f"{gpu['name']}{memory}, driver {gpu['driver']}")
+        yield CheckRow(f"GPU {number}", f"{gpu['name']}{memory}, driver {gpu['driver']}")
     if not gpus:
-        yield Row("GPUs", "none")
-    yield Row("Python", sys.version.split()[0])
+        yield CheckRow("GPUs", "none")
+    yield CheckRow("Python", sys.version.split()[0])
     for name in PACKAGES:
-        yield Row(name, package_version(name) or "not installed")
-    yield Row("NCCL", nccl_version() or "none")
+        yield CheckRow(name, package_version(name) or "not installed")
+    yield CheckRow("NCCL", nccl_version() or "none")
     if bench.gpus:
         yield _torch_sees(bench.gpus)
 
 
-def _torch_sees(expected: int) -> Row:
+def _torch_sees(expected: int) -> CheckRow:
     import torch
 
     count = torch.cuda.device_count()
-    return Row("GPUs that torch sees", str(count), str(expected), count == expected)
+    return CheckRow("GPUs that torch sees", str(count), str(expected), count == expected)

@@ -24,8 +24,8 @@ from megatron_dppo.cluster.planner.trainer_state import state_bytes
 from megatron_dppo.config.layout import EXCHANGES
 from megatron_dppo.diagnostics.gpu_check import (
     Bench,
+    CheckRow,
     LackingError,
-    Row,
     at_most,
     part,
     policy_config,
@@ -74,7 +74,7 @@ class Passed:
 
 
 @part("Transformer Engine's layers against torch's and transformers', logits and gradients", 240.0)
-def layers(bench: Bench) -> Iterator[Row]:
+def layers(bench: Bench) -> Iterator[CheckRow]:
     """torch's layers in float32 against transformers; then each kind in bfloat16 against those."""
     folder = tiny_model(bench.folder / "model")
     batch = random_batch(load_model_shape(folder).vocab_size, LENGTHS)
@@ -87,7 +87,7 @@ def layers(bench: Bench) -> Iterator[Row]:
     yield from _against("torch layers, bfloat16", ours, exact, BF16_LIMIT, BF16_LIMIT)
     if not bench.gpus or importlib.util.find_spec("transformer_engine") is None:
         why = "it is not installed" if bench.gpus else "it needs a GPU"
-        yield Row("Transformer Engine's layers", f"not here: {why}")
+        yield CheckRow("Transformer Engine's layers", f"not here: {why}")
         return
     theirs = _passed(folder, "bfloat16", batch, torch_layers=False)
     # As exact as torch's bfloat16 within a factor of two, and nearer to float32 than the limit.
@@ -97,7 +97,7 @@ def layers(bench: Bench) -> Iterator[Row]:
 
 def _against(
     label: str, passed: Passed, exact: Passed, logits: float, gradients: float
-) -> Iterator[Row]:
+) -> Iterator[CheckRow]:
     yield at_most(f"{label}: logits against float32", passed.logit_error(exact), logits)
     yield at_most(f"{label}: gradients against float32", passed.gradient_error(exact), gradients)
 
@@ -177,14 +177,14 @@ class HeldBytes:
 
 
 @part("one layer of Qwen3-30B-A3B in full size: time and memory against the plan", 400.0)
-def full_layer(bench: Bench) -> Iterator[Row]:
+def full_layer(bench: Bench) -> Iterator[CheckRow]:
     """A row of each kind of memory and one of the time."""
     config = json.loads(MODEL.read_text()) | {"num_hidden_layers": 1}
     lengths = FULL_LENGTHS
     if not bench.gpus:
         config |= SMALL
         lengths = SMALL_LENGTHS
-        yield Row("size", f"scaled down without a GPU: hidden 256, {sum(lengths)} tokens")
+        yield CheckRow("size", f"scaled down without a GPU: hidden 256, {sum(lengths)} tokens")
     from megatron_dppo.trainer import platform
     from megatron_dppo.trainer.trainer import Trainer
 
@@ -195,7 +195,7 @@ def full_layer(bench: Bench) -> Iterator[Row]:
     # The planner knows Transformer Engine's layers on GPUs and torch's layers on CPUs.
     is_planned = bench.gpus == 0 or platform.has_transformer_engine()
     if not is_planned:
-        yield Row("layers", "of torch modules: Transformer Engine is not installed")
+        yield CheckRow("layers", "of torch modules: Transformer Engine is not installed")
     if bench.gpus:
         _require_memory(job)
     trainer = Trainer(policy)
@@ -256,7 +256,7 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
     return HeldBytes(sizes["weights"], sizes["gradients"], sizes["optimizer"], saved.peak, peak)
 
 
-def _memory(held_bytes: HeldBytes, job: TrainerFacts, *, is_planned: bool) -> Iterator[Row]:
+def _memory(held_bytes: HeldBytes, job: TrainerFacts, *, is_planned: bool) -> Iterator[CheckRow]:
     state, live = state_bytes(job, 0), activation_bytes(job, 0, busiest=1.0)
     yield compared("weights", held_bytes.weights, state.weights, STATE_TOLERANCE)
     yield compared("gradients", held_bytes.gradients, state.gradients, STATE_TOLERANCE)
@@ -269,10 +269,10 @@ def _memory(held_bytes: HeldBytes, job: TrainerFacts, *, is_planned: bool) -> It
         yield row if is_planned else replace(row, holds=None)
 
 
-def compared(label: str, measured: int, planned: int, tolerance: float) -> Row:
+def compared(label: str, measured: int, planned: int, tolerance: float) -> CheckRow:
     """Bytes against the plan's, which may differ by the share ``tolerance`` of the measured."""
     off = planned / measured - 1
-    return Row(
+    return CheckRow(
         label,
         gib(measured),
         f"{gib(planned)} by the plan ({off:+.1%}), within {tolerance:.0%}",
@@ -281,7 +281,7 @@ def compared(label: str, measured: int, planned: int, tolerance: float) -> Row:
     )
 
 
-def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> Row:
+def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> CheckRow:
     from megatron_dppo.model.shape import BACKWARD_FORWARDS, forward_flops
     from megatron_dppo.trainer import platform
 
@@ -296,12 +296,14 @@ def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> Row:
     figures: dict[str, Any] = {"seconds": seconds, "flops_per_second": rate}
     text = f"{seconds:.3g} s, {rate / 1e12:.3g} TFLOP/s"
     if peak is None:
-        return Row("an optimiser step", text, figures=figures)
+        return CheckRow("an optimiser step", text, figures=figures)
     text += f", MFU {rate / peak:.0%}"
-    return Row("an optimiser step", text, f"the plan assumes {MOE_UTILISATION:.0%}", None, figures)
+    return CheckRow(
+        "an optimiser step", text, f"the plan assumes {MOE_UTILISATION:.0%}", None, figures
+    )
 
 
-def _state_times(trainer: Trainer, held_bytes: HeldBytes) -> Iterator[Row]:
+def _state_times(trainer: Trainer, held_bytes: HeldBytes) -> Iterator[CheckRow]:
     """Yield the speed of the weights' hash and of parking; the first parking allocates the memory of the host."""
     digest_seconds = _seconds(trainer.weights_digest), _seconds(trainer.weights_digest)
     yield _speed_row("the hash of the weights", held_bytes.weights, digest_seconds)
@@ -317,11 +319,11 @@ def _seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _speed_row(label: str, size: int, seconds: Sequence[float]) -> Row:
+def _speed_row(label: str, size: int, seconds: Sequence[float]) -> CheckRow:
     first, second = seconds
     figures = {"first_seconds": first, "seconds": second, "bytes_per_second": size / second}
     text = f"{first:.3g} s at first, then {second:.3g} s, {size / second / 1e9:.3g} GB/s"
-    return Row(label, text, figures=figures)
+    return CheckRow(label, text, figures=figures)
 
 
 # Context parallelism.
@@ -342,10 +344,10 @@ LIMITS = {"bfloat16": (0.1, 1e-2), "float32": (1e-5, 1e-5)}
 @part(
     "context parallelism: log-probabilities, loss and gradient norm of two ranks against one", 300.0
 )
-def context(bench: Bench) -> Iterator[Row]:
+def context(bench: Bench) -> Iterator[CheckRow]:
     """A row of each exchange, and on GPUs one of the layout against Transformer Engine's own."""
     if bench.gpus == 1:
-        yield Row("context parallel", "not here: one GPU only")
+        yield CheckRow("context parallel", "not here: one GPU only")
         return
     dtype = "bfloat16" if bench.gpus else "float32"
     settings = {
@@ -369,7 +371,7 @@ def context(bench: Bench) -> Iterator[Row]:
     yield _layout_row(bench)
 
 
-def compared_row(exchange: str, dtype: str, one: dict[str, Any], two: dict[str, Any]) -> Row:
+def compared_row(exchange: str, dtype: str, one: dict[str, Any], two: dict[str, Any]) -> CheckRow:
     """The step of two ranks beside that of one, judged."""
     log_prob, norm = LIMITS[dtype]
     pairs = zip(two["log_probs"], one["log_probs"], strict=True)
@@ -377,7 +379,7 @@ def compared_row(exchange: str, dtype: str, one: dict[str, Any], two: dict[str, 
         "log_prob": max(abs(a - b) for a, b in pairs),
         "norm": abs(two["norm"] / one["norm"] - 1),
     }
-    return Row(
+    return CheckRow(
         f"CP{RANKS}, {exchange}, {dtype}",
         f"log-prob {figures['log_prob']:.1e} nats, gradient norm {figures['norm']:.1e}",
         f"at most {log_prob:.0e} nats, {norm:.0e}",
@@ -386,10 +388,10 @@ def compared_row(exchange: str, dtype: str, one: dict[str, Any], two: dict[str, 
     )
 
 
-def _layout_row(bench: Bench) -> Row:
+def _layout_row(bench: Bench) -> CheckRow:
     label = "own rows of each rank"
     if not bench.gpus or importlib.util.find_spec("transformer_engine") is None:
-        return Row(label, "not here: Transformer Engine's layout needs it and a GPU")
+        return CheckRow(label, "not here: Transformer Engine's layout needs it and a GPU")
     import torch
     import transformer_engine.pytorch  # noqa: F401  # loads the extension, which is in no folder of sys.path
     import transformer_engine_torch
@@ -406,7 +408,7 @@ def _layout_row(bench: Bench) -> Row:
         )
         for rank in range(4)
     )
-    return Row(
+    return CheckRow(
         label,
         "as Transformer Engine's" if is_same else "others",
         "as Transformer Engine's",
