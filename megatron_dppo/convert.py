@@ -13,9 +13,10 @@ import yaml
 from rich.console import Console
 
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
-from megatron_dppo.model.layout import EngineLayout, Layout
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import parameters
 from megatron_dppo.model.shape import ITEM_BYTES
 from megatron_dppo.system.errors import RunError
@@ -204,7 +205,7 @@ def _adapters_to_peft(arguments: argparse.Namespace) -> int:
 
 
 def _upload(arguments: argparse.Namespace) -> int:
-    from megatron_dppo.checkpoint_conversion.hf_folder import upload
+    from megatron_dppo.checkpoint_conversion.uploading import upload
 
     address = upload(
         arguments.hf, arguments.repo, private=not arguments.public, revision=arguments.revision

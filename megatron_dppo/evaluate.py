@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Problem
     from megatron_dppo.fleet.generation import GenerationJob
     from megatron_dppo.loop.inputs import RunData
-    from megatron_dppo.loop.recorder import SampleMaker
+    from megatron_dppo.loop.sample_maker import SampleMaker
     from megatron_dppo.loop.scorer import Scorer
     from megatron_dppo.metrics.samples import Sample
 
@@ -130,7 +130,7 @@ def _evaluate(
     config: TrainConfig, checkpoints: Sequence[str], out: Path, pass_reward: float
 ) -> int:
     from megatron_dppo.loop.inputs import RunData
-    from megatron_dppo.loop.recorder import SampleMaker
+    from megatron_dppo.loop.sample_maker import SampleMaker
     from megatron_dppo.loop.scorer import Scorer
 
     out.mkdir(parents=True, exist_ok=True)

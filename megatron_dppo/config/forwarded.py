@@ -25,8 +25,8 @@ class LibraryMissingError(ImportError):
 class LibraryFields:
     """The options of a library's class, as plain data.
 
-    The readers are :mod:`megatron_dppo.trainer.megatron_config` and :mod:`megatron_dppo.engine.options`, which import
-    their library; nothing here does.
+    The readers are :mod:`megatron_dppo.trainer.megatron_config` and :mod:`megatron_dppo.engine.server_arguments`, which
+    import their library; nothing here does.
 
     Attributes:
         title: class, library and version, for messages.

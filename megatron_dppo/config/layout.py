@@ -16,10 +16,10 @@ from megatron_dppo.model.layout import (
     LayoutSizes,
     model_faults,
     most_all_to_all,
-    padded_vocab_size,
     size_faults,
 )
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import padded_vocab_size
 
 _WHERE = "model.hf_checkpoint"
 _INDEX = "model.safetensors.index.json"

@@ -1,31 +1,20 @@
-"""The requirements on a run's SGLang servers.
+"""The options and the environment of the SGLang servers that a run starts.
 
-The module computes the options of the servers that a run starts, and validates an ``sglang:`` table with SGLang's own
-command line.
-
-``python -m megatron_dppo.engine.options`` with the ``sglang:`` table as JSON on standard input prints the faults that
-SGLang finds as a JSON list. Use it to check the table with another interpreter, or without importing SGLang into this
-process. The module itself imports neither torch nor sglang.
+The module imports neither torch nor sglang.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
-import importlib.metadata
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_dppo.config import schema
 from megatron_dppo.config.data_schema import EnvironmentConfig
-from megatron_dppo.config.errors import closest, given
-from megatron_dppo.config.forwarded import EXPERT_KERNEL, SGLANG, LibraryFields, LibraryMissingError
+from megatron_dppo.config.forwarded import EXPERT_KERNEL
 from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.shape import ITEM_BYTES
@@ -251,103 +240,3 @@ def bind_cores(ranks: int) -> str:
         [cores[(rank * share + i) % len(cores)] for i in range(share)] for rank in range(ranks)
     ]
     return "|".join(",".join(map(str, group)) for group in groups)
-
-
-_PLAIN_PARSERS = (None, str, int, float)
-_PATIENCE_S = 300.0
-
-
-@functools.cache
-def server_args_fields() -> LibraryFields:
-    """Return every field of SGLang's ServerArgs; fields without a command-line flag count as computed. Takes seconds.
-
-    Raises LibraryMissingError if SGLang cannot be imported.
-    """
-    try:
-        from sglang.srt.server_args import ServerArgs
-    except ImportError as error:
-        raise LibraryMissingError(f"sglang can't be imported: {error}", name="sglang") from error
-    types: dict[str, Any] = get_type_hints(ServerArgs)
-    parser = _parser()
-    flags = {action.dest: action for action in parser._actions if action.dest in types}
-    for name, flag in flags.items():
-        # The flag also accepts text, such as "128k" for a number or JSON for a table.
-        if flag.type not in _PLAIN_PARSERS:
-            types[name] = types[name] | str
-    version = importlib.metadata.version("sglang")
-    return LibraryFields(f"ServerArgs (sglang {version})", types, frozenset(types) - flags.keys())
-
-
-def table_faults(table: Mapping[str, Any]) -> list[str]:
-    """Return one fault for each key of an ``sglang:`` table that SGLang does not declare, or whose value it rejects.
-
-    A value is rejected if it does not have the field's type, or if SGLang's command line refuses it. Raises
-    LibraryMissingError if SGLang cannot be imported.
-    """
-    faults = list(SGLANG.library_faults(table, server_args_fields()))
-    undeclared = {fault.partition(":")[0] for fault in faults}
-    for key, value in SGLANG.free(table).items():
-        if value is not None and f"{SGLANG.name}.{key}" not in undeclared:
-            faults += _refusals(key, value)
-    return faults
-
-
-def table_faults_elsewhere(table: Mapping[str, Any], python: str) -> list[str]:
-    """Return ``table_faults`` as computed by the interpreter ``python``, which will run the servers.
-
-    Raises LibraryMissingError if the interpreter fails or cannot import SGLang.
-    """
-    command = [python, "-W", "ignore", "-m", "megatron_dppo.engine.options"]
-    try:
-        process = subprocess.run(
-            command, input=json.dumps(table), capture_output=True, text=True, check=True,
-            timeout=_PATIENCE_S,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LibraryMissingError(f"{python}: {error}", name="sglang") from error
-    except subprocess.CalledProcessError as error:
-        last_line = (error.stderr.strip() or "no word").splitlines()[-1]
-        raise LibraryMissingError(f"{python} says: {last_line}", name="sglang") from error
-    return [str(fault) for fault in json.loads(process.stdout.splitlines()[-1])]
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError for a rejected value, where argparse would end the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-@functools.cache
-def _parser() -> argparse.ArgumentParser:
-    from sglang.srt.server_args import ServerArgs
-
-    parser = _Parser(allow_abbrev=False)
-    ServerArgs.add_cli_args(parser)
-    return parser
-
-
-def _refusals(key: str, value: Any) -> Iterator[str]:
-    """Yield SGLang's refusal of one option, passed in the same way as from a server's options file."""
-    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
-
-    parser = _parser()
-    merger = ConfigArgumentMerger(parser)
-    try:
-        flags = merger._convert_config_to_args({key.replace("_", "-"): value})
-        # The model's path is the only flag that the parser requires.
-        parser.parse_args(["--model-path=any", *flags])
-    # The parser raises it for a rejected value, and the merger for an action that it does not know.
-    except ValueError as error:
-        choices = (a.choices for a in parser._actions if a.dest == key and a.choices)
-        close_choices = closest(str(value), map(str, next(choices, ())))
-        hint = f"; did you mean {close_choices[0]}?" if close_choices else ""
-        yield f"{SGLANG.name}.{key}: got {given(value)}, which SGLang refuses: {error}{hint}"
-
-
-def main() -> None:
-    print(json.dumps(table_faults(json.load(sys.stdin))))
-
-
-if __name__ == "__main__":
-    main()

@@ -36,10 +36,11 @@ from megatron_dppo.fleet.record import (
     Server,
     read_own_json,
 )
-from megatron_dppo.system.files import UnsafeFileError, read_own, write_private
+from megatron_dppo.system.files import write_private
 from megatron_dppo.system.http_server import READ_S, HttpServer
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.network import interface_address, is_loopback
+from megatron_dppo.system.private_files import UnsafeFileError, read_own
 from megatron_dppo.system.scratch import make_runtime_directory
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-from megatron_dppo.system import files
+from megatron_dppo.system import files, private_files
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.network import url_fault
 
@@ -118,7 +118,7 @@ class FleetRecord:
         runs: bool = True,
     ) -> None:
         self.path = Path(run_directory) / "engine"
-        files.make_private_folder(self.path)
+        private_files.make_private_folder(self.path)
         self._file = self.path / "fleet.json"
         self._fence = fence or _no_fence
         self._runs = runs
@@ -272,10 +272,10 @@ def attached_name(url: str) -> str:
 def read_own_json(path: Path, kind: type[T]) -> T | None:
     """Return the file's JSON as a ``kind``; None where the file is missing, damaged or refused."""
     try:
-        return TypeAdapter(kind).validate_json(files.read_own(path), strict=True)
+        return TypeAdapter(kind).validate_json(private_files.read_own(path), strict=True)
     except FileNotFoundError:
         return None
-    except files.UnsafeFileError as error:
+    except private_files.UnsafeFileError as error:
         _set_aside(path, f"is refused ({error})")
     except ValueError:
         _set_aside(path, "is damaged")

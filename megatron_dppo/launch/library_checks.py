@@ -199,7 +199,7 @@ def server_faults(sections: ServerSections, *, starts_servers: bool) -> Iterator
     """
     if not SGLANG.free(sections.sglang):
         return
-    from megatron_dppo.engine.options import table_faults, table_faults_elsewhere
+    from megatron_dppo.engine.server_arguments import table_faults, table_faults_elsewhere
 
     python = sections.engine.python
     try:

@@ -23,13 +23,9 @@ from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.logging import say
 from megatron_dppo.metrics import records
-from megatron_dppo.system.files import (
-    make_private_folder,
-    remove_unfinished,
-    with_hash,
-    write_atomically,
-)
+from megatron_dppo.system.files import remove_unfinished, with_hash, write_atomically
 from megatron_dppo.system.lease import Lease, LeaseError
+from megatron_dppo.system.private_files import make_private_folder
 from megatron_dppo.system.scratch import remove_left_behind
 
 

@@ -17,7 +17,8 @@ from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession, WeightsLostError
 from megatron_dppo.loop.ownership import own_positions
-from megatron_dppo.loop.recorder import Recorder, SampleMaker, chosen
+from megatron_dppo.loop.recorder import Recorder
+from megatron_dppo.loop.sample_maker import SampleMaker, chosen
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.metrics import table as names

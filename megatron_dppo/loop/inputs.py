@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +13,6 @@ from megatron_dppo.config.data_files import data_files, label_of
 from megatron_dppo.config.data_schema import ProblemFile
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data import sampling
-from megatron_dppo.data.balancing import partition_by_cost
 from megatron_dppo.data.problems import (
     DataKeys,
     ProblemSet,
@@ -31,16 +27,12 @@ from megatron_dppo.data.seal import Origin, text_digest
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.environments import makes_prompts
 from megatron_dppo.environments.turn_template import TurnTemplate
-from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards.answer_check import bad_answers, refuse_bad_answers, without
 from megatron_dppo.rewards.checked_answers import BadAnswers, handed_over
 from megatron_dppo.rewards.trial import reward_faults
-from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.files import sha256_of
-from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank, on_rank_0
 
 if TYPE_CHECKING:
-    from megatron_dppo.trainer.topology import Topology
+    pass
 
 
 log = logging.getLogger(__name__)
@@ -261,51 +253,10 @@ def _name(file: ProblemFile) -> str:
 # SHA-256 of the files that a run starts from: those of ``run.sha256_list``, which must be known ones, and those of
 # its start model, which a resumed run compares with what they were when it began.
 
-_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
-_THREADS = 8
-_TOLD_FROM_S = 2.0
-
 
 _READ = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
 """Of a Hugging Face folder: what somebody reads. Other formats of the weights and texts for people are left out."""
 WEIGHTS = ".safetensors"
-
-
-class InputError(RunError, ValueError):
-    """Inputs are not those that the list names, or the list can't be read. One line for each."""
-
-
-def check_input_hashes(path: str | Path) -> None:
-    """Compare every file of the list at ``path`` with its hash; names are relative to the list's folder.
-
-    Raises InputError with every file that is missing or has other bytes.
-    """
-    path = Path(path)
-    expected = dict(_listed(path))
-    with (
-        ThreadPoolExecutor(_THREADS, "sha256") as pool,
-        progress("check inputs", len(expected)) as bar,
-    ):
-        problems = []
-        for problem in pool.map(_problem, expected.keys(), expected.values()):
-            problems += [problem] if problem else []
-            bar.advance(1)
-    if problems:
-        raise InputError("\n".join(problems))
-
-
-def _listed(path: Path) -> Iterator[tuple[Path, str]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: {error}") from error
-    for number, line in enumerate(lines, 1):
-        match = _LINE.fullmatch(line)
-        if match is None:
-            raise InputError(f"{path}, line {number}: expected a line of sha256sum, <hash>  <file>")
-        yield path.parent / match[2], match[1].lower()
-    if not lines:
-        raise InputError(f"{path}: expected lines of sha256sum, <hash>  <file>")
 
 
 def model_files(checkpoint: str, adapters: str | None) -> dict[str, Path]:
@@ -319,41 +270,3 @@ def model_files(checkpoint: str, adapters: str | None) -> dict[str, Path]:
         for path in sorted(Path(folder).iterdir())
         if path.suffix in _READ and not path.name.startswith(".") and path.is_file()
     }
-
-
-class BackgroundHashes:
-    """SHA-256 of files that all ranks see, each rank's share of them in a thread of its own. Collective.
-
-    A core takes 1.3 to 1.8 GB/s where it has the instructions for it; the largest file bounds the time.
-    """
-
-    def __init__(self, files: Mapping[str, Path], topology: Topology) -> None:
-        sizes = on_rank_0(
-            lambda: {name: path.stat().st_size for name, path in files.items()}, error=InputError
-        )
-        self._bytes = sum(sizes.values())
-        names = list(sizes)
-        shares = partition_by_cost(list(sizes.values()), topology.world_size)
-        own_names = [names[i] for i in shares[topology.rank]]
-        pool = ThreadPoolExecutor(1, "hash")
-        self._own = pool.submit(lambda: {name: sha256_of(files[name]) for name in own_names})
-        # What was submitted still runs; the thread ends after it.
-        pool.shutdown(wait=False)
-
-    def wait(self) -> dict[str, str]:
-        """The hashes of all files, by name, the same on every rank. Collective. Raises InputError on all."""
-        began = time.monotonic()
-        shares = all_gather_json(on_every_rank(self._own.result, error=InputError))
-        if (waited := time.monotonic() - began) > _TOLD_FROM_S:
-            log.info("start model: %.1f GB hashed, waited %.0f s", self._bytes / 1e9, waited)
-        return {name: digest for share in shares for name, digest in share.items()}
-
-
-def _problem(file: Path, expected: str) -> str:
-    try:
-        digest = sha256_of(file)
-    except OSError as error:
-        return f"{file}: {error.strerror}"
-    if digest == expected:
-        return ""
-    return f"{file}: its SHA-256 is {digest[:12]}..., expected {expected[:12]}..."

@@ -25,14 +25,9 @@ from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts, sizes_of
 from megatron_dppo.loop.exchange import ColumnExchange, Delivery, ExchangeError, Stages
-from megatron_dppo.loop.rollout_figures import (
-    FrequencyCanary,
-    FrequencyError,
-    GapError,
-    GapGuard,
-    is_coarse,
-    routing_figures,
-)
+from megatron_dppo.loop.frequency_canary import FrequencyCanary, FrequencyError
+from megatron_dppo.loop.gap_guard import GapError, GapGuard, is_coarse
+from megatron_dppo.loop.rollout_figures import routing_figures
 from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import (

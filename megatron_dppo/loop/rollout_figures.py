@@ -10,26 +10,19 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_dppo.algorithms.token_metrics import LONGEST_SURPRISE
-from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.sampling import TrainingFiles
 from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts
 from megatron_dppo.loop.group_quota import Selection
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.sums import FREQUENCY_SUMS
-from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.system.errors import RunError
 
 log = logging.getLogger(__name__)
 
-LARGEST_GAP = {"float32": 0.01, "bfloat16": 0.1}
-"""Default of ``rollout.largest_gap`` by the dtype of the weights: 100 and 20 times the upper end of the normal range.
-If trainer and servers hold different models, the probabilities of sampled tokens of probability p differ by about p."""
 STALE_ANCHOR = (
     "algorithm.name: %s anchors on log-probabilities recomputed by the trainer, which with "
     "rollout.max_staleness above 0 are no longer those of the weights that sampled; see docs/staleness.md"
@@ -298,135 +291,3 @@ def with_gap_named(
     if batch_figures[names.STALENESS_MAX] > 0 and names.GAP_ON_POLICY in figures:
         figures[names.GAP_STALE] = figures.pop(names.GAP_ON_POLICY)
     return figures
-
-
-class GapError(RunError):
-    """Trainer and servers differ in the probabilities of tokens by more than rounding explains, at equal weights."""
-
-
-class GapGuard:
-    """Checks mean |pi - mu| of each batch's first mini-batch before training on it.
-
-    The guard warns if the gap is outside the normal range, and again each time that it has doubled. Beyond
-    ``rollout.largest_gap`` it stops the run. For a replayed batch, or a forward pass with dropout, it only warns,
-    because the weights or activations may differ. It skips stale batches.
-    """
-
-    def __init__(
-        self,
-        dtype: Literal["float32", "bfloat16"],
-        rollout: RolloutConfig,
-        *,
-        is_coarse: bool,
-        has_dropout: bool,
-    ) -> None:
-        self._dtype = dtype
-        self._limit = rollout.largest_gap or LARGEST_GAP["bfloat16" if is_coarse else dtype]
-        self._stops = rollout.replay_from is None and not has_dropout
-        self._warned = BY_METRIC[names.GAP_ON_POLICY].upper(self._dtype) / 2
-
-    def check(self, gap: float, *, is_stale: bool) -> None:
-        """Raise GapError if ``gap`` exceeds the limit. NaN: no token was trained.
-
-        ``gap`` must be the same on every rank, so that all ranks raise or none does.
-        """
-        if is_stale or math.isnan(gap):
-            return
-        message = (
-            f"mean |pi - mu| of the first mini-batch is {gap:.3g} at equal weights in {self._dtype}"
-        )
-        if self._stops and gap > self._limit:
-            raise GapError(
-                f"{message}, expected at most {self._limit:g} (rollout.largest_gap); it was not trained on. "
-                f"{BY_METRIC[names.GAP_ON_POLICY].why} With rollout.save=true the batch is kept, and "
-                "megatron-dppo doctor RUN names the cause"
-            )
-        if gap > 2 * self._warned:
-            self._warned = gap
-            log.warning("%s; %s", message, BY_METRIC[names.GAP_ON_POLICY].why)
-
-
-class FrequencyError(RunError):
-    """Tokens were not sampled from the distribution that trainer and engine both compute."""
-
-
-LARGEST_EVIDENCE = 6.0
-"""Largest log10 of the evidence. A run stops beyond it: at most 1 of a million healthy runs, of any length."""
-_FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
-_SIDES = {"more": FREQUENCY_SUMS[:2], "less": FREQUENCY_SUMS[2:]}
-
-
-class FrequencyCanary:
-    """Tests whether sampled tokens are as frequent as mu predicts.
-
-    The test is a martingale over all tokens since the start. ``token_metrics._surprise`` computes numbers xi >= -c for
-    each token, whose mean is at most 0 if the token is drawn from mu. For 0 <= a < 1 (Fan, Grama and Liu, 2015),
-
-        exp(a xi / c - psi(a) xi^2 / c^2) <= 1 + a xi / c,    psi(a) = -log(1 - a) - a.
-
-    So the product over tokens, exp(a sum xi / c - psi(a) sum xi^2 / c^2), is a nonnegative supermartingale that begins
-    at 1, and so is its mean over both signs and eight values of a. The probability that this mean ever reaches 10^6 is
-    at most 10^-6 (Ville), without an assumption on lengths, on the spread of surprises or on the number of checks.
-
-    The test skips batches that are selected by rewards or lengths (``rollout.drop_zero_variance_groups``,
-    ``algorithm.truncated_responses: drop``), because their tokens are not distributed as mu. For a replayed batch, and
-    for tokens that other weights sampled (``at_equal_weights`` False), it only warns: if pi is many times mu at a rare
-    token, the cut of xi at its bound removes the terms that keep the mean at 0, and the evidence proves nothing.
-    """
-
-    def __init__(
-        self, rollout: RolloutConfig, algorithm: AlgorithmConfig, *, at_equal_weights: bool = True
-    ) -> None:
-        is_filtered = rollout.drop_zero_variance_groups or algorithm.truncated_responses == "drop"
-        self._looks = not is_filtered
-        self._stops = rollout.replay_from is None and at_equal_weights
-        self._sums = dict.fromkeys(FREQUENCY_SUMS, 0.0)
-        self._tokens = 0.0
-        self._warned = False
-
-    def check(self, sums: Mapping[str, float]) -> None:
-        """Add a mini-batch's sums before training on it. Raises FrequencyError, on every rank."""
-        if not self._looks or not self._sums.keys() <= sums.keys():
-            return
-        self._sums = {name: value + float(sums[name]) for name, value in self._sums.items()}
-        self._tokens += float(sums[names.TRAINED_TOKENS])
-        if self.evidence < LARGEST_EVIDENCE:
-            return
-        side = max(_SIDES, key=lambda side: self._sums[_SIDES[side][0]])
-        mean = self._sums[_SIDES[side][0]] / self._tokens
-        message = (
-            f"sampled tokens are {mean:.3g} nats {side} surprising than the distribution that trainer and engine agree "
-            f"on lets expect, mean of {self._tokens:.0f} tokens; the evidence is 10^{self.evidence:.1f}, expected "
-            f"below 10^{LARGEST_EVIDENCE:g}"
-        )
-        if self._stops:
-            raise FrequencyError(
-                f"{message}; the last mini-batch was not trained on. A temperature that is missing in both, top-p or "
-                "top-k in the sampler: see docs/replay.md"
-            )
-        if not self._warned:
-            self._warned = True
-            log.warning("%s", message)
-
-    @property
-    def evidence(self) -> float:
-        """The log10 of the martingale."""
-        c = LONGEST_SURPRISE
-        exponents = [
-            a * self._sums[mean] / c + (math.log1p(-a) + a) * self._sums[square] / c**2
-            for mean, square in _SIDES.values()
-            for a in _FRACTIONS
-        ]
-        # Subtract the largest exponent first, so that every exponential is at most 1.
-        largest_exponent = max(exponents)
-        mean_exponential = sum(math.exp(e - largest_exponent) for e in exponents) / len(exponents)
-        return (largest_exponent + math.log(mean_exponential)) / math.log(10)
-
-    def figures(self) -> dict[str, float]:
-        return {names.FREQUENCY_EVIDENCE: self.evidence} if self._tokens else {}
-
-
-def is_coarse(sglang: Mapping[str, Any], megatron: Mapping[str, Any]) -> bool:
-    """Return whether engine or trainer computes with fewer bits than the dtype of the weights has."""
-    has_narrow_cache = sglang.get("kv_cache_dtype", "auto") != "auto"
-    return bool(sglang.get("quantization")) or has_narrow_cache or megatron.get("fp8") is not None

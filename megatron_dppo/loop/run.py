@@ -25,17 +25,15 @@ from megatron_dppo.logging import fatal, forget_failure, note_failure
 from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, run_fence
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import Evaluations, Evaluator, last_due
-from megatron_dppo.loop.inputs import BackgroundHashes, RunData, model_files
+from megatron_dppo.loop.frequency_canary import FrequencyError
+from megatron_dppo.loop.gap_guard import GapError
+from megatron_dppo.loop.input_hashes import BackgroundHashes
+from megatron_dppo.loop.inputs import RunData, model_files
 from megatron_dppo.loop.learning import Learner, PlannedBatch
-from megatron_dppo.loop.recorder import Recorder, RecordingError, SampleMaker, StepProfiler
+from megatron_dppo.loop.profiling import StepProfiler
+from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.resuming import resume
-from megatron_dppo.loop.rollout_figures import (
-    STALE_ANCHOR,
-    FrequencyError,
-    GapError,
-    file_figures,
-    with_gap_named,
-)
+from megatron_dppo.loop.rollout_figures import STALE_ANCHOR, file_figures, with_gap_named
 from megatron_dppo.loop.rollout_sources import (
     BatchSeals,
     GeneratedRollouts,
@@ -47,6 +45,7 @@ from megatron_dppo.loop.rollout_sources import (
 from megatron_dppo.loop.run_identity import identity_of
 from megatron_dppo.loop.run_parts import active_line, generation_job, open_episodes, stats_spec
 from megatron_dppo.loop.run_state import FILES, ResumeError, RunState, changes_of, settings_of
+from megatron_dppo.loop.sample_maker import SampleMaker
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.phase_timer import PhaseTimer

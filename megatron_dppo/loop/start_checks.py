@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.loop import inputs
+from megatron_dppo.loop import input_hashes, inputs
 from megatron_dppo.loop.resuming import refuse_damage, refuse_fresh_start
 from megatron_dppo.loop.run_identity import identity_of
 from megatron_dppo.loop.run_state import RunState, changes_of, settings_of
@@ -39,7 +39,7 @@ def data_and_resume_faults(
     faults: list[str] = []
     if config.run.sha256_list is not None:
         with _noting(faults, "run.sha256_list"):
-            inputs.check_input_hashes(config.run.sha256_list)
+            input_hashes.check_input_hashes(config.run.sha256_list)
     if not any(fault.startswith(_NEEDED_FOR_DATA) for fault in refused):
         with _noting(faults, "data"):
             data = inputs.RunData(config)

@@ -144,7 +144,7 @@ FREQUENCY_SUMS = (
     "frequency/low",
     "frequency/low_square",
 )
-"""Sums that only the frequency canary (``loop/rollout_figures.py``) reads."""
+"""Sums that only the frequency canary (``loop/frequency_canary.py``) reads."""
 
 
 def means(values: Mapping[str, float]) -> dict[str, float]:

@@ -18,15 +18,9 @@ from itertools import chain
 from megatron_dppo.model import mapping
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import Rule, Source, family_of
-from megatron_dppo.model.layout import (
-    Block,
-    Dims,
-    Layout,
-    RankCoordinates,
-    local_layers,
-    replicated,
-)
+from megatron_dppo.model.layout import Layout, RankCoordinates, local_layers
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import Block, Dims, replicated
 
 ALL = "all-linear"
 ATTENTION, MLP, EXPERTS, HEAD = "attention", "mlp", "experts", "head"

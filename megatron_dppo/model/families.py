@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.model import layout
+from megatron_dppo.model import splits
 from megatron_dppo.model.config_keys import HARMLESS, NEUTRAL
 from megatron_dppo.model.errors import ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.shape import ITEM_BYTES, Llama3RopeScaling, ModelShape
@@ -222,7 +222,7 @@ class EngineRow:
     """An SGLang parameter that fuses the same sources: name template and cut."""
 
     name: str
-    split: layout.Split
+    split: splits.Split
 
 
 @dataclass(frozen=True)
@@ -234,23 +234,23 @@ class Rule:
     """
 
     megatron: str
-    split: layout.Split
+    split: splits.Split
     sources: tuple[Source, ...]
     engine: EngineRow | None = None
 
     @property
     def tensor_parallel(self) -> bool:
         """Whether ranks of a tensor-parallel group hold different parts."""
-        return self.split is not layout.replicated
+        return self.split is not splits.replicated
 
     @property
     def in_engine(self) -> EngineRow:
         """SGLang's parameter of the same sources."""
         if self.engine is not None:
             return self.engine
-        is_vocabulary = self.split is layout.vocabulary
+        is_vocabulary = self.split is splits.vocabulary
         return EngineRow(
-            self.sources[0].name, layout.engine_vocabulary if is_vocabulary else self.split
+            self.sources[0].name, splits.engine_vocabulary if is_vocabulary else self.split
         )
 
 
@@ -260,9 +260,9 @@ HF_LAYER = "model.layers.{layer}."
 
 def layer_rule(
     megatron: str,
-    split: layout.Split,
+    split: splits.Split,
     *sources: tuple[str, tuple[str, ...]],
-    engine: tuple[str, layout.Split] | None = None,
+    engine: tuple[str, splits.Split] | None = None,
 ) -> Rule:
     """A row for a layer, with names without the layer's prefix. ``engine`` is SGLang's name and cut if it fuses."""
     return Rule(
@@ -275,18 +275,18 @@ def layer_rule(
 
 def norm(megatron: str, hf: str, dim: str = "hidden") -> Rule:
     """A norm's weight, whole on every rank."""
-    return layer_rule(megatron, layout.replicated, (hf, (dim,)))
+    return layer_rule(megatron, splits.replicated, (hf, (dim,)))
 
 
 def qkv(kind: str, *dims: str) -> Rule:
     """Weights (``dims``: their input) or biases of the three projections, fused into one on both sides."""
     return layer_rule(
         f"self_attention.linear_qkv.{kind}",
-        layout.query_groups,
+        splits.query_groups,
         (f"self_attn.q_proj.{kind}", ("query", *dims)),
         (f"self_attn.k_proj.{kind}", ("kv", *dims)),
         (f"self_attn.v_proj.{kind}", ("kv", *dims)),
-        engine=(f"self_attn.qkv_proj.{kind}", layout.stacked_heads),
+        engine=(f"self_attn.qkv_proj.{kind}", splits.stacked_heads),
     )
 
 
@@ -295,7 +295,7 @@ def moe_router(block: str = "mlp") -> tuple[Rule, ...]:
     return (
         norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
         layer_rule(
-            "mlp.router.weight", layout.replicated, (f"{block}.gate.weight", ("experts", "hidden"))
+            "mlp.router.weight", splits.replicated, (f"{block}.gate.weight", ("experts", "hidden"))
         ),
     )
 
@@ -308,16 +308,16 @@ def expert_mlp(
     return (
         layer_rule(
             "mlp.experts.linear_fc1.weight{expert}",
-            layout.column_parallel,
+            splits.column_parallel,
             (experts + f"{{expert}}.{gate}.weight", ("expert_ffn", "hidden")),
             (experts + f"{{expert}}.{up}.weight", ("expert_ffn", "hidden")),
-            engine=(experts + "w13_weight[{expert}]", layout.column_parallel),
+            engine=(experts + "w13_weight[{expert}]", splits.column_parallel),
         ),
         layer_rule(
             "mlp.experts.linear_fc2.weight{expert}",
-            layout.row_parallel,
+            splits.row_parallel,
             (experts + f"{{expert}}.{down}.weight", ("hidden", "expert_ffn")),
-            engine=(experts + "w2_weight[{expert}]", layout.row_parallel),
+            engine=(experts + "w2_weight[{expert}]", splits.row_parallel),
         ),
     )
 
@@ -327,14 +327,14 @@ def shared_expert(block: str = "mlp.shared_expert") -> tuple[Rule, ...]:
     return (
         layer_rule(
             "mlp.shared_experts.linear_fc1.weight",
-            layout.column_parallel,
+            splits.column_parallel,
             (f"{block}.gate_proj.weight", ("shared_ffn", "hidden")),
             (f"{block}.up_proj.weight", ("shared_ffn", "hidden")),
-            engine=(f"{block}.gate_up_proj.weight", layout.column_parallel),
+            engine=(f"{block}.gate_up_proj.weight", splits.column_parallel),
         ),
         layer_rule(
             "mlp.shared_experts.linear_fc2.weight",
-            layout.row_parallel,
+            splits.row_parallel,
             (f"{block}.down_proj.weight", ("hidden", "shared_ffn")),
         ),
     )
@@ -342,7 +342,7 @@ def shared_expert(block: str = "mlp.shared_expert") -> tuple[Rule, ...]:
 
 SHARED_EXPERT_GATE = layer_rule(
     "mlp.shared_experts.gate_weight",
-    layout.replicated,
+    splits.replicated,
     ("mlp.shared_expert_gate.weight", ("one", "hidden")),
 )
 QKV_BIAS = qkv("bias")
@@ -353,12 +353,12 @@ QK_NORM = (
 ALL_HEADS_NORM = (
     layer_rule(
         "self_attention.q_layernorm.weight",
-        layout.column_parallel,
+        splits.column_parallel,
         ("self_attn.q_norm.weight", ("query",)),
     ),
     layer_rule(
         "self_attention.k_layernorm.weight",
-        layout.column_parallel,
+        splits.column_parallel,
         ("self_attn.k_norm.weight", ("kv",)),
     ),
 )
@@ -368,7 +368,7 @@ ATTENTION = (
     qkv("weight", "hidden"),
     layer_rule(
         "self_attention.linear_proj.weight",
-        layout.row_parallel,
+        splits.row_parallel,
         ("self_attn.o_proj.weight", ("hidden", "query")),
     ),
 )
@@ -376,27 +376,27 @@ DENSE_MLP = (
     norm("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
     layer_rule(
         "mlp.linear_fc1.weight",
-        layout.column_parallel,
+        splits.column_parallel,
         ("mlp.gate_proj.weight", ("ffn", "hidden")),
         ("mlp.up_proj.weight", ("ffn", "hidden")),
-        engine=("mlp.gate_up_proj.weight", layout.column_parallel),
+        engine=("mlp.gate_up_proj.weight", splits.column_parallel),
     ),
     layer_rule(
-        "mlp.linear_fc2.weight", layout.row_parallel, ("mlp.down_proj.weight", ("hidden", "ffn"))
+        "mlp.linear_fc2.weight", splits.row_parallel, ("mlp.down_proj.weight", ("hidden", "ffn"))
     ),
 )
 EMBEDDING = Rule(
     "embedding.word_embeddings.weight",
-    layout.vocabulary,
+    splits.vocabulary,
     (Source("model.embed_tokens.weight", ("vocab", "hidden")),),
 )
 FINAL_NORM = Rule(
     "decoder.final_layernorm.weight",
-    layout.replicated,
+    splits.replicated,
     (Source("model.norm.weight", ("hidden",)),),
 )
 OUTPUT = Rule(
-    "output_layer.weight", layout.vocabulary, (Source("lm_head.weight", ("vocab", "hidden")),)
+    "output_layer.weight", splits.vocabulary, (Source("lm_head.weight", ("vocab", "hidden")),)
 )
 
 

@@ -16,9 +16,10 @@ from functools import cached_property
 from itertools import zip_longest
 
 from megatron_dppo.model.adapters import Adapters, adapter_parameters, adapter_tensors
-from megatron_dppo.model.layout import Dims, Layout
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import LocalParameter, Segment, hf_tensors, primary_parameters
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import Dims
 
 ParameterKey = tuple[int, str]
 """(model chunk, name in that chunk)."""

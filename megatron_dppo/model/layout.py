@@ -12,7 +12,7 @@ knows that queries are interleaved or that gates and ups are stacked.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_dppo.model.errors import LayoutError
@@ -209,29 +209,6 @@ class Layout:
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "single"
 
 
-@dataclass(frozen=True)
-class EngineLayout:
-    """Sizes of an SGLang server: ``--tp-size`` and ``--ep-size``. Experts' tensor parallelism is tensor / expert."""
-
-    tensor: int = 1
-    expert: int = 1
-
-    def __post_init__(self) -> None:
-        if self.tensor < 1 or self.expert < 1 or self.tensor % self.expert:
-            raise LayoutError(
-                f"engine: tensor {self.tensor} is not a positive multiple of expert {self.expert}"
-            )
-
-    @property
-    def expert_tensor(self) -> int:
-        """Ranks that share one expert."""
-        return self.tensor // self.expert
-
-    def describe(self) -> str:
-        """Short text, as ``TP8 EP4``."""
-        return f"TP{self.tensor} EP{self.expert}"
-
-
 def local_layers(shape: ModelShape, layout: Layout, pp_rank: int, chunk: int) -> range:
     """Global numbers of the layers in model chunk ``chunk`` of a stage: chunk-major, then stage, then contiguous."""
     chunk_sizes = [
@@ -422,157 +399,4 @@ def _divisor(key: str, value: object, dividend: str) -> LayoutFault:
     return LayoutFault(key, value, f"a divisor of the model's {dividend}")
 
 
-def check_engine_sizes(shape: ModelShape, engine: EngineLayout) -> None:
-    """Raise LayoutError if the sizes of ``engine`` do not divide those of ``shape``."""
-    heads, groups, tensor = shape.num_attention_heads, shape.num_query_groups, engine.tensor
-    checks = [
-        (heads % tensor == 0, f"{heads} attention heads into tensor {tensor}"),
-        (groups % tensor == 0 or tensor % groups == 0, f"{groups} key/value heads into tensor {tensor}"),
-    ]  # fmt: skip
-    if shape.is_moe:
-        experts, width = shape.num_experts, shape.moe_ffn_hidden_size
-        checks += [
-            (experts % engine.expert == 0, f"{experts} experts into expert {engine.expert}"),
-            (width % engine.expert_tensor == 0, f"expert width {width} into {engine.expert_tensor} ranks"),
-            (
-                shape.shared_ffn_hidden_size % tensor == 0,
-                f"shared expert's width {shape.shared_ffn_hidden_size} into tensor {tensor}",
-            ),
-        ]  # fmt: skip
-    else:
-        width = shape.ffn_hidden_size
-        checks += [
-            (width % tensor == 0, f"MLP width {width} into tensor {tensor}"),
-            (engine.expert == 1, f"a dense model into expert {engine.expert}"),
-        ]
-    uneven = [text for divides, text in checks if not divides]
-    if uneven:
-        raise LayoutError(f"the engine's layout does not divide the model: {'; '.join(uneven)}")
-
-
 # --- one parameter of Megatron, or of SGLang, on one tensor-parallel rank
-
-Dims = tuple[int, ...]
-
-ENGINE_VOCABULARY_MULTIPLE = 64
-"""SGLang pads the vocabulary to a multiple of this, or of this times TP where TP does not divide the result."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """``local.narrow(dim, local_start, length) = source.narrow(dim, source_start, length)``; other dims whole."""
-
-    source: int
-    dim: int
-    source_start: int
-    local_start: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One rank's part: its local shape, and the blocks that fill it. Elements outside of blocks are zero padding."""
-
-    shape: Dims
-    blocks: tuple[Block, ...]
-
-
-Split = Callable[[Sequence[Dims], ModelShape, int, int], Shard]
-
-
-def replicated(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """The whole tensor on every rank (norms, the router)."""
-    (dims,) = sources
-    return Shard(dims, (Block(0, 0, 0, 0, dims[0]),))
-
-
-def column_parallel(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Each source cut along its output (dim 0), the parts stacked: one linear, or ``[gate_r; up_r]``."""
-    return _cut_and_stack(sources, 0, rank, size)
-
-
-def row_parallel(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Cut along the input (dim 1)."""
-    return _cut_and_stack(sources, 1, rank, size)
-
-
-def vocabulary(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Rows padded with zeros to a multiple of ``size``, then cut (Megatron)."""
-    (dims,) = sources
-    return _cut_rows(dims, rank, padded_vocab_size(dims[0], size) // size)
-
-
-def engine_vocabulary(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Rows padded as ENGINE_VOCABULARY_MULTIPLE says, then cut (SGLang)."""
-    (dims,) = sources
-    multiple = ENGINE_VOCABULARY_MULTIPLE
-    if -(-dims[0] // multiple) * multiple % size:
-        multiple *= size
-    return _cut_rows(dims, rank, -(-dims[0] // multiple) * multiple // size)
-
-
-def query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Q, K, V interleaved by query group, ``[q.. k v][q.. k v]..``, then cut along dim 0 (Megatron)."""
-    query, key, value = (dims[0] // shape.num_query_groups for dims in sources)
-    starts = (0, query, query + key, query + key + value)
-    per_group = starts[-1]
-    rows = _share(per_group * shape.num_query_groups, size, "rows of linear_qkv")
-    low, high = rank * rows, (rank + 1) * rows
-    blocks = []
-    # If there are more ranks than groups, a rank holds part of a group: Megatron-Core cuts at the end of a rank's rows.
-    for group in range(low // per_group, -(-high // per_group)):
-        for source, width in enumerate((query, key, value)):
-            start = group * per_group + starts[source]
-            block_start, block_end = max(start, low), min(start + width, high)
-            if block_start < block_end:
-                source_start = group * width + block_start - start
-                length = block_end - block_start
-                blocks.append(Block(source, 0, source_start, block_start - low, length))
-    return Shard((rows, *sources[0][1:]), tuple(blocks))
-
-
-def stacked_heads(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """``[q_r; k_r; v_r]`` by heads (SGLang)."""
-    # If there are fewer K/V heads than ranks, neighbouring ranks hold copies of the same head.
-    copies = max(1, size // shape.num_query_groups)
-    kv_size, kv_rank = size // copies, rank // copies
-    blocks, rows = [], 0
-    for index, dims in enumerate(sources):
-        parts, part = (size, rank) if index == 0 else (kv_size, kv_rank)
-        length = dims[0] // parts
-        blocks.append(Block(index, 0, part * length, rows, length))
-        rows += length
-    return Shard((rows, *sources[0][1:]), tuple(blocks))
-
-
-def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """The vocabulary rounded up to a multiple of the tensor-parallel size: Megatron's rows over all its ranks.
-
-    The rows beyond ``vocab_size`` belong to no token: statistics and checkpoints exclude them.
-    """
-    return -(-vocab_size // tensor_parallel) * tensor_parallel
-
-
-def _cut_rows(dims: Dims, rank: int, rows: int) -> Shard:
-    start = rank * rows
-    # The last ranks of a padded vocabulary may hold fewer rows than the others, or nothing but padding.
-    length = max(0, min(dims[0] - start, rows))
-    blocks = (Block(0, 0, start, 0, length),) if length else ()
-    return Shard((rows, *dims[1:]), blocks)
-
-
-def _cut_and_stack(sources: Sequence[Dims], dim: int, rank: int, size: int) -> Shard:
-    blocks, width = [], 0
-    for index, dims in enumerate(sources):
-        length = _share(dims[dim], size, f"dim {dim} of {dims}")
-        blocks.append(Block(index, dim, rank * length, width, length))
-        width += length
-    local = list(sources[0])
-    local[dim] = width
-    return Shard(tuple(local), tuple(blocks))
-
-
-def _share(total: int, size: int, subject: str) -> int:
-    if total % size:
-        raise LayoutError(f"{subject}: {total} is not divisible by {size} tensor-parallel ranks")
-    return total // size

@@ -13,22 +13,18 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from megatron_dppo.model.engine_layout import EngineLayout, check_engine_sizes
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.families import Family, Rule, Source, family_of
 from megatron_dppo.model.layout import (
-    Dims,
-    EngineLayout,
     Layout,
     RankCoordinates,
-    Shard,
-    Split,
-    check_engine_sizes,
     holding_faults,
     local_layers,
     raise_faults,
-    replicated,
 )
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import Dims, Shard, Split, replicated
 
 
 class Narrowable(Protocol):

@@ -18,11 +18,13 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megatron_dppo.model import mapping
+from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import ProofError
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.gather_plan import TensorSources, gather_plan
-from megatron_dppo.model.layout import Dims, EngineLayout, Layout, local_layers
+from megatron_dppo.model.layout import Layout, local_layers
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import Dims
 
 
 def check_sources(tensor: TensorSources) -> None:

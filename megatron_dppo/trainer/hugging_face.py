@@ -24,7 +24,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megatron_dppo.checkpoint_conversion import hf_folder, tensor_store, torch_dist
+from megatron_dppo.checkpoint_conversion import hf_folder, tensor_store, torch_dist, uploading
 from megatron_dppo.checkpoint_conversion.certificate import Certificate
 from megatron_dppo.checkpoint_conversion.gathering import gather
 from megatron_dppo.data.trajectory import Problem, Trajectory
@@ -422,7 +422,7 @@ def upload_export(directory: str, repository: str, steps: int) -> None:
     folder = Path(directory) / EXPORT_FOLDER
     log.info("sending %s to %s", folder, repository)
     try:
-        log.info("%s is sent: %s", folder, hf_folder.upload(folder, repository))
+        log.info("%s is sent: %s", folder, uploading.upload(folder, repository))
     except CheckpointError as error:
         command = f"megatron-dppo convert upload --hf {folder} --repo {repository}"
         log.warning("%s; the run itself is finished. This repeats it: %s", error, command)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -45,9 +44,6 @@ from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.hugging_face import shared_digest
 from megatron_dppo.trainer.topology import Topology
 
-# Number of merged parameters in the cache: a bucket reads queries, keys and values from the same parameter.
-_CACHE_SIZE = 4
-
 
 def adapter_values(adapters: list[lora_modules.LinearAdapter]) -> dict[ParameterKey, Tensor]:
     """Views of this rank's A and B, by the names of ``adapter_parameters``."""
@@ -79,43 +75,6 @@ def fill(
         (segment,) = entry.segments
         source = read(segment.hf_name, dims[segment.hf_name])
         values[entry.chunk, entry.name].copy_(segment.of_hf(source))
-
-
-class MergedWeights(Mapping[ParameterKey, Tensor]):
-    """A rank's parameters, in which adapted weights are ``W + scale * B A`` with the present A and B, in W's type.
-
-    A weight is merged when it is read, in fp32 and from the frozen W, so that rounding errors do not accumulate over
-    updates.
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[ParameterKey, Tensor],
-        adapters: list[lora_modules.LinearAdapter],
-    ) -> None:
-        self._parameters = parameters
-        self._deltas: dict[ParameterKey, Callable[[], Tensor]] = {}
-        self._cache: OrderedDict[ParameterKey, Tensor] = OrderedDict()
-        for adapter in adapters:
-            for expert, name in _base_names(adapter, parameters):
-                self._deltas[adapter.linear.chunk, name] = partial(adapter.weight_delta, expert)
-
-    @torch.no_grad()
-    def __getitem__(self, key: ParameterKey) -> Tensor:
-        base = self._parameters[key]
-        if key not in self._deltas:
-            return base
-        if key not in self._cache:
-            self._cache[key] = (base.float() + self._deltas[key]()).to(base.dtype)
-            if len(self._cache) > _CACHE_SIZE:
-                self._cache.popitem(last=False)
-        return self._cache[key]
-
-    def __iter__(self) -> Iterator[ParameterKey]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
 
 
 def sharded_adapters(
@@ -182,22 +141,6 @@ def _sharded(
     return ShardedTensor.from_rank_offsets(
         key, tensor, *offsets, replica_id=(0, 0 if is_cut else tensor_rank, replica)
     )
-
-
-def _base_names(
-    adapter: lora_modules.LinearAdapter, parameters: Mapping[ParameterKey, Tensor]
-) -> list[tuple[int | None, str]]:
-    """(local expert, name) of the weights to which the adapter belongs."""
-    linear = adapter.linear
-    if not linear.of_experts:
-        return [(None, f"{linear.path}.weight")]
-    prefix = f"{linear.path}.weight"
-    numbers = [
-        int(name.removeprefix(prefix))
-        for chunk, name in parameters
-        if chunk == linear.chunk and name.startswith(prefix)
-    ]
-    return [(i, f"{prefix}{i}") for i in sorted(numbers)]
 
 
 _BUCKET_BYTES = 64 * 2**20

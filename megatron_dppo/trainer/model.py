@@ -7,7 +7,6 @@ conversion rules. That takes no memory and no other process: torch's fake proces
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,8 +18,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -35,12 +32,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_dppo.config.schema import OptimizerConfig, PolicyConfig
+from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.model.adapters import CHILD
 from megatron_dppo.model.gather_plan import ParameterKey
-from megatron_dppo.model.layout import Layout, padded_vocab_size
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import padded_vocab_size
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.all_heads_norm import norm_all_heads
 from megatron_dppo.trainer.lora_modules import HeadAdapter
@@ -279,63 +277,6 @@ def _fake_world(layout: Layout, rank: int) -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def build_optimizer(
-    config: OptimizerConfig,
-    chunks: list[DistributedDataParallel],
-    dtype: torch.dtype,
-    options: Mapping[str, Any],
-    *,
-    distributed: bool,
-) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """Build Adam with decoupled weight decay (none on norms and biases) and its learning-rate schedule.
-
-    The learning rate of step n = 1, 2, ... is ``lr * n / W`` in a warm-up of W steps, then ``min_lr + c (lr - min_lr)``
-    with c = 1 (constant), 1 - x (linear) or (1 + cos(pi x)) / 2 (cosine), x = (n - W) / (decay_steps - W) up to 1. The
-    rate depends on n alone, so a resumed run continues the schedule.
-
-    Args:
-        config: learning rates, schedule, betas, weight decay and clipping.
-        chunks: this rank's model chunks in Megatron's DDP wrappers.
-        dtype: dtype of the parameters.
-        options: further fields of Megatron-Core's OptimizerConfig.
-        distributed: whether to use the distributed optimizer.
-    """
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.min_lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.beta1,
-            adam_beta2=config.beta2,
-            adam_eps=config.eps,
-            clip_grad=config.clip_grad,
-            bf16=dtype is torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=distributed,
-            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-            **options,
-        ),
-        chunks,
-        use_gloo_process_groups=False,
-    )
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=config.lr,
-        min_lr=config.min_lr,
-        lr_warmup_steps=config.warmup_steps,
-        # Megatron-Core requires a number of decay steps, also for a constant rate.
-        lr_decay_steps=config.decay_steps or sys.maxsize,
-        lr_decay_style=config.schedule,
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )
-    return optimizer, scheduler
 
 
 @torch.no_grad()

@@ -33,8 +33,10 @@ from megatron_dppo.system.files import sha256_of
 from megatron_dppo.trainer import hugging_face, megatron_config, model, platform, step
 from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.context_parallel import TokenShare
-from megatron_dppo.trainer.lora_policy import AdaptedPolicy, MergedWeights
+from megatron_dppo.trainer.lora_policy import AdaptedPolicy
 from megatron_dppo.trainer.memory_checks import parameter_name, tensor_hashes
+from megatron_dppo.trainer.merged_weights import MergedWeights
+from megatron_dppo.trainer.optimizer import build_optimizer
 from megatron_dppo.trainer.parking import Moved, Parker, check_no_transfer, held_tensors
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
 from megatron_dppo.trainer.topology import destroy_topology, init_distributed, init_topology
@@ -192,7 +194,7 @@ class Trainer:
             megatron_config.library_values(DDP, config.megatron_ddp),
             distributed_optimizer=config.distributed_optimizer,
         )
-        self.optimizer, self.scheduler = model.build_optimizer(
+        self.optimizer, self.scheduler = build_optimizer(
             config.optimizer,
             self.ddp_chunks,
             self.dtype,

@@ -28,7 +28,8 @@ def resume_worker(folder: str) -> dict[str, Any]:
     """Checkpoints of steps 1 and 2; then starts with the last one damaged, and with all of them gone."""
     import torch.distributed as dist
 
-    from megatron_dppo.loop.inputs import BackgroundHashes, model_files
+    from megatron_dppo.loop.input_hashes import BackgroundHashes
+    from megatron_dppo.loop.inputs import model_files
     from megatron_dppo.loop.resuming import resume
     from megatron_dppo.loop.run_identity import identity_of
     from megatron_dppo.loop.run_state import RunState

@@ -65,7 +65,8 @@ def held_by(config: Any, shape: Any, layout: Any, rank: int) -> Any:
     """What ``rank`` holds and writes, of a model that no step has trained."""
     from megatron_dppo.trainer.checkpoint.state import model_state, rank_state
     from megatron_dppo.trainer.megatron_config import DTYPES, transformer_config
-    from megatron_dppo.trainer.model import build_chunks, build_optimizer, wrap_chunks
+    from megatron_dppo.trainer.model import build_chunks, wrap_chunks
+    from megatron_dppo.trainer.optimizer import build_optimizer
 
     with rank_of(layout, rank):
         transformer = transformer_config(config, shape, layout)

@@ -8,7 +8,7 @@ import pytest
 from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.config.checks import check_supervised_config
 from megatron_dppo.config.schema import EngineConfig, SupervisedConfig
-from megatron_dppo.model.layout import padded_vocab_size
+from megatron_dppo.model.splits import padded_vocab_size
 from tests.messages import mentioning, mentions
 from tests.unit.config_files import DENSE, MOE, minimal, write_config
 

@@ -24,7 +24,8 @@ from megatron_dppo.config.forwarded import (
     read_value,
 )
 from megatron_dppo.config.machine import set_precision
-from megatron_dppo.engine.options import ServerSections, server_args_fields
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.server_arguments import server_args_fields
 from megatron_dppo.launch import library_checks
 from megatron_dppo.launch.library_checks import kernel_faults, library_faults, server_faults
 from megatron_dppo.system import compute
@@ -331,7 +332,7 @@ def defaults(table):
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         return {f.name: f.default for f in dataclasses.fields(TransformerConfig)}
-    from megatron_dppo.engine.options import _parser
+    from megatron_dppo.engine.server_arguments import _parser
 
     return vars(_parser().parse_args(["--model-path=any"]))
 

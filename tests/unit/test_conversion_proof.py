@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.model import resharding
+from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError, ProofError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import gather_plan
-from megatron_dppo.model.layout import EngineLayout, Layout
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import Segment, engine_parameters, hf_tensors
 from megatron_dppo.model.resharding import (
     check_filled,

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from megatron_dppo.checkpoint_conversion.gathering import assemble, pack
 from megatron_dppo.config.checks import engine_split_faults
 from megatron_dppo.model.config_keys import NEUTRAL
+from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError, ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.families import FAMILIES, load_model_shape, unknown_key_warnings
 from megatron_dppo.model.gather_plan import (
@@ -25,7 +26,7 @@ from megatron_dppo.model.gather_plan import (
     hf_buckets_plan,
     node_receivers,
 )
-from megatron_dppo.model.layout import EngineLayout, Layout, engine_vocabulary
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import (
     Segment,
     engine_parameters,
@@ -33,6 +34,7 @@ from megatron_dppo.model.mapping import (
     local_parameters,
 )
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import engine_vocabulary
 
 DENSE = ModelShape(
     family="qwen2", num_layers=4, hidden_size=4, num_attention_heads=4, num_query_groups=2, head_dim=1,

@@ -22,7 +22,8 @@ from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.loop.credit import with_rewards
 from megatron_dppo.loop.engine_session import WeightsLostError
 from megatron_dppo.loop.evaluation import Evaluations, Evaluator, MixedVersionsError
-from megatron_dppo.loop.recorder import Recorder, SampleMaker
+from megatron_dppo.loop.recorder import Recorder
+from megatron_dppo.loop.sample_maker import SampleMaker
 from megatron_dppo.loop.scorer import PendingScore, Scorer
 from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.metrics.phase_timer import PhaseTimer

@@ -13,7 +13,7 @@ from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
-from megatron_dppo.loop.rollout_figures import LARGEST_EVIDENCE, FrequencyCanary, FrequencyError
+from megatron_dppo.loop.frequency_canary import LARGEST_EVIDENCE, FrequencyCanary, FrequencyError
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import FREQUENCY_SUMS
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from megatron_dppo.loop.inputs import InputError, check_input_hashes
+from megatron_dppo.loop.input_hashes import InputError, check_input_hashes
 
 ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 """SHA-256 of the bytes "abc": FIPS 180-2, appendix B.1."""

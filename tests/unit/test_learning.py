@@ -17,8 +17,8 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.trajectory import Outline, Trajectory
 from megatron_dppo.loop.exchange import ExchangeError
+from megatron_dppo.loop.gap_guard import GapError
 from megatron_dppo.loop.learning import Learner, PlannedBatch
-from megatron_dppo.loop.rollout_figures import GapError
 from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.metrics import table as names
 from megatron_dppo.trainer import platform

@@ -8,7 +8,7 @@ import json
 import torch
 
 from megatron_dppo.config.schema import ProfileConfig
-from megatron_dppo.loop.recorder import StepProfiler
+from megatron_dppo.loop.profiling import StepProfiler
 
 
 def profiled(folder, rank: int, **config: object) -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
 from megatron_dppo.diagnostics.samples import main
-from megatron_dppo.loop.recorder import KEPT, SampleMaker, chosen
 from megatron_dppo.loop.rollout_sources import RolloutBatch
+from megatron_dppo.loop.sample_maker import KEPT, SampleMaker, chosen
 from megatron_dppo.metrics.records import StepLines
 from megatron_dppo.metrics.samples import Sample, console_lines, one_line, shortened
 from megatron_dppo.rewards import find_reward

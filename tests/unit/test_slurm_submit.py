@@ -275,7 +275,7 @@ def test_the_servers_python_is_asked_of_the_sglang_table_before_anything_queues(
         main(words)
     assert "\n  sglang.x: bad" in capsys.readouterr().err
     asked = (tmp_path / "asked").read_text().strip()
-    assert asked == '-W ignore -m megatron_dppo.engine.options {"load_format": "dumy"}'
+    assert asked == '-W ignore -m megatron_dppo.engine.server_arguments {"load_format": "dumy"}'
     python.write_text(
         "#!/bin/sh\nexit 1\n"
     )  # it has none of the packages: the job's own check will say

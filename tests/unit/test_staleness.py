@@ -9,15 +9,13 @@ import pytest
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.trajectory import FinishReason, Trajectory
+from megatron_dppo.loop.gap_guard import GapError, GapGuard, is_coarse
 from megatron_dppo.loop.group_quota import Selection
 from megatron_dppo.loop.rollout_figures import (
-    GapError,
-    GapGuard,
     GroupRow,
     StalenessError,
     check_staleness,
     generated_figures,
-    is_coarse,
     routing_figures,
     rows_of,
     selection_figures,

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dppo.cluster.preflight import inspection
 from megatron_dppo.cluster.preflight.evidence import Site
-from megatron_dppo.cluster.preflight.gpus import (
+from megatron_dppo.cluster.preflight.toolkit import (
     collect_toolkit,
     compiler_faults,
     judge_toolkit,

@@ -13,7 +13,7 @@ import sys
 import pytest
 from huggingface_hub import constants
 
-from megatron_dppo.checkpoint_conversion.hf_folder import export_files
+from megatron_dppo.checkpoint_conversion.uploading import export_files
 from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.convert import main
 from megatron_dppo.launch.library_checks import check_everything

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_dppo.cluster.planner.facts import TrainerFacts
-from megatron_dppo.model.layout import padded_vocab_size
+from megatron_dppo.model.splits import padded_vocab_size
 
 _STATISTICS = 8 + 8 + 8 + 8 + 6 * 4
 """Bytes of statistics per token: log-sum-exp fp64; place, target id and its column int64; and six fp32 rows (log pi,

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.cluster.preflight import between_nodes, gpus, machine
+from megatron_dppo.cluster.preflight import between_nodes, gpus, machine, toolkit
 from megatron_dppo.cluster.preflight.evidence import (
     EVERYWHERE,
     Check,
@@ -36,7 +36,7 @@ CHECKS: Mapping[str, Check] = {
     "open_files": Check(machine.collect_open_files, machine.judge_open_files),
     "ports": Check(machine.collect_ports, machine.judge_ports),
     "pythons": Check(machine.collect_pythons, machine.judge_pythons),
-    "toolkit": Check(gpus.collect_toolkit, gpus.judge_toolkit),
+    "toolkit": Check(toolkit.collect_toolkit, toolkit.judge_toolkit),
     "shared_folder": Check(between_nodes.collect_shared_folder, between_nodes.judge_shared_folder),
     "network": Check(between_nodes.collect_network, between_nodes.judge_network),
     "all_reduce": Check(between_nodes.collect_all_reduce, between_nodes.judge_all_reduce),

@@ -6,12 +6,9 @@ compiles one in the same way.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,15 +18,8 @@ from megatron_dppo.cluster.preflight.evidence import (
     Evidence,
     Finding,
     Needs,
-    Site,
     odd_ones,
 )
-from megatron_dppo.cluster.preflight.machine import inspect_python
-from megatron_dppo.config import TrainConfig
-from megatron_dppo.config.machine import Machine
-from megatron_dppo.config.schema import EngineConfig
-from megatron_dppo.engine.options import engine_device
-from megatron_dppo.launch.start_checks import StartCheck
 from megatron_dppo.system import compute
 
 _FIELDS = {
@@ -42,16 +32,8 @@ _FIELDS = {
     "uncorrected_errors": "ecc.errors.uncorrected.volatile.total",
 }
 _SMI_S = 30.0
-_COMPILE_S = 120.0
 _MOST_USED_MIB = 1024
 """MiB that a driver may use on an idle GPU."""
-# The first header rejects an nvcc of another version than the toolkit's headers: the wheels' are 13.5 and 13.0.
-_KERNEL = """\
-#include <cuda/std/version>
-#include <cuda_bf16.h>
-__global__ void rounded(float* x) { *x = __bfloat162float(__float2bfloat16(*x)); }
-extern "C" int launch(float* x) { rounded<<<1, 1>>>(x); return cudaGetLastError(); }
-"""
 
 
 def gpus_here() -> dict[str, Any]:
@@ -135,111 +117,3 @@ def _of_one_gpu(host: str, subject: str, gpu: Mapping[str, Any]) -> Iterator[Fin
 
 def _names(gpus: list[dict[str, Any]], key: str) -> str:
     return ", ".join(sorted({str(gpu[key]) for gpu in gpus if gpu.get(key)}))
-
-
-def collect_toolkit(site: Site) -> dict[str, Any]:
-    """Collect :func:`toolkit_here` where a server of the run is on GPUs."""
-    python = site.needs.pythons.get("engine")
-    if not site.needs.gpus or python is None:
-        return {"skipped": "no server of this run compiles for a GPU"}
-    built_for = site.evidence.get("pythons", {}).get("engine", {}).get("cuda")
-    return toolkit_here(python, built_for)
-
-
-def toolkit_here(python: str, cuda: str | None) -> dict[str, Any]:
-    """Return ``home``, ``version``, ``ninja``, ``driver``, and ``failed``: the compiler's last line, None without an
-    error.
-
-    ``python``: the interpreter of the servers. ``cuda``: the version that its torch was built for.
-    """
-    path = compute.tool_path(os.environ, python)
-    home = compute.toolkit_home(os.environ)
-    version = None if home is None else compute.toolkit_version(home)
-    failed = None
-    if home is not None and version:
-        failed = _compile(home, {**os.environ, "PATH": path})
-    return {
-        "ninja": shutil.which("ninja", path=path),
-        "driver": compute.driver_version(),
-        "cuda": cuda,
-        "home": None if home is None else str(home),
-        "version": version,
-        "failed": failed,
-    }
-
-
-def _compile(home: Path, environment: Mapping[str, str]) -> str | None:
-    """Compile and link one kernel as SGLang's ninja files do; return the end of a failure's output, or None."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "kernel.cu").write_text(_KERNEL)
-        nvcc = [str(home / "bin" / "nvcc"), "-std=c++20", "-Xcompiler", "-fPIC"]
-        link = [environment.get("CXX", "c++"), "kernel.o", "-shared", f"-L{home}/lib64", "-lcudart"]
-        for command in ([*nvcc, "-c", "kernel.cu", "-o", "kernel.o"], [*link, "-o", "kernel.so"]):
-            try:
-                completed = subprocess.run(
-                    command, cwd=folder, env=dict(environment), timeout=_COMPILE_S, check=False,
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                )  # fmt: skip
-            except (OSError, subprocess.TimeoutExpired) as error:
-                return str(error)
-            if completed.returncode:
-                output = completed.stdout.splitlines()
-                # Report the first error: later ones follow from it.
-                errors = [line for line in output if "error" in line] or output[-1:] or ["nothing"]
-                program = Path(command[0]).name
-                return f"{program} exits with code {completed.returncode}: {errors[0][:300]}"
-    return None
-
-
-def judge_toolkit(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """Report a driver or a toolkit of another version than torch was built for, a failed compilation, and missing
-    ninja.
-    """
-    for host, entry in evidence.items():
-        if "skipped" not in entry:
-            yield from toolkit_findings(host, entry)
-
-
-def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
-    driver, cuda = entry["driver"], entry["cuda"]
-    major = cuda.partition(".")[0] if cuda else None
-    oldest_driver = compute.LEAST_DRIVER.get(int(major)) if major else None
-    if driver and oldest_driver and int(driver.partition(".")[0]) < oldest_driver:
-        yield Finding(host, "driver", driver, f"{oldest_driver} or newer, for torch's CUDA {cuda}")
-    subject, home, version = "CUDA toolkit", entry["home"], entry["version"]
-    expectation = f"nvcc and headers of CUDA {major or '13'}: SGLang compiles kernels at its start"
-    if home is None:
-        yield Finding(
-            host, subject, "no CUDA_HOME, no nvcc on PATH, no /usr/local/cuda", expectation
-        )
-    elif version is None:
-        yield Finding(host, subject, f"no answer of {home}/bin/nvcc", expectation)
-    elif major and version.partition(".")[0] != major:
-        yield Finding(host, subject, f"{version} in {home}", f"{major}, as torch's CUDA {cuda}")
-    elif entry["failed"] is not None:
-        yield Finding(host, f"compiling with {home}", entry["failed"], "a library of one kernel")
-    if entry["ninja"] is None:
-        expectation = "in the servers' environment, or on PATH: SGLang builds kernels with it"
-        yield Finding(host, "ninja", "none", expectation)
-
-
-def check_compiler(config: TrainConfig, machine: Machine) -> StartCheck:
-    """Start check: a server that starts on this machine's GPUs must be able to compile its kernels."""
-    starts_servers = config.engine.started > 0 and config.rollout.replay_from is None
-    return StartCheck(list(compiler_faults(config.engine)) if starts_servers else ())
-
-
-def compiler_faults(engine: EngineConfig) -> Iterator[str]:
-    """Yield the reasons why a server on this machine's GPUs could not compile its kernels.
-
-    Yields nothing on a machine without GPUs: preflight checks the nodes where the servers will run.
-    """
-    if engine_device(engine) == "cpu" or not compute.has_visible_gpu():
-        return
-    python = engine.python or sys.executable
-    try:
-        toolkit = toolkit_here(python, inspect_python(python)["cuda"])
-    except CheckError as error:
-        yield f"engine.python: {error}"
-        return
-    yield from map(str, toolkit_findings("this machine", toolkit))

@@ -36,7 +36,8 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import ParallelConfig
-from megatron_dppo.engine.options import ServerSections, table_faults_elsewhere
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.server_arguments import table_faults_elsewhere
 from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
 from megatron_dppo.logging import INTERRUPTED, REFUSED

@@ -30,7 +30,8 @@ from megatron_dppo.config.forwarded import SGLANG, LibraryMissingError
 from megatron_dppo.config.loading import load_config, resolved_yaml
 from megatron_dppo.config.machine import allocator_faults
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.options import ServerSections, table_faults_elsewhere
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.server_arguments import table_faults_elsewhere
 from megatron_dppo.launch.attempts import JOB_FILE
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
 from megatron_dppo.launch.run_state import UNKNOWN, job_state

@@ -30,8 +30,9 @@ from megatron_dppo.diagnostics.pages import (
     TokenSpan,
     render_page,
 )
+from megatron_dppo.loop.gap_guard import is_coarse
 from megatron_dppo.loop.inputs import RunData
-from megatron_dppo.loop.rollout_figures import generated_figures, is_coarse, rows_of
+from megatron_dppo.loop.rollout_figures import generated_figures, rows_of
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import progress
 

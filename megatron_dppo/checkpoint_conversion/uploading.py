@@ -1,0 +1,108 @@
+"""Upload an exported checkpoint to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import glob
+import logging
+from fnmatch import fnmatch
+from pathlib import Path
+
+from megatron_dppo.checkpoint_conversion.certificate import FILE as CERTIFICATE
+from megatron_dppo.checkpoint_conversion.certificate import (
+    certificate_of,
+    read_body,
+)
+from megatron_dppo.model.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+_EXPORTED = (
+    *("*.safetensors", "*.safetensors.index.json", "conversion.json"),
+    *("config.json", "generation_config.json", "adapter_config.json"),
+    *(
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "chat_template.json*",
+        "chat_template.jinja",
+    ),
+    *(
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "*.tiktoken",
+    ),
+    *("README.md", "LICENSE*", "NOTICE*"),
+)
+"""Names of the files that a Hugging Face folder of a model consists of."""
+
+
+_NAMED_FILES = 5
+
+
+def export_files(folder: Path) -> tuple[list[str], list[str]]:
+    """The names of the files that ``folder``'s model consists of, and of all else that lies in it, folders too.
+
+    Beside the usual names a model has the files that its certificate lists.
+    """
+    certified: set[str] = set()
+    if (folder / CERTIFICATE).is_file():
+        certified = set(certificate_of(read_body(folder / CERTIFICATE)).files)
+    sent_names: list[str] = []
+    other_names: list[str] = []
+    for path in sorted(folder.iterdir()):
+        is_usual = any(fnmatch(path.name, pattern) for pattern in _EXPORTED)
+        is_model = path.is_file() and (is_usual or path.name in certified)
+        (sent_names if is_model else other_names).append(path.name)
+    return sent_names, other_names
+
+
+def upload(
+    folder: Path, repository: str, *, private: bool = True, revision: str | None = None
+) -> str:
+    """Send an export's own files to ``repository`` (``OWNER/NAME``) of huggingface.co as one commit; its address.
+
+    A repository that is not there is made; one that is there stays ``private`` or public as it is. Key and address are
+    huggingface_hub's: ``hf auth login`` or HF_TOKEN, HF_ENDPOINT. Raises CheckpointError, in a line, where ``folder``
+    is no export or the upload fails.
+    """
+    try:
+        from httpx import HTTPError
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise CheckpointError(
+            f"{error}; an upload needs: pip install 'megatron-dppo[hub]'"
+        ) from error
+
+    files = [folder / "config.json", *folder.glob("*.safetensors")]
+    if len(files) < 2 or not files[0].is_file():
+        raise CheckpointError(f"{folder}: expected an export: config.json and *.safetensors")
+    sent, left = export_files(folder)
+    if left:
+        more = f" and {len(left) - _NAMED_FILES} more" if len(left) > _NAMED_FILES else ""
+        log.warning(
+            "%s: not sent, as no files of the model: %s%s",
+            folder,
+            ", ".join(left[:_NAMED_FILES]),
+            more,
+        )
+    hub = HfApi(library_name="megatron_dppo")
+    try:
+        created = hub.create_repo(repository, private=private, exist_ok=True)
+        if private and hub.repo_info(created.repo_id).private is False:
+            log.warning("%s was public before, and so is what is sent there", repository)
+        commit = hub.upload_folder(
+            repo_id=created.repo_id,
+            folder_path=folder,
+            revision=revision,
+            allow_patterns=[glob.escape(name) for name in sent],
+            commit_message=f"Export of {folder.resolve().parent.name}",
+        )
+    # RuntimeError: of hf_xet, which sends large files.
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{folder} is not sent to {repository}: {text}") from error
+    return str(commit.commit_url)

@@ -1,0 +1,95 @@
+"""The frequency canary: whether the engine samples tokens as often as their log-probabilities say."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+from megatron_dppo.algorithms.token_metrics import LONGEST_SURPRISE
+from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.sums import FREQUENCY_SUMS
+from megatron_dppo.system.errors import RunError
+
+log = logging.getLogger(__name__)
+
+
+class FrequencyError(RunError):
+    """Tokens were not sampled from the distribution that trainer and engine both compute."""
+
+
+LARGEST_EVIDENCE = 6.0
+"""Largest log10 of the evidence. A run stops beyond it: at most 1 of a million healthy runs, of any length."""
+_FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
+_SIDES = {"more": FREQUENCY_SUMS[:2], "less": FREQUENCY_SUMS[2:]}
+
+
+class FrequencyCanary:
+    """Tests whether sampled tokens are as frequent as mu predicts.
+
+    The test is a martingale over all tokens since the start. ``token_metrics._surprise`` computes numbers xi >= -c for
+    each token, whose mean is at most 0 if the token is drawn from mu. For 0 <= a < 1 (Fan, Grama and Liu, 2015),
+
+        exp(a xi / c - psi(a) xi^2 / c^2) <= 1 + a xi / c,    psi(a) = -log(1 - a) - a.
+
+    So the product over tokens, exp(a sum xi / c - psi(a) sum xi^2 / c^2), is a nonnegative supermartingale that begins
+    at 1, and so is its mean over both signs and eight values of a. The probability that this mean ever reaches 10^6 is
+    at most 10^-6 (Ville), without an assumption on lengths, on the spread of surprises or on the number of checks.
+
+    The test skips batches that are selected by rewards or lengths (``rollout.drop_zero_variance_groups``,
+    ``algorithm.truncated_responses: drop``), because their tokens are not distributed as mu. For a replayed batch, and
+    for tokens that other weights sampled (``at_equal_weights`` False), it only warns: if pi is many times mu at a rare
+    token, the cut of xi at its bound removes the terms that keep the mean at 0, and the evidence proves nothing.
+    """
+
+    def __init__(
+        self, rollout: RolloutConfig, algorithm: AlgorithmConfig, *, at_equal_weights: bool = True
+    ) -> None:
+        is_filtered = rollout.drop_zero_variance_groups or algorithm.truncated_responses == "drop"
+        self._looks = not is_filtered
+        self._stops = rollout.replay_from is None and at_equal_weights
+        self._sums = dict.fromkeys(FREQUENCY_SUMS, 0.0)
+        self._tokens = 0.0
+        self._warned = False
+
+    def check(self, sums: Mapping[str, float]) -> None:
+        """Add a mini-batch's sums before training on it. Raises FrequencyError, on every rank."""
+        if not self._looks or not self._sums.keys() <= sums.keys():
+            return
+        self._sums = {name: value + float(sums[name]) for name, value in self._sums.items()}
+        self._tokens += float(sums[names.TRAINED_TOKENS])
+        if self.evidence < LARGEST_EVIDENCE:
+            return
+        side = max(_SIDES, key=lambda side: self._sums[_SIDES[side][0]])
+        mean = self._sums[_SIDES[side][0]] / self._tokens
+        message = (
+            f"sampled tokens are {mean:.3g} nats {side} surprising than the distribution that trainer and engine agree "
+            f"on lets expect, mean of {self._tokens:.0f} tokens; the evidence is 10^{self.evidence:.1f}, expected "
+            f"below 10^{LARGEST_EVIDENCE:g}"
+        )
+        if self._stops:
+            raise FrequencyError(
+                f"{message}; the last mini-batch was not trained on. A temperature that is missing in both, top-p or "
+                "top-k in the sampler: see docs/replay.md"
+            )
+        if not self._warned:
+            self._warned = True
+            log.warning("%s", message)
+
+    @property
+    def evidence(self) -> float:
+        """The log10 of the martingale."""
+        c = LONGEST_SURPRISE
+        exponents = [
+            a * self._sums[mean] / c + (math.log1p(-a) + a) * self._sums[square] / c**2
+            for mean, square in _SIDES.values()
+            for a in _FRACTIONS
+        ]
+        # Subtract the largest exponent first, so that every exponential is at most 1.
+        largest_exponent = max(exponents)
+        mean_exponential = sum(math.exp(e - largest_exponent) for e in exponents) / len(exponents)
+        return (largest_exponent + math.log(mean_exponential)) / math.log(10)
+
+    def figures(self) -> dict[str, float]:
+        return {names.FREQUENCY_EVIDENCE: self.evidence} if self._tokens else {}

@@ -1,0 +1,165 @@
+"""Make the samples of a run: a few responses of each training step and evaluation, with reward and reason."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.trajectory import Problem, Trajectory, TrajectoryFacts
+from megatron_dppo.loop.inputs import RunData
+from megatron_dppo.loop.rollout_sources import RolloutBatch
+from megatron_dppo.metrics.samples import TRAINING, Sample, shortened
+from megatron_dppo.rewards import find_reward
+from megatron_dppo.trainer.collectives import all_gather_json
+
+KEPT = 4
+"""Number of responses kept of a training step, and of an evaluation on one set. The response with the most masked
+tokens is kept in addition."""
+_KINDS: tuple[Callable[[TrajectoryFacts | Sample, float], bool], ...] = (
+    lambda t, mean: t.reward > mean,
+    lambda t, mean: t.reward <= mean and not t.truncated,
+    lambda t, mean: t.truncated,
+)
+"""Predicates of a response and the mean reward; ``chosen`` keeps one response for each."""
+
+
+def chosen(responses: Sequence[TrajectoryFacts | Sample], step: int) -> list[int]:
+    """Return the positions of at most ``KEPT`` responses.
+
+    If there are any, these are one with a reward above the mean, one that ended by itself with a reward of at most the
+    mean, and one that is truncated; then others in random order. The step's number seeds the order, so that every rank
+    chooses the same responses, and each step shows other problems.
+    """
+    order = list(range(len(responses)))
+    random.Random(step).shuffle(order)
+    mean = sum(t.reward for t in responses) / max(1, len(responses))
+    positions = [next((p for p in order if kind(responses[p], mean)), None) for kind in _KINDS]
+    return list(dict.fromkeys([*(p for p in positions if p is not None), *order]))[:KEPT]
+
+
+class SampleMaker:
+    """Makes the samples of a run from its trajectories.
+
+    Args:
+        reward: name of the first reward.
+        data: the run's problems and tokenizer.
+        zeroes_truncated: whether truncated responses earn at most 0.
+        is_alone: whether no other reward and no environment adds to the first reward.
+    """
+
+    def __init__(
+        self, reward: str, data: RunData, *, zeroes_truncated: bool, is_alone: bool = True
+    ) -> None:
+        self._zeroed, self._is_alone = zeroes_truncated, is_alone
+        self._reward, self._component = find_reward(reward), reward.rpartition(":")[2]
+        self._data = data
+        self._problems = {p.problem_id: p for p in data.train.problems}
+        self._taken: dict[int, Sample] = {}
+
+    @classmethod
+    def of(cls, config: TrainConfig, data: RunData) -> Self:
+        """Return the maker for a run or an evaluation of ``config``."""
+        return cls(
+            config.reward.name,
+            data,
+            zeroes_truncated=config.algorithm.truncated_responses == "zero-reward",
+            is_alone=config.environment.name is None and not config.reward.further,
+        )
+
+    def take(self, step: int, batch: RolloutBatch) -> None:
+        """Make the samples of a batch before the learner removes its trajectories.
+
+        Responses that do not train are delivered to no rank, so they are not available later.
+        """
+        positions = [p for p in chosen(batch.outlines, step) if p in batch.trajectories]
+        self._taken = {p: self._trained(step, batch.trajectories[p]) for p in positions}
+
+    def of_step(
+        self, step: int, trajectories: Mapping[int, Trajectory], masked: Mapping[int, int]
+    ) -> list[Sample]:
+        """Return the samples that ``take`` chose, and that of the response with the most masked tokens. Collective.
+
+        ``trajectories``: this rank's, by position in the batch. ``masked``: the number of masked tokens of each
+        response whose loss this rank computed.
+        """
+        most_masked = max(masked, key=lambda p: masked[p], default=None)
+        own_candidates = {}
+        if most_masked is not None and most_masked in trajectories:
+            own_candidates = {most_masked: self._trained(step, trajectories[most_masked])}
+        rows = [
+            [[p, s.to_json()] for p, s in part.items()] for part in (self._taken, own_candidates)
+        ]
+        shares = all_gather_json([*rows, list(masked.items())])
+        counts = {p: count for *_, pairs in shares for p, count in pairs}
+        candidates = {p: line for _, lines, _ in shares for p, line in lines}
+        lines = {p: line for taken, *_ in shares for p, line in taken}
+        if candidates:
+            most_masked = max(candidates, key=lambda p: counts[p])
+            lines.setdefault(most_masked, candidates[most_masked])
+        return [Sample.from_json(line | {"masked": counts.get(p, 0)}) for p, line in lines.items()]
+
+    def of_evaluation(
+        self, step: int, name: str, problems: Sequence[Problem], scored: Sequence[Trajectory]
+    ) -> list[Sample]:
+        """Return samples of a held-out set's responses on this rank. ``problems``: the problem of each response."""
+        return [
+            self._sample(step, name, problems[i], scored[i], None) for i in chosen(scored, step)
+        ]
+
+    def of_response(self, name: str, problem: Problem, scored: Trajectory) -> Sample:
+        """Return the sample of one response to a problem of the held-out set ``name``, before any step."""
+        return self._sample(0, name, problem, scored, None)
+
+    def _trained(self, step: int, t: Trajectory) -> Sample:
+        return self._sample(step, TRAINING, self._problems[t.problem_id], t, t.advantage)
+
+    def _sample(
+        self, step: int, name: str, problem: Problem, t: Trajectory, advantage: float | None
+    ) -> Sample:
+        # An episode of several turns includes the text between the turns.
+        response = self._data.text_of(t.token_ids[len(t.prompt_ids) :])
+        if t.truncated and self._zeroed:
+            cut = t.ended_by or "cut off at the length limit"
+            reason = f"{cut}, which earns at most 0 (algorithm.truncated_responses)"
+        else:
+            reason = t.reason or self._reason(t, response, problem)
+            reason += f"; {t.ended_by}" if t.ended_by else ""
+        if len(t.branch_lengths) > 1:
+            reason += f"; {len(t.branch_lengths)} branches, end to end"
+        if len(t.turn_rewards) > 1:
+            reason += f"; by turn: {', '.join(f'{r:g}' for r in t.turn_rewards)}"
+        if "advantages" in t.columns and advantage is not None:
+            reason += f"; A by turn: {', '.join(f'{a:+.3g}' for a in t.advantages_by_turn)}"
+        return Sample(
+            step=step,
+            set=name,
+            problem=t.problem_id,
+            sample=t.sample_index,
+            prompt=shortened(self._data.text_of(t.prompt_ids)),
+            response=shortened(response),
+            answer=self._reward.final(problem.answer),
+            reward=t.reward,
+            reason=reason,
+            truncated=t.truncated,
+            tokens=t.sampled,
+            advantage=advantage,
+            components=dict(t.components),
+        )
+
+    def _reason(self, t: Trajectory, response: str, problem: Problem) -> str:
+        """Return the first reward's reason for its score, or the name of what scored the response.
+
+        The score is unknown for a response from a file, which holds only the sum of the rewards.
+        """
+        if not t.wants_score:
+            return "by the environment"
+        value = t.components.get(self._component)
+        if value is None and (t.turn_rewards or self._is_alone):
+            value = t.reward - math.fsum(t.turn_rewards)
+        if value is None:
+            return f"by {self._component}"
+        answer = self._reward.final(problem.answer)
+        return self._reward.reason(t.text or response, answer, value)

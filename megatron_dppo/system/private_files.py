@@ -1,0 +1,65 @@
+"""Files and folders that only this user may write."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from megatron_dppo.system.errors import RunError
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class UnsafeFileError(RunError, PermissionError):
+    """A file or folder that another user owns or may write; the message names it."""
+
+
+def make_private_folder(path: Path) -> None:
+    """Create ``path`` with its parents, or restrict it, so that only its user can enter it.
+
+    Raises UnsafeFileError where it is another user's, or no folder; OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        # lstat judges the path itself; stat would judge the target of a link.
+        status = path.lstat()
+        _require_own(path, status)
+        if not stat.S_ISDIR(status.st_mode):
+            raise UnsafeFileError(f"{path}: expected a folder") from None
+        if status.st_mode & _OTHERS:
+            path.chmod(0o700)
+
+
+def read_own(path: Path) -> str:
+    """Return the text of a file that no other user could have written.
+
+    Raises UnsafeFileError for a file of another user, or one that a group or everybody may write; OSError,
+    UnicodeDecodeError.
+    """
+    # NOFOLLOW: a link may lead to any file. NONBLOCK: opening a FIFO would wait for its writer.
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UnsafeFileError(f"{path}: expected a file, not a symbolic link") from None
+    with open(descriptor, encoding="utf-8") as file:
+        # Check the open file: the path could name another one by now.
+        status = os.fstat(descriptor)
+        _require_own(path, status)
+        if status.st_mode & _OTHERS_WRITE:
+            mode = stat.filemode(status.st_mode)
+            raise UnsafeFileError(f"{path}: others may write it ({mode}), expected the owner alone")
+        return file.read()
+
+
+def _require_own(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise UnsafeFileError(
+            f"{path}: belongs to user {status.st_uid}, expected this run's, {os.geteuid()}"
+        )

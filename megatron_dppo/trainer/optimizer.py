@@ -1,0 +1,73 @@
+"""Build the Megatron-Core optimizer of this rank's model chunks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_dppo.config.schema import OptimizerConfig
+
+
+def build_optimizer(
+    config: OptimizerConfig,
+    chunks: list[DistributedDataParallel],
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+    *,
+    distributed: bool,
+) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
+    """Build Adam with decoupled weight decay (none on norms and biases) and its learning-rate schedule.
+
+    The learning rate of step n = 1, 2, ... is ``lr * n / W`` in a warm-up of W steps, then ``min_lr + c (lr - min_lr)``
+    with c = 1 (constant), 1 - x (linear) or (1 + cos(pi x)) / 2 (cosine), x = (n - W) / (decay_steps - W) up to 1. The
+    rate depends on n alone, so a resumed run continues the schedule.
+
+    Args:
+        config: learning rates, schedule, betas, weight decay and clipping.
+        chunks: this rank's model chunks in Megatron's DDP wrappers.
+        dtype: dtype of the parameters.
+        options: further fields of Megatron-Core's OptimizerConfig.
+        distributed: whether to use the distributed optimizer.
+    """
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+            **options,
+        ),
+        chunks,
+        use_gloo_process_groups=False,
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        # Megatron-Core requires a number of decay steps, also for a constant rate.
+        lr_decay_steps=config.decay_steps or sys.maxsize,
+        lr_decay_style=config.schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
