@@ -7,8 +7,6 @@ which opens only the command's questions and nothing at the servers.
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 import http.client
 import json
 import logging
@@ -17,15 +15,12 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
-
-from aiohttp import web
-from pydantic import validate_call
 
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.fleet.record import (
@@ -37,7 +32,6 @@ from megatron_dppo.fleet.record import (
     read_own_json,
 )
 from megatron_dppo.system.files import write_private
-from megatron_dppo.system.http_server import READ_S, HttpServer
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.network import interface_address, is_loopback
 from megatron_dppo.system.private_files import UnsafeFileError, read_own
@@ -48,10 +42,9 @@ log = logging.getLogger(__name__)
 ENDPOINT_VARIABLE = "MEGATRON_DPPO_FLEET"
 """Variable with the endpoint's URL in the environment of the trainer's ranks."""
 PATH = "/fleet/"
-_START_HEADER = "Megatron-Dppo-Start"
+START_HEADER = "Megatron-Dppo-Start"
 """Header with the number of the start of the ranks that a question is from."""
-_FENCED = 409
-_LONGEST = 1 << 20
+FENCED = 409
 _ANSWER_S = 10.0
 _ATTEMPTS = 3
 _PAUSE_S = 1.0
@@ -100,10 +93,10 @@ class FleetEndpoint:
     def __init__(self, record: FleetRecord, key: str, host: str) -> None:
         self._record = record
         self._command_key = secrets.token_urlsafe(32)
-        application = web.Application(client_max_size=_LONGEST)
-        questions = _Questions(record, key, self._command_key)
-        application.router.add_post(PATH + "{name:.*}", questions.answer)
-        self._server = HttpServer(application, host)
+        # Import lazily: commands that only read this module start without aiohttp.
+        from megatron_dppo.fleet.registry_server import RegistryServer
+
+        self._server = RegistryServer(record, key, self._command_key, host)
         self.url = self._server.url
         self._private = make_runtime_directory()
         self._file = record.path / "endpoint.json"
@@ -136,78 +129,6 @@ class FleetEndpoint:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-class _Questions:
-    """Answers the questions of clients that have a key. ``command_key`` opens those of commands alone."""
-
-    def __init__(self, record: FleetRecord, key: str, command_key: str) -> None:
-        self._record = record
-        self._admin_header = f"Bearer {key}".encode()
-        self._command_header = f"Bearer {command_key}".encode()
-
-    async def answer(self, request: web.Request) -> web.Response:
-        status, content = await self._answer(request)
-        # Log only failures: the questions come every second.
-        if status != 200:
-            log.info("fleet endpoint, asked by %s: %s: %s", request.remote, request.path, status)
-        return web.Response(
-            status=status, body=json.dumps(content, default=asdict), content_type="application/json"
-        )
-
-    async def _answer(self, request: web.Request) -> tuple[int, Json]:
-        header = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        name = request.match_info["name"]
-        # Compare in constant time, so that the time does not reveal the correct part of a guess.
-        is_admin = hmac.compare_digest(header, self._admin_header)
-        is_command = hmac.compare_digest(header, self._command_header)
-        if not (is_admin or (is_command and name in _OF_COMMANDS)):
-            return 401, {"error": "the admin key is missing or wrong"}
-        start, newest_start = request.headers.get(_START_HEADER), self._record.ranks_start
-        if start is not None and newest_start is not None and start != str(newest_start):
-            fault = (
-                f"a rank of start {start} asks, expected one of start {newest_start}: the ranks of this run were "
-                "started again"
-            )
-            return _FENCED, {"error": fault}
-        question = _QUESTIONS.get(name)
-        try:
-            arguments = await _arguments_of(request)
-            if question is None:
-                raise ValueError(f"{request.path}: no such question")
-            # The registry writes files, so don't block the loop.
-            return 200, {"answer": await asyncio.to_thread(question, self._record, **arguments)}
-        except (ValueError, TypeError, RecursionError) as error:
-            return 400, {"error": str(error)}
-        except TimeoutError:
-            return 408, {"error": f"the body did not arrive within {READ_S:g} s"}
-        except OSError as error:
-            return 500, {"error": str(error)}
-
-
-async def _arguments_of(request: web.Request) -> Json:
-    """Read the arguments. Raises ValueError, RecursionError, and TimeoutError."""
-    length = request.content_length
-    if length is None or length > _LONGEST:
-        raise ValueError(f"Content-Length: got {length}, expected at most {_LONGEST}")
-    async with asyncio.timeout(READ_S):
-        arguments = json.loads(await request.read())
-    if not isinstance(arguments, dict):
-        raise ValueError("expected a JSON object")
-    return arguments
-
-
-_QUESTIONS: dict[str, Callable[..., Any]] = {
-    question.__name__: validate_call(question)
-    for question in (
-        *(FleetRecord.servers, FleetRecord.router, FleetRecord.status, FleetRecord.publish_status),
-        *(FleetRecord.attach, FleetRecord.detach, FleetRecord.sync_configured),
-        *(FleetRecord.report_lost, FleetRecord.allow_starts, FleetRecord.starting),
-    )
-}
-"""Questions of the admin key: methods of the registry, whose arguments are checked against their types."""
-_OF_COMMANDS = {"servers", "router", "status", "attach", "detach"}
-"""Questions of the key of commands."""
 
 
 class RecordClient:
@@ -303,7 +224,7 @@ class RecordClient:
                     raise RecordLostError(f"{self.url}{PATH}{question}: {reason}") from error
                 time.sleep(_PAUSE_S)
                 continue
-            if status == _FENCED:
+            if status == FENCED:
                 raise FencedError(f"{self.url}{PATH}{question}: {content['error']}")
             if status != 200:
                 raise ValueError(f"{self.url}{PATH}{question}: {content['error']}")
@@ -316,7 +237,7 @@ class RecordClient:
         connection = http.client.HTTPConnection(address.hostname, address.port, timeout=_ANSWER_S)
         headers = {"Authorization": f"Bearer {self._keys.admin}"}
         if self._start is not None:
-            headers[_START_HEADER] = str(self._start)
+            headers[START_HEADER] = str(self._start)
         try:
             connection.request("POST", PATH + question, json.dumps(arguments), headers)
             answer = connection.getresponse()
