@@ -116,11 +116,11 @@ def test_a_crash_keeps_what_was_seen_and_quotes_the_log(tmp_path):
 
 def test_a_hang_ends_at_the_limit_with_all_below_it(tmp_path):
     began, patience = time.monotonic(), own_patience(30)
-    result = planted("hanging", tmp_path, limit_s=6.0)
+    result = planted("hanging", tmp_path, limit_s=20.0)
     assert time.monotonic() - began >= 3.0
     assert not patience.is_exhausted()
     assert (result.verdict, result.is_fault) == ("timed out", True)
-    assert result.why.startswith("did not end within 6 s")
+    assert result.why.startswith("did not end within 20 s")
     child = int(result.rows[0].measured)
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
