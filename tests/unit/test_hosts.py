@@ -39,7 +39,7 @@ def ranks_of(tmp_path, monkeypatch):
     with RunDirectory(tmp_path / "run") as directory:
 
         def start(how: str, *, forks: bool) -> RemoteRanks:
-            directory.write_config(how)
+            directory.config.write_text(how)
             hosts = HostsConfig(hosts=["a=127.0.0.1", "b=127.0.0.1"], devices_per_host=2)
             placement = place(Roles(4), hosts.allocation())
             command = rank_command("tests.unit.forked_rank", directory)
