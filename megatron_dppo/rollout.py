@@ -67,8 +67,8 @@ def _faults(config: TrainConfig, out: Path) -> Iterator[str]:
         yield f"rollout.replay_from: got {config.rollout.replay_from!r}, expected null: batches are generated"
     for fault in missing_weights(config.model.hf_checkpoint):
         yield f"model.hf_checkpoint: {fault}"
-    if fault := unwritable(out):
-        yield f"--out: {fault}"
+    if reason := unwritable(out):
+        yield f"--out: {reason}"
         return
     earlier = out / CONFIG_FILE
     if earlier.is_file() and earlier.read_text(encoding="utf-8") != _kept_config(config):

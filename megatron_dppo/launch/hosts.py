@@ -117,6 +117,8 @@ class RemoteProcess(processes.StartedProcess):
 
     def __init__(self, process: subprocess.Popen[bytes], first_line: bytes) -> None:
         super().__init__(process)
+        assert process.stdin is not None
+        self._stdin = process.stdin
         self._send(first_line)
 
     def stop(self, grace_s: float) -> None:
@@ -126,9 +128,8 @@ class RemoteProcess(processes.StartedProcess):
 
     def kill(self) -> None:
         """Close the standard input, by which the host kills the commands; returns when the shell has ended."""
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._stdin.close()
         self._await_end(_END_S)
         super().kill()
 
@@ -137,11 +138,10 @@ class RemoteProcess(processes.StartedProcess):
             self._process.wait(seconds)
 
     def _send(self, line: bytes) -> None:
-        assert self._process.stdin is not None
         # Where the shell has ended, its exit code tells.
         with contextlib.suppress(BrokenPipeError, ValueError):
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
+            self._stdin.write(line)
+            self._stdin.flush()
 
 
 class RemoteLauncher(processes.Launcher):

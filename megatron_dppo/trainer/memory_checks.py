@@ -62,12 +62,10 @@ class RankHashes:
 
     def summary(self) -> list[str]:
         """Return the hash of all hashes, of the dense tensors' hashes and of the experts' hashes."""
-        dense, expert = [], []
-        for name, digest in self.by_name.items():
-            (expert if name in self.experts else dense).append([name, digest])
-        return [text_digest([list(item) for item in self.by_name.items()])] + [
-            text_digest(items) for items in (dense, expert)
-        ]
+        hashes = [[name, digest] for name, digest in self.by_name.items()]
+        dense = [entry for entry in hashes if entry[0] not in self.experts]
+        expert = [entry for entry in hashes if entry[0] in self.experts]
+        return [text_digest(hashes), text_digest(dense), text_digest(expert)]
 
     def changed_since(self, earlier: RankHashes) -> list[list[str]]:
         """Return (name, hash now, hash then) of each tensor whose hash differs from the ``earlier`` one."""

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_dppo import EXAMPLES
 from megatron_dppo.model.families import load_model_shape
@@ -319,8 +319,8 @@ def _make_likely(model: PreTrainedModel, end: int) -> None:
     """
     import torch
 
-    embeddings = model.get_input_embeddings().weight
-    rows = model.get_output_embeddings().weight
+    embeddings = cast("torch.nn.Embedding", model.get_input_embeddings()).weight
+    rows = cast("torch.nn.Linear", model.get_output_embeddings()).weight
     vocabulary, hidden = embeddings.shape
     common = torch.randn(hidden)
     common *= _COMMON_PART * embeddings.norm(dim=1).mean() / common.norm()

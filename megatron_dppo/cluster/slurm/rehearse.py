@@ -110,5 +110,5 @@ def needed_paths(config: TrainConfig) -> Iterator[str]:
     yield f"{paths.CHECKPOINT}={config.model.hf_checkpoint}"
     for file in config.data.train_files:
         yield f"data.train={file.path}"
-    for name, file in config.data.evaluation_files.items():
-        yield f"data.evaluation.{name}={file.path}"
+    for name, evaluation_file in config.data.evaluation_files.items():
+        yield f"data.evaluation.{name}={evaluation_file.path}"
