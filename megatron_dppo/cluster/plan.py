@@ -183,6 +183,16 @@ def _data(plan: RunPlan) -> Table:
     table.add_row("of them, between trainer ranks first", gb(traffic.gathered), "in these")
     table.add_row("a checkpoint", gb(traffic.checkpoint), f"{traffic.checkpoint_seconds:.0f}")
     table.add_row(
+        "after a rank's death: read from the checkpoint, by each rank its share",
+        gb(traffic.checkpoint),
+        f"{traffic.checkpoint_seconds:.0f}",
+    )
+    table.add_row(
+        "kept for that of each step: scored responses, by each leader",
+        gb(columns.replicas),
+        "beside generation",
+    )
+    table.add_row(
         "R3 routing a step: in memory; on the wire",
         f"{gb(columns.routing)}; {gb(columns.routing_wire)}",
         "",

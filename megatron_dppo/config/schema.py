@@ -457,6 +457,10 @@ class CheckpointConfig(Section):
     """Copy a rank's share to host memory (pinned with a GPU) and write it while training continues; the next save
     waits for it. false: training waits for the disk, and no such memory is used.
     """
+    keep_responses: bool = True
+    """Keep the scored responses since the newest checkpoint under ``<directory>/spool``, with all their columns. Ranks
+    that start again then repeat the steps since that checkpoint, and sample only what is missing; docs/failures.md.
+    """
     on_damage: Literal["refuse", "previous"] = "refuse"
     """Reaction to a damaged newest checkpoint: refuse to start, or start from the one before it."""
     export_hf: bool = True

@@ -205,6 +205,16 @@ class ReturningSampler:
         positions, self._returned = self._returned[:n], self._returned[n:]
         return positions + self._sampler.next(n - len(positions))
 
+    def take(self, positions: Sequence[int]) -> None:
+        """Draw these positions, whichever come before them; those that are passed over come next.
+
+        Ranks that repeat a step draw what an earlier rank drew, where the order of drawing depended on rewards.
+        """
+        for position in positions:
+            while position not in self._returned:
+                self._returned += self._sampler.next(1)
+            self._returned.remove(position)
+
     def state_dict(self, drawn_ahead: Sequence[int] = ()) -> dict[str, Any]:
         """The state as plain JSON values. ``drawn_ahead`` are positions that a resumed run must return again."""
         returned = [*drawn_ahead, *self._returned]

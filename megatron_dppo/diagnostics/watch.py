@@ -231,6 +231,8 @@ class RunView:
         rows = [[s.name, s.url, states.get(s.name, "not yet seen")] for s in record.servers()]
         router = record.router()
         rows += [[router.name, router.url, ""]] if router else []
+        if (start := record.ranks_start or 1) > 1:
+            rows.append(["ranks", "", f"start {start}: a rank died {start - 1} times"])
         return {"version": status.get("version"), "servers": rows}
 
     def _unusual(self, recorded: Sequence[Record]) -> list[list[Any]]:

@@ -92,10 +92,11 @@ class Keys:
 
 @dataclass(frozen=True)
 class _Content:
-    """Content of ``fleet.json``: the published servers by name, and the ranks' view of them."""
+    """Content of ``fleet.json``: the published servers by name, the ranks' view of them, the ranks' newest start."""
 
     servers: dict[str, Server] = field(default_factory=dict)
     status: Json = field(default_factory=dict)
+    ranks_start: int | None = None
 
 
 class FleetRecord:
@@ -125,10 +126,11 @@ class FleetRecord:
         self._lock = threading.RLock()
         self._reports: dict[str, int] = {}
         self._starts_allowed = True
-        self.ranks_start: int | None = None
-        """The number of the ranks' newest start; None where no supervisor starts them."""
         self._starting: set[str] = set()
-        self._servers, self._status = self._read()
+        content = self._read()
+        self._servers, self._status = content.servers, content.status
+        self.ranks_start = content.ranks_start
+        """The number of the ranks' newest start; None where no supervisor starts them."""
 
     def servers(self) -> list[Server]:
         """Return every published server, by name with numbers in order."""
@@ -154,7 +156,7 @@ class FleetRecord:
         """Remove all servers that a supervisor published; attached servers stay."""
         with self._lock:
             self._servers = {name: s for name, s in self._servers.items() if not s.replaceable}
-            self._reports, self._status = {}, {}
+            self._reports, self._status, self.ranks_start = {}, {}, None
             self._write()
 
     def attach(self, url: str, origin: Origin = "command") -> Server:
@@ -208,7 +210,9 @@ class FleetRecord:
 
     def begin_ranks(self, number: int) -> None:
         """Answer the ranks of this start alone."""
-        self.ranks_start = number
+        with self._lock:
+            self.ranks_start = number
+            self._write()
 
     def begin_start(self, name: str) -> bool:
         """Whether ``name`` may start now, or continue its start; it then counts as starting until ``end_start``."""
@@ -239,13 +243,12 @@ class FleetRecord:
     def read_attached(self) -> None:
         """Add the servers that commands have attached in the file while there was no endpoint."""
         with self._lock:
-            for name, server in self._read()[0].items():
+            for name, server in self._read().servers.items():
                 if server.origin == "command":
                     self._servers.setdefault(name, server)
 
-    def _read(self) -> tuple[dict[str, Server], Json]:
-        content = read_own_json(self._file, _Content) or _Content()
-        return content.servers, content.status
+    def _read(self) -> _Content:
+        return read_own_json(self._file, _Content) or _Content()
 
     def _write(self) -> None:
         # After a takeover the file is the successor's; the memory serves this start's ranks until they end.
@@ -253,7 +256,7 @@ class FleetRecord:
             self._fence()
         except FencedError:
             return
-        content = _Content(self._servers, self._status)
+        content = _Content(self._servers, self._status, self.ranks_start)
         try:
             files.write_private(self._file, json.dumps(asdict(content), indent=1))
         except OSError as error:

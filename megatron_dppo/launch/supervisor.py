@@ -142,28 +142,32 @@ class RankRestarts:
     Attributes:
         budget: limits number and pace of restarts.
         begin: called with the number of a start before its ranks start; fences off the ranks of earlier ones.
-        progress: returns a value that changes when the run has trained: an error of the first start before any
-            progress would come again, and ends the run.
+        progress: returns a number that grows as the run trains. An error of the first start before any progress would
+            come again, and ends the run; so does the second error in a row without progress.
         obstacle: returns the reason why ranks can't start again where they were; None without one.
     """
 
     budget: RestartBudget
     begin: Callable[[int], None]
-    progress: Callable[[], object]
+    progress: Callable[[], int]
     obstacle: Callable[[], str | None] = _no_obstacle
     number: int = field(default=1, init=False)
-    _before: object = field(default=None, init=False)
+    _reached: int = field(default=0, init=False)
+    _fruitless_errors: int = field(default=0, init=False)
 
     def begin_first(self) -> None:
-        self._before = self.progress()
+        self._reached = self.progress()
         self.begin(self.number)
 
     def pause_after(self, failure: RankFailure) -> float | None:
         """Use up one restart and return the seconds to wait before it; None where ``failure`` ends the run."""
         if failure.is_refusal:
             return None
-        is_first_error = self.number == 1 and not failure.is_killed
-        if is_first_error and self.progress() == self._before:
+        reached, before = self.progress(), self._reached
+        self._reached = max(reached, before)
+        is_fruitless_error = reached <= before and not failure.is_killed
+        self._fruitless_errors = self._fruitless_errors + 1 if is_fruitless_error else 0
+        if self._fruitless_errors > (self.number > 1):
             return None
         if (obstacle := self.obstacle()) is not None:
             log.error("the ranks can't start again: %s", obstacle)

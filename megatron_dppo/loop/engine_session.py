@@ -22,7 +22,7 @@ from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import last_exception_of
 from megatron_dppo.engine.server_state import MemoryTag
-from megatron_dppo.engine.weights import TAGS, EngineWeights
+from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import RecordClient
 from megatron_dppo.fleet.generation import (
@@ -36,7 +36,7 @@ from megatron_dppo.fleet.suspects import Suspect
 from megatron_dppo.loop.ending import RunStoppedError
 from megatron_dppo.loop.engine_connections import EngineConnections, open_record
 from megatron_dppo.loop.failure_limits import FailureLimits
-from megatron_dppo.loop.server_access import ServerAccess
+from megatron_dppo.loop.server_access import ServerAccess, released_tags
 from megatron_dppo.loop.shared_devices import SharedDevices
 from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
 from megatron_dppo.system.errors import RunError
@@ -459,12 +459,10 @@ def _shared_devices(
     config: TrainConfig, trainer: Trainer, record: RecordClient | None
 ) -> SharedDevices:
     """Return the devices that trainer and servers share; ``record`` is rank 0's client of the server registry."""
-    # Updates of adapters don't send the frozen model again, so the servers keep it.
-    kept_tags = {"weights"} if updates_adapters(config.lora) else set()
     return SharedDevices(
         config.engine.placement == "colocated",
         trainer,
         config.engine.parked or TRAINER_PARTS,
-        [tag for tag in TAGS if tag not in kept_tags],
+        released_tags(config.lora),
         record,
     )

@@ -101,9 +101,9 @@ def resume(
         ResumeError: the checkpoint belongs to another run, or a start at step 0 would lose training.
         DamagedCheckpointError: the checkpoint is damaged and ``checkpoint.on_damage`` allows no older one.
     """
-    if run.resume == "never" and not on_rank_0(partial(records.has_begun, run.directory, nonce)):
-        _set_aside(run.directory, rollouts=not replays)
-        on_rank_0(partial(records.remember_beginning, run.directory, nonce))
+    has_begun = on_rank_0(partial(records.has_begun, run.directory, nonce))
+    if run.resume == "never" and not has_begun:
+        _begin(run.directory, nonce, rollouts=not replays)
         return None
     survey = store.survey()
     refuse_damage(checkpoints.on_damage, survey)
@@ -127,7 +127,8 @@ def resume(
     history = records.History(**on_rank_0(partial(_history_values, run.directory)))
     damage = passed | {unusable.path: unusable.reason for unusable in survey.unusable}
     refuse_fresh_start(run, list(damage.values()), history)
-    _set_aside(run.directory, rollouts=not replays)
+    if not has_begun:
+        _begin(run.directory, nonce, rollouts=not replays)
     return None
 
 
@@ -152,8 +153,13 @@ def _leave_behind(
     log.warning("records after step %d are dropped; a copy with them is in %s", step, copy)
 
 
+def _begin(directory: str, nonce: str, *, rollouts: bool) -> None:
+    """Before a start at step 0: move what earlier starts left to a folder of its own, and remember this one's lease."""
+    _set_aside(directory, rollouts=rollouts)
+    on_rank_0(partial(records.remember_beginning, directory, nonce))
+
+
 def _set_aside(directory: str, *, rollouts: bool) -> None:
-    """Before a start at step 0: move what earlier starts left to a folder of its own."""
 
     def act() -> str | None:
         folder = records.set_aside(directory, rollouts=rollouts)

@@ -37,6 +37,7 @@ from megatron_dppo.loop.group_quota import GroupQuota, Selection
 from megatron_dppo.loop.ownership import announce, own_positions, owner
 from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import ComponentSums, ScoredGeneration
+from megatron_dppo.loop.spool import ResponseSpool
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank
@@ -130,7 +131,7 @@ class GeneratedRollouts:
 
     ``job``: a template with every field of a generation job except the problems and the purpose and positions of their
     seeds. ``steps``: number of steps of the run. ``episodes``: the episodes that ``job`` plays, or None.
-    ``credit``: ``environment.credit``.
+    ``credit``: ``environment.credit``. ``spool``: keeps the scored responses; None: none is kept.
     """
 
     rollout: RolloutConfig
@@ -145,7 +146,9 @@ class GeneratedRollouts:
     steps: int
     episodes: Episodes | None = None
     credit: Credit = "trajectory"
+    spool: ResponseSpool | None = None
     _drafts: deque[_Draft] = field(default_factory=deque)
+    _begun: int = 0
     _waited_s: float = 0.0
     _clock: tuple[float, ...] = ()
 
@@ -185,8 +188,13 @@ class GeneratedRollouts:
 
     def run_ahead(self, version: int) -> None:
         """Begin every batch that ``version`` allows, up to the run's last step."""
-        newest_step = self._drafts[-1].step if self._drafts else version + 1
+        if not self.rollout.max_staleness:
+            return
+        newest_step = max(self._begun, version)
         last_step = min(version + 1 + self.rollout.max_staleness, self.steps)
+        if self.spool is not None and version < self.spool.last_trained:
+            # Whether kept responses of later batches may be used is known when these steps have been repeated.
+            last_step = min(last_step, self.spool.last_trained)
         for step in range(newest_step + 1, last_step + 1):
             self._begin(step)
 
@@ -199,6 +207,7 @@ class GeneratedRollouts:
 
     def _begin(self, step: int) -> None:
         draft = _Draft(step)
+        self._begun = step
         self._drafts.append(draft)
         self._ask(draft, self._quota.ask((), 0))
 
@@ -216,10 +225,10 @@ class GeneratedRollouts:
 
     def _ask(self, draft: _Draft, count: int) -> None:
         """Start a round of generation in the background, with ``count`` further problems."""
-        indices = self.sampler.next(count)
+        draft.rounds += 1
+        indices = self._draw(draft.step, draft.rounds, count)
         draft.drawn += indices
         draft.problems += [self.problems[i] for i in indices]
-        draft.rounds += 1
         draft.received = False
         positions = own_positions(draft.unjudged, self.topology)
         seeds = self.job.seeds
@@ -229,8 +238,27 @@ class GeneratedRollouts:
         job = replace(self.job, problems=problems, seeds=seeds)
         round_text = f", round {draft.rounds}" if draft.rounds > 1 else ""
         draft.generation = ScoredGeneration(
-            self.engine, self.scorer, job, f"step {draft.step}: generate{round_text}", draft.step
+            *(
+                self.engine,
+                self.scorer,
+                job,
+                f"step {draft.step}: generate{round_text}",
+                draft.step,
+            ),
+            part=None if self.spool is None else self.spool.part(draft.step, positions),
         )
+
+    def _draw(self, step: int, round_: int, count: int) -> list[int]:
+        """Return the next problems, or those that earlier ranks drew for this round."""
+        if self.spool is None:
+            return self.sampler.next(count)
+        indices = self.spool.draws(step, round_, count)
+        if indices is not None and all(0 <= i < len(self.problems) for i in indices):
+            self.sampler.take(indices)
+        else:
+            indices = self.sampler.next(count)
+        self.spool.note_draws(step, round_, indices)
+        return indices
 
     def _receive(self, draft: _Draft, version: int) -> None:
         """Wait for the round's responses. ``version``: the weight version that the trainer holds."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +19,7 @@ from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.table import carried_topk
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import save_batch
-from megatron_dppo.data.seal import Seal
+from megatron_dppo.data.seal import Seal, text_digest
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.environments.over_http import absent_services
 from megatron_dppo.fleet.membership import EngineUnavailableError
@@ -47,9 +49,21 @@ from megatron_dppo.loop.run_parts import active_line, generation_job, open_episo
 from megatron_dppo.loop.run_state import FILES, ResumeError, RunState, changes_of, settings_of
 from megatron_dppo.loop.sample_maker import SampleMaker
 from megatron_dppo.loop.scorer import Scorer
+from megatron_dppo.loop.server_access import free_shared_devices
+from megatron_dppo.loop.spool import ResponseSpool, settings_of_responses
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.phase_timer import PhaseTimer
-from megatron_dppo.metrics.records import CHECKPOINTS_FOLDER, ROLLOUTS_FOLDER, remember_checkpoint
+from megatron_dppo.metrics.records import (
+    CHECKPOINTS_FOLDER,
+    ROLLOUTS_FOLDER,
+    SPOOL_FOLDER,
+    RecordsError,
+    mean_accuracy,
+    read_records,
+    remember_checkpoint,
+    step_of,
+)
+from megatron_dppo.metrics.records import has_begun as has_begun_run
 from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
@@ -116,6 +130,15 @@ def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence
         data = RunData(config)
 
 
+def _rows_after(directory: str, step: int) -> dict[str, Any]:
+    """Return the records of later steps than ``step`` by step as text; with step 0 that of step 0, too."""
+    try:
+        rows = read_records(directory)
+    except RecordsError:
+        return {}
+    return {str(step_of(row)): row for row in rows if step_of(row) > step or step == 0}
+
+
 def _require_services(config: TrainConfig) -> None:
     """Raise RewardUnavailableError where a reward server or an environment server does not answer."""
     if faults := absent_services(config):
@@ -148,6 +171,7 @@ class Run:
         vocab_size = load_model_shape(config.model.hf_checkpoint).vocab_size
         self.topk = carried_topk(self.algorithm, config.rollout.topk_log_probs, vocab_size)
         with self.timer("start"), patience("others start"):
+            free_shared_devices(config)
             self.trainer = Trainer(config, stats_spec(self.algorithm, self.topk))
             self.hashes = self._start_hashing()
             fence.join()
@@ -158,6 +182,10 @@ class Run:
             self.sampler = data.sampler()
             self.saved_step = 0
             self.state = self._resume()
+            self.spool = self._open_spool()
+            stack.callback(self.spool.close)
+            self.recorded = on_rank_0(partial(_rows_after, config.run.directory, self.state.step))
+            """Records that earlier ranks wrote of steps that this start repeats, by step as text."""
         self._open_generation(stack)
         self.learner = Learner(config, self.trainer, self.algorithm, self.topk)
         self.memory = MemoryChecks(self.trainer)
@@ -183,8 +211,29 @@ class Run:
             self.config.checkpoint.keep,
             self.fence.check_together,
             background=self.config.checkpoint.background,
-            published=partial(remember_checkpoint, directory),
+            published=self._note_checkpoint,
         )
+
+    def _note_checkpoint(self, step: int) -> None:
+        """Note that a checkpoint of ``step`` has its final name. Called on rank 0, from any thread."""
+        remember_checkpoint(self.config.run.directory, step)
+        self.spool.forget_until(step)
+
+    def _open_spool(self) -> ResponseSpool:
+        """Open the responses that are kept since the checkpoint. Collective."""
+        config = self.config
+        is_kept = config.checkpoint.keep_responses and config.rollout.replay_from is None
+        spool = ResponseSpool(
+            Path(config.run.directory) / SPOOL_FOLDER if is_kept else None,
+            self.trainer.topology.rank,
+            lambda step: max(0, step - 1 - config.rollout.max_staleness),
+        )
+        identity = identity_of(config, self.data.train.sha256)
+        settings = text_digest(settings_of_responses(settings_of(config)), identity)
+        spool.open(settings, self.state.step, is_fresh=self._is_fresh)
+        if (count := spool.last_trained - self.state.step) > 0:
+            log.info("repeating %d steps from the responses of earlier ranks", count)
+        return spool
 
     def _open_generation(self, stack: ExitStack) -> None:
         """Open the engine session, the scorer and the episodes, which ``stack`` closes."""
@@ -215,7 +264,11 @@ class Run:
             keeps=rollout.save,
             replays=rollout.replay_from is not None,
         )
-        seals.remember(self.state.step, self.memory.remember_weights(self.state.step))
+        for version, known_digest in sorted(self.spool.known.items()):
+            seals.remember(version, known_digest)
+        digest = self.memory.remember_weights(self.state.step)
+        seals.remember(self.state.step, digest)
+        self.spool.note_trained(self.state.step, digest)
         if self.state.step and self._watches_optimizer:
             # Minutes may pass until the first step: servers start meanwhile.
             self.memory.remember_optimizer(self.state.step)
@@ -277,17 +330,40 @@ class Run:
             layout = self.trainer.layout
             log.info("%s", active_line(config.rollout, placement, dtype, self.algorithm, layout))
         self._check_files()
+        step = self.state.step
+        if self._repeats(step + 1) and (step == 0 or not self._lacks_evaluation(step)):
+            # The servers get the weights of the last repeated step.
+            if step == 0:
+                self._write_row(0, {})
+            self._check_records()
+            return
         update = self._update_weights()
         if self.state.step == 0:
             accuracies = self.evaluations.measure(0)
             self.recorder.write(0, {**update, **accuracies, **self.timer.finish_step()})
-        # Only rank 0 has the records.
-        elif any_rank(self.recorder.lacks_evaluation(self.evaluations.last_due(self.state.step))):
+        elif self._lacks_evaluation(step):
             accuracies = self.evaluations.measure(self.state.step)
             self.recorder.complete(self.state.step, {**update, **accuracies})
         else:
             self.recorder.carry_over(update)
         self._check_records()
+
+    def _complete_step(self, step: int, weights: str, sampler: dict[str, Any]) -> None:
+        """Make ``step`` the run's state. ``weights``: the hash of the weights that it made. Collective."""
+        self.state.step = step
+        self.state.sampler = sampler
+        self.spool.flush()
+        self.fence.check_together()
+        # Every rank has written its responses of the step.
+        self.spool.note_trained(step, weights)
+
+    def _lacks_evaluation(self, step: int) -> bool:
+        """Return whether the record of ``step`` lacks an evaluation. Collective: only rank 0 has the records."""
+        return any_rank(self.recorder.lacks_evaluation(self.evaluations.last_due(step)))
+
+    def _repeats(self, step: int) -> bool:
+        """Return whether earlier ranks have trained on ``step`` already, on responses that were kept."""
+        return step <= self.spool.last_trained
 
     def step(self) -> None:
         """Train on one rollout batch and send the new weights to the engine."""
@@ -303,10 +379,8 @@ class Run:
             self._check_memory()
         self.samples.take(step, batch)
         planned, learned, weights = self._learn(step, batch, seal)
-        self.state.step = step
-        self.state.sampler = batch.sampler
+        self._complete_step(step, weights, batch.sampler)
         self.examples = examples_of(planned.trajectories)
-        self.fence.check_together()
         self._save_batch(step, planned.trajectories, seal and seal.trained(weights))
         samples = self.samples.of_step(step, planned.trajectories, self.learner.masked_by_response)
         # Free the batch before the next one arrives: two do not fit in memory.
@@ -324,13 +398,14 @@ class Run:
             self.evaluations.before_update(step)
             with patience("others generate"):
                 self.source.settle(step)
-            measured |= self._update_weights()
-            measured |= self.evaluations.after_update(step)
+            if not self._repeats(step + 1) or self._has_lost_evaluation(step):
+                measured |= self._update_weights()
+                measured |= self._evaluate(step)
             failpoint("step/generate_ahead")
             self.source.run_ahead(step)
         finally:  # a stop here leaves a checkpoint of this step, so write its metrics row too
             measured |= {**self._failed_checks(), **self.store.figures()}
-            self.recorder.write(step, {**measured, **self.timer.finish_step()})
+            self._write_row(step, {**measured, **self.timer.finish_step()})
             self.recorder.write_samples(samples)
         # While the trainer is parked, the checkpoint waits for the trainer's next turn.
         if self._is_due(self.config.checkpoint.every) and not self.trainer.parked:
@@ -364,6 +439,34 @@ class Run:
         self.seals.remember(step, weights)
         failpoint("step/sealed")
         return planned, learned, weights
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate the policy where that is due and no record has the result. Collective."""
+        if self._repeats(step) and not self._has_lost_evaluation(step):
+            return {}
+        return self.evaluations.after_update(step)
+
+    def _has_lost_evaluation(self, step: int) -> bool:
+        """Return whether an evaluation after ``step`` is due, and earlier ranks left no record of its result."""
+        is_due = bool(self.data.held_out) and self.evaluations.last_due(step) == step
+        return is_due and mean_accuracy(self.recorded.get(str(step), {})) is None
+
+    def _write_row(self, step: int, measured: Mapping[str, float]) -> None:
+        """Write the record of ``step``; of a repeated step that of the earlier ranks, which took the real time."""
+        row = self.recorded.get(str(step)) if self._repeats(step) else None
+        if row is None:
+            self.recorder.write(step, measured)
+            return
+        values = {
+            name: math.nan if value is None else value
+            for name, value in row.items()
+            if name not in ("step", "weight_version")
+        }
+        added = {
+            name: value for name, value in measured.items() if names.accuracy_set(name) is not None
+        }
+        self.recorder.write(step, {**added, **values})
+        self.recorder.carry_over(measured)
 
     def finish(self) -> None:
         """Export the policy, compare the export with the trainer, write report and summary, and upload the export."""
@@ -434,11 +537,14 @@ class Run:
         identity = identity_of(self.config, self.data.train.sha256)
         replays = self.config.rollout.replay_from is not None
         run, checkpoints = self.config.run, self.config.checkpoint
+        nonce = self.fence.nonce
+        has_begun = on_rank_0(partial(has_begun_run, run.directory, nonce))
         state = resume(
             *(run, checkpoints, self.trainer, self.store, identity),
             replays=replays,
-            nonce=self.fence.nonce,
+            nonce=nonce,
         )
+        self._is_fresh = state is None and not has_begun
         if state is None:
             return RunState(sampler=self.sampler.state_dict(), identity=identity)
         self.saved_step = state.step
@@ -484,6 +590,7 @@ class Run:
             steps=self.config.run.steps,
             episodes=self.episodes,
             credit=self.config.environment.credit,
+            spool=self.spool,
         )
 
     def _evaluations(self) -> Evaluations:

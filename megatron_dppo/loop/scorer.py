@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 from megatron_dppo.config.data_schema import RewardConfig
@@ -41,6 +43,21 @@ class PendingScore:
         future.set_result(score)
         return cls({"environment": future}, {"environment": 1.0})
 
+    def when_done(self, call: Callable[[Score], None]) -> None:
+        """Call ``call`` with the weighted sum once all scores are known, from any thread; not after an error."""
+        remaining = set(self.scores)
+        counting = threading.Lock()
+
+        def count(name: str, _: Future[Score]) -> None:
+            with counting:
+                remaining.discard(name)
+                is_last = not remaining
+            if is_last and not any(map(_has_failed, self.scores.values())):
+                call(self.result())
+
+        for name, score in self.scores.items():
+            score.add_done_callback(partial(count, name))
+
     def result(self) -> Score:
         """Wait for all scores and return their weighted sum. A refusal begins with the problem's file and line.
 
@@ -63,6 +80,10 @@ class PendingScore:
             return ""
         place = None if self.place_of is None else self.place_of(self.problem.prompt_ids)
         return f"{place or f'problem {self.problem.problem_id}'}: "
+
+
+def _has_failed(score: Future[Score]) -> bool:
+    return score.cancelled() or score.exception() is not None
 
 
 class Scorer:

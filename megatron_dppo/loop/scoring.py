@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 from megatron_dppo.config.data_schema import Credit
@@ -14,6 +15,7 @@ from megatron_dppo.fleet.generation import GenerationJob, OnResponse
 from megatron_dppo.loop.credit import with_rewards
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.scorer import PendingScore, Scorer
+from megatron_dppo.loop.spool import StepPart
 from megatron_dppo.metrics import table as names
 from megatron_dppo.rewards import RewardInput, RewardUnavailableError
 from megatron_dppo.rewards.verifier import Score, require
@@ -58,6 +60,7 @@ class ScoredGeneration:
         job: this rank's own problems and how to sample.
         description: text of the progress bar.
         order: of two open generations, the one with the lower order is served first.
+        part: keeps each scored response, and has those that exist already; None: none is kept.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class ScoredGeneration:
         job: GenerationJob,
         description: str,
         order: int = 0,
+        part: StepPart | None = None,
     ) -> None:
         self._engine = engine
         self._scorer = scorer
@@ -75,8 +79,13 @@ class ScoredGeneration:
         self._order = order
         self._scores: dict[Hashable, PendingScore] = {}
         self._responses: list[Trajectory] = []
-        arrived = score_on_arrival(scorer, job, self._scores)
-        self._generation = engine.start(job, description, arrived, order)
+        self._part = part
+        done: dict[Hashable, Trajectory] = {}
+        for key, (response, score) in ({} if part is None else part.found(job.problems)).items():
+            done[key] = response
+            self._scores[key] = PendingScore.known(score)
+        arrived = score_on_arrival(scorer, job, self._scores, part)
+        self._generation = engine.start(job, description, arrived, order, done)
         self._earlier_seconds = 0.0
         self._earlier_redrawn = 0
         self._earlier_timed_out = 0
@@ -171,7 +180,7 @@ class ScoredGeneration:
         scored: dict[Hashable, Trajectory] = {
             key: t for key, t in responses.items() if key not in replaced_keys
         }
-        arrived = score_on_arrival(self._scorer, job, self._scores)
+        arrived = score_on_arrival(self._scorer, job, self._scores, self._part)
         self._earlier_seconds, self._earlier_redrawn = self.seconds, self.redrawn
         self._earlier_timed_out = self.timed_out
         description = f"{self._description}, replacement {number}"
@@ -214,9 +223,15 @@ def reward_responses(
 
 
 def score_on_arrival(
-    scorer: Scorer, job: GenerationJob, scores: dict[Hashable, PendingScore]
+    scorer: Scorer,
+    job: GenerationJob,
+    scores: dict[Hashable, PendingScore],
+    part: StepPart | None = None,
 ) -> OnResponse:
-    """Return the callback that stores the pending score of each response in ``scores``."""
+    """Return the callback that stores the pending score of each response in ``scores``.
+
+    ``part`` keeps each response when its score is known.
+    """
 
     # A closure: with a method, the generation would keep itself and its responses in memory.
     def arrived(key: Hashable, response: Trajectory) -> None:
@@ -224,9 +239,11 @@ def score_on_arrival(
         if response.finish_reason == "failed":
             scores[key] = PendingScore.known(Score.without_value(response.reason))
             return
-        if not response.wants_score:
+        if response.wants_score:
+            scores[key] = scorer.submit(problem, response.text)
+        else:
             scores[key] = PendingScore.known(Score(0.0))
-            return
-        scores[key] = scorer.submit(problem, response.text)
+        if part is not None:
+            scores[key].when_done(partial(part.keep, key, response))  # type: ignore[arg-type]
 
     return arrived

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.config.lora import updates_adapters
+from megatron_dppo.config.schema import LoraConfig, TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.client import HttpClient
+from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.running_server import check_engine
 from megatron_dppo.engine.server_state import MemoryTag
-from megatron_dppo.engine.weights import EngineWeights, Occupation
+from megatron_dppo.engine.weights import TAGS, EngineWeights, Occupation
 from megatron_dppo.fleet import membership
+from megatron_dppo.fleet.endpoint import ENDPOINT_VARIABLE, RecordClient
+from megatron_dppo.fleet.record import STARTED_KEYS_VARIABLE, Keys
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.lease import start_of_ranks
 from megatron_dppo.weight_sync.engines import interrupt_and_release
 from megatron_dppo.weight_sync.reach import check_reach
+
+log = logging.getLogger(__name__)
 
 _FORGET_S = 20.0
 
@@ -81,3 +93,37 @@ class ServerAccess:
             timeout_s=self.weight_sync.timeout_s,
             patience_s=self.sections.engine.hang_timeout_s,
         )
+
+
+def free_shared_devices(config: TrainConfig) -> None:
+    """Have colocated servers release their memory before ranks that start again allocate theirs. Runs on every rank.
+
+    Rank 0 asks the servers; the other ranks wait for it when they meet. A server that does not release its memory is
+    reported lost, so that the supervisor ends it.
+    """
+    start, is_rank_0 = start_of_ranks() or 1, os.environ.get("RANK", "0") == "0"
+    if start == 1 or not is_rank_0 or config.engine.placement != "colocated":
+        return
+    url, keys = os.environ.get(ENDPOINT_VARIABLE), os.environ.get(STARTED_KEYS_VARIABLE)
+    if url is None or keys is None:
+        return
+    record = RecordClient(url, Keys(**json.loads(keys)), start)
+    shape = load_model_shape(config.model.hf_checkpoint)
+    access = ServerAccess(ServerSections.of(config), config.weight_sync, shape)
+    tags = released_tags(config.lora)
+    with AsyncRunner() as runner:
+        for server in record.servers():
+            if not server.replaceable:
+                continue
+            member = membership.Member.of(server, record.keys(server), config.engine)
+            try:
+                runner.run(access.release_memory(member, tags))
+            except (EngineError, OSError) as error:
+                log.warning("%s does not release its memory: %s", server.name, error)
+                record.report_lost(server)
+
+
+def released_tags(lora: LoraConfig) -> list[MemoryTag]:
+    """Return the memory tags that colocated servers release in the trainer's turn."""
+    # Updates of adapters don't send the frozen model again, so the servers keep it.
+    return [tag for tag in TAGS if tag != "weights" or not updates_adapters(lora)]

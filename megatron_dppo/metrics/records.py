@@ -241,6 +241,8 @@ class MetricsWriter:
 
 CHECKPOINTS_FOLDER = "checkpoints"
 ROLLOUTS_FOLDER = "rollouts"
+SPOOL_FOLDER = "spool"
+"""Scored responses since the newest checkpoint (``loop/spool.py``)."""
 BATCH_FILES = "step_*.safetensors"
 """File names of saved batches in that folder."""
 EXPORT_FOLDER = "hf"

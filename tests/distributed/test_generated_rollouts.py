@@ -24,12 +24,14 @@ class ScriptedEngine:
     def __init__(self, flat: int) -> None:
         self.version, self.events, self._flat = 0, [], flat
         self.seeds: list[int | None] = []
+        self.asked: list[int] = []
         self.now = 0.0
 
     busy_s = 0.0
 
     def start(self, job, description: str, on_response, order: int, done=None):
         self.events.append(f"start {description}")
+        self.asked.append(len(job.requests(done)))
         self.seeds += [request.sampling.seed for request in job.requests()]
         return SimpleNamespace(
             job=job, description=description, version=self.version, seconds=0.5,
@@ -47,7 +49,7 @@ class ScriptedEngine:
         for key, trajectory in reversed(answers.items()):  # in whatever order they come
             if key not in generation.done:
                 generation.on_response(key, trajectory)
-        return list(answers.values())
+        return list((answers | generation.done).values())
 
     def _answer(self, problem, sample: int, version: int):
         from megatron_dppo.data.trajectory import Trajectory
@@ -80,7 +82,9 @@ def two_leaders() -> Any:
     )  # fmt: skip
 
 
-def source_of(folder: str, engine: ScriptedEngine, scorer, sampler, changes: dict[str, Any]):
+def source_of(
+    folder: str, engine: ScriptedEngine, scorer, sampler, changes: dict[str, Any], spool=None
+):
     from pathlib import Path
 
     import torch.distributed as dist
@@ -111,6 +115,7 @@ def source_of(folder: str, engine: ScriptedEngine, scorer, sampler, changes: dic
         sampler,
         PhaseTimer(),
         steps=STEPS,
+        spool=spool,
     )
 
 
@@ -179,6 +184,78 @@ def steps(
         "samplers": [b.sampler for b in batches],
         "events": engine.events,
         "seeds": engine.seeds,
+    }
+
+
+def restarted(
+    folder: str, changes: dict[str, Any], *, flat: int = 1000, same_weights: bool = True
+) -> dict[str, Any]:
+    """Ranks die after step 2 with three responses of step 3; others go on from the checkpoint of step 1."""
+    from contextlib import closing
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from megatron_dppo.loop.spool import ResponseSpool
+
+    staleness = changes.get("max_staleness", 0)
+
+    def open_spool(step: int, *, is_fresh: bool) -> ResponseSpool:
+        oldest = lambda step: max(0, step - 1 - staleness)  # noqa: E731
+        spool = ResponseSpool(Path(folder) / "spool", dist.get_rank(), oldest)
+        spool.open("settings", step, is_fresh=is_fresh)
+        return spool
+
+    def digests(batch) -> list[Any]:
+        held = sorted(batch.trajectories.items())
+        return [[i, t.digests(), t.reward, t.advantage, t.text] for i, t in held]
+
+    def upcoming(batch) -> list[int]:
+        following = fresh_sampler()
+        following.load_state_dict(batch.sampler)
+        return following.next(20)
+
+    first, second, states = [], [], []
+    engine, sampler = ScriptedEngine(flat), fresh_sampler()
+    with scorer_without(None) as scorer, closing(open_spool(0, is_fresh=True)) as spool:
+        source = source_of(folder, engine, scorer, sampler, changes, spool)
+        for step in (1, 2):
+            batch = source.collect(step)
+            first.append([digests(batch), upcoming(batch)])
+            states.append(batch.sampler)
+            spool.flush()
+            dist.barrier()
+            spool.note_trained(step, f"weights {step}")
+            source.settle(step)
+            engine.version = step
+            source.run_ahead(step)
+        if not source._drafts:
+            source._begin(3)
+        generation = source._drafts[0].generation._generation
+        for key in ((0, 0), (0, 1), (1, 0)):
+            if key not in generation.done:
+                problem = generation.job.problems[key[0]]
+                answer = engine._answer(problem, key[1], generation.version)
+                generation.on_response(key, answer)
+    dist.barrier()
+    engine, sampler = ScriptedEngine(flat), fresh_sampler()
+    engine.version = 2
+    sampler.load_state_dict(states[0])
+    with scorer_without(None) as scorer, closing(open_spool(1, is_fresh=False)) as spool:
+        source = source_of(folder, engine, scorer, sampler, changes, spool)
+        batch = source.collect(2)
+        second.append([digests(batch), upcoming(batch)])
+        spool.note_trained(2, "weights 2" if same_weights else "others")
+        source.settle(2)
+        repeated = list(engine.asked)
+        source.run_ahead(2)
+        source.collect(3)
+    return {
+        "first": first[1:],
+        "second": second,
+        "repeated": repeated,
+        "new": engine.asked[len(repeated)],
+        "known": sorted(spool.known),
     }
 
 
@@ -262,6 +339,14 @@ FILTER = {
 RETRACT = {"interrupt": "retract"}
 
 
+RESTARTS: dict[str, tuple[dict[str, Any], int]] = {
+    "synchronous": ({}, 1000),
+    "ahead": (RETRACT | {"max_staleness": 1}, 1000),
+    "filtered": (FILTER, 2),
+    "filtered ahead": (FILTER | RETRACT | {"max_staleness": 1}, 2),
+}
+
+
 def worker(folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -284,6 +369,11 @@ def worker(folder: str) -> dict[str, Any]:
             folder, FILTER | RETRACT | {"max_staleness": 2}, flat=2, resume_after=2
         ),
         "hopeless": steps(folder, FILTER, flat=1),
+        **{
+            f"restarted, {name}": restarted(folder, case[0], flat=case[1])
+            for name, case in RESTARTS.items()
+        },
+        "restarted, others": restarted(folder, RETRACT, same_weights=False),
         "late": late_weights(folder),
         "replayed": replayed(folder),
     }
@@ -298,6 +388,23 @@ def ranks(tmp_path_factory) -> list[dict[str, Any]]:
 def runs(ranks) -> dict[str, Any]:
     """Rank 0's view; ``test_both_ranks_see_the_same`` lets it stand for both."""
     return ranks[0]
+
+
+@pytest.mark.parametrize("mode", RESTARTS)
+def test_ranks_that_start_again_repeat_steps_and_sample_what_is_missing(ranks, mode):
+    for rank in ranks:
+        run = rank[f"restarted, {mode}"]
+        assert run["second"] == run["first"]
+        assert set(run["repeated"]) == {0}
+        first_round = PROMPTS // 2 * GROUP * (2 if "filtered" in mode else 1)
+        assert run["new"] == first_round - 3
+    assert ranks[0]["restarted, ahead"]["known"] == [1]
+
+
+def test_responses_of_other_weights_are_sampled_anew(ranks):
+    """Repeated steps made other weights, as they may on a GPU."""
+    for rank in ranks:
+        assert rank["restarted, others"]["new"] == PROMPTS // 2 * GROUP
 
 
 def drawn(seed: int = 3) -> list[int]:

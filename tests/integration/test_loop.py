@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.data.batch_file import load_batch
+from megatron_dppo.data.batch_file import SavedBatch, load_batch
 from megatron_dppo.diagnostics.doctor.__main__ import main as doctor
 from megatron_dppo.fleet.record import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from megatron_dppo.metrics.records import BATCH_FILES
 from megatron_dppo.system.lease import LeaseFiles
 from tests.integration.runs import (
     GROUP,
@@ -119,24 +120,34 @@ def test_trainer_engine_and_export_agree(disturbed):
 
 
 def test_a_run_outlives_a_rank_and_a_server_until_ctrl_c(config, tmp_path):
-    """Trainer and server in turn on the same devices; a rank dies, then the server, whoever's turn it is."""
+    """Trainer and server in turn on the same devices; a rank dies, then the server, whoever's turn it is.
+
+    There is no checkpoint, so the new ranks repeat every step, from the responses that were kept.
+    """
     directory = tmp_path / "killed"
     overrides = (
         *(f"run.directory={directory}", "run.steps=40", "evaluation.every=40"),
         *("engine.placement=colocated", "rollout.max_staleness=1", "rollout.interrupt=retract"),
+        "checkpoint.every=40",
     )
     with TrainingRun(config, *overrides) as run:
-        run.wait_for_step(2)
+        run.wait_for_step(3)
         server, killed = run.find("launch_server"), run.rank(1)
         killed.send_signal(signal.SIGKILL)
-        run.wait_for(lambda: "resumed from" in run.text)
+        died = time.monotonic()
+        before = records_of(directory)
+        weights = weights_of(directory)
+        run.wait_for(lambda: "repeating" in run.text)
         assert "rank 1 was killed by SIGKILL" in run.text
-        reached = steps_of(directory)[-1]
-        run.wait_for_step(reached + 2)
+        run.wait_for_step(len(before))
+        print(f"first step {time.monotonic() - died:.1f} s after the death of a rank")
+        assert run.text.count("bit for bit") >= 3
+        assert weights.items() <= weights_of(directory).items()
+        assert records_of(directory)[: len(before)] == before
         assert server.is_running()
         assert run.rank(1) != killed
         server.send_signal(signal.SIGKILL)
-        run.wait_for_step(reached + 5)
+        run.wait_for_step(len(before) + 2)
         run.interrupt()
         run.finish(code=130, timeout=60)
         assert run.text.count("restart 1 of 3") == 2
@@ -146,6 +157,13 @@ def test_a_run_outlives_a_rank_and_a_server_until_ctrl_c(config, tmp_path):
     saved = sorted((directory / "checkpoints").iterdir())
     assert saved[-1].name == f"step_{recorded[-1]:06d}"
     assert_every_response_counted_once(directory, recorded[-1])
+
+
+def weights_of(directory: Path) -> dict[str, str]:
+    """The hash of the weights that each step made, by the batch that is saved of it."""
+    paths = sorted((directory / "rollouts").glob(BATCH_FILES))
+    seals = {path.name: SavedBatch(path.parent, int(path.stem[5:])).seal for path in paths}
+    return {name: seal.weights[seal.step] for name, seal in seals.items()}
 
 
 def test_a_batch_that_stops_a_run_is_kept_for_the_doctor(config, tmp_path):

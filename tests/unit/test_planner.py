@@ -553,7 +553,7 @@ def test_the_command_prints_every_part_and_exits_0(capsys, monkeypatch):
     assert command.main(words) == 0
     out = capsys.readouterr().out
     for part in ("Who runs where", "A trainer rank's GPU", "A server's GPU", "Host memory", "What moves",
-                 "A step, seconds", "It fits."):  # fmt: skip
+                 "after a rank's death", "A step, seconds", "It fits."):  # fmt: skip
         assert part in out
     assert command.main([*words, "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)

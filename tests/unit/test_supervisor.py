@@ -311,14 +311,20 @@ def test_restarts_of_ranks_are_bounded(start):
 
 
 @pytest.mark.parametrize(
-    ("ending", "starts"), [("sys.exit(2)", 1), ("sys.exit(1)", 1), ("train(); sys.exit(1)", 2)]
+    ("ending", "starts", "code"),
+    [
+        ("if start == 1: sys.exit(2)", 1, 1),
+        ("if start == 1: sys.exit(1)", 1, 1),
+        ("train()\nif start == 1: sys.exit(1)", 2, 0),
+        ("train(); sys.exit(1)", 3, 1),
+    ],
 )
-def test_which_errors_of_a_rank_start_the_ranks_again(start, ending, starts):
-    """A refusal never, and no error that came before the run had trained."""
+def test_which_errors_of_a_rank_start_the_ranks_again(start, ending, starts, code):
+    """A refusal never, no error that came before the run had trained, and no second one without progress."""
     trains = "def train(): open(path_of('trained'), 'w').close()\n"
-    rank = STARTS + trains + f"note(str(start))\nif start == 1: {ending}\n"
-    run = start(rank, STAYS_UP, world_size=1, rank_restarts=1)
-    assert run.end() == (1 if starts == 1 else 0)
+    rank = STARTS + trains + f"note(str(start))\n{ending}\n"
+    run = start(rank, STAYS_UP, world_size=1, rank_restarts=9)
+    assert run.end() == code
     assert run.notes() == [str(number + 1) for number in range(starts)]
 
 

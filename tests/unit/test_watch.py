@@ -64,6 +64,7 @@ def write_run(folder: Path, steps: int) -> MetricsWriter:
     fleet = FleetRecord(folder)
     fleet.publish(Server("engine0", "http://127.0.0.1:30000", 1))
     fleet.publish_status(4, {"engine0": "serving"})
+    fleet.begin_ranks(3)
     writer = MetricsWriter(folder)
     for step in range(steps):
         writer.write(step, record(step))
@@ -114,7 +115,10 @@ def test_what_is_told_of_a_run(tmp_path):
         assert state["phases"]["seconds"] == seconds
         assert state["masked"] == [[HOSTILE[:40], 7, 2, 4]]
         assert state["fleet"]["version"] == 4
-        assert state["fleet"]["servers"] == [["engine0", "http://127.0.0.1:30000", "serving"]]
+        server, ranks = state["fleet"]["servers"]
+        assert server == ["engine0", "http://127.0.0.1:30000", "serving"]
+        assert ranks[0] == "ranks"
+        assert "start 3" in ranks[2]
         assert state["lines"] == [WARNED]
         assert state["faults"] == [["games", 3, HOSTILE]]
         ((step, finding, _),) = state["unusual"]

@@ -1,0 +1,132 @@
+"""Files of scored responses that grow response by response: frames, each with the hash of its content. Nothing is
+pickled.
+
+    frame      magic, 4 bytes; length of the content, 8 bytes, little endian; XXH3 of the content, 16 bytes; the content
+    content    safetensors: ``token_ids``, ``loss_mask`` and one array a column; the metadata has JSON with all else
+
+The process that appends a frame may die in the middle of it, so an incomplete frame ends the file. A frame whose
+content has another hash is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from megatron_dppo.data.trajectory import Stamp, Trajectory
+
+log = logging.getLogger(__name__)
+
+_MAGIC = b"RSP1"
+_LENGTH, _HASH = 8, 16
+_HEADER = len(_MAGIC) + _LENGTH + _HASH
+_FACTS = "facts"
+_COLUMN = "column."
+_FIELDS = (
+    *("problem_id", "sample_index", "finish_reason", "text", "prompt_tokens", "cached_tokens"),
+    *("ended_by", "turn_rewards", "turn_times", "wants_score"),
+)
+"""Fields of a trajectory that are stored as JSON. Reward, advantage and components follow from the score."""
+
+
+@dataclass(frozen=True)
+class ScoredResponse:
+    """A response and its score.
+
+    Attributes:
+        key: (position of its group in the batch, number of the response in the group).
+        trajectory: the response, stamped, without a reward.
+        score: the fields of the score, plain JSON.
+    """
+
+    key: tuple[int, int]
+    trajectory: Trajectory
+    score: Mapping[str, Any]
+
+
+def open_frames(path: Path) -> BinaryIO:
+    """Open a file to append frames, without an incomplete frame at its end. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "ab+")  # noqa: SIM115  returned
+    size, end = path.stat().st_size, 0
+    while end < size:
+        file.seek(end)
+        header = file.read(_HEADER)
+        length = int.from_bytes(header[len(_MAGIC) : len(_MAGIC) + _LENGTH], "little")
+        next_end = end + _HEADER + length
+        if len(header) < _HEADER or not header.startswith(_MAGIC) or next_end > size:
+            file.truncate(end)
+            break
+        end = next_end
+    return file
+
+
+def append_frame(file: BinaryIO, response: ScoredResponse) -> None:
+    """Append one frame and flush it. Raises OSError."""
+    content = _encode(response)
+    digest = xxhash.xxh3_128_digest(content)
+    file.write(_MAGIC + len(content).to_bytes(_LENGTH, "little") + digest + content)
+    file.flush()
+
+
+def read_frames(path: Path) -> Iterator[ScoredResponse]:
+    """Yield the whole frames of a file, in order; log a warning for each damaged one."""
+    with open(path, "rb") as file:
+        while len(header := file.read(_HEADER)) == _HEADER:
+            length = int.from_bytes(header[len(_MAGIC) : len(_MAGIC) + _LENGTH], "little")
+            if not header.startswith(_MAGIC) or length > path.stat().st_size:
+                log.warning("%s: damaged before byte %d; the rest is not used", path, file.tell())
+                return
+            content = file.read(length)
+            if len(content) < length:
+                return
+            if xxhash.xxh3_128_digest(content) != header[-_HASH:]:
+                log.warning("%s: a response before byte %d is damaged", path, file.tell())
+                continue
+            try:
+                yield _decode(content)
+            except (SafetensorError, KeyError, TypeError, ValueError) as error:
+                log.warning("%s: a response before byte %d: %s", path, file.tell(), error)
+
+
+def _encode(response: ScoredResponse) -> bytes:
+    t = response.trajectory
+    facts = {
+        "key": response.key,
+        "score": dict(response.score),
+        "stamp": None if t.stamp is None else asdict(t.stamp),
+        **{name: getattr(t, name) for name in _FIELDS},
+    }
+    arrays = {"token_ids": t.token_ids, "loss_mask": t.loss_mask}
+    arrays |= {_COLUMN + name: array for name, array in t.columns.items()}
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    return save(contiguous, {_FACTS: json.dumps(facts)})
+
+
+def _decode(content: bytes) -> ScoredResponse:
+    header_length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + header_length])
+    facts = json.loads(header["__metadata__"][_FACTS])
+    arrays = load(content)
+    fields = {name: facts[name] for name in _FIELDS}
+    fields["turn_rewards"] = tuple(fields["turn_rewards"])
+    fields["turn_times"] = tuple(fields["turn_times"])
+    trajectory = Trajectory(
+        token_ids=arrays.pop("token_ids"),
+        loss_mask=arrays.pop("loss_mask"),
+        columns={name.removeprefix(_COLUMN): array for name, array in arrays.items()},
+        stamp=None if facts["stamp"] is None else Stamp(**facts["stamp"]),
+        **fields,
+    )
+    trajectory.check()
+    position, sample = facts["key"]
+    return ScoredResponse((position, sample), trajectory, facts["score"])

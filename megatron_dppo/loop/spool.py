@@ -1,0 +1,294 @@
+"""The spool: the scored responses since the newest checkpoint, kept so that ranks that start again do nothing twice.
+
+    <run.directory>/spool/
+      settings                   hash of the settings that the responses depend on
+      trained.jsonl              {"step", "weights"}: a step that was trained on, and the hash of the weights it made
+      step_<n>/draws.jsonl       {"round", "problems"}: the problems that were drawn for the batch of step n
+      step_<n>/rank<r>.frames    the scored responses of leader r (``data/response_frames.py``)
+
+Each leader appends its own responses as soon as they are scored, from a thread of its own. Ranks that resume from the
+checkpoint of step k draw the same problems again and find the responses there: those of steps that were trained on, so
+that training repeats these steps exactly, and those of batches in the making. Steps up to the newest checkpoint are
+removed. A write error ends the use of the spool with a warning, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron_dppo.data.response_frames import (
+    ScoredResponse,
+    append_frame,
+    open_frames,
+    read_frames,
+)
+from megatron_dppo.data.trajectory import Problem, Trajectory
+from megatron_dppo.metrics.records import read_step_lines
+from megatron_dppo.rewards.verifier import Score
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.files import write_atomically
+from megatron_dppo.trainer.collectives import on_rank_0
+
+log = logging.getLogger(__name__)
+
+_SETTINGS, _TRAINED, _DRAWS = "settings", "trained.jsonl", "draws.jsonl"
+Key = tuple[int, int]
+
+
+@dataclass
+class ResponseSpool:
+    """The spool of one rank. Call ``open`` first; ``close`` waits for what is still to be written.
+
+    Attributes:
+        folder: the spool's folder; None where nothing is kept.
+        rank: global rank.
+        oldest_version: returns the oldest weight version that may sample the batch of a step.
+        trained: hash of the weights that each step made, of the steps since the checkpoint, in order.
+        known: hash of the weights versions up to the checkpoint's, as far as they may have sampled a response.
+    """
+
+    folder: Path | None
+    rank: int
+    oldest_version: Callable[[int], int]
+    trained: dict[int, str] = field(default_factory=dict, init=False)
+    known: dict[int, str] = field(default_factory=dict, init=False)
+    uses_untrained: bool = field(default=True, init=False)
+    """Whether responses of batches that were not trained on may be used: the weights that sampled them are these."""
+    _draws: dict[tuple[int, int], list[int]] = field(default_factory=dict, init=False)
+    _files: dict[int, BinaryIO] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._writer = ThreadPoolExecutor(1, "spool")
+        self._failed = self.folder is None
+
+    def open(self, settings: str, step: int, *, is_fresh: bool) -> None:
+        """Read what earlier ranks left of the steps after ``step``. Collective.
+
+        Args:
+            settings: hash of the settings that responses depend on; what other settings left is removed.
+            step: the step of the checkpoint that was loaded; 0 without one.
+            is_fresh: whether the run begins anew, so that nothing is used.
+        """
+        if self.folder is None:
+            return
+        trained, draws = on_rank_0(lambda: self._read(settings, step, is_fresh=is_fresh))
+        self.known = {version: digest for version, digest in trained if version <= step}
+        self.trained = {version: digest for version, digest in trained if version > step}
+        self._draws = {(number, round_): problems for number, round_, problems in draws}
+
+    @property
+    def last_trained(self) -> int:
+        """The last step that earlier ranks have trained on since the checkpoint; 0 without one."""
+        return max(self.trained, default=0)
+
+    def draws(self, step: int, round_: int, count: int) -> list[int] | None:
+        """Return the ``count`` problems that earlier ranks drew in this round of a step's batch; None if unknown."""
+        problems = self._draws.get((step, round_))
+        return problems if problems is not None and len(problems) == count else None
+
+    def note_draws(self, step: int, round_: int, problems: Sequence[int]) -> None:
+        """Store the problems of a round. Runs on every rank; rank 0 writes."""
+        if self.rank == 0 and self._draws.get((step, round_)) != list(problems):
+            line = json.dumps({"step": step, "round": round_, "problems": list(problems)}) + "\n"
+            self._submit(self._append_line, f"{_step_name(step)}/{_DRAWS}", line)
+
+    def part(self, step: int, positions: Sequence[int]) -> StepPart:
+        """Return this rank's part of a step's batch, whose groups have these positions."""
+        return StepPart(self, step, tuple(positions))
+
+    def found(self, step: int) -> dict[Key, ScoredResponse]:
+        """Return this rank's responses of a step by key, as far as they are whole and young enough."""
+        if self.folder is None or not (self.uses_untrained or step in self.trained):
+            return {}
+        path = self._frames_of(step)
+        if not path.is_file():
+            return {}
+        oldest = self.oldest_version(step)
+        found: dict[Key, ScoredResponse] = {}
+        for response in read_frames(path):
+            versions = {span.weight_version for span in response.trajectory.version_spans}
+            if all(oldest <= version < step for version in versions):
+                found[response.key] = response
+        return found
+
+    def keep(self, step: int, response: ScoredResponse) -> None:
+        """Append a response in the background."""
+        self._submit(self._append_frame, step, response)
+
+    def flush(self) -> None:
+        """Wait until all that was kept is written."""
+        self._writer.submit(_nothing).result()
+
+    def note_trained(self, step: int, digest: str) -> None:
+        """Store the hash of the weights that ``step`` made, after all that was kept before. Rank 0 writes."""
+        if step in self.trained:
+            self._compare(step, digest)
+        elif self.rank == 0 and step not in self.known:
+            line = json.dumps({"step": step, "weights": digest}) + "\n"
+            self._submit(self._append_line, _TRAINED, line)
+        self._submit(self._close_file, step)
+
+    def forget_until(self, step: int) -> None:
+        """Remove the steps up to that of a checkpoint that is published. Called on rank 0, from any thread."""
+        if self.folder is None:
+            return
+        for path in self.folder.glob("step_*"):
+            if int(path.name.removeprefix("step_")) <= step:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        self._writer.shutdown()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _compare(self, step: int, digest: str) -> None:
+        expected_hash = self.trained[step]
+        if digest == expected_hash:
+            log.info(
+                "step %d was repeated from the responses of the earlier ranks, bit for bit", step
+            )
+            return
+        if self.rank == 0:
+            line = json.dumps({"step": step, "weights": digest}) + "\n"
+            self._submit(self._append_line, _TRAINED, line)
+        self._submit(self._drop_untrained)
+        self.uses_untrained = False
+        log.warning(
+            "step %d was repeated from the responses of the earlier ranks, and its weights have the hash %s, those of "
+            "the earlier ranks %s: the responses of batches in the making are sampled anew",
+            *(step, digest, expected_hash),
+        )
+
+    def _read(self, settings: str, step: int, *, is_fresh: bool) -> list[Any]:
+        assert self.folder is not None
+        path = self.folder / _SETTINGS
+        try:
+            is_known = path.is_file() and path.read_text() == settings
+            if is_fresh or not is_known:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self.folder.mkdir(parents=True)
+                write_atomically(path, settings)
+                return [[], []]
+            self.forget_until(step)
+            return [self._read_trained(step), self._read_draws()]
+        except (OSError, RunError, KeyError) as error:
+            log.warning("spool: nothing of earlier ranks is used: %s", error)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return [[], []]
+
+    def _read_trained(self, step: int) -> list[tuple[int, str]]:
+        assert self.folder is not None
+        path = self.folder / _TRAINED
+        lines = read_step_lines(path) if path.is_file() else []
+        digests = {line["step"]: str(line["weights"]) for line in lines}
+        first_version = self.oldest_version(step + 1)
+        trained = [(s, d) for s, d in sorted(digests.items()) if first_version <= s <= step]
+        while step + 1 in digests:
+            step += 1
+            trained.append((step, digests[step]))
+        kept_lines = [json.dumps({"step": s, "weights": d}) + "\n" for s, d in trained]
+        write_atomically(path, "".join(kept_lines))
+        return trained
+
+    def _read_draws(self) -> list[tuple[int, int, list[int]]]:
+        assert self.folder is not None
+        draws = []
+        for path in sorted(self.folder.glob(f"step_*/{_DRAWS}")):
+            lines = read_step_lines(path)
+            # Without the incomplete line of a killed rank, to which the next line would be added.
+            write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
+            draws += [(line["step"], line["round"], line["problems"]) for line in lines]
+        return draws
+
+    def _frames_of(self, step: int) -> Path:
+        assert self.folder is not None
+        return self.folder / _step_name(step) / f"rank{self.rank}.frames"
+
+    def _submit(self, write: Callable[..., None], *arguments: Any) -> None:
+        if not self._failed:
+            self._writer.submit(self._write, write, *arguments)
+
+    def _write(self, write: Callable[..., None], *arguments: Any) -> None:
+        if self._failed:
+            return
+        try:
+            write(*arguments)
+        except OSError as error:
+            self._failed = True
+            log.warning(
+                "%s: %s; responses are no longer kept for a restart of the ranks",
+                *(self.folder, error.strerror),
+            )
+
+    def _append_frame(self, step: int, response: ScoredResponse) -> None:
+        if step not in self._files:
+            self._files[step] = open_frames(self._frames_of(step))
+        append_frame(self._files[step], response)
+
+    def _drop_untrained(self) -> None:
+        assert self.folder is not None
+        for path in self.folder.glob(f"step_*/rank{self.rank}.frames"):
+            step = int(path.parent.name.removeprefix("step_"))
+            if step > self.last_trained:
+                self._close_file(step)
+                path.unlink()
+
+    def _close_file(self, step: int) -> None:
+        if (file := self._files.pop(step, None)) is not None:
+            file.close()
+
+    def _append_line(self, name: str, line: str) -> None:
+        assert self.folder is not None
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            file.write(line)
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """This rank's part of a round of a step's batch. ``positions``: of its groups in the batch, in the job's order."""
+
+    spool: ResponseSpool
+    step: int
+    positions: tuple[int, ...]
+
+    def found(self, problems: Sequence[Problem]) -> dict[Key, tuple[Trajectory, Score]]:
+        """Return the responses that exist already, by (position in ``problems``, sample), with their scores."""
+        index_of = {position: index for index, position in enumerate(self.positions)}
+        found: dict[Key, tuple[Trajectory, Score]] = {}
+        for (position, sample), response in self.spool.found(self.step).items():
+            index = index_of.get(position)
+            if index is None or response.trajectory.problem_id != problems[index].problem_id:
+                continue
+            found[index, sample] = response.trajectory, Score(**response.score)
+        return found
+
+    def keep(self, key: Key, trajectory: Trajectory, score: Score) -> None:
+        """Keep a response, unless it has no value to train on."""
+        if score.unavailable is None and score.refusal is None:
+            values = {**asdict(score), "components": dict(score.components)}
+            response = ScoredResponse((self.positions[key[0]], key[1]), trajectory, values)
+            self.spool.keep(self.step, response)
+
+
+def _nothing() -> None:
+    """Do nothing, after all that was submitted before."""
+
+
+def _step_name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def settings_of_responses(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run without those that change no response: the length of the run and its restarts."""
+    run = {key: settings["run"][key] for key in ("directory", "seed")}
+    return {**settings, "run": run}
