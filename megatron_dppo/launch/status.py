@@ -109,8 +109,8 @@ def _servers(directory: Path, *, running: bool) -> Iterator[str]:
         yield f"{server.name}: {server.url}, {states.get(server.name, 'not yet seen')}{start}"
     if (router := record.router()) is not None:
         yield f"router: {router.url}"
-    if (start := record.ranks_start or 1) > 1:
-        yield f"ranks: start {start}"
+    if (ranks_start := record.ranks_start or 1) > 1:
+        yield f"ranks: start {ranks_start}"
 
 
 def _attempts(attempts: Sequence[Attempt], *, alive: bool) -> Iterator[str]:
