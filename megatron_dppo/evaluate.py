@@ -127,7 +127,10 @@ def _faults(config: TrainConfig, checkpoints: Sequence[str]) -> Iterator[str]:
 
 
 def _evaluate(
-    config: TrainConfig, checkpoints: Sequence[str], out: Path, pass_reward: float
+    config: TrainConfig,
+    checkpoints: Sequence[str],
+    out: Path,
+    pass_reward: float,
 ) -> int:
     from megatron_dppo.loop.inputs import RunData
     from megatron_dppo.loop.sample_maker import SampleMaker
@@ -183,10 +186,10 @@ class _Checkpoint:
             template = generation_job(
                 config, self.data, load_model_shape(self.checkpoint), 0, episodes
             )
-            return {
-                name: self._result(fleet, name, template, problems)
-                for name, problems in self.data.held_out.items()
-            }
+            results: dict[str, SetResult] = {}
+            for name, problems in self.data.held_out.items():
+                results[name] = self._result(fleet, name, template, problems)
+            return results
 
     def _result(
         self, fleet: OwnFleet, name: str, template: GenerationJob, problems: Sequence[Problem]
@@ -213,10 +216,9 @@ class _Checkpoint:
 
 
 def _write(path: Path, results: Mapping[str, Mapping[str, SetResult]], pass_reward: float) -> None:
-    report = {
-        checkpoint: {name: result.to_json(pass_reward) for name, result in sets.items()}
-        for checkpoint, sets in results.items()
-    }
+    report: dict[str, dict[str, object]] = {}
+    for checkpoint, sets in results.items():
+        report[checkpoint] = {name: result.to_json(pass_reward) for name, result in sets.items()}
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

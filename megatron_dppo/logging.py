@@ -223,7 +223,9 @@ def configure_logging(directory: str | Path | None, rank: int | None = 0) -> Non
     if directory is not None:
         path = Path(directory) / "logs" / f"{process}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        _failure_mark = None if rank is None else failure_mark(path)
+        _failure_mark = None
+        if rank is not None:
+            _failure_mark = failure_mark(path)
         failure_mark(path).unlink(missing_ok=True)
         in_file = LogFile(path)
         in_file.setFormatter(
@@ -263,7 +265,9 @@ def forget_failure() -> None:
 
 
 def _log_uncaught(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
 ) -> None:
     """Keep the traceback in the log files, then show it on standard error as Python always does."""
     if not issubclass(kind, KeyboardInterrupt):

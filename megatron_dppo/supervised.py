@@ -164,7 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "RANK" not in os.environ:
             exit_by_code()
             command = [options.config, *options.overrides]
-            refused = check_in_child(MODULE, command) if config.forwards_to_megatron else 0
+            refused = 0
+            if config.forwards_to_megatron:
+                refused = check_in_child(MODULE, command)
             return refused or run_local(
                 config.run, config.parallel, resolved_yaml(config), None, MODULE, this_machine()
             )
@@ -189,7 +191,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration")
     parser.add_argument(
-        "overrides", metavar="key.path=value", nargs="*", help="replaces one value of the file"
+        "overrides",
+        metavar="key.path=value",
+        nargs="*",
+        help="replaces one value of the file",
     )
     parser.add_argument(CHECK, action="store_true", help="validate and exit")
     return parser

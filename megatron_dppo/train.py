@@ -176,7 +176,8 @@ def _check_environment(strategy: str, megatron: Mapping[str, Any]) -> None:
     """A rank's variables: set, or refused where a container's image has set them. Raises ConfigError."""
     if not this_machine().gpus:
         return
-    if faults := list(allocator_faults(strategy, os.environ)):
+    faults = list(allocator_faults(strategy, os.environ))
+    if faults:
         raise ConfigError(faults, "the environment of this rank")
     set_allocator(strategy, os.environ)
     set_precision(megatron, os.environ)
@@ -249,7 +250,9 @@ def _parser() -> argparse.ArgumentParser:
         "nothing after '=' means null",
     )
     parser.add_argument(
-        CHECK, action="store_true", help="validate, describe the layout in a line, and exit"
+        CHECK,
+        action="store_true",
+        help="validate, describe the layout in a line, and exit",
     )
     parser.add_argument(
         "--hosts",
@@ -259,7 +262,9 @@ def _parser() -> argparse.ArgumentParser:
     # Only the child process that checks a start has this option: it writes its findings on answers to the file.
     parser.add_argument(ANSWERS, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--print-config", action="store_true", help="print every value with its default, and exit"
+        "--print-config",
+        action="store_true",
+        help="print every value with its default, and exit",
     )
     return parser
 

@@ -14,7 +14,9 @@ SMALLEST_DEVIATION = 1e-6
 
 
 def group_relative(
-    rewards: Sequence[float] | Tensor, group_size: int, advantage: AdvantageName = "group-mean"
+    rewards: Sequence[float] | Tensor,
+    group_size: int,
+    advantage: AdvantageName = "group-mean",
 ) -> Tensor:
     """Compute A_i = R_i - mean of the rewards of its group; no division by the standard deviation (arXiv
     2602.04879, section 2).
@@ -58,7 +60,9 @@ def group_relative(
 
 
 def turn_relative(
-    returns: Sequence[Sequence[float]], group_size: int, advantage: AdvantageName = "group-mean"
+    returns: Sequence[Sequence[float]],
+    group_size: int,
+    advantage: AdvantageName = "group-mean",
 ) -> list[list[float]]:
     """Compute A_ik = G_ik - mean over the group's j of G_j,min(k, K_j).
 

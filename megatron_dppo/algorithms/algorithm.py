@@ -56,7 +56,9 @@ def build_algorithm(
     Arguments and errors are those of ``algorithm_facts``.
     """
     facts = table.algorithm_facts(name, options, settings)
-    preset, numbers, anchor = facts.preset, facts.numbers, ANCHORS[facts.preset.anchor]
+    preset = facts.preset
+    numbers = facts.numbers
+    anchor = ANCHORS[facts.preset.anchor]
     modules = (sequence_rules, projection, rules) if preset.sequences else (projection, rules)
     mask = _function(modules, preset.mask)
     weight = _function(modules, preset.weight)

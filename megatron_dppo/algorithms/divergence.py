@@ -62,7 +62,8 @@ def binary_kl_both_ways(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     Both are ``binary_kl`` of probabilities that are cut to [1e-6, 1 - 1e-6]: KL(pi || mu) divides by mu and 1 - mu, so
     the rounding of an engine's mu near 0 or 1 would decide its value.
     """
-    low, high = math.log(SMALLEST), math.log1p(-SMALLEST)
+    low = math.log(SMALLEST)
+    high = math.log1p(-SMALLEST)
     pi = log_probs.detach().double().clamp(low, high)
     mu = rollout_log_probs.detach().double().clamp(low, high)
     return torch.maximum(binary_kl(pi, mu), binary_kl(mu, pi))
@@ -101,7 +102,8 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     p_mu = torch.where(valid, mu.exp(), 0.0)
     p_pi = torch.where(valid, pi.exp(), 0.0)
     listed_terms = _kl_term(p_mu, mu, pi).sum(-1, dtype=torch.float64)
-    other_mu, other_pi = _rest(p_mu), _rest(p_pi).clamp(min=resolution)
+    other_mu = _rest(p_mu)
+    other_pi = _rest(p_pi).clamp(min=resolution)
     other_term = torch.where(
         other_mu <= resolution,
         0.0,
@@ -141,7 +143,8 @@ def topk_kl_change(
     mu = rollout_topk_log_probs.detach().double().clamp(max=0).exp()
     p_pi = torch.where(valid, pi, 0.0)
     p_mu = torch.where(valid, mu, 0.0)
-    rest_pi, rest_mu = _rest(p_pi), _rest(p_mu)
+    rest_pi = _rest(p_pi)
+    rest_mu = _rest(p_mu)
     tail = rest_pi * (rest_mu - rest_pi)
     if tail_ids is not None:
         tail = tail / tail_ids.clamp(min=1)
@@ -158,7 +161,8 @@ def exact_tv(logits: Tensor, rollout_logits: Tensor) -> Tensor:
     log-probs) -> ``[...]``.
     """
     assert logits.shape == rollout_logits.shape
-    pi, mu = logits.double().softmax(-1), rollout_logits.double().softmax(-1)
+    pi = logits.double().softmax(-1)
+    mu = rollout_logits.double().softmax(-1)
     return 0.5 * (mu - pi).abs().sum(-1)
 
 
@@ -168,7 +172,8 @@ def exact_kl(logits: Tensor, rollout_logits: Tensor) -> Tensor:
     -> ``[...]``.
     """
     assert logits.shape == rollout_logits.shape
-    pi, mu = logits.double().log_softmax(-1), rollout_logits.double().log_softmax(-1)
+    pi = logits.double().log_softmax(-1)
+    mu = rollout_logits.double().log_softmax(-1)
     return _kl_term(mu.exp(), mu, pi).sum(-1).clamp(min=0)
 
 

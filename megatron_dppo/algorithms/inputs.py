@@ -2,6 +2,12 @@
 
 Legend: T = tokens, K = ids of TopK(mu). The last axis of the Top-K tensors has K + 1 columns; the last column is the
 sampled token's.
+
+The reductions over responses count only tokens in ``loss_mask``. The tensors must hold all tokens of a response;
+functions of prefixes and positions also need them in order, without another response's tokens between them. Results are
+float64, shaped as ``values``. A result depends on the response alone. On a CPU, and for prefixes on every device, the
+order of operations depends on the response's tokens alone too; on a GPU the order of a total's additions is not fixed,
+and the last bit of float64 may differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -87,9 +93,10 @@ class TokenInputs:
         if not present_parts:
             return
         if len(present_parts) < len(parts):
+            given_shapes = [None if part is None else tuple(part.shape) for part in parts]
             raise ValueError(
                 "topk_log_probs, rollout_topk_log_probs and topk_valid come together; got "
-                + ", ".join("None" if p is None else str(tuple(p.shape)) for p in parts)
+                + ", ".join(map(str, given_shapes))
             )
         shapes = {tuple(p.shape) for p in present_parts}
         if len(shapes) != 1 or next(iter(shapes))[:-1] != tuple(self.log_probs.shape):
@@ -125,13 +132,6 @@ def _sequence_ids(inputs: TokenInputs) -> Tensor:
             "the algorithm works on whole sequences, but TokenInputs has no sequence_ids"
         )
     return inputs.sequence_ids.flatten()
-
-
-# The reductions over responses below count only tokens in ``loss_mask``. The tensors must hold all tokens of a
-# response; functions of prefixes and positions also need them in order, without another response's tokens between them.
-# Results are float64, shaped as ``values``. A result depends on the response alone. On a CPU, and for prefixes on every
-# device, the order of operations depends on the response's tokens alone too; on a GPU the order of a total's additions
-# is not fixed, and the last bit of float64 may differ from rank to rank.
 
 
 def of_branches(inputs: TokenInputs) -> TokenInputs:
@@ -179,7 +179,8 @@ def sequence_quantile(inputs: TokenInputs, values: Tensor, share: float) -> Tens
     The quantile interpolates linearly between two values, as ``torch.quantile``. The result has no meaning for a
     response without tokens in ``loss_mask``.
     """
-    ids, counted = _sequence_ids(inputs), inputs.loss_mask.flatten()
+    ids = _sequence_ids(inputs)
+    counted = inputs.loss_mask.flatten()
     flat_values = values.double().flatten()
     # Tokens outside ``loss_mask`` get a bin of their own, after the bins of all sequences.
     bins = torch.where(counted, ids, ids.numel())
@@ -191,7 +192,8 @@ def sequence_quantile(inputs: TokenInputs, values: Tensor, share: float) -> Tens
     below = rank.floor()
     index = (start + below.long()).clamp(max=ids.numel() - 1)
     above = torch.minimum(index + 1, (start + sizes[ids] - 1).clamp(min=0))
-    low, high = flat_values[order[index]], flat_values[order[above]]
+    low = flat_values[order[index]]
+    high = flat_values[order[above]]
     return (low + (rank - below) * (high - low)).view_as(values)
 
 
@@ -209,14 +211,18 @@ def before(inputs: TokenInputs, prefix: Tensor, start: float) -> Tensor:
     """Shift ``prefix`` by one token: each token gets its predecessor's value, a response's first token gets
     ``start``.
     """
-    ids, flat = _sequence_ids(inputs), prefix.flatten()
+    ids = _sequence_ids(inputs)
+    flat = prefix.flatten()
     is_same_response = ids[1:] == ids[:-1]
     shifted = torch.where(is_same_response, flat[:-1], start)
     return torch.cat([torch.full_like(flat[:1], start), shifted]).view_as(prefix)
 
 
 def _scan(
-    inputs: TokenInputs, values: Tensor, neutral: float, combine: Callable[..., Tensor]
+    inputs: TokenInputs,
+    values: Tensor,
+    neutral: float,
+    combine: Callable[..., Tensor],
 ) -> Tensor:
     """Combine ``values`` over the response's tokens up to each token, with windows that double in length.
 

@@ -36,7 +36,9 @@ class LossSums:
 
 
 def policy_loss(
-    algorithm: Algorithm, inputs: TokenInputs, token_scale: Tensor | None = None
+    algorithm: Algorithm,
+    inputs: TokenInputs,
+    token_scale: Tensor | None = None,
 ) -> LossSums:
     """Sum -M min(w, C) A over the tokens in ``loss_mask``, and add the algorithm's penalties.
 
@@ -59,7 +61,8 @@ def policy_loss(
         metrics = token_metrics(inputs, decisions, algorithm.ratio_cap) + metrics
         if token_scale is not None:
             scale = token_scale.to(value.dtype)
-            value, slope = value * scale, slope * scale
+            value = value * scale
+            slope = slope * scale
     used = torch.where(slope != 0, inputs.log_probs, 0.0)
     # log pi - stop(log pi) has the value 0 and log pi's gradient: the loss reads as the surrogate,
     # not as A log pi.
@@ -70,12 +73,15 @@ def policy_loss(
         projection_loss, projection_metrics = projection_terms(
             algorithm, inputs, decisions, token_scale
         )
-        loss, metrics = loss + projection_loss, metrics + projection_metrics
+        loss = loss + projection_loss
+        metrics = metrics + projection_metrics
     return LossSums(loss, metrics, inputs.loss_mask & ~decisions.trains)
 
 
 def _coefficients(
-    algorithm: Algorithm, inputs: TokenInputs, decisions: Decisions
+    algorithm: Algorithm,
+    inputs: TokenInputs,
+    decisions: Decisions,
 ) -> tuple[Tensor, Tensor, MetricSums]:
     """Each token's loss, the loss's derivative by log pi, and the sums of surrogate and penalties as metrics."""
     surrogate = -torch.where(decisions.trains, decisions.capped * inputs.advantages, 0.0)

@@ -108,7 +108,8 @@ def _interpolation(log_pi: Tensor, log_mu: Tensor, kl_bound: float) -> Tensor:
     """
     zero = torch.zeros_like(log_pi[..., 0])
     is_far = _kl(log_pi, log_mu, zero) > kl_bound
-    low, high = zero, torch.where(is_far, 1.0, zero)
+    low = zero
+    high = torch.where(is_far, 1.0, zero)
     for _ in range(HALVINGS):
         middle = 0.5 * (low + high)
         is_outside = _kl(log_pi, log_mu, middle) > kl_bound

@@ -76,7 +76,9 @@ ESTIMATORS: dict[table.EstimatorName, Estimator] = {
 
 
 def reference_penalty(
-    coefficient: float, estimator: table.EstimatorName = "k3", weight_cap: float | None = None
+    coefficient: float,
+    estimator: table.EstimatorName = "k3",
+    weight_cap: float | None = None,
 ) -> ReferencePenalty:
     """Build the penalty: the sum of ``coefficient`` times an estimate over the tokens in ``loss_mask``.
 
@@ -95,25 +97,33 @@ def reference_penalty(
     estimate = ESTIMATORS[estimator]
 
     def add(
-        sums: LossSums, inputs: TokenInputs, reference: Tensor, scale: Tensor | None
+        sums: LossSums,
+        inputs: TokenInputs,
+        reference: Tensor,
+        scale: Tensor | None,
     ) -> LossSums:
-        mask, dtype = inputs.loss_mask, inputs.log_probs.dtype
+        mask = inputs.loss_mask
+        dtype = inputs.log_probs.dtype
         with torch.no_grad():
             s = torch.where(mask, reference.double() - inputs.log_probs.double(), 0.0)
             value, slope = estimate(s.clamp(max=LARGEST_LOG_RATIO))
             if weight_cap is not None:
                 weight = torch.where(mask, _weight(inputs, weight_cap), 0.0)
-                value, slope = weight * value, weight * slope
+                value = weight * value
+                slope = weight * slope
             metrics = {
                 names.REFERENCE_KL: value.sum(),
                 names.REFERENCE_CLAMPED: (s > LARGEST_LOG_RATIO).sum(dtype=torch.float64),
             }
             factor = coefficient if scale is None else coefficient * scale.double()
-            value, slope = (factor * value).to(dtype), (factor * slope).to(dtype)
+            value = (factor * value).to(dtype)
+            slope = (factor * slope).to(dtype)
         used = torch.where(slope != 0, inputs.log_probs, 0.0)
         penalty = (value + slope * (used - used.detach())).sum()
         return replace(
-            sums, loss=sums.loss + penalty, metrics=sums.metrics + MetricSums(sums=metrics)
+            sums,
+            loss=sums.loss + penalty,
+            metrics=sums.metrics + MetricSums(sums=metrics),
         )
 
     return add

@@ -179,7 +179,12 @@ def kpop(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float) -> Tensor:
 
 @torch.no_grad()
 def complementary_clip(
-    inputs: TokenInputs, anchor: Anchor, *, clip_low: float, clip_high: float, smoothing: float
+    inputs: TokenInputs,
+    anchor: Anchor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    smoothing: float,
 ) -> Tensor:
     """Bellman policy optimization's mask: PPO's clip of ``complementary_ratio``."""
     ratio = complementary_ratio(inputs, anchor, smoothing=smoothing)
@@ -205,7 +210,9 @@ def pdm(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float, tail: Tail)
         ValueError: ``inputs`` lacks the number of those tokens, or the sum of pi^2, and ``tail`` needs it.
     """
     column = {"one": None, "uniform": "tail_ids", "proportional": "sum_squares"}[tail]
-    tail_inputs = {} if column is None else {column: getattr(inputs, column)}
+    tail_inputs = {}
+    if column is not None:
+        tail_inputs = {column: getattr(inputs, column)}
     if None in tail_inputs.values():
         raise ValueError(f"the mask has a {tail} tail, but TokenInputs has no {column}")
     topk = topk_of(inputs, anchor)
@@ -260,14 +267,15 @@ def topk_of(inputs: TokenInputs, anchor: Anchor) -> tuple[Tensor, Tensor, Tensor
     return inputs.topk_log_probs, anchor_topk, inputs.topk_valid
 
 
-# The rules below read all tokens of an optimiser step, in all replicas, micro-batches and packs. A pass without
-# gradient before the step computes one number from these tokens; the mask reads that number.
-
 StepTotal = Callable[[Tensor], Tensor]
 """Sums a tensor over the replicas, in place."""
 
 StepBound = Callable[[Tensor, Tensor, StepTotal], float]
-"""(log r and A of this replica's trained tokens, the sum over replicas) -> the number. The same on every rank."""
+"""(log r and A of this replica's trained tokens, the sum over replicas) -> one number, the same on every rank.
+
+Masks with a step bound depend on all tokens of an optimiser step, in all replicas, micro-batches and packs. A pass
+without gradient before the step computes the number from these tokens; the mask reads it.
+"""
 
 
 def of_step(inputs: TokenInputs) -> Tensor:
@@ -281,7 +289,11 @@ def of_step(inputs: TokenInputs) -> Tensor:
 
 @torch.no_grad()
 def outward_moment_cut(
-    log_ratio: Tensor, advantages: Tensor, total: StepTotal, *, second_moment: float
+    log_ratio: Tensor,
+    advantages: Tensor,
+    total: StepTotal,
+    *,
+    second_moment: float,
 ) -> float:
     """Find the level c at which the mean of min((log r)^2, c) is ``second_moment``.
 
@@ -299,12 +311,18 @@ def outward_moment_cut(
             float(total(values.clamp(max=cut).sum(dtype=torch.float64))) <= second_moment * number
         )
 
-    return torch.inf if holds(torch.inf) else _largest_float32(holds)
+    if holds(torch.inf):
+        return torch.inf
+    return _largest_float32(holds)
 
 
 @torch.no_grad()
 def second_moment_cut(
-    log_ratio: Tensor, advantages: Tensor, total: StepTotal, *, second_moment: float
+    log_ratio: Tensor,
+    advantages: Tensor,
+    total: StepTotal,
+    *,
+    second_moment: float,
 ) -> float:
     """Find the largest (log r)^2 at which tokens may train, so that the mean over these tokens is at most
     ``second_moment``.
@@ -339,7 +357,8 @@ def second_moment_cut(
 
 def _largest_float32(holds: Callable[[float], bool]) -> float:
     """Find the largest finite float32 at which ``holds`` is True. It must be True at 0 and at every smaller number."""
-    low, high = 0, int(torch.tensor(torch.finfo(torch.float32).max).view(torch.int32))
+    low = 0
+    high = int(torch.tensor(torch.finfo(torch.float32).max).view(torch.int32))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(_of_bits(middle)) else (low, middle - 1)
@@ -431,7 +450,11 @@ def complementary_ratio(inputs: TokenInputs, anchor: Anchor, *, smoothing: float
 
 @torch.no_grad()
 def soft_gate(
-    inputs: TokenInputs, anchor: Anchor, *, tau_positive: float, tau_negative: float
+    inputs: TokenInputs,
+    anchor: Anchor,
+    *,
+    tau_positive: float,
+    tau_negative: float,
 ) -> Tensor:
     """w = 4 s (1 - s) r, s = sigmoid(tau (r - 1)), tau by the sign of A: the gradient weight of SAPO (arXiv
     2511.20347), whose loss per token is -A (4 / tau) sigmoid(tau (r - 1)). w = 1 at r = 1.

@@ -33,7 +33,11 @@ from megatron_dppo.algorithms.rules import importance_ratio, inside, inward, mea
 
 @torch.no_grad()
 def sequence_clip(
-    inputs: TokenInputs, anchor: Anchor, *, clip_low: float, clip_high: float
+    inputs: TokenInputs,
+    anchor: Anchor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> Tensor:
     """GSPO's clip (arXiv 2507.18071, Eq. 5): PPO's test of the sequence's ratio, so that all tokens of
     a response train or none does.
@@ -89,7 +93,12 @@ def geometric_band(
 
 @torch.no_grad()
 def mean_shift(
-    inputs: TokenInputs, anchor: Anchor, *, largest_shift: float, clip_low: float, clip_high: float
+    inputs: TokenInputs,
+    anchor: Anchor,
+    *,
+    largest_shift: float,
+    clip_low: float,
+    clip_high: float,
 ) -> Tensor:
     """VACO's filter (arXiv 2603.01365) in a form for language models: with rho = pi' / mu, block a token if the mean of
     |rho - 1| over its response exceeds ``largest_shift`` and A log rho > 0; and by PPO's clip of pi / pi'
@@ -236,14 +245,16 @@ def prefix_budget(
     return (inward(inputs, anchor) | is_allowed) & distance.isfinite()
 
 
-# ``gated_ratio`` and ``repair`` are TRIAGE (arXiv 2610.07043): they act on segments in which engine and trainer
-# disagree, where the update would increase the disagreement.
-
 GATE_TIERS = ((-0.5, 0.3), (-1.5, 0.1))
-"""(bound of a segment's mean of log pi' - log mu, weight of a segment below it)."""
+"""(bound of a segment's mean of log pi' - log mu, weight of a segment below it).
+
+The tiers are for ``gated_ratio``, which is TRIAGE (arXiv 2610.07043) together with ``repair``. Both act on segments in
+which engine and trainer disagree, where the update would increase the disagreement.
+"""
 TAIL_GAP = -6.0
 """log pi' - log mu below which a token is in the tail. With two such tokens, a segment gets the smallest weight."""
-REPAIR_TARGET, REPAIR_SCALE = -0.03, math.sqrt(0.0005)
+REPAIR_TARGET = -0.03
+REPAIR_SCALE = math.sqrt(0.0005)
 """Mean of log pi - log mu below which a segment is repaired; and beta, the largest slope of the penalty."""
 
 
@@ -277,7 +288,8 @@ def gated_ratio(inputs: TokenInputs, anchor: Anchor, *, gate_segment: float) -> 
     """
     segments = _segments(inputs, int(gate_segment))
     gap = (anchor(inputs) - inputs.rollout_log_probs).double()
-    mean, advantage = sequence_means(segments, gap), sequence_means(segments, inputs.advantages)
+    mean = sequence_means(segments, gap)
+    advantage = sequence_means(segments, inputs.advantages)
     gate = torch.ones_like(gap)
     for below, weight in GATE_TIERS:
         gate = torch.where(mean < below, weight, gate)
@@ -289,7 +301,11 @@ def gated_ratio(inputs: TokenInputs, anchor: Anchor, *, gate_segment: float) -> 
 
 @torch.no_grad()
 def repair(
-    inputs: TokenInputs, anchor: Anchor, *, repair_segment: float, repair: float
+    inputs: TokenInputs,
+    anchor: Anchor,
+    *,
+    repair_segment: float,
+    repair: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute TRIAGE's repair term at each token, and the derivative of its sum over tokens by each log pi.
 
@@ -302,7 +318,8 @@ def repair(
     """
     segments = _segments(inputs, int(repair_segment))
     gap = (inputs.log_probs - inputs.rollout_log_probs).double()
-    mean, advantage = sequence_means(segments, gap), sequence_means(segments, inputs.advantages)
+    mean = sequence_means(segments, gap)
+    advantage = sequence_means(segments, inputs.advantages)
     deficit = torch.where(advantage > 0, REPAIR_TARGET - mean, 0.0).clamp(min=0)
     # A NaN at one token makes its segment's mean NaN; such a segment gets no repair.
     deficit = torch.where(deficit.isfinite(), deficit, 0.0)

@@ -185,7 +185,8 @@ CAP = {"ratio_cap": 5.0}
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 CLIP_HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
 CLIP_HIGHER_SCALING = {"clip_high": 0.27, **CAP}
-TV, TV_SCALING = {"tv_threshold": 0.15}, {"tv_threshold": 0.2, **CAP}
+TV = {"tv_threshold": 0.15}
+TV_SCALING = {"tv_threshold": 0.2, **CAP}
 KL = {"kl_threshold": 0.05}
 TOPK = {"topk": 20}
 TIS = {"ratio_cap": 3.0}
@@ -202,7 +203,10 @@ PDM = {"kl_threshold": 0.15, "ratio_cap": 5.0}
 
 
 def _bounded(
-    divergence: Divergence, anchor: AnchorName = "rollout", *, whole_vocabulary: bool = False
+    divergence: Divergence,
+    anchor: AnchorName = "rollout",
+    *,
+    whole_vocabulary: bool = False,
 ) -> Preset:
     """DPPO's form: a mask that bounds ``divergence`` and has the same name."""
     stability, scaling = (TV, TV_SCALING) if divergence.endswith("tv") else (KL, CAP)
@@ -232,7 +236,9 @@ def _predictive(tail: Tail, *, whole_vocabulary: bool = False) -> Preset:
 
 
 def _of_sequences(
-    mask: str, numbers: Mapping[str, float], weight: str = "importance_ratio"
+    mask: str,
+    numbers: Mapping[str, float],
+    weight: str = "importance_ratio",
 ) -> Preset:
     return Preset(mask, numbers, weight=weight, sequences=True)
 
@@ -401,7 +407,9 @@ def algorithm_facts(
     """
     if name not in PRESETS:
         rows = [row for row in PRESETS if name and row.startswith(name)]
-        hint = f"did you mean {', '.join(rows)}? " if rows else ""
+        hint = ""
+        if rows:
+            hint = f"did you mean {', '.join(rows)}? "
         raise ValueError(f"unknown algorithm {name!r}; {hint}known: {', '.join(PRESETS)}")
     if settings not in get_args(Settings):
         accepted = ", ".join(get_args(Settings))
@@ -414,10 +422,16 @@ def algorithm_facts(
 
 
 def _replaced(
-    name: str, numbers: Mapping[str, float], options: Mapping[str, Any], takes_negative: bool
+    name: str,
+    numbers: Mapping[str, float],
+    options: Mapping[str, Any],
+    takes_negative: bool,
 ) -> dict[str, float]:
-    negative = [NEGATIVE[n] for n in numbers if n in NEGATIVE] if takes_negative else []
-    accepted, result = sorted([*numbers, *negative, *COEFFICIENTS]), dict(numbers)
+    negative = []
+    if takes_negative:
+        negative = [NEGATIVE[n] for n in numbers if n in NEGATIVE]
+    accepted = sorted([*numbers, *negative, *COEFFICIENTS])
+    result = dict(numbers)
     for option, value in options.items():
         if option not in accepted:
             raise ValueError(
@@ -429,7 +443,8 @@ def _replaced(
             raise ValueError(f"algorithm {name!r}, option {option!r} ({meaning}): {fault}")
         result[option] = value
     for bound in ("mismatch", "budget"):
-        low, high = result.get(f"{bound}_low", 0.0), result.get(f"{bound}_high", math.inf)
+        low = result.get(f"{bound}_low", 0.0)
+        high = result.get(f"{bound}_high", math.inf)
         if low > high:
             raise ValueError(
                 f"algorithm {name!r}: {bound}_low {low:g} lies above {bound}_high {high:g}, "

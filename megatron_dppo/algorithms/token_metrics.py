@@ -27,12 +27,14 @@ def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -
     the inputs' device; computing them does not wait for the device. A token whose log r is not finite adds nothing to
     the sums of probabilities and of r.
     """
-    counted, advantages = inputs.loss_mask, inputs.advantages
+    counted = inputs.loss_mask
+    advantages = inputs.advantages
     log_ratio = inputs.log_probs.double() - inputs.rollout_log_probs.double()
     mu = inputs.rollout_log_probs.double().exp()
     gap = inputs.log_probs.double().exp() - mu
     finite = counted & log_ratio.isfinite()
-    positive, negative = counted & (advantages > 0), counted & (advantages < 0)
+    positive = counted & (advantages > 0)
+    negative = counted & (advantages < 0)
     blocked = counted & ~decisions.trains
     clipped = counted & ~rules.ratio_clip(inputs, rollout, **PPO_CLIP)
     sums = {
@@ -96,7 +98,8 @@ def _surprise(inputs: TokenInputs) -> dict[str, Tensor]:
     """
     if inputs.entropy is None:
         return {}
-    log_pi, log_mu = inputs.log_probs.double(), inputs.rollout_log_probs.double()
+    log_pi = inputs.log_probs.double()
+    log_mu = inputs.rollout_log_probs.double()
     log_ratio = log_pi - log_mu
     finite = inputs.loss_mask & log_ratio.isfinite()
     explained = torch.expm1(log_ratio).abs() * log_pi.abs() + log_ratio.abs() + CUT_MEAN

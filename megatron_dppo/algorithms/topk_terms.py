@@ -14,7 +14,10 @@ from megatron_dppo.metrics.sums import MetricSums
 
 
 def score_centering(
-    algorithm: Algorithm, inputs: TokenInputs, decisions: Decisions, token_scale: Tensor | None
+    algorithm: Algorithm,
+    inputs: TokenInputs,
+    decisions: Decisions,
+    token_scale: Tensor | None,
 ) -> Tensor:
     """The term of score centering: its value is 0, its gradient the sum of A c_v grad log pi_v over trained tokens."""
     assert inputs.topk_log_probs is not None
@@ -26,7 +29,10 @@ def score_centering(
 
 
 def projection_terms(
-    algorithm: Algorithm, inputs: TokenInputs, decisions: Decisions, token_scale: Tensor | None
+    algorithm: Algorithm,
+    inputs: TokenInputs,
+    decisions: Decisions,
+    token_scale: Tensor | None,
 ) -> tuple[Tensor, MetricSums]:
     """TROLL's terms of the loss, and their metrics.
 
@@ -47,7 +53,8 @@ def projection_terms(
         metrics = MetricSums(sums={names.PENALTY: distance.sum()})
         if token_scale is not None:
             scale = token_scale.double()
-            distance, sampled_slope = scale * distance, scale * sampled_slope
+            distance = scale * distance
+            sampled_slope = scale * sampled_slope
             slopes = scale[..., None] * slopes
     regression = distance.to(inputs.log_probs.dtype).sum()
     loss = regression + _with_slope(inputs.log_probs, sampled_slope)

@@ -78,7 +78,10 @@ class AdapterFolder:
     base: str
 
     def write(
-        self, out_dir: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+        self,
+        out_dir: str | Path,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        dtype: torch.dtype,
     ) -> None:
         write_peft(out_dir, self.adapters, self.shape, tensors, base=self.base, dtype=dtype)
 
@@ -108,7 +111,8 @@ class PeftReader(Closing):
         reversible: bool = False,
     ) -> None:
         self.folder = Path(folder)
-        self._shape, self._adapters = shape, adapters
+        self._shape = shape
+        self._adapters = adapters
         config = _read_config(self.folder)
         self.initial = _initial(config)
         self._file = tensor_store.SafetensorsFile(self.folder / PEFT_WEIGHTS)
@@ -149,7 +153,9 @@ class PeftReader(Closing):
         run_dims: dict[str, tuple[int, ...]] = {}
         for name, dims in adapter_tensors(self._adapters, self._shape).items():
             run_dims |= dict.fromkeys(peft_names(name, self._shape), dims)
-        file_dims = {name: tuple(entry.shape) for name, entry in self._file.entries.items()}
+        file_dims: dict[str, tuple[int, ...]] = {}
+        for name, entry in self._file.entries.items():
+            file_dims[name] = tuple(entry.shape)
         missing_names = [name for name in run_dims if name not in file_dims]
         unknown_names = sorted(file_dims.keys() - run_dims.keys())
         wrong_names = [n for n, d in run_dims.items() if n in file_dims and file_dims[n] != d]
@@ -265,15 +271,19 @@ def residual(weight: torch.Tensor, initial: str, adapters: Adapters) -> torch.Te
     if initial == "pissa":
         u, values, v = torch.linalg.svd(matrix, full_matrices=False)
         roots = (values[: adapters.rank] / adapters.scale).sqrt()
-        a, b = roots[:, None] * v[: adapters.rank], u[:, : adapters.rank] * roots
+        a = roots[:, None] * v[: adapters.rank]
+        b = u[:, : adapters.rank] * roots
     else:
         orthogonal, triangular = torch.linalg.qr(matrix)
-        a, b = triangular[: adapters.rank], orthogonal[:, : adapters.rank]
+        a = triangular[: adapters.rank]
+        b = orthogonal[:, : adapters.rank]
     return (matrix - adapters.scale * (b @ a)).to(weight.dtype)
 
 
 def modules_of(
-    config: Mapping[str, Any], shape: ModelShape, stored: Collection[str]
+    config: Mapping[str, Any],
+    shape: ModelShape,
+    stored: Collection[str],
 ) -> tuple[str, ...]:
     """The last names of the matrices that adapter_config.json adapts, as PEFT reads it, in the family's order.
 
@@ -289,18 +299,25 @@ def modules_of(
     all_modules = resolve_modules(list(groups), shape)
     dims = adapter_tensors(Adapters(1, 1.0, all_modules), shape)
     matrices = [name.removesuffix(f".{LORA_A}") for name in dims if name.endswith(LORA_A)]
-    targets, excluded = config["target_modules"], config.get("exclude_modules")
-    if isinstance(targets, str) and targets.lower() == ALL:
-        selected = [m for m in matrices if _last_name(m) not in groups.get(HEAD, ())]
-    else:
-        selected = [matrix for matrix in matrices if _names(targets, matrix)]
-    selected = [matrix for matrix in selected if not excluded or not _names(excluded, matrix)]
-    # Since transformers 5 a single expert is not a module, so PEFT does not find its matrices.
+    targets = config["target_modules"]
+    excluded = config.get("exclude_modules")
     has_experts = any(".experts." in name for name in stored)
-    if not has_experts:
-        selected = [matrix for matrix in selected if ".experts." not in matrix]
-    names = {_last_name(matrix) for matrix in selected}
-    left_out = sorted(m for m in matrices if _last_name(m) in names and m not in set(selected))
+    if isinstance(targets, str) and targets.lower() == ALL:
+        candidates = [m for m in matrices if _last_name(m) not in groups.get(HEAD, ())]
+    else:
+        candidates = [matrix for matrix in matrices if _names(targets, matrix)]
+    selected: set[str] = set()
+    for matrix in candidates:
+        is_excluded = bool(excluded) and _names(excluded, matrix)
+        # Since transformers 5 a single expert is not a module, so PEFT does not find its matrices.
+        is_unfound = ".experts." in matrix and not has_experts
+        if not is_excluded and not is_unfound:
+            selected.add(matrix)
+    names = set(map(_last_name, selected))
+    left_out: list[str] = []
+    for matrix in sorted(matrices):
+        if _last_name(matrix) in names and matrix not in selected:
+            left_out.append(matrix)
     if not selected:
         raise AdapterError(
             f"target_modules are {targets!r}, which name nothing in a {shape.family} model with such tensors, "
@@ -333,7 +350,10 @@ def _last_name(matrix: str) -> str:
 
 
 def merge_adapters(
-    hf_dir: str | Path, peft_dir: str | Path, out_dir: str | Path, progress: Progress
+    hf_dir: str | Path,
+    peft_dir: str | Path,
+    out_dir: str | Path,
+    progress: Progress,
 ) -> Certificate:
     """Write ``hf_dir`` with the adapters of ``peft_dir`` merged into it, of its dtype, and a certificate.
 
@@ -370,7 +390,8 @@ def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str 
     ``hf_dir``: their base; raises MismatchError where its SHA-256 is not the one that the checkpoint recorded, and
     CheckpointError where the checkpoint holds no adapters, or routers that such a folder can't hold.
     """
-    shape, model = load_model_shape(hf_dir), _recorded_model(Path(checkpoint))
+    shape = load_model_shape(hf_dir)
+    model = _recorded_model(Path(checkpoint))
     digest = torch_dist.combined_digest([torch_dist.tensor_digests(hf_dir)])
     if digest != model["base_sha256"]:
         raise MismatchError(
@@ -391,7 +412,9 @@ def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str 
 
 
 def _stored_tensors(
-    stored: torch_dist.TorchDistFolder, adapters: Adapters, shape: ModelShape
+    stored: torch_dist.TorchDistFolder,
+    adapters: Adapters,
+    shape: ModelShape,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, dims in adapter_tensors(adapters, shape).items():
         key, expert = checkpoint_key(name)

@@ -110,7 +110,9 @@ class Certificate:
         """Raise MismatchError for a file that is missing or has another hash."""
         for name, digest in self.files.items():
             path = folder / name
-            present_digest = sha256_of(path) if path.is_file() else "none, it is gone"
+            present_digest = "none, it is gone"
+            if path.is_file():
+                present_digest = sha256_of(path)
             if present_digest != digest:
                 raise MismatchError(
                     f"{path}: its SHA-256 is {present_digest}, {FILE} recorded {digest}; if it was changed on purpose, "
@@ -203,16 +205,15 @@ def certificate_of(body: Mapping[str, Any]) -> Certificate:
 
 def side_files(folder: str | Path) -> list[Path]:
     """The files of a folder that are neither weights nor their index: config, tokenizer, generation files."""
-    return [
-        path
-        for path in sorted(Path(folder).iterdir())
-        if path.is_file()
-        and path.suffix not in WEIGHT_SUFFIXES
-        and not path.name.endswith(".index.json")
-        and not path.name.startswith(".")
+    paths: list[Path] = []
+    for path in sorted(Path(folder).iterdir()):
+        has_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        is_hidden = path.name.startswith(".")
         # The certificate cannot have its own hash.
-        and path.name != "conversion.json"
-    ]
+        is_certificate = path.name == "conversion.json"
+        if path.is_file() and not (has_weights or is_hidden or is_certificate):
+            paths.append(path)
+    return paths
 
 
 def _digest(body: dict[str, Any]) -> str:

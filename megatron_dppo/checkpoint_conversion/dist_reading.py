@@ -91,7 +91,8 @@ def flat_boxes(dims: Dims, start: int, stop: int) -> Iterator[Box]:
         return
     row = math.prod(dims[1:])
     # Rows first_row .. end_row are complete. Before and after them there may be a part of a row.
-    first_row, end_row = -(-start // row), stop // row
+    first_row = -(-start // row)
+    end_row = stop // row
     if first_row > end_row:
         yield from _in_row(dims, end_row, start - end_row * row, stop - end_row * row)
         return
@@ -129,7 +130,10 @@ class _Span(io.RawIOBase):
     """A file object for the bytes ``start .. start + length`` of an open file."""
 
     def __init__(self, fd: int, start: int, length: int) -> None:
-        self._fd, self._start, self._length, self._position = fd, start, length, 0
+        self._fd = fd
+        self._start = start
+        self._length = length
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -147,7 +151,9 @@ class _Span(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer)[: max(0, self._length - self._position)]
-        count = os.preadv(self._fd, [view], self._start + self._position) if view else 0
+        count = 0
+        if view:
+            count = os.preadv(self._fd, [view], self._start + self._position)
         self._position += count
         return count
 
@@ -316,7 +322,12 @@ class StoredBlocks(Closing):
         return path, start + flat * tensor.dtype.itemsize
 
     def _copy(
-        self, key: str, tensor: StoredTensor, stored: Box, part: Box, out: torch.Tensor
+        self,
+        key: str,
+        tensor: StoredTensor,
+        stored: Box,
+        part: Box,
+        out: torch.Tensor,
     ) -> None:
         """Copy ``part`` of the ``stored`` box into ``out``, in runs of rows as wide as the stored box."""
         fd, start = self._locate(key, stored.offsets, tensor.dtype, stored.elements)
@@ -326,7 +337,8 @@ class StoredBlocks(Closing):
         lead = 0
         for i in range(axis + 1):
             lead = lead * stored.sizes[i] + part.offsets[i] - stored.offsets[i]
-        item, rows = tensor.dtype.itemsize, part.sizes[axis]
+        item = tensor.dtype.itemsize
+        rows = part.sizes[axis]
         begin = start + lead * row * item
         fault = f"{self.folder}: a file ended inside {key}"
         width = part.sizes[axis + 1 :]
@@ -345,7 +357,11 @@ class StoredBlocks(Closing):
             target[row_start : row_start + count].copy_(block)
 
     def _locate(
-        self, key: str, offsets: Dims, dtype: torch.dtype, elements: int
+        self,
+        key: str,
+        offsets: Dims,
+        dtype: torch.dtype,
+        elements: int,
     ) -> tuple[int, int]:
         """Descriptor and offset of a box's first element: the uncompressed record of a torch.save stream."""
         identity = (key, offsets)

@@ -215,7 +215,8 @@ class _Chunk:
     count: int
 
     def block(self, shape: ModelShape, dtype: torch.dtype) -> TensorBlock:
-        lead, dims = self.stacked.index, self.parameter.shape
+        lead = self.stacked.index
+        dims = self.parameter.shape
         stack = (shape.num_layers, shape.num_experts)[: len(lead)]
         offsets = (*lead, self.start, *(0 for _ in dims[1:]))
         sizes = (*(1 for _ in lead), self.count, *dims[1:])

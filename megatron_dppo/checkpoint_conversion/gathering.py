@@ -75,8 +75,13 @@ def gather(
                 _exchange([dist.P2POp(dist.isend, sent, bucket.receiver)])()
             yield Gathered()
             continue
-        flat = {source: like.new_empty(n) for source, n in counts.items() if source != rank}
-        wait = _exchange([dist.P2POp(dist.irecv, part, source) for source, part in flat.items()])
+        flat: dict[int, Tensor] = {}
+        operations: list[dist.P2POp] = []
+        for source, count in counts.items():
+            if source != rank:
+                flat[source] = like.new_empty(count)
+                operations.append(dist.P2POp(dist.irecv, flat[source], source))
+        wait = _exchange(operations)
         elements = bucket.elements
         out = like.new_empty(elements) if buffers is None else buffers.next(elements, like)
         wait()
@@ -90,7 +95,9 @@ def _exchange(operations: list[dist.P2POp]) -> Callable[[], None]:
     """Start sends or receives. Returns a function that waits for them."""
     # A batch uses the group's communicator (ProcessGroupNCCL::pointToPoint). For single sends and receives, NCCL
     # creates a communicator for every pair of ranks, with some 300 MiB on both GPUs.
-    requests = dist.batch_isend_irecv(operations) if operations else []
+    requests = []
+    if operations:
+        requests = dist.batch_isend_irecv(operations)
 
     def wait() -> None:
         for request in requests:
@@ -126,7 +133,8 @@ def assemble(
     consumed = dict.fromkeys(flat_by_rank, 0)
     named, end = [], 0
     for tensor in bucket.tensors:
-        start, end = end, end + tensor.elements
+        start = end
+        end = end + tensor.elements
         full = out[start:end].view(tensor.shape)
         for piece in tensor.pieces:
             target = piece.segment.of_hf(full)

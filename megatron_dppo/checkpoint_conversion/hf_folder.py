@@ -109,7 +109,9 @@ def copy_side_files(source: str | Path, target: Path, dtype: str) -> None:
     config.json is copied byte for byte, unless the weights beside it are now of another ``dtype`` than it names, or it
     says how weights were quantised that are not any more.
     """
-    for path in (p for p in side_files(source) if p.name != TRACKER):
+    for path in side_files(source):
+        if path.name == TRACKER:
+            continue
         shutil.copyfile(path, target / path.name)
     config_path = target / "config.json"
     config = json.loads(config_path.read_text())
@@ -145,12 +147,13 @@ class SafetensorsReader(Closing):
         except CheckpointError:
             self.close()
             raise
-        for name in [name for name in self._file_of if name.endswith(_BUFFER)]:
+        buffer_names = [name for name in self._file_of if name.endswith(_BUFFER)]
+        for name in buffer_names:
             del self._file_of[name]
-        self.specs: dict[str, tensor_store.TensorSpec] = {
-            name: tensor_store.TensorSpec(file.entries[name].shape, file.entries[name].dtype)
-            for name, file in self._file_of.items()
-        }
+        self.specs: dict[str, tensor_store.TensorSpec] = {}
+        for name, file in self._file_of.items():
+            entry = file.entries[name]
+            self.specs[name] = tensor_store.TensorSpec(entry.shape, entry.dtype)
 
     def _open(self) -> None:
         index = self.folder / INDEX
@@ -167,7 +170,9 @@ class SafetensorsReader(Closing):
         for tensor, name in weight_map.items():
             file = self._file_of.get(tensor)
             if file is None or file.path.name != name:
-                fact = "no shard has it" if file is None else f"it is in {file.path.name}"
+                fact = "no shard has it"
+                if file is not None:
+                    fact = f"it is in {file.path.name}"
                 raise CheckpointError(f"{index}: places {tensor} in {name}, but {fact}")
         unlisted = sorted(set(self._file_of) - set(weight_map))
         if unlisted:
@@ -190,9 +195,9 @@ class SafetensorsReader(Closing):
         for name in fused:
             file = self._file_of.pop(name)
             parts = _experts_in(name, file.entries.pop(name))
-            twice = sorted(parts.keys() & self._file_of.keys())
-            if twice:
-                raise CheckpointError(f"{self.folder}: {twice[0]} is also in {name}")
+            duplicates = sorted(parts.keys() & self._file_of.keys())
+            if duplicates:
+                raise CheckpointError(f"{self.folder}: {duplicates[0]} is also in {name}")
             file.entries.update(parts)
             self._file_of.update(dict.fromkeys(parts, file))
         return fused
@@ -202,7 +207,11 @@ class SafetensorsReader(Closing):
         return self._file_of[name].read_rows(name, start, count)
 
     def read(
-        self, name: str, dim: int = 0, start: int = 0, length: int | None = None
+        self,
+        name: str,
+        dim: int = 0,
+        start: int = 0,
+        length: int | None = None,
     ) -> torch.Tensor:
         """``tensor.narrow(dim, start, length)``, contiguous; to the end without a length."""
         return tensor_store.read_slice(self, name, dim, start, length)
@@ -218,7 +227,8 @@ class SafetensorsReader(Closing):
 
 
 def _is_fused(name: str, file: tensor_store.SafetensorsFile) -> bool:
-    match, shape = _ALL_EXPERTS.fullmatch(name), file.entries[name].shape
+    match = _ALL_EXPERTS.fullmatch(name)
+    shape = file.entries[name].shape
     if match is None or len(shape) != 3:
         return False
     return match[2] == "down_proj" or shape[1] % 2 == 0
@@ -235,10 +245,11 @@ def _experts_in(name: str, entry: tensor_store.Entry) -> dict[str, tensor_store.
     for expert in range(experts):
         names += [f"{match[1]}.{expert}.{matrix}.weight" for matrix in matrices]
     size = entry.dtype.itemsize * math.prod(dims)
-    return {
-        part: tensor_store.Entry(dims, entry.dtype, entry.offset + number * size)
-        for number, part in enumerate(names)
-    }
+    entries: dict[str, tensor_store.Entry] = {}
+    for number, part in enumerate(names):
+        offset = entry.offset + number * size
+        entries[part] = tensor_store.Entry(dims, entry.dtype, offset)
+    return entries
 
 
 class ShardedWriter:
@@ -318,7 +329,10 @@ def write_hf_checkpoint(
     """Write a whole model from a stream of ``(name, tensor)``, with config and tokenizer of ``side_files_from``."""
     specs = {name: tensor_store.TensorSpec(dims, dtype) for name, dims in hf_tensors(shape).items()}
     with ShardedWriter(
-        out_dir, specs, max_shard_bytes=max_shard_bytes, side_files_from=side_files_from
+        out_dir,
+        specs,
+        max_shard_bytes=max_shard_bytes,
+        side_files_from=side_files_from,
     ) as writer:
         for name, tensor in tensors:
             writer.write_rows(name, 0, tensor)

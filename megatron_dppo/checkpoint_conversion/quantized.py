@@ -30,12 +30,11 @@ class DequantizedReader(Closing):
     def __init__(self, reader: SafetensorsReader, block: tuple[int, int] | None) -> None:
         self.folder = reader.folder
         self._reader = reader
-        self.specs = {n: s for n, s in reader.specs.items() if not n.endswith(_SCALE)}
-        self._blocks = {
-            name: self._block(name, spec, block)
-            for name, spec in self.specs.items()
-            if spec.dtype == _QUANTIZED
-        }
+        self.specs = {name: s for name, s in reader.specs.items() if not name.endswith(_SCALE)}
+        self._blocks: dict[str, tuple[int, ...]] = {}
+        for name, spec in self.specs.items():
+            if spec.dtype == _QUANTIZED:
+                self._blocks[name] = self._block(name, spec, block)
 
     def _block(self, name: str, spec: TensorSpec, block: tuple[int, int] | None) -> tuple[int, int]:
         scale = self._reader.specs.get(name + _SCALE)
@@ -63,7 +62,8 @@ class DequantizedReader(Closing):
         if name not in self._blocks:
             return rows
         height, width = self._blocks[name]
-        scale_start, scale_end = start // height, -(-(start + count) // height)
+        scale_start = start // height
+        scale_end = -(-(start + count) // height)
         scale_count = scale_end - scale_start
         scales = self._reader.read_rows(name + _SCALE, scale_start, scale_count).float()
         by_row = scales.reshape(scale_count, -1).repeat_interleave(height, 0)

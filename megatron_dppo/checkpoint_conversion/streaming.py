@@ -127,11 +127,11 @@ def megatron_to_hf(
     shape = load_model_shape(side_files, quantized=True)
     with TorchDistCheckpoint(megatron_dir, shape) as source:
         source_dtype, target = _dtypes(source, shape, dtype)
-        specs = {
-            n: tensor_store.TensorSpec(spec.shape, TORCH_DTYPES[target])
-            for n, spec in source.specs.items()
-        }
-        stored, written = TensorHashes(), TensorHashes()
+        specs: dict[str, tensor_store.TensorSpec] = {}
+        for name, spec in source.specs.items():
+            specs[name] = tensor_store.TensorSpec(spec.shape, TORCH_DTYPES[target])
+        stored = TensorHashes()
+        written = TensorHashes()
         writer = hf_folder.ShardedWriter(
             out_dir,
             specs,
@@ -154,7 +154,10 @@ def megatron_to_hf(
 
 
 def verify(
-    hf_dir: str | Path, megatron_dir: str | Path, *, progress: Progress = no_progress
+    hf_dir: str | Path,
+    megatron_dir: str | Path,
+    *,
+    progress: Progress = no_progress,
 ) -> Mapping[str, tensor_store.TensorSpec]:
     """Prove that a converted folder converts back to ``hf_dir`` byte by byte, and that its certificate is right.
 
@@ -180,7 +183,9 @@ def verify(
 
 
 def blocks(
-    store: tensor_store.TensorStore, names: Iterable[str], progress: Progress
+    store: tensor_store.TensorStore,
+    names: Iterable[str],
+    progress: Progress,
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Yield ``(name, first row, rows)`` of every tensor of ``names``, in order."""
     for name in names:
@@ -191,7 +196,9 @@ def blocks(
 
 
 def _dtypes(
-    store: tensor_store.TensorStore, shape: ModelShape, dtype: str | None
+    store: tensor_store.TensorStore,
+    shape: ModelShape,
+    dtype: str | None,
 ) -> tuple[str, str]:
     """The stored type (several are joined by ``+``), and the type of the result."""
     stored_dtype = "+".join(tensor_store.dtypes_of(store, shape))
@@ -199,7 +206,11 @@ def _dtypes(
 
 
 def _finite_cast(
-    rows: torch.Tensor, name: str, start: int, dtype: str, folder: str | Path
+    rows: torch.Tensor,
+    name: str,
+    start: int,
+    dtype: str,
+    folder: str | Path,
 ) -> torch.Tensor:
     """Cast ``rows`` of the tensor ``name``, from row ``start`` on, to ``dtype``.
 

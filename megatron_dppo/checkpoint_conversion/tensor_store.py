@@ -95,9 +95,16 @@ def _read_header(fd: int, path: Path) -> dict[str, Entry]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: its header is not JSON ({error})") from error
     header.pop("__metadata__", None)
-    entries = {name: _entry(path, name, facts, 8 + length) for name, facts in header.items()}
+    entries: dict[str, Entry] = {}
+    for name, facts in header.items():
+        entries[name] = _entry(path, name, facts, 8 + length)
     end = 8 + length
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
+
+    def offset(name: str) -> int:
+        return entries[name].offset
+
+    for name in sorted(entries, key=offset):
+        entry = entries[name]
         if entry.offset != end:
             raise CheckpointError(f"{path}: {name} begins at byte {entry.offset}, expected {end}")
         end += entry.bytes
@@ -110,7 +117,8 @@ def _read_header(fd: int, path: Path) -> dict[str, Entry]:
 
 def _entry(path: Path, name: str, facts: dict[str, Any], base: int) -> Entry:
     try:
-        code, shape = facts["dtype"], tuple(facts["shape"])
+        code = facts["dtype"]
+        shape = tuple(facts["shape"])
         begin, end = facts["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: header entry {name} is malformed ({facts})") from error
@@ -142,10 +150,9 @@ class SafetensorsFileWriter:
         text += b" " * (-len(text) % 8)
         self._length = len(text).to_bytes(8, "little")
         base = 8 + len(text)
-        self.entries = {
-            name: Entry(spec.shape, spec.dtype, base + begins[name])
-            for name, spec in tensors.items()
-        }
+        self.entries: dict[str, Entry] = {}
+        for name, spec in tensors.items():
+            self.entries[name] = Entry(spec.shape, spec.dtype, base + begins[name])
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         file_failpoint("create", self.path.name)
         os.ftruncate(self._fd, base + end)
@@ -200,13 +207,15 @@ def read_all(fd: int, view: memoryview, offset: int, fault: str) -> None:
         count = os.preadv(fd, [view], offset)
         if count == 0:
             raise CheckpointError(fault)
-        view, offset = view[count:], offset + count
+        view = view[count:]
+        offset = offset + count
 
 
 def _write_all(fd: int, view: memoryview, offset: int) -> None:
     while view:
         count = os.pwrite(fd, view, offset)
-        view, offset = view[count:], offset + count
+        view = view[count:]
+        offset = offset + count
 
 
 # A block of this size is still in a core's cache when it is hashed and written, and the allocator reuses its pages. It
@@ -232,7 +241,11 @@ class TensorStore(Protocol):
 
 
 def read_slice(
-    store: TensorStore, name: str, dim: int = 0, start: int = 0, length: int | None = None
+    store: TensorStore,
+    name: str,
+    dim: int = 0,
+    start: int = 0,
+    length: int | None = None,
 ) -> torch.Tensor:
     """Read ``tensor.narrow(dim, start, length)`` of a stored tensor, contiguous, with memory for one more block."""
     dims = store.specs[name].shape
@@ -271,7 +284,9 @@ def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, location: 
         if name in names and tuple(specs[name].shape) != dims:
             faults.append(f"{name} has shape {tuple(specs[name].shape)}, config.json says {dims}")
     if faults:
-        more = [f"{len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+        more = []
+        if len(faults) > SHOWN:
+            more = [f"{len(faults) - SHOWN} more"]
         listed = "; ".join(faults[:SHOWN] + more)
         raise CheckpointError(
             f"{location}: its tensors are not those of its config.json ({listed})"

@@ -56,11 +56,13 @@ def stacked_parameters(name: str) -> list[StackedParameter]:
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return [StackedParameter(name, ())]
-    number, local_name = int(layer[1]), layer[2]
+    number = int(layer[1])
+    local_name = layer[2]
     expert = _EXPERT.fullmatch(local_name)
     index: tuple[int, ...] = ()
     if expert is not None:
-        local_name, index = f"mlp.experts.experts.{expert[1]}.weight", (int(expert[2]),)
+        local_name = f"mlp.experts.experts.{expert[1]}.weight"
+        index = (int(expert[2]),)
     return [
         StackedParameter(f"decoder.layers.{local_name}", (number, *index)),
         StackedParameter(f"decoder.layers.{number}.{local_name}", index),
@@ -186,7 +188,8 @@ class TorchDistCheckpoint(Closing):
     def _check(self) -> torch.dtype:
         """Check that the folder has exactly the model's parameters, with the model's shapes and one dtype, and return
         the dtype. The vocabulary may be padded."""
-        dtypes, vocabulary = set(), family_of(self.shape).vocabulary_tensors
+        dtypes = set()
+        vocabulary = family_of(self.shape).vocabulary_tensors
         parameters = list(local_parameters(self.shape, Layout(), 0))
         for p in parameters:
             dtypes.add(self._tensors.dtype(p.name))
@@ -234,11 +237,11 @@ class TorchDistCheckpoint(Closing):
 
 def _check_same_model(stored: ModelShape, shape: ModelShape, folder: Path) -> None:
     if (stored.family, hf_tensors(stored)) != (shape.family, hf_tensors(shape)):
-        differences = [
-            f"{name} {value!r} (config.json: {getattr(shape, name)!r})"
-            for name, value in vars(stored).items()
-            if value != getattr(shape, name)
-        ]
+        differences: list[str] = []
+        for name, value in vars(stored).items():
+            config_value = getattr(shape, name)
+            if value != config_value:
+                differences.append(f"{name} {value!r} (config.json: {config_value!r})")
         raise CheckpointError(
             f"{folder}: is of another model than config.json's: {', '.join(differences)}"
         )
@@ -258,7 +261,8 @@ def assemble_rows(
         overlap = rows_of_piece(piece, start, count)
         if overlap is not None:
             local_row, hf_row, length = overlap
-            block, segment = out.narrow(0, hf_row - start, length), piece.segment
+            block = out.narrow(0, hf_row - start, length)
+            segment = piece.segment
             if segment.dim:
                 block = block.narrow(1, segment.hf_start, segment.length)
             block.copy_(read(piece, local_row, length))
@@ -276,7 +280,8 @@ def rows_of_piece(piece: Piece, start: int, count: int) -> tuple[int, int, int] 
             f"{piece.name}: a column block narrower than its shard"
         )
         return start, start, count
-    begin, end = max(start, s.hf_start), min(start + count, s.hf_start + s.length)
+    begin = max(start, s.hf_start)
+    end = min(start + count, s.hf_start + s.length)
     if begin >= end:
         return None
     return s.local_start + begin - s.hf_start, begin, end - begin
@@ -326,7 +331,11 @@ class CheckedReader(Closing):
         tensor_store.check_tied_copy(self._store, shape, str(self._store.folder))
 
     def read(
-        self, name: str, dim: int = 0, start: int = 0, length: int | None = None
+        self,
+        name: str,
+        dim: int = 0,
+        start: int = 0,
+        length: int | None = None,
     ) -> torch.Tensor:
         """Read ``tensor.narrow(dim, start, length)``, contiguous. Raises MismatchError if the tensor was altered."""
         self._compare(name)

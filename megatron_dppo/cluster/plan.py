@@ -89,7 +89,9 @@ def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
         *("servers", "recompute"),
     )
     for p in proposals:
-        seconds, engine, schedule = p.plan.seconds, p.plan.facts.engine, p.plan.facts.schedule
+        seconds = p.plan.seconds
+        engine = p.plan.facts.engine
+        schedule = p.plan.facts.schedule
         assert seconds is not None
         table.add_row(
             f"{seconds.total:.0f} s", f"{p.plan.gpu_idle:.0%}", schedule.placement, str(schedule.staleness),
@@ -104,8 +106,11 @@ def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
 
 
 def _head(plan: RunPlan) -> Iterable[str]:
-    facts, cluster = plan.facts, plan.cluster
-    trainer, rollout, batches = facts.trainer, facts.rollout, facts.batches()
+    facts = plan.facts
+    cluster = plan.cluster
+    trainer = facts.trainer
+    rollout = facts.rollout
+    batches = facts.batches()
     yield (
         f"{trainer.shape.family}, {parameters(trainer.shape) / 1e9:.2f} B parameters, on {cluster.nodes} x "
         f"{cluster.gpus_per_node} {cluster.device.name}; trainer {trainer.layout.describe()}, recompute "
@@ -126,7 +131,9 @@ def _roles(plan: RunPlan) -> Table | None:
     table = figures_table("Who runs where", "node", "GPUs", "train", "serve", "servers", "idle")
     size = plan.cluster.gpus_per_node
     for node in plan.nodes:
-        servers = f"{node.servers[0]}-{node.servers[-1]}" if node.servers else "-"
+        servers = "-"
+        if node.servers:
+            servers = f"{node.servers[0]}-{node.servers[-1]}"
         numbers = f"{node.node * size}-{(node.node + 1) * size - 1}"
         table.add_row(
             *map(str, (node.node, numbers, node.trainer, node.engine, servers, node.idle))
@@ -139,13 +146,15 @@ def _ranks(plan: RunPlan) -> Table:
     table = figures_table("A trainer rank's GPU, GiB", "stage", *names, "total", "of")
     for rank in plan.ranks:
         cells = [f"{size / 2**30:.1f}" for size in rank.parts.values()]
-        total, device_memory = rank.total / 2**30, plan.cluster.device.memory / 2**30
+        total = rank.total / 2**30
+        device_memory = plan.cluster.device.memory / 2**30
         table.add_row(str(rank.stage), *cells, f"{total:.1f}", f"{device_memory:.1f}")
     return table
 
 
 def _engine(plan: RunPlan) -> Table | None:
-    engine, facts = plan.engine, plan.facts.engine
+    engine = plan.engine
+    facts = plan.facts.engine
     if engine is None:
         return None
     title = f"A server's GPU: {facts.servers} servers x TP {facts.tensor}, mem_fraction_static {engine.fraction}"
@@ -173,7 +182,8 @@ def _hosts(plan: RunPlan) -> Table | None:
 
 
 def _data(plan: RunPlan) -> Table:
-    columns, traffic = plan.columns, plan.traffic
+    columns = plan.columns
+    traffic = plan.traffic
     table = figures_table("What moves", "what", "bytes", "seconds")
     table.add_row(
         "a weight update, to each engine GPU",
@@ -237,7 +247,8 @@ def _shared(plan: RunPlan) -> str | None:
 
 
 def _evaluation(plan: RunPlan) -> str | None:
-    evaluation, seconds = plan.facts.evaluation, plan.seconds
+    evaluation = plan.facts.evaluation
+    seconds = plan.seconds
     if evaluation is None or seconds is None or not seconds.evaluation:
         return None
     per_step = seconds.evaluation
@@ -362,9 +373,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.recipe, options.overrides)
         shape = shape_of(config.model.hf_checkpoint, options.model_configs)
         lengths = (options.mean_response, options.mean_prompt)
-        cluster, storage = _cluster(options), options.storage_gbps * GB
+        cluster = _cluster(options)
+        storage = options.storage_gbps * GB
         question = Question(config, shape, cluster, *lengths, storage)
-        return _weights(question, options) if options.weights else _plan(question, options)
+        if options.weights:
+            return _weights(question, options)
+        return _plan(question, options)
     except RunError as error:
         fatal(str(error))
 
@@ -405,7 +419,9 @@ def _plan(question: Question, options: argparse.Namespace) -> int:
     elif faults:
         proposals = nearest(search(question), NEAREST)
     needs_proposals = options.search or faults
-    larger_cluster = least_nodes(question) if needs_proposals and not proposals else None
+    larger_cluster = None
+    if needs_proposals and not proposals:
+        larger_cluster = least_nodes(question)
     if options.meta:
         own_question = [] if plan is None else [question]
         faults += _meta_faults([*own_question, *(proposal.question for proposal in proposals)])
@@ -418,7 +434,9 @@ def _plan(question: Question, options: argparse.Namespace) -> int:
         _print(steps, plan, faults, proposals, options)
         if needs_proposals and not proposals:
             print(_none_fits(question.cluster, options.gpu, larger_cluster))
-    return 2 if faults or (options.search and not proposals) else 0
+    if faults or (options.search and not proposals):
+        return 2
+    return 0
 
 
 def _none_fits(cluster: Cluster, gpu: str, larger: Cluster | None) -> str:
@@ -446,7 +464,9 @@ def _print(
             idle_texts = [
                 f"{name} idle {share:.0%} of a step; " for name, share in plan.seconds.idle.items()
             ]
-            idle_text = "".join(idle_texts) if plan.facts.engine.servers else ""
+            idle_text = ""
+            if plan.facts.engine.servers:
+                idle_text = "".join(idle_texts)
             text = (
                 f"{idle_text}{plan.gpu_hours:,.1f} GPU-hours a step. The run's {steps:,} steps: "
                 f"{plan.gpu_hours * steps:,.0f} GPU-hours, idle GPUs and evaluation included."
@@ -506,10 +526,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces one value")
     _takes_cluster(parser)
     parser.add_argument(
-        "--mean-response", type=float, help="tokens; default: half of rollout.max_response_tokens"
+        "--mean-response",
+        type=float,
+        help="tokens; default: half of rollout.max_response_tokens",
     )
     parser.add_argument(
-        "--mean-prompt", type=float, help="tokens; default: a quarter of data.max_prompt_tokens"
+        "--mean-prompt",
+        type=float,
+        help="tokens; default: a quarter of data.max_prompt_tokens",
     )
     parser.add_argument(
         "--model-configs",
@@ -544,10 +568,16 @@ def _takes_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=_positive, required=True, metavar="N", help="nodes")
     parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="default 8")
     parser.add_argument(
-        "--host-memory-gib", type=float, default=0, help="of a node; default: the maker's"
+        "--host-memory-gib",
+        type=float,
+        default=0,
+        help="of a node; default: the maker's",
     )
     parser.add_argument(
-        "--storage-gbps", type=float, default=5.0, help="GB/s that checkpoints reach; default 5"
+        "--storage-gbps",
+        type=float,
+        default=5.0,
+        help="GB/s that checkpoints reach; default 5",
     )
     parser.add_argument(
         "--network-gbps",

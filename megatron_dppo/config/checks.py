@@ -48,12 +48,12 @@ MOST_STOPS = 32
 
 def data_file_faults(data: schema.DataConfig) -> layout.Faults:
     """Report missing files, weights of only some files, and names that can't be metric names."""
-    listed = not isinstance(data.train, str)
-    files = {
-        f"data.train[{i}].path" if listed else "data.train": file.path
-        for i, file in enumerate(data.train_files)
-    }
-    files |= {f"data.evaluation.{name}": file.path for name, file in data.evaluation_files.items()}
+    is_listed = not isinstance(data.train, str)
+    files: dict[str, str] = {}
+    for i, file in enumerate(data.train_files):
+        files[f"data.train[{i}].path" if is_listed else "data.train"] = file.path
+    for name, evaluation_file in data.evaluation_files.items():
+        files[f"data.evaluation.{name}"] = evaluation_file.path
     for key, path in files.items():
         if fault := data_files(path).fault:
             yield (
@@ -62,7 +62,8 @@ def data_file_faults(data: schema.DataConfig) -> layout.Faults:
     if not data.train_files:
         yield "data.train: got an empty list, expected at least one file"
     paths = [file.path for file in data.train_files]
-    if repeated := sorted({path for path in paths if paths.count(path) > 1}):
+    repeated = sorted({path for path in paths if paths.count(path) > 1})
+    if repeated:
         yield f"data.train: {repeated[0]!r} is there twice, expected each file once; see weight"
     elif twice := next(repeated_files(paths), None):
         yield f"data.train: {twice!r} is in two of the paths, expected each file once; see weight"
@@ -157,11 +158,12 @@ LONGEST_WAIT_S = 10**8
 
 def unusable_values(config: Section) -> list[str]:
     """Report texts that no path, name or URL may contain, and numbers that no library takes."""
-    return [
-        f"{key}: {complaint}"
-        for key, value in _leaves(config.model_dump(), "")
-        if (complaint := _complaint(key, value))
-    ]
+    faults: list[str] = []
+    for key, value in _leaves(config.model_dump(), ""):
+        complaint = _complaint(key, value)
+        if complaint:
+            faults.append(f"{key}: {complaint}")
+    return faults
 
 
 def without_os_errors(faults: layout.Faults) -> layout.Faults:
@@ -175,7 +177,10 @@ def without_os_errors(faults: layout.Faults) -> layout.Faults:
 def url_faults(given_urls: Sequence[str]) -> layout.Faults:
     """Report ``engine.urls`` that no server can have, or that name one server twice."""
     urls = [url.rstrip("/") for url in given_urls]
-    faults = [f"engine.urls: {fault}" for url in urls if (fault := url_fault(url))]
+    faults: list[str] = []
+    for url in urls:
+        if fault := url_fault(url):
+            faults.append(f"engine.urls: {fault}")
     yield from faults
     if not faults and len(set(urls)) < len(urls):
         yield f"engine.urls: got {urls}, expected each server once"
@@ -183,7 +188,8 @@ def url_faults(given_urls: Sequence[str]) -> layout.Faults:
 
 def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.Faults:
     """Compare ``sglang.tp_size`` with the model's numbers of attention heads and key-value heads."""
-    heads, groups = model.num_attention_heads, model.num_query_groups
+    heads = model.num_attention_heads
+    groups = model.num_query_groups
     size = sglang.get("tp_size") or 1
     if not isinstance(size, int) or isinstance(size, bool):
         # The check against SGLang's own fields reports this value.
@@ -227,11 +233,13 @@ def length_faults(
     # Without a value of its own, the evaluation has the rollout's limit.
     if evaluation.max_response_tokens is not None:
         responses["evaluation"] = evaluation.max_response_tokens
-    episodes = {
-        section: environment.longest(prompt, response) - prompt - response
-        for section, response in responses.items()
-    }
-    reason = ", of which SGLang fills all but {}" if generates else ""
+    # Tokens that an episode adds to its prompt and its first response.
+    episodes: dict[str, int] = {}
+    for section, response in responses.items():
+        episodes[section] = environment.longest(prompt, response) - prompt - response
+    reason = ""
+    if generates:
+        reason = ", of which SGLang fills all but {}"
     for whose, positions in limits.items():
         if not isinstance(positions, int):
             continue
@@ -305,10 +313,10 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _complaint(key: str, value: Any) -> str | None:
-    prose = key in PROSE
-    most_characters = LONGEST_PROSE if prose else LONGEST_TEXT
+    is_prose = key in PROSE
+    most_characters = LONGEST_PROSE if is_prose else LONGEST_TEXT
     if isinstance(value, str):
-        text = value.translate(_LINES) if prose else value
+        text = value.translate(_LINES) if is_prose else value
         if _UNUSABLE.search(text):
             return f"got {given(value)}, expected text without control characters"
         if len(value) > most_characters:
@@ -331,13 +339,18 @@ MOST_RESPONSES = 2**24
 
 
 def check_config(
-    config: schema.TrainConfig, source: str = "configuration", *, weights: bool = True
+    config: schema.TrainConfig,
+    source: str = "configuration",
+    *,
+    weights: bool = True,
 ) -> str:
     """Run every check and return the layout in one line. Raises ConfigError with the name ``source``.
 
     ``weights``: whether the model's weights must exist; its config.json and tokenizer always must.
     """
-    rollout, algorithm, engine = config.rollout, config.algorithm, config.engine
+    rollout = config.rollout
+    algorithm = config.algorithm
+    engine = config.engine
     checks = (
         url_faults(engine.urls),
         layout.world_faults(config.parallel.sizes),
@@ -394,7 +407,8 @@ def check_config(
 
 def check_supervised_config(config: schema.SupervisedConfig, source: str = "configuration") -> None:
     """Run every check of a supervised run; as :func:`check_config`."""
-    parallel, training = config.parallel, config.training
+    parallel = config.parallel
+    training = config.training
     faults = [
         *layout.world_faults(parallel.sizes),
         *forwarded.MEGATRON.faults(config.megatron),
@@ -452,7 +466,8 @@ def batch_faults(rollout: schema.RolloutConfig, size: int, data: int) -> layout.
             f"training.prompts_per_mini_batch: got {size}, expected a divisor of "
             f"rollout.prompts_per_step = {rollout.prompts_per_step}"
         )
-    if (responses := rollout.prompts_per_step * rollout.group_size) > MOST_RESPONSES:
+    responses = rollout.prompts_per_step * rollout.group_size
+    if responses > MOST_RESPONSES:
         yield (
             f"rollout.group_size: got {rollout.group_size}, with rollout.prompts_per_step {rollout.prompts_per_step} "
             f"that is {responses} responses in a batch, expected at most {MOST_RESPONSES}"
@@ -472,7 +487,8 @@ def batch_faults(rollout: schema.RolloutConfig, size: int, data: int) -> layout.
 
 def schedule_faults(optimizer: schema.OptimizerConfig) -> layout.Faults:
     """Report numbers of the learning rate's schedule that contradict each other."""
-    falls, end = optimizer.schedule != "constant", optimizer.decay_steps
+    falls = optimizer.schedule != "constant"
+    end = optimizer.decay_steps
     if falls and (end is None or end <= optimizer.warmup_steps):
         yield (
             f"optimizer.decay_steps: got {given(end)} with schedule {optimizer.schedule!r}, expected more than "
@@ -544,9 +560,11 @@ def _replay_folder(folder: str | None) -> layout.Faults:
 
 def _profile(profile: schema.ProfileConfig, world: int, steps: int) -> layout.Faults:
     """Report steps and ranks of the profiler that the run does not have."""
-    if bad_ranks := [rank for rank in profile.ranks if not 0 <= rank < world]:
+    bad_ranks = [rank for rank in profile.ranks if not 0 <= rank < world]
+    if bad_ranks:
         yield f"profile.ranks: got {bad_ranks}, expected ranks from 0 to {world - 1}"
-    if bad_steps := [step for step in profile.steps if not 1 <= step <= steps]:
+    bad_steps = [step for step in profile.steps if not 1 <= step <= steps]
+    if bad_steps:
         yield f"profile.steps: got {bad_steps}, expected steps from 1 to run.steps = {steps}"
 
 
@@ -584,7 +602,9 @@ def _run_directory(directory: str) -> layout.Faults:
 
 
 def _engine(
-    engine: schema.EngineConfig, rollout: schema.RolloutConfig, strategy: str
+    engine: schema.EngineConfig,
+    rollout: schema.RolloutConfig,
+    strategy: str,
 ) -> layout.Faults:
     if engine.port is not None and engine.port + engine.started > 65536:
         yield (
@@ -607,7 +627,9 @@ def _engine(
 
 
 def _colocation(
-    engine: schema.EngineConfig, rollout: schema.RolloutConfig, strategy: str
+    engine: schema.EngineConfig,
+    rollout: schema.RolloutConfig,
+    strategy: str,
 ) -> layout.Faults:
     """Report settings that colocated servers can't have, because they stop for every training step."""
     if engine.urls:
@@ -634,7 +656,9 @@ def _colocation(
 
 
 def _router_replay(
-    rollout: schema.RolloutConfig, megatron: Mapping[str, Any], model: ModelShape
+    rollout: schema.RolloutConfig,
+    megatron: Mapping[str, Any],
+    model: ModelShape,
 ) -> layout.Faults:
     if not rollout.router_replay:
         return
@@ -663,5 +687,6 @@ def _topk(algorithm: schema.AlgorithmConfig, configured: int, vocab_size: int) -
 
 
 def _stop_tokens(ids: Sequence[int], vocab_size: int) -> layout.Faults:
-    if unknown := [token for token in ids if not 0 <= token < vocab_size]:
+    unknown = [token for token in ids if not 0 <= token < vocab_size]
+    if unknown:
         yield f"rollout.stop_token_ids: got {unknown}, expected ids below the vocabulary's {vocab_size}"

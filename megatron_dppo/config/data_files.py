@@ -57,7 +57,9 @@ class DataFiles:
             endings = ", ".join(DATA_ENDINGS)
             if not os.path.isdir(self.path):
                 return f"a file that matches this pattern, relative to {Path.cwd()}"
-            found_names = _listed(self.unread) if self.unread else "no file"
+            found_names = "no file"
+            if self.unread:
+                found_names = _listed(self.unread)
             return f"data files in this folder ({endings}), found {found_names}"
         lost = [file for file in self.files if not os.path.isfile(file)]
         if not lost:
@@ -125,5 +127,7 @@ def _is_data_file(folder: str, name: str) -> bool:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    more = ""
+    if len(names) > _SHOWN:
+        more = f" and {len(names) - _SHOWN} more"
     return ", ".join(names[:_SHOWN]) + more

@@ -37,11 +37,15 @@ class ProblemFile(Section):
 
 
 def _list_or_text(value: object) -> str:
-    return "list" if isinstance(value, list) else "text"
+    if isinstance(value, list):
+        return "list"
+    return "text"
 
 
 def _table_or_text(value: object) -> str:
-    return "table" if isinstance(value, dict | ProblemFile) else "text"
+    if isinstance(value, dict | ProblemFile):
+        return "table"
+    return "text"
 
 
 class TrainingFile(ProblemFile):
@@ -103,10 +107,10 @@ class DataConfig(Section):
     @property
     def evaluation_files(self) -> dict[str, ProblemFile]:
         """The files of the held-out sets by name, in the same form for every way to name them."""
-        return {
-            name: ProblemFile(path=file) if isinstance(file, str) else file
-            for name, file in self.evaluation.items()
-        }
+        files: dict[str, ProblemFile] = {}
+        for name, file in self.evaluation.items():
+            files[name] = ProblemFile(path=file) if isinstance(file, str) else file
+        return files
 
 
 OnTimeout = Literal["zero", "unavailable"]

@@ -29,13 +29,13 @@ class ConfigError(RunError, ValueError):
     def __init__(self, faults: Sequence[str], source: str = "configuration") -> None:
         self.faults = tuple(faults)
         self.source = source
-        count = f" {len(self.faults)} faults" if len(self.faults) > 1 else ""
+        count = ""
+        if len(self.faults) > 1:
+            count = f" {len(self.faults)} faults"
         shown_faults = self.faults[:MOST_SHOWN]
-        more = (
-            [f"and {len(faults) - len(shown_faults)} more"]
-            if len(shown_faults) < len(faults)
-            else []
-        )
+        more = []
+        if len(shown_faults) < len(faults):
+            more = [f"and {len(faults) - len(shown_faults)} more"]
         super().__init__("\n  ".join([f"{source}:{count}", *shown_faults, *more]))
 
 
@@ -81,17 +81,12 @@ def given(value: Any) -> str:
 
 def expectation(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """Return ``annotation`` in words: ``a number > 0 and <= 1``, ``one of 'auto', 'never'``, ``text or null``."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Annotated:
         return expectation(arguments[0], (*arguments[1:], *metadata))
     if origin in (Union, types.UnionType):
-        member_types, nothing = (
-            [a for a in arguments if a is not type(None)],
-            type(None) in arguments,
-        )
-        alternatives = [expectation(a, metadata) for a in member_types] + ["null"] * nothing
-        covered = {_NAMES[int]} if _NAMES[float] in alternatives else set()
-        return " or ".join(dict.fromkeys(word for word in alternatives if word not in covered))
+        return _union_expectation(arguments, metadata)
     if origin is Literal:
         return "one of " + ", ".join(map(repr, arguments))
     if origin is dict and arguments:
@@ -100,6 +95,17 @@ def expectation(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return f"a list, each item {expectation(arguments[0])}"
     name = _NAMES.get(origin or annotation)
     return name + _bounds(metadata) if name else _class_expectation(origin or annotation)
+
+
+def _union_expectation(members: Sequence[Any], metadata: Iterable[Any]) -> str:
+    member_types = [member for member in members if member is not type(None)]
+    alternatives = [expectation(member, metadata) for member in member_types]
+    if type(None) in members:
+        alternatives.append("null")
+    if _NAMES[float] in alternatives:
+        # Every whole number is a number.
+        alternatives = [word for word in alternatives if word != _NAMES[int]]
+    return " or ".join(dict.fromkeys(alternatives))
 
 
 def _class_expectation(kind: Any) -> str:
@@ -136,7 +142,8 @@ def field_at(model: type[BaseModel], location: Sequence[Any]) -> FieldExpectatio
             field = kind.model_fields.get(str(part))
             if field is None:
                 break
-            annotation, metadata = field.annotation, field.metadata
+            annotation = field.annotation
+            metadata = field.metadata
             summary = (field.description or "").split(". ")[0].strip().rstrip(".")
             continue
         inner_kind = _inside(kind, part)
@@ -163,7 +170,9 @@ def section_at(model: type[BaseModel], location: Sequence[Any]) -> type[BaseMode
 
 def _bare(annotation: Any) -> Any:
     """Return ``annotation`` without the additions of ``Annotated``."""
-    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    if get_origin(annotation) is Annotated:
+        return get_args(annotation)[0]
+    return annotation
 
 
 def _is_section(kind: Any) -> bool:
@@ -175,11 +184,14 @@ def _inside(kind: Any, part: Any) -> Any:
 
     Returns None inside any other type, and for a union's branch that is a plain value: the union's own text says more.
     """
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if origin is dict:
         return arguments[1]
     if origin is list:
-        return arguments[0] if _is_section(_bare(arguments[0])) else None
+        if _is_section(_bare(arguments[0])):
+            return arguments[0]
+        return None
     if origin in (Union, types.UnionType):
         tagged = [a for a in arguments if Tag(str(part)) in get_args(a)[1:]]
         return next((a for a in tagged if _is_section(_bare(a)) or get_args(_bare(a))), None)
@@ -213,4 +225,6 @@ def suggestion(model: type[BaseModel], location: Sequence[Any]) -> str | None:
     elsewhere = difflib.get_close_matches(key, list(leaves), n=1, cutoff=0.85)
     if elsewhere:
         return leaves[elsewhere[0]]
-    return prefix + similar_keys[0] if similar_keys else None
+    if similar_keys:
+        return prefix + similar_keys[0]
+    return None

@@ -40,7 +40,10 @@ class LibraryFields:
 
 
 def field_fault(
-    fields: LibraryFields, key: str, value: Any, hidden: Collection[str] = ()
+    fields: LibraryFields,
+    key: str,
+    value: Any,
+    hidden: Collection[str] = (),
 ) -> str | None:
     """Return the fault of ``key: value`` in words; None where the library takes it.
 
@@ -50,7 +53,9 @@ def field_fault(
         return f"expected nothing: {fields.title} computes it"
     if key not in fields.types:
         similar_fields = closest(key, fields.types.keys() - fields.computed - {*hidden}, count=3)
-        hint = f"; did you mean {' or '.join(similar_fields)}?" if similar_fields else ""
+        hint = ""
+        if similar_fields:
+            hint = f"; did you mean {' or '.join(similar_fields)}?"
         return f"not a field of {fields.title}{hint}"
     try:
         read_value(fields.types[key], value)
@@ -622,7 +627,10 @@ def precision_faults(table: Mapping[str, Any], capability: tuple[int, int]) -> I
 
 
 def _capability_fault(
-    key: str, value: Any, least: tuple[int, int], capability: tuple[int, int]
+    key: str,
+    value: Any,
+    least: tuple[int, int],
+    capability: tuple[int, int],
 ) -> str:
     return (
         f"megatron.{key}: got {given(value)} on a GPU of compute capability {capability[0]}.{capability[1]}, expected "
@@ -786,7 +794,9 @@ OPTIMIZER = ForwardedTable(
 
 
 def training_faults(
-    ddp: Mapping[str, Any], optimizer: Mapping[str, Any], distributed: bool
+    ddp: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+    distributed: bool,
 ) -> Iterator[str]:
     """Report faults of the ``megatron_ddp:`` and ``megatron_optimizer:`` tables with a ``distributed`` or replicated
     optimizer.

@@ -81,7 +81,9 @@ def _shards(index: Path) -> list[str] | None:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    files = content.get("weight_map") if isinstance(content, dict) else None
+    files = None
+    if isinstance(content, dict):
+        files = content.get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         return None
     return sorted(set(files.values()))
@@ -99,10 +101,14 @@ Faults = Iterator[str]
 
 
 def describe(
-    sizes: LayoutSizes, rollout: RolloutConfig, training: TrainingConfig, model: ModelShape
+    sizes: LayoutSizes,
+    rollout: RolloutConfig,
+    training: TrainingConfig,
+    model: ModelShape,
 ) -> str:
     """Return the layout, the vocabulary and a batch's optimiser steps in one line; the sections must be valid."""
-    layout, vocab = Layout.of(sizes), model.vocab_size
+    layout = Layout.of(sizes)
+    vocab = model.vocab_size
     dense = {
         "TP": layout.tensor,
         "CP": layout.context,
@@ -115,9 +121,13 @@ def describe(
         "ETP": layout.expert_tensor,
         "expert DP": layout.expert_data,
     }
-    sequence = ", sequence parallel" if sizes.sequence_parallel(model) else ""
+    sequence = ""
+    if sizes.sequence_parallel(model):
+        sequence = ", sequence parallel"
     padded = padded_vocab_size(vocab, sizes.tensor)
-    padding = f" (padded to {padded})" if padded != vocab else ""
+    padding = ""
+    if padded != vocab:
+        padding = f" (padded to {padded})"
     steps = rollout.prompts_per_step // training.prompts_per_mini_batch
     return (
         f"{layout.world_size} ranks: {_product(dense)}, experts {_product(experts)}{sequence}; vocabulary "

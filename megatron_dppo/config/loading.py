@@ -73,7 +73,8 @@ class _Loader(yaml.SafeLoader):
         # The tag ``!!map`` can stand before a value that is no table.
         if not isinstance(node, yaml.MappingNode):
             raise yaml.MarkedYAMLError(
-                problem="!!map is given to what is no table", problem_mark=node.start_mark
+                problem="!!map is given to what is no table",
+                problem_mark=node.start_mark,
             )
         line_of_key: dict[str, int] = {}
         for key_node, _ in node.value:
@@ -114,7 +115,8 @@ def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
     count = counts[id(node)]
     if count is None:
         raise yaml.MarkedYAMLError(
-            problem="an alias stands for what contains it", problem_mark=node.start_mark
+            problem="an alias stands for what contains it",
+            problem_mark=node.start_mark,
         )
     return count
 
@@ -122,9 +124,12 @@ def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
 def _value_of(node: yaml.Node, kind: str) -> str:
     """Return the text of a scalar of that kind, also where a tag such as ``!!bool`` says so; case as given."""
     if not isinstance(node, yaml.ScalarNode) or not _PATTERNS[kind].match(node.value):
-        shown_value = node.value[:40] if isinstance(node, yaml.ScalarNode) else "a table or a list"
+        shown_value = "a table or a list"
+        if isinstance(node, yaml.ScalarNode):
+            shown_value = node.value[:40]
         raise yaml.MarkedYAMLError(
-            problem=f"!!{kind} is given to {shown_value!r}", problem_mark=node.start_mark
+            problem=f"!!{kind} is given to {shown_value!r}",
+            problem_mark=node.start_mark,
         )
     return str(node.value)
 
@@ -137,7 +142,9 @@ class _Dumper(yaml.SafeDumper):
 
 def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = _value_of(node, "int")
-    return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
+    if text[:2] in ("0x", "0o"):
+        return int(text, 0)
+    return int(text)
 
 
 def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
@@ -269,7 +276,9 @@ def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] =
     ``run.directory`` stands for that value. Checks across sections are in :mod:`megatron_dppo.config.checks`. Raises
     ConfigError.
     """
-    tree = {} if path is None else read_with_bases(Path(path), schema)
+    tree = {}
+    if path is not None:
+        tree = read_with_bases(Path(path), schema)
     faults = _apply_overrides(tree, overrides)
     _take_null_sets_away(tree)
     faults += _fill_in_directory(tree)
@@ -405,7 +414,9 @@ def resolved_yaml(config: Section) -> str:
 def _source(path: Path) -> str:
     """Return a path for a message: whole, or cut where it is too long to read or has unprintable characters."""
     text = str(path)
-    return text if len(text) <= _LONGEST_PATH and text.isprintable() else given(text)
+    if len(text) <= _LONGEST_PATH and text.isprintable():
+        return text
+    return given(text)
 
 
 def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
@@ -429,10 +440,10 @@ def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
         fault = f"got {given(tree)} at the top level, expected a table with the sections "
         raise ConfigError([fault + ", ".join(schema.model_fields)], str(path))
     # A section whose lines are all comments is parsed as null and means an empty table.
-    return {
-        name: {} if value is None and _is_table(schema, name) else value
-        for name, value in tree.items()
-    }
+    for name, value in tree.items():
+        if value is None and _is_table(schema, name):
+            tree[name] = {}
+    return tree
 
 
 def _is_table(schema: type[Section], name: str) -> bool:
@@ -515,7 +526,8 @@ def _validate(tree: dict[str, Any], schema: type[C]) -> tuple[C | None, list[str
         shown_errors = errors[: 2 * MOST_SHOWN]
         faults = [_fault(schema, e["type"], e["loc"], e["input"]) for e in shown_errors]
         # A union reports each of its branches, so drop equal lines.
-        return None, [*dict.fromkeys(faults), *(str(e["loc"]) for e in errors[len(shown_errors) :])]
+        other_locations = [str(e["loc"]) for e in errors[len(shown_errors) :]]
+        return None, [*dict.fromkeys(faults), *other_locations]
 
 
 def _fault(schema: type[Section], kind: str, location: tuple[int | str, ...], value: Any) -> str:

@@ -36,7 +36,11 @@ def adapters_of(lora: LoraConfig, shape: ModelShape) -> Adapters | None:
 
 
 def lora_faults(
-    lora: LoraConfig, sizes: LayoutSizes, shape: ModelShape, *, has_engines: bool
+    lora: LoraConfig,
+    sizes: LayoutSizes,
+    shape: ModelShape,
+    *,
+    has_engines: bool,
 ) -> Faults:
     """Report faults of the ``lora:`` section, each with its key."""
     if not lora.rank:
@@ -68,7 +72,9 @@ def engine_adapter_faults(
     engine: EngineConfig,
 ) -> Faults:
     """Report settings that contradict ``lora.update``: engines receive merged weights, or load the run's adapters."""
-    set_here = ("lora_backend",) if updates_adapters(lora) else ()
+    set_here: tuple[str, ...] = ()
+    if updates_adapters(lora):
+        set_here = ("lora_backend",)
     for key, value in sglang.items():
         if "lora" in key and key not in set_here:
             yield (
@@ -107,12 +113,14 @@ def adapter_update_faults(lora: LoraConfig, shape: ModelShape) -> Faults:
         return
     assert adapters is not None
     modules = set(adapters.modules)
-    if of_experts := sorted(modules & set(module_groups(shape).get(EXPERTS, ()))):
+    of_experts = sorted(modules & set(module_groups(shape).get(EXPERTS, ())))
+    if of_experts:
         yield (
             f"lora.update: got 'adapters' with {of_experts} of experts, expected 'merged', or lora.target_modules "
             "of the attention and dense MLP only: SGLang's LoRA of experts runs in GPU kernels that are not tested here"
         )
-    if of_head := sorted(modules & set(module_groups(shape).get(HEAD, ()))):
+    of_head = sorted(modules & set(module_groups(shape).get(HEAD, ())))
+    if of_head:
         yield (
             f"lora.target_modules: got {of_head} with lora.update 'adapters', expected no output layer, or 'merged': "
             "an adapter beside SGLang's logits is not tested here"
@@ -141,9 +149,10 @@ def _without_adapters(lora: LoraConfig) -> Faults:
 def _folder(lora: LoraConfig) -> Faults:
     if lora.start_from is None:
         return
-    missing_files = [
-        n for n in (PEFT_CONFIG, PEFT_WEIGHTS) if not (Path(lora.start_from) / n).is_file()
-    ]
+    missing_files: list[str] = []
+    for name in (PEFT_CONFIG, PEFT_WEIGHTS):
+        if not (Path(lora.start_from) / name).is_file():
+            missing_files.append(name)
     if missing_files:
         yield (
             f"lora.start_from: got {lora.start_from!r}, which lacks {' and '.join(missing_files)}, expected "

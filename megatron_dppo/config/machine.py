@@ -95,7 +95,9 @@ def this_machine() -> Machine:
 
 def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
     """Yield a line for each reason why a run with all its ranks and servers can't work on ``machine``."""
-    engine, sync, ranks = config.engine, config.weight_sync, config.parallel.world_size
+    engine = config.engine
+    sync = config.weight_sync
+    ranks = config.parallel.world_size
     generates = config.rollout.replay_from is None
     yield from _interface_faults(config.parallel.interface)
     folders = {"run.directory": config.run.directory}
@@ -138,7 +140,8 @@ def _interface_faults(interface: str | None) -> Iterator[str]:
 
 def _server_faults(engine: EngineConfig) -> Iterator[str]:
     """Report faults of the address and of the interpreter of servers and router that start here."""
-    if packages := ["sglang"] * bool(engine.started) + ["smg"] * engine.uses_router:
+    packages = ["sglang"] * bool(engine.started) + ["smg"] * engine.uses_router
+    if packages:
         yield from _host_faults(engine.host)
         yield from _python_faults(engine.python, ["megatron_dppo", *packages])
 
@@ -180,4 +183,6 @@ def _visible_gpus() -> int:
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
+    if folder.is_dir():
+        return len(list(folder.iterdir()))
+    return 0

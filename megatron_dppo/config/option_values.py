@@ -24,7 +24,9 @@ def option_value_faults(target: Callable[..., Any], options: Mapping[str, Any]) 
     module = getattr(target, "__module__", None) or ""
     if module.partition(".")[0] != OWN_PACKAGE:
         return
-    called = target.__init__ if inspect.isclass(target) else target
+    called = target
+    if inspect.isclass(target):
+        called = target.__init__
     types = get_type_hints(called)
     for name, value in options.items():
         if name not in types:

@@ -103,7 +103,9 @@ class LoraConfig(Section):
     @property
     def scale_alpha(self) -> float:
         """``alpha`` with its default filled in."""
-        return 2.0 * self.rank if self.alpha is None else self.alpha
+        if self.alpha is None:
+            return 2.0 * self.rank
+        return self.alpha
 
 
 class RolloutConfig(Section):
@@ -392,7 +394,9 @@ class EngineConfig(Section):
     @property
     def uses_router(self) -> bool:
         """``router`` with its default filled in."""
-        return self.started + len(self.urls) > 1 if self.router is None else self.router
+        if self.router is None:
+            return self.started + len(self.urls) > 1
+        return self.router
 
 
 class WeightSyncConfig(Section):
@@ -547,7 +551,9 @@ class PolicyConfig(Section):
         """Number that divides a rank's tokens of a micro-batch: 1, or the multiple that FP8 kernels require."""
         if self.megatron.get("fp8") is None:
             return 1
-        return 32 if self.megatron.get("fp8_recipe") == "mxfp8" else 16
+        if self.megatron.get("fp8_recipe") == "mxfp8":
+            return 32
+        return 16
 
     @property
     def distributed_optimizer(self) -> bool:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 Groups = list[list[int]]
+_Part = tuple[float, list[int]]
+"""A group of a partial partition: its sum, and its indices."""
 
 
 def partition_by_cost(costs: Sequence[float], ranks: int) -> Groups:
@@ -23,10 +26,10 @@ def partition_by_cost(costs: Sequence[float], ranks: int) -> Groups:
     """
     # A partial partition has `ranks` pairs (sum, indices), the heaviest first. Merge the two partitions with the widest
     # spread, heaviest group onto lightest, until one partition remains. The smallest index breaks ties.
-    heap = [
-        (-cost, index, [(cost, [index])] + [(0, [])] * (ranks - 1))
-        for index, cost in enumerate(costs)
-    ]
+    heap: list[tuple[float, int, list[_Part]]] = []
+    for index, cost in enumerate(costs):
+        partition: list[_Part] = [(cost, [index]), *[(0, [])] * (ranks - 1)]
+        heap.append((-cost, index, partition))
     heapq.heapify(heap)
     while len(heap) > 1:
         _, first_index, partition = heapq.heappop(heap)
@@ -36,12 +39,19 @@ def partition_by_cost(costs: Sequence[float], ranks: int) -> Groups:
             partition, reversed(second_partition), strict=True
         ):
             merged.append((cost + added_cost, indices + added_indices))
-        merged.sort(key=lambda part: (-part[0], part[1]))
+        merged.sort(key=_heaviest_first)
         spread = merged[-1][0] - merged[0][0]
         heapq.heappush(heap, (spread, min(first_index, second_index), merged))
     if not heap:
         return [[] for _ in range(ranks)]
-    return [sorted(indices) for _, indices in heap[0][2]]
+    _, _, final_partition = heap[0]
+    return [sorted(indices) for _, indices in final_partition]
+
+
+def _heaviest_first(part: _Part) -> tuple[float, list[int]]:
+    """Return the sorting key of a part: the largest sum first, then the smallest index."""
+    cost, indices = part
+    return -cost, indices
 
 
 def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> Groups:
@@ -90,7 +100,8 @@ def plan_mini_batch(
     count += -count % count_multiple
     plan = []
     for share, groups in zip(shares, minimal_groups, strict=True):
-        share_lengths, share_costs = [lengths[i] for i in share], [costs[i] for i in share]
+        share_lengths = [lengths[i] for i in share]
+        share_costs = [costs[i] for i in share]
         micro_batches: Groups = []
         for group in _spread(share_lengths, share_costs, groups, token_budget, count):
             micro_batches.append([share[i] for i in group])
@@ -104,9 +115,13 @@ def idle_share(plan: Sequence[Groups], costs: Sequence[float]) -> float:
     The k-th micro-batches of all ranks run together, and each takes as long as the costliest of them. So the share is
     1 - sum of all costs / (ranks * sum over k of the largest cost); 0 without work.
     """
-    rank_costs = [[_total(costs, group) for group in rank] for rank in plan]
-    duration = sum(max(column) for column in zip(*rank_costs, strict=True))
-    return 1 - sum(map(sum, rank_costs)) / (len(plan) * duration) if duration else 0.0
+    rank_costs: list[list[float]] = []
+    for groups in plan:
+        rank_costs.append([_total(costs, group) for group in groups])
+    duration = sum(map(max, zip(*rank_costs, strict=True)))
+    if not duration:
+        return 0.0
+    return 1 - sum(map(sum, rank_costs)) / (len(plan) * duration)
 
 
 def _spread(
@@ -122,21 +137,28 @@ def _spread(
     room; if one finds no room, ``groups`` are split.
     """
     spread: Groups | None = partition_by_cost(costs, count)
-    if any(len(g) > 1 and _total(lengths, g) > token_budget for g in spread or []):
-        spread = _cheapest_with_room(lengths, costs, token_budget, count)
+    for group in spread or []:
+        if len(group) > 1 and _total(lengths, group) > token_budget:
+            spread = _cheapest_with_room(lengths, costs, token_budget, count)
+            break
     if spread is None:
         spread = _split(costs, groups, count)
     # Sort, because the k-th micro-batches of all ranks run together: the heaviest ones should meet.
-    return sorted(spread, key=lambda g: (-_total(costs, g), g))
+    parts = [(_total(costs, group), group) for group in spread]
+    return [group for _, group in sorted(parts, key=_heaviest_first)]
 
 
 def _cheapest_with_room(
-    lengths: Sequence[int], costs: Sequence[float], token_budget: int, count: int
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    token_budget: int,
+    count: int,
 ) -> Groups | None:
     """Divide sequences into ``count`` groups: the costliest first, each joins the cheapest group with room for its
     tokens. None if a sequence finds no room."""
     groups: Groups = [[] for _ in range(count)]
-    sums, tokens = np.zeros(count), np.zeros(count, dtype=np.int64)
+    sums = np.zeros(count)
+    tokens = np.zeros(count, dtype=np.int64)
     for index in np.argsort(-np.asarray(costs), kind="stable").tolist():
         room = (tokens + lengths[index] <= token_budget) | (tokens == 0)
         if not room.any():
@@ -155,10 +177,11 @@ def _split(costs: Sequence[float], groups: Groups, count: int) -> Groups:
     """
     groups = list(groups)
     while len(groups) < count:
-        heaviest = max((g for g in groups if len(g) > 1), key=lambda g: _total(costs, g))
+        divisible_groups = [group for group in groups if len(group) > 1]
+        heaviest = max(divisible_groups, key=partial(_total, costs))
         groups.remove(heaviest)
-        halves = partition_by_cost([costs[i] for i in heaviest], 2)
-        groups.extend([heaviest[i] for i in half] for half in halves)
+        for half in partition_by_cost([costs[i] for i in heaviest], 2):
+            groups.append([heaviest[i] for i in half])
     return groups
 
 

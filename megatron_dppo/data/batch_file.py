@@ -44,7 +44,10 @@ def batch_path(folder: str | Path, step: int) -> Path:
 
 
 def save_batch(
-    folder: str | Path, step: int, trajectories: Sequence[Trajectory], seal: Seal | None = None
+    folder: str | Path,
+    step: int,
+    trajectories: Sequence[Trajectory],
+    seal: Seal | None = None,
 ) -> Path:
     """Write one step's batch with its seal, if it has one. The file is written atomically.
 
@@ -53,7 +56,9 @@ def save_batch(
     """
     path = batch_path(folder, step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = None if seal is None else {SEAL: seal.to_text()}
+    metadata = None
+    if seal is not None:
+        metadata = {SEAL: seal.to_text()}
     write_atomically(path, save(_arrays_of(trajectories), metadata))
     return path
 
@@ -83,12 +88,18 @@ class SavedBatch:
             lengths = self._numbers[:, 2]
             self._tokens = self._ends("token_ids", lengths)
             self._ends("loss_mask", lengths)
-            masks = (self._mask(i) for i in range(len(lengths)))
-            sampled = np.array([np.count_nonzero(mask) for mask in masks], np.int64)
+            sampled = np.zeros(len(lengths), np.int64)
+            for position in range(len(lengths)):
+                sampled[position] = np.count_nonzero(self._mask(position))
             self._columns: dict[str, tuple[np.ndarray, list[int]]] = {}
-            for name in (n.removeprefix(COLUMN) for n in self._arrays if n.startswith(COLUMN)):
+            for key in self._arrays:
+                if not key.startswith(COLUMN):
+                    continue
+                name = key.removeprefix(COLUMN)
                 present = self._rows(PRESENT + name, 0, self._size(PRESENT + name))
-                counts = sampled if declared(name).rows is Rows.SAMPLED else lengths - 1
+                counts = sampled
+                if declared(name).rows is not Rows.SAMPLED:
+                    counts = lengths - 1
                 ends = self._ends(COLUMN + name, np.where(present, counts, 0))
                 self._columns[name] = present, ends
             self._check_names()
@@ -98,7 +109,9 @@ class SavedBatch:
                 raise ValueError(f"{len(self.seal.stamps)} stamps of {len(lengths)} trajectories")
 
     def read(
-        self, positions: Iterable[int], without: Container[str] = frozenset()
+        self,
+        positions: Iterable[int],
+        without: Container[str] = frozenset(),
     ) -> list[Trajectory]:
         """Read the trajectories at these positions, with empty texts and without the columns in ``without``.
 
@@ -117,7 +130,9 @@ class SavedBatch:
         for name, (present, ends) in self._columns.items():
             if name in without:
                 continue
-            rows = self._rows(COLUMN + name, ends[i], ends[i + 1]) if present[i] else None
+            rows = None
+            if present[i]:
+                rows = self._rows(COLUMN + name, ends[i], ends[i + 1])
             self._check(COLUMN + name, i, rows)
             if rows is not None:
                 columns[name] = rows
@@ -151,7 +166,8 @@ class SavedBatch:
         expected_names = {"trajectories", "scores", "token_ids", "loss_mask", *columns}
         expected_names |= {PRESENT + name for name in self._columns}
         expected_names |= {HASH + name for name in parts}
-        if wrong_names := expected_names ^ self._arrays.keys():
+        wrong_names = expected_names ^ self._arrays.keys()
+        if wrong_names:
             raise ValueError(f"altered: its arrays lack, or should not have, {sorted(wrong_names)}")
 
     def _mask(self, i: int) -> np.ndarray:
@@ -215,8 +231,10 @@ def _flat(parts: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
 def _hashes(parts: Sequence[np.ndarray | None]) -> np.ndarray:
     """Hash each part: uint8 [parts, 16]."""
     # A missing part has zeros, so that a column that was removed counts as altered.
-    rows = [bytes(16) if part is None else bytes.fromhex(digest(part)) for part in parts]
-    return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 16)
+    hashes = bytearray()
+    for part in parts:
+        hashes += bytes(16) if part is None else bytes.fromhex(digest(part))
+    return np.frombuffer(bytes(hashes), np.uint8).reshape(-1, 16)
 
 
 def _number_bytes(numbers: np.ndarray, scores: np.ndarray) -> np.ndarray:

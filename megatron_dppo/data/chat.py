@@ -85,7 +85,9 @@ def calls_of(message: Message) -> list[dict[str, Any]]:
     """The functions that a message calls, with name and arguments."""
     functions = []
     for call in message.get("tool_calls") or ():
-        function = call.get("function", call) if isinstance(call, Mapping) else None
+        function = None
+        if isinstance(call, Mapping):
+            function = call.get("function", call)
         if isinstance(function, Mapping):
             functions.append(dict(function))
     return functions

@@ -135,7 +135,9 @@ class Column:
             axes = ", ".join(("rows", *self.trailing))
             raise ValueError(f"{location}: {self.name} has shape {array.shape}, expected [{axes}]")
         if len(array) != self.count(loss_mask):
-            tokens = "sampled tokens" if self.rows is Rows.SAMPLED else "tokens but the last"
+            tokens = "tokens but the last"
+            if self.rows is Rows.SAMPLED:
+                tokens = "sampled tokens"
             raise ValueError(
                 f"{location}: {len(array)} rows of {self.name}, expected {self.count(loss_mask)}, one "
                 f"for each of the {tokens}"
@@ -211,20 +213,18 @@ def check_topk(ids: np.ndarray, log_probs: np.ndarray, location: str) -> None:
         )
 
 
-# The functions below check recorded expert choices (R3, arXiv 2510.11370). A recording of one trajectory is uint8 or
-# uint16 [S - 1, L, E]: row t has the experts of token t in each mixture-of-experts layer. The last token is never fed
-# back to the engine, so it has no row. S = tokens of the trajectory, L = mixture-of-experts layers, E = experts a
-# token.
-
-# With one expert per token, a recording with zeros in every layer for more tokens than this was never written: no
-# router sends so many tokens to expert 0 of every layer.
 UNWRITTEN_TOKENS = 8
+"""With one expert per token, a recording with zeros in every layer for more tokens than this was never written: no
+router sends so many tokens to expert 0 of every layer."""
 
 
 def check_recording(routed: np.ndarray, experts: int) -> None:
     """Raise ValueError unless each token goes to distinct experts of 0 .. ``experts`` - 1.
 
-    ``routed`` [rows, L, E] of any integer type.
+    ``routed`` [rows, L, E] of any integer type: recorded expert choices (R3, arXiv 2510.11370). The recording of one
+    trajectory is uint8 or uint16 [S - 1, L, E]: row t has the experts of token t in each mixture-of-experts layer. The
+    last token is never fed back to the engine, so it has no row. S = tokens of the trajectory, L = mixture-of-experts
+    layers, E = experts a token.
     """
     if routed.size == 0:
         return
@@ -310,7 +310,12 @@ REFERENCE_LOG_PROBS = declare(
 # Packs have the advantages as ``PackedBatch.advantages``, with or without this column.
 ADVANTAGES = declare(
     Column(
-        "advantages", ("float32",), Rows.SAMPLED, packed=False, check=_finite, read_by=ReadBy.LAST
+        "advantages",
+        ("float32",),
+        Rows.SAMPLED,
+        packed=False,
+        check=_finite,
+        read_by=ReadBy.LAST,
     )
 )
 """The advantage of each token's turn, if turns have separate advantages (``environment.credit: turn``)."""
@@ -334,7 +339,12 @@ TOPK_IDS = declare(
 
 TOPK_LOG_PROBS = declare(
     Column(
-        "topk_log_probs", ("float32",), Rows.SAMPLED, ("topk",), check=_topk, read_by=ReadBy.LAST
+        "topk_log_probs",
+        ("float32",),
+        Rows.SAMPLED,
+        ("topk",),
+        check=_topk,
+        read_by=ReadBy.LAST,
     )
 )
 """Natural log mu at ``topk_ids``."""

@@ -33,32 +33,46 @@ class ControlTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.values()
-        # Tokens such as <0x0A> stand for a byte of text, and are no control tokens.
-        words = [token for token in added if not _BYTE.fullmatch(str(token)) and str(token).strip()]
-        self.special = frozenset(str(token) for token in words if token.special)
         template = str(tokenizer.chat_template)
-        written = frozenset(str(token) for token in words if str(token) in template)
-        self.further = written - self.special
+        special_names: set[str] = set()
+        further_names: set[str] = set()
+        for token in tokenizer.added_tokens_decoder.values():
+            name = str(token)
+            # Tokens such as <0x0A> stand for a byte of text, and are no control tokens.
+            if _BYTE.fullmatch(name) or not name.strip():
+                continue
+            if token.special:
+                special_names.add(name)
+            elif name in template:
+                further_names.add(name)
+        self.special = frozenset(special_names)
+        self.further = frozenset(further_names - special_names)
         self._nonce = secrets.token_hex(8)
-        names = sorted(self.special | self.further)
-        self._marks = {name: f"Held{self._nonce}x{i}z" for i, name in enumerate(names)}
-        self._names = {mark: name for name, mark in self._marks.items()}
+        self._marks: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        for i, name in enumerate(sorted(self.special | self.further)):
+            mark = f"Held{self._nonce}x{i}z"
+            self._marks[name] = mark
+            self._names[mark] = name
         self._mark = re.compile(f"Held{self._nonce}x[0-9]+z")
 
     def written_in(self, text: str) -> frozenset[str]:
         """The control tokens, ``special`` or ``further``, in ``text``."""
         pattern = _alternation(self._marks)
-        return frozenset() if pattern is None else frozenset(pattern.findall(text))
+        if pattern is None:
+            return frozenset()
+        return frozenset(pattern.findall(text))
 
     def hold(self, value: Any, names: Collection[str]) -> Any:
         """Copy ``value``, text or JSON with text in it, and replace the tokens ``names`` by marks."""
         pattern = _alternation(names)
-        return value if pattern is None else self._held(value, pattern)
+        if pattern is None:
+            return value
+        return self._held(value, pattern)
 
     def _held(self, value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            return pattern.sub(lambda match: self._marks[match[0]], value)
+            return _replaced(pattern, self._marks, value)
         if isinstance(value, Mapping):
             return {self._held(k, pattern): self._held(v, pattern) for k, v in value.items()}
         if isinstance(value, list | tuple):
@@ -71,7 +85,7 @@ class ControlTokens:
 
     def release(self, text: str) -> str:
         """Replace the marks in ``text`` by the characters of their tokens."""
-        return self._mark.sub(lambda match: self._names[match[0]], text)
+        return _replaced(self._mark, self._names, text)
 
     def encode(self, text: str) -> list[int]:
         """Encode a rendering. Marks become the tokens of the characters that they stand for.
@@ -142,7 +156,7 @@ class _RenamedTokenizer:
         """Replace every control token in ``text`` by its secret name."""
         if self._pattern is None:
             return text
-        return self._pattern.sub(lambda match: self._secret[match[0]], text)
+        return _replaced(self._pattern, self._secret, text)
 
     def encoded(self, text: str) -> list[int]:
         """Encode a text in which control tokens have their secret names."""
@@ -155,6 +169,17 @@ class _RenamedTokenizer:
 
 
 def _alternation(names: Collection[str]) -> re.Pattern[str] | None:
-    """A pattern that matches any of ``names``, the longest first; None without names."""
-    ordered = sorted(names, key=lambda name: (-len(name), name))
-    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+    """Return a pattern that matches any of ``names``, the longest first; None without names."""
+    longest_first = sorted(sorted(names), key=len, reverse=True)
+    if longest_first:
+        return re.compile("|".join(map(re.escape, longest_first)))
+    return None
+
+
+def _replaced(pattern: re.Pattern[str], replacements: Mapping[str, str], text: str) -> str:
+    """Return ``text`` with each match of ``pattern`` replaced by its entry in ``replacements``."""
+
+    def replacement(match: re.Match[str]) -> str:
+        return replacements[match[0]]
+
+    return pattern.sub(replacement, text)

@@ -22,7 +22,9 @@ def gold_answer(text: str) -> str:
     """
     if _MARK in text:
         answer = text.rpartition(_MARK)[2].strip()
-        return answer.replace(",", "") if _GROUPED_NUMBER.fullmatch(answer) else answer
+        if _GROUPED_NUMBER.fullmatch(answer):
+            return answer.replace(",", "")
+        return answer
     contents = [content for _, content in boxes(text)] or UNBRACED_BOX.findall(text)
     return contents[-1].strip() if contents else text
 

@@ -67,8 +67,10 @@ class PackedBatch:
 
     def without(self, name: str) -> PackedBatch:
         """A copy without that column."""
-        columns = {n: x for n, x in self.columns.items() if n != name}
-        valid = {n: x for n, x in self.valid.items() if n != name}
+        columns = dict(self.columns)
+        valid = dict(self.valid)
+        columns.pop(name, None)
+        valid.pop(name, None)
         return replace(self, columns=columns, valid=valid)
 
     def rows(self, index: Tensor) -> PackedBatch:
@@ -99,7 +101,10 @@ class PackedBatch:
                 return {name: move(entry) for name, entry in value.items()}
             return value
 
-        return replace(self, **{f.name: move(getattr(self, f.name)) for f in fields(self)})
+        moved_values: dict[str, Any] = {}
+        for dataclass_field in fields(self):
+            moved_values[dataclass_field.name] = move(getattr(self, dataclass_field.name))
+        return replace(self, **moved_values)
 
 
 InputRows = Callable[[Tensor], Tensor]
@@ -157,16 +162,21 @@ def pack(
         branches += t.branches
         branch_trains += [has_gradient] * len(t.branch_lengths)
         branch_indices += [index] * len(t.branch_lengths)
-    trajectories, trains, indices = branches, branch_trains, branch_indices
+    trajectories = branches
+    trains = branch_trains
+    indices = branch_indices
     lengths = [padded_length(t.length, sequence_multiple) for t in trajectories]
     filled = sum(lengths)
-    padding = pad_multiple if not trajectories else -filled % pad_multiple
+    padding = pad_multiple
+    if trajectories:
+        padding = -filled % pad_multiple
     lengths += [padding] * bool(padding)
     tokens = filled + padding
     ends = np.cumsum(lengths)
     starts = ends - lengths
     token_ids = np.zeros(tokens, dtype=np.int64)
-    loss_mask, advantages = np.zeros(tokens, np.bool_), np.zeros(tokens, np.float32)
+    loss_mask = np.zeros(tokens, np.bool_)
+    advantages = np.zeros(tokens, np.float32)
     for t, start, has_gradient in zip(trajectories, starts, trains, strict=False):
         token_ids[start : start + t.length] = t.token_ids
         if has_gradient:
@@ -195,11 +205,11 @@ def pack(
 def unpack_sampled(trajectories: Sequence[Trajectory], values: Tensor) -> list[Tensor]:
     """Select the rows of each trajectory's sampled tokens from ``values`` [T, ...] of ``pack(trajectories)``."""
     ends = np.cumsum([t.length for t in trajectories], dtype=np.int64)
-    positions = [
-        end - t.length + np.flatnonzero(t.loss_mask) - 1
-        for t, end in zip(trajectories, ends, strict=True)
-    ]
-    rows = np.concatenate([np.zeros(0, np.int64), *positions])
+    positions = [np.zeros(0, np.int64)]
+    for trajectory, end in zip(trajectories, ends, strict=True):
+        start = end - trajectory.length
+        positions.append(start + np.flatnonzero(trajectory.loss_mask) - 1)
+    rows = np.concatenate(positions)
     sampled_values = values[torch.from_numpy(rows).to(values.device)]
     return list(sampled_values.split([t.sampled for t in trajectories]))
 
@@ -214,7 +224,8 @@ def _columns(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Build the pack's columns, and the valid rows of those with gaps."""
     # input_places[row of the pack] is the row's position in a column of the input, or -1 for a row that is left out.
-    everywhere, input_places = np.arange(tokens), np.full(tokens, -1)
+    everywhere = np.arange(tokens)
+    input_places = np.full(tokens, -1)
     input_places[input_rows] = np.arange(len(input_rows))
     if trajectories:
         packed: Mapping[str, Form] = forms_of(trajectories)

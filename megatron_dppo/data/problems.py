@@ -154,7 +154,9 @@ class ProblemSet:
     def location(self, path: str, problem_id: int) -> str:
         """The file and the line of the problem, in words, for a set that was read from ``path``."""
         place = self.place(problem_id)
-        return place if len(self.parts) > 1 else f"{path}, {place}"
+        if len(self.parts) > 1:
+            return place
+        return f"{path}, {place}"
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -166,19 +168,22 @@ def read_problems(path: str | Path, keys_of: DataKeys = DataKeys()) -> ProblemRe
     ``load_problems`` describes the accepted records. Raises DataError for a record that is not a problem.
     """
     records, locations, sha256, parts = read_all_records(path)
-    located = list(zip(records, locations, strict=True))
-    prompts = [prompt_of(record, location, keys_of.prompt) for record, location in located]
-    answers, unanswered = [], {}
-    for position, record in enumerate(records):
+    prompts: list[Prompt] = []
+    answers: list[str] = []
+    metadata: list[Mapping[str, Any]] = []
+    tools: list[Tools] = []
+    unanswered: dict[int, str] = {}
+    unread: Counter[str] = Counter()
+    for position, (record, location) in enumerate(zip(records, locations, strict=True)):
+        prompt = prompt_of(record, location, keys_of.prompt)
+        prompts.append(prompt)
         try:
             answers.append(answer_of(record, keys_of.answer))
         except UnansweredError as error:
             answers.append("")
             unanswered[position] = str(error)
-    metadata = [metadata_of(record, location, keys_of.metadata) for record, location in located]
-    tools: list[Tools] = [tools_of(record, location) for record, location in located]
-    unread: Counter[str] = Counter()
-    for (record, location), prompt in zip(located, prompts, strict=True):
+        metadata.append(metadata_of(record, location, keys_of.metadata))
+        tools.append(tools_of(record, location))
         refuse_media(record, prompt, location)
         unread.update(unread_columns(record, prompt))
     return ProblemRecords(
@@ -214,51 +219,42 @@ def load_problems(
             embedding.
     """
     records = read_problems(path, keys_of)
-    prompts, answers, metadata = records.prompts, records.answers, records.metadata
-    unanswered, locations = records.unanswered, records.locations
+    prompts = records.prompts
+    answers = records.answers
+    metadata = records.metadata
+    unanswered = records.unanswered
+    locations = records.locations
     # Records may lack an answer, because not every reward needs one; but an explicit key must exist in some record.
     if keys_of.answer is not None and len(unanswered) == len(prompts):
         raise DataError(f"{locations[0]}: {unanswered[0]}; no record of the file has an answer")
-    short = short_enough(tokenizer, prompts, max_prompt_tokens)
-    prompt_ids = tokenise(
-        tokenizer,
-        [prompts[i] for i in short],
-        form,
-        [locations[i] for i in short],
-        [records.tools[i] for i in short],
-    )
-    _refuse_tokens_beyond(embedding_rows, tokenizer, prompt_ids, [locations[i] for i in short])
-    warning = left_out_tools(
-        tokenizer,
-        [prompts[i] for i in short],
-        form,
-        [locations[i] for i in short],
-        [records.tools[i] for i in short],
-    )
+    positions = short_enough(tokenizer, prompts, max_prompt_tokens)
+    short_prompts = [prompts[i] for i in positions]
+    short_locations = [locations[i] for i in positions]
+    short_tools = [records.tools[i] for i in positions]
+    prompt_ids = tokenise(tokenizer, short_prompts, form, short_locations, short_tools)
+    _refuse_tokens_beyond(embedding_rows, tokenizer, prompt_ids, short_locations)
+    warning = left_out_tools(tokenizer, short_prompts, form, short_locations, short_tools)
     if warning is not None:
         log.warning("%s", warning)
-    problems = tuple(
-        Problem(
-            i,
-            text_of(prompts[i]),
-            answers[i],
-            ids,
-            _messages_unlike(prompts[i], form.of(prompts[i], locations[i])),
-            metadata[i],
-            tuple(records.tools[i]),
+    problems: list[Problem] = []
+    for i, ids in zip(positions, prompt_ids, strict=True):
+        if len(ids) > max_prompt_tokens:
+            continue
+        prompt = prompts[i]
+        prompt_tools = tuple(records.tools[i])
+        messages = _messages_unlike(prompt, form.of(prompt, locations[i]))
+        problems.append(
+            Problem(i, text_of(prompt), answers[i], ids, messages, metadata[i], prompt_tools)
         )
-        for i, ids in zip(short, prompt_ids, strict=True)
-        if len(ids) <= max_prompt_tokens
-    )
     if not problems:
         raise DataError(
             f"{path}: all {len(prompts)} prompts are longer than max_prompt_tokens={max_prompt_tokens}"
         )
-    problem_ids = {problem.problem_id for problem in problems}
     dropped = len(prompts) - len(problems)
+    problem_ids = {problem.problem_id for problem in problems}
     remaining_unanswered = tuple(row for row in unanswered.items() if row[0] in problem_ids)
     return ProblemSet(
-        problems,
+        tuple(problems),
         dropped,
         records.sha256,
         len(prompts),
@@ -280,16 +276,14 @@ def load_pairs(
     to its ids. Raises DataError for a record that is not such a pair, and for a token beyond the ``embedding_rows``.
     """
     records, locations, *_ = read_all_records(path)
-    prompts = [
-        prompt_of(record, location) for record, location in zip(records, locations, strict=True)
-    ]
-    responses = [
-        _response(record, location) for record, location in zip(records, locations, strict=True)
-    ]
-    tools = [
-        tools_of(record, location) for record, location in zip(records, locations, strict=True)
-    ]
-    for record, prompt, location in zip(records, prompts, locations, strict=True):
+    prompts: list[Prompt] = []
+    responses: list[str] = []
+    tools: list[Tools] = []
+    for record, location in zip(records, locations, strict=True):
+        prompt = prompt_of(record, location)
+        prompts.append(prompt)
+        responses.append(_response(record, location))
+        tools.append(tools_of(record, location))
         refuse_media(record, prompt, location)
     if tokenizer.eos_token_id is None:
         raise DataError(f"{path}: the tokenizer has no end-of-sequence token to end responses with")
@@ -297,22 +291,24 @@ def load_pairs(
     response_ids = tokenizer(responses, add_special_tokens=False)["input_ids"]
     for ids in (prompt_ids, response_ids):
         _refuse_tokens_beyond(embedding_rows, tokenizer, ids, locations)
-    return [
-        (prompt, (*response, tokenizer.eos_token_id))
-        for prompt, response in zip(prompt_ids, response_ids, strict=True)
-    ]
-
-
-# A server crashes at tokens for which the model's embedding has no row, so the functions below find them in prompts.
+    pairs: list[Pair] = []
+    for prompt_tokens, response_tokens in zip(prompt_ids, response_ids, strict=True):
+        pairs.append((prompt_tokens, (*response_tokens, tokenizer.eos_token_id)))
+    return pairs
 
 
 def embedding_rows(folder: str | Path) -> int | None:
-    """Number of rows of the embedding of the model in ``folder``, from its config.json; None if it is not there."""
+    """Number of rows of the embedding of the model in ``folder``, from its config.json; None if it is not there.
+
+    A server crashes at tokens for which the embedding has no row, so prompts with such tokens are refused.
+    """
     try:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    rows = config.get("vocab_size") if isinstance(config, dict) else None
+    rows = None
+    if isinstance(config, dict):
+        rows = config.get("vocab_size")
     return rows if isinstance(rows, int) else None
 
 
@@ -335,18 +331,18 @@ def _refuse_tokens_beyond(
     """Raise DataError with the first prompt that has such a token, and the number of them."""
     if rows is None or not has_tokens_beyond(tokenizer, rows):
         return
-    beyond = {
-        location: token
-        for ids, location in zip(prompt_ids, locations, strict=True)
-        if (token := first_token_beyond(ids, rows)) is not None
-    }
-    if beyond:
-        location, token = next(iter(beyond.items()))
+    unknown_tokens: list[tuple[str, int]] = []
+    for ids, location in zip(prompt_ids, locations, strict=True):
+        token = first_token_beyond(ids, rows)
+        if token is not None:
+            unknown_tokens.append((location, token))
+    if unknown_tokens:
+        location, token = unknown_tokens[0]
         name = tokenizer.convert_ids_to_tokens(token)
         raise DataError(
             f"{location}: the text has the token {token} ({name!r}), expected ids below the {rows} rows of the model's "
-            f"embedding (vocab_size of its config.json); so it is with {len(beyond)} of {len(prompt_ids)} texts. Give "
-            "the model's own tokenizer, or a model with more rows"
+            f"embedding (vocab_size of its config.json); {len(unknown_tokens)} of {len(prompt_ids)} texts have such "
+            "tokens. Give the model's own tokenizer, or a model with more rows"
         )
 
 
@@ -360,12 +356,16 @@ def _response(record: Mapping[str, Any], location: str) -> str:
 
 
 def _messages(prompt: Prompt) -> tuple[Mapping[str, Any], ...]:
-    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
+    if isinstance(prompt, str):
+        return ({"role": "user", "content": prompt},)
+    return tuple(prompt)
 
 
 def _messages_unlike(prompt: Prompt, formed: Prompt) -> tuple[Mapping[str, Any], ...]:
     """The messages of the prompt, if they are more than the text of the problem; else empty."""
-    return () if isinstance(formed, str) and formed == prompt else _messages(formed)
+    if isinstance(formed, str) and formed == prompt:
+        return ()
+    return _messages(formed)
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -380,7 +380,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def short_enough(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_prompt_tokens: int
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    max_prompt_tokens: int,
 ) -> list[int]:
     """Positions of the prompts that may be short enough, by their number of characters."""
     # Do not tokenise megabytes, which takes gigabytes of memory. No token is longer than the vocabulary's longest.
@@ -401,25 +403,21 @@ def rendered(
     ``tools`` are the definitions of every prompt; empty: no prompt has any. Raises DataError if a chat template leaves
     out the content of a message.
     """
-    formed = [
-        form.of(prompt, location) for prompt, location in zip(prompts, locations, strict=True)
-    ]
     tools = tools or [()] * len(prompts)
-    has_chat = form.apply_chat_template
-    templated = [has_chat or not isinstance(prompt, str) for prompt in formed]
-    if tokenizer.chat_template is None and True in templated:
-        raise DataError(
-            f"{locations[templated.index(True)]}: the prompt needs a chat template and the tokenizer "
-            "has none; set data.apply_chat_template to false for plain-text prompts"
-        )
-    texts = []
-    for prompt, has_template, location, prompt_tools in zip(
-        formed, templated, locations, tools, strict=True
-    ):
-        text = text_of(prompt)
-        if has_template:
-            text = _render(tokenizer, prompt, form, location, prompt_tools)
-        texts.append((text, has_template))
+    texts: list[tuple[str, bool]] = []
+    for record_prompt, location, prompt_tools in zip(prompts, locations, tools, strict=True):
+        prompt = form.of(record_prompt, location)
+        has_template = form.apply_chat_template or not isinstance(prompt, str)
+        if not has_template:
+            texts.append((text_of(prompt), False))
+            continue
+        if tokenizer.chat_template is None:
+            raise DataError(
+                f"{location}: the prompt needs a chat template and the tokenizer "
+                "has none; set data.apply_chat_template to false for plain-text prompts"
+            )
+        text = _render(tokenizer, prompt, form, location, prompt_tools)
+        texts.append((text, True))
     return texts
 
 
@@ -434,10 +432,15 @@ def tokenise(
     texts = rendered(tokenizer, prompts, form, locations, tools)
     prompt_ids: list[tuple[int, ...]] = [()] * len(prompts)
     for with_template in (False, True):
-        positions = [i for i, (_, by_template) in enumerate(texts) if by_template == with_template]
+        positions: list[int] = []
+        selected_texts: list[str] = []
+        for position, (text, by_template) in enumerate(texts):
+            if by_template == with_template:
+                positions.append(position)
+                selected_texts.append(text)
         if not positions:
             continue
-        encoded = _encode(tokenizer, [texts[i][0] for i in positions], special=not with_template)
+        encoded = _encode(tokenizer, selected_texts, special=not with_template)
         for i, ids in zip(positions, encoded, strict=True):
             prompt_ids[i] = tuple(ids)
     if () in prompt_ids:
@@ -474,7 +477,9 @@ def distinct_tokens(
 
 
 def _encode_in_pieces(
-    tokenizer: PreTrainedTokenizerBase, text: str, by_template: bool
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    by_template: bool,
 ) -> Iterator[list[int]]:
     # Tokenising a prompt of megabytes in one call would take gigabytes.
     pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
@@ -482,12 +487,16 @@ def _encode_in_pieces(
 
 
 def _encode(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    special: bool,
 ) -> Iterator[list[int]]:
     """Yield the ids of each text. A call of the tokenizer has at most ``PIECE`` characters, or one text."""
     start = 0
     while start < len(texts):
-        end, size = start + 1, len(texts[start])
+        end = start + 1
+        size = len(texts[start])
         while end < len(texts) and (size := size + len(texts[end])) <= PIECE:
             end += 1
         yield from tokenizer(list(texts[start:end]), add_special_tokens=special)["input_ids"]
@@ -495,7 +504,9 @@ def _encode(
 
 
 def _with_last_text(prompt: Prompt, text: str) -> Prompt:
-    return text if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": text}]
+    if isinstance(prompt, str):
+        return text
+    return [*prompt[:-1], {**prompt[-1], "content": text}]
 
 
 def _render(
@@ -521,7 +532,8 @@ def _render(
 def _missing_messages(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Describe the messages whose text is missing in a rendering."""
     for number, message in enumerate(messages, start=1):
-        role, content = str(message["role"]), str(message["content"])
+        role = str(message["role"])
+        content = str(message["content"])
         if role == "assistant":
             # Templates remove the thoughts from earlier turns.
             content = content.rpartition("</think>")[2]
@@ -552,7 +564,9 @@ def left_out_tools(
         if not names:
             continue
         ((text, _),) = rendered(tokenizer, [prompt], form, [location], [prompt_tools])
-        missing_tools += [(location, name) for name in names if not _is_in(text, name)][:1]
+        missing_names = [name for name in names if not _is_in(text, name)]
+        if missing_names:
+            missing_tools.append((location, missing_names[0]))
     if not missing_tools:
         return None
     location, name = missing_tools[0]
@@ -566,8 +580,14 @@ def _tool_names(prompt: Prompt, tools: Tools) -> list[str]:
     functions = [tool.get("function", tool) for tool in tools]
     for message in _messages(prompt):
         functions += calls_of(message)
-    names = [f.get("name") for f in functions if isinstance(f, Mapping)]
-    return [name for name in names if isinstance(name, str)]
+    names: list[str] = []
+    for function in functions:
+        name = None
+        if isinstance(function, Mapping):
+            name = function.get("name")
+        if isinstance(name, str):
+            names.append(name)
+    return names
 
 
 def template_warnings(tokenizer: PreTrainedTokenizerBase, form: PromptForm) -> Iterator[str]:

@@ -2,6 +2,10 @@
 
 A file's columns decide how it is read, not its name: ``schema_of`` returns the first schema of a set whose columns the
 file has. To add a set, add a row to ``SETS``.
+
+``megatron-dppo data prepare`` writes published problems as JSON Lines, with one problem a line: ``problem`` without the
+publisher's instructions, ``answer`` (the text after ``####`` or in the box), ``source``. The recipe sets the form of
+the prompt (``data.prompt_template``), so that training and evaluation have the same.
 """
 
 from __future__ import annotations
@@ -189,7 +193,8 @@ def columns_read(schema: Schema, columns: Sequence[str]) -> list[str]:
 def year_of(record: Mapping[str, Any]) -> int | None:
     """The year of a competition's problem, from its year, address or id; None if it is unknown."""
     for column in _YEAR_COLUMNS:
-        if year := _YEAR_IN_TEXT.search(str(record.get(column) or "")):
+        year = _YEAR_IN_TEXT.search(str(record.get(column) or ""))
+        if year:
             return int(year[1])
     return None
 
@@ -349,7 +354,8 @@ def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[Pub
     files = []
     try:
         offered = datasets.get_dataset_config_names(name)
-        for config in [c for c in published.configs if c in offered] or offered:
+        known_configs = [config for config in published.configs if config in offered]
+        for config in known_configs or offered:
             loaded = datasets.load_dataset(name, config)
             for key, rows in loaded.items():
                 if split in (None, key) or len(loaded) == 1:
@@ -366,10 +372,6 @@ def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[Pub
         raise DataError(f"{name}: has no split {split}. {_how_to_get(published)}")
     return files
 
-
-# ``megatron-dppo data prepare`` writes published problems as JSON Lines, with one problem a line: ``problem`` without
-# the publisher's instructions, ``answer`` (the text after ``####`` or in the box), ``source``. The recipe sets the form
-# of the prompt (``data.prompt_template``), so that training and evaluation have the same.
 
 DUPLICATES, OTHER_YEARS, NOT_ENGLISH = "duplicates", "of other years", "not in English"
 CONFLICTING, UNUSABLE = "with another answer elsewhere", "without a usable answer or problem"
@@ -420,10 +422,9 @@ class Preparation:
         self.instructed &= self.answers.keys()
 
     def lines(self, source: str) -> str:
-        records = (
-            {"problem": problem, "answer": answer, "source": source}
-            for problem, answer in self.answers.items()
-        )
+        records: list[dict[str, Any]] = []
+        for problem, answer in self.answers.items():
+            records.append({"problem": problem, "answer": answer, "source": source})
         return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
     def report(self) -> Iterator[str]:

@@ -122,7 +122,9 @@ def stream_records(path: Path, columns: Sequence[str]) -> Iterator[Record]:
 
     The file may also be a JSON document: a list of objects, or one object, as MATH was first published.
     """
-    return _rows(path, columns) if is_columnar(path) else iter(_objects(path))
+    if is_columnar(path):
+        return _rows(path, columns)
+    return iter(_objects(path))
 
 
 def is_columnar(path: Path) -> bool:
@@ -136,7 +138,9 @@ def is_columnar(path: Path) -> bool:
 
 def unit_of(path: Path) -> str:
     """The word for a record of the file in messages, ``line`` or ``row``."""
-    return "row" if is_columnar(path) or _delimiter(path) is not None else "line"
+    if is_columnar(path) or _delimiter(path) is not None:
+        return "row"
+    return "line"
 
 
 def _delimiter(path: Path) -> str | None:
@@ -174,13 +178,16 @@ def _parse_table(path: Path, content: bytes, delimiter: str) -> tuple[list[Recor
         raise DataError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
     if not rows:
         raise DataError(f"{path}: the file is empty, expected a line of column names and rows")
-    locations = [f"{path}, row {number}" for number in range(1, len(rows) + 1)]
-    for row, location in zip(rows, locations, strict=True):
+    records: list[Record] = []
+    locations: list[str] = []
+    for number, row in enumerate(rows, 1):
+        location = f"{path}, row {number}"
         # DictReader stores values beyond the named columns under the key None, and None for missing values.
         if None in row or None in row.values():
             count = len(reader.fieldnames or ())
             raise DataError(f"{location}: expected {count} columns, as the first line names")
-    records = [{key: value or None for key, value in row.items()} for row in rows]
+        records.append({key: value or None for key, value in row.items()})
+        locations.append(location)
     return records, locations
 
 
@@ -189,11 +196,15 @@ def _parse_lines(path: Path, content: bytes) -> tuple[list[Record], list[str]]:
     lines = content.removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n")
     if lines == [b""]:
         raise DataError(f"{path}: the file is empty, expected one JSON object a line")
-    locations = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
-    records = [_parse_text(line, location) for line, location in zip(lines, locations, strict=True)]
-    for record, location in zip(records, locations, strict=True):
+    records: list[Record] = []
+    locations: list[str] = []
+    for number, line in enumerate(lines, 1):
+        location = f"{path}, line {number}"
+        record = _parse_text(line, location)
         if not isinstance(record, dict):
             raise DataError(f"{location}: {type(record).__name__}, expected a JSON object")
+        records.append(record)
+        locations.append(location)
     return records, locations
 
 
@@ -226,7 +237,9 @@ def _objects(path: Path) -> list[Record]:
         if path.suffix != ".json":
             raise
         document = _parse_text(content, str(path))
-    records = document if isinstance(document, list) else [document]
+    records = document
+    if not isinstance(document, list):
+        records = [document]
     if not records or not all(isinstance(record, dict) for record in records):
         raise DataError(f"{path}: expected an object, or a list of objects")
     return records
@@ -259,7 +272,9 @@ def _open(path: Path, columns: Sequence[str] | None) -> tuple[list[str], Iterato
         kind = file.read(4)
     if kind == PARQUET:
         parquet = pyarrow.parquet.ParquetFile(path)
-        selected_columns = None if columns is None else list(columns)
+        selected_columns = None
+        if columns is not None:
+            selected_columns = list(columns)
         return parquet.schema_arrow.names, parquet.iter_batches(_BATCH, columns=selected_columns)
     source = pyarrow.memory_map(str(path))
     if kind == ARROW_STREAM:
@@ -350,8 +365,10 @@ def prompt_of(record: Mapping[str, Any], location: str, key: str | None = None) 
         raise DataError(
             f"{location}: no prompt; expected one of {', '.join(chain(*PROMPT_KEYS))}, found {keys(record)}"
         )
-    prompts = {name: _prompt(value, name, location) for name, value in values.items()}
-    if len({text_of(prompt) for prompt in prompts.values()}) > 1:
+    prompts: dict[str, Prompt] = {}
+    for name, value in values.items():
+        prompts[name] = _prompt(value, name, location)
+    if len(set(map(text_of, prompts.values()))) > 1:
         raise DataError(f"{location}: {_ambiguity(values, 'prompt_key')}")
     key, prompt = next(iter(prompts.items()))
     if key.lower() == "instruction" and isinstance(prompt, str):
@@ -399,7 +416,9 @@ def _last_message_hint(record: Mapping[str, Any]) -> str:
 
 
 def metadata_of(
-    record: Mapping[str, Any], location: str, key: str | None = None
+    record: Mapping[str, Any],
+    location: str,
+    key: str | None = None,
 ) -> Mapping[str, Any]:
     """Read the object under ``key``, or all columns for ``*``. None: under one of ``METADATA_KEYS``, and empty if none
     is an object.
@@ -416,7 +435,7 @@ def metadata_of(
             except (ValueError, RecursionError):
                 continue
         if isinstance(value, Mapping):
-            return {part: _as_json(item, f"{location}: {name!r}") for part, item in value.items()}
+            return _as_json(value, f"{location}: {name!r}")
     if key is not None:
         raise DataError(
             f"{location}: {key!r} is {shorten(value_at(record, key))}, expected an object"
@@ -528,7 +547,9 @@ def _without_none(value: Any) -> Any:
 
 def text_of(prompt: Prompt) -> str:
     """The prompt's text, or that of its last message."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    if isinstance(prompt, str):
+        return prompt
+    return str(prompt[-1]["content"])
 
 
 def _values(record: Mapping[str, Any], rows: Keys) -> dict[str, Any]:
@@ -543,7 +564,8 @@ def _values(record: Mapping[str, Any], rows: Keys) -> dict[str, Any]:
             for key in spellings:
                 if key in record or _is_structure(record, key):
                     row_values[key] = value_at(record, key)
-        if values := {key: value for key, value in row_values.items() if not _is_blank(value)}:
+        values = {key: value for key, value in row_values.items() if not _is_blank(value)}
+        if values:
             return values
         blank = blank or dict(list(row_values.items())[:1])
     return blank
@@ -565,7 +587,9 @@ def _ambiguity(values: Mapping[str, Any], config_key: str) -> str:
 def _prompt(value: object, key: str, location: str) -> Prompt:
     if isinstance(value, str) and value.strip():
         return value
-    messages = [_message(message) for message in value] if isinstance(value, list) else []
+    messages = []
+    if isinstance(value, list):
+        messages = [_message(message) for message in value]
     if None not in messages:
         plain = [message for message in messages if message is not None]
         while plain and plain[-1]["role"] == "assistant":
@@ -607,7 +631,9 @@ def _tool_call(call: Any) -> Any:
     if isinstance(plain.get("function"), Mapping):
         return {**plain, "function": _tool_call(plain["function"])}
     arguments = _parsed(plain.get("arguments"))
-    return {**plain, "arguments": arguments} if isinstance(arguments, Mapping) else plain
+    if isinstance(arguments, Mapping):
+        return {**plain, "arguments": arguments}
+    return plain
 
 
 def _text_of_parts(parts: list[Any]) -> str | None:
@@ -622,7 +648,9 @@ def _text_of_parts(parts: list[Any]) -> str | None:
 
 
 def _answer(value: object, key: str) -> str:
-    answer = value[0] if isinstance(value, list) and len(value) == 1 else value
+    answer = value
+    if isinstance(value, list) and len(value) == 1:
+        answer = value[0]
     if isinstance(answer, Decimal) and answer.is_finite():
         answer = _decimal_text(answer)
     elif _is_number(answer):
@@ -635,7 +663,9 @@ def _answer(value: object, key: str) -> str:
 def _decimal_text(value: Decimal) -> str:
     """Write a decimal without an exponent and without trailing zeros: ``5.00`` becomes 5."""
     text = format(value, "f")
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    if "." in text:
+        return text.rstrip("0").rstrip(".")
+    return text
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
@@ -681,4 +711,6 @@ def shorten(value: object) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
+    if len(text) <= 60:
+        return text
+    return text[:57] + "..."

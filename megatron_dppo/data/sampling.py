@@ -74,7 +74,9 @@ class ProblemSampler:
 
     def __init__(self, count: int, seed: int, shuffle: bool = True) -> None:
         assert count >= 1
-        self._count, self._seed, self._shuffle = count, seed, shuffle
+        self._count = count
+        self._seed = seed
+        self._shuffle = shuffle
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -92,7 +94,8 @@ class ProblemSampler:
             positions.extend(upcoming.tolist())
             self._position += len(upcoming)
             if self._position == self._count:
-                self._epoch, self._position = self._epoch + 1, 0
+                self._epoch = self._epoch + 1
+                self._position = 0
                 self._order = self._order_of(self._epoch)
         return positions
 
@@ -151,7 +154,11 @@ class WeightedSampler:
     """
 
     def __init__(
-        self, counts: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True
+        self,
+        counts: Sequence[int],
+        weights: Sequence[float],
+        seed: int,
+        shuffle: bool = True,
     ) -> None:
         assert len(counts) == len(weights)
         self._weights = [float(weight) for weight in weights]
@@ -161,7 +168,8 @@ class WeightedSampler:
 
     def next(self, n: int) -> list[int]:
         drawn = [file.drawn for file in self._files]
-        total, weight = sum(drawn), sum(self._weights)
+        total = sum(drawn)
+        weight = sum(self._weights)
         positions = []
         for number in range(total + 1, total + n + 1):
             deficits = [w * number / weight - d for w, d in zip(self._weights, drawn, strict=True)]
@@ -202,7 +210,8 @@ class ReturningSampler:
         self._returned: list[int] = []
 
     def next(self, n: int) -> list[int]:
-        positions, self._returned = self._returned[:n], self._returned[n:]
+        positions = self._returned[:n]
+        self._returned = self._returned[n:]
         return positions + self._sampler.next(n - len(positions))
 
     def take(self, positions: Sequence[int]) -> None:

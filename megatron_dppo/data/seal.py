@@ -33,7 +33,9 @@ class SealError(RunError):
 
     @classmethod
     def of(cls, step: int, faults: Sequence[str]) -> Self:
-        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        more = ""
+        if len(faults) > SHOWN:
+            more = f"; and {len(faults) - SHOWN} more"
         return cls(
             f"the batch of step {step} is not what its seal says and was not trained on: "
             f"{'; '.join(faults[:SHOWN])}{more}"
@@ -47,9 +49,9 @@ def text_digest(*values: Any) -> str:
 
 def row_digest(problem: Problem) -> str:
     """Hash a data row as the run uses it: prompt, its tokens, answer, and metadata if it has any."""
-    metadata = (
-        [json.dumps(problem.metadata, sort_keys=True, default=str)] if problem.metadata else []
-    )
+    metadata = []
+    if problem.metadata:
+        metadata = [json.dumps(problem.metadata, sort_keys=True, default=str)]
     return text_digest(problem.prompt, problem.answer, list(problem.prompt_ids), *metadata)
 
 
@@ -84,7 +86,8 @@ class Origin:
         problem = self.problems.get(t.problem_id)
         if problem is None or self.makes_prompts:
             return problem is not None
-        prompt_ids, expected_ids = t.prompt_ids.tolist(), list(problem.prompt_ids)
+        prompt_ids = t.prompt_ids.tolist()
+        expected_ids = list(problem.prompt_ids)
         has_observation = self.generation_tokens is not None and len(prompt_ids) > len(expected_ids)
         if not has_observation:
             return prompt_ids == expected_ids
@@ -117,17 +120,24 @@ class Seal:
 
     def to_text(self) -> str:
         """Convert to JSON. Equal settings of stamps are written once."""
-        kinds = list(dict.fromkeys(json.dumps(stamp.sampling) for stamp in self.stamps))
-        stamps = [
-            [kinds.index(json.dumps(s.sampling)), s.seed, dict(s.digests), s.reward, s.returns]
-            for s in self.stamps
-        ]
+        kinds: list[dict[str, Any]] = []
+        kind_of: dict[str, int] = {}
+        stamps: list[list[Any]] = []
+        for stamp in self.stamps:
+            sampling = json.dumps(stamp.sampling)
+            if sampling not in kind_of:
+                kind_of[sampling] = len(kinds)
+                kinds.append(json.loads(sampling))
+            kind = kind_of[sampling]
+            digests = dict(stamp.digests)
+            stamps.append([kind, stamp.seed, digests, stamp.reward, stamp.returns])
         values = {
             "step": self.step,
             "template": self.template,
-            "weights": [[version, digest] for version, digest in self.weights.items()],
-            "rows": [[problem, digest] for problem, digest in self.rows.items()],
-            "sampling": [json.loads(kind) for kind in kinds],
+            # JSON has no integer keys: store pairs.
+            "weights": list(map(list, self.weights.items())),
+            "rows": list(map(list, self.rows.items())),
+            "sampling": kinds,
             "stamps": stamps,
         }
         return json.dumps({**values, "digest": text_digest(values)})
@@ -141,12 +151,15 @@ class Seal:
             if digest != text_digest(values):
                 raise ValueError("altered: the seal is not that of its hash")
             kinds = values["sampling"]
+            stamps: list[Stamp] = []
+            for kind, *stamp_fields in values["stamps"]:
+                stamps.append(Stamp(kinds[kind], *stamp_fields))
             return cls(
                 step=values["step"],
                 template=values["template"],
                 weights=dict(values["weights"]),
                 rows=dict(values["rows"]),
-                stamps=[Stamp(kinds[kind], *fields) for kind, *fields in values["stamps"]],
+                stamps=stamps,
             )
         except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"altered: the seal can't be read: {error!r}") from error
@@ -181,7 +194,9 @@ def response_faults(t: Trajectory, origin: Origin, versions: Mapping[int, str]) 
 
 
 def sampling_faults(
-    stamps: Sequence[Stamp], settings: Mapping[str, Any], names: Sequence[str] | None = None
+    stamps: Sequence[Stamp],
+    settings: Mapping[str, Any],
+    names: Sequence[str] | None = None,
 ) -> Iterator[str]:
     """Compare the sampling settings in ``names`` (None: all) of responses with ``settings``, and yield the
     differences.
@@ -189,7 +204,8 @@ def sampling_faults(
     for name, value in settings.items():
         if names is not None and name not in names:
             continue
-        wrong_values = [s.sampling.get(name) for s in stamps if s.sampling.get(name) != value]
+        sampled_values = [stamp.sampling.get(name) for stamp in stamps]
+        wrong_values = [sampled for sampled in sampled_values if sampled != value]
         if wrong_values:
             yield (
                 f"{name}: {len(wrong_values)} responses were asked for with {wrong_values[0]!r}, expected {value!r}"
@@ -209,7 +225,9 @@ def credit_faults(trajectories: Sequence[Trajectory], origin: Origin) -> Iterato
     """Yield errors in the advantages of whole groups: another kind of credit than the run's, or advantages of turns
     that differ from those of their returns."""
     for t in trajectories:
-        credit = "turn" if "advantages" in t.columns else "trajectory"
+        credit = "trajectory"
+        if "advantages" in t.columns:
+            credit = "turn"
         if credit != origin.credit:
             yield f"{t}: credit: got {credit}, expected {origin.credit} (environment.credit)"
             return
@@ -254,7 +272,9 @@ def file_faults(seal: Seal, step: int, origin: Origin) -> Iterator[str]:
         yield f"template: got the hash {seal.template}, expected {origin.template}"
     for problem_id, digest in seal.rows.items():
         problem = origin.problems.get(problem_id)
-        expected_digest = "none" if problem is None else row_digest(problem)
+        expected_digest = "none"
+        if problem is not None:
+            expected_digest = row_digest(problem)
         if digest != expected_digest:
             yield f"data row {problem_id}: got the hash {digest}, expected {expected_digest}"
     # Limits of length and stop texts do not change the distribution of a token, so they may differ.

@@ -12,7 +12,7 @@ sampled token.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -207,10 +207,9 @@ class Trajectory:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only view of a mapping cannot be pickled. Unpickling calls the constructor, which validates again.
-        return type(self), tuple(
-            dict(self.columns) if field.name == "columns" else getattr(self, field.name)
-            for field in fields(self)
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["columns"] = dict(self.columns)
+        return type(self), tuple(values.values())
 
     @property
     def length(self) -> int:
@@ -230,7 +229,9 @@ class Trajectory:
     @property
     def _branch_starts(self) -> list[int]:
         numbers = self.columns.get("branch")
-        return [0] if numbers is None else [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist()]
+        if numbers is None:
+            return [0]
+        return [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist()]
 
     @property
     def branches(self) -> tuple[Self, ...]:
@@ -342,8 +343,8 @@ class Trajectory:
         for span in self.version_spans[1:]:
             position = int(sampled[span.start])
             if self.loss_mask[position - 1]:
-                branch_start = max(start for start in self._branch_starts if start <= position)
-                lengths.append(position - branch_start)
+                earlier_starts = [start for start in self._branch_starts if start <= position]
+                lengths.append(position - max(earlier_starts))
         return tuple(lengths)
 
     @cached_property
@@ -361,8 +362,11 @@ class Trajectory:
             "loss_mask": self.loss_mask,
             **self.columns,
         }
-        hashes = {name: f"{len(array)} rows of {digest(array)}" for name, array in arrays.items()}
-        return {**hashes, "finish_reason": self.finish_reason}
+        digests: dict[str, str] = {}
+        for name, array in arrays.items():
+            digests[name] = f"{len(array)} rows of {digest(array)}"
+        digests["finish_reason"] = self.finish_reason
+        return digests
 
     def column(self, name: str) -> np.ndarray:
         """The column's array. Raises ValueError if the trajectory has none."""
@@ -395,12 +399,16 @@ class Trajectory:
 
     def scored(self, reward: float, advantage: float, **details: Any) -> Self:
         """A copy with a reward and an advantage. ``details`` are the components and the reason."""
-        stamp = None if self.stamp is None else replace(self.stamp, reward=reward)
+        stamp = None
+        if self.stamp is not None:
+            stamp = replace(self.stamp, reward=reward)
         return replace(self, reward=reward, advantage=advantage, stamp=stamp, **details)
 
     def credited(self, returns: Sequence[float], by_turn: Sequence[float]) -> Self:
         """A copy with an advantage for each turn, computed from ``returns``."""
-        stamp = None if self.stamp is None else replace(self.stamp, returns=tuple(returns))
+        stamp = None
+        if self.stamp is not None:
+            stamp = replace(self.stamp, returns=tuple(returns))
         return replace(self.with_columns(advantages=self.by_token(by_turn)), stamp=stamp)
 
 
@@ -493,5 +501,15 @@ TrajectoryFacts = Outline | Trajectory
 """The type from which a batch's plan and figures are computed."""
 
 
+def sampled_versions(trajectories: Iterable[TrajectoryFacts]) -> set[int]:
+    """Return the weight versions that sampled tokens of ``trajectories``."""
+    versions: set[int] = set()
+    for trajectory in trajectories:
+        versions.update(span.weight_version for span in trajectory.version_spans)
+    return versions
+
+
 def row_count(column: Column, trajectory: TrajectoryFacts) -> int:
-    return trajectory.sampled if column.rows is Rows.SAMPLED else trajectory.length - 1
+    if column.rows is Rows.SAMPLED:
+        return trajectory.sampled
+    return trajectory.length - 1

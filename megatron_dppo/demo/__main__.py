@@ -104,7 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def set_aside(
-    directory: Path, seed: int, overrides: Sequence[str], recipe: Path = RECIPES / "config.yaml"
+    directory: Path,
+    seed: int,
+    overrides: Sequence[str],
+    recipe: Path = RECIPES / "config.yaml",
 ) -> None:
     """Rename the folder of a demo that is finished or of another seed, algorithm or task; delete nothing."""
     config = directory / "config.yaml"
@@ -123,7 +126,9 @@ def set_aside(
     stamp = f"{directory.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     renamed = unused_path(directory.with_name(stamp))
     directory.rename(renamed)
-    kind = "finished run" if finished else "run of another seed, algorithm or task"
+    kind = "run of another seed, algorithm or task"
+    if finished:
+        kind = "finished run"
     CONSOLE.print(f"[demo] the {kind} in {directory} is now {renamed}", markup=False)
 
 
@@ -133,16 +138,25 @@ def _identity(config: Mapping[str, Any]) -> tuple[int, str, str | None]:
 
 
 def judge(
-    summary: Mapping[str, Any], recipe_steps: int, dtype: Dtype = "float32", gain: float = 0.25
+    summary: Mapping[str, Any],
+    recipe_steps: int,
+    dtype: Dtype = "float32",
+    gain: float = 0.25,
 ) -> list[VerdictRow]:
     """Compare the run with the demo's targets; accuracy is judged only after all recipe steps."""
-    gap_bound, export_bound = BY_METRIC[names.GAP_ON_POLICY].upper(dtype), EXPORT_BOUNDS[dtype]
-    gap, difference = summary["mean_abs_prob_gap"], summary["hf_export_max_logprob_diff"]
-    updates, verified = summary["weight_updates"], summary["weight_updates_verified"]
-    start, end = summary["eval_accuracy_start"], summary["eval_accuracy_end"]
+    gap_bound = BY_METRIC[names.GAP_ON_POLICY].upper(dtype)
+    export_bound = EXPORT_BOUNDS[dtype]
+    gap = summary["mean_abs_prob_gap"]
+    difference = summary["hf_export_max_logprob_diff"]
+    updates = summary["weight_updates"]
+    verified = summary["weight_updates_verified"]
+    start = summary["eval_accuracy_start"]
+    end = summary["eval_accuracy_end"]
     steps = summary["steps"]
     measured = start is not None and end is not None
-    gained = end - start >= gain if measured and steps >= recipe_steps else None
+    gained = None
+    if measured and steps >= recipe_steps:
+        gained = end - start >= gain
     return [
         VerdictRow(
             "held-out accuracy", _arrow(summary, "eval_accuracy"), f"up by {gain} or more", gained
@@ -171,7 +185,8 @@ def judge(
 
 def verdict(results: Sequence[VerdictRow]) -> str:
     """Return a line that tells whether the policy learned and every target is met."""
-    gained, missed = results[0], [result for result in results if result.holds is False]
+    gained = results[0]
+    missed = [result for result in results if result.holds is False]
     learned = f"{gained.label} {gained.measured}, expected {gained.expected}"
     if missed:
         faults = "; ".join(f"{r.label} {r.measured}, expected {r.expected}" for r in missed)
@@ -185,7 +200,9 @@ def show(results: Sequence[VerdictRow], summary: Mapping[str, Any], directory: P
     """Print the results as a table, and the paths of the run's files."""
     steps, turns = series(read_records(directory), names.TURNS)
     has_turns = max(turns, default=1.0) > 1
-    spoken = f"{turns[0]:.2f} -> {turns[-1]:.2f}" if has_turns else "1"
+    spoken = "1"
+    if has_turns:
+        spoken = f"{turns[0]:.2f} -> {turns[-1]:.2f}"
     rows = [
         *results,
         VerdictRow("turns of an episode", spoken, ""),
@@ -234,16 +251,21 @@ def _at_most(value: float | None, bound: float) -> bool:
 
 
 def _arrow(summary: Mapping[str, Any], key: str) -> str:
-    start, end = summary[f"{key}_start"], summary[f"{key}_end"]
+    start = summary[f"{key}_start"]
+    end = summary[f"{key}_end"]
     return f"{_digits(start)} -> {_digits(end)}"
 
 
 def _digits(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3f}"
+    if value is None:
+        return "not measured"
+    return f"{value:.3f}"
 
 
 def _small(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.1e}"
+    if value is None:
+        return "not measured"
+    return f"{value:.1e}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -255,7 +277,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1, help="of model, data order and sampling")
     parser.add_argument("--directory", default="runs/demo", help="where the run goes")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="of the recipe's values"
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="of the recipe's values",
     )
     return parser
 

@@ -89,7 +89,8 @@ def worked_out(expression: str) -> str:
 def estimate(expression: str, rng: random.Random) -> str:
     """Return an estimate: ``= 12``."""
     answer = calculate(expression)
-    low, high = max(0, answer - ESTIMATE_RANGE), answer + ESTIMATE_RANGE
+    low = max(0, answer - ESTIMATE_RANGE)
+    high = answer + ESTIMATE_RANGE
     return f"= {rng.randint(low, high)}"
 
 
@@ -122,7 +123,8 @@ def tool_pairs(call: str, expression: str, rng: random.Random) -> Iterator[Pair]
     value = calculate(product)
     questions = [product] if style == "half way" else [product, f"{value}{expression[3:]}"]
     for question in questions:
-        turn, value = call.format(question), calculate(question)
+        turn = call.format(question)
+        value = calculate(question)
         yield {"prompt": list(messages), "response": turn}
         messages += [
             {"role": "assistant", "content": turn},
@@ -143,14 +145,12 @@ def make_data(folder: Path, seed: int, task: str = "sums") -> dict[str, int]:
     rng = random.Random(seed)
     everything = list(TASKS[task].expressions())
     rng.shuffle(everything)
-    held_out, train = everything[:HELD_OUT], everything[HELD_OUT:]
+    held_out = everything[:HELD_OUT]
+    train = everything[HELD_OUT:]
     return {
-        name: _write(folder / f"{name}.jsonl", records)
-        for name, records in {
-            "held_out": map(_exercise, held_out),
-            "train": map(_exercise, train),
-            "warm_start": _pairs(train, rng, TASKS[task].pairs),
-        }.items()
+        "held_out": _write(folder / "held_out.jsonl", map(_exercise, held_out)),
+        "train": _write(folder / "train.jsonl", map(_exercise, train)),
+        "warm_start": _write(folder / "warm_start.jsonl", _pairs(train, rng, TASKS[task].pairs)),
     }
 
 
@@ -159,7 +159,9 @@ def _exercise(expression: str) -> dict[str, str]:
 
 
 def _pairs(
-    train: list[str], rng: random.Random, pairs: Callable[[str, random.Random], Iterable[Pair]]
+    train: list[str],
+    rng: random.Random,
+    pairs: Callable[[str, random.Random], Iterable[Pair]],
 ) -> Iterator[Pair]:
     conversations = (pairs(rng.choice(train), rng) for _ in itertools.count())
     return itertools.islice(itertools.chain.from_iterable(conversations), WARM_START_PAIRS)
@@ -314,7 +316,10 @@ class Material:
 
 
 def prepare(
-    seed: int, root: Path | None = None, overrides: Sequence[str] = (), task: str = "sums"
+    seed: int,
+    root: Path | None = None,
+    overrides: Sequence[str] = (),
+    task: str = "sums",
 ) -> Material:
     """Make the material if needed and return its paths. Raises SystemExit if the warm start fails."""
     root = TASKS[task].root if root is None else root
@@ -352,7 +357,9 @@ def fingerprint(seed: int, overrides: Sequence[str]) -> dict[str, object]:
 
 def _stamp(folder: Path) -> object:
     path = folder / STAMP
-    return json.loads(path.read_text()) if path.is_file() else None
+    if path.is_file():
+        return json.loads(path.read_text())
+    return None
 
 
 def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:

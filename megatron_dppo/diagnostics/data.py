@@ -131,7 +131,8 @@ def _at_least(minimum: float, kind: type) -> Callable[[str], float]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-dppo data", description=__doc__)
     commands = parser.add_subparsers(
-        required=True, metavar="prepare|generate|inspect|check-rewards"
+        required=True,
+        metavar="prepare|generate|inspect|check-rewards",
     )
 
     preparing = commands.add_parser("prepare", help="published problems as JSON Lines")
@@ -139,7 +140,10 @@ def _parser() -> argparse.ArgumentParser:
     names = "; ".join(f"{name}: {s.title} ({s.hub})" for name, s in SETS.items())
     preparing.add_argument("name", choices=SETS, metavar="NAME", help=names)
     preparing.add_argument(
-        "--from", dest="source", required=True, help="published file, folder, or name on the hub"
+        "--from",
+        dest="source",
+        required=True,
+        help="published file, folder, or name on the hub",
     )
     preparing.add_argument("--out", required=True, help="JSON Lines file to write")
     preparing.add_argument("--split", help="where files name several; by default the usual one")
@@ -150,11 +154,18 @@ def _parser() -> argparse.ArgumentParser:
     generating.set_defaults(run=_generate)
     generating.add_argument("tasks", nargs="+", metavar="TASK", help="such as arc_1d; or all")
     generating.add_argument(
-        "--count", type=_at_least(1, int), default=1000, help="of each task; default %(default)s"
+        "--count",
+        type=_at_least(1, int),
+        default=1000,
+        help="of each task; default %(default)s",
     )
     generating.add_argument("--seed", type=int, default=1, help="default %(default)s")
     generating.add_argument(
-        "--config", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the one task"
+        "--config",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="settings of the one task",
     )
     generating.add_argument("--out", required=True, help="JSON Lines file to write")
 
@@ -163,10 +174,17 @@ def _parser() -> argparse.ArgumentParser:
     inspecting.add_argument("file", help="file, folder or glob of problems")
     inspecting.add_argument("--tokenizer", help="folder; without it lengths are characters")
     inspecting.add_argument(
-        "--against", nargs="+", default=[], metavar="FILE", help="evaluation files to compare with"
+        "--against",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="evaluation files to compare with",
     )
     inspecting.add_argument(
-        "--similarity", type=float, default=0.6, help="of near-duplicates, 0 to 1"
+        "--similarity",
+        type=float,
+        default=0.6,
+        help="of near-duplicates, 0 to 1",
     )
     inspecting.add_argument("--reward", default="math_verify", help="that checks the answers")
     inspecting.add_argument("--prompt-key", help="as data.train's prompt_key")
@@ -178,7 +196,9 @@ def _parser() -> argparse.ArgumentParser:
         help="as data.chat_template_arguments: enable_thinking=false",
     )  # fmt: skip
     inspecting.add_argument(
-        "--plain", action="store_true", help="as data.apply_chat_template=false"
+        "--plain",
+        action="store_true",
+        help="as data.apply_chat_template=false",
     )
 
     checking = commands.add_parser(
@@ -189,10 +209,16 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument("file", type=Path, help="JSON Lines with 'solution' and 'answer'")
     checking.add_argument("--reward", default="math_verify", help="default %(default)s")
     checking.add_argument(
-        "--timeout", type=_at_least(0.1, float), default=10.0, help="seconds for one check"
+        "--timeout",
+        type=_at_least(0.1, float),
+        default=10.0,
+        help="seconds for one check",
     )
     checking.add_argument(
-        "--workers", type=_at_least(1, int), default=2, help="processes; default %(default)s"
+        "--workers",
+        type=_at_least(1, int),
+        default=2,
+        help="processes; default %(default)s",
     )
     checking.add_argument(
         "--pass-variable", action="append", default=[], metavar="NAME", dest="passed_variables",

@@ -57,7 +57,8 @@ class Inspection:
 def inspect(inspection: Inspection) -> Iterator[str]:
     """The report, line by line. Raises DataError where a file is no set of problems."""
     records = problems.read_problems(inspection.path, inspection.keys)
-    prompts, locations = records.prompts, records.locations
+    prompts = records.prompts
+    locations = records.locations
     texts = [problems.text_of(prompt) for prompt in prompts]
     repeated = len(texts) - len({" ".join(text.split()) for text in texts})
     yield f"{inspection.path}: {len(prompts):,} problems, {repeated:,} repeated"
@@ -101,29 +102,34 @@ def histogram(lengths: Sequence[int]) -> Iterator[str]:
     digits = len(f"{width * len(counts):,}")
     for i, count in enumerate(counts.tolist()):
         bar = "#" * -(-count * _WIDTH // int(counts.max()))
-        low, high = f"{i * width:,}", f"{(i + 1) * width - 1:,}"
+        low = f"{i * width:,}"
+        high = f"{(i + 1) * width - 1:,}"
         yield f"  {low:>{digits}} to {high:>{digits}}  {bar:<{_WIDTH}} {count:,}"
 
 
 def _lengths(inspection: Inspection, records: problems.ProblemRecords) -> Iterator[str]:
-    prompts, locations = records.prompts, records.locations
+    prompts = records.prompts
+    locations = records.locations
     if inspection.tokenizer is None:
-        lengths, unit = [len(problems.text_of(prompt)) for prompt in prompts], "characters"
+        lengths = [len(problems.text_of(prompt)) for prompt in prompts]
+        unit = "characters"
     else:
         lengths = problems.token_counts(
             inspection.tokenizer, prompts, inspection.form, locations, records.tools
         )
         unit = "tokens"
     quantiles = np.quantile(lengths, _QUANTILES, method="inverted_cdf").tolist()
-    quantile_texts = ", ".join(
-        f"{q:.0%} {int(n):,}" for q, n in zip(_QUANTILES, quantiles, strict=True)
-    )
-    yield f"prompts in {unit}, quantiles: {quantile_texts}"
+    quantile_texts: list[str] = []
+    for quantile, length in zip(_QUANTILES, quantiles, strict=True):
+        quantile_texts.append(f"{quantile:.0%} {int(length):,}")
+    yield f"prompts in {unit}, quantiles: {', '.join(quantile_texts)}"
     yield from histogram(lengths)
 
 
 def _special_tokens(
-    tokenizer: PreTrainedTokenizerBase, prompts: list[problems.Prompt], locations: list[str]
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[problems.Prompt],
+    locations: list[str],
 ) -> Iterator[str]:
     """Yield a finding for each special token in the text of problems: such a token begins or ends a turn."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -155,7 +161,9 @@ def _tokens_beyond(
     prompts = records.prompts
     for prompt, location, tools in zip(prompts, records.locations, records.tools, strict=True):
         tokens = problems.distinct_tokens(tokenizer, prompt, inspection.form, location, tools)
-        beyond += [(location, token) for token in sorted(tokens) if token >= rows][:1]
+        unknown_tokens = [token for token in tokens if token >= rows]
+        if unknown_tokens:
+            beyond.append((location, min(unknown_tokens)))
     if beyond:
         location, token = beyond[0]
         yield (
@@ -166,22 +174,32 @@ def _tokens_beyond(
 
 
 def _answers(
-    inspection: Inspection, texts: list[str], records: problems.ProblemRecords
+    inspection: Inspection,
+    texts: list[str],
+    records: problems.ProblemRecords,
 ) -> Iterator[str]:
-    answers, unanswered = records.answers, records.unanswered
+    answers = records.answers
+    unanswered = records.unanswered
     rows = zip(texts, answers, records.metadata, strict=True)
-    answered_rows = tuple(
-        Problem(i, text, answer, (), (), metadata)
-        for i, (text, answer, metadata) in enumerate(rows)
-    )
+    answered_rows: list[Problem] = []
+    for position, (text, answer, metadata) in enumerate(rows):
+        answered_rows.append(Problem(position, text, answer, (), (), metadata))
     answered_set = problems.ProblemSet(
-        answered_rows, 0, "", len(texts), parts=records.parts, unanswered=tuple(unanswered.items())
+        tuple(answered_rows),
+        0,
+        "",
+        len(texts),
+        parts=records.parts,
+        unanswered=tuple(unanswered.items()),
     )
     bad = bad_answers({inspection.path: answered_set}, inspection.reward)[inspection.path]
     final = find_reward(inspection.reward.name).final
-    different = len({final(a) for i, a in enumerate(answers) if i not in unanswered})
+    different_answers: set[str] = set()
+    for position, answer in enumerate(answers):
+        if position not in unanswered:
+            different_answers.add(final(answer))
     yield (
-        f"answers: {different:,} different; {len(bad):,} of {len(answers):,} do not verify against "
+        f"answers: {len(different_answers):,} different; {len(bad):,} of {len(answers):,} do not verify against "
         f"themselves with {inspection.reward.name}"
     )
     for row, reason in bad[:_SHOWN_FAULTS]:
@@ -189,10 +207,14 @@ def _answers(
 
 
 def _alike(
-    inspection: Inspection, texts: list[str], locations: list[str], other: str
+    inspection: Inspection,
+    texts: list[str],
+    locations: list[str],
+    other: str,
 ) -> Iterator[str]:
     compared_with = problems.read_problems(other)
-    prompts, other_locations = compared_with.prompts, compared_with.locations
+    prompts = compared_with.prompts
+    other_locations = compared_with.locations
     other_texts = [problems.text_of(prompt)[:_COMPARED] for prompt in prompts]
     compared = [text[:_COMPARED] for text in texts]
     pairs = near_duplicates(compared, other_texts, inspection.similarity)
@@ -210,7 +232,8 @@ def _alike(
 
 def _shown(inspection: Inspection, records: problems.ProblemRecords) -> Iterator[str]:
     """The first, the middle and the last prompt, as the model gets them; of a long one beginning and end."""
-    prompts, locations = records.prompts, records.locations
+    prompts = records.prompts
+    locations = records.locations
     for i in sorted({0, len(prompts) // 2, len(prompts) - 1})[:_SHOWN_PROMPTS]:
         if inspection.tokenizer is None:
             text = problems.text_of(inspection.form.of(prompts[i], locations[i]))

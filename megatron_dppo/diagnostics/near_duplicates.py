@@ -37,11 +37,15 @@ def shingles(text: str) -> set[tuple[str, ...]]:
     """The sets that texts are compared by: ``SHINGLE`` words in a row; all of a shorter text."""
     tokens = _WORD.findall(_LAYOUT.sub(" ", text).lower())
     count = max(1, len(tokens) - SHINGLE + 1)
-    return {tuple(tokens[i : i + SHINGLE]) for i in range(count)} if tokens else set()
+    if tokens:
+        return {tuple(tokens[i : i + SHINGLE]) for i in range(count)}
+    return set()
 
 
 def near_duplicates(
-    training: Sequence[str], evaluation: Sequence[str], at_least: float
+    training: Sequence[str],
+    evaluation: Sequence[str],
+    at_least: float,
 ) -> list[NearDuplicate]:
     """Every pair that is at least so similar, the most similar first. 17,000 x 30: a second or two."""
     sizes = []
@@ -54,9 +58,9 @@ def near_duplicates(
     pairs = []
     for row, text in enumerate(training):
         of_text = shingles(text)
-        shared_counts = Counter(
-            position for shingle in of_text for position in index.get(shingle, ())
-        )
+        shared_counts = Counter[int]()
+        for shingle in of_text:
+            shared_counts.update(index.get(shingle, ()))
         for position, count in shared_counts.items():
             similarity = count / (len(of_text) + sizes[position] - count)
             if similarity >= at_least:

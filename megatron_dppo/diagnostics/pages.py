@@ -26,7 +26,9 @@ class SummaryTable:
     @property
     def shown_title(self) -> str:
         """The title, and that nothing follows where there is no row."""
-        return self.title if self.rows else f"{self.title}: (none)"
+        if self.rows:
+            return self.title
+        return f"{self.title}: (none)"
 
 
 @dataclass(frozen=True)

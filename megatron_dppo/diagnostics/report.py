@@ -88,8 +88,11 @@ STROKES: dict[Stroke, tuple[str, LineStyle]] = {
 
 def in_panel(panel: str, *, right: bool = False) -> list[Metric]:
     """The metrics that ``panel`` draws on its left or its right axis."""
-    rows_with_lines = [(row, row.line) for row in METRICS.values() if row.line is not None]
-    return [row for row, line in rows_with_lines if (line.panel, line.right) == (panel, right)]
+    rows: list[Metric] = []
+    for row in METRICS.values():
+        if row.line is not None and (row.line.panel, row.line.right) == (panel, right):
+            rows.append(row)
+    return rows
 
 
 def centred_mean(values: list[float], reach: int) -> list[float]:
@@ -124,7 +127,11 @@ def _plot(
 
 
 def plot_metrics(
-    axes: Axes, runs: list[RunRecords], metrics: list[Metric], *, log: bool = False
+    axes: Axes,
+    runs: list[RunRecords],
+    metrics: list[Metric],
+    *,
+    log: bool = False,
 ) -> list[Line2D]:
     """Draw the metrics' lines of every run; returns legend handles of the recorded ones."""
     handles = []
@@ -143,7 +150,9 @@ def plot_metrics(
                 continue
             has_data = True
             steps, values = map(list, zip(*points, strict=True))
-            colour = RUN_COLOURS[index] if len(runs) > 1 else own_colour
+            colour = own_colour
+            if len(runs) > 1:
+                colour = RUN_COLOURS[index]
             if line.stroke == "bound":
                 # The bound is wide, pale and below: the line above it may have equal values.
                 axes.plot(steps, values, color=colour, zorder=1, **BOUND)
@@ -176,7 +185,11 @@ def is_recorded(runs: list[RunRecords], *metrics: str) -> bool:
 
 
 def _handle(
-    name: str, runs: list[RunRecords], colour: str, style: LineStyle, marker: str = ""
+    name: str,
+    runs: list[RunRecords],
+    colour: str,
+    style: LineStyle,
+    marker: str = "",
 ) -> Line2D:
     """A legend entry; grey if colours stand for runs."""
     shade = "#444444" if len(runs) > 1 else colour
@@ -248,7 +261,9 @@ def draw_reward(axes: Axes, runs: list[RunRecords]) -> None:
         points = [(step, value) for step, value in accuracies if value is not None]
         if points:
             is_measured = True
-            colour = RUN_COLOURS[index] if len(runs) > 1 else VERMILION
+            colour = VERMILION
+            if len(runs) > 1:
+                colour = RUN_COLOURS[index]
             axes.plot(*zip(*points, strict=True), "--s", color=colour, linewidth=1.6, markersize=5)
     if is_measured:
         handles.append(_handle("held-out accuracy (avg@k)", runs, VERMILION, "--", "s"))
@@ -277,7 +292,9 @@ def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
         for handle in plot_metrics(axes, runs, [metric], log=True):
             handle.set_label(f"{metric.line.legend} (at most {upper:g})")
             handles.append(handle)
-            colour = STROKES[metric.line.stroke][0] if len(runs) == 1 else GREY
+            colour = GREY
+            if len(runs) == 1:
+                colour = STROKES[metric.line.stroke][0]
             bounds.append((upper, colour))
     if handles:
         axes.set_yscale("log")
@@ -323,7 +340,9 @@ def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
     TFLOP/s.
     """
     is_known = all(is_recorded([run], names.MFU) for run in runs)
-    unit = "% of the GPU's bf16 peak" if is_known else "TFLOP/s"
+    unit = "TFLOP/s"
+    if is_known:
+        unit = "% of the GPU's bf16 peak"
     panel = "mfu" if is_known else "tflops"
     _draw_from_zero(axes, runs, panel, "Model arithmetic in training", unit)
 
@@ -373,11 +392,17 @@ draw_age = partial(
 )
 draw_waiting = partial(_draw_from_zero, panel="waiting", title="Waiting", unit="% of the time")
 draw_update_seconds = partial(
-    _draw_from_zero, panel="update seconds", title="Weight update: time", unit="seconds"
+    _draw_from_zero,
+    panel="update seconds",
+    title="Weight update: time",
+    unit="seconds",
 )
 """Draw each update's seconds, the seconds in which the engines were paused, and the least that the network allows."""
 draw_update_bytes = partial(
-    _draw_from_zero, panel="update bytes", title="Weight update: bytes", unit="GB"
+    _draw_from_zero,
+    panel="update bytes",
+    title="Weight update: bytes",
+    unit="GB",
 )
 """Draw the bytes of each update, their static lower bound, and the bytes that left a node."""
 
@@ -403,7 +428,8 @@ def fold_short_phases(tables: list[Mapping[str, list[float]]]) -> list[dict[str,
         for phase, seconds in table.items():
             totals[phase] = totals.get(phase, 0.0) + sum(seconds)
     ranked = sorted(totals, key=totals.__getitem__, reverse=True)
-    longest_phases, short = ranked[:MOST_PHASES], ranked[MOST_PHASES:]
+    longest_phases = ranked[:MOST_PHASES]
+    short = ranked[MOST_PHASES:]
     folded = []
     for table in tables:
         length = max((len(seconds) for seconds in table.values()), default=0)
@@ -439,14 +465,19 @@ def draw_time(axes: Axes, runs: list[RunRecords]) -> None:
         _draw_means(axes, trained, tables, colours)
     handles = [Patch(color=colour, label=phase) for phase, colour in colours.items()]
     mark_empty(axes, handles)
-    title = "Time per step" if len(trained) == 1 else "Mean time per step"
+    title = "Mean time per step"
+    if len(trained) == 1:
+        title = "Time per step"
     finish(axes, title, "seconds", handles, handle_length=1.0)
     if len(trained) > 1:
         axes.set(xlabel="seconds", ylabel="", yticks=[], ylim=(len(runs) - 0.5, -0.7))
 
 
 def _draw_steps(
-    axes: Axes, run: RunRecords, table: Mapping[str, list[float]], colours: Mapping[str, str]
+    axes: Axes,
+    run: RunRecords,
+    table: Mapping[str, list[float]],
+    colours: Mapping[str, str],
 ) -> None:
     steps = [step_of(record) for record in run.records]
     bottom = [0.0] * len(steps)
@@ -468,7 +499,13 @@ def _draw_means(
         for phase, seconds in table.items():
             mean = sum(seconds) / max(1, len(seconds))
             axes.barh(
-                row, mean, 0.45, bar_start, color=colours[phase], edgecolor="white", linewidth=0.4
+                row,
+                mean,
+                0.45,
+                bar_start,
+                color=colours[phase],
+                edgecolor="white",
+                linewidth=0.4,
             )
             bar_start += mean
         axes.text(0, row - 0.28, run.label, fontsize=SMALL, va="bottom")
@@ -547,8 +584,10 @@ def _labels(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) 
     if len(parts) < len(infos):
         return folders
     differing_columns = [column for column in zip(*parts, strict=True) if len(set(column)) > 1]
-    labels = [", ".join(row) for row in zip(*differing_columns, strict=True)] or [""] * len(parts)
-    return labels if len(set(labels)) == len(labels) else folders
+    labels = list(map(", ".join, zip(*differing_columns, strict=True))) or [""] * len(parts)
+    if len(set(labels)) == len(labels):
+        return labels
+    return folders
 
 
 def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -> str:
@@ -588,12 +627,14 @@ def _draw(runs: list[RunRecords], title: str) -> Figure:
         remark = "bold: mean of 5 steps" + (", thin: each step" if len(runs) == 1 else "")
         figure.supxlabel(remark, fontsize=SMALL, color="#666666", x=0.99, ha="right")
     if len(runs) > 1:
-        handles = [
-            Line2D([], [], color=RUN_COLOURS[i], linewidth=3, label=run.label)
-            for i, run in enumerate(runs)
-        ]
+        handles: list[Line2D] = []
+        for i, run in enumerate(runs):
+            handles.append(Line2D([], [], color=RUN_COLOURS[i], linewidth=3, label=run.label))
         figure.legend(
-            handles=handles, loc="outside lower center", ncols=min(4, len(runs)), frameon=False
+            handles=handles,
+            loc="outside lower center",
+            ncols=min(4, len(runs)),
+            frameon=False,
         )
     return figure
 
@@ -605,11 +646,14 @@ def _largest(runs: list[RunRecords], metric: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; exits with status 2 and a message if a run cannot be drawn."""
     parser = argparse.ArgumentParser(
-        prog="megatron-dppo report", description="Draw a run, or compare several."
+        prog="megatron-dppo report",
+        description="Draw a run, or compare several.",
     )
     parser.add_argument("directories", nargs="+", metavar="DIR", help="folder of a run")
     parser.add_argument(
-        "--output", type=Path, help="PNG file (one run: DIR/report.png; several: comparison.png)"
+        "--output",
+        type=Path,
+        help="PNG file (one run: DIR/report.png; several: comparison.png)",
     )
     options = parser.parse_args(arguments)
     single = len(options.directories) == 1

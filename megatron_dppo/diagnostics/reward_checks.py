@@ -61,8 +61,12 @@ def read_checks(path: Path) -> list[RewardCheck]:
             f"'answer'; the first line has {keys(records[0])}"
         )
     answers = [check.answer for check in solved]
-    wrong = ((check, _wrong_answer(check.answer, answers)) for check in solved)
-    return solved + [check._replace(answer=w, expected=0.0) for check, w in wrong if w is not None]
+    unsolved: list[RewardCheck] = []
+    for check in solved:
+        wrong_answer = _wrong_answer(check.answer, answers)
+        if wrong_answer is not None:
+            unsolved.append(check._replace(answer=wrong_answer, expected=0.0))
+    return solved + unsolved
 
 
 def _wrong_answer(answer: str, other_answers: list[str]) -> str | None:
@@ -74,14 +78,17 @@ def _wrong_answer(answer: str, other_answers: list[str]) -> str | None:
 
 def _report(checks: list[RewardCheck], scores: list[Score]) -> int:
     """Print each failed check and the counts of both kinds; returns 1 if a check failed, else 0."""
-    pairs = list(zip(checks, scores, strict=True))
-    failed = [(c, s) for c, s in pairs if s.value != c.expected or s.timed_out or s.crashed]
-    for check, score in failed:
-        print(
-            f"line {check.line}: scored {score} against {check.answer!r}, expected {check.expected:g}"
-        )
+    has_failed = False
+    values_by_expected: dict[float, list[float]] = {1.0: [], 0.0: []}
+    for check, score in zip(checks, scores, strict=True):
+        values_by_expected[check.expected].append(score.value)
+        if score.value != check.expected or score.timed_out or score.crashed:
+            has_failed = True
+            print(
+                f"line {check.line}: scored {score} against {check.answer!r}, expected {check.expected:g}"
+            )
     for expected_score, kind in ((1.0, "the given answer"), (0.0, "a wrong answer")):
-        of_kind = [score for check, score in pairs if check.expected == expected_score]
-        right = sum(score.value == expected_score for score in of_kind)
-        print(f"{right} of {len(of_kind)} solutions score {expected_score:g} against {kind}")
-    return int(bool(failed))
+        values = values_by_expected[expected_score]
+        right = values.count(expected_score)
+        print(f"{right} of {len(values)} solutions score {expected_score:g} against {kind}")
+    return int(has_failed)

@@ -50,26 +50,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def matching(options: argparse.Namespace) -> list[Sample]:
-    """The samples that the options ask for, the newest step first.
+    """Return the samples that match the options, the newest step first.
 
-    Raises RecordsError where there are none; the message says what there is instead.
+    Raises RecordsError if no sample matches; the message describes the recorded samples.
     """
     kinds = [kind for kind in KINDS if getattr(options, kind)]
     recorded = list(read_samples(options.run))
-    matches = [
-        sample
-        for sample in recorded
-        if options.step in (None, sample.step)
-        and options.set in (None, sample.set)
-        and all(KINDS[kind][1](sample) for kind in kinds)
-    ]
+    matches: list[Sample] = []
+    for sample in recorded:
+        has_step = options.step in (None, sample.step)
+        has_set = options.set in (None, sample.set)
+        if has_step and has_set and all(KINDS[kind][1](sample) for kind in kinds):
+            matches.append(sample)
     if not matches:
-        steps, sets = [s.step for s in recorded], sorted({s.set for s in recorded})
-        available_sets = (
-            f"{len(recorded)} samples of steps {min(steps)} to {max(steps)}, sets {', '.join(sets)}"
-            if recorded
-            else "none yet"
-        )
+        available_sets = "none yet"
+        if recorded:
+            steps = [sample.step for sample in recorded]
+            sets = ", ".join(sorted({sample.set for sample in recorded}))
+            available_sets = (
+                f"{len(recorded)} samples of steps {min(steps)} to {max(steps)}, sets {sets}"
+            )
         raise RecordsError(f"{options.run}: no such sample; recorded are {available_sets}")
     return list(islice(matches, options.limit or None))
 
@@ -106,7 +106,11 @@ def _parser() -> argparse.ArgumentParser:
         group.add_argument(f"--{kind}", action="store_true", help=f"those {meaning}")
     parser.add_argument("--limit", type=int, default=10, help="at most so many (10); 0: all")
     parser.add_argument(
-        "--html", nargs="?", const=True, metavar="FILE", help="write a page (RUN/samples.html)"
+        "--html",
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="write a page (RUN/samples.html)",
     )
     return parser
 

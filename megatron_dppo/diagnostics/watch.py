@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,15 @@ _MEANING = {name: row.meaning for name, row in _ROWS.items()}
 
 
 def thinned(
-    steps: list[int], values: list[float], max_points: int = MOST_POINTS
+    steps: list[int],
+    values: list[float],
+    max_points: int = MOST_POINTS,
 ) -> list[list[float]]:
     """Thin a curve to ``max_points``: the first, the last, and the smallest and largest value of each stretch."""
     points = list(zip(steps, values, strict=True))
     if len(points) > max_points:
-        inner_points, count = points[1:-1], (max_points - 2) // 2
+        inner_points = points[1:-1]
+        count = (max_points - 2) // 2
         cuts = [len(inner_points) * i // count for i in range(count + 1)]
         kept_points = [points[0]]
         for start, end in pairwise(cuts):
@@ -114,6 +117,10 @@ class RunView:
     def state(self, _: Json) -> Json:
         """Return everything except curves and samples."""
         recorded = self.records()
+        metrics = _names(recorded)
+        faults: list[tuple[str, int, str]] = []
+        for fault in environment_faults(self.directory)[:_MOST_FAULTS]:
+            faults.append((fault.environment, fault.count, printable(fault.reason)))
         return {
             "version": self.version(),
             "folder": str(self.directory),
@@ -121,16 +128,13 @@ class RunView:
             "state": self._state(),
             "step": step_of(recorded[-1]) if recorded else None,
             "steps": self._steps(),
-            "names": [[n, _MEANING.get(n, "")] for n in _names(recorded)],
-            "axes": _axes(_names(recorded)),
+            "names": [[name, _MEANING.get(name, "")] for name in metrics],
+            "axes": _axes(metrics),
             "phases": self._phases(recorded),
             "masked": self._masked(),
             "fleet": self._fleet(),
             "unusual": self._unusual(recorded),
-            "faults": [
-                [fault.environment, fault.count, printable(fault.reason)]
-                for fault in environment_faults(self.directory)[:_MOST_FAULTS]
-            ],
+            "faults": faults,
             "lines": important_lines(self.directory, _MOST_LINES),
         }
 
@@ -141,31 +145,36 @@ class RunView:
 
     def samples(self, query: Json) -> Json:
         """Return the newest samples of the requested kind and set, and the names of all sets."""
-        kind, selected_set = query.get("kind", [""])[0], query.get("set", [""])[0]
+        kind = query.get("kind", [""])[0]
+        selected_set = query.get("set", [""])[0]
         if _stamp(self.directory / records.SAMPLES_FILE) is None:
             return {"sets": [], "samples": []}
-        everything = list(read_samples(self.directory))
-        selected_samples = (
-            sample
-            for sample in everything
-            if selected_set in ("", sample.set) and (kind not in KINDS or KINDS[kind][1](sample))
-        )
+        sets: set[str] = set()
+        selected_samples: list[Json] = []
+        for sample in read_samples(self.directory):
+            sets.add(sample.set)
+            is_of_kind = kind not in KINDS or KINDS[kind][1](sample)
+            if selected_set not in ("", sample.set) or not is_of_kind:
+                continue
+            if len(selected_samples) < MOST_SAMPLES:
+                selected_samples.append(
+                    {
+                        "about": about(sample),
+                        "prompt": printable(sample.prompt),
+                        "response": printable(sample.response),
+                        "right": sample.reward > 0,
+                    }
+                )
         return {
-            "sets": sorted({sample.set for sample in everything}),
-            "samples": [
-                {
-                    "about": about(sample),
-                    "prompt": printable(sample.prompt),
-                    "response": printable(sample.response),
-                    "right": sample.reward > 0,
-                }
-                for sample in islice(selected_samples, MOST_SAMPLES)
-            ],
+            "sets": sorted(sets),
+            "samples": selected_samples,
         }
 
     def _title(self) -> str:
         info = self._info()
-        return " | ".join(info.parts) if info else self.directory.resolve().name
+        if info:
+            return " | ".join(info.parts)
+        return self.directory.resolve().name
 
     def _info(self) -> RunInfo | None:
         """Read the run's configuration; None if it cannot be read."""
@@ -205,7 +214,9 @@ class RunView:
         path = self.directory / records.MASKED_TOKENS_FILE
         if _stamp(path) is None:
             return []
-        raised, lowered, texts = Counter[int](), Counter[int](), {}
+        raised = Counter[int]()
+        lowered = Counter[int]()
+        texts = {}
         try:
             for line in records.read_step_lines(path)[-MOST_SHOWN_STEPS:]:
                 for token in line["tokens"]:
@@ -267,8 +278,11 @@ def _names(recorded: Sequence[Record]) -> list[str]:
 
 def _axes(metrics: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Return the axis range of each metric that is a share."""
-    ranges = {name: _ROWS[name].axis() for name in metrics if name in _ROWS}
-    axes = {name: axis for name, axis in ranges.items() if axis is not None}
+    axes: dict[str, Any] = {}
+    for name in metrics:
+        axis = _ROWS[name].axis() if name in _ROWS else None
+        if axis is not None:
+            axes[name] = axis
     return axes | {name: (0.0, 1.0) for name in metrics if accuracy_set(name) is not None}
 
 
@@ -327,10 +341,14 @@ class WatchServer(HttpServer):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until Ctrl-C; exits with status 2 and a message where the port is taken."""
     parser = argparse.ArgumentParser(
-        prog="megatron-dppo watch", description="A page of a run in the browser, live."
+        prog="megatron-dppo watch",
+        description="A page of a run in the browser, live.",
     )
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="a run's directory; may not exist yet"
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="a run's directory; may not exist yet",
     )
     parser.add_argument("--port", type=int, default=PORT, help=f"of {HOST} ({PORT}); 0: a free one")
     options = parser.parse_args(arguments)

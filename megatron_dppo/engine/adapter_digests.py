@@ -28,7 +28,9 @@ def report_digests(result: Any, manager: Any, adapter: Any) -> Any:
     """Add the digests of a loaded adapter's tensors to the result; reject the load if ranks hold different tensors."""
     from sglang.srt.runtime_context import get_parallel
 
-    digests = _digests(manager.loras[adapter.lora_id]) if result.success else {}
+    digests = {}
+    if result.success:
+        digests = _digests(manager.loras[adapter.lora_id])
     parallel = get_parallel()
     if parallel.tp_size > 1:
         everyone = parallel.tp_group.all_gather_object([result.success, digests])
@@ -45,8 +47,9 @@ def _digests(loaded: Any) -> dict[str, str]:
     """Hash each tensor, by its name in the adapter's folder; fused matrices have the engine's name."""
     import torch
 
-    return {
-        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
-        for layer in loaded.layers
-        for name, tensor in layer.weights.items()
-    }
+    digests: dict[str, str] = {}
+    for layer in loaded.layers:
+        for name, tensor in layer.weights.items():
+            data = tensor.contiguous().view(torch.uint8).numpy()
+            digests[name] = hashlib.sha256(data).hexdigest()
+    return digests

@@ -167,10 +167,12 @@ def answer_to(content: bytes) -> bytes:
     starts, size = aligned(sizes)
     try:
         shared_buffer = SharedBuffer(size)
-        buffer, path = shared_buffer.array, str(shared_buffer.path)
+        buffer = shared_buffer.array
+        path = str(shared_buffer.path)
     # Shared memory has no room; the connection takes longer.
     except OSError:
-        buffer, path = np.zeros(size, np.uint8), None
+        buffer = np.zeros(size, np.uint8)
+        path = None
     for start, view in zip(starts, flat, strict=True):
         buffer[start : start + view.nbytes] = view
     return pickle.dumps((head, sizes, path, buffer.tobytes() if path is None else b""))

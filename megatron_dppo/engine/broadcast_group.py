@@ -52,7 +52,9 @@ def new_name(limit: timedelta) -> str:
 def limit_of(name: str) -> timedelta | None:
     """Return the time limit in a group's name; None for a name that ``new_name`` did not make."""
     match = _NAME.fullmatch(name)
-    return timedelta(seconds=int(match.group(1))) if match else None
+    if match:
+        return timedelta(seconds=int(match.group(1)))
+    return None
 
 
 @contextmanager
@@ -72,8 +74,6 @@ def errors_abort_the_group(backend: str) -> Iterator[None]:
             else:
                 os.environ[ERROR_MODE] = previous_value
 
-
-# --- SGLang's side
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 JOINING = f"{_UPDATER}.init_weights_update_group"
@@ -109,7 +109,8 @@ def join(
         answer = original(
             updater, master_address, master_port, rank_offset, world_size, group_name, backend
         )
-    groups, limit = updater._model_update_group, limit_of(group_name)
+    groups = updater._model_update_group
+    limit = limit_of(group_name)
     if group_name not in groups or limit is None:
         return answer
     _set_pg_timeout(limit, groups[group_name])
@@ -142,7 +143,11 @@ class GroupWatch:
     """
 
     def __init__(
-        self, address: str, port: int, groups: MutableMapping[str, ProcessGroup], name: str
+        self,
+        address: str,
+        port: int,
+        groups: MutableMapping[str, ProcessGroup],
+        name: str,
     ) -> None:
         self._address = address
         self._port = port

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch.nn.functional as F
@@ -61,7 +62,9 @@ class EngineTensors:
     """
 
     def __init__(self, shape: ModelShape, ranks: int = 1, device: str = "cuda") -> None:
-        self.shape, self.ranks, self.device = shape, ranks, device
+        self.shape = shape
+        self.ranks = ranks
+        self.device = device
         self.parts: dict[str, list[EnginePart]] = {name: [] for name in mapping.hf_tensors(shape)}
         self.sizes: list[dict[str, int]] = [{} for _ in range(ranks)]
         for rank in range(ranks):
@@ -74,7 +77,9 @@ class EngineTensors:
         sizes = self.sizes[rank]
         if not parameter.segments:
             sizes[tensor] = sizes.get(tensor, 0) + math.prod(parameter.shape)
-        multiple = EXPERT_MULTIPLE[self.device] if is_expert else 1
+        multiple = 1
+        if is_expert:
+            multiple = EXPERT_MULTIPLE[self.device]
         for block, end in _with_ends(parameter):
             start = sizes.get(tensor, 0)
             width = -(-(end - block.local_start) // multiple) * multiple
@@ -85,7 +90,7 @@ class EngineTensors:
 
 def _with_ends(parameter: mapping.LocalParameter) -> list[tuple[mapping.Segment, int]]:
     """Return the blocks by their start, each with the start of the next one: padding belongs to the block before."""
-    blocks = sorted(parameter.segments, key=lambda block: block.local_start)
+    blocks = sorted(parameter.segments, key=attrgetter("local_start"))
     ends = [block.local_start for block in blocks[1:]]
     return list(zip(blocks, [*ends, *(parameter.shape[b.dim] for b in blocks[-1:])], strict=True))
 

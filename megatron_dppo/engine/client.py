@@ -55,14 +55,18 @@ class Answer:
     def code(self) -> str:
         """The word by which a router says what is wrong; empty where there is none."""
         error = self._error()
-        return str(error.get("code", "")) if isinstance(error, dict) else ""
+        if isinstance(error, dict):
+            return str(error.get("code", ""))
+        return ""
 
     def _error(self) -> Any:
         try:
             answer = orjson.loads(self.body)
         except orjson.JSONDecodeError:
             return None
-        return answer.get("error", answer) if isinstance(answer, dict) else answer
+        if isinstance(answer, dict):
+            return answer.get("error", answer)
+        return answer
 
 
 class HttpClient:
@@ -210,7 +214,11 @@ class HttpClient:
     ) -> bytes:
         """The raw answer of an endpoint that changes the server: POST, under the admin key."""
         return await self.request(
-            "POST", path, orjson.dumps(body or {}), admin=True, timeout_s=timeout_s
+            "POST",
+            path,
+            orjson.dumps(body or {}),
+            admin=True,
+            timeout_s=timeout_s,
         )
 
     async def control_json(
@@ -274,7 +282,9 @@ class HttpClient:
 
 
 def _bearer(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
+    if key is None:
+        return {}
+    return {"Authorization": f"Bearer {key}"}
 
 
 log = logging.getLogger(__name__)
@@ -316,7 +326,10 @@ class EngineClient(HttpClient):
         return await self.parse(await self.answer(requests, rid, adapter), requests, versions)
 
     async def answer(
-        self, requests: Sequence[GenerationRequest], rid: str, adapter: str | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        rid: str,
+        adapter: str | None = None,
     ) -> bytes:
         """Return the body of the server's answer to a generate call, for ``parse``. Raises ``request``'s errors."""
         body = request_body(requests, rid, adapter=adapter)
@@ -325,7 +338,10 @@ class EngineClient(HttpClient):
         return payload
 
     async def parse(
-        self, payload: bytes, requests: Sequence[GenerationRequest], versions: range | None = None
+        self,
+        payload: bytes,
+        requests: Sequence[GenerationRequest],
+        versions: range | None = None,
     ) -> list[Trajectory]:
         """Trajectories of this server's answer to one call, with what it keeps beside the JSON.
 
@@ -417,7 +433,8 @@ class EngineClient(HttpClient):
                     f"{self.url}: nothing generated for {limit - remaining_seconds:.0f} s"
                 )
             if remaining_seconds < limit - pause:
-                since, patience = clock(), min(remaining_seconds, hang_timeout_s)
+                since = clock()
+                patience = min(remaining_seconds, hang_timeout_s)
                 generated = await self.generates(patience)
                 # The server may have been paused while the probe waited.
                 if generated or self.is_paused or clock() > since + patience + late:

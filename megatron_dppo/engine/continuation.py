@@ -43,7 +43,9 @@ class Continuation:
     def rest(self, request: GenerationRequest) -> GenerationRequest:
         """Return the request for the tokens that ``request`` still lacks."""
         request, partial = replace(request, continues=True), self.partials.get(request.key)
-        return request if partial is None else rest_of(request, partial)
+        if partial is None:
+            return request
+        return rest_of(request, partial)
 
     def take(self, request: GenerationRequest, answer: Trajectory) -> Trajectory | None:
         """The whole response where ``answer``, to the rest of ``request``, ends it; None: there is still a rest."""
@@ -52,7 +54,9 @@ class Continuation:
             # token, or complete a stop text. It is drawn again whatever it is, which favours no token.
             answer = self._without(answer, max(answer.sampled - 1, 0))
         partial = self.partials.pop(request.key, None)
-        response = answer if partial is None else join(partial, answer)
+        response = answer
+        if partial is not None:
+            response = join(partial, answer)
         stop = request.sampling.stop
         if partial is not None:
             end = seam_end(response.response_ids, partial.sampled, stop, self.decode)
@@ -63,15 +67,14 @@ class Continuation:
                 self.partials[request.key] = response
             return None
         # An uninterrupted one has the engine's own text.
-        return (
-            response
-            if partial is None
-            else replace(response, text=text_of(response, stop, self.decode))
-        )
+        if partial is None:
+            return response
+        return replace(response, text=text_of(response, stop, self.decode))
 
     def drop(self, request: GenerationRequest) -> None:
         """Keep nothing of the response: it is drawn from the beginning."""
-        if (partial := self.partials.pop(request.key, None)) is not None:
+        partial = self.partials.pop(request.key, None)
+        if partial is not None:
             self.redrawn += partial.sampled
 
     def _without(self, trajectory: Trajectory, sampled: int) -> Trajectory:
@@ -85,11 +88,15 @@ def rest_of(request: GenerationRequest, partial: Trajectory) -> GenerationReques
 
 
 def after(
-    request: GenerationRequest, partial: Trajectory, max_new_tokens: int, delta: Sequence[int] = ()
+    request: GenerationRequest,
+    partial: Trajectory,
+    max_new_tokens: int,
+    delta: Sequence[int] = (),
 ) -> GenerationRequest:
     """The request for what follows ``partial`` and then ``delta``. The recorded routing begins with the row of the last
     token that is kept, which predicts the next one."""
-    columns, rows = dict(request.columns), partial.columns.get(_ROUTING)
+    columns = dict(request.columns)
+    rows = partial.columns.get(_ROUTING)
     if rows is not None:
         columns[_ROUTING] = replace(columns[_ROUTING], start=len(rows))
     sampling = replace(request.sampling, max_new_tokens=max_new_tokens)
@@ -103,11 +110,15 @@ def first(trajectory: Trajectory, sampled: int) -> Trajectory:
         return trajectory
     tokens = len(trajectory.prompt_ids) + sampled
     rows = {Rows.SAMPLED: sampled, Rows.INPUT: tokens - 1}
+    columns: dict[str, np.ndarray] = {}
+    for name, array in trajectory.columns.items():
+        column_rows = rows[declared(name).rows]
+        columns[name] = array[:column_rows]
     return replace(
         trajectory,
         token_ids=trajectory.token_ids[:tokens],
         loss_mask=trajectory.loss_mask[:tokens],
-        columns={n: a[: rows[declared(n).rows]] for n, a in trajectory.columns.items()},
+        columns=columns,
     )
 
 
@@ -120,11 +131,11 @@ def join(partial: Trajectory, answer: Trajectory) -> Trajectory:
     if not answer.sampled:
         return replace(partial, finish_reason=answer.finish_reason)
     # The rows of the kept tokens stay where the answer has them again.
-    columns = {
-        name: np.concatenate([array, answer.columns[name][_skipped(name, partial) :]])
-        for name, array in partial.columns.items()
-        if name not in (_ROUTING, _RECORDED)
-    }
+    columns: dict[str, np.ndarray] = {}
+    for name, array in partial.columns.items():
+        if name not in (_ROUTING, _RECORDED):
+            new_rows = answer.columns[name][_skipped(name, partial) :]
+            columns[name] = np.concatenate([array, new_rows])
     return replace(
         partial,
         token_ids=answer.token_ids,
@@ -138,12 +149,15 @@ def join(partial: Trajectory, answer: Trajectory) -> Trajectory:
 
 
 def _skipped(name: str, partial: Trajectory) -> int:
-    return 0 if declared(name).rows is Rows.SAMPLED else len(partial.columns[name])
+    if declared(name).rows is Rows.SAMPLED:
+        return 0
+    return len(partial.columns[name])
 
 
 def _joined_routing(partial: Trajectory, answer: Trajectory) -> dict[str, np.ndarray]:
     """The recorded routing of both, and which weights recorded the row of each sampled token."""
-    routing_before, routing_after = partial.columns.get(_ROUTING), answer.columns.get(_ROUTING)
+    routing_before = partial.columns.get(_ROUTING)
+    routing_after = answer.columns.get(_ROUTING)
     if routing_before is None:
         if routing_after is None:
             return {}
@@ -163,7 +177,8 @@ def _joined_routing(partial: Trajectory, answer: Trajectory) -> dict[str, np.nda
         rows = np.repeat(routing_before[-1:], answer.sampled, axis=0)
         new_versions = np.full(answer.sampled, _LOST, np.int32)
     else:
-        rows, new_versions = routing_after[len(routing_before) :], _recorded(answer, answer.sampled)
+        rows = routing_after[len(routing_before) :]
+        new_versions = _recorded(answer, answer.sampled)
     return {
         _ROUTING: np.concatenate([routing_before, rows]),
         _RECORDED: np.concatenate([recorded, new_versions]),
@@ -176,7 +191,10 @@ def _recorded(answer: Trajectory, tokens: int) -> np.ndarray:
 
 
 def seam_end(
-    response_ids: np.ndarray, seam: int, stop: Sequence[str], decode: Decode
+    response_ids: np.ndarray,
+    seam: int,
+    stop: Sequence[str],
+    decode: Decode,
 ) -> int | None:
     """How many tokens the response has up to the one that completes a stop text which begins before ``seam`` tokens
     and ends after them; None where there is none. The server looks for stop texts in what it sampled itself."""
@@ -199,7 +217,9 @@ def text_of(response: Trajectory, stop: Sequence[str], decode: Decode) -> str:
     if response.finish_reason != "stop":
         return text
     ends = [text.index(stop_text) for stop_text in stop if stop_text in text]
-    return text[: min(ends)] if ends else decode(response.response_ids[:-1], special=False)
+    if ends:
+        return text[: min(ends)]
+    return decode(response.response_ids[:-1], special=False)
 
 
 def register() -> None:
@@ -214,11 +234,11 @@ def answer_waiting(scheduler: Any, aborted: Any) -> None:
     those that run. SGLang would drop up to 49 tokens of each, which it has not yet passed on."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    waiting = [
-        request
-        for request in scheduler.waiting_queue
-        if request.output_ids and (aborted.abort_all or request.rid.startswith(aborted.rid))
-    ]
+    waiting: list[Any] = []
+    for request in scheduler.waiting_queue:
+        is_aborted = aborted.abort_all or request.rid.startswith(aborted.rid)
+        if request.output_ids and is_aborted:
+            waiting.append(request)
     for request in waiting:
         scheduler.waiting_queue.remove(request)
         scheduler._release_aborted_request(request)

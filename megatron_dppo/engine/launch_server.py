@@ -81,7 +81,8 @@ def listen_where(host: str, *, several: bool = False) -> None:
     address = network.resolve(host)
     if several:
         os.environ.setdefault("SGLANG_HOST_IP", address)
-    if (interface := network.interface_of(address)) is not None:
+    interface = network.interface_of(address)
+    if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
@@ -115,7 +116,11 @@ def redact_server_args() -> None:
     from sglang.srt.server_args import ServerArgs
 
     resolved_dict = ServerArgs.resolved_dict
-    ServerArgs.resolved_dict = lambda self: redact_keys(resolved_dict(self))
+
+    def redacted_dict(self: Any) -> Any:
+        return redact_keys(resolved_dict(self))
+
+    ServerArgs.resolved_dict = redacted_dict
 
 
 def refuse_repacked_experts() -> None:

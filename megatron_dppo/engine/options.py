@@ -87,7 +87,9 @@ class ServerSections:
     @property
     def where_generated(self) -> ServerSections | None:
         """The sections themselves, or None if the run replays saved batches and needs no server."""
-        return None if self.rollout.replay_from is not None else self
+        if self.rollout.replay_from is not None:
+            return None
+        return self
 
     @property
     def sequence_tokens(self) -> int:
@@ -236,7 +238,9 @@ def bind_cores(ranks: int) -> str:
     """Distribute this process's cores over ``ranks`` engine ranks, in SGLang's notation: ``0,1|2,3``."""
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // ranks)
-    groups = [
-        [cores[(rank * share + i) % len(cores)] for i in range(share)] for rank in range(ranks)
-    ]
-    return "|".join(",".join(map(str, group)) for group in groups)
+    groups: list[str] = []
+    for rank in range(ranks):
+        first = rank * share
+        group = [cores[i % len(cores)] for i in range(first, first + share)]
+        groups.append(",".join(map(str, group)))
+    return "|".join(groups)

@@ -204,7 +204,9 @@ class ChildServer:
 
     def poll(self) -> int | None:
         """Return None while the server runs, then its exit code (negative: the signal that ended it)."""
-        return None if self._process is None else self._process.poll()
+        if self._process is None:
+            return None
+        return self._process.poll()
 
     def stop(self, grace_s: float = 10.0) -> None:
         """SIGTERM, on which the server finishes its requests; SIGKILL after ``grace_s`` seconds."""
@@ -318,7 +320,12 @@ class EngineProcess(ChildServer):
         )
         self._config = config
         self._options = options.server_options(
-            config, host=listen_host, port=port, seed=seed, first_device=first_device, hosts=hosts
+            config,
+            host=listen_host,
+            port=port,
+            seed=seed,
+            first_device=first_device,
+            hosts=hosts,
         )
 
     def start(self) -> None:
@@ -338,11 +345,14 @@ class EngineProcess(ChildServer):
         # scheduler stands still: later that would look like a hang.
         from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams, request_body
 
-        rollout, evaluation = self._config.rollout, self._config.evaluation
+        rollout = self._config.rollout
+        evaluation = self._config.evaluation
         temperatures = {(rollout.temperature, rollout.top_p)} | {
             (evaluation.temperature, evaluation.top_p)
         }
-        columns = {"topk": rollout.topk_log_probs} if rollout.topk_log_probs else {}
+        columns = {}
+        if rollout.topk_log_probs:
+            columns = {"topk": rollout.topk_log_probs}
         for number, (temperature, top_p) in enumerate(sorted(temperatures)):
             sampling = SamplingParams(2, temperature, top_p, ignore_eos=True)
             request = GenerationRequest(number, _WARM_UP_PROMPT, sampling, columns)

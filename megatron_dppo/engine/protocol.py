@@ -52,7 +52,9 @@ class SamplingParams:
 
     def as_json(self) -> dict[str, Any]:
         """SGLang's ``sampling_params``; every number is sent, so that no default of the model's folder applies."""
-        seed = {} if self.seed is None else {"sampling_seed": self.seed}
+        seed = {}
+        if self.seed is not None:
+            seed = {"sampling_seed": self.seed}
         return {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
@@ -96,7 +98,9 @@ class RoutedShape:
     @property
     def dtype(self) -> type[np.uint8] | type[np.uint16]:
         """The smallest type that holds an expert's number."""
-        return np.uint8 if self.experts <= 256 else np.uint16
+        if self.experts <= 256:
+            return np.uint8
+        return np.uint16
 
 
 @dataclass(frozen=True)
@@ -162,11 +166,11 @@ def asked(columns: Mapping[str, Any]) -> list[tuple[ColumnSource, Any]]:
         raise ValueError(
             f"no column source {', '.join(sorted(unknown))}; known are {', '.join(sorted(SOURCES))}"
         )
-    return [
-        (source, columns.get(name))
-        for name, source in SOURCES.items()
-        if source.always or name in columns
-    ]
+    requested_sources: list[tuple[ColumnSource, Any]] = []
+    for name, source in SOURCES.items():
+        if source.always or name in columns:
+            requested_sources.append((source, columns.get(name)))
+    return requested_sources
 
 
 def decode_base64(text: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -184,7 +188,8 @@ def decode_base64(text: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _log_probs(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]:
-    entries, expected_ids = meta["output_token_logprobs"], answered.response_ids
+    entries = meta["output_token_logprobs"]
+    expected_ids = answered.response_ids
     if [entry[1] for entry in entries] != expected_ids.tolist():
         raise ValueError(
             f"{len(entries)} log-probabilities, not those of the {len(expected_ids)} output tokens"
@@ -203,7 +208,8 @@ def _log_probs(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]
 
 
 def _weight_version(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]:
-    spans, length = meta["weight_versions"], len(answered.response_ids)
+    spans = meta["weight_versions"]
+    length = len(answered.response_ids)
     versions, lengths, end = [], [], 0
     for span in spans:
         if str(span["version"]).startswith(UNVERIFIED_VERSION):
@@ -233,10 +239,8 @@ def _ask_topk(k: int) -> dict[str, Any]:
 
 def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
     """int32 ids and float32 log-probabilities ``[R, K]``, from little-endian base64."""
-    shape, expected_shape = (
-        tuple(meta["output_top_logprobs_shape"]),
-        (len(answered.response_ids), k),
-    )
+    shape = tuple(meta["output_top_logprobs_shape"])
+    expected_shape = (len(answered.response_ids), k)
     if shape != expected_shape or meta["output_top_logprobs_null_prefix"] != 0:
         raise ValueError(f"Top-K log-probabilities of shape {shape}, expected {expected_shape}")
     ids = decode_base64(meta["output_top_logprobs_idx_flat_b64"], "<i4", shape)
@@ -286,7 +290,9 @@ def adapter_name(version: int) -> str:
 
 def request_ids(rid: str, count: int) -> list[str]:
     """The ids that SGLang gives to the ``count`` requests of a call with the id ``rid``."""
-    return [rid] if count == 1 else [f"{rid}_{i}" for i in range(count)]
+    if count == 1:
+        return [rid]
+    return [f"{rid}_{i}" for i in range(count)]
 
 
 def request_body(
@@ -325,7 +331,9 @@ def request_body(
 
 
 def read_answers(
-    payload: bytes, requests: Sequence[GenerationRequest], versions: range | None = None
+    payload: bytes,
+    requests: Sequence[GenerationRequest],
+    versions: range | None = None,
 ) -> list[dict[str, Any]]:
     """The answers of one call, in the order of ``requests``.
 
@@ -369,7 +377,8 @@ def _check_versions(meta: dict[str, Any], request: GenerationRequest, versions: 
         raise EngineAnswerError(
             f"request {request.key}: weight_versions is not a list of objects with a version"
         ) from error
-    first_version, last_version = versions[0], versions[-1]
+    first_version = versions[0]
+    last_version = versions[-1]
     expected_versions = (
         f"version {first_version}"
         if first_version == last_version

@@ -170,7 +170,8 @@ class RecordingStore:
 
     def _forget_old(self) -> None:
         limit = self._counted_s - self.stored_s
-        for path in [path for path, written in self._written.items() if written < limit]:
+        old_paths = [path for path, written in self._written.items() if written < limit]
+        for path in old_paths:
             del self._written[path]
             path.unlink(missing_ok=True)
 

@@ -45,7 +45,8 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
     The check is needed for a server that was started elsewhere (``engine.urls``), and harmless for the run's own
     servers. Raises EngineMismatchError with every difference, and the client's errors.
     """
-    info, model_info = await client.get_json("/server_info"), await client.get_json("/model_info")
+    info = await client.get_json("/server_info")
+    model_info = await client.get_json("/model_info")
     switches = dict.fromkeys(required_switches(config), bool)
     _require(f"{client.url}/server_info", info, _SERVER_INFO | switches)
     _require(f"{client.url}/model_info", model_info, _MODEL_INFO)
@@ -80,7 +81,9 @@ def required_switches(config: ServerSections) -> list[str]:
 
 
 def compare_server(
-    config: ServerSections, info: dict[str, Any], model_info: dict[str, Any]
+    config: ServerSections,
+    info: dict[str, Any],
+    model_info: dict[str, Any],
 ) -> list[str]:
     """Return one line for each value of ``/server_info`` and ``/model_info`` that differs from the run's."""
     family = family_of(load_model_shape(config.model.hf_checkpoint))
@@ -96,11 +99,10 @@ def compare_server(
         actual_and_expected["--max-lora-rank"] = (info.get("max_lora_rank"), config.lora.rank)
     for switch in required_switches(config):
         actual_and_expected[f"--{switch.replace('_', '-')}"] = (info[switch], True)
-    differences = [
-        f"{name}: {actual_value!r}, expected {expected_value!r}"
-        for name, (actual_value, expected_value) in actual_and_expected.items()
-        if actual_value != expected_value
-    ]
+    differences: list[str] = []
+    for name, (actual_value, expected_value) in actual_and_expected.items():
+        if actual_value != expected_value:
+            differences.append(f"{name}: {actual_value!r}, expected {expected_value!r}")
     needed_tokens = config.sequence_tokens + SPARE_POSITIONS * info.get("page_size", 1)
     if info["max_total_num_tokens"] < needed_tokens:
         differences.append(
@@ -174,11 +176,10 @@ def check_layout(url: str, info: Mapping[str, Any], dtype: str, shape: ModelShap
 
 def _require(url: str, answer: Mapping[str, Any], fields: Mapping[str, type]) -> None:
     """Raise EngineMismatchError if a response lacks fields of SGLang's response, so that another program sent it."""
-    missing_fields = [
-        name
-        for name, kind in fields.items()
-        if name not in answer or not isinstance(answer[name], kind)
-    ]
+    missing_fields: list[str] = []
+    for name, kind in fields.items():
+        if name not in answer or not isinstance(answer[name], kind):
+            missing_fields.append(name)
     if missing_fields:
         raise EngineMismatchError(
             f"{url} does not say {', '.join(missing_fields)} as SGLang {SGLANG_VERSION} does; is it a "

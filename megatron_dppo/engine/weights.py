@@ -4,6 +4,7 @@ of its memory."""
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,7 +72,11 @@ class Occupation:
 
     @contextmanager
     def changing(
-        self, action: str, state_before: _State, state_after: _State, tags: Collection[MemoryTag]
+        self,
+        action: str,
+        state_before: _State,
+        state_after: _State,
+        tags: Collection[MemoryTag],
     ) -> Iterator[None]:
         """Wrap the call that moves ``tags`` from the state ``state_before`` to the state ``state_after``.
 
@@ -88,18 +93,17 @@ class Occupation:
         if not tags or not set(tags) <= set(TAGS):
             raise ValueError(f"{action}: got {sorted(tags)}, expected some of {', '.join(TAGS)}")
         states = {tag: self._states[tag] for tag in TAGS if tag in tags}
-        if unknown_tags := [
-            tag for tag, actual_state in states.items() if actual_state == "unknown"
-        ]:
+        unknown_tags = [tag for tag, actual_state in states.items() if actual_state == "unknown"]
+        if unknown_tags:
             raise EngineLostError(
                 f"{self._url}: can't {action}: a call that released or restored {', '.join(unknown_tags)} failed, "
                 "and the server must be started anew"
             )
-        if faults := [
-            f"{tag} is {actual_state}"
-            for tag, actual_state in states.items()
-            if actual_state != state
-        ]:
+        faults: list[str] = []
+        for tag, actual_state in states.items():
+            if actual_state != state:
+                faults.append(f"{tag} is {actual_state}")
+        if faults:
             raise MemoryOrderError(f"{self._url}: can't {action}: {', '.join(faults)}")
 
 
@@ -275,7 +279,9 @@ class EngineWeights:
             raise EngineAnswerError(f"{self.url}: the cache of the old weights was not flushed")
 
     async def score(
-        self, prompts: Sequence[Sequence[int]], adapter: str | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        adapter: str | None = None,
     ) -> list[list[float]]:
         """Return, by prompt, log p(token | tokens before it) of all tokens but the first, at temperature 1 (nats).
 
@@ -361,12 +367,19 @@ class EngineWeights:
 
         The key-value cache is empty afterwards, and a weight update must send the weights. Raises MemoryOrderError.
         """
-        restored_tags = (self.occupation.released or TAGS) if tags is None else tags
+        restored_tags = self.occupation.released or TAGS if tags is None else tags
         with self.occupation.changing("restore", "released", "resident", restored_tags):
             await self._bare_order("/resume_memory_occupation", {"tags": list(restored_tags)})
 
     async def open_group(
-        self, address: str, port: int, name: str, backend: str, *, first_rank: int, size: int
+        self,
+        address: str,
+        port: int,
+        name: str,
+        backend: str,
+        *,
+        first_rank: int,
+        size: int,
     ) -> None:
         """Make the engine's ranks join a broadcast group, and return when all ranks of the group have joined.
 
@@ -448,10 +461,8 @@ class EngineWeights:
     async def check_tensors(self) -> None:
         pairs = zip(await self.checksums(), self.tensors.sizes, strict=True)
         for rank, (checksums, sizes) in enumerate(pairs):
-            missing_names, extra_names = (
-                sorted(sizes.keys() - checksums.keys()),
-                sorted(checksums.keys() - sizes.keys()),
-            )
+            missing_names = sorted(sizes.keys() - checksums.keys())
+            extra_names = sorted(checksums.keys() - sizes.keys())
             if missing_names or extra_names:
                 raise EngineMismatchError(
                     f"{self.url}: engine rank {rank} holds another model: it lacks "
@@ -493,12 +504,19 @@ class EngineWeights:
 
     def header(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> WireHeader:
         """Return the header of a bucket of these Hugging Face tensors (names, shapes)."""
-        inputs = [(n, tuple(dims)) for name, dims in tensors for n in self.inputs(name)]
+        input_names: list[str] = []
+        input_dims: list[tuple[int, ...]] = []
+        elements = 0
+        for name, dims in tensors:
+            for input_name in self.inputs(name):
+                input_names.append(input_name)
+                input_dims.append(tuple(dims))
+                elements += math.prod(dims)
         return WireHeader(
-            tuple(name for name, _ in inputs),
-            (self._dtype_name,) * len(inputs),
-            tuple(dims for _, dims in inputs),
-            sum(torch.Size(dims).numel() for _, dims in inputs) * self._dtype.itemsize,
+            tuple(input_names),
+            (self._dtype_name,) * len(input_names),
+            tuple(input_dims),
+            elements * self._dtype.itemsize,
         )
 
     def probe_header(self) -> WireHeader:
@@ -507,8 +525,11 @@ class EngineWeights:
 
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """Return the pieces, 1-D ``uint8``, of a bucket's flat bytes, in the order of its ``header``."""
-        parts = [t for name, t in bucket for _ in self.inputs(name)]
-        return [t.detach().reshape(-1).view(torch.uint8) for t in parts]
+        pieces: list[Tensor] = []
+        for name, tensor in bucket:
+            piece = tensor.detach().reshape(-1).view(torch.uint8)
+            pieces += [piece] * len(self.inputs(name))
+        return pieces
 
     def expected(self) -> ExpectedChecksums:
         """Return an empty accumulator of the values that ``checksums`` must return after the next complete update."""

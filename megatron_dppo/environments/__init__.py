@@ -184,7 +184,9 @@ class Calculator:
     """
 
     def __init__(self, call: str = "?", wrong: str = "error", call_reward: float = 0.0) -> None:
-        self._call, self._wrong, self._reward = call, wrong, call_reward
+        self._call = call
+        self._wrong = wrong
+        self._reward = call_reward
 
     async def reset(self, problem: Problem) -> str:
         return ""
@@ -280,7 +282,8 @@ def check_environment(name: str | None, options: Mapping[str, Any]) -> None:
     except (TypeError, ValueError) as error:
         raise ValueError(f"options: {error}, of {name}") from error
     try:
-        if (check := getattr(environment, "check_options", None)) is not None:
+        check = getattr(environment, "check_options", None)
+        if check is not None:
             check(**options)
         # A function returns an environment, so check the methods of its result.
         candidate = environment if isinstance(environment, type) else environment(**options)
@@ -300,7 +303,9 @@ def _require_methods(environment: Any, name: str) -> None:
         if function is None and hasattr(environment, "__getattr__"):
             continue
         if not callable(function) or not is_async(function):
-            actual = "no such method" if function is None else f"a {type(function).__name__}"
+            actual = "no such method"
+            if function is not None:
+                actual = f"a {type(function).__name__}"
             raise ValueError(
                 f"got {name}, whose {method} is {actual}, expected a class with async methods reset, step and close"
             )

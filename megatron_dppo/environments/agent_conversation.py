@@ -120,7 +120,9 @@ class Conversation:
     ) -> None:
         self.calls: asyncio.Queue[ChatCall] = asyncio.Queue()
         self.refusal = ""
-        self._ignored, self._most_branches, self._tool_format = ignored, most_branches, tool_format
+        self._ignored = ignored
+        self._most_branches = most_branches
+        self._tool_format = tool_format
         self._branches: list[_Branch] = []
         # Calls without a turn, then calls whose answer no client has received.
         self._unanswered: deque[_Call] = deque()
@@ -299,7 +301,9 @@ def _checked_tools(tools: Any) -> list[dict[str, Any]]:
     if not isinstance(tools, list):
         raise RefusedCallError(400, f"tools: got {shortened(tools)}, expected a list")
     for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) else None
+        function = None
+        if isinstance(tool, dict):
+            function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RefusedCallError(
                 400,
@@ -318,7 +322,8 @@ def _plain_calls(calls: Any, location: str) -> list[dict[str, Any]]:
 
 def _plain_call(call: Any, location: str) -> dict[str, Any]:
     try:
-        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        name = call["function"]["name"]
+        arguments = json.loads(call["function"]["arguments"])
         if not isinstance(name, str) or _is_deeper(arguments, _MOST_LEVELS):
             raise ValueError(name)
         function = {"name": name, "arguments": arguments}
@@ -331,7 +336,9 @@ def _plain_call(call: Any, location: str) -> dict[str, Any]:
 
 
 def _message_of(
-    text: str, turn: int, tool_format: ToolFormat | None
+    text: str,
+    turn: int,
+    tool_format: ToolFormat | None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a turn's text as a message, and its tool calls. Text with an unreadable call stays text.
 
@@ -355,4 +362,6 @@ def _message_of(
 
 def shortened(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    if len(text) <= _SHOWN:
+        return text
+    return text[: _SHOWN - 3] + "..."

@@ -106,7 +106,8 @@ async def _run_command(
             ) as process,
         ):
             code = await _ended(process)
-        printed, complaints = _end_of(output), _end_of(errors)
+        printed = _end_of(output)
+        complaints = _end_of(errors)
     if code != 0:
         text = (complaints or printed)[-2 * _SHOWN :]
         raise RuntimeError(f"its command {processes.describe_exit(code)}: {text}")
@@ -115,7 +116,9 @@ async def _run_command(
 
 @contextmanager
 def _walled(
-    command: Sequence[str], sandbox_paths: Sequence[str] | None, variables: Mapping[str, str]
+    command: Sequence[str],
+    sandbox_paths: Sequence[str] | None,
+    variables: Mapping[str, str],
 ) -> Iterator[tuple[Sequence[str], Mapping[str, str], Sequence[int]]]:
     """Yield the command and the variables, in a sandbox where there is one, and the descriptors that it needs."""
     environment = {**secret_variables.program_environment(os.environ), **variables}
@@ -153,11 +156,9 @@ def _end_of(file: IO[bytes]) -> str:
 
 async def _ended(process: subprocess.Popen[bytes]) -> int:
     """Wait for the exit code, without a thread."""
-    loop, ended, descriptor = (
-        asyncio.get_running_loop(),
-        asyncio.Event(),
-        os.pidfd_open(process.pid),
-    )
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    descriptor = os.pidfd_open(process.pid)
     loop.add_reader(descriptor, ended.set)
     try:
         await ended.wait()
@@ -184,7 +185,9 @@ def result_of(output: str) -> AgentResult:
         value = values[name]
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise ValueError(f"{name}: got {shortened(value)}, expected {expectation}")
-        return float(value) if name == "reward" else str(value)
+        if name == "reward":
+            return float(value)
+        return str(value)
     return None
 
 

@@ -103,7 +103,8 @@ class Agent:
             check_sandbox(sandbox_paths)
 
     async def reset(self, problem: Problem) -> ChatCall:
-        run, key = agent_of(self._agent, self._sandbox_paths), secrets.token_urlsafe(32)
+        run = agent_of(self._agent, self._sandbox_paths)
+        key = secrets.token_urlsafe(32)
         self._server, url = await serve(self._conversation, key, self._host)
         self._task = asyncio.create_task(run(problem, AgentSession(url, key)))
         first_call = await self._next()
@@ -114,7 +115,9 @@ class Agent:
     async def step(self, turn: Turn) -> Step:
         self._conversation.answer(turn)
         answer = await self._next()
-        return answer if isinstance(answer, Step) else Step(answer)
+        if isinstance(answer, Step):
+            return answer
+        return Step(answer)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -146,4 +149,6 @@ class Agent:
 
     def _refusal(self) -> str:
         refusal = self._conversation.refusal
-        return f"a call was refused: {refusal}; " if refusal else ""
+        if refusal:
+            return f"a call was refused: {refusal}; "
+        return ""

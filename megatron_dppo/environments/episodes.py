@@ -86,13 +86,18 @@ class _Episode:
 
     def begin(self) -> None:
         """Reset the episode to its first observation."""
-        self.past, self.branches, self.branch_numbers, self.turn = [], [], [], None
+        self.past = []
+        self.branches = []
+        self.branch_numbers = []
+        self.turn = None
         self.last, self.delta = self.observation, self.request.prompt_ids
 
     @property
     def branch(self) -> int:
         """Number of the branch that the next turn belongs to."""
-        return self.last.branch if isinstance(self.last, ChatCall) else 0
+        if isinstance(self.last, ChatCall):
+            return self.last.branch
+        return 0
 
     @property
     def length(self) -> int:
@@ -131,7 +136,9 @@ class Episodes:
         costs no sampled token: the turns are replayed in a new environment, and only where its answers differ the
         policy starts again.
         """
-        episode, faults, needs_own_process = _Episode(request), 0, False
+        episode = _Episode(request)
+        faults = 0
+        needs_own_process = False
         while True:
             try:
                 async with self._opened(alone=needs_own_process) as environment:
@@ -182,7 +189,8 @@ class Episodes:
                 f"reset: a prompt of {len(ids)} tokens, expected fewer than {self.limits.tokens} "
                 "(environment.max_tokens)"
             )
-        episode.request, episode.observation = replace(request, prompt_ids=ids), observation
+        episode.request = replace(request, prompt_ids=ids)
+        episode.observation = observation
         episode.begin()
 
     def _encoded(self, tokens: Callable[[], list[int]]) -> list[int]:
@@ -191,7 +199,9 @@ class Episodes:
             return tokens()
         # A template or a tokenizer may raise anything for text from outside.
         except Exception as error:
-            kind = "" if isinstance(error, TurnTemplateError) else f"{type(error).__name__}: "
+            kind = ""
+            if not isinstance(error, TurnTemplateError):
+                kind = f"{type(error).__name__}: "
             raise EnvironmentFaultError(
                 f"what it said can't be put to the model: {kind}{error}"
             ) from error
@@ -223,7 +233,8 @@ class Episodes:
         turn = episode.turn
         if turn is None:
             answer = await ask(self._request(episode))
-            branches, number = episode.branches, episode.branch
+            branches = episode.branches
+            number = episode.branch
             if number < len(branches):
                 branches[number] = join(branches[number], answer)
             else:
@@ -245,7 +256,8 @@ class Episodes:
     def _end_cut(self, episode: _Episode, turn: Turn, *, is_done: bool) -> None:
         """End the episode after a turn that was cut off. ``is_done``: whether the environment ends it, too."""
         episode.ended = "length"
-        number, tokens = len(episode.past) + 1, len(turn.token_ids)
+        number = len(episode.past) + 1
+        tokens = len(turn.token_ids)
         episode.ended_by = f"turn {number} was cut off at {tokens} tokens ({episode.turn_limit})"
         if is_done or self._has_warned:
             return
@@ -258,7 +270,8 @@ class Episodes:
 
     def _go_on(self, episode: _Episode, turn: Turn, step: Step) -> None:
         """Set the tokens before the next turn, or end the episode where no turn or token remains."""
-        observation, limits = step.observation, self.limits
+        observation = step.observation
+        limits = self.limits
         episode.last = observation
         if episode.branch > len(episode.branches):
             raise EnvironmentFaultError(
@@ -285,7 +298,8 @@ class Episodes:
 
     def _request(self, episode: _Episode) -> GenerationRequest:
         """Return the engine's request for the next turn."""
-        first_request, observation = episode.request, episode.last
+        first_request = episode.request
+        observation = episode.last
         prompt_length = episode.length + len(episode.delta)
         limits = {
             "rollout.max_response_tokens": first_request.sampling.max_new_tokens,
@@ -295,7 +309,8 @@ class Episodes:
             limits["the call's max_tokens"] = observation.max_tokens
         episode.turn_limit = min(limits, key=limits.__getitem__)
         max_tokens = limits[episode.turn_limit]
-        number, seed = episode.branch, first_request.sampling.seed
+        number = episode.branch
+        seed = first_request.sampling.seed
         if number and seed is not None:
             # The server samples by seed and position: two branches with the same prompt would have the same answer.
             seed = seed_of(seed, "branch", number)
@@ -307,7 +322,9 @@ class Episodes:
 
     def _note(self, problem: Problem, fault: EnvironmentFaultError, *, is_last: bool) -> None:
         self.faults[str(fault)[:300]] += 1
-        consequence = "its sample is replaced" if is_last else "it begins again"
+        consequence = "it begins again"
+        if is_last:
+            consequence = "its sample is replaced"
         log.warning("the environment of problem %d: %s; %s", problem.problem_id, fault, consequence)
 
 

@@ -52,7 +52,8 @@ class Python:
 
     Args:
         begin: mark before a snippet.
-        end: mark after a snippet; without it the snippet continues to the end of the turn, as after a stop text.
+        end: mark after a snippet. If the turn lacks it, for example because it is a stop text, the snippet is the rest
+            of the turn.
         seconds: CPU time; the limit of the wall time is twice as long.
         memory_mib: address space of a snippet.
         longest_output: bytes of output that are kept. A byte may take a token, and
@@ -71,13 +72,17 @@ class Python:
             raise ValueError("expected marks that are not empty, and bounds of 1 or more")
         self._marks = begin, end
         self._run = functools.partial(
-            run_snippet, seconds=seconds, memory_mib=memory_mib, longest_output=longest_output
+            run_snippet,
+            seconds=seconds,
+            memory_mib=memory_mib,
+            longest_output=longest_output,
         )
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        """Raise ValueError for bad options, SandboxError (what to install or allow) where snippets can't run
-        protected.
+        """Raise ValueError for bad options, and SandboxError if the sandbox does not work on this machine.
+
+        The error says what to install or to allow.
         """
         cls(**options)
         answer = asyncio.run(run_snippet("print(6 * 7)"))
@@ -99,17 +104,26 @@ class Python:
 
 
 async def run_snippet(
-    snippet: str, *, seconds: int = 5, memory_mib: int = 256, longest_output: int = 900
+    snippet: str,
+    *,
+    seconds: int = 5,
+    memory_mib: int = 256,
+    longest_output: int = 900,
 ) -> str:
-    """Run ``snippet`` and return its output without surrounding white space, its exception, and in brackets its end.
+    """Run ``snippet`` and return what it printed, its exception included, without surrounding white space.
 
-    As many snippets run at once in this process as there are cores. Raises SandboxError where the sandbox doesn't
-    start.
+    A text in brackets follows if the snippet was stopped, or ended with an exit code other than 0. This process runs at
+    most as many snippets at the same time as there are cores. Raises SandboxError if the sandbox does not start.
     """
     async with _places(asyncio.get_running_loop()):
         with _command(seconds, memory_mib) as (command, filter_fd):
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, env={}, pass_fds=[filter_fd]
+                *command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=STDOUT,
+                env={},
+                pass_fds=[filter_fd],
             )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -145,9 +159,7 @@ async def run_snippet(
 
 
 async def _first_line(output: asyncio.StreamReader) -> bytes:
-    """Return the sandbox's first line. Raises SandboxError where none comes in time, which is not the snippet's
-    fault.
-    """
+    """Return the sandbox's first line. Raises SandboxError if none comes in time: the snippet cannot be the cause."""
     try:
         return await asyncio.wait_for(output.readline(), _START_S)
     except TimeoutError:
@@ -162,7 +174,8 @@ def _places(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
 @contextlib.contextmanager
 def _command(seconds: int, memory_mib: int) -> Iterator[tuple[list[str], int]]:
     """Yield the command that runs ``_BOOT`` in the sandbox, and a descriptor that it needs. Raises SandboxError."""
-    sandbox, limits = find_program("bwrap"), find_program("prlimit")
+    sandbox = find_program("bwrap")
+    limits = find_program("prlimit")
     with open_filter(is_snippet=True) as filter_fd:
         # At the first limit of CPU time the kernel sends a signal that tells the reason; a second later it kills the
         # process.

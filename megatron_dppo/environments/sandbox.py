@@ -77,7 +77,9 @@ _PRIVATE = "/tmp"
 
 @contextlib.contextmanager
 def sandboxed(
-    command: Sequence[str], variables: Mapping[str, str], paths: Sequence[str] = ()
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    paths: Sequence[str] = (),
 ) -> Iterator[tuple[list[str], dict[str, str], int]]:
     """Yield ``command`` in a sandbox: its arguments, its variables, and a descriptor that it must inherit.
 
@@ -96,7 +98,8 @@ def sandboxed(
 
 
 def _program_files(paths: Sequence[str]) -> Iterator[str]:
-    current_folder, home = Path.cwd(), Path.home()
+    current_folder = Path.cwd()
+    home = Path.home()
     if home.is_relative_to(current_folder):
         raise SandboxError(
             f"the current folder {current_folder}, which a sandbox contains, holds the home {home}, "
@@ -118,9 +121,8 @@ def _program_files(paths: Sequence[str]) -> Iterator[str]:
             yield from ("--ro-bind", resolved, os.path.abspath(path))
 
 
-# Number of each system call on x86_64 and on aarch64; None where the machine has none.
-
 Calls = Mapping[str, tuple[int | None, int | None]]
+"""System call -> its number on x86_64 and on aarch64; None if the machine does not have it."""
 
 DENIED: Calls = {
     # Access to other processes.

@@ -73,7 +73,9 @@ class TurnTemplate:
         is_chat: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        self._tokenizer, self._role, self._is_chat = tokenizer, role, is_chat
+        self._tokenizer = tokenizer
+        self._role = role
+        self._is_chat = is_chat
         self._arguments = arguments or {}
         self._control = ControlTokens(tokenizer)
         # Roles whose messages are known to be allowed after a turn.
@@ -82,7 +84,8 @@ class TurnTemplate:
         self.generation_tokens = 0
         if is_chat:
             self._check(role)
-            generation_prompt, unasked = self._render([_USER]), self._render([_USER], asks=False)
+            generation_prompt = self._render([_USER])
+            unasked = self._render([_USER], asks=False)
             self.generation_tokens = len(self._encoded(generation_prompt.removeprefix(unasked)))
 
     def opening(self, problem: Problem, observation: Observation) -> list[int]:
@@ -146,7 +149,9 @@ class TurnTemplate:
 
         ids = self._encoded(self._with_held(after_turn))
         # Don't repeat an end-of-turn token that was sampled.
-        return ids[1:] if ids and len(turn_ids) and ids[0] == turn_ids[-1] else ids
+        if ids and len(turn_ids) and ids[0] == turn_ids[-1]:
+            return ids[1:]
+        return ids
 
     def _with_held(self, text_of: Callable[[_Hold], str]) -> str:
         """Return the text of ``text_of`` with marks in place of the control tokens in messages and tools.
@@ -196,7 +201,10 @@ class TurnTemplate:
         return self._encoded(self._control.hold(observation, self._control.special))
 
     def _after(
-        self, history: Sequence[Message], *replies: Message, tools: Sequence[Message] = ()
+        self,
+        history: Sequence[Message],
+        *replies: Message,
+        tools: Sequence[Message] = (),
     ) -> tuple[str, str]:
         """Return the text up to the end of a turn's content, and the text after it."""
         turn = {"role": "assistant", "content": _MARK}
@@ -210,11 +218,19 @@ class TurnTemplate:
         return text_before + mark, text_after
 
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[Message] = (), *, asks: bool = True
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        *,
+        asks: bool = True,
     ) -> str:
         try:
             return render(
-                self._tokenizer, messages, tools=tools, arguments=self._arguments, asks=asks
+                self._tokenizer,
+                messages,
+                tools=tools,
+                arguments=self._arguments,
+                asks=asks,
             )
         except ChatTemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages[-3:])
@@ -297,7 +313,8 @@ def _calls_of(message: Message) -> Sequence[Any]:
 
 def _marked(message: Message, number: int) -> dict[str, Any]:
     """Return the message with unique texts in place of its content and of the name of each tool that it calls."""
-    probe, calls = f"{_PROBE}{number}z", _calls_of(message)
+    probe = f"{_PROBE}{number}z"
+    calls = _calls_of(message)
     marked = {**message, "content": probe if message["content"] or not calls else ""}
     if calls:
         functions = [

@@ -42,7 +42,9 @@ def _list(record: _Record, options: argparse.Namespace) -> int:
     states = status.get("servers", {})
     rows = [("NAME", "URL", "START", "STATE")]
     for server in record.servers():
-        start = f"{server.incarnation}" if server.replaceable else "attached"
+        start = "attached"
+        if server.replaceable:
+            start = f"{server.incarnation}"
         rows.append((server.name, server.url, start, states.get(server.name, "not yet seen")))
     if (router := record.router()) is not None:
         rows.append((router.name, router.url, f"{router.incarnation}", ""))
@@ -100,7 +102,11 @@ def _parser() -> argparse.ArgumentParser:
     add = actions.add_parser("add", help="attach a server, and say what the trainer finds")
     add.add_argument("url", metavar="URL")
     add.add_argument(
-        "--wait", type=float, default=_STATE_S, metavar="SECONDS", help="for that; default 60"
+        "--wait",
+        type=float,
+        default=_STATE_S,
+        metavar="SECONDS",
+        help="for that; default 60",
     )
     remove = actions.add_parser("remove", help="detach an attached server")
     remove.add_argument("url", metavar="URL")

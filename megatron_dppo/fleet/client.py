@@ -157,10 +157,13 @@ class FleetClient:
         for active in kept_servers.values():
             active.suspended = ""
             active.client.is_paused = False
-        self._servers = [
-            kept_servers[m] if m in kept_servers else ActiveServer(m, client_of(m, self._parser))
-            for m in members
-        ]
+        servers: list[ActiveServer] = []
+        for member in members:
+            server = kept_servers.get(member)
+            if server is None:
+                server = ActiveServer(member, client_of(member, self._parser))
+            servers.append(server)
+        self._servers = servers
         self._version = version
         if self._router is not None:
             await self._router.serve({m.server.url: m.keys.api for m in members})
@@ -174,7 +177,8 @@ class FleetClient:
 
     def take_losses(self) -> dict[str, str]:
         """Return the servers that were suspended since the last call: name -> reason."""
-        losses, self._losses = self._losses, {}
+        losses = self._losses
+        self._losses = {}
         return losses
 
     async def close(self) -> None:
@@ -280,11 +284,15 @@ class FleetClient:
         return await self._on(least_loaded, requests, rid)
 
     async def _on(
-        self, active: ActiveServer, requests: Sequence[GenerationRequest], rid: str
+        self,
+        active: ActiveServer,
+        requests: Sequence[GenerationRequest],
+        rid: str,
     ) -> list[Trajectory]:
         active.in_flight += len(requests)
         self._asked[rid] = active, requests
-        start_version, failures = self._version, len(self._failed_updates)
+        start_version = self._version
+        failures = len(self._failed_updates)
         try:
             answer = await breakable(
                 active.client.answer(requests, rid, self._adapter), active.calls
@@ -303,10 +311,14 @@ class FleetClient:
             self._asked.pop(rid, None)
 
     async def _through_router(
-        self, router: HttpRouterLink, requests: Sequence[GenerationRequest], rid: str
+        self,
+        router: HttpRouterLink,
+        requests: Sequence[GenerationRequest],
+        rid: str,
     ) -> list[Trajectory]:
         body = request_body(requests, rid, model=ROUTED_MODEL, adapter=self._adapter)
-        start_version, failures = self._version, len(self._failed_updates)
+        start_version = self._version
+        failures = len(self._failed_updates)
         try:
             answer = await breakable(router.generate(body), self._routed)
         except errors.EngineLostError as error:
@@ -354,14 +366,15 @@ class FleetClient:
         await self._until_served()
         # A failed update cancels all unanswered calls, so this answer is older than the first failure since the start.
         last_version = next(iter(self._failed_updates[failures:]), self._version)
-        return (
-            None
-            if start_version is None or last_version is None
-            else range(start_version, last_version + 1)
-        )
+        if start_version is None or last_version is None:
+            return None
+        return range(start_version, last_version + 1)
 
     def _stale(
-        self, active: ActiveServer, reason: str, failures: int
+        self,
+        active: ActiveServer,
+        reason: str,
+        failures: int,
     ) -> errors.ServerLostError | errors.EngineLostError:
         """Return the error for an answer from other weights: those of a failed update, or else the server is
         suspended.
@@ -394,7 +407,9 @@ class FleetClient:
 
     @property
     def _adapter(self) -> str | None:
-        return adapter_name(self._version) if self._adapters and self._version is not None else None
+        if self._adapters and self._version is not None:
+            return adapter_name(self._version)
+        return None
 
     def _live(self) -> list[ActiveServer]:
         return [active for active in self._servers if not active.suspended]
@@ -438,7 +453,9 @@ class FleetClient:
                 self._suspend(active, f"{active.member.server.url} does not answer")
 
     def _suspend(
-        self, active: ActiveServer, reason: str
+        self,
+        active: ActiveServer,
+        reason: str,
     ) -> errors.ServerLostError | errors.EngineLostError:
         """Send a server no more calls and cancel its calls; return the error for their callers."""
         if active.suspended:
@@ -468,7 +485,9 @@ class FleetClient:
         self._lost_one.set()
 
     async def _break_routed(
-        self, active: ActiveServer, calls: frozenset[asyncio.Task[Any]]
+        self,
+        active: ActiveServer,
+        calls: frozenset[asyncio.Task[Any]],
     ) -> None:
         """Repeat the calls that a hung server may have, because the router doesn't tell which server has a call."""
         # Only attached servers need this. The supervisor kills the servers it started, which already breaks their
@@ -492,7 +511,9 @@ class FleetClient:
             call.cancel()
 
     def _lost(self, reason: str) -> errors.ServerLostError | errors.EngineLostError:
-        return errors.ServerLostError(reason) if self._live() else self._no_server()
+        if self._live():
+            return errors.ServerLostError(reason)
+        return self._no_server()
 
     def _no_server(self) -> errors.EngineLostError:
         reasons = [f"{p.member.server.name}: {p.suspended}" for p in self._servers]

@@ -152,7 +152,9 @@ class RecordClient:
                 self._ask("starting", attempts=1)
 
     def keys(self, server: Server) -> Keys:
-        return self._keys if server.replaceable else Keys.of_environment()
+        if server.replaceable:
+            return self._keys
+        return Keys.of_environment()
 
     def servers(self) -> list[Server]:
         """Call ``FleetRecord.servers``. Raises RecordLostError."""
@@ -171,7 +173,9 @@ class RecordClient:
     def reachable_router(self) -> tuple[Server, Keys] | None:
         """Return the router with its keys, as HttpRouterLink needs them."""
         router = self.router()
-        return None if router is None else (router, self.keys(router))
+        if router is None:
+            return None
+        return (router, self.keys(router))
 
     def attach(self, url: str) -> Server:
         """Call ``FleetRecord.attach``. Raises RecordLostError."""

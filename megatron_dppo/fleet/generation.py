@@ -111,7 +111,10 @@ class GenerationLimits:
 
     @classmethod
     def of(
-        cls, rollout: RolloutConfig, engine: EngineConfig, environment: EnvironmentConfig
+        cls,
+        rollout: RolloutConfig,
+        engine: EngineConfig,
+        environment: EnvironmentConfig,
     ) -> GenerationLimits:
         return cls(
             concurrency=rollout.max_concurrent_requests,
@@ -217,10 +220,8 @@ class Slots:
             current_time = time.monotonic()
             if self._was_busy:
                 self._busy_s += current_time - self._noted_s
-            self._was_busy, self._noted_s = (
-                self._free < self._count and not self._is_held,
-                current_time,
-            )
+            self._was_busy = self._free < self._count and not self._is_held
+            self._noted_s = current_time
 
 
 @dataclass(frozen=True)
@@ -333,12 +334,16 @@ class Generation:
     @property
     def redrawn(self) -> int:
         """Tokens that were sampled and discarded, because weight updates ended their responses early."""
-        return 0 if self.continuation is None else self.continuation.redrawn
+        if self.continuation is None:
+            return 0
+        return self.continuation.redrawn
 
     @property
     def seconds(self) -> float:
         """Seconds from the start to the last response, including recoveries."""
-        return 0.0 if self.ended is None else self.ended - self.started
+        if self.ended is None:
+            return 0.0
+        return self.ended - self.started
 
     @property
     def total(self) -> int:
@@ -382,7 +387,8 @@ class Generation:
         """Wait until this attempt ends, with a progress bar; return how it ended, and the reason of a loss."""
         if self.running is None:
             return (GenerationEnd.STOPPED if stop() else GenerationEnd.DONE), ""
-        already, start = len(self.done), time.monotonic()
+        already = len(self.done)
+        start = time.monotonic()
         with progress(self.description, self.total) as bar:
             while not wait([self.running], _REDRAW_SECONDS).done:
                 speed = f"{self.tokens / (time.monotonic() - start):.0f} tokens/s"
@@ -500,7 +506,9 @@ class _GenerationAttempt:
     def __post_init__(self) -> None:
         self._prefix = uuid.uuid4().hex[:12]
         # The rest of a response has a call of its own: the requests of one call must share their parameters.
-        partials = {} if self.continuation is None else self.continuation.partials
+        partials = {}
+        if self.continuation is not None:
+            partials = self.continuation.partials
         self._pending: deque[list[int]] = deque()
         new_indices: list[int] = []
         for index, request in enumerate(self.requests):
@@ -527,7 +535,9 @@ class _GenerationAttempt:
         try:
             while not work.done():
                 await asyncio.wait(
-                    waited_tasks, timeout=_TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                    waited_tasks,
+                    timeout=_TICK_SECONDS,
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
                 if watch.done() and not work.done():
                     watch.result()
@@ -575,7 +585,10 @@ class _GenerationAttempt:
 
     async def _call(self, indices: list[int]) -> list[int]:
         """Run one call, with retries under new request ids; return the indices of unfinished responses."""
-        requests, failures, losses, reason = [self._asked(i) for i in indices], 0, 0, ""
+        requests = [self._asked(i) for i in indices]
+        failures = 0
+        losses = 0
+        reason = ""
         while failures < self.limits.max_attempts and losses < _MAX_LOSSES:
             # The width is fixed because SGLang aborts every request whose id begins with the given one.
             rid = f"{self._prefix}-{indices[0]:08d}-{self._attempts[indices[0]]:04d}"
@@ -609,12 +622,15 @@ class _GenerationAttempt:
 
     def _asked(self, index: int) -> GenerationRequest:
         request = self._turns.get(index, self.requests[index])
-        return request if self.continuation is None else self.continuation.rest(request)
+        if self.continuation is None:
+            return request
+        return self.continuation.rest(request)
 
     def _record(self, indices: Sequence[int], results: Sequence[Trajectory]) -> list[int]:
         unfinished = []
         for index, result in zip(indices, results, strict=True):
-            request, continuation = self._turns.get(index, self.requests[index]), self.continuation
+            request = self._turns.get(index, self.requests[index])
+            continuation = self.continuation
             trajectory = result if continuation is None else continuation.take(request, result)
             if trajectory is None:
                 unfinished.append(index)

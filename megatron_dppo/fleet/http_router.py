@@ -63,7 +63,9 @@ class HttpRouterProcess(ChildServer):
         runtime: Runtime | None = None,
     ) -> None:
         # The variable is needed because smg's option ca_cert_paths does not reach the connections to its servers.
-        authority = {} if engine.ca_file is None else {"SSL_CERT_FILE": engine.ca_file}
+        authority = {}
+        if engine.ca_file is not None:
+            authority = {"SSL_CERT_FILE": engine.ca_file}
         options = http_router_options(host, port, metrics_port, engine.router_policy)
         super().__init__(
             host,

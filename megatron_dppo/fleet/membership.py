@@ -89,7 +89,9 @@ class Member:
     @classmethod
     def of(cls, server: Server, keys: Keys, engine: EngineConfig) -> Member:
         # Servers that the run starts are published after their first answers.
-        first_answer_s = 0.0 if server.replaceable else engine.start_timeout_s
+        first_answer_s = 0.0
+        if not server.replaceable:
+            first_answer_s = engine.start_timeout_s
         return cls(server, keys, engine.ca_file, first_answer_s)
 
 
@@ -150,7 +152,9 @@ class ServerState:
             return reason
         if self.examination is not None:
             return str(self.examination)
-        return "joins at the next weight update" if server.replaceable else NOT_EXAMINED
+        if server.replaceable:
+            return "joins at the next weight update"
+        return NOT_EXAMINED
 
 
 class ServerStates(dict[Server, ServerState]):
@@ -292,7 +296,9 @@ class FleetMembership:
         runner.submit(self._examiner.watch())
 
     def choose(
-        self, current: Sequence[Member], suspended: Mapping[str, str]
+        self,
+        current: Sequence[Member],
+        suspended: Mapping[str, str],
     ) -> list[Member] | None:
         """Choose the members of the next update: healthy ones of ``current`` and new servers that answer, at least one.
 
@@ -308,7 +314,8 @@ class FleetMembership:
             EngineMismatchError: ``engine.urls`` names a server that does not fit the run.
         """
         self._note_suspended(current, suspended)
-        expected_count, self._expected = self._expected, 1
+        expected_count = self._expected
+        self._expected = 1
         members = self._present(current)
         if len(members) < expected_count:
             with progress("waiting for the engine", interval_s=_PROGRESS_S):
@@ -322,7 +329,8 @@ class FleetMembership:
         return members
 
     def _wait(self, members: list[Member], expected_count: int) -> list[Member] | None:
-        start, first_s = time.monotonic(), None
+        start = time.monotonic()
+        first_s = None
         while len(members) < expected_count:
             if self._stop():
                 return None
@@ -442,17 +450,19 @@ class FleetMembership:
     def _present(self, members: Sequence[Member]) -> list[Member]:
         published = self._record.servers()
         self._states.keep(published)
-        in_order = {
-            m.server
-            for m in members
-            if m.server in published
-            and not (self._states[m.server].lost or self._states[m.server].quarantined)
-        }
-        return [
-            self._member(server)
-            for server in published
-            if server in in_order or self._may_join(server, urgent=not in_order)
-        ]
+        servers_in_order: set[Server] = set()
+        for member in members:
+            if member.server not in published:
+                continue
+            state = self._states[member.server]
+            if not (state.lost or state.quarantined):
+                servers_in_order.add(member.server)
+        present_members: list[Member] = []
+        for server in published:
+            is_in_order = server in servers_in_order
+            if is_in_order or self._may_join(server, urgent=not servers_in_order):
+                present_members.append(self._member(server))
+        return present_members
 
     def _member(self, server: Server) -> Member:
         return Member.of(server, self._record.keys(server), self._engine)
@@ -514,7 +524,9 @@ class FleetMembership:
         servers = [
             f"{s.name} at {s.url} ({self._states[s].describe(s)})" for s in self._record.servers()
         ]
-        published_servers = f"published: {', '.join(servers)}" if servers else "none was published"
+        published_servers = "none was published"
+        if servers:
+            published_servers = f"published: {', '.join(servers)}"
         return f"no healthy engine within {seconds:.0f} s; {published_servers}"
 
     def _answers(self, member: Member) -> bool:

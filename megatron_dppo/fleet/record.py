@@ -87,7 +87,9 @@ class Keys:
     def handed_down(cls) -> Keys:
         """Return the keys that the supervisor passed to this process; its own children don't inherit them."""
         text = os.environ.pop(STARTED_KEYS_VARIABLE, None)
-        return cls() if text is None else cls(**json.loads(text))
+        if text is None:
+            return cls()
+        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,9 @@ class FleetRecord:
     def attach(self, url: str, origin: Origin = "command") -> Server:
         """Add a server that runs elsewhere. Raises ValueError for a bad URL, or for a member."""
         # A new number makes a second attachment of a URL another server: the first one's states do not apply to it.
-        number = time.time_ns() // 1_000_000 if origin == "command" else 0
+        number = 0
+        if origin == "command":
+            number = time.time_ns() // 1_000_000
         server = Server(attached_name(url), url.rstrip("/"), number, origin=origin)
         with self._lock:
             if any(other.url == server.url for other in self.servers()):

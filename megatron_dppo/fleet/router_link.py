@@ -66,7 +66,12 @@ async def remove_servers(client: HttpClient, urls: Sequence[str]) -> None:
 
 
 async def _control_once(
-    client: HttpClient, method: Method, path: str, body: bytes | None = None, *, done_status: int
+    client: HttpClient,
+    method: Method,
+    path: str,
+    body: bytes | None = None,
+    *,
+    done_status: int,
 ) -> None:
     """Send a control request. ``done_status``: the error status that tells that another rank has done it already."""
     try:
@@ -98,7 +103,9 @@ class HttpRouterLink:
 
     @property
     def url(self) -> str:
-        return self.server.url if self.server is not None else "the router"
+        if self.server is not None:
+            return self.server.url
+        return "the router"
 
     async def serve(self, servers: Mapping[str, str | None]) -> None:
         """Make the router send calls to ``servers``, URLs with their API keys; ``usable`` tells the result."""
@@ -122,13 +129,17 @@ class HttpRouterLink:
 
     def mark_down(self, reason: str) -> bool:
         """Stop using the router until ``watch`` or ``serve`` finds it healthy; return whether it was usable."""
-        was_usable, self.usable, self._announced = self.usable, False, None
+        was_usable = self.usable
+        self.usable = False
+        self._announced = None
         if was_usable:
             log.warning("the router is lost, generating directly: %s", reason)
         return was_usable
 
     async def watch(
-        self, hang_timeout_s: float, on_lost: Callable[[HttpRouterLink, str], None]
+        self,
+        hang_timeout_s: float,
+        on_lost: Callable[[HttpRouterLink, str], None],
     ) -> None:
         """Call ``on_lost`` for a router that hangs, and use a router that came back; runs until it is cancelled."""
         clock = asyncio.get_running_loop().time

@@ -33,30 +33,28 @@ def with_rewards(
     """
     if not trajectories:
         return []
-    zeroed = algorithm.truncated_responses == "zero-reward"
-    values = [
-        math.fsum([*t.turn_rewards, score.value])
-        for t, score in zip(trajectories, scores, strict=True)
-    ]
-    rewards = [
-        # A truncated response earns at most 0: where rewards may be negative, exactly 0 would be a prize.
-        (min(0.0, value) if zeroed and t.truncated else value)
-        - length_penalties(t.sampled, most_tokens, algorithm)
-        for t, value in zip(trajectories, values, strict=True)
-    ]
+    zeroes_truncated = algorithm.truncated_responses == "zero-reward"
+    # Values are rewards before penalties.
+    values: list[float] = []
+    rewards: list[float] = []
+    for t, score in zip(trajectories, scores, strict=True):
+        value = math.fsum([*t.turn_rewards, score.value])
+        values.append(value)
+        penalty = length_penalties(t.sampled, most_tokens, algorithm)
+        if zeroes_truncated and t.truncated:
+            # A truncated response earns at most 0: where rewards may be negative, exactly 0 would be a prize.
+            value = min(0.0, value)
+        rewards.append(value - penalty)
     advantages = group_relative(rewards, group_size, algorithm.advantage).tolist()
-    scored = [
-        t.scored(reward, advantage, components=score.components, reason=score.reason)
-        for t, reward, advantage, score in zip(
-            trajectories, rewards, advantages, scores, strict=True
-        )
-    ]
+    scored: list[Trajectory] = []
+    rows = zip(trajectories, rewards, advantages, scores, strict=True)
+    for t, reward, advantage, score in rows:
+        scored.append(t.scored(reward, advantage, components=score.components, reason=score.reason))
     if credit == "trajectory":
         return scored
-    returns = [
-        returns_by_turn(t, score.value, t.reward - value)
-        for t, score, value in zip(scored, scores, values, strict=True)
-    ]
+    returns: list[list[float]] = []
+    for t, score, value in zip(scored, scores, values, strict=True):
+        returns.append(returns_by_turn(t, score.value, t.reward - value))
     by_turn = turn_relative(returns, group_size, algorithm.advantage)
     return [t.credited(g, a) for t, g, a in zip(scored, returns, by_turn, strict=True)]
 
@@ -84,7 +82,10 @@ def returns_by_turn(t: Trajectory, score: float, lost: float) -> list[float]:
     times = t.turn_times or range(len(rewards))
     returns = [t.reward]
     for start_time in times[1:]:
-        later_rewards = [r for r, time in zip(rewards, times, strict=True) if time >= start_time]
+        terms = [score, lost]
+        for reward, time in zip(rewards, times, strict=True):
+            if time >= start_time:
+                terms.append(reward)
         # fsum rounds once, so that equal returns are exactly equal and give no advantage.
-        returns.append(math.fsum([*later_rewards, score, lost]))
+        returns.append(math.fsum(terms))
     return returns

@@ -1,4 +1,4 @@
-"""What ends a run before its last step: a stop that was asked for, and another start that succeeded this one."""
+"""End a run before its last step: after a stop request, or when another start has taken over the run's folder."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ from megatron_dppo.system.lease import (
 from megatron_dppo.system.processes import STOP_FILE_VARIABLE, StopFile
 from megatron_dppo.trainer.collectives import broadcast_json, first_failure
 
-# Clean stop: SIGTERM, or a file, sets a flag, which the loop reads at its next safe point. The supervisor turns
-# Ctrl-C into SIGTERM; under Slurm, where ranks run on other hosts, it writes the file.
-
 
 class RunStoppedError(Exception):
     """All ranks agreed to stop; the state is the one after the last completed step."""
 
 
 class StopFlag:
-    """Flag that SIGTERM, or the file that the environment names, sets; call it to read.
+    """The flag of a clean stop. SIGTERM, or the file that the environment names, sets it; a call returns it.
 
-    Either reaches ranks at different times, so they must agree before they stop.
+    The loop reads the flag at its next safe point. The supervisor turns Ctrl-C into SIGTERM; under Slurm, where ranks
+    run on other hosts, it writes the file. The signal or the file reaches ranks at different times, so they must agree
+    before they stop.
     """
 
     def __init__(self) -> None:
@@ -54,16 +53,13 @@ class StopFlag:
         return self.requested or (self._file is not None and self._file())
 
 
-# The run's lease as a trainer's rank sees it: nothing is published by a start that was succeeded.
-
-
 class RunFence:
-    """Raises FencedError once another start of the run holds its folder.
+    """Raises FencedError once another start of the run holds its folder, so that this start publishes nothing.
 
     Args:
         directory: the run's folder.
-        nonce: of the lease that this start runs under; None on ranks that are yet to be told it.
-        start: number of the ranks' start under that lease; None where no supervisor starts the ranks.
+        nonce: nonce of this start's lease; None on ranks that receive it later, in ``join``.
+        start: number of the ranks' start under that lease; None if no supervisor starts the ranks.
     """
 
     def __init__(self, directory: str, nonce: str | None, start: int | None = None) -> None:
@@ -77,7 +73,7 @@ class RunFence:
         return self._fence.nonce
 
     def join(self) -> None:
-        """Learn the nonce from rank 0. Collective."""
+        """Receive the nonce from rank 0. Collective."""
         nonce = broadcast_json(None if self._fence is None else self._fence.nonce, src=0)
         self._fence = Fence(self._directory, nonce, self._start)
 
@@ -87,13 +83,14 @@ class RunFence:
         self._fence.check()
 
     def check_together(self, group: ProcessGroup | None = None) -> None:
-        """Raise FencedError on every rank of ``group`` (None: all) where one no longer holds the run. Collective."""
+        """Raise FencedError on every rank of ``group`` (None: all) if the fence of one rank raises. Collective."""
         error = None
         try:
             self.check()
         except FencedError as fenced:
             error = str(fenced)
-        if (first := first_failure(error, group)) is not None:
+        first = first_failure(error, group)
+        if first is not None:
             raise FencedError(first)
 
 

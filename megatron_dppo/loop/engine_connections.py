@@ -127,21 +127,26 @@ class EngineConnections:
 
 
 def open_record(
-    run_directory: str, interface: str | None, rank: int
+    run_directory: str,
+    interface: str | None,
+    rank: int,
 ) -> tuple[RecordClient, FleetEndpoint | None]:
     """Return the client of the server registry, and the registry's HTTP endpoint where this rank runs it.
 
     Rank 0 runs the registry where a launcher such as torchrun started the ranks; the call is collective then.
     """
-    keys, url = Keys.handed_down(), os.environ.get(ENDPOINT_VARIABLE)
+    keys = Keys.handed_down()
+    url = os.environ.get(ENDPOINT_VARIABLE)
     endpoint: FleetEndpoint | None = None
     if url is not None:
         return RecordClient(url, keys, start_of_ranks()), None
     if rank == 0:
-        record, key = FleetRecord(run_directory), admin_key()
+        record = FleetRecord(run_directory)
+        key = admin_key()
         record.withdraw_started()
         endpoint = FleetEndpoint(record, key, control_host(interface, "127.0.0.1"))
         endpoint.start()
-        url, keys = endpoint.url, Keys(admin=key)
+        url = endpoint.url
+        keys = Keys(admin=key)
     url, admin = collectives.broadcast_json([url, keys.admin], src=0)
     return RecordClient(url, Keys(admin=admin)), endpoint

@@ -118,7 +118,10 @@ class EngineSession:
         self.updates = CommittedUpdates()
 
     def _weight_updater(
-        self, config: TrainConfig, trainer: Trainer, fence: Callable[[], None]
+        self,
+        config: TrainConfig,
+        trainer: Trainer,
+        fence: Callable[[], None],
     ) -> WeightUpdater:
         """Return the updater of LoRA adapters or of the whole policy, as ``lora.update`` says."""
         adapts = updates_adapters(config.lora)
@@ -146,7 +149,8 @@ class EngineSession:
                 self._record.check_start()
             except FencedError as error:
                 fault = str(error)
-        if (fault := collectives.first_failure(fault)) is not None:
+        fault = collectives.first_failure(fault)
+        if fault is not None:
             raise FencedError(fault)
         self._fence()
 
@@ -176,7 +180,8 @@ class EngineSession:
                 self._membership.recover(self._access.forget_ranks)
             except EngineError as error:
                 fault = str(error)
-        if (fault := collectives.first_failure(fault)) is not None:
+        fault = collectives.first_failure(fault)
+        if fault is not None:
             raise membership.EngineUnavailableError(fault)
 
     def update_weights(self, version: int) -> UpdateReport:
@@ -245,7 +250,9 @@ class EngineSession:
         for rank, (count, _) in enumerate(states):
             if not count:
                 continue
-            suspect = connections.question_suspects() if rank == self._rank else None
+            suspect = None
+            if rank == self._rank:
+                suspect = connections.question_suspects()
             fault = collectives.first_failure(None if suspect is None else self._accuse(suspect))
             if fault is not None:
                 raise membership.FatalPromptError(fault)
@@ -261,7 +268,9 @@ class EngineSession:
 
     def _last_exception(self, server: Server) -> str:
         path = self._logs / f"{server.name}-{server.incarnation}.log"
-        exception = last_exception_of(path) if path.is_file() else None
+        exception = None
+        if path.is_file():
+            exception = last_exception_of(path)
         return exception or f"no Python exception in {path}"
 
     def take_devices(self) -> None:
@@ -286,7 +295,8 @@ class EngineSession:
         fault = None
         if self._membership is not None:
             fault = self._membership.clear_devices(partial(self._access.release_memory, tags=tags))
-        if (fault := collectives.first_failure(fault)) is not None:
+        fault = collectives.first_failure(fault)
+        if fault is not None:
             raise membership.EngineUnavailableError(fault)
 
     def _make_room(self) -> None:
@@ -327,7 +337,11 @@ class EngineSession:
         return self._connections.slots.busy_s
 
     def finish(
-        self, generation: Generation, trainer_version: int | None = None, *, mixes: bool = True
+        self,
+        generation: Generation,
+        trainer_version: int | None = None,
+        *,
+        mixes: bool = True,
     ) -> list[Trajectory]:
         """Return all responses of a generation that ``start`` began, and show progress while waiting. Collective.
 
@@ -353,9 +367,8 @@ class EngineSession:
             )
             worst_end = max(GenerationEnd(answer[0]) for answer in answers)
             if worst_end is GenerationEnd.FAILED:
-                raise membership.EngineUnavailableError(
-                    next(a[1] for a in answers if a[0] == worst_end)
-                )
+                reason = next(reason for end, reason, *_ in answers if end == worst_end)
+                raise membership.EngineUnavailableError(reason)
             if worst_end is GenerationEnd.STOPPED:
                 raise RunStoppedError("stopped while generating")
             if worst_end is GenerationEnd.DONE:
@@ -365,7 +378,8 @@ class EngineSession:
             if any(answer[2] for answer in answers):
                 self._failures.forget_losses()
             lost_answers = [answer for answer in answers if answer[0] == GenerationEnd.LOST]
-            reason, is_served = lost_answers[0][1], all(answer[3] for answer in lost_answers)
+            reason = lost_answers[0][1]
+            is_served = all(answer[3] for answer in lost_answers)
             if not (is_served or mixes or trainer_version in (None, self.updates.version)):
                 raise WeightsLostError(f"weight version {self.updates.version} is lost: {reason}")
             self._failures.count_loss(reason)
@@ -414,7 +428,9 @@ class EngineSession:
         if self._membership is not None:
             try:
                 members = self._membership.choose(self._members, suspended)
-                members_json = None if members is None else membership.MEMBERS.dump_python(members)
+                members_json = None
+                if members is not None:
+                    members_json = membership.MEMBERS.dump_python(members)
             except (membership.EngineUnavailableError, EngineError) as error:
                 fault = str(error)
         members_json, fault = collectives.broadcast_json([members_json, fault], src=0)
@@ -456,7 +472,9 @@ def _unknown_place(prompt_ids: Sequence[int]) -> str | None:
 
 
 def _shared_devices(
-    config: TrainConfig, trainer: Trainer, record: RecordClient | None
+    config: TrainConfig,
+    trainer: Trainer,
+    record: RecordClient | None,
 ) -> SharedDevices:
     """Return the devices that trainer and servers share; ``record`` is rank 0's client of the server registry."""
     return SharedDevices(

@@ -1,8 +1,8 @@
-"""Evaluation on held-out sets: avg@k, the mean reward over k responses to each problem of a set.
+"""Evaluate on held-out sets: avg@k, the mean reward over k responses to each problem of a set.
 
-In a run that generates ahead the trainer doesn't wait for an evaluation: it begins right after the update to version v,
-runs while the next batch is trained on, and is finished before the update after that, so that every token of it is of
-version v. Its figures are added to the record of step v, which is still the last one then.
+In a run that generates ahead, the trainer does not wait for an evaluation. The evaluation begins right after the update
+to weight version v, runs while the next batch is trained on, and is finished before the next update, so that version v
+samples all its tokens. Its figures are added to the metrics row of step v, which is still the last row then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig
-from megatron_dppo.data.trajectory import Problem
+from megatron_dppo.data.trajectory import Problem, sampled_versions
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession, WeightsLostError
 from megatron_dppo.loop.ownership import own_positions
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 
 class MixedVersionsError(RunError):
-    """An evaluation has tokens of other weights than those that it is of."""
+    """An evaluation has tokens of other weights than those that it measures."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation under way of the policy after ``step`` steps. ``generations``: set -> this rank's part."""
+    """A running evaluation of the policy after ``step`` steps. ``generations``: set -> this rank's part."""
 
     step: int
     generations: Mapping[str, ScoredGeneration]
@@ -54,11 +54,11 @@ def evaluation_job(
     """Return the job that generates ``settings.samples_per_prompt`` responses to each of ``problems``.
 
     Args:
-        template: a job of the training; what ends a response holds here too, and so do the seeds.
+        template: a job of the training; its stop conditions and seeds hold for the evaluation too.
         settings: k and the sampling.
-        problems: of one held-out set.
-        purpose: of the seeds.
-        positions: of ``problems`` in the set.
+        problems: problems of one held-out set.
+        purpose: purpose of the seeds.
+        positions: positions of ``problems`` in the set.
     """
     sampling = replace(
         template.sampling,
@@ -69,12 +69,13 @@ def evaluation_job(
     seeds = template.seeds
     if seeds is not None:
         seeds = replace(seeds, purpose=purpose, positions=positions)
-    samples, play = settings.samples_per_prompt, template.play
+    samples = settings.samples_per_prompt
+    play = template.play
     return GenerationJob(problems, samples, sampling, seeds=seeds, play=play)
 
 
 def without_length_penalties(algorithm: AlgorithmConfig) -> AlgorithmConfig:
-    """Return the settings under which an evaluation is scored: its accuracy is the mean of the rewards themselves."""
+    """Return the settings that score an evaluation: its accuracy is the mean reward before length penalties."""
     return algorithm.model_copy(update={"overlong_tokens": 0, "length_penalty": 0.0})
 
 
@@ -85,11 +86,11 @@ class Evaluator:
     Attributes:
         sets: name -> problems.
         settings: k and the sampling (the paper's: temperature 0.7, top_p 0.95).
-        template: of the training's jobs; what ends a response, and the seeds, hold here too.
-        algorithm: says what a truncated response earns.
-        topology: position of this rank; each leader takes its share of the problems.
-        engine: servers that generate; None where there are no sets.
-        scorer: scores each response as soon as it is there.
+        template: a job of the training; its stop conditions and seeds hold for the evaluation too.
+        algorithm: decides what a truncated response earns.
+        topology: position of this rank; each leader evaluates its share of the problems.
+        engine: servers that generate; None if there are no sets.
+        scorer: scores each response as soon as it arrives.
         samples: makes texts of a few responses to each set.
     """
 
@@ -103,29 +104,35 @@ class Evaluator:
     samples: SampleMaker
 
     def begin(self, step: int) -> Evaluation:
-        """Have the responses generated in the background, before those of any batch (order 0). Not collective.
+        """Start to generate the responses in the background, before those of any batch (order 0). Not collective.
 
-        ``step``: that the policy has been trained for; the engine has its weights.
+        ``step``: the number of trained steps; the engine has the weights of this step.
         """
         generations = {}
         for name in self.sets:
             assert self.engine is not None
-            job, description = self._job(step, name), f"evaluate on {name}"
+            job = self._job(step, name)
+            description = f"evaluate on {name}"
             generations[name] = ScoredGeneration(self.engine, self.scorer, job, description)
         return Evaluation(step, generations)
 
     def finish(
-        self, evaluation: Evaluation, trainer_version: int
+        self,
+        evaluation: Evaluation,
+        trainer_version: int,
     ) -> tuple[dict[str, float], list[Sample]]:
         """Wait for the responses and their scores. Collective.
 
-        ``trainer_version``: of the weights that the trainer holds by now.
+        ``trainer_version``: version of the weights that the trainer holds now.
 
         Returns:
             metric name -> avg@k or mean of a reward's component, and the samples; the same on every rank.
 
-        Raises on every rank WeightsLostError where the whole fleet was lost, and the trainer has other weights by now;
-        RunStoppedError, EngineUnavailableError; MixedVersionsError, a fault of the program.
+        Raises:
+            WeightsLostError: the whole fleet was lost, and the trainer holds newer weights.
+            RunStoppedError: the run is being stopped.
+            EngineUnavailableError: no server is available.
+            MixedVersionsError: a fault of the program. Every rank raises each of these errors.
         """
         try:
             return self._figures(evaluation, trainer_version)
@@ -135,21 +142,24 @@ class Evaluator:
             raise
 
     def _figures(
-        self, evaluation: Evaluation, trainer_version: int
+        self,
+        evaluation: Evaluation,
+        trainer_version: int,
     ) -> tuple[dict[str, float], list[Sample]]:
-        """What ``finish`` returns."""
+        """Return the result of ``finish``."""
         for generation in evaluation.generations.values():
             generation.wait(trainer_version, mixes=False)
         accuracies: dict[str, float] = {}
         samples: list[Sample] = []
         versions: set[int] = set()
         for name, generation in evaluation.generations.items():
-            accuracies[names.accuracy(name)], shown, versions_of_set = self._score(
+            accuracy, set_samples, set_versions = self._score(
                 evaluation.step, name, generation, trainer_version
             )
+            accuracies[names.accuracy(name)] = accuracy
             accuracies |= generation.components.means(name)
-            samples += [shown[i] for i in chosen(shown, evaluation.step)]
-            versions |= versions_of_set
+            samples += [set_samples[i] for i in chosen(set_samples, evaluation.step)]
+            versions |= set_versions
         if versions - {evaluation.step}:
             raise MixedVersionsError(
                 f"the evaluation of step {evaluation.step} has tokens of weight versions {sorted(versions)}"
@@ -157,40 +167,59 @@ class Evaluator:
         return accuracies, samples
 
     def _job(self, step: int, name: str) -> GenerationJob:
-        """This rank's share of a set."""
+        """Return the job for this rank's share of a set."""
         positions = own_positions(range(len(self.sets[name])), self.topology)
         problems = [self.sets[name][p] for p in positions]
         purpose = f"evaluation on {name} after step {step}"
         return evaluation_job(self.template, self.settings, problems, purpose, positions)
 
     def _score(
-        self, step: int, name: str, generation: ScoredGeneration, trainer_version: int
+        self,
+        step: int,
+        name: str,
+        generation: ScoredGeneration,
+        trainer_version: int,
     ) -> tuple[float, list[Sample], set[int]]:
-        """avg@k on a set, samples of every rank, and the versions of all tokens. Collective."""
+        """Return avg@k on a set, samples of every rank, and the versions of all tokens. Collective."""
         unpenalised = without_length_penalties(self.algorithm)
         scored = generation.scored(unpenalised, version=trainer_version, mixes=False)
         size = self.settings.samples_per_prompt
-        repeated_problems = [p for p in generation.problems for _ in range(size)]
-        of_rank = self.samples.of_evaluation(step, name, repeated_problems, scored)
-        lines = [sample.to_json() for sample in of_rank]
-        versions = sorted({span.weight_version for t in scored for span in t.version_spans})
-        parts = all_gather_json([sum(t.reward for t in scored), len(scored), lines, versions])
-        total, count = (sum(part[i] for part in parts) for i in range(2))
-        shown = [Sample.from_json(line) for _, _, lines, _ in parts for line in lines]
-        return total / count, shown, {version for *_, versions in parts for version in versions}
+        repeated_problems: list[Problem] = []
+        for problem in generation.problems:
+            repeated_problems += [problem] * size
+        own_samples = self.samples.of_evaluation(step, name, repeated_problems, scored)
+        own_lines = [sample.to_json() for sample in own_samples]
+        own_reward = sum(t.reward for t in scored)
+        own_versions = sorted(sampled_versions(scored))
+        total, count = 0.0, 0
+        samples: list[Sample] = []
+        versions: set[int] = set()
+        for reward, responses, lines, rank_versions in all_gather_json(
+            [own_reward, len(scored), own_lines, own_versions]
+        ):
+            total += reward
+            count += responses
+            samples += map(Sample.from_json, lines)
+            versions.update(rank_versions)
+        return total / count, samples, versions
 
 
 def last_due(step: int, every: int, steps: int) -> int:
-    """The last step, up to ``step``, after which what comes ``every`` so many steps, and after the last one of a run of
-    so many ``steps``, falls due."""
-    return step if step == steps else step - step % every
+    """Return the last step, up to ``step``, after which an action is due.
+
+    The action is due after each ``every`` steps, and after the last step of a run of ``steps`` steps.
+    """
+    if step == steps:
+        return step
+    return step - step % every
 
 
 @dataclass(eq=False)
 class Evaluations:
-    """The evaluations of a run: each when it is due, its figures in the record of its step. Every method is collective.
+    """Runs each evaluation when it is due, and adds its figures to the metrics row of its step.
 
-    One is under way at most. ``background``: trainers go on meanwhile, but after the last of ``steps``.
+    At most one evaluation runs at a time. Every method is collective. ``background``: the trainers train during an
+    evaluation, except after the last of ``steps`` steps.
     """
 
     evaluator: Evaluator
@@ -203,15 +232,18 @@ class Evaluations:
     _missed: bool = field(default=False, init=False)
 
     def last_due(self, step: int) -> int:
-        """The last step, up to ``step``, that an evaluation belongs to."""
+        """Return the last step, up to ``step``, after which the policy is evaluated."""
         return last_due(step, self.evaluator.settings.every, self.steps)
 
     def measure(self, step: int) -> dict[str, float]:
-        """Evaluate the policy after ``step`` steps, and wait for it: metric name -> avg@k."""
+        """Evaluate the policy after ``step`` steps, and return metric name -> avg@k."""
         return self._wait(self.evaluator.begin(step), step)
 
     def after_update(self, step: int) -> dict[str, float]:
-        """The engine has the weights of ``step``: evaluate them if that is due, or begin to; the figures so far."""
+        """Evaluate the weights of ``step``, which the engine has received, if an evaluation is due.
+
+        Returns the figures; an empty dict if none is due, or if the evaluation runs in the background.
+        """
         if not self.evaluator.sets or not (self._missed or self.last_due(step) == step):
             return {}
         self._missed = False
@@ -221,22 +253,23 @@ class Evaluations:
         return {}
 
     def before_update(self, step: int) -> None:
-        """The trainer has the weights of ``step``, which the engine is about to get: finish what is under way.
+        """Finish the running evaluation before the engine receives the trainer's weights, those of ``step``.
 
-        Where the whole fleet was lost meanwhile, nobody has the evaluated weights any more: it is made up for after
-        the update.
+        If the whole fleet was lost meanwhile, no process has the evaluated weights, and ``after_update`` evaluates the
+        new weights instead.
         """
-        evaluation, self._under_way = self._under_way, None
+        evaluation = self._under_way
+        self._under_way = None
         if evaluation is None:
             return
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
             figures = self._wait(evaluation, step)
         except WeightsLostError as error:
             log.warning("%s; step %d is evaluated instead of step %d", error, step, evaluation.step)
             self._missed = True
             return
-        figures[names.EVALUATION_WAITED] = time.monotonic() - began
+        figures[names.EVALUATION_WAITED] = time.monotonic() - start_time
         self.recorder.complete(evaluation.step, figures)
 
     def _wait(self, evaluation: Evaluation, trainer_version: int) -> dict[str, float]:

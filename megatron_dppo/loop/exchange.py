@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import zip_longest
+from itertools import chain, zip_longest
+from operator import attrgetter
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -92,20 +93,27 @@ class Stages:
         }
         for name, array in trajectory.columns.items():
             for part in self.parts(position, name):
-                cut = array[:, list(self.layers[part.stage])] if self.cuts(name) else array
+                cut = array
+                if self.cuts(name):
+                    cut = array[:, list(self.layers[part.stage])]
                 arrays[part] = np.ascontiguousarray(cut)
         return arrays
 
     def trajectory(self, outline: Outline, arrays: Mapping[ColumnPart, np.ndarray]) -> Trajectory:
-        columns: dict[str, dict[int, np.ndarray]] = {}
+        arrays_by_stage: dict[str, dict[int, np.ndarray]] = {}
         for part, array in arrays.items():
-            columns.setdefault(part.name, {})[part.stage] = array
+            arrays_by_stage.setdefault(part.name, {})[part.stage] = array
+        token_ids = arrays_by_stage.pop("token_ids")[0]
+        loss_mask = arrays_by_stage.pop("loss_mask")[0]
+        columns: dict[str, np.ndarray] = {}
+        for name, by_stage in arrays_by_stage.items():
+            columns[name] = self._joined(by_stage)
         return Trajectory(
             problem_id=outline.problem_id,
             sample_index=outline.sample_index,
-            token_ids=columns.pop("token_ids")[0],
-            loss_mask=columns.pop("loss_mask")[0],
-            columns={name: self._joined(by_stage) for name, by_stage in columns.items()},
+            token_ids=token_ids,
+            loss_mask=loss_mask,
+            columns=columns,
             finish_reason=outline.finish_reason,
             reward=outline.reward,
             advantage=outline.advantage,
@@ -196,12 +204,14 @@ class PartDirectory:
         for part, array in arrays.items():
             hashes.setdefault((part.name, part.stage), []).append((part.position, digest(array)))
         rows_by_rank = all_gather_json([list(columns.items()), list(hashes.items())])
-        forms, faults = dict[str, Form](), list[str]()
+        forms = dict[str, Form]()
+        faults = list[str]()
         positions_of: dict[str, set[int]] = {}
         for leader in topology.leaders:
             for (name, row), positions in rows_by_rank[leader][0]:
                 form = Form(row[0], tuple(row[1]))
-                if fault := _misfit(name, form, forms.setdefault(name, form), sizes):
+                fault = _misfit(name, form, forms.setdefault(name, form), sizes)
+                if fault:
                     faults += [f"{_name_of(position, outlines)}: {fault}" for position in positions]
                 positions_of.setdefault(name, set()).update(positions)
         faults = faults or _incomplete(forms, positions_of, len(outlines))
@@ -218,7 +228,9 @@ class PartDirectory:
     def source(self, part: ColumnPart, target: int) -> int:
         """Return the rank that sends the part to ``target``: the lowest holder, or ``target`` itself if it holds it."""
         holders = self.holders[part]
-        return target if target in holders else min(holders)
+        if target in holders:
+            return target
+        return min(holders)
 
     def shape(self, part: ColumnPart) -> tuple[int, ...]:
         """Return the shape of the part's array: the rows from the outline, the trailing shape from ``forms``."""
@@ -228,28 +240,31 @@ class PartDirectory:
 
     def share(self, parts: Sequence[ColumnPart]) -> Share:
         """Lay out a buffer for ``parts`` in their order; every rank computes the same layout from the same parts."""
-        sizes = [self.shape(p)[0] * self.stages.form(p, self.forms).row_bytes for p in parts]
+        sizes: list[int] = []
+        for part in parts:
+            rows = self.shape(part)[0]
+            sizes.append(rows * self.stages.form(part, self.forms).row_bytes)
         starts, total = aligned(sizes)
-        spans = {
-            part: (start, start + size)
-            for part, start, size in zip(parts, starts, sizes, strict=True)
-        }
+        spans: dict[ColumnPart, tuple[int, int]] = {}
+        for part, start, size in zip(parts, starts, sizes, strict=True):
+            spans[part] = (start, start + size)
         return Share(spans, total)
 
     def views(self, share: Share, buffer: np.ndarray) -> dict[ColumnPart, np.ndarray]:
         """Return the arrays as views of ``buffer``, uint8 [size]."""
-        return {
-            part: buffer[begin:end]
-            .view(self.stages.form(part, self.forms).dtype)
-            .reshape(self.shape(part))
-            for part, (begin, end) in share.spans.items()
-        }
+        arrays: dict[ColumnPart, np.ndarray] = {}
+        for part, (begin, end) in share.spans.items():
+            dtype = self.stages.form(part, self.forms).dtype
+            array = buffer[begin:end].view(dtype)
+            arrays[part] = array.reshape(self.shape(part))
+        return arrays
 
     def altered(self, received: Mapping[ColumnPart, np.ndarray], rank: int) -> list[str]:
         """Return one fault for each received array whose hash differs from the hashes of all its holders."""
         lines = []
         for part, array in received.items():
-            holders, hashed = self.holders[part], digest(array)
+            holders = self.holders[part]
+            hashed = digest(array)
             if hashed not in holders.values():
                 source = min(holders)
                 lines.append(
@@ -264,7 +279,9 @@ def _name_of(position: int, outlines: Sequence[Outline]) -> str:
 
 
 def _incomplete(
-    forms: Mapping[str, Form], present: Mapping[str, set[int]], trajectories: int
+    forms: Mapping[str, Form],
+    present: Mapping[str, set[int]],
+    trajectories: int,
 ) -> list[str]:
     """Return why the columns cannot form a batch of that many trajectories; empty if they can."""
     try:
@@ -276,20 +293,22 @@ def _incomplete(
     return []
 
 
+def _form_text(form: Form) -> str:
+    """Return the form of a column's arrays as text, e.g. ``int32 [rows, 48, 8]``."""
+    trailing = ", ".join(map(str, form.trailing))
+    return f"{form.dtype} [rows, {trailing}]"
+
+
 def _misfit(name: str, form: Form, first: Form, sizes: Mapping[str, int]) -> str | None:
     """Return how ``form`` differs from ``sizes`` or from the column's ``first`` form; None if it fits both."""
     for size, value in zip(declared(name).trailing, form.trailing, strict=True):
         if value != sizes.get(size, value):
             return f"{name} has {size} {value}, expected {sizes[size]}"
     if form != first:
-        form_text, first_text = (
-            f"{f.dtype} [rows, {', '.join(map(str, f.trailing))}]" for f in (form, first)
-        )
+        form_text = _form_text(form)
+        first_text = _form_text(first)
         return f"{name} is {form_text}, that of others {first_text}"
     return None
-
-
-# --- host groups: the ranks that receive
 
 
 @dataclass(frozen=True)
@@ -317,20 +336,18 @@ def host_groups(rows: Sequence[Sequence]) -> list[HostGroup]:
     ranks_of: dict[tuple[int, str], list[int]] = {}
     for rank, (replica, _, memory, _) in enumerate(rows):
         ranks_of.setdefault((replica, memory), []).append(rank)
-    return [
-        HostGroup(
-            replica,
-            tuple(ranks),
-            frozenset(rows[rank][1] for rank in ranks),
-            memory,
-            min(rows[rank][3] for rank in ranks),
-        )
-        for (replica, memory), ranks in ranks_of.items()
-    ]
+    groups: list[HostGroup] = []
+    for (replica, memory), ranks in ranks_of.items():
+        stages = frozenset(rows[rank][1] for rank in ranks)
+        free_bytes_of_group = min(rows[rank][3] for rank in ranks)
+        groups.append(HostGroup(replica, tuple(ranks), stages, memory, free_bytes_of_group))
+    return groups
 
 
 def with_room(
-    groups: Sequence[HostGroup], sizes: Mapping[int, int], stage_of: Sequence[int]
+    groups: Sequence[HostGroup],
+    sizes: Mapping[int, int],
+    stage_of: Sequence[int],
 ) -> list[HostGroup]:
     """Return the groups whose shared memory has room; split the other groups into single ranks.
 
@@ -350,14 +367,10 @@ def with_room(
         if needed_bytes.get(group.memory, 0) <= group.free:
             fitting_groups.append(group)
             continue
-        fitting_groups += [
-            replace(group, ranks=(rank,), stages=frozenset([stage_of[rank]]))
-            for rank in group.ranks
-        ]
-    return sorted(fitting_groups, key=lambda group: group.head)
-
-
-# --- the transfer
+        for rank in group.ranks:
+            stages = frozenset([stage_of[rank]])
+            fitting_groups.append(replace(group, ranks=(rank,), stages=stages))
+    return sorted(fitting_groups, key=attrgetter("head"))
 
 
 @dataclass(frozen=True)
@@ -407,8 +420,11 @@ class ColumnExchange:
         Raises:
             ExchangeError: on all ranks, naming the trajectory at fault.
         """
-        topology, stages = self.topology, self.stages
-        own_trajectories = trajectories if topology.is_leader else {}
+        topology = self.topology
+        stages = self.stages
+        own_trajectories: Mapping[int, Trajectory] = {}
+        if topology.is_leader:
+            own_trajectories = trajectories
         arrays: dict[ColumnPart, np.ndarray] = {}
         for position, trajectory in own_trajectories.items():
             arrays |= stages.split(position, trajectory)
@@ -418,7 +434,9 @@ class ColumnExchange:
         positions_of = [frozenset(positions) for positions in needed]
 
         def parts_for(
-            ranks: Sequence[int], replica: int, of_stages: Collection[int]
+            ranks: Sequence[int],
+            replica: int,
+            of_stages: Collection[int],
         ) -> list[ColumnPart]:
             """Return the sorted parts that these ranks of a replica, in these pipeline stages, need together."""
             if gather and 0 in ranks:
@@ -446,19 +464,15 @@ class ColumnExchange:
         groups = host_groups(rows)
         sizes = {group.head: share_of(group).size for group in groups}
         groups = with_room(groups, sizes, [stage for _, stage, *_ in rows])
-        received = self._received(
-            next(group for group in groups if topology.rank in group.ranks),
-            {group.head: share_of(group) for group in groups},
-            directory,
-            arrays,
-        )
+        own_group = next(group for group in groups if topology.rank in group.ranks)
+        shares = {group.head: share_of(group) for group in groups}
+        received = self._received(own_group, shares, directory, arrays)
         by_position: dict[int, dict[ColumnPart, np.ndarray]] = {}
         for part in parts_for([topology.rank], topology.dp_rank, [topology.pp_rank]):
             by_position.setdefault(part.position, {})[part] = received[part]
-        delivered = {
-            position: stages.trajectory(outlines[position], parts)
-            for position, parts in by_position.items()
-        }
+        delivered: dict[int, Trajectory] = {}
+        for position, parts in by_position.items():
+            delivered[position] = stages.trajectory(outlines[position], parts)
         return Delivery(outlines, delivered, directory.forms, directory.positions)
 
     def _received(
@@ -469,7 +483,8 @@ class ColumnExchange:
         arrays: Mapping[ColumnPart, np.ndarray],
     ) -> dict[ColumnPart, np.ndarray]:
         """Receive the arrays of this rank's ``group``; its head verifies them. ``shares``: by head. Collective."""
-        rank, share = self.topology.rank, shares[group.head]
+        rank = self.topology.rank
+        share = shares[group.head]
         is_head = rank == group.head
         shared = _shared_buffer(share.size if is_head and len(group.ranks) > 1 else None)
         try:
@@ -480,7 +495,7 @@ class ColumnExchange:
             views = directory.views(share, buffer) if is_head else {}
             altered = directory.altered(views, rank)
             if any_rank(bool(altered)):
-                lines = [line for of_rank in all_gather_json(altered) for line in of_rank]
+                lines = chain.from_iterable(all_gather_json(altered))
                 raise ExchangeError("\n".join(lines))
             paths = all_gather_json(None if shared is None else str(shared.path))
             if not is_head:
@@ -571,7 +586,10 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _send_and_receive(
-    payload: np.ndarray | None, target: int, landing: np.ndarray | None, origin: int
+    payload: np.ndarray | None,
+    target: int,
+    landing: np.ndarray | None,
+    origin: int,
 ) -> None:
     """Send ``payload`` to ``target`` while receiving ``landing`` from ``origin``."""
     device = platform.current().device
@@ -580,11 +598,9 @@ def _send_and_receive(
         operations.append(dist.P2POp(dist.isend, torch.from_numpy(payload).to(device), target))
     if landing is not None:
         host_tensor = torch.from_numpy(landing)
-        received = (
-            host_tensor
-            if host_tensor.device == device
-            else torch.empty_like(host_tensor, device=device)
-        )
+        received = host_tensor
+        if host_tensor.device != device:
+            received = torch.empty_like(host_tensor, device=device)
         operations.append(dist.P2POp(dist.irecv, received, origin))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()

@@ -57,12 +57,13 @@ class FrequencyCanary:
         """Add a mini-batch's sums before training on it. Raises FrequencyError, on every rank."""
         if not self._looks or not self._sums.keys() <= sums.keys():
             return
-        self._sums = {name: value + float(sums[name]) for name, value in self._sums.items()}
+        for name in FREQUENCY_SUMS:
+            self._sums[name] += float(sums[name])
         self._tokens += float(sums[names.TRAINED_TOKENS])
         if self.evidence < LARGEST_EVIDENCE:
             return
-        side = max(_SIDES, key=lambda side: self._sums[_SIDES[side][0]])
-        mean = self._sums[_SIDES[side][0]] / self._tokens
+        surprise, side = max((self._sums[name], side) for side, (name, _) in _SIDES.items())
+        mean = surprise / self._tokens
         message = (
             f"sampled tokens are {mean:.3g} nats {side} surprising than the distribution that trainer and engine agree "
             f"on lets expect, mean of {self._tokens:.0f} tokens; the evidence is 10^{self.evidence:.1f}, expected "
@@ -81,11 +82,12 @@ class FrequencyCanary:
     def evidence(self) -> float:
         """The log10 of the martingale."""
         c = LONGEST_SURPRISE
-        exponents = [
-            a * self._sums[mean] / c + (math.log1p(-a) + a) * self._sums[square] / c**2
-            for mean, square in _SIDES.values()
-            for a in _FRACTIONS
-        ]
+        exponents: list[float] = []
+        for surprise_name, square_name in _SIDES.values():
+            surprise, square = self._sums[surprise_name], self._sums[square_name]
+            for a in _FRACTIONS:
+                minus_psi = math.log1p(-a) + a
+                exponents.append(a * surprise / c + minus_psi * square / c**2)
         # Subtract the largest exponent first, so that every exponential is at most 1.
         largest_exponent = max(exponents)
         mean_exponential = sum(math.exp(e - largest_exponent) for e in exponents) / len(exponents)

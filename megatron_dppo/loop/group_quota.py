@@ -75,8 +75,10 @@ class GroupQuota:
         """Select the batch, once ``ask`` returns 0. ``flat`` as in ``ask``, with at least ``wanted`` groups."""
         if not self.filtering:
             return Selection(tuple(range(len(flat))))
-        useful = [i for i, is_flat in enumerate(flat) if not is_flat]
-        useless = [i for i, is_flat in enumerate(flat) if is_flat]
+        useful: list[int] = []
+        useless: list[int] = []
+        for position, is_flat in enumerate(flat):
+            (useless if is_flat else useful).append(position)
         chosen_positions = useful[: self.wanted]
         filling_positions = useless[: self.wanted - len(chosen_positions)]
         return Selection(

@@ -28,7 +28,7 @@ _TOLD_FROM_S = 2.0
 
 
 class InputError(RunError, ValueError):
-    """Inputs are not those that the list names, or the list can't be read. One line for each."""
+    """Input files differ from the list of hashes, or the list cannot be read. The message has a line for each file."""
 
 
 def check_input_hashes(path: str | Path) -> None:

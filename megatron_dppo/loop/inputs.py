@@ -1,4 +1,4 @@
-"""What a run starts from: training and held-out problems, and hashes of every file that it reads."""
+"""Load the training and held-out problems of a run, and hash every file that it reads."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class RunData:
     """Training and held-out problems, tokenised. Raises DataError naming file and line.
 
     Attributes:
-        form: how problems are put to the model.
-        train: the training set, the files' problems in a row.
-        files: which file a training problem is from.
-        turns: what stands between the turns of an episode; None without an environment.
+        form: how a problem becomes a prompt.
+        train: the training set: the problems of all training files, in their order.
+        files: maps a training problem to its file.
+        turns: the tokens between the turns of an episode; None without an environment.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -63,12 +63,17 @@ class RunData:
         if environment.name is not None:
             is_chat = data.apply_chat_template
             self.turns = TurnTemplate(
-                self._tokenizer, environment.role, is_chat=is_chat, arguments=arguments
+                self._tokenizer,
+                environment.role,
+                is_chat=is_chat,
+                arguments=arguments,
             )
-        files = [*data.train_files, *data.evaluation_files.values()]
         self._sets: dict[str, ProblemSet] = {}
         refusals = []
-        for name, file in {_name(file): file for file in files}.items():
+        for file in [*data.train_files, *data.evaluation_files.values()]:
+            name = _name(file)
+            if name in self._sets:
+                continue
             try:
                 self._sets[name] = self._load(file)
             except DataError as error:
@@ -83,7 +88,7 @@ class RunData:
 
     @property
     def train_parts(self) -> list[ProblemSet]:
-        """The training files' problems, file by file."""
+        """The problems of each training file."""
         return [self._sets[_name(file)] for file in self._config.data.train_files]
 
     @property
@@ -93,20 +98,24 @@ class RunData:
         return {name: self._sets[_name(file)].problems for name, file in files.items()}
 
     def place_of(self, prompt_ids: Sequence[int]) -> str | None:
-        """File and line of the problem with which these tokens begin, which may go on with turns or a response."""
-        found: tuple[int, str] | None = None
+        """Return file and line of the problem whose prompt these tokens begin with; None if there is none.
+
+        The tokens may continue with turns or a response. The longest such prompt counts.
+        """
+        longest_length = -1
+        place: str | None = None
         for path, problem_set in self._sets.items():
             for problem in problem_set.problems:
                 length = len(problem.prompt_ids)
-                is_longer = found is None or length > found[0]
-                if is_longer and tuple(prompt_ids[:length]) == problem.prompt_ids:
-                    found = length, problem_set.location(path, problem.problem_id)
-        return None if found is None else found[1]
+                if length > longest_length and tuple(prompt_ids[:length]) == problem.prompt_ids:
+                    longest_length = length
+                    place = problem_set.location(path, problem.problem_id)
+        return place
 
     def origin(self) -> Origin:
-        """What every batch of the run is made with."""
+        """Return the settings and problems from which every batch of the run is generated."""
         rollout = self._config.rollout
-        # By the configuration's own words, not by the parameters that were made of them for requests.
+        # Read the configuration, not the request parameters that were computed from it.
         sampling = {
             "max_new_tokens": rollout.max_response_tokens,
             "temperature": rollout.temperature,
@@ -117,11 +126,15 @@ class RunData:
             "stop_token_ids": list(rollout.stop_token_ids) or None,
             "stop": list(rollout.stop) or None,
         }
-        arguments = [repr(self.form.arguments)] if self.form.arguments else []
+        arguments = []
+        if self.form.arguments:
+            arguments = [repr(self.form.arguments)]
         template = text_digest(repr(self._tokenizer.chat_template), repr(self.form), *arguments)
         problems = {problem.problem_id: problem for problem in self.train.problems}
         environment = self._config.environment
-        generation_tokens = None if self.turns is None else self.turns.generation_tokens
+        generation_tokens = None
+        if self.turns is not None:
+            generation_tokens = self.turns.generation_tokens
         return Origin(
             sampling,
             template,
@@ -140,8 +153,9 @@ class RunData:
         return {f"data.evaluation/{file.path}": self._sets[_name(file)].sha256 for file in files}
 
     def sampler(self) -> sampling.ReturningSampler:
-        """Positions in ``train``, from the beginning: all files as one, or each by its weight."""
-        data, seed = self._config.data, self._config.run.seed
+        """Return the sampler of positions in ``train``: of all files together, or of each file by its weight."""
+        data = self._config.data
+        seed = self._config.run.seed
         weights = [file.weight for file in data.train_files if file.weight is not None]
         if not weights:
             return sampling.ReturningSampler(
@@ -154,27 +168,33 @@ class RunData:
 
     @property
     def scored(self) -> dict[str, str]:
-        """What ``bad_answers`` depends on: hashes of the files, the reward, and the tokenizer's folder."""
+        """The inputs of ``bad_answers``: hashes of the files, the reward, and the tokenizer's folder."""
         files = {path: problem_set.sha256 for path, problem_set in self._sets.items()}
-        model, limit = self._config.model.hf_checkpoint, self._config.data.max_prompt_tokens
+        model = self._config.model.hf_checkpoint
+        limit = self._config.data.max_prompt_tokens
         reward = self._config.reward.model_dump_json()
         return files | {"reward": reward, "prompts": f"{limit} tokens, {model}"}
 
     def bad_answers(self) -> BadAnswers:
-        """What is wrong with answers: as the check of this start found, where it left its word.
+        """Return the faults of the problems' answers. Uses the result of this start's check, if it left one.
 
-        A run that replays rollouts scores nothing, and has none but those that lack; unless the run that it replays
-        left out what its check found, and drew from what was left.
+        A run that replays rollouts scores nothing, so only missing answers are faults. With
+        ``data.on_bad_answer: drop`` it must find the same faults as the replayed run, which drew from the remaining
+        problems.
         """
         drops = self._config.data.on_bad_answer == "drop"
         if self._config.rollout.replay_from is not None and not drops:
             return bad_answers(self._sets, self._config.reward, scores=False)
         results = handed_over(self.scored)
-        return bad_answers(self._sets, self._config.reward) if results is None else results
+        if results is None:
+            return bad_answers(self._sets, self._config.reward)
+        return results
 
     def reward_faults(self) -> list[str]:
-        """What the rewards fail on (``rewards/trial.py``), of the first training file; a run that replays scores
-        nothing."""
+        """Return the faults of the rewards on problems of the first training file (``rewards/trial.py``).
+
+        Empty for a run that replays rollouts, because it scores nothing.
+        """
         if self._config.rollout.replay_from is not None:
             return []
         file = self._config.data.train_files[0]
@@ -183,13 +203,14 @@ class RunData:
         return list(reward_faults(file.path, problem_set, self._config.reward, longest))
 
     def settle(self, bad: BadAnswers) -> None:
-        """Refuse bad answers or leave their problems out, as configured, and refuse training sets of fewer problems
-        than a step draws. Raises DataError."""
+        """Refuse bad answers, or leave their problems out, as configured.
+
+        Raises DataError, also if the training set has fewer problems than a step draws.
+        """
         if self._config.data.on_bad_answer == "refuse":
             refuse_bad_answers(bad, self._sets)
-        self._sets = {
-            path: without(problem_set, path, bad) for path, problem_set in self._sets.items()
-        }
+        for path, problem_set in self._sets.items():
+            self._sets[path] = without(problem_set, path, bad)
         self.train = sampling.joined(self.train_parts)
         for path, problem_set in self._sets.items():
             if problem_set.bad_answers:
@@ -204,15 +225,15 @@ class RunData:
         self._refuse_small_set()
 
     def _refuse_small_set(self) -> None:
-        """A step would train on a problem twice; a run that replays draws none."""
-        least = self._config.rollout.prompts_per_step
-        if len(self.train) >= least or self._config.rollout.replay_from is not None:
+        """Raise DataError if a step would train on a problem twice. A run that replays draws no problems."""
+        prompts_per_step = self._config.rollout.prompts_per_step
+        if len(self.train) >= prompts_per_step or self._config.rollout.replay_from is not None:
             return
         raise DataError(
             f"{len(self.train)} of {self.train.records} training problems are left "
             f"({self.train.dropped} prompts are longer than data.max_prompt_tokens = "
             f"{self._config.data.max_prompt_tokens}, {self.train.bad_answers} answers can't be used), expected at "
-            f"least rollout.prompts_per_step = {least}: a step would hold one twice"
+            f"least rollout.prompts_per_step = {prompts_per_step}: a step would hold one twice"
         )
 
     def _load(self, file: ProblemFile) -> ProblemSet:
@@ -239,15 +260,19 @@ class RunData:
         return problem_set
 
     def text_of(self, token_ids: Sequence[int] | np.ndarray, *, special: bool = True) -> str:
-        """Text of tokens, with or without the ``special`` ones."""
+        """Return the text of tokens, with or without the ``special`` ones."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
 
 def _name(file: ProblemFile) -> str:
-    """The file's path; with its keys where the recipe names them, as other keys make another set."""
-    given = (file.prompt_key, file.answer_key, file.metadata_key)
-    keys = [key for key in given if key is not None]
-    return f"{file.path} ({', '.join(keys)})" if keys else file.path
+    """Return the file's path, with the keys that the recipe gives it: other keys make another set of problems."""
+    keys: list[str] = []
+    for key in (file.prompt_key, file.answer_key, file.metadata_key):
+        if key is not None:
+            keys.append(key)
+    if keys:
+        return f"{file.path} ({', '.join(keys)})"
+    return file.path
 
 
 # SHA-256 of the files that a run starts from: those of ``run.sha256_list``, which must be known ones, and those of
@@ -255,7 +280,7 @@ def _name(file: ProblemFile) -> str:
 
 
 _READ = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
-"""Of a Hugging Face folder: what somebody reads. Other formats of the weights and texts for people are left out."""
+"""Suffixes of the files that programs read in a Hugging Face folder: no other formats of weights, no README."""
 WEIGHTS = ".safetensors"
 
 

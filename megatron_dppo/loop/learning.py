@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -52,10 +53,9 @@ from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.trainer.trainer import Trainer
 
-# --- loss columns: the inputs and results of the loss for each token, sent to global rank 0 for the saved batch
-
 LossColumns = dict[int, dict[str, np.ndarray]]
-"""The ``LOSS_COLUMNS`` of each trained response, by its position in the batch."""
+"""The ``LOSS_COLUMNS`` of each trained response, by its position in the batch: the loss's inputs and results for each
+token."""
 
 
 KEPT_TOPK = 64
@@ -85,9 +85,8 @@ class LossRecord:
         }
         # Drop the columns: Top-K and recorded routing would stay on the device until the end of the step.
         batch_without_columns = replace(batch, columns={}, valid={})
-        self._parts.append(
-            (batch_without_columns, {name: x for name, x in statistics.items() if x is not None})
-        )
+        kept_statistics = {name: x for name, x in statistics.items() if x is not None}
+        self._parts.append((batch_without_columns, kept_statistics))
 
     def _topk(self, inputs: TokenInputs) -> Tensor | None:
         """Return log pi [T, K] at the TopK ids of the batch's file.
@@ -98,7 +97,9 @@ class LossRecord:
             return None
         # The last column is the sampled token.
         log_probs = inputs.topk_log_probs[:, :-1].detach().float()
-        return log_probs if log_probs.shape[1] <= KEPT_TOPK else None
+        if log_probs.shape[1] <= KEPT_TOPK:
+            return log_probs
+        return None
 
     def collect(self, topology: Topology) -> LossColumns:
         """Return the columns of all replicas since the last call on global rank 0; elsewhere an empty dict.
@@ -124,25 +125,30 @@ class LossRecord:
 def by_response(batch: packing.PackedBatch, statistics: Mapping[str, Tensor]) -> LossColumns:
     """Return the rows of each response's sampled tokens. ``statistics``: tensors [T], aligned with ``batch``."""
     rows = torch.nonzero(batch.loss_mask).squeeze(1)
-    arrays = {name: x[rows].cpu().numpy() for name, x in statistics.items()}
+    arrays: dict[str, np.ndarray] = {}
+    for name, values in statistics.items():
+        arrays[name] = values[rows].cpu().numpy()
     # The number of rows before each sequence's end: the rows of one sequence are adjacent.
     ends = torch.searchsorted(rows, batch.cu_seqlens[1:].to(rows)).cpu().numpy()
+    starts = [0, *ends[:-1]]
     columns: LossColumns = {}
-    for position, start, end in zip(
-        batch.sequence_index.tolist(), [0, *ends[:-1]], ends, strict=True
-    ):
-        if end > start:
-            # A response with several branches has rows from an earlier branch.
-            earlier_rows = columns.get(position, {})
-            columns[position] = {
-                name: np.concatenate([earlier_rows.get(name, x[:0]), x[start:end]])
-                for name, x in arrays.items()
-            }
+    for position, start, end in zip(batch.sequence_index.tolist(), starts, ends, strict=True):
+        if end <= start:
+            continue
+        # A response with several branches has rows from an earlier branch.
+        response_columns = columns.setdefault(position, {})
+        for name, array in arrays.items():
+            earlier_rows = response_columns.get(name, array[:0])
+            response_columns[name] = np.concatenate([earlier_rows, array[start:end]])
     return columns
 
 
 def _encoded(columns: LossColumns) -> bytes:
-    return save({f"{p}/{name}": rows for p, c in columns.items() for name, rows in c.items()})
+    arrays: dict[str, np.ndarray] = {}
+    for position, response_columns in columns.items():
+        for name, rows in response_columns.items():
+            arrays[f"{position}/{name}"] = rows
+    return save(arrays)
 
 
 def _decoded(blob: bytes) -> LossColumns:
@@ -151,9 +157,6 @@ def _decoded(blob: bytes) -> LossColumns:
         position, _, name = key.partition("/")
         columns.setdefault(int(position), {})[name] = rows
     return columns
-
-
-# --- plan and packing: a mini-batch is one optimiser step on whole groups
 
 
 @dataclass(frozen=True)
@@ -176,10 +179,15 @@ class BatchLayout:
     input_rows: packing.InputRows | None = None
     cost: SequenceCost = TOKENS
 
+    def padded_branches(self, trajectory: TrajectoryFacts) -> list[int]:
+        """Return the padded length of each branch of ``trajectory``."""
+        multiple = self.sequence_multiple
+        return [packing.padded_length(n, multiple) for n in trajectory.branch_lengths]
+
 
 @dataclass(frozen=True)
 class MiniBatchPlan:
-    """The assignment of trajectories to ranks and micro-batches in one optimiser step.
+    """The assignment of trajectories, in whole groups, to ranks and micro-batches in one optimiser step.
 
     ``positions``: positions in the batch, by data-parallel rank and micro-batch. ``denominator``: as in MiniBatch.
     ``cost``: total cost of all sequences, in the unit of ``BatchLayout.cost``. ``idle``: share of their time in which
@@ -193,7 +201,7 @@ class MiniBatchPlan:
 
     def of_rank(self, dp_rank: int) -> set[int]:
         """Return the positions that the replica ``dp_rank`` trains on."""
-        return {position for rows in self.positions[dp_rank] for position in rows}
+        return set(chain.from_iterable(self.positions[dp_rank]))
 
 
 @dataclass(frozen=True)
@@ -235,12 +243,12 @@ def plan_mini_batches(
         if denominator == 0:
             continue
         # The branches of a response stay in one micro-batch, because some rules need the whole response.
-        branch_lengths = [
-            [packing.padded_length(n, layout.sequence_multiple) for n in t.branch_lengths]
-            for t in part
-        ]
-        lengths = list(map(sum, branch_lengths))
-        costs = [sum(map(layout.cost, branches)) for branches in branch_lengths]
+        lengths: list[int] = []
+        costs: list[float] = []
+        for trajectory in part:
+            branches = layout.padded_branches(trajectory)
+            lengths.append(sum(branches))
+            costs.append(sum(map(layout.cost, branches)))
         plan = balancing.plan_mini_batch(
             lengths,
             costs,
@@ -248,11 +256,18 @@ def plan_mini_batches(
             training.micro_batch_tokens,
             layout.count_multiple,
         )
-        positions = [[[start + i for i in rows] for rows in rank] for rank in plan]
-        plans.append(
-            MiniBatchPlan(positions, denominator, sum(costs), balancing.idle_share(plan, costs))
-        )
+        idle_share = balancing.idle_share(plan, costs)
+        positions = _shifted(plan, start)
+        plans.append(MiniBatchPlan(positions, denominator, sum(costs), idle_share))
     return plans
+
+
+def _shifted(plan: Sequence[Sequence[Sequence[int]]], start: int) -> list[list[list[int]]]:
+    """Return ``plan``, by rank and micro-batch, with positions in the batch instead of in a part from ``start``."""
+    positions: list[list[list[int]]] = []
+    for micro_batches in plan:
+        positions.append([[start + i for i in rows] for rows in micro_batches])
+    return positions
 
 
 def pack_mini_batch(
@@ -271,18 +286,19 @@ def pack_mini_batch(
         algorithm: whether truncated responses train.
         forms: the forms of the columns of the batch of all ranks.
     """
-    micro_batches = [
-        packing.pack(
-            [batch[i] for i in rows],
+    micro_batches: list[packing.PackedBatch] = []
+    for rows in plan.positions[layout.dp_rank]:
+        trajectories = [batch[i] for i in rows]
+        packed_batch = packing.pack(
+            trajectories,
             indices=rows,
-            trains=[trains(batch[i], algorithm) for i in rows],
+            trains=[trains(t, algorithm) for t in trajectories],
             pad_multiple=layout.pad_multiple,
             sequence_multiple=layout.sequence_multiple,
             forms=forms,
             input_rows=layout.input_rows,
         )
-        for rows in plan.positions[layout.dp_rank]
-    ]
+        micro_batches.append(packed_batch)
     return MiniBatch(micro_batches, plan.denominator)
 
 
@@ -320,7 +336,11 @@ class Learner:
     """
 
     def __init__(
-        self, config: TrainConfig, trainer: Trainer, algorithm: Algorithm, topk: int
+        self,
+        config: TrainConfig,
+        trainer: Trainer,
+        algorithm: Algorithm,
+        topk: int,
     ) -> None:
         self._config = config
         self._trainer = trainer
@@ -381,10 +401,12 @@ class Learner:
         plans = plan_mini_batches(
             outlines, config.training, config.rollout, config.algorithm, self.layout
         )
-        needed_positions = [
-            set[int]().union(*(plan.of_rank(rank) for plan in plans))
-            for rank in range(self.layout.dp_size)
-        ]
+        needed_positions: list[set[int]] = []
+        for rank in range(self.layout.dp_size):
+            rank_positions: set[int] = set()
+            for plan in plans:
+                rank_positions |= plan.of_rank(rank)
+            needed_positions.append(rank_positions)
         delivery = self._exchange.deliver(
             outlines, batch.trajectories, needed_positions, gather=config.rollout.save
         )
@@ -417,7 +439,10 @@ class Learner:
         recomputed_columns = [self._recomputed(batch, plan) for plan in batch.plans]
         self._masked.clear()
         self._masked_responses = MaskedResponses()
-        total_sums, first_sums, grad_norms, lr = MetricSums(), None, [], 0.0
+        total_sums = MetricSums()
+        first_sums = None
+        grad_norms = []
+        lr = 0.0
         for plan, columns in zip(batch.plans, recomputed_columns, strict=True):
             mini = _with_columns(self._packed(batch, plan), columns)
             mini = with_step_bound(mini, self._trainer, self._algorithm.step_bound)
@@ -473,7 +498,9 @@ class Learner:
 
         Recomputation and passes without gradient do not count as arithmetic.
         """
-        backward = FROZEN_BACKWARD_FORWARDS if self._config.lora.rank else BACKWARD_FORWARDS
+        backward = BACKWARD_FORWARDS
+        if self._config.lora.rank:
+            backward = FROZEN_BACKWARD_FORWARDS
         flops = (1 + backward) * sum(plan.cost for plan in batch.plans)
         world = self._trainer.layout.world_size
         return {
@@ -483,7 +510,10 @@ class Learner:
         }
 
     def _count_masked(
-        self, batch: packing.PackedBatch, inputs: TokenInputs, sums: LossSums
+        self,
+        batch: packing.PackedBatch,
+        inputs: TokenInputs,
+        sums: LossSums,
     ) -> None:
         if sums.blocked is not None:
             self._masked.add(batch.target_ids, batch.advantages, sums.blocked)
@@ -496,7 +526,8 @@ class Learner:
 
         Pack again for each use: the packed micro-batches of a whole step would take as much memory as its columns.
         """
-        replays_routing, delivery = self._config.router_replay, batch.delivery
+        replays_routing = self._config.router_replay
+        delivery = batch.delivery
         own_positions = plan.of_rank(self.layout.dp_rank)
         trajectories = {p: delivery.trajectories[p] for p in own_positions}
         if not replays_routing:
@@ -511,7 +542,8 @@ class Learner:
         The columns are log-probabilities of the policy at the rollout's weights and of the reference policy. The list
         is empty if the algorithm needs none.
         """
-        algorithm, keeps_reference = self._algorithm, self._config.keeps_reference
+        algorithm = self._algorithm
+        keeps_reference = self._config.keeps_reference
         is_needed = algorithm.needs_recomputed or algorithm.needs_recomputed_distribution
         if not (is_needed or keeps_reference):
             return []
@@ -539,10 +571,7 @@ def stages_of(trainer: Trainer, *, replays: bool) -> Stages:
     topology = trainer.topology
     if topology.pp_size == 1 or not replays:
         return Stages(topology.pp_size)
-    layers_by_stage = {
-        stage: layers
-        for stage, layers in all_gather_json([topology.pp_rank, trainer.replayed_layers])
-    }
+    layers_by_stage = dict(all_gather_json([topology.pp_rank, trainer.replayed_layers]))
     return Stages(topology.pp_size, [layers_by_stage[stage] for stage in range(topology.pp_size)])
 
 
@@ -550,7 +579,9 @@ def _with_columns(mini: MiniBatch, further: Sequence[Columns]) -> MiniBatch:
     """Return the mini-batch with the ``further`` columns of each micro-batch; unchanged if there are none."""
     if not further:
         return mini
-    batches = [b.with_columns(**c) for b, c in zip(mini.micro_batches, further, strict=True)]
+    batches: list[packing.PackedBatch] = []
+    for batch, columns in zip(mini.micro_batches, further, strict=True):
+        batches.append(batch.with_columns(**columns))
     return MiniBatch(batches, mini.denominator)
 
 
@@ -566,24 +597,29 @@ def with_step_bound(mini: MiniBatch, trainer: Trainer, step_bound: StepBound | N
     if not trainer.topology.is_last_stage:
         # Only the last pipeline stage has log mu and computes the loss.
         return mini
-    log_ratios = [
-        (_where_trained(b, p) - b.column("rollout_log_probs"))[b.loss_mask]
-        for b, p in zip(batches, log_probs, strict=True)
-    ]
+    log_ratios: list[Tensor] = []
+    for batch, values in zip(batches, log_probs, strict=True):
+        ratios = _where_trained(batch, values) - batch.column("rollout_log_probs")
+        log_ratios.append(ratios[batch.loss_mask])
     advantages = [b.advantages[b.loss_mask] for b in batches]
 
-    def total(values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=trainer.topology.data_group)
-        return values
+    def total(sums: Tensor) -> Tensor:
+        dist.all_reduce(sums, group=trainer.topology.data_group)
+        return sums
 
     device = trainer.device
-    bound = step_bound(torch.cat(log_ratios).to(device), torch.cat(advantages).to(device), total)
+    all_log_ratios = torch.cat(log_ratios).to(device)
+    all_advantages = torch.cat(advantages).to(device)
+    bound = step_bound(all_log_ratios, all_advantages, total)
     columns: list[Columns] = [{"step_bound": torch.full_like(b.advantages, bound)} for b in batches]
     return _with_columns(mini, columns)
 
 
 def arithmetic_speed(
-    flops: float, seconds: float, ranks: int, peak: float | None
+    flops: float,
+    seconds: float,
+    ranks: int,
+    peak: float | None,
 ) -> dict[str, float]:
     """Return the FLOP/s of a rank as metrics, with its share of ``peak`` FLOP/s if the peak is known."""
     rate = flops / seconds / ranks

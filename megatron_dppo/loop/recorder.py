@@ -68,7 +68,7 @@ class Recorder(Closing):
         *,
         evaluates: bool,
         text_of: Callable[[Sequence[int]], str] = str,
-        fence: Callable[[], None] = lambda: None,
+        fence: Callable[[], None] | None = None,
         mark: Mapping[str, Any] | None = None,
         tracking: TrackingConfig | None = None,
         config: Mapping[str, Any] | None = None,
@@ -119,7 +119,10 @@ class Recorder(Closing):
             )
 
     def _opened_trackers(
-        self, tracking: TrackingConfig, config: Mapping[str, Any], resume_step: int
+        self,
+        tracking: TrackingConfig,
+        config: Mapping[str, Any],
+        resume_step: int,
     ) -> Trackers:
         directory = Path(self._run.directory)
         try:
@@ -156,19 +159,16 @@ class Recorder(Closing):
     def lacks_evaluation(self, since: int) -> bool:
         """Return whether the last record lacks an evaluation that this start of the run should add.
 
-        So if no record of step ``since`` or later has an evaluation (the run was stopped before it), and the last
-        record is that of the step that the run resumes from.
+        It should if no record of step ``since`` or later has an evaluation (the run was stopped before it), and the
+        last record is that of the step that the run resumes from.
         """
         if self._writer is None or not self._evaluates:
             return False
         rows = records.read_records(self._run.directory)
         if not rows or records.step_of(rows[-1]) != self._first_step:
             return False
-        return all(
-            records.mean_accuracy(record) is None
-            for record in rows
-            if records.step_of(record) >= since
-        )
+        later_rows = [row for row in rows if records.step_of(row) >= since]
+        return all(records.mean_accuracy(row) is None for row in later_rows)
 
     def complete(self, step: int, values: Mapping[str, float]) -> None:
         """Add later ``values`` to the last record, that of ``step``; counts are summed.
@@ -223,12 +223,10 @@ class Recorder(Closing):
 
     def write_masked_tokens(self, step: int, tokens: Sequence[MaskedToken]) -> None:
         """Write the tokens that the step's mask blocked most often."""
-
-        def lines() -> list[dict[str, Any]]:
-            rows = [{**token, "text": self._text_of([token["id"]])} for token in tokens]
-            return [{"step": step, "tokens": rows}]
-
-        self._append(self._masked, lines, "masked tokens")
+        if self._masked is None:
+            return
+        rows = [{**token, "text": self._text_of([token["id"]])} for token in tokens]
+        self._append(self._masked, [{"step": step, "tokens": rows}], "masked tokens")
 
     def write_environment_faults(self, step: int, environment: str, faults: Counter[str]) -> None:
         """Write the ``faults``, counts by reason, of the environment with this name since the last call."""
@@ -239,35 +237,37 @@ class Recorder(Closing):
             reason_text = reason.removeprefix(f"{environment}: ")
             reasons[reason_text if len(reasons) < _MOST_REASONS else OTHER_REASONS] += count
         line = {"step": step, "environment": environment, "faults": reasons}
-        self._append(self._faults, lambda: [line], "faults of environments")
+        self._append(self._faults, [line], "faults of environments")
 
     def write_samples(self, samples: Sequence[Sample]) -> None:
         """Write ``samples``, and print one of a training step every ``show_sample_every`` steps."""
-        self._append(self._samples, lambda: [sample.to_json() for sample in samples], "samples")
+        lines = [sample.to_json() for sample in samples]
+        self._append(self._samples, lines, "samples")
         if samples and self._trackers is not None:
-            self._trackers.samples(samples[0].step, [sample.to_json() for sample in samples])
+            self._trackers.samples(samples[0].step, lines)
         every = self._run.show_sample_every
         training_samples = [sample for sample in samples if sample.set == TRAINING]
         if training_samples and every and training_samples[0].step % every == 0:
             # Rotate through the kinds of samples: first a right one, then a wrong one, ...
-            index = training_samples[0].step // every
-            self._console.note(console_lines(training_samples[index % len(training_samples)]))
+            index = training_samples[0].step // every % len(training_samples)
+            self._console.note(console_lines(training_samples[index]))
 
     def _append(
         self,
         file: records.StepLines | None,
-        lines: Callable[[], Sequence[Mapping[str, Any]]],
+        lines: Sequence[Mapping[str, Any]],
         called: str,
     ) -> None:
-        """Append to ``file``. ``lines`` is called only on the writing rank, and only while this start owns the run."""
+        """Append ``lines`` to ``file`` on the writing rank, while this start owns the run."""
         if file is not None and self.failure is None:
             with self._keeping_failure(called):
-                file.write(lines())
+                file.write(lines)
 
     @contextmanager
     def _writing(self, called: str) -> Iterator[None]:
         """Wrap each change of files. Raises RecordingError, whose text begins with ``called``, if the block fails."""
-        self._fence()
+        if self._fence is not None:
+            self._fence()
         try:
             yield
         except OSError as error:
@@ -304,7 +304,8 @@ class Recorder(Closing):
                 self._trackers.figure(name, report)
         self._stack.close()
         if faults := summary.environment_faults:
-            most_frequent, total = faults[0], sum(fault.count for fault in faults)
+            most_frequent = faults[0]
+            total = sum(fault.count for fault in faults)
             log.warning(
                 "the environment %s failed %d times, most often (%d times): %s; the others are in %s",
                 most_frequent.environment,
@@ -319,5 +320,8 @@ class Recorder(Closing):
 
 def draw_reports(directory: Path) -> dict[str, Path]:
     """Draw the run in ``directory`` with every registered report (``system/plugins.py``); return the files by name."""
-    entries = plugins.find_plugins(plugins.RUN_REPORTS)
-    return {name: plugins.load_plugin(entry)(directory) for name, entry in entries.items()}
+    reports: dict[str, Path] = {}
+    for name, entry in plugins.find_plugins(plugins.RUN_REPORTS).items():
+        draw_report = plugins.load_plugin(entry)
+        reports[name] = draw_report(directory)
+    return reports

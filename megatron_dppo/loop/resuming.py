@@ -48,7 +48,9 @@ def refused_damage(reason: str, older: Sequence[StoredCheckpoint]) -> DamagedChe
     """Return the error for a damaged newest checkpoint. ``older``: usable checkpoints before it, in the order of
     steps.
     """
-    back = f"checkpoint.on_damage=previous goes on from {older[-1].path.name}, " if older else ""
+    back = ""
+    if older:
+        back = f"checkpoint.on_damage=previous goes on from {older[-1].path.name}, "
     return DamagedCheckpointError(f"{reason}; {back}run.resume=never begins anew")
 
 
@@ -141,11 +143,12 @@ def _copy_records(directory: str) -> str:
 
 
 def _leave_behind(
-    directory: str, store: CheckpointStore, passed: dict[Path, str], step: int
+    directory: str,
+    store: CheckpointStore,
+    passed: dict[Path, str],
+    step: int,
 ) -> None:
-    """Before a start that falls back to ``step``: rename the damaged checkpoints, copy the records that will be
-    dropped.
-    """
+    """Rename the damaged checkpoints, and copy the records after ``step``, which a start from ``step`` drops."""
     copy = on_rank_0(partial(_copy_records, directory))
     for path, reason in passed.items():
         store.set_aside(path)
@@ -160,11 +163,12 @@ def _begin(directory: str, nonce: str, *, rollouts: bool) -> None:
 
 
 def _set_aside(directory: str, *, rollouts: bool) -> None:
+    """Move the files of earlier starts to another folder, before a start at step 0."""
 
-    def act() -> str | None:
-        folder = records.set_aside(directory, rollouts=rollouts)
-        return None if folder is None else str(folder)
+    def move() -> str | None:
+        new_folder = records.set_aside(directory, rollouts=rollouts)
+        return None if new_folder is None else str(new_folder)
 
-    folder = on_rank_0(act)
+    folder = on_rank_0(move)
     if folder is not None:
         log.info("beginning anew; what earlier starts left is in %s", folder)

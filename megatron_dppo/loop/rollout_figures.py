@@ -10,7 +10,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,7 @@ class GroupRow(NamedTuple):
 
     @classmethod
     def of(cls, group: Sequence[TrajectoryFacts]) -> GroupRow:
+        """Return the row of ``group``."""
         return cls(
             responses=len(group),
             reward=sum(t.reward for t in group),
@@ -68,6 +69,13 @@ class GroupRow(NamedTuple):
             concentration=concentration_of(group),
         )
 
+    @classmethod
+    def total(cls, rows: Sequence[GroupRow]) -> GroupRow:
+        """Return the sum of each field over ``rows``: ``flat`` is the number of flat groups. No ``concentration``."""
+        fields_without_last = (row[:-1] for row in rows)
+        sums: list[Any] = [sum(values) for values in zip(*fields_without_last, strict=True)]
+        return cls(*sums)
+
 
 def concentration_of(group: Sequence[TrajectoryFacts]) -> float | None:
     """Return |sum_i v_i|^2 / sum_i |v_i|^2 over a group's responses i.
@@ -82,20 +90,28 @@ def concentration_of(group: Sequence[TrajectoryFacts]) -> float | None:
     (Ayanami-0123/Open-Mesh-Learning, ``_compute_mei_mean_for_batch``), which uses pi of the trainer over the whole
     vocabulary. The paper's text was not consulted.
     """
-    responses = [t for t in group if isinstance(t, Trajectory) and "topk_ids" in t.columns]
-    if len(responses) < len(group) or not group:
+    responses: list[Trajectory] = []
+    largest_id = 0
+    for t in group:
+        if not isinstance(t, Trajectory) or "topk_ids" not in t.columns:
+            return None
+        responses.append(t)
+        largest_topk_id = t.column("topk_ids").max(initial=0)
+        largest_id = max(largest_id, int(t.response_ids.max(initial=0)), int(largest_topk_id))
+    if not responses:
         return None
-    size = 1 + max(
-        max(t.response_ids.max(initial=0), t.column("topk_ids").max(initial=0)) for t in responses
-    )
-    directions = np.stack([_direction(t, int(size)) for t in responses])
-    norm_of_sum, sum_of_norms = np.square(directions.sum(0)).sum(), np.square(directions).sum()
-    return float(norm_of_sum / sum_of_norms) if sum_of_norms > 0 else None
+    directions = np.stack([_direction(t, largest_id + 1) for t in responses])
+    norm_of_sum = np.square(directions.sum(0)).sum()
+    sum_of_norms = np.square(directions).sum()
+    if sum_of_norms > 0:
+        return float(norm_of_sum / sum_of_norms)
+    return None
 
 
 def _direction(t: Trajectory, size: int) -> np.ndarray:
     """Return v of a response, float64 [``size``] (see ``concentration_of``)."""
-    ids, sampled_ids = t.column("topk_ids"), t.response_ids
+    ids = t.column("topk_ids")
+    sampled_ids = t.response_ids
     is_valid = ids >= 0
     expected_counts = np.bincount(
         ids[is_valid], np.exp(t.column("topk_log_probs")[is_valid]), minlength=size
@@ -121,7 +137,8 @@ def twins_beyond_chance(group: Sequence[TrajectoryFacts]) -> float:
     rare_responses = [t for t in group if t.log_prob < math.log(RARE)]
     counts = Counter(t.response_digest for t in rare_responses)
     equal_pairs = sum(count * (count - 1) for count in counts.values())
-    return equal_pairs - (len(group) - 1) * sum(math.exp(t.log_prob) for t in rare_responses)
+    sum_of_probs = sum(math.exp(t.log_prob) for t in rare_responses)
+    return equal_pairs - (len(group) - 1) * sum_of_probs
 
 
 def rows_of(batch: Sequence[TrajectoryFacts], group_size: int) -> list[GroupRow]:
@@ -131,42 +148,31 @@ def rows_of(batch: Sequence[TrajectoryFacts], group_size: int) -> list[GroupRow]
 
 def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
     """Return the metrics of all generated groups: without the groups that a filter drops, they would be biased."""
-    responses = sum(row.responses for row in rows)
-    return (
-        {
-            names.REWARD: sum(row.reward for row in rows) / responses,
-            names.ZERO_VARIANCE_GROUPS: sum(row.flat for row in rows) / len(rows),
-            names.RESPONSE_LENGTH: sum(row.tokens for row in rows) / responses,
-            names.TRUNCATED: sum(row.truncated for row in rows) / responses,
-            names.DISTINCT: sum(row.distinct for row in rows) / responses,
-            names.TWINS: sum(row.twins for row in rows) / responses,
-            names.TOKENS: sum(row.tokens for row in rows),
-            names.TURNS: sum(row.turns for row in rows) / responses,
-        }
-        | _cache_figures(rows)
-        | _branch_figures(rows, responses)
-        | _concentration_figures(rows)
-    )
+    total = GroupRow.total(rows)
+    figures = {
+        names.REWARD: total.reward / total.responses,
+        names.ZERO_VARIANCE_GROUPS: total.flat / len(rows),
+        names.RESPONSE_LENGTH: total.tokens / total.responses,
+        names.TRUNCATED: total.truncated / total.responses,
+        names.DISTINCT: total.distinct / total.responses,
+        names.TWINS: total.twins / total.responses,
+        names.TOKENS: total.tokens,
+        names.TURNS: total.turns / total.responses,
+    }
+    if total.prompt_tokens:
+        # A batch from a file has no prompt tokens.
+        figures[names.PREFIX_CACHED] = total.cached_tokens / total.prompt_tokens
+    if total.branches > total.responses:
+        figures[names.BRANCHES] = total.branches / total.responses
+    return figures | _concentration_figures(rows)
 
 
 def _concentration_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
     """Return the mean concentration; empty if no group has TopK(mu)."""
     values = [row.concentration for row in rows if row.concentration is not None]
-    return {names.CONCENTRATION: sum(values) / len(values)} if values else {}
-
-
-def _branch_figures(rows: Sequence[GroupRow], responses: int) -> dict[str, float]:
-    """Return the mean number of branches; empty if every response has one branch."""
-    branches = sum(row.branches for row in rows)
-    return {names.BRANCHES: branches / responses} if branches > responses else {}
-
-
-def _cache_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
-    """Return the cached share of prompt tokens; empty for a batch from a file, which does not hold it."""
-    prompt_tokens = sum(row.prompt_tokens for row in rows)
-    if not prompt_tokens:
-        return {}
-    return {names.PREFIX_CACHED: sum(row.cached_tokens for row in rows) / prompt_tokens}
+    if values:
+        return {names.CONCENTRATION: sum(values) / len(values)}
+    return {}
 
 
 def trained_figures(batch: Sequence[TrajectoryFacts]) -> dict[str, float]:
@@ -175,7 +181,9 @@ def trained_figures(batch: Sequence[TrajectoryFacts]) -> dict[str, float]:
 
 
 def file_figures(
-    batch: Sequence[TrajectoryFacts], files: TrainingFiles, group_size: int
+    batch: Sequence[TrajectoryFacts],
+    files: TrainingFiles,
+    group_size: int,
 ) -> dict[str, float]:
     """Return the number of trained prompts of each training file and their mean reward; empty if there is one file.
 
@@ -186,19 +194,23 @@ def file_figures(
     rewards: dict[str, list[float]] = {name: [] for name in files.names}
     for trajectory in batch:
         rewards[files.of(trajectory.problem_id)].append(trajectory.reward)
-    figures = {names.file_prompts(name): len(of) / group_size for name, of in rewards.items()}
-    means = {names.file_reward(name): sum(of) / len(of) for name, of in rewards.items() if of}
-    return figures | means
+    figures: dict[str, float] = {}
+    for name, file_rewards in rewards.items():
+        figures[names.file_prompts(name)] = len(file_rewards) / group_size
+        if file_rewards:
+            figures[names.file_reward(name)] = sum(file_rewards) / len(file_rewards)
+    return figures
 
 
 def selection_figures(
-    rows: Sequence[GroupRow], selection: Selection, rounds: int
+    rows: Sequence[GroupRow],
+    selection: Selection,
+    rounds: int,
 ) -> dict[str, float]:
     """Return the counts of the filter of groups, and the mean reward of the groups that train."""
-    trained_rows = [rows[i] for i in selection.positions]
+    trained = GroupRow.total([rows[i] for i in selection.positions])
     return {
-        names.REWARD_TRAINED: sum(r.reward for r in trained_rows)
-        / sum(r.responses for r in trained_rows),
+        names.REWARD_TRAINED: trained.reward / trained.responses,
         names.GENERATION_ROUNDS: rounds,
         names.GROUPS_GENERATED: len(rows),
         names.GROUPS_DROPPED: selection.dropped,
@@ -217,7 +229,9 @@ def speed_figures(tokens: float, seconds: float, waited: float) -> dict[str, flo
 
 
 def routing_figures(
-    batch: Sequence[TrajectoryFacts], recorded: Collection[int], form: Form
+    batch: Sequence[TrajectoryFacts],
+    recorded: Collection[int],
+    form: Form,
 ) -> dict[str, float]:
     """Return the metrics of recorded routing. ``recorded``: positions with a recording, on any rank."""
     recorded_responses = [batch[position] for position in recorded]
@@ -245,11 +259,15 @@ class StalenessError(RunError):
 
 def staleness_figures(batch: Sequence[TrajectoryFacts], step: int) -> dict[str, float]:
     """Return mean and largest staleness of the response tokens of the batch of ``step``, in weight versions."""
-    spans = [span for t in batch for span in t.version_spans]
-    staleness = np.array([step - 1 - span.weight_version for span in spans])
-    tokens = np.array([span.end - span.start for span in spans])
-    mean = float((staleness * tokens).sum() / tokens.sum())
-    return {names.STALENESS: mean, names.STALENESS_MAX: int(staleness.max())}
+    total, tokens, largest_staleness = 0, 0, 0
+    for trajectory in batch:
+        for span in trajectory.version_spans:
+            span_tokens = span.end - span.start
+            staleness = step - 1 - span.weight_version
+            total += staleness * span_tokens
+            tokens += span_tokens
+            largest_staleness = max(largest_staleness, staleness)
+    return {names.STALENESS: total / tokens, names.STALENESS_MAX: largest_staleness}
 
 
 def interruption_figures(batch: Sequence[TrajectoryFacts]) -> dict[str, float]:

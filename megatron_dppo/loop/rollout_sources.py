@@ -18,8 +18,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from megatron_dppo.config.data_schema import Credit
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
@@ -28,7 +31,7 @@ from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, batch_pa
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.sampling import ReturningSampler, Sampler
 from megatron_dppo.data.seal import Origin, Seal, SealError
-from megatron_dppo.data.trajectory import Outline, Problem, Stamp, Trajectory
+from megatron_dppo.data.trajectory import Outline, Problem, Stamp, Trajectory, sampled_versions
 from megatron_dppo.environments.episodes import Episodes
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop import rollout_figures
@@ -198,8 +201,6 @@ class GeneratedRollouts:
         for step in range(newest_step + 1, last_step + 1):
             self._begin(step)
 
-    # --- stages of a batch: rounds of generation, rewards, hand-over
-
     @property
     def _drains(self) -> bool:
         """Whether weight updates wait for the running requests."""
@@ -236,7 +237,9 @@ class GeneratedRollouts:
             seeds = replace(seeds, purpose=f"step {draft.step}", positions=positions)
         problems = [draft.problems[p] for p in positions]
         job = replace(self.job, problems=problems, seeds=seeds)
-        round_text = f", round {draft.rounds}" if draft.rounds > 1 else ""
+        round_text = ""
+        if draft.rounds > 1:
+            round_text = f", round {draft.rounds}"
         draft.generation = ScoredGeneration(
             *(
                 self.engine,
@@ -289,10 +292,9 @@ class GeneratedRollouts:
             )
         leader_rows = [iter(rows_by_rank[leader][0]) for leader in self.topology.leaders]
         # Copy the range first: ``unjudged`` depends on ``rows``, which grows here.
-        draft.rows += [
-            rollout_figures.GroupRow(*next(leader_rows[owner(p, self.topology)]))
-            for p in list(draft.unjudged)
-        ]
+        for position in list(draft.unjudged):
+            leader = owner(position, self.topology)
+            draft.rows.append(rollout_figures.GroupRow(*next(leader_rows[leader])))
         # A round takes as long as the part of its slowest leader.
         draft.seconds += max(seconds for _, seconds, _, _ in rows_by_rank)
         draft.redrawn += sum(redrawn for _, _, redrawn, _ in rows_by_rank)
@@ -338,15 +340,15 @@ class GeneratedRollouts:
         Trainers wait for responses; a leader's servers idle when it has nothing to generate. Both are means over the
         leaders.
         """
-        previous_clock, self._clock = self._clock, self._clocks()
-        elapsed_s, waited_s, busy_s = (
-            now - then for now, then in zip(self._clock, previous_clock, strict=True)
-        )
+        previous_clock = self._clock
+        self._clock = self._clocks()
+        elapsed_s, waited_s, busy_s = np.subtract(self._clock, previous_clock).tolist()
         elapsed_s = max(elapsed_s, 1e-9)
-        shares = all_gather_json([waited_s / elapsed_s, max(0.0, 1 - busy_s / elapsed_s)])
+        idle_share = max(0.0, 1 - busy_s / elapsed_s)
+        shares = all_gather_json([waited_s / elapsed_s, idle_share])
         leader_shares = [shares[leader] for leader in self.topology.leaders]
-        means = [sum(column) / len(leader_shares) for column in zip(*leader_shares, strict=True)]
-        return {names.TRAINERS_WAITED: means[0], names.SERVERS_IDLE: means[1]}
+        mean_waited, mean_idle = np.mean(leader_shares, axis=0).tolist()
+        return {names.TRAINERS_WAITED: mean_waited, names.SERVERS_IDLE: mean_idle}
 
     def _warn_of_filling(self, draft: _Draft, selection: Selection) -> None:
         """Log a warning if groups of zero variance fill the batch because too few other groups were generated."""
@@ -394,11 +396,11 @@ class ReplayedRollouts:
 
         Raises BatchFormatError, on all ranks, if the batch is missing or was saved with other data.
         """
-        indices, size = self._sampler.next(self._rollout.prompts_per_step), self._rollout.group_size
+        indices = self._sampler.next(self._rollout.prompts_per_step)
+        size = self._rollout.group_size
         problems = [self._problems[i] for i in indices]
-        trajectories, seal = on_every_rank(
-            lambda: self._read(step, problems), error=BatchFormatError
-        )
+        read_own = partial(self._read, step, problems)
+        trajectories, seal = on_every_rank(read_own, error=BatchFormatError)
         outlines, by_position = announce(trajectories, self._topology, size, range(len(problems)))
         figures = rollout_figures.generated_figures(
             rollout_figures.rows_of(outlines, size)
@@ -479,7 +481,9 @@ class BatchSeals:
         The hashes of versions too old to sample the next batch are deleted.
         """
         oldest = version - self.max_staleness
-        self._weights = {v: d for v, d in self._weights.items() if v >= oldest} | {version: digest}
+        for old_version in [v for v in self._weights if v < oldest]:
+            del self._weights[old_version]
+        self._weights[version] = digest
 
     def check(self, step: int, batch: RolloutBatch) -> Seal | None:
         """Verify the batch of ``step`` and return its seal, the same on every rank. Collective.
@@ -487,7 +491,8 @@ class BatchSeals:
         Returns None, without a check, for a saved batch whose file has no seal. Raises SealError, on every rank, with
         every property of the batch that differs from its seal or from ``origin``.
         """
-        saved_seal, size = batch.seal, self.origin.group_size
+        saved_seal = batch.seal
+        size = self.origin.group_size
         if self.replays and saved_seal is None:
             return None
         versions = self._weights if saved_seal is None else saved_seal.weights
@@ -496,16 +501,19 @@ class BatchSeals:
         for _, trajectory in own_responses:
             faults += seals.response_faults(trajectory, self.origin, versions)
         faults += seals.credit_faults([t for _, t in own_responses], self.origin)
-        stamps = {position: t.stamp for position, t in own_responses if t.stamp is not None}
+        own_stamps: list[Stamp] = []
+        kept_stamps: list[tuple[int, dict[str, Any]]] = []
+        for position, trajectory in own_responses:
+            if trajectory.stamp is None:
+                continue
+            own_stamps.append(trajectory.stamp)
+            if self.keeps:
+                kept_stamps.append((position, asdict(trajectory.stamp)))
         if saved_seal is None:
-            faults += seals.sampling_faults(list(stamps.values()), self.origin.sampling)
-        report: list[Any] = [
-            faults,
-            seals.text_digest([dict(s.digests) for s in stamps.values()]),
-            [s.seed for s in stamps.values()],
-            [[p, asdict(s)] for p, s in stamps.items()] if self.keeps else [],
-        ]
-        by_rank = all_gather_json(report)
+            faults += seals.sampling_faults(own_stamps, self.origin.sampling)
+        digests = seals.text_digest([dict(stamp.digests) for stamp in own_stamps])
+        own_seeds = [stamp.seed for stamp in own_stamps]
+        by_rank = all_gather_json([faults, digests, own_seeds, kept_stamps])
         faults = []
         seeds: list[int | None] = []
         stamp_by_position: dict[int, dict[str, Any]] = {}
@@ -517,19 +525,20 @@ class BatchSeals:
         faults += seals.advantage_faults(batch.outlines, self.origin)
         faults += seals.seed_faults(seeds)
         faults += [] if saved_seal is None else seals.file_faults(saved_seal, step, self.origin)
-        previous_digests, self._before = self._before, [digest for _, digest, *_ in by_rank]
+        previous_digests = self._before
+        self._before = [digest for _, digest, *_ in by_rank]
         if self._before == previous_digests:
             faults.append("batch: all responses are those of the batch before")
         if faults:
             raise SealError.of(step, faults)
         if saved_seal is not None:
             return saved_seal
-        sampled_versions = {s.weight_version for t in batch.outlines for s in t.version_spans}
-        rows = {t.problem_id: self.origin.problems[t.problem_id] for t in batch.outlines}
-        return Seal(
-            step,
-            self.origin.template,
-            {v: self._weights[v] for v in sorted(sampled_versions | {step - 1})},
-            {problem_id: seals.row_digest(problem) for problem_id, problem in rows.items()},
-            [Stamp(**stamp_by_position[position]) for position in sorted(stamp_by_position)],
-        )
+        needed_versions = sampled_versions(batch.outlines) | {step - 1}
+        weights = {version: self._weights[version] for version in sorted(needed_versions)}
+        row_digests: dict[int, str] = {}
+        for outline in batch.outlines:
+            problem_id = outline.problem_id
+            if problem_id not in row_digests:
+                row_digests[problem_id] = seals.row_digest(self.origin.problems[problem_id])
+        stamps = [Stamp(**stamp_by_position[p]) for p in sorted(stamp_by_position)]
+        return Seal(step, self.origin.template, weights, row_digests, stamps)

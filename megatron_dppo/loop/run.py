@@ -240,7 +240,8 @@ class Run:
         config = self.config
         self.engine: EngineSession | None = None
         if config.rollout.replay_from is None:
-            fence, place_of = self.fence.check_together, self.data.place_of
+            fence = self.fence.check_together
+            place_of = self.data.place_of
             session = EngineSession(config, self.trainer, self.should_stop, fence, place_of)
             self.engine = stack.enter_context(session)
         self.scorer = Scorer(config.reward, self.data.place_of)
@@ -326,7 +327,8 @@ class Run:
             with self.timer("start"), patience("waiting for the servers"):
                 self.engine.connect()
         if self.trainer.topology.rank == 0:
-            placement, dtype = config.engine.placement, config.model.dtype
+            placement = config.engine.placement
+            dtype = config.model.dtype
             layout = self.trainer.layout
             log.info("%s", active_line(config.rollout, placement, dtype, self.algorithm, layout))
         self._check_files()
@@ -486,7 +488,8 @@ class Run:
         # Faults of the last evaluation's episodes are not recorded yet.
         self._record_faults(gathered_faults(self.episodes))
         self.recorder.finish(difference)
-        if (repository := self.config.checkpoint.upload) is not None:
+        repository = self.config.checkpoint.upload
+        if repository is not None:
             with patience("rank 0 sends the export"):
                 run = self.config.run
                 on_rank_0(partial(upload_export, run.directory, repository, run.steps))
@@ -536,7 +539,8 @@ class Run:
         self.fence.check_together()
         identity = identity_of(self.config, self.data.train.sha256)
         replays = self.config.rollout.replay_from is not None
-        run, checkpoints = self.config.run, self.config.checkpoint
+        run = self.config.run
+        checkpoints = self.config.checkpoint
         nonce = self.fence.nonce
         has_begun = on_rank_0(partial(has_begun_run, run.directory, nonce))
         state = resume(
@@ -574,7 +578,8 @@ class Run:
         rollout = self.config.rollout
         problems = self.data.train.problems
         if rollout.replay_from is not None:
-            topology, origin = self.trainer.topology, self.data.origin()
+            topology = self.trainer.topology
+            origin = self.data.origin()
             return ReplayedRollouts(rollout, topology, problems, self.sampler, origin)
         assert self.engine is not None
         return GeneratedRollouts(
@@ -622,7 +627,8 @@ class Run:
         with self.timer("sync"), patience("others update the engine's weights"):
             report = self.engine.update_weights(self.state.step)
         totals = self.engine.updates.count, self.engine.updates.verified
-        counted, self._counted_updates = self._counted_updates, totals
+        counted = self._counted_updates
+        self._counted_updates = totals
         return {
             names.WEIGHT_UPDATES: totals[0] - counted[0],
             names.WEIGHT_UPDATES_VERIFIED: totals[1] - counted[1],
@@ -651,9 +657,10 @@ class Run:
             folder = Path(self.config.run.directory) / ROLLOUTS_FOLDER
             loss_columns = self.learner.loss_columns
             try:
-                whole = [
-                    t.with_columns(**loss_columns.get(i, {})) for i, t in sorted(batch.items())
-                ]
+                whole: list[Trajectory] = []
+                for position, trajectory in sorted(batch.items()):
+                    columns = loss_columns.get(position, {})
+                    whole.append(trajectory.with_columns(**columns))
                 save_batch(folder, step, whole, seal)
             except OSError as error:
                 failure = RecordingError(f"rollout.save: {folder}: {error.strerror}")

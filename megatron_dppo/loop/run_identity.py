@@ -15,7 +15,8 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
     With another value, the metrics after the resume would not continue those before it. Learning rates, batch sizes,
     layouts, limits and schedules may change.
     """
-    algorithm, data = config.algorithm, config.data
+    algorithm = config.algorithm
+    data = config.data
     return {
         "algorithm.name": algorithm.name,
         "algorithm.settings": algorithm.settings,
@@ -46,7 +47,9 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
 
 def _argument_identity(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat template's arguments, if there are any: earlier checkpoints have no such key."""
-    return {"data.chat_template_arguments": dict(arguments)} if arguments else {}
+    if arguments:
+        return {"data.chat_template_arguments": dict(arguments)}
+    return {}
 
 
 def _advantage_identity(algorithm: AlgorithmConfig) -> dict[str, Any]:
@@ -57,7 +60,11 @@ def _advantage_identity(algorithm: AlgorithmConfig) -> dict[str, Any]:
     usual = AlgorithmConfig()
     keys = ("advantage", "overlong_tokens", "length_penalty")
     values = {key: getattr(algorithm, key) for key in keys}
-    return {f"algorithm.{k}": v for k, v in values.items() if v != getattr(usual, k)}
+    chosen_values: dict[str, Any] = {}
+    for key, value in values.items():
+        if value != getattr(usual, key):
+            chosen_values[f"algorithm.{key}"] = value
+    return chosen_values
 
 
 _ADDRESS_OPTIONS = ("url", "api_key_variable")
@@ -75,4 +82,6 @@ def _reward_identity(reward: RewardConfig) -> dict[str, Any]:
         options = {k: v for k, v in term.options.items() if k not in _ADDRESS_OPTIONS}
         rows[name] = [term.name, term.weight, options]
     usual = [unchanged.name, unchanged.weight, unchanged.options]
-    return {} if list(rows.values()) == [usual] else {"reward (weights, options)": rows}
+    if list(rows.values()) == [usual]:
+        return {}
+    return {"reward (weights, options)": rows}

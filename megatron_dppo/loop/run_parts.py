@@ -18,7 +18,11 @@ from megatron_dppo.trainer.step import StatsSpec
 
 
 def active_line(
-    rollout: RolloutConfig, placement: str, dtype: str, algorithm: Algorithm, layout: Layout
+    rollout: RolloutConfig,
+    placement: str,
+    dtype: str,
+    algorithm: Algorithm,
+    layout: Layout,
 ) -> str:
     """``active: dppo-binary-tv (tv_threshold 0.15), R3 off, filter off, staleness 0, TP2 EP2, float32``."""
     numbers = ", ".join(
@@ -53,7 +57,11 @@ def stats_spec(algorithm: Algorithm, topk: int) -> StatsSpec:
 
 
 def generation_job(
-    config: TrainConfig, data: RunData, shape: ModelShape, topk: int, episodes: Episodes | None
+    config: TrainConfig,
+    data: RunData,
+    shape: ModelShape,
+    topk: int,
+    episodes: Episodes | None,
 ) -> GenerationJob:
     """Return the job that every generation of the run starts from; it has no problems and no purpose of seeds yet."""
     rollout = config.rollout
@@ -66,15 +74,20 @@ def generation_job(
         stop_token_ids=tuple(rollout.stop_token_ids),
         stop=tuple(rollout.stop),
     )
-    seeds = SamplingSeeds(config.run.seed, "", ()) if config.engine.deterministic else None
-    decode = data.text_of if rollout.interrupt == "abort" else None
+    seeds = None
+    if config.engine.deterministic:
+        seeds = SamplingSeeds(config.run.seed, "", ())
+    decode = None
+    if rollout.interrupt == "abort":
+        decode = data.text_of
     play = None if episodes is None else episodes.play
     return GenerationJob((), rollout.group_size, sampling, columns, seeds, decode, play)
 
 
 def open_episodes(config: TrainConfig, data: RunData) -> Episodes | None:
     """Return the player of this rank's episodes; None where a response has one turn."""
-    environment, turns = config.environment, data.turns
+    environment = config.environment
+    turns = data.turns
     if environment.name is None or turns is None:
         return None
     spec = EnvironmentSpec(

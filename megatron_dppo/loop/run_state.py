@@ -59,11 +59,12 @@ class RunState:
 
     def check_identity(self, identity: dict[str, Any], checkpoint: str) -> None:
         """Raise ResumeError with each difference, unless ``identity`` is this run's."""
-        differences = [
-            f"{key}: {self.identity.get(key)!r} there, {identity.get(key)!r} now"
-            for key in sorted((self.identity.keys() | identity.keys()) - {FILES})
-            if self.identity.get(key) != identity.get(key)
-        ]
+        differences: list[str] = []
+        for key in sorted((self.identity.keys() | identity.keys()) - {FILES}):
+            saved_value = self.identity.get(key)
+            value = identity.get(key)
+            if saved_value != value:
+                differences.append(f"{key}: {saved_value!r} there, {value!r} now")
         if differences:
             raise ResumeError(
                 f"{checkpoint} belongs to another run ({'; '.join(differences)}); give back these "
@@ -86,11 +87,16 @@ class RunState:
         """Return each key of the configuration whose value changed since the checkpoint was saved, with both values."""
         if not self.settings:
             return []
-        saved_settings, new_settings = flat_settings(self.settings), flat_settings(settings)
+        saved_settings = flat_settings(self.settings)
+        new_settings = flat_settings(settings)
         changes = []
         for key in sorted(saved_settings.keys() | new_settings.keys()):
-            saved_value = repr(saved_settings[key]) if key in saved_settings else "not set"
-            new_value = repr(new_settings[key]) if key in new_settings else "not set"
+            saved_value = "not set"
+            if key in saved_settings:
+                saved_value = repr(saved_settings[key])
+            new_value = "not set"
+            if key in new_settings:
+                new_value = repr(new_settings[key])
             if saved_value != new_value:
                 changes.append(f"{key}: {saved_value} there, {new_value} now")
         return changes

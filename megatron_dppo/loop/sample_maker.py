@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory, TrajectoryFacts
@@ -18,12 +18,22 @@ from megatron_dppo.trainer.collectives import all_gather_json
 KEPT = 4
 """Number of responses kept of a training step, and of an evaluation on one set. The response with the most masked
 tokens is kept in addition."""
-_KINDS: tuple[Callable[[TrajectoryFacts | Sample, float], bool], ...] = (
-    lambda t, mean: t.reward > mean,
-    lambda t, mean: t.reward <= mean and not t.truncated,
-    lambda t, mean: t.truncated,
-)
-"""Predicates of a response and the mean reward; ``chosen`` keeps one response for each."""
+
+
+def _is_right(response: TrajectoryFacts | Sample, mean_reward: float) -> bool:
+    return response.reward > mean_reward
+
+
+def _is_wrong(response: TrajectoryFacts | Sample, mean_reward: float) -> bool:
+    return response.reward <= mean_reward and not response.truncated
+
+
+def _is_truncated(response: TrajectoryFacts | Sample, mean_reward: float) -> bool:
+    return response.truncated
+
+
+_KINDS = (_is_right, _is_wrong, _is_truncated)
+"""``chosen`` keeps one response of each kind."""
 
 
 def chosen(responses: Sequence[TrajectoryFacts | Sample], step: int) -> list[int]:
@@ -36,8 +46,11 @@ def chosen(responses: Sequence[TrajectoryFacts | Sample], step: int) -> list[int
     order = list(range(len(responses)))
     random.Random(step).shuffle(order)
     mean = sum(t.reward for t in responses) / max(1, len(responses))
-    positions = [next((p for p in order if kind(responses[p], mean)), None) for kind in _KINDS]
-    return list(dict.fromkeys([*(p for p in positions if p is not None), *order]))[:KEPT]
+    positions: list[int] = []
+    for is_of_kind in _KINDS:
+        positions += [p for p in order if is_of_kind(responses[p], mean)][:1]
+    # A response can be of two kinds: drop its second position.
+    return list(dict.fromkeys([*positions, *order]))[:KEPT]
 
 
 class SampleMaker:
@@ -85,29 +98,37 @@ class SampleMaker:
         ``trajectories``: this rank's, by position in the batch. ``masked``: the number of masked tokens of each
         response whose loss this rank computed.
         """
-        most_masked = max(masked, key=lambda p: masked[p], default=None)
-        own_candidates = {}
+        most_masked = max(masked, key=masked.__getitem__, default=None)
+        own_candidates: dict[int, Sample] = {}
         if most_masked is not None and most_masked in trajectories:
-            own_candidates = {most_masked: self._trained(step, trajectories[most_masked])}
-        rows = [
-            [[p, s.to_json()] for p, s in part.items()] for part in (self._taken, own_candidates)
-        ]
-        shares = all_gather_json([*rows, list(masked.items())])
-        counts = {p: count for *_, pairs in shares for p, count in pairs}
-        candidates = {p: line for _, lines, _ in shares for p, line in lines}
-        lines = {p: line for taken, *_ in shares for p, line in taken}
+            own_candidates[most_masked] = self._trained(step, trajectories[most_masked])
+        # JSON has no integer keys: send pairs.
+        own_lines = [(p, sample.to_json()) for p, sample in self._taken.items()]
+        own_candidate_lines = [(p, sample.to_json()) for p, sample in own_candidates.items()]
+        lines: dict[int, dict[str, Any]] = {}
+        candidates: dict[int, dict[str, Any]] = {}
+        counts: dict[int, int] = {}
+        shares = all_gather_json([own_lines, own_candidate_lines, list(masked.items())])
+        for rank_lines, rank_candidates, rank_counts in shares:
+            lines.update(rank_lines)
+            candidates.update(rank_candidates)
+            counts.update(rank_counts)
         if candidates:
-            most_masked = max(candidates, key=lambda p: counts[p])
+            most_masked = max(candidates, key=counts.__getitem__)
             lines.setdefault(most_masked, candidates[most_masked])
-        return [Sample.from_json(line | {"masked": counts.get(p, 0)}) for p, line in lines.items()]
+        samples: list[Sample] = []
+        for position, line in lines.items():
+            samples.append(Sample.from_json({**line, "masked": counts.get(position, 0)}))
+        return samples
 
     def of_evaluation(
         self, step: int, name: str, problems: Sequence[Problem], scored: Sequence[Trajectory]
     ) -> list[Sample]:
         """Return samples of a held-out set's responses on this rank. ``problems``: the problem of each response."""
-        return [
-            self._sample(step, name, problems[i], scored[i], None) for i in chosen(scored, step)
-        ]
+        samples: list[Sample] = []
+        for i in chosen(scored, step):
+            samples.append(self._sample(step, name, problems[i], scored[i], None))
+        return samples
 
     def of_response(self, name: str, problem: Problem, scored: Trajectory) -> Sample:
         """Return the sample of one response to a problem of the held-out set ``name``, before any step."""
@@ -130,9 +151,11 @@ class SampleMaker:
         if len(t.branch_lengths) > 1:
             reason += f"; {len(t.branch_lengths)} branches, end to end"
         if len(t.turn_rewards) > 1:
-            reason += f"; by turn: {', '.join(f'{r:g}' for r in t.turn_rewards)}"
+            rewards_text = ", ".join(f"{reward:g}" for reward in t.turn_rewards)
+            reason += f"; by turn: {rewards_text}"
         if "advantages" in t.columns and advantage is not None:
-            reason += f"; A by turn: {', '.join(f'{a:+.3g}' for a in t.advantages_by_turn)}"
+            advantages_text = ", ".join(f"{a:+.3g}" for a in t.advantages_by_turn)
+            reason += f"; A by turn: {advantages_text}"
         return Sample(
             step=step,
             set=name,

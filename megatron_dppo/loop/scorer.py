@@ -97,9 +97,11 @@ class Scorer:
         self._place_of = place_of
         self.max_replacements = config.max_replacements
         self.failures: Counter[str] = Counter()
-        terms = config.terms
-        self._verifiers = {name: Verifier.of(term) for name, term in terms.items()}
-        self._weights = {name: term.weight for name, term in terms.items()}
+        self._verifiers: dict[str, Verifier] = {}
+        self._weights: dict[str, float] = {}
+        for name, term in config.terms.items():
+            self._verifiers[name] = Verifier.of(term)
+            self._weights[name] = term.weight
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -128,35 +130,37 @@ def weighted_sum(scores: Mapping[str, Score], weights: Mapping[str, float]) -> S
     components are named ``name/component``. A refusal or an unavailable reward makes the sum refused or unavailable,
     with the name of the reward. A sum that is not a usable number is a refusal.
     """
-    refusals = [
-        f"reward {name}: {s.refusal}" for name, s in scores.items() if s.refusal is not None
-    ]
-    if refusals:
-        return Score(0.0, refusal=refusals[0])
-    unavailable_rewards = [
-        f"reward {name}: {s.unavailable}" for name, s in scores.items() if s.unavailable is not None
-    ]
+    unavailable_rewards: list[str] = []
+    for name, score in scores.items():
+        if score.refusal is not None:
+            return Score(0.0, refusal=f"reward {name}: {score.refusal}")
+        if score.unavailable is not None:
+            unavailable_rewards.append(f"reward {name}: {score.unavailable}")
     if unavailable_rewards:
         return Score.without_value("; ".join(unavailable_rewards))
-    components: dict[str, float] = {}
-    for name, score in scores.items():
-        if len(scores) > 1:
-            components[name] = score.value
-        prefix = f"{name}/" if len(scores) > 1 else ""
-        components |= {f"{prefix}{part}": value for part, value in score.components.items()}
-    reasons = {name: s.reason for name, s in scores.items() if s.reason}
     total = sum(weights[name] * score.value for name, score in scores.items())
     if not is_usable(total):
-        parts = ", ".join(f"{name} {s.value:g} * {weights[name]:g}" for name, s in scores.items())
-        return Score(
-            0.0, refusal=f"the weighted sum of {parts} is {total:g}, expected {USABLE_NUMBER}"
+        products = [f"{name} {s.value:g} * {weights[name]:g}" for name, s in scores.items()]
+        refusal = (
+            f"the weighted sum of {', '.join(products)} is {total:g}, expected {USABLE_NUMBER}"
         )
+        return Score(0.0, refusal=refusal)
+    components: dict[str, float] = {}
+    reasons: list[str] = []
+    for name, score in scores.items():
+        if len(scores) == 1:
+            components.update(score.components)
+            reasons.append(score.reason)
+            continue
+        components[name] = score.value
+        for part, value in score.components.items():
+            components[f"{name}/{part}"] = value
+        if score.reason:
+            reasons.append(f"{name}: {score.reason}")
     return Score(
         total,
         timed_out=any(s.timed_out for s in scores.values()),
         crashed=any(s.crashed for s in scores.values()),
         components=components,
-        reason="; ".join(
-            f"{name}: {reason}" if len(scores) > 1 else reason for name, reason in reasons.items()
-        ),
+        reason="; ".join(reasons),
     )

@@ -42,10 +42,10 @@ class ComponentSums:
 
     def means(self, evaluation_set: str | None = None) -> dict[str, float]:
         """Return the mean of each component over the responses that have it, by metric name."""
-        return {
-            names.component(name, evaluation_set): value / responses
-            for name, (value, responses) in self._sums.items()
-        }
+        means: dict[str, float] = {}
+        for name, (value, responses) in self._sums.items():
+            means[names.component(name, evaluation_set)] = value / responses
+        return means
 
 
 class ScoredGeneration:
@@ -145,24 +145,28 @@ class ScoredGeneration:
         keys = response_keys(self._job)
         for replacements in count():
             scores = {key: self._scores[key].result() for key in keys}
-            unavailable_scores = {
-                k: s.unavailable for k, s in scores.items() if s.unavailable is not None
-            }
-            by_rank = all_gather_json(
-                [len(unavailable_scores), next(iter(unavailable_scores.values()), "")]
-            )
-            missing_count = sum(number for number, _ in by_rank)
+            replaced_keys: list[Hashable] = []
+            own_reasons: list[str] = []
+            for key, score in scores.items():
+                if score.unavailable is not None:
+                    replaced_keys.append(key)
+                    own_reasons.append(score.unavailable)
+            missing_count = 0
+            reasons: list[str] = []
+            # Each rank sends its number of scores without a value, and the first reason.
+            for number, rank_reasons in all_gather_json([len(replaced_keys), own_reasons[:1]]):
+                missing_count += number
+                reasons += rank_reasons
             if not missing_count:
                 break
-            reason = next(reason for number, reason in by_rank if number)
-            message = f"{missing_count} responses have no reward; the first: {reason}"
+            message = f"{missing_count} responses have no reward; the first: {reasons[0]}"
             if replacements == self._scorer.max_replacements:
                 raise RewardUnavailableError(
                     f"{message} (after {replacements} replacements of them)"
                 )
             log.warning("%s: %s; others take their place", self._description, message)
             self._scorer.failures[names.REWARD_REPLACED] += missing_count
-            self._replace(unavailable_scores.keys(), replacements + 1)
+            self._replace(replaced_keys, replacements + 1)
             self.wait(version, mixes=mixes)
         rewarded = reward_responses(
             self._job, self._responses, list(scores.values()), algorithm, credit
@@ -172,14 +176,16 @@ class ScoredGeneration:
 
     def _replace(self, replaced_keys: Collection[Hashable], number: int) -> None:
         """Generate the responses with these keys again, and score them."""
-        job, size = self._job, self._job.group_size
+        job = self._job
+        size = self._job.group_size
         if job.seeds is not None:
             purpose = f"{job.seeds.purpose}, replacement {number}"
             job = replace(job, seeds=replace(job.seeds, purpose=purpose))
-        responses = {divmod(i, size): t for i, t in enumerate(self._responses)}
-        scored: dict[Hashable, Trajectory] = {
-            key: t for key, t in responses.items() if key not in replaced_keys
-        }
+        scored: dict[Hashable, Trajectory] = {}
+        for index, response in enumerate(self._responses):
+            key = divmod(index, size)
+            if key not in replaced_keys:
+                scored[key] = response
         arrived = score_on_arrival(self._scorer, job, self._scores, self._part)
         self._earlier_seconds, self._earlier_redrawn = self.seconds, self.redrawn
         self._earlier_timed_out = self.timed_out

@@ -85,7 +85,8 @@ class ServerAccess:
                 await weights.close()
 
     async def _connect(self, member: membership.Member) -> EngineWeights:
-        server, keys = member.server, member.keys
+        server = member.server
+        keys = member.keys
         return await EngineWeights.connect(
             HttpClient(server.url, keys.api, keys.admin, member.ca_file),
             self.shape,

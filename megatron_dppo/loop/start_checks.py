@@ -24,7 +24,9 @@ _NEEDED_FOR_SCORES = ("reward",)
 
 
 def data_and_resume_faults(
-    config: TrainConfig, refused: Sequence[str] = (), answers: str | None = None
+    config: TrainConfig,
+    refused: Sequence[str] = (),
+    answers: str | None = None,
 ) -> list[str]:
     """Check the inputs' hashes, the data, the rewards, the gold answers and the checkpoint; return every fault.
 
@@ -73,9 +75,10 @@ def check_resume(config: TrainConfig, data_sha256: str) -> None:
         files = inputs.model_files(config.model.hf_checkpoint, config.lora.start_from)
         state.check_file_names(files.keys(), str(last_checkpoint))
         # Only the small files are hashed here, in milliseconds. The ranks hash the weights later.
-        small_files = {
-            n: sha256_of(path) for n, path in files.items() if path.suffix != inputs.WEIGHTS
-        }
+        small_files: dict[str, str] = {}
+        for name, path in files.items():
+            if path.suffix != inputs.WEIGHTS:
+                small_files[name] = sha256_of(path)
         state.check_files(small_files, str(last_checkpoint))
     else:
         reasons = [unusable.reason for unusable in survey.unusable]

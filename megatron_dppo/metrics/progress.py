@@ -57,7 +57,9 @@ class Tracker:
         """The state as text: ``generate: 12/64 (19%), 31 s``."""
         parts = [f"{self.elapsed:.0f} s"]
         if self.total is not None:
-            share = f" ({100 * self.completed / self.total:.0f}%)" if self.total else ""
+            share = ""
+            if self.total:
+                share = f" ({100 * self.completed / self.total:.0f}%)"
             parts.insert(0, f"{self.completed}/{self.total}{share}")
         if self.note:
             parts.append(self.note)
@@ -113,7 +115,10 @@ def progress(
         _print(console, f"{description} ...")
     finished = threading.Event()
     reporter = threading.Thread(
-        target=_report, args=(tracker, console, finished, interval_s), daemon=True, name="progress"
+        target=_report,
+        args=(tracker, console, finished, interval_s),
+        daemon=True,
+        name="progress",
     )
     reporter.start()
     try:
@@ -140,7 +145,10 @@ def _columns(total: int | None) -> list[ProgressColumn]:
 
 
 def _report(
-    tracker: Tracker, console: Console, finished: threading.Event, interval_s: float
+    tracker: Tracker,
+    console: Console,
+    finished: threading.Event,
+    interval_s: float,
 ) -> None:
     """Print the state every ``interval_s`` seconds until ``finished``."""
     while not finished.wait(interval_s):

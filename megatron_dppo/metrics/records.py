@@ -127,19 +127,25 @@ def step_of(record: Record) -> int:
 
 def series(records: Iterable[Record], name: str) -> tuple[list[int], list[float]]:
     """Return steps and values of metric ``name``, at the steps where it is present and finite."""
-    values = [(step_of(record), record.get(name)) for record in records]
-    points = [(step, value) for step, value in values if value is not None]
-    return [step for step, _ in points], [value for _, value in points]
+    steps: list[int] = []
+    values: list[float] = []
+    for record in records:
+        value = record.get(name)
+        if value is not None:
+            steps.append(step_of(record))
+            values.append(value)
+    return steps, values
 
 
 def mean_accuracy(record: Mapping[str, float | None]) -> float | None:
     """Return the held-out accuracy of one step: mean over the evaluation sets; None if none was evaluated."""
-    measured = [
-        value
-        for name, value in record.items()
-        if names.accuracy_set(name) is not None and value is not None
-    ]
-    return sum(measured) / len(measured) if measured else None
+    accuracies: list[float] = []
+    for name, value in record.items():
+        if names.accuracy_set(name) is not None and value is not None:
+            accuracies.append(value)
+    if accuracies:
+        return sum(accuracies) / len(accuracies)
+    return None
 
 
 def phase_table(records: Iterable[Record]) -> dict[str, list[float]]:
@@ -167,12 +173,16 @@ class StepLines:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         self.path = path
+        self.last_step = -1
         lines = read_lines(path) if path.exists() else []
-        steps = [record["step"] for record in decode_records(lines, str(path))]
-        kept_lines = [line for line, step in zip(lines, steps, strict=False) if step < resume_step]
+        kept_lines: list[str] = []
+        # An incomplete last line has no record.
+        for line, record in zip(lines, decode_records(lines, str(path)), strict=False):
+            if record["step"] < resume_step:
+                kept_lines.append(line)
+                self.last_step = max(self.last_step, record["step"])
         if len(kept_lines) < len(lines):
             write_atomically(path, "".join(kept_lines))
-        self.last_step = max((step for step in steps if step < resume_step), default=-1)
 
     def append(self, text: str) -> None:
         """Append encoded lines with their ends. Raises OSError."""
@@ -219,7 +229,10 @@ class MetricsWriter:
         self._last_step = step
 
     def complete(
-        self, step: int, values: Mapping[str, float], summed: Sequence[str] = ()
+        self,
+        step: int,
+        values: Mapping[str, float],
+        summed: Sequence[str] = (),
     ) -> dict[str, float]:
         """Add ``values`` to the last record, that of ``step``; those named in ``summed`` to the values there.
 
@@ -230,13 +243,20 @@ class MetricsWriter:
         last_records = decode_records(lines[-1:], str(self._lines.path))
         if not last_records or step_of(last_records[0]) != step:
             raise RecordsError(f"{self._lines.path}: the last record is not that of step {step}")
-        recorded_values = {
-            n: math.nan if value is None else value for n, value in last_records[0].items()
-        }
-        sums = {n: values[n] + recorded_values.get(n, 0) for n in summed if n in values}
-        completed = encode_record(step, {**recorded_values, **values, **sums}) + "\n"
-        write_atomically(self._lines.path, "".join([*lines[:-1], completed]))
-        return {n: value for n, value in values.items() if n not in recorded_values}
+        completed_values: dict[str, float] = {}
+        for name, value in last_records[0].items():
+            completed_values[name] = math.nan if value is None else value
+        new_values: dict[str, float] = {}
+        for name, value in values.items():
+            if name not in completed_values:
+                new_values[name] = value
+            if name in summed:
+                completed_values[name] = value + completed_values.get(name, 0)
+            else:
+                completed_values[name] = value
+        completed_line = encode_record(step, completed_values) + "\n"
+        write_atomically(self._lines.path, "".join([*lines[:-1], completed_line]))
+        return new_values
 
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -256,10 +276,10 @@ _RECORDS = (
 
 def saved_steps(folder: Path) -> list[int]:
     """Return the steps whose batches are in ``folder``, in order. Raises ValueError without any."""
-    saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob(BATCH_FILES))
-    if not saved:
+    steps = [int(path.stem.removeprefix("step_")) for path in folder.glob(BATCH_FILES)]
+    if not steps:
         raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
-    return saved
+    return sorted(steps)
 
 
 def saved_step(folder: Path, step: int | None) -> int:

@@ -38,7 +38,9 @@ class NormalRange:
 
     def upper(self, dtype: Dtype) -> float:
         """Return the upper bound for a policy held in ``dtype``."""
-        return self.high_bf16 if dtype == "bfloat16" and self.high_bf16 is not None else self.high
+        if dtype == "bfloat16" and self.high_bf16 is not None:
+            return self.high_bf16
+        return self.high
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ class Metric:
 
     def show(self, value: float) -> str:
         """Format ``value`` with the metric's unit."""
-        return f"{100 * value:.3g}%" if self.share else f"{value:.3g}"
+        if self.share:
+            return f"{100 * value:.3g}%"
+        return f"{value:.3g}"
 
     def axis(self) -> tuple[float, float] | None:
         """Return the least range of a share's axis; None for a metric that is no share.
@@ -84,16 +88,21 @@ class Metric:
         """
         if not self.share:
             return None
-        high = 1.0 if self.normal is None else self.normal.upper("float32")
+        high = 1.0
+        if self.normal is not None:
+            high = self.normal.upper("float32")
         return 0.0, high if high < SMALL_SHARE else 1.0
 
     def range_text(self, dtype: Dtype) -> str:
         """Return the normal range as text; empty where the metric has no bounds."""
         if self.normal is None:
             return ""
-        low, high = self.normal.low, self.normal.upper(dtype)
+        low = self.normal.low
+        high = self.normal.upper(dtype)
         if math.isfinite(low) and math.isfinite(high):
             return f"{self.show(low)} to {self.show(high)}"
         if math.isfinite(high):
             return f"at most {self.show(high)}"
-        return f"at least {self.show(low)}" if math.isfinite(low) else ""
+        if math.isfinite(low):
+            return f"at least {self.show(low)}"
+        return ""

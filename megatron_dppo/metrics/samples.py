@@ -75,8 +75,12 @@ def shortened(text: str, max_characters: int = LONGEST_TEXT) -> str:
 
 def console_lines(sample: Sample, max_characters: int = 300) -> list[str]:
     """Return a sample's lines for the console: its origin, its prompt, its response and its reward."""
-    gained = "" if sample.advantage is None else f", A = {sample.advantage:+.3g}"
-    masked = f", {sample.masked} of {sample.tokens} tokens masked" if sample.masked else ""
+    gained = ""
+    if sample.advantage is not None:
+        gained = f", A = {sample.advantage:+.3g}"
+    masked = ""
+    if sample.masked:
+        masked = f", {sample.masked} of {sample.tokens} tokens masked"
     return [
         f"sample of {sample.set}, step {sample.step}, problem {sample.problem}: "
         f"{one_line(shortened(sample.prompt, max_characters))}",
@@ -93,7 +97,11 @@ def _parts(sample: Sample) -> str:
 
 def printable(text: str) -> str:
     """Return ``text`` with unprintable characters, such as a terminal's commands, as escapes; line ends stay."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    characters: list[str] = []
+    for character in text:
+        is_shown = character.isprintable() or character == "\n"
+        characters.append(character if is_shown else repr(character)[1:-1])
+    return "".join(characters)
 
 
 def one_line(text: str) -> str:

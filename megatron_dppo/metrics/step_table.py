@@ -44,7 +44,9 @@ class TableColumn:
 
     def read(self, values: Mapping[str, float]) -> float | None:
         """Return the value of this column in one step; None if it was not measured."""
-        return self.value(values) if self.value else values.get(self.metric)
+        if self.value:
+            return self.value(values)
+        return values.get(self.metric)
 
 
 def total_seconds(values: Mapping[str, float]) -> float | None:
@@ -55,11 +57,15 @@ def total_seconds(values: Mapping[str, float]) -> float | None:
 
 def _percent(value: float) -> str:
     """Format a share in percent with two decimals below 10%, one from 10% on: 0.02%, 12.5%."""
-    return f"{100 * value:.2f}%" if abs(value) < 0.1 else f"{100 * value:.1f}%"
+    if abs(value) < 0.1:
+        return f"{100 * value:.2f}%"
+    return f"{100 * value:.1f}%"
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+    if value < 1000:
+        return f"{value:.1f}"
+    return f"{value:.0f}"
 
 
 def _plain(decimals: int) -> Callable[[float], str]:
@@ -116,7 +122,9 @@ class NormalityCheck:
             return "not a finite number"
         if not normal.low <= value <= normal.upper(self.dtype):
             # Name the data type only where the bound depends on it.
-            of_dtype = "" if normal.high_bf16 is None else f" in {self.dtype}"
+            of_dtype = ""
+            if normal.high_bf16 is not None:
+                of_dtype = f" in {self.dtype}"
             return f"expected {metric.range_text(self.dtype)}{of_dtype}"
         history = self._history[metric.name]
         if len(history) == HISTORY:
@@ -155,11 +163,11 @@ class StepTable:
             self._print(self._header())
         self._lines += 1
         self._print(self._row(step, values, unusual))
-        for metric in [name for name in unusual if name not in self._explained]:
+        for metric, text in unusual.items():
+            if metric in self._explained:
+                continue
             self._explained.add(metric)
-            self._print(
-                Text(f"  ! {unusual[metric]}. {table.BY_METRIC[metric].why}", style="yellow")
-            )
+            self._print(Text(f"  ! {text}. {table.BY_METRIC[metric].why}", style="yellow"))
 
     def note(self, lines: Sequence[str]) -> None:
         """Print ``lines`` below the last row."""
@@ -167,9 +175,14 @@ class StepTable:
             self._print(Text(f"  {line}", style="dim"))
 
     def _header(self) -> Text:
-        top = ["".rjust(self._step_width), *(c.top.rjust(c.width) for c in COLUMNS)]
-        bottom = ["step".rjust(self._step_width), *(c.bottom.rjust(c.width) for c in COLUMNS)]
-        return Text("\n".join(" ".join(row).rstrip() for row in (top, bottom)), style="bold")
+        top = ["".rjust(self._step_width)]
+        bottom = ["step".rjust(self._step_width)]
+        for column in COLUMNS:
+            top.append(column.top.rjust(column.width))
+            bottom.append(column.bottom.rjust(column.width))
+        top_line = " ".join(top).rstrip()
+        bottom_line = " ".join(bottom).rstrip()
+        return Text(f"{top_line}\n{bottom_line}", style="bold")
 
     def _row(self, step: int, values: Mapping[str, float], unusual: Mapping[str, str]) -> Text:
         line = Text(f"{step}/{self._total}".rjust(self._step_width) + " ")

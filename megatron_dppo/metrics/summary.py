@@ -99,7 +99,9 @@ def describe_layout(parallel: Mapping[str, Any]) -> str:
     if parallel["sequence"]:
         names.append("SP")
     ranks = "1 rank" if world == 1 else f"{world} ranks"
-    return f"{' '.join(names)}, {ranks}" if names else ranks
+    if names:
+        return f"{' '.join(names)}, {ranks}"
+    return ranks
 
 
 @dataclass(frozen=True)
@@ -172,10 +174,10 @@ def summarize(
     """Compute the summary of a run from its records.
 
     Args:
-        records: of the whole run.
+        records: metrics rows of the whole run.
         info: identification of the run.
         hf_export_max_logprob_diff: see ``RunSummary``.
-        faults: of its environments.
+        faults: faults of its environments.
 
     Raises:
         ValueError: no step was trained.
@@ -184,30 +186,44 @@ def summarize(
     if steps == 0:
         raise ValueError(f"{len(records)} records hold no trained step, so there is no summary")
     window = window_of(steps)
-    evaluated = [(step_of(r), mean_accuracy(r)) for r in records]
-    accuracies = [(step, value) for step, value in evaluated if value is not None]
+    eval_steps: list[int] = []
+    accuracies: list[float] = []
     sets: dict[str, str] = {}
     for record in records:
+        accuracy = mean_accuracy(record)
+        if accuracy is not None:
+            eval_steps.append(step_of(record))
+            accuracies.append(accuracy)
         for name in record:
             if dataset := names.accuracy_set(name):
                 sets[name] = dataset
-    by_set = {dataset: series(records, name)[1] for name, dataset in sorted(sets.items())}
-    rewards = series(records, names.REWARD)[1]
+    accuracy_by_set: dict[str, tuple[float, float]] = {}
+    for name, dataset in sorted(sets.items()):
+        _, set_accuracies = series(records, name)
+        if set_accuracies:
+            accuracy_by_set[dataset] = set_accuracies[0], set_accuracies[-1]
+    seconds_per_phase: dict[str, float] = {}
+    for phase, seconds in phase_table(records).items():
+        seconds_per_phase[phase] = round(sum(seconds), 3)
+    _, rewards = series(records, names.REWARD)
+    _, gaps = series(records, names.GAP_ON_POLICY)
+    _, updates = series(records, names.WEIGHT_UPDATES)
+    _, verified_updates = series(records, names.WEIGHT_UPDATES_VERIFIED)
     return RunSummary(
         steps=steps,
-        eval_accuracy_start=accuracies[0][1] if accuracies else None,
-        eval_accuracy_end=accuracies[-1][1] if accuracies else None,
-        eval_steps=(accuracies[0][0], accuracies[-1][0]) if accuracies else None,
-        eval_accuracy_by_set={k: (v[0], v[-1]) for k, v in by_set.items() if v},
+        eval_accuracy_start=accuracies[0] if accuracies else None,
+        eval_accuracy_end=accuracies[-1] if accuracies else None,
+        eval_steps=(eval_steps[0], eval_steps[-1]) if eval_steps else None,
+        eval_accuracy_by_set=accuracy_by_set,
         train_reward_start=_mean(rewards[:window]),
         train_reward_end=_mean(rewards[-window:]),
         window_steps=window,
-        mean_abs_prob_gap=_mean(series(records, names.GAP_ON_POLICY)[1][-window:]),
-        weight_updates=round(sum(series(records, names.WEIGHT_UPDATES)[1])),
-        weight_updates_verified=round(sum(series(records, names.WEIGHT_UPDATES_VERIFIED)[1])),
+        mean_abs_prob_gap=_mean(gaps[-window:]),
+        weight_updates=round(sum(updates)),
+        weight_updates_verified=round(sum(verified_updates)),
         hf_export_max_logprob_diff=hf_export_max_logprob_diff,
         **asdict(info),
-        seconds_per_phase={p: round(sum(s), 3) for p, s in phase_table(records).items()},
+        seconds_per_phase=seconds_per_phase,
         environment_faults=faults,
     )
 
@@ -218,11 +234,16 @@ def window_of(steps: int) -> int:
 
 
 def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    if values:
+        return sum(values) / len(values)
+    return None
 
 
 def write_summary(
-    directory: str | Path, info: RunInfo, *, hf_export_max_logprob_diff: float | None = None
+    directory: str | Path,
+    info: RunInfo,
+    *,
+    hf_export_max_logprob_diff: float | None = None,
 ) -> RunSummary:
     """Write ``summary.json`` of the run in ``directory`` (replaced atomically) and return it.
 

@@ -68,7 +68,10 @@ class MetricSums:
         return self + MetricSums(sums={name: torch.as_tensor(value, dtype=torch.float64)})
 
     def to_vector(
-        self, rank: int = 0, world_size: int = 1, device: torch.device | str | None = None
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str | None = None,
     ) -> Tensor:
         """Pack into a float64 vector for one SUM all-reduce of all three kinds.
 
@@ -83,7 +86,9 @@ class MetricSums:
         sums = [self.sums[n] for n in names.sums]
         extremes = [self.maxima[n] for n in names.maxima] + [self.minima[n] for n in names.minima]
         if device is None:
-            device = (sums + extremes)[0].device if sums or extremes else "cpu"
+            device = "cpu"
+            if sums or extremes:
+                device = (sums + extremes)[0].device
         vector = torch.zeros(names.vector_size(world_size), dtype=torch.float64, device=device)
         if sums:
             vector[: len(sums)] = _stacked(sums, device)
@@ -106,7 +111,8 @@ class MetricSums:
                 f"{len(names.sums)} sums, {len(names.maxima)} maxima and {len(names.minima)} minima "
                 f"of {world_size} ranks"
             )
-        n, high = len(names.sums), len(names.maxima)
+        n = len(names.sums)
+        high = len(names.maxima)
         slots = vector[n:].reshape(world_size, high + len(names.minima))
         maxima = slots[:, :high].amax(0) if high else vector.new_empty(0)
         minima = slots[:, high:].amin(0) if names.minima else vector.new_empty(0)
@@ -194,7 +200,9 @@ class MaskedTokenCounts:
         """
         if self.counts is None:
             self.counts = torch.zeros(
-                (2, self.vocab_size), dtype=torch.int32, device=token_ids.device
+                (2, self.vocab_size),
+                dtype=torch.int32,
+                device=token_ids.device,
             )
         for row, signed in enumerate((advantages > 0, advantages < 0)):
             self.counts[row].scatter_add_(0, token_ids, (blocked & signed).int())
@@ -212,7 +220,11 @@ class MaskedResponses:
     _parts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(
-        self, positions: Tensor, cu_seqlens: Tensor, advantages: Tensor, blocked: Tensor
+        self,
+        positions: Tensor,
+        cu_seqlens: Tensor,
+        advantages: Tensor,
+        blocked: Tensor,
     ) -> None:
         """Count the blocked tokens of a micro-batch by sequence. Tokens with A = 0 have no gradient, not counted.
 
@@ -247,10 +259,10 @@ def most_masked(counts: Tensor, count: int = SHOWN) -> list[MaskedToken]:
     # Stable, which topk is not: equal counts come in one order on every device.
     ids = torch.argsort(total, descending=True, stable=True)[: min(blocked_ids, count)]
     raised, lowered = counts[:, ids].tolist()
-    return [
-        MaskedToken(id=token, raised=up, lowered=down)
-        for token, up, down in zip(ids.tolist(), raised, lowered, strict=True)
-    ]
+    tokens: list[MaskedToken] = []
+    for token, up, down in zip(ids.tolist(), raised, lowered, strict=True):
+        tokens.append(MaskedToken(id=token, raised=up, lowered=down))
+    return tokens
 
 
 def read_masked_tokens(directory: str | Path, step: int) -> list[MaskedToken] | None:

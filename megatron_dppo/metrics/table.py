@@ -23,8 +23,7 @@ def _metric(name: str, meaning: str, divisor: str | None = None, **details: Any)
     return name
 
 
-# --- of the first mini-batch of a step: before the batch changed the weights
-
+# Metrics of a step's first mini-batch: measured before the batch changes the weights.
 GAP_ON_POLICY = _metric(
     "mismatch/mean_abs_prob_gap",
     "policy/abs_prob_gap of the first mini-batch after a weight update: trainer and engine hold the same weights",
@@ -49,8 +48,7 @@ FREQUENCY_EVIDENCE = _metric(
     "10^-n of healthy runs at most",
 )
 
-# --- of the tokens that train: sums over micro-batches and ranks
-
+# Metrics of the tokens that train: sums over micro-batches and ranks.
 TRAINED_TOKENS = _metric("policy/tokens", "tokens that train: loss_mask is True")
 LOSS = _metric(
     "loss/sum",
@@ -213,8 +211,7 @@ ROUTING_DISCARDED = _metric(
     "recorded tokens that are not replayed: the tokens after them were sampled by other weights",
 )
 
-# --- of rollouts
-
+# Metrics of rollouts.
 REWARD = _metric(
     "reward/mean", "mean reward of all generated groups", line=Line("reward", "training reward")
 )
@@ -392,8 +389,7 @@ GROUPS_FILLED = _metric(
     "zero-variance groups that were trained on because the last allowed round had ended",
 )
 
-# --- of training
-
+# Metrics of optimiser steps.
 GRAD_NORM = _metric(
     "optimizer/grad_norm",
     "norm of the gradient before clipping, mean over the batch's optimiser steps",
@@ -516,9 +512,6 @@ BY_METRIC: dict[str, NormalRange] = {
 """Metric -> what is normal, where that is known."""
 
 
-# --- names with a variable part
-
-
 def accuracy(evaluation_set: str) -> str:
     """Name of the metric avg@k on a held-out set."""
     return f"evaluation/{evaluation_set}/accuracy"
@@ -534,7 +527,9 @@ def accuracy_set(name: str) -> str | None:
 def component(of: str, evaluation_set: str | None = None) -> str:
     """Name of the metric of a reward's component, mean over the responses that have it, all generated groups; or over
     those to a held-out set."""
-    prefix = "reward" if evaluation_set is None else f"evaluation/{evaluation_set}"
+    prefix = "reward"
+    if evaluation_set is not None:
+        prefix = f"evaluation/{evaluation_set}"
     return f"{prefix}/component/{of}"
 
 

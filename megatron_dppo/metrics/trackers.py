@@ -97,7 +97,10 @@ def _rows(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[An
     rows: list[list[Any]] = []
     for sample in samples:
         values = [sample[column] for column in columns]
-        rows.append([json.dumps(v) if isinstance(v, Mapping) else v for v in values])
+        for column, value in enumerate(values):
+            if isinstance(value, Mapping):
+                values[column] = json.dumps(value)
+        rows.append(values)
     return columns, rows
 
 
@@ -232,7 +235,9 @@ class MlflowTracker:
             self._client.update_run(self._id, status="RUNNING")
             return
         self._id = self._client.create_run(
-            number, run_name=run.name, tags={self._ID_TAG: run.id}
+            number,
+            run_name=run.name,
+            tags={self._ID_TAG: run.id},
         ).info.run_id
         self._log_parameters(run.config)
 
@@ -253,7 +258,9 @@ class MlflowTracker:
         from mlflow.entities import Metric
 
         time_ms = int(time.time() * 1000)
-        rows = [Metric(name, float(value), time_ms, step) for name, value in values.items()]
+        rows: list[Metric] = []
+        for name, value in values.items():
+            rows.append(Metric(name, float(value), time_ms, step))
         for start in range(0, len(rows), self._MOST_METRICS):
             self._client.log_batch(self._id, metrics=rows[start : start + self._MOST_METRICS])
 
@@ -280,7 +287,8 @@ TRACKERS: dict[str, _BuiltIn] = {
 
 def find_trackers(names: Sequence[str]) -> dict[str, Callable[[], ExperimentTracker]]:
     """Return name -> class. Raises ValueError for an unknown or repeated name, and where its package is missing."""
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
         raise ValueError(f"got {repeated[0]!r} twice, expected each tracker once")
     return {name: _tracker(name) for name in names}
 
@@ -331,7 +339,11 @@ class _Channel:
     """A tracker in a thread of its own, behind a bounded queue: it neither stalls nor ends the run."""
 
     def __init__(
-        self, name: str, build: Callable[[], ExperimentTracker], run: TrackedRun, max_calls: int
+        self,
+        name: str,
+        build: Callable[[], ExperimentTracker],
+        run: TrackedRun,
+        max_calls: int,
     ) -> None:
         self.name = name
         self.lost = 0
@@ -403,9 +415,9 @@ class Trackers(Closing):
         *,
         longest_queue: int = _LONGEST_QUEUE,
     ) -> None:
-        self._channels = [
-            _Channel(name, build, run, longest_queue) for name, build in builders.items()
-        ]
+        self._channels: list[_Channel] = []
+        for name, build in builders.items():
+            self._channels.append(_Channel(name, build, run, longest_queue))
         self._closed = False
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:

@@ -73,11 +73,25 @@ def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
     return {group: _last_names(rules) for group, rules in groups.items() if rules}
 
 
+def _is_cut_evenly(rule: Rule, index: int, shape: ModelShape, ranks: int) -> bool:
+    """Return whether ``ranks`` tensor-parallel ranks have equal parts of the rule's source ``index``."""
+    sizes = shape.sizes()
+    for rank in range(ranks):
+        shard = mapping.shard_of(rule.split, rule.sources, shape, rank, ranks)
+        length = sum(block.length for block in shard.blocks if block.source == index)
+        whole_length = sizes[rule.sources[index].dims[shard.blocks[0].dim]]
+        if length * ranks != whole_length:
+            return False
+    return True
+
+
 def _group_of(rule: Rule) -> str:
     if ".self_attention." in rule.megatron:
         return ATTENTION
     # The matrices of a shared expert have the last names of the other experts' matrices.
-    return EXPERTS if ".shared_experts." in rule.megatron else MLP
+    if ".shared_experts." in rule.megatron:
+        return EXPERTS
+    return MLP
 
 
 def _last_names(rules: Sequence[Rule]) -> tuple[str, ...]:
@@ -97,30 +111,29 @@ def resolve_modules(names: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
     # ALL excludes the output layer, as in PEFT; an adapter of the output layer must be requested by name.
     linear_names = tuple(name for name in all_names if name not in groups.get(HEAD, ()))
     meanings = {ALL: linear_names, **groups, **{name: (name,) for name in all_names}}
-    unknown = [name for name in names if name not in meanings]
-    if unknown or not names:
+    unknown_names = [name for name in names if name not in meanings]
+    if unknown_names or not names:
         raise AdapterError(
-            f"got {unknown or list(names)}, which name nothing in a {shape.family} model, expected "
+            f"got {unknown_names or list(names)}, which name nothing in a {shape.family} model, expected "
             f"some of {[ALL, *groups, *all_names]}"
         )
-    requested_modules = set(chain(*(meanings[name] for name in names)))
+    requested_modules: set[str] = set()
+    for name in names:
+        requested_modules.update(meanings[name])
     return tuple(module for module in all_names if module in requested_modules)
 
 
 def adapter_faults(adapters: Adapters, shape: ModelShape, layout: Layout) -> Iterator[str]:
     """Yield the errors in ``adapters``: a rank above a matrix's dimensions, or TP ranks with unequal parts of one."""
-    family, sizes = family_of(shape), shape.sizes()
+    family = family_of(shape)
+    sizes = shape.sizes()
     for rule in (*family.layer, *(family.expert if shape.is_moe else ()), *_outputs(shape)):
         ranks = layout.expert_tensor if rule in family.expert else layout.tensor
         for index, source in _adapted_sources(adapters, rule):
             dims = [sizes[d] for d in source.dims]
             if adapters.rank > min(dims):
                 yield f"rank {adapters.rank} is over the {min(dims)} of {_last_name(source)} {dims[0]} x {dims[1]}"
-            shards = [
-                mapping.shard_of(rule.split, rule.sources, shape, r, ranks) for r in range(ranks)
-            ]
-            lengths = [sum(b.length for b in s.blocks if b.source == index) for s in shards]
-            if any(length * ranks != dims[shards[0].blocks[0].dim] for length in lengths):
+            if not _is_cut_evenly(rule, index, shape, ranks):
                 # Ranks of one group multiply tensors of the same shape, and gradients are reduced over them.
                 yield (
                     f"{_last_name(source)} is not cut evenly over {ranks} tensor-parallel ranks, "
@@ -152,7 +165,9 @@ class AdapterPart:
 
     def whole(self, which: str, rank: int) -> Dims:
         """Dimensions of A or B in the whole model."""
-        return (rank, self.dims[1]) if which == LORA_A else (self.dims[0], rank)
+        if which == LORA_A:
+            return (rank, self.dims[1])
+        return (self.dims[0], rank)
 
     def local(self, which: str, rank: int) -> Dims:
         """Dimensions of A or B on this rank."""
@@ -195,10 +210,14 @@ class AdaptedLinear:
 
 
 def adapted_linears(
-    adapters: Adapters, shape: ModelShape, layout: Layout, rank: int
+    adapters: Adapters,
+    shape: ModelShape,
+    layout: Layout,
+    rank: int,
 ) -> list[AdaptedLinear]:
     """All linears with adapters of global ``rank``, in model order."""
-    coordinates, family = layout.coordinates(rank), family_of(shape)
+    coordinates = layout.coordinates(rank)
+    family = family_of(shape)
     rules = [r for r in (*family.layer, *family.expert) if _adapted_sources(adapters, r)]
     linears = []
     for chunk in range(layout.chunks):
@@ -209,10 +228,10 @@ def adapted_linears(
     if coordinates.pp < layout.pipeline - 1:
         return linears
     numbers = layout.chunks - 1, 0, shape.num_layers
-    outputs = [rule for rule in _outputs(shape) if _adapted_sources(adapters, rule)]
-    return linears + [
-        _linear(adapters, shape, layout, coordinates, rule, numbers) for rule in outputs
-    ]
+    for rule in _outputs(shape):
+        if _adapted_sources(adapters, rule):
+            linears.append(_linear(adapters, shape, layout, coordinates, rule, numbers))
+    return linears
 
 
 def adapter_tensors(adapters: Adapters, shape: ModelShape) -> dict[str, Dims]:
@@ -232,8 +251,10 @@ def trained_elements(shape: ModelShape, adapters: Adapters | None, *, routers: b
     ``routers``, of the routers."""
     if adapters is None:
         return mapping.parameters(shape)
-    adapter_elements = sum(math.prod(dims) for dims in adapter_tensors(adapters, shape).values())
-    return adapter_elements + routers * shape.num_layers * shape.num_experts * shape.hidden_size
+    elements = sum(map(math.prod, adapter_tensors(adapters, shape).values()))
+    if routers:
+        elements += shape.num_layers * shape.num_experts * shape.hidden_size
+    return elements
 
 
 def checkpoint_key(name: str) -> tuple[str, int | None]:
@@ -247,7 +268,10 @@ def checkpoint_key(name: str) -> tuple[str, int | None]:
 
 
 def adapter_parameters(
-    adapters: Adapters, shape: ModelShape, layout: Layout, rank: int
+    adapters: Adapters,
+    shape: ModelShape,
+    layout: Layout,
+    rank: int,
 ) -> Iterator[mapping.LocalParameter]:
     """Yield the part of ``rank`` of every A and B of ``adapter_tensors``.
 
@@ -277,9 +301,11 @@ def _parameter(
     dims = part.local(which, adapters.rank) if is_cut else part.whole(which, adapters.rank)
     axis, start = (part.axis, part.start) if is_cut else (0, 0)
     if linear.experts:
-        is_first_copy, tensor_rank = coordinates.edp == 0, coordinates.etp
+        is_first_copy = coordinates.edp == 0
+        tensor_rank = coordinates.etp
     else:
-        is_first_copy, tensor_rank = coordinates.dp == coordinates.cp == 0, coordinates.tp
+        is_first_copy = coordinates.dp == coordinates.cp == 0
+        tensor_rank = coordinates.tp
     return mapping.LocalParameter(
         chunk=linear.chunk,
         name=f"{linear.path}.{CHILD}.{part.name}.{which}{suffix}",
@@ -302,7 +328,8 @@ def _linear(
     rank, size = (
         (coordinates.etp, layout.expert_tensor) if of_experts else (coordinates.tp, layout.tensor)
     )
-    shard, sizes = mapping.shard_of(rule.split, rule.sources, shape, rank, size), shape.sizes()
+    shard = mapping.shard_of(rule.split, rule.sources, shape, rank, size)
+    sizes = shape.sizes()
     parts = []
     for index, source in _adapted_sources(adapters, rule):
         blocks = tuple(b for b in shard.blocks if b.source == index)
@@ -331,7 +358,9 @@ def _linear(
 
 def _outputs(shape: ModelShape) -> tuple[Rule, ...]:
     """The output layer, unless it is tied to the embedding."""
-    return () if shape.tied_embeddings else (family_of(shape).output,)
+    if shape.tied_embeddings:
+        return ()
+    return (family_of(shape).output,)
 
 
 def _module(part: AdapterPart, expert: int | None) -> str:

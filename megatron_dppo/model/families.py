@@ -75,13 +75,10 @@ class ConfigFacts:
     def require_each(self, key: str, expected: Any) -> None:
         """Refuse a model whose list ``key``, where it has one, holds anything but ``expected``."""
         values = self._first((key,), [])
-        others = (
-            [value for value in values if value != expected]
-            if isinstance(values, list)
-            else [values]
-        )
-        if others:
-            self.fault(f"{key} has {others[0]!r}; only {expected!r} is supported for this family")
+        for value in values if isinstance(values, list) else [values]:
+            if value != expected:
+                self.fault(f"{key} has {value!r}; only {expected!r} is supported for this family")
+                return
 
     def dtype(self) -> str:
         """The weights' type."""
@@ -96,7 +93,9 @@ class ConfigFacts:
         # transformers 5 writes ``rope_parameters``, with theta in it. Where a file also has ``rope_scaling``, the key
         # of earlier versions, transformers and SGLang take that table alone.
         self.read |= {"rope_scaling", "rope_parameters"}
-        key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
+        key = "rope_parameters"
+        if self.values.get("rope_scaling"):
+            key = "rope_scaling"
         nested = self.values.get(key) or {}
         if not isinstance(nested, Mapping):
             self.fault(f"{key} is {nested!r}, expected a table")
@@ -301,7 +300,10 @@ def moe_router(block: str = "mlp") -> tuple[Rule, ...]:
 
 
 def expert_mlp(
-    block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+    block: str = "mlp",
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
 ) -> tuple[Rule, ...]:
     """One expert's gated MLP, with the family's names in checkpoints. SGLang stacks all experts."""
     experts = f"{block}.experts."
@@ -481,7 +483,9 @@ def _read(hf_dir: str | Path) -> tuple[ConfigFacts, ModelShape]:
     path = Path(hf_dir)
     path = path / "config.json" if path.is_dir() else path
     values = _read_json(path)
-    model_type = values.get("model_type") if isinstance(values, dict) else None
+    model_type = None
+    if isinstance(values, dict):
+        model_type = values.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
         raise UnsupportedModelError(
@@ -499,7 +503,9 @@ def _refuse_quantization(facts: ConfigFacts, *, reads_fp8: bool) -> None:
     scheme = facts.values.get("quantization_config")
     if scheme is None:
         return
-    method = scheme.get("quant_method") if isinstance(scheme, Mapping) else scheme
+    method = scheme
+    if isinstance(scheme, Mapping):
+        method = scheme.get("quant_method")
     if method != "fp8":
         way_out = "use the model's unquantised release"
     elif reads_fp8:
@@ -535,7 +541,8 @@ def _check_relations(shape: ModelShape, facts: ConfigFacts) -> None:
         facts.fault(f"num_hidden_layers is {shape.num_layers}, expected at most {_MOST_LAYERS}")
     if shape.num_experts > _MOST_EXPERTS:
         facts.fault(f"num_experts is {shape.num_experts}, expected at most {_MOST_EXPERTS}")
-    heads, groups = shape.num_attention_heads, shape.num_query_groups
+    heads = shape.num_attention_heads
+    groups = shape.num_query_groups
     if heads % groups:
         facts.fault(
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"

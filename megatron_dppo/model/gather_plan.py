@@ -12,8 +12,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
+from operator import attrgetter
 
 from megatron_dppo.model.adapters import Adapters, adapter_parameters, adapter_tensors
 from megatron_dppo.model.layout import Layout
@@ -94,11 +95,15 @@ class Bucket:
 
 def gather_plan(shape: ModelShape, layout: Layout) -> list[TensorSources]:
     """The sources of every Hugging Face tensor, in model order."""
-    return _plan(hf_tensors(shape), layout, lambda rank: primary_parameters(shape, layout, rank))
+    return _plan(hf_tensors(shape), layout, partial(primary_parameters, shape, layout))
 
 
 def adapter_buckets_plan(
-    adapters: Adapters, shape: ModelShape, layout: Layout, bucket_bytes: int, item_bytes: int
+    adapters: Adapters,
+    shape: ModelShape,
+    layout: Layout,
+    bucket_bytes: int,
+    item_bytes: int,
 ) -> list[Bucket]:
     """The plan for every A and B of ``adapter_tensors``: gathered on rank 0, in buckets as in ``hf_buckets_plan``."""
 
@@ -110,7 +115,9 @@ def adapter_buckets_plan(
 
 
 def _plan(
-    tensors: dict[str, Dims], layout: Layout, primary_of: Callable[[int], list[LocalParameter]]
+    tensors: dict[str, Dims],
+    layout: Layout,
+    primary_of: Callable[[int], list[LocalParameter]],
 ) -> list[TensorSources]:
     pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
     for rank in range(layout.world_size):
@@ -121,12 +128,11 @@ def _plan(
         for p in primary_of(rank):
             for segment in p.segments:
                 pieces[segment.hf_name].append(Piece(rank, p.chunk, p.name, p.shape, segment))
-    return [
-        TensorSources(
-            name, dims, tuple(sorted(pieces[name], key=lambda piece: piece.segment.hf_start))
-        )
-        for name, dims in tensors.items()
-    ]
+    sources: list[TensorSources] = []
+    for name, dims in tensors.items():
+        sorted_pieces = sorted(pieces[name], key=attrgetter("segment.hf_start"))
+        sources.append(TensorSources(name, dims, tuple(sorted_pieces)))
+    return sources
 
 
 def hf_buckets_plan(
@@ -146,8 +152,7 @@ def hf_buckets_plan(
         bucket_bytes: Largest size of a bucket.
         item_bytes: Bytes of an element when it is sent.
         spread: Gather each tensor on its ``best_receiver``. Buckets alternate between receivers, so that one sends
-        while
-            others gather. Else gather all on rank 0, in model order.
+            while others gather. Else gather all on rank 0, in model order.
         ranks_per_node: Above 1: one receiver in each group of that many ranks (``node_receivers``).
     """
     sources = gather_plan(shape, layout)
@@ -159,7 +164,9 @@ def hf_buckets_plan(
 
 
 def buckets_in_turn(
-    tensors: Mapping[int, list[TensorSources]], bucket_bytes: int, item_bytes: int
+    tensors: Mapping[int, list[TensorSources]],
+    bucket_bytes: int,
+    item_bytes: int,
 ) -> list[Bucket]:
     """Divide each receiver's ``tensors`` into buckets, and alternate between the receivers."""
     buckets_by_receiver = []
@@ -206,7 +213,10 @@ def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
     """Lower bound of the elements that a gather of full tensors moves, for any choice of receivers: the sum over all
     tensors of the elements that the largest holder lacks.
     """
-    return sum(gathered_elements(t, best_receiver(t)) for t in gather_plan(shape, layout))
+    elements = 0
+    for tensor in gather_plan(shape, layout):
+        elements += gathered_elements(tensor, best_receiver(tensor))
+    return elements
 
 
 def elements_held(tensor: TensorSources, ranks_per_node: int = 1) -> Counter[int]:
@@ -218,11 +228,14 @@ def elements_held(tensor: TensorSources, ranks_per_node: int = 1) -> Counter[int
 
 
 def _largest_holder(elements: Counter[int]) -> int:
-    return min(elements, key=lambda holder: (-elements[holder], holder))
+    most_elements = max(elements.values())
+    return min(holder for holder, count in elements.items() if count == most_elements)
 
 
 def _groups(
-    plan: list[TensorSources], bucket_bytes: int, item_bytes: int
+    plan: list[TensorSources],
+    bucket_bytes: int,
+    item_bytes: int,
 ) -> Iterator[list[TensorSources]]:
     group: list[TensorSources] = []
     filled = 0

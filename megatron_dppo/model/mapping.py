@@ -83,8 +83,11 @@ class LocalParameter:
 
 def hf_tensors(shape: ModelShape) -> dict[str, Dims]:
     """Every tensor of the Hugging Face checkpoint, in model order. Tied embeddings: no ``lm_head.weight``."""
-    family, sizes = family_of(shape), shape.sizes()
-    output = [] if shape.tied_embeddings else [_MappingRow(family.output)]
+    family = family_of(shape)
+    sizes = shape.sizes()
+    output = []
+    if not shape.tied_embeddings:
+        output = [_MappingRow(family.output)]
     layers = _layer_rows(family, range(shape.num_layers), range(shape.num_experts))
     tensors: dict[str, Dims] = {}
     for row in (_MappingRow(family.embedding), *layers, _MappingRow(family.final_norm), *output):
@@ -146,7 +149,9 @@ def engine_inputs(shape: ModelShape, hf_name: str) -> list[str]:
     """The names under which the engine must receive the tensor ``hf_name``."""
     embedding, output = family_of(shape).vocabulary_tensors
     is_twice = hf_name == embedding and keeps_untied_output(shape)
-    return [embedding, output] if is_twice else [hf_name]
+    if is_twice:
+        return [embedding, output]
+    return [hf_name]
 
 
 def experts_of(shape: ModelShape, rank: int, ranks: int) -> range:
@@ -157,7 +162,11 @@ def experts_of(shape: ModelShape, rank: int, ranks: int) -> range:
 
 @lru_cache(maxsize=4096)
 def shard_of(
-    split: Split, sources: tuple[Source, ...], shape: ModelShape, rank: int, size: int
+    split: Split,
+    sources: tuple[Source, ...],
+    shape: ModelShape,
+    rank: int,
+    size: int,
 ) -> Shard:
     """The part of a table row on tensor-parallel ``rank`` of ``size``. It is the same for every layer and expert."""
     sizes = shape.sizes()
@@ -187,7 +196,10 @@ def _layer_rows(family: Family, layers: range, experts: range) -> Iterator[_Mapp
 
 
 def _chunk_rows(
-    shape: ModelShape, layout: Layout, coordinates: RankCoordinates, chunk: int
+    shape: ModelShape,
+    layout: Layout,
+    coordinates: RankCoordinates,
+    chunk: int,
 ) -> Iterator[_MappingRow]:
     family = family_of(shape)
     is_first = chunk == 0 and coordinates.pp == 0
@@ -222,7 +234,11 @@ def _engine_rows(shape: ModelShape, engine: EngineLayout, ep_rank: int) -> Itera
 
 
 def _trainer_parameters(
-    shape: ModelShape, layout: Layout, rank: int, *, primary_only: bool
+    shape: ModelShape,
+    layout: Layout,
+    rank: int,
+    *,
+    primary_only: bool,
 ) -> Iterator[LocalParameter]:
     raise_faults(holding_faults(layout.sizes, shape))
     c = layout.coordinates(rank)
@@ -231,9 +247,11 @@ def _trainer_parameters(
         for row in _chunk_rows(shape, layout, c, chunk):
             rule = row.rule
             if row.is_expert:
-                is_first_copy, part = c.edp == 0, (c.etp, layout.expert_tensor)
+                is_first_copy = c.edp == 0
+                part = (c.etp, layout.expert_tensor)
             else:
-                is_first_copy, part = c.dp == 0 and c.cp == 0, (c.tp, layout.tensor)
+                is_first_copy = c.dp == 0 and c.cp == 0
+                part = (c.tp, layout.tensor)
             is_primary = is_first_copy and (rule.tensor_parallel or part[0] == 0)
             is_primary = is_primary and not row.is_tied_copy
             if is_primary or not primary_only:

@@ -42,7 +42,8 @@ def check_sources(tensor: TensorSources) -> None:
 
 def prove_rank_filled(shape: ModelShape, layout: Layout, rank: int) -> None:
     """Check that every element of every parameter of ``rank``, except padding, comes from one Hugging Face element."""
-    tensors, vocabulary = mapping.hf_tensors(shape), family_of(shape).vocabulary_tensors
+    tensors = mapping.hf_tensors(shape)
+    vocabulary = family_of(shape).vocabulary_tensors
     for parameter in mapping.local_parameters(shape, layout, rank):
         check_filled(f"rank {rank}: {parameter.name}", parameter, tensors, vocabulary)
 
@@ -60,11 +61,14 @@ def check_filled(
     is_vocabulary = (
         any(s.hf_name in vocabulary for s in parameter.segments) or not parameter.segments
     )
-    dim = parameter.segments[0].dim if parameter.segments else 0
+    dim = 0
+    if parameter.segments:
+        dim = parameter.segments[0].dim
     for s in parameter.segments:
         source = tensors[s.hf_name]
-        other_dims = [n for i, n in enumerate(source) if i != s.dim]
-        local_other_dims = [n for i, n in enumerate(parameter.shape) if i != s.dim]
+        other_dims = list(source)
+        local_other_dims = list(parameter.shape)
+        del other_dims[s.dim], local_other_dims[s.dim]
         if s.hf_start + s.length > source[s.dim] or other_dims != local_other_dims:
             raise ProofError(
                 f"{location}: segment {s} does not fit {s.hf_name} of shape {tuple(source)}"
@@ -131,14 +135,19 @@ class ReshardingReport:
 
 
 def prove_resharding(
-    shape: ModelShape, layout: Layout, engine: EngineLayout, item_bytes: int = 2
+    shape: ModelShape,
+    layout: Layout,
+    engine: EngineLayout,
+    item_bytes: int = 2,
 ) -> ReshardingReport:
     """Prove the resharding, and count its bytes (``item_bytes`` for each element). Raises ProofError, LayoutError."""
     plan = gather_plan(shape, layout)
     for tensor in plan:
         check_sources(tensor)
     landed = _engine_segments(shape, engine)
-    holds, direct, received = Counter[int](), Counter[int](), Counter[int]()
+    holds = Counter[int]()
+    direct = Counter[int]()
+    received = Counter[int]()
     for tensor in plan:
         landings = landed[tensor.name]
         _check_copies(tensor, landings)
@@ -152,11 +161,15 @@ def prove_resharding(
         raise ProofError(
             f"trainer ranks would send {direct.total()} elements, the engine receives {received.total()}"
         )
+
+    def bytes_by_rank(elements: Counter[int], ranks: int) -> tuple[int, ...]:
+        return tuple(elements[rank] * item_bytes for rank in range(ranks))
+
     return ReshardingReport(
         model_bytes=holds.total() * item_bytes,
-        holds=tuple(holds[r] * item_bytes for r in range(layout.world_size)),
-        direct=tuple(direct[r] * item_bytes for r in range(layout.world_size)),
-        engine=tuple(received[r] * item_bytes for r in range(engine.tensor)),
+        holds=bytes_by_rank(holds, layout.world_size),
+        direct=bytes_by_rank(direct, layout.world_size),
+        engine=bytes_by_rank(received, engine.tensor),
     )
 
 
@@ -164,7 +177,8 @@ def prove_resharding(
 @lru_cache(maxsize=1)
 def _engine_segments(shape: ModelShape, engine: EngineLayout) -> Mapping[str, list[_Landing]]:
     """The blocks of each Hugging Face tensor on engine ranks. Also proves that every rank is filled."""
-    tensors, vocabulary = mapping.hf_tensors(shape), family_of(shape).vocabulary_tensors
+    tensors = mapping.hf_tensors(shape)
+    vocabulary = family_of(shape).vocabulary_tensors
     landed: dict[str, list[_Landing]] = defaultdict(list)
     for rank in range(engine.tensor):
         for parameter in mapping.engine_parameters(shape, engine, rank):
@@ -195,13 +209,18 @@ def _overlap(dims: Dims, a: mapping.Segment, b: mapping.Segment) -> int:
         low, high = 0, size
         for s in (a, b):
             if s.dim == axis:
-                low, high = max(low, s.hf_start), min(high, s.hf_start + s.length)
+                low = max(low, s.hf_start)
+                high = min(high, s.hf_start + s.length)
         total *= max(0, high - low)
     return total
 
 
 def print_plan(
-    console: Console, shape: ModelShape, layout: Layout, engine: EngineLayout, item_bytes: int
+    console: Console,
+    shape: ModelShape,
+    layout: Layout,
+    engine: EngineLayout,
+    item_bytes: int,
 ) -> None:
     """Prove the resharding, and print the bytes that each rank holds and moves. Raises ProofError, LayoutError."""
     report = prove_resharding(shape, layout, engine, item_bytes)
@@ -222,7 +241,10 @@ def print_plan(
 
 
 def _trainer_table(
-    shape: ModelShape, layout: Layout, report: ReshardingReport, item_bytes: int
+    shape: ModelShape,
+    layout: Layout,
+    report: ReshardingReport,
+    item_bytes: int,
 ) -> Table:
     amounts = ("weights a rank", "provides a rank", "sends direct a rank")
     title = f"Trainer: {layout.describe()}, {layout.world_size} ranks"
@@ -259,7 +281,8 @@ def figures_table(title: str, *headings: str) -> Table:
 
 
 def _range(values: list[int]) -> str:
-    low, high = _gb(min(values)), _gb(max(values))
+    low = _gb(min(values))
+    high = _gb(max(values))
     return low if low == high else f"{low} to {high}"
 
 

@@ -76,7 +76,9 @@ class ModelShape:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers, from 0, whose MLP is a mixture of experts."""
-        return tuple(range(self.num_layers)) if self.is_moe else ()
+        if self.is_moe:
+            return tuple(range(self.num_layers))
+        return ()
 
     def sizes(self) -> dict[str, int]:
         """The size of each symbolic dimension in a family's table."""
@@ -128,7 +130,8 @@ def active_parameters(shape: ModelShape) -> int:
 
     s is the width of the shared expert, and g is 1 where its output is gated.
     """
-    sizes, hidden = shape.sizes(), shape.hidden_size
+    sizes = shape.sizes()
+    hidden = shape.hidden_size
     attention = hidden * (2 * sizes["query"] + 2 * sizes["kv"])
     if shape.is_moe:
         mlp = 3 * hidden * shape.moe_ffn_hidden_size * shape.experts_per_token

@@ -105,7 +105,9 @@ class RewardForm(NamedTuple):
 
     def calls_at_once(self, batch_size: int) -> int:
         """Number of responses that a worker process scores at a time."""
-        return batch_size if self.takes_many or self.is_async else 1
+        if self.takes_many or self.is_async:
+            return batch_size
+        return 1
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,15 @@ class BoundReward:
             # A class holds state that its calls share. Its constructor takes the options.
             if isinstance(target, type):
                 inspect.signature(target).bind(**options)
-                target, options = _construct(target, options), {}
+                target = _construct(target, options)
+                options = {}
             parameters = inspect.signature(target).parameters
             reads = tuple(name for name in parameters if name in (*FIELDS, RECORD, RECORDS))
             if clash := sorted(options.keys() & set(reads)):
                 raise TypeError(f"the option {clash[0]!r} has the name of what a reward reads")
-            columns = _columns_of(parameters, {*reads, *options}) if RECORDS not in reads else ()
+            columns: tuple[str, ...] = ()
+            if RECORDS not in reads:
+                columns = _columns_of(parameters, {*reads, *options})
             inspect.signature(target).bind(**dict.fromkeys((*reads, *columns)), **options)
         except TypeError as error:
             raise ValueError(
@@ -146,7 +151,9 @@ class BoundReward:
                 f"{RECORDS} alone"
             )
         # An object is called by its class's __call__ method, so look at that.
-        function = target if inspect.isroutine(target) else type(target).__call__
+        function = target
+        if not inspect.isroutine(target):
+            function = type(target).__call__
         is_async = inspect.iscoroutinefunction(function)
         return cls(partial(target, **options), RewardForm(reads, is_async, columns))
 
@@ -155,9 +162,9 @@ class BoundReward:
         if self.form.takes_many:
             return self.function(records=inputs)
         (record,) = inputs
-        values = {
-            name: record if name == RECORD else getattr(record, name) for name in self.form.reads
-        }
+        values: dict[str, Any] = {}
+        for name in self.form.reads:
+            values[name] = record if name == RECORD else getattr(record, name)
         for name in self.form.columns:
             if name not in record.metadata:
                 raise ValueError(
@@ -184,13 +191,13 @@ def _columns_of(
     """Names of the required positional parameters that are not in ``known_names``. Keyword-only parameters are
     options.
     """
-    return tuple(
-        name
-        for name, parameter in parameters.items()
-        if name not in known_names
-        and parameter.default is parameter.empty
-        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    )
+    columns: list[str] = []
+    for name, parameter in parameters.items():
+        is_required = parameter.default is parameter.empty
+        is_positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if name not in known_names and is_required and is_positional:
+            columns.append(name)
+    return tuple(columns)
 
 
 @dataclass(frozen=True)
@@ -236,7 +243,9 @@ class Reward:
     def final(self, answer: str) -> str:
         """The part of a problem's answer that responses are compared with: the final answer of a worked solution, if
         the reward reads solutions; else all of it."""
-        return gold_answer(answer) if self.reads_solutions else answer
+        if self.reads_solutions:
+            return gold_answer(answer)
+        return answer
 
     def sees(self, record: RewardInput) -> RewardInput:
         """``record`` with the final answer."""
@@ -292,7 +301,9 @@ REWARDS: dict[str, Reward] = {
 
 def result_of(value: Any) -> RewardResult | str:
     """Convert the return value of a reward to a result; or describe the error in it."""
-    result = value if isinstance(value, RewardResult) else RewardResult(value)
+    result = value
+    if not isinstance(value, RewardResult):
+        result = RewardResult(value)
     for name, number in {"": result.value, **result.components}.items():
         key_text = f" as {name!r}" if name else ""
         if not isinstance(number, Real):

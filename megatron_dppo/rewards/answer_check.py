@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron_dppo.config.data_schema import RewardConfig
@@ -24,7 +25,10 @@ _SHOWN = 3
 
 
 def bad_answers(
-    sets: Mapping[str, ProblemSet], reward: RewardConfig, *, scores: bool = True
+    sets: Mapping[str, ProblemSet],
+    reward: RewardConfig,
+    *,
+    scores: bool = True,
 ) -> BadAnswers:
     """Find the answers of each file that no response could match, or that a reward refuses. None if no reward needs an
     answer.
@@ -59,7 +63,10 @@ def bad_answers(
                 complaints_by_path = _complaints(verifier, form, sets, row, term.timeout_s)
                 for path, complaints in complaints_by_path.items():
                     bad[path] = complaints | bad[path]
-    return {path: [list(row) for row in sorted(rows.items())] for path, rows in bad.items()}
+    sorted_rows: dict[str, list[Any]] = {}
+    for path, rows in bad.items():
+        sorted_rows[path] = list(map(list, sorted(rows.items())))
+    return sorted_rows
 
 
 def _complaints(
@@ -87,17 +94,17 @@ def _complaints(
                 record = reward.sees(record)
             inputs.setdefault(keys[row_key], record)
     with progress("check answers", len(inputs)) as bar:
-        scores = verifier.check(list(inputs.values()), lambda: bar.advance(1))
+        scores = verifier.check(list(inputs.values()), partial(bar.advance, 1))
     # A service that is down is no error of the answer, which must not be dropped because of it.
     outages = [score.unavailable for score in scores if score.unavailable is not None]
     if outages:
         raise RewardUnavailableError(
             f"the answers can't be checked: {len(outages)} of {len(scores)} rewards could not be had: {outages[0]}"
         )
-    complaints = {
-        key: _complaint(score, reward.gold_target is not None, timeout_s)
-        for key, score in zip(inputs, scores, strict=True)
-    }
+    has_gold_target = reward.gold_target is not None
+    complaints: dict[Hashable, str | None] = {}
+    for key, score in zip(inputs, scores, strict=True):
+        complaints[key] = _complaint(score, has_gold_target, timeout_s)
     complaints_by_path: dict[str, dict[int, str]] = {path: {} for path in sets}
     for (path, row), key in keys.items():
         if (complaint := complaints[key]) is not None:
@@ -111,7 +118,9 @@ def refuse_bad_answers(bad: BadAnswers, sets: Mapping[str, ProblemSet]) -> None:
     for path, rows in bad.items():
         faults += [f"{sets[path].location(path, row)}: {reason}" for row, reason in rows]
     if faults:
-        more = f" (and {len(faults) - _SHOWN} more)" if len(faults) > _SHOWN else ""
+        more = ""
+        if len(faults) > _SHOWN:
+            more = f" (and {len(faults) - _SHOWN} more)"
         raise DataError(
             f"{len(faults)} answers can't be used: {'; '.join(faults[:_SHOWN])}{more}. Put them right, "
             "or leave these problems out with data.on_bad_answer=drop"

@@ -77,21 +77,27 @@ def written_answer(response: str) -> str:
     answer = max(answers)[1]
     # A box may hold a sentence: "The answer is 42".
     statements = _stated_answer(answer)
-    return statements[0][1].lstrip("} ") if statements else answer
+    if statements:
+        return statements[0][1].lstrip("} ")
+    return answer
 
 
 def _after_thinking(response: str) -> str:
     """The text after ``</think>``; empty if the response begins with ``<think>`` and never closes it."""
     if _THINKING_ENDS in response:
         return response.rpartition(_THINKING_ENDS)[2]
-    return "" if response.lstrip().startswith(_THINKING_BEGINS) else response
+    if response.lstrip().startswith(_THINKING_BEGINS):
+        return ""
+    return response
 
 
 def _in_answer_tag(text: str) -> str:
     """The content of the last ``<answer>``; ``text`` if there is none."""
     end = text.rfind(_ANSWER_ENDS)
     start = text.rfind(_ANSWER_BEGINS, 0, max(end, 0))
-    return text if start < 0 else text[start + len(_ANSWER_BEGINS) : end]
+    if start < 0:
+        return text
+    return text[start + len(_ANSWER_BEGINS) : end]
 
 
 _Positioned = tuple[int, str]
@@ -102,7 +108,8 @@ def _boxed_answers(text: str) -> list[_Positioned]:
     answers: list[_Positioned] = []
     end = 0
     for match in BOX.finditer(text):
-        start, content = match.end(), braced(text, match.end())
+        start = match.end()
+        content = braced(text, match.end())
         if content is None:
             # The response was cut off inside the box: the box counts as an empty answer.
             answers.append((start, ""))
@@ -155,7 +162,9 @@ def _first_answer_of(line: str) -> str:
     """The first formula or sentence of the text after ``Answer:``; empty if it is negated."""
     formula = _FORMULA.search(line)
     if formula is not None:
-        return "" if _DENIAL.search(line, 0, formula.start()) else _content(formula)
+        if _DENIAL.search(line, 0, formula.start()):
+            return ""
+        return _content(formula)
     if _DENIAL.match(line):
         return ""
     sentence = _SENTENCE_END.split(line, maxsplit=1)[0]

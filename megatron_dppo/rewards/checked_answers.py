@@ -42,4 +42,6 @@ def handed_over(scored: Mapping[str, str]) -> BadAnswers | None:
     # There is no file if another launcher started this rank, or on another machine.
     except (KeyError, OSError, ValueError):
         return None
-    return content["bad"] if content["scored"] == dict(scored) else None
+    if content["scored"] == dict(scored):
+        return content["bad"]
+    return None

@@ -80,7 +80,8 @@ def _same_choice(candidate: str, gold_text: str) -> bool:
 
 def _equal(candidate: str, gold_text: str, written_as_text: bool) -> bool:
     """Whether two answers without markup are equal. ``written_as_text``: one of them is text, not a formula."""
-    candidate_words, expected_words = notation.words_of(candidate), notation.words_of(gold_text)
+    candidate_words = notation.words_of(candidate)
+    expected_words = notation.words_of(gold_text)
     are_words = candidate_words is not None and expected_words is not None
     # math-verify would parse words as products of letters, and "on" would equal "no".
     if are_words and (
@@ -88,7 +89,8 @@ def _equal(candidate: str, gold_text: str, written_as_text: bool) -> bool:
     ):
         return candidate_words == expected_words
     gold = _parse_gold(gold_text)
-    plain, expected_plain = notation.plain_notation(candidate), notation.plain_notation(gold_text)
+    plain = notation.plain_notation(candidate)
+    expected_plain = notation.plain_notation(gold_text)
     if _same_text(plain, expected_plain):
         return True
     if (
@@ -136,7 +138,9 @@ def _rounding(gold: list) -> int:
     if not all(map(_is_plain_number, factors)):
         return _ROUNDING
     size = abs(float(value.doit()))
-    return _ROUNDING - math.ceil(math.log10(size)) if 0 < size < _SMALL else _ROUNDING
+    if 0 < size < _SMALL:
+        return _ROUNDING - math.ceil(math.log10(size))
+    return _ROUNDING
 
 
 def _is_plain_number(factor: object) -> bool:
@@ -150,7 +154,8 @@ def _is_plain_number(factor: object) -> bool:
 def _same_text(candidate: str, gold_text: str) -> bool:
     if candidate == gold_text:
         return True
-    a, b = _INTEGER.fullmatch(candidate), _INTEGER.fullmatch(gold_text)
+    a = _INTEGER.fullmatch(candidate)
+    b = _INTEGER.fullmatch(gold_text)
     return bool(a and b) and _signed(a) == _signed(b)
 
 

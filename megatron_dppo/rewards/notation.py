@@ -69,9 +69,19 @@ def _in_ascii(text: str) -> str:
     text = in_ascii_punctuation(text)
     if text.isascii():
         return text
-    text = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
-    text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1].strip('()')}}}", text)
+    text = _SUPERSCRIPT.sub(_superscript_in_latex, text)
+    text = _ROOT.sub(_root_in_latex, text)
     return "".join(map(_character_in_ascii, text))
+
+
+def _superscript_in_latex(match: re.Match[str]) -> str:
+    digits = match[0].translate(_SUPERSCRIPTS)
+    return f"^{{{digits}}}"
+
+
+def _root_in_latex(match: re.Match[str]) -> str:
+    radicand = match[1].strip("()")
+    return rf"\sqrt{{{radicand}}}"
 
 
 def _character_in_ascii(character: str) -> str:
@@ -93,7 +103,8 @@ def _digits_only(match: re.Match[str]) -> str:
 
 def _as_fraction(match: re.Match[str]) -> str:
     """A repeating decimal as a fraction of integers: ``0.1\\overline{6}`` is (16 - 1) / 90."""
-    integer, start = match[1] or "0", match[2]
+    integer = match[1] or "0"
+    start = match[2]
     period = next(group for group in match.groups()[2:] if group)
     numerator = int(integer + start + period) - int(integer + start)
     denominator = (10 ** len(period) - 1) * 10 ** len(start)
@@ -103,7 +114,9 @@ def _as_fraction(match: re.Match[str]) -> str:
 def noun_of(text: str) -> str | None:
     """The words after a number, ``apple`` of ``5 apples``; None if there are none, or if they are inside ``\\text``."""
     match = _WORDS_OF_A_NUMBER.fullmatch(text)
-    return None if match is None else match[2].casefold().removesuffix("s")
+    if match is None:
+        return None
+    return match[2].casefold().removesuffix("s")
 
 
 _UNIT_NAMES = {
@@ -144,7 +157,9 @@ def unit_of(text: str) -> tuple[str, str] | None:
         return None
     name = matches[0][1].lower()
     unit = _UNITS.get(name) or _UNITS.get(name.removesuffix("s"))
-    return None if unit is None else (unit, matches[0][2] or "1")
+    if unit is None:
+        return None
+    return (unit, matches[0][2] or "1")
 
 
 _BASED = re.compile(r"([0-9a-zA-Z]+)_(?:(\d+)|\{(\d+)\}|\{\\text\{(\d+)\}\})")
@@ -172,8 +187,11 @@ def choice_of(text: str) -> tuple[str, str] | None:
     match = _CHOICE.fullmatch(text)
     if match is None:
         return None
-    letter, value_text = match[1] or match[2], match[3].strip()
-    return None if _FURTHER_CHOICE.search(value_text) else (letter, value_text)
+    letter = match[1] or match[2]
+    value_text = match[3].strip()
+    if _FURTHER_CHOICE.search(value_text):
+        return None
+    return (letter, value_text)
 
 
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{")
@@ -185,7 +203,9 @@ def words_of(text: str) -> str | None:
     if (match := _TEXT.match(text)) and braced(text, match.end()) == text[match.end() : -1]:
         text = text[match.end() : -1]
     text = " ".join(text.split()).strip(" .")
-    return text.casefold() if _WORDS.fullmatch(text) else None
+    if _WORDS.fullmatch(text):
+        return text.casefold()
+    return None
 
 
 def is_set_as_text(text: str) -> bool:

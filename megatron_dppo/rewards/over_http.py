@@ -162,7 +162,9 @@ class _Cache(OrderedDict[Hashable, Any]):
         self._size = size
 
     async def values_of(
-        self, keys: Sequence[Hashable], ask: Callable[[list[Hashable]], Awaitable[Sequence[Any]]]
+        self,
+        keys: Sequence[Hashable],
+        ask: Callable[[list[Hashable]], Awaitable[Sequence[Any]]],
     ) -> list[Any]:
         """The value of each key. ``ask`` computes the values of keys that are neither in the cache nor pending, in
         order. Its exception is raised in every caller that waits for them, and is not cached."""
@@ -198,8 +200,7 @@ async def service_faults(services: Mapping[str, Mapping[str, Any]]) -> list[str]
 
     Args:
         services: Key of an options table -> its options, of which ``url`` is read. Invalid URLs are skipped, because
-        the
-            check of the options reports them.
+            the check of the options reports them.
     """
     endpoints: dict[str, JsonEndpoint] = {}
     for key, options in services.items():
@@ -208,11 +209,11 @@ async def service_faults(services: Mapping[str, Mapping[str, Any]]) -> list[str]
         except ValueError:
             continue
     absences = await asyncio.gather(*(endpoint.absence() for endpoint in endpoints.values()))
-    return [
-        f"{key}.url: {absence}; expected a server that runs before the start"
-        for key, absence in zip(endpoints, absences, strict=True)
-        if absence is not None
-    ]
+    faults: list[str] = []
+    for key, absence in zip(endpoints, absences, strict=True):
+        if absence is not None:
+            faults.append(f"{key}.url: {absence}; expected a server that runs before the start")
+    return faults
 
 
 class RewardModel:
@@ -290,7 +291,9 @@ def _labels_of(answer: Any, count: int) -> list[float]:
 
 
 def _only_label(row: Any) -> float:
-    labels = row.get("embedding") if isinstance(row, dict) else None
+    labels = None
+    if isinstance(row, dict):
+        labels = row.get("embedding")
     if not isinstance(labels, list) or not labels:
         raise TypeError("expected objects with a list of numbers as embedding")
     if len(labels) > 1:
@@ -345,9 +348,11 @@ class Judge:
                 "pattern, and lowest < highest"
             )
         self._endpoint = JsonEndpoint(url, api_key_variable)
-        self._template, self._system_prompt = template, system_prompt
+        self._template = template
+        self._system_prompt = system_prompt
         self._settings = {"model": model, "temperature": 0.0, "max_tokens": 512, **(request or {})}
-        self._range, self._unparsed = (lowest, highest), unparsed
+        self._range = (lowest, highest)
+        self._unparsed = unparsed
         self._cache = _Cache(_CACHED)
 
     async def __call__(self, record: RewardInput) -> RewardResult:
@@ -370,7 +375,10 @@ class Judge:
 
     def _question(self, record: RewardInput) -> str:
         # Replace all placeholders in one pass, so that the characters of a response are never read as a placeholder.
-        return _PLACEHOLDER.sub(lambda match: str(getattr(record, match[1])), self._template)
+        def value(match: re.Match[str]) -> str:
+            return str(getattr(record, match[1]))
+
+        return _PLACEHOLDER.sub(value, self._template)
 
     async def _ask(self, question: str) -> str:
         messages = [{"role": "user", "content": question}]
@@ -392,4 +400,6 @@ class Judge:
             score = float(scores[-1])
         except (IndexError, TypeError, ValueError):
             return None
-        return (score - lowest) / (highest - lowest) if lowest <= score <= highest else None
+        if lowest <= score <= highest:
+            return (score - lowest) / (highest - lowest)
+        return None

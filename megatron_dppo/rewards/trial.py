@@ -19,7 +19,10 @@ _CHARACTERS_OF_A_TOKEN = 4
 
 
 def reward_faults(
-    path: str, problem_set: ProblemSet, reward: RewardConfig, response_tokens: int
+    path: str,
+    problem_set: ProblemSet,
+    reward: RewardConfig,
+    response_tokens: int,
 ) -> Iterator[str]:
     """Yield the errors of the run's rewards for an empty, a truncated and a long response to the first problem.
 

@@ -217,20 +217,21 @@ class Verifier:
                 self._threads.submit(self._score_next)
         return futures
 
-    def check(self, inputs: Sequence[RewardInput], on_score: OnScore = lambda: None) -> list[Score]:
+    def check(self, inputs: Sequence[RewardInput], on_score: OnScore | None = None) -> list[Score]:
         """Score several responses, in order, as ``submit`` does. ``on_score`` is called after each score."""
         futures = self._submit(inputs)
         scores = []
         try:
             for future in futures:
                 scores.append(future.result())
-                on_score()
+                if on_score is not None:
+                    on_score()
             return scores
         finally:
             for future in futures:
                 future.cancel()
 
-    def score(self, inputs: Sequence[RewardInput], on_score: OnScore = lambda: None) -> list[Score]:
+    def score(self, inputs: Sequence[RewardInput], on_score: OnScore | None = None) -> list[Score]:
         """Score several responses as ``check`` does, and raise its errors.
 
         Raises:
@@ -442,11 +443,11 @@ def _scores_of_call(content: bytes, count: int) -> list[Score]:
     return scores if len(scores) == count else [Score(0.0, crashed=True)] * count
 
 
-# The functions below run in the worker process.
-
-
 def scores_of(reward: BoundReward, inputs: Sequence[RewardInput]) -> list[Score]:
-    """Call a synchronous reward. Raises its exceptions, except those that ``_failure`` converts to scores."""
+    """Call a synchronous reward in the worker process.
+
+    Raises the reward's exceptions, except those that ``_failure`` converts to scores.
+    """
     try:
         returned = reward(inputs)
     # A reward may use any library, and so raise any exception. _failure raises unknown exceptions again.

@@ -46,9 +46,8 @@ class ComputeScore:
             return result
         if "score" not in result:
             raise ValueError(f"verl's function returned {sorted(result)}, expected a 'score' in it")
-        components = {
-            str(name): float(value)
-            for name, value in result.items()
-            if name != "score" and isinstance(value, Real)
-        }
+        components: dict[str, float] = {}
+        for name, value in result.items():
+            if name != "score" and isinstance(value, Real):
+                components[str(name)] = float(value)
         return RewardResult(result["score"], components)

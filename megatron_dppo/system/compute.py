@@ -1,4 +1,9 @@
-"""The machine's means of computation: GPUs and their driver, CUDA's toolkit, compilers, and kernels that they build."""
+"""The machine's means of computation: GPUs and their driver, CUDA's toolkit, compilers, and kernels that they build.
+
+SGLang's CUDA server compiles kernels at its start, with ninja and with the toolkit of CUDA_HOME
+(sglang/kernels/jit/utils/compile/toolchain.py); Transformer Engine compiles some against its headers. This module
+imports torch only to build C++ kernels for CPUs, once for each machine, torch version and source.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,9 @@ def driver_version(folder: Path | None = None) -> str | None:
     ``folder`` replaces DRIVER.
     """
     path = (folder or DRIVER) / "version"
-    match = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    match = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text())
     return match and match.group()
 
 
@@ -106,11 +113,6 @@ def peak_flops(name: str) -> int | None:
     return None
 
 
-# Compilers: where they are, that child processes find them, and kernels for CPUs that they build.
-# SGLang's CUDA server compiles kernels at its start, with ninja and with the toolkit of CUDA_HOME
-# (sglang/kernels/jit/utils/compile/toolchain.py); Transformer Engine compiles some against its
-# headers. Torch is imported where something is built.
-
 USUAL_HOME = Path("/usr/local/cuda")
 _TIMEOUT_S = 30.0
 
@@ -178,8 +180,6 @@ def offer_cudnn(environment: MutableMapping[str, str]) -> list[str]:
     environment["CUDNN_HOME"] = str(home)
     return [f"CUDNN_HOME={home}"]
 
-
-# --- C++ kernels for CPUs, built once for each machine, torch and source
 
 FLAGS = ["-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]
 X86_FLAGS = ["-mprefer-vector-width=512"]

@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -100,8 +100,12 @@ def _text_hash(text: str) -> str:
 
 def unused_path(path: Path) -> Path:
     """Return ``path``, or the first of ``path-2``, ``path-3``, ... that does not exist."""
-    numbered_paths = (path.with_name(f"{path.name}-{number}") for number in count(2))
-    return next(candidate for candidate in chain([path], numbered_paths) if not candidate.exists())
+    candidate = path
+    for number in count(2):
+        if not candidate.exists():
+            break
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
 
 
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o644) -> None:
@@ -111,7 +115,7 @@ def write_atomically(path: Path, content: str | bytes, mode: int = 0o644) -> Non
 
 
 def write_synced(path: Path, content: str) -> None:
-    """Write a text file in place and put it on the disk, for a folder that has no name yet."""
+    """Write a text file in place and sync it to the disk. Use it in a folder that gets its final name later."""
     with open(path, "w", encoding="utf-8") as file:
         write_whole("write", path.name, file, content)
         file.flush()
@@ -122,11 +126,10 @@ def write_synced(path: Path, content: str) -> None:
 def unwritable(folder: Path) -> str | None:
     """Return why ``folder`` can't be created or written, beginning with the folder at fault; else None."""
     try:
-        existing = next(
-            path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
-        )
+        candidates = [folder.absolute(), *folder.absolute().parents]
+        existing = next(path for path in candidates if path.exists())
     except OSError as error:
-        return f"{folder} can't be looked at ({error.strerror})"
+        return f"{folder} can't be read ({error.strerror})"
     try:
         # Write a file: permission bits don't show a read-only mount, a quota, or root squashing on NFS.
         tempfile.TemporaryFile(dir=existing).close()

@@ -97,7 +97,9 @@ class Holder:
         )
 
     def describe(self) -> str:
-        job = f" (Slurm job {self.job}, attempt {self.attempt})" if self.job else ""
+        job = ""
+        if self.job:
+            job = f" (Slurm job {self.job}, attempt {self.attempt})"
         return f"process {self.pid} on {self.host}{job}"
 
     def how_to_end(self) -> str:
@@ -221,14 +223,14 @@ def _read_holder(path: Path) -> Holder | None:
     except FileNotFoundError:
         return None
     except (IsADirectoryError, ValidationError) as error:
-        fault = error.errors()[0] if isinstance(error, ValidationError) else None
-        reason = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" if fault else error
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            fault = error.errors()[0]
+            reason = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
         raise LeaseError(
             f"{path} is damaged ({reason}); remove it once no process of this run is left"
         ) from error
 
-
-# --- the fence
 
 NONCE_VARIABLE = "MEGATRON_DPPO_LEASE"
 """Variable with the nonce of the run's lease, in the environment of the trainer's ranks."""
@@ -345,7 +347,8 @@ class Lease:
             ) from error
 
     def _take(self) -> None:
-        files, newcomer = self._files, self._holder
+        files = self._files
+        newcomer = self._holder
         while True:
             holder = files.holder()
             last_claim = files.last_claim(holder)

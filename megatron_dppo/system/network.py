@@ -176,17 +176,16 @@ def url_fault(url: str) -> str | None:
                 f"got one for {parts.hostname} with a user or a password in it, expected "
                 "http://host:port; keys are environment variables (docs/fleet.md)"
             )
-        host, port = parts.hostname or "", parts.port
+        host = parts.hostname or ""
+        port = parts.port
     except ValueError as error:
         return f"{problem}: {error}"
     # urlsplit checks an IPv6 address.
     has_valid_host = ":" in host or _is_host(host)
     plain = not (parts.query or parts.fragment or re.search(r"\s", url))
-    return (
-        None
-        if parts.scheme in ("http", "https") and has_valid_host and port != 0 and plain
-        else problem
-    )
+    if parts.scheme in ("http", "https") and has_valid_host and port != 0 and plain:
+        return None
+    return problem
 
 
 HIDDEN_SECRET = "<api key>"

@@ -20,7 +20,7 @@ class UnsafeFileError(RunError, PermissionError):
 def make_private_folder(path: Path) -> None:
     """Create ``path`` with its parents, or restrict it, so that only its user can enter it.
 
-    Raises UnsafeFileError where it is another user's, or no folder; OSError.
+    Raises UnsafeFileError if ``path`` belongs to another user or is not a folder; OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

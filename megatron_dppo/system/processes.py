@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import psutil
@@ -119,7 +120,9 @@ def bound_memory(gib: int, *, is_final: bool) -> None:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     memory = gib << 30
-    soft = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+    soft = memory
+    if hard != resource.RLIM_INFINITY:
+        soft = min(memory, hard)
     resource.setrlimit(resource.RLIMIT_AS, (soft, soft if is_final else hard))
 
 
@@ -328,9 +331,13 @@ def describe_exit(code: int, exception: str | None = None) -> str:
         ending = f"was killed by signal {-code}"
     else:
         is_unexplained = -code == signal.SIGKILL and exception is None
-        hint = "; the kernel does that when memory runs out" if is_unexplained else ""
+        hint = ""
+        if is_unexplained:
+            hint = "; the kernel does that when memory runs out"
         ending = f"was killed by {signal.Signals(-code).name} (signal {-code}{hint})"
-    return ending if exception is None else f"{ending} after {exception}"
+    if exception is None:
+        return ending
+    return f"{ending} after {exception}"
 
 
 def tail(path: Path, lines: int = 40) -> str:
@@ -394,7 +401,12 @@ class Launcher:
     """
 
     def start(
-        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        stdin: bytes,
     ) -> StartedProcess:
         """Start ``command`` with all of the variables in ``environment``, and return at once.
 
@@ -411,7 +423,11 @@ class Launcher:
 
 
 def start_fed(
-    command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    log: Path,
+    stdin: bytes,
 ) -> subprocess.Popen[bytes]:
     """Start a process with all of its standard input, its output appended to ``log``.
 
@@ -419,7 +435,10 @@ def start_fed(
     """
     with open(log, "ab") as file:
         process = start_process(
-            command, environment=environment, output=file.fileno(), stdin=subprocess.PIPE
+            command,
+            environment=environment,
+            output=file.fileno(),
+            stdin=subprocess.PIPE,
         )
     feed(process, stdin)
     return process
@@ -445,17 +464,20 @@ def held_back() -> Iterator[None]:
     # process. So the handlers store the signal until the end.
     received_signals: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
-    handlers = {
-        number: signal.signal(number, lambda n, _: received_signals.append(n))
-        for number in ENDING_SIGNALS
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
+
+    def note(number: int, _: FrameType | None) -> None:
+        received_signals.append(number)
+
+    handlers: dict[int, Any] = {}
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            handlers[number] = signal.signal(number, note)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for handled_number, handler in handlers.items():
+            signal.signal(handled_number, handler)
         for noted in received_signals:
             signal.raise_signal(noted)
 

@@ -86,11 +86,10 @@ def program_environment(environment: Mapping[str, str]) -> dict[str, str]:
     It has the paths of programs and libraries, the language, certificates, proxies, and the variables that were passed
     to this process.
     """
-    allowed_variables = {
-        name: value
-        for name, value in worker_environment(environment).items()
-        if _PROGRAM_NAMES.fullmatch(name)
-    }
+    allowed_variables: dict[str, str] = {}
+    for name, value in worker_environment(environment).items():
+        if _PROGRAM_NAMES.fullmatch(name):
+            allowed_variables[name] = value
     return {**allowed_variables, **chosen_variables(environment, _passed)}
 
 
@@ -101,11 +100,11 @@ def chosen_variables(environment: Mapping[str, str], names: Iterable[str]) -> di
 
 def named_in_options(options: Mapping[str, Any]) -> list[str]:
     """Return the variables that options name, such as ``api_key_variable: JUDGE_KEY``."""
-    return [
-        value
-        for key, value in options.items()
-        if key.endswith("_variable") and isinstance(value, str)
-    ]
+    names: list[str] = []
+    for key, value in options.items():
+        if key.endswith("_variable") and isinstance(value, str):
+            names.append(value)
+    return names
 
 
 def withheld_hint(text: str, key: str) -> str:
@@ -179,11 +178,13 @@ def _overwrite_initial(names: Iterable[str]) -> None:
         # The C library must not use this memory any more.
         os.unsetenv(name)
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[_ENV_START]), int(fields[_ENV_END])
+    start = int(fields[_ENV_START])
+    end = int(fields[_ENV_END])
     if start >= end:
         return
     memory = (ctypes.c_char * (end - start)).from_address(start)
-    content, encoded = memory.raw, {os.fsencode(name) for name in names}
+    content = memory.raw
+    encoded = {os.fsencode(name) for name in names}
     position = 0
     for entry in content.split(b"\0"):
         key, sign, value = entry.partition(b"=")

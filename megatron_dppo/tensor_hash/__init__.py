@@ -32,7 +32,8 @@ from megatron_dppo.system.compute import KernelBuildError, build_library
 
 log = logging.getLogger(__name__)
 
-MASK32, MASK64 = (1 << 32) - 1, (1 << 64) - 1
+MASK32 = (1 << 32) - 1
+MASK64 = (1 << 64) - 1
 WORD = 4
 TILE = 8192
 BLOCK_TILES = 2048
@@ -69,14 +70,16 @@ class WordRun:
     def shape(self) -> tuple[int, ...]:
         """The arguments of the kernels: address, words, words of a row, stride of rows in words, first, total."""
         rows = self.data
-        width, stride = rows.shape[1] // WORD, rows.stride(0) // WORD
+        width = rows.shape[1] // WORD
+        stride = rows.stride(0) // WORD
         return rows.data_ptr(), self.words, width, stride, self.first, self.total
 
     @property
     def edges(self) -> list[tuple[int, int]]:
         """The tiles that these words cover only partly, each with 0 if it is the first tile and 2 if it is the last."""
         end = self.first + self.words
-        first, last = self.first // TILE, end // TILE
+        first = self.first // TILE
+        last = end // TILE
         edges = []
         if self.first % TILE or (end < self.total and last == first):
             edges.append((first, 0))
@@ -119,13 +122,16 @@ def sums_on_cpu(runs: Sequence[WordRun]) -> list[PartSums]:
     if kernel is None:
         return [sums_by_torch(run) for run in runs]
     shapes = np.array([run.shape for run in runs], dtype=np.int64)
-    closed, sums = np.zeros(len(runs), dtype=np.uint64), np.zeros((len(runs), 4), dtype=np.uint32)
+    closed = np.zeros(len(runs), dtype=np.uint64)
+    sums = np.zeros((len(runs), 4), dtype=np.uint32)
     kernel(len(runs), *(array.ctypes.data for array in (shapes, closed, sums)))
     return collect([run.edges for run in runs], closed.tolist(), sums.tolist())
 
 
 def collect(
-    edges: Sequence[Sequence[tuple[int, int]]], closed: Sequence[int], sums: Sequence[Sequence[int]]
+    edges: Sequence[Sequence[tuple[int, int]]],
+    closed: Sequence[int],
+    sums: Sequence[Sequence[int]],
 ) -> list[PartSums]:
     """Combine a kernel's results by part. ``sums`` [parts, 4] has two words for the first tile and two for the last."""
     parts: list[PartSums] = []
@@ -173,7 +179,9 @@ def _rows(part: Tensor) -> Tensor | None:
     step = outer[-1][1] if outer else inner
     rows = part.as_strided((part.numel() // inner, inner), (step, 1)).view(torch.uint8)
     measures = (rows.data_ptr(), rows.shape[1], rows.stride(0))
-    return None if any(measure % WORD for measure in measures) else rows
+    if any(measure % WORD for measure in measures):
+        return None
+    return rows
 
 
 def _mix(data: Tensor, first: int) -> Tensor:
@@ -273,13 +281,16 @@ class TiledHash:
     def run(self, part: Tensor, start: int) -> WordRun | None:
         """Return the part as whole words, or None if it is empty. Raises ValueError as ``add`` does."""
         size = part.numel() * part.element_size()
-        first, end = start // WORD, -(-(start + size) // WORD)
+        first = start // WORD
+        end = -(-(start + size) // WORD)
         if start % WORD or (size % WORD and end != self._words):
             raise ValueError(
                 f"tiled hash: {size} bytes at byte {start} of {WORD * self._words}; parts must begin and end "
                 f"at multiples of {WORD}"
             )
-        return run_of(part, first, self._words) if size else None
+        if size:
+            return run_of(part, first, self._words)
+        return None
 
     def take(self, sums: PartSums) -> None:
         """Add the sums of one part."""

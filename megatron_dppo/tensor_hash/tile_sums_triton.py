@@ -31,7 +31,14 @@ def start(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
     where = torch.from_numpy(programs.astype(np.int32)).to(device)
     out = torch.zeros(len(runs), 5, dtype=torch.int64, device=device)
     tile_sums_kernel[(int(ends[-1]),)](
-        shapes, where, where[1], out, SEED_1=SEED_1, SEED_2=SEED_2, TILE=TILE, BLOCK=BLOCK
+        shapes,
+        where,
+        where[1],
+        out,
+        SEED_1=SEED_1,
+        SEED_2=SEED_2,
+        TILE=TILE,
+        BLOCK=BLOCK,
     )
     # Keep the edges, not the runs: the caller reuses the memory of the runs.
     edges = [run.edges for run in runs]
@@ -69,8 +76,11 @@ def tile_sums_kernel(
     tile = tl.load(tiles + program).to(tl.int64)
     shape = shapes + part * 6
     data = tl.load(shape).to(tl.pointer_type(tl.uint32))
-    extent, row = tl.load(shape + 1), tl.load(shape + 2)
-    stride, first, total = tl.load(shape + 3), tl.load(shape + 4), tl.load(shape + 5)
+    extent = tl.load(shape + 1)
+    row = tl.load(shape + 2)
+    stride = tl.load(shape + 3)
+    first = tl.load(shape + 4)
+    total = tl.load(shape + 5)
     begin = (first // TILE + tile) * TILE
     low = tl.maximum(begin, first)
     high = tl.minimum(begin + TILE, first + extent)

@@ -43,7 +43,12 @@ class AllHeadsNorm(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float,
+        *,
+        heads: int,
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -61,7 +66,10 @@ class AllHeadsNorm(torch.nn.Module):
         return normed
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict | None = None,
     ) -> ShardedStateDict:
         """The weight, cut along its only dimension by tensor-parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
@@ -77,18 +85,22 @@ class AllHeadsNorm(torch.nn.Module):
 class _Norm(torch.autograd.Function):
     """RMS norm over the N elements of all heads.
 
-    With r = 1 / sqrt(sum(x^2) / N + eps), n = r x, the output w n, and g, the loss's gradient by the output, the
-    gradients of the loss are:
+    Let r = 1 / sqrt(sum(x^2) / N + eps) and n = r x. The output is w n. If g is dL/d(output), then
 
-        by x:  r (w g - n sum(w g n) / N)        by w:  sum over tokens of g n
+        dL/dx = r (w g - n sum(w g n) / N)        dL/dw = sum over tokens of g n
 
-    Both sums in the first row are over the heads of all ranks. Only x and r are kept: plain operations would keep
-    several fp32 copies of x.
+    Both sums for dL/dx are over the heads of all ranks. Only x and r are saved: plain operations would save several
+    fp32 copies of x.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, total: int, group: ProcessGroup
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        total: int,
+        group: ProcessGroup,
     ) -> Tensor:
         values = x.float()
         squares = _sum_over_heads(values.square(), group)
@@ -104,11 +116,11 @@ class _Norm(torch.autograd.Function):
         product = gradient.float() * normed
         weighted = gradient.float() * _by_head(weight, x)
         mean = _sum_over_heads(weighted * normed, ctx.group) / ctx.total
-        of_input = (scale * (weighted - normed * mean)).to(x.dtype)
-        of_weight = None
+        input_gradient = (scale * (weighted - normed * mean)).to(x.dtype)
+        weight_gradient = None
         if ctx.needs_input_grad[1]:
-            of_weight = product.flatten(0, -3).sum(0).flatten().to(weight.dtype)
-        return of_input, of_weight, None, None, None
+            weight_gradient = product.flatten(0, -3).sum(0).flatten().to(weight.dtype)
+        return input_gradient, weight_gradient, None, None, None
 
 
 def _by_head(weight: Tensor, x: Tensor) -> Tensor:

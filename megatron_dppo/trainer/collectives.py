@@ -61,7 +61,9 @@ def all_gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 def gather_json(value: Any, group: ProcessGroup) -> list[Any] | None:
     """Gather like ``all_gather_json``, on the first rank of ``group`` only; return None on the others."""
     padded, lengths = _padded(value, group)
-    parts = [torch.empty_like(padded) for _ in lengths] if group.rank() == 0 else None
+    parts = None
+    if group.rank() == 0:
+        parts = [torch.empty_like(padded) for _ in lengths]
     dist.gather(padded, parts, dist.get_global_rank(group, 0), group)
     if parts is None:
         return None
@@ -128,7 +130,9 @@ def on_every_rank(
         own_error = failure
         is_foreseen = isinstance(failure, (error, OSError, RunError))
         # The system's errors name themselves.
-        kind = "" if isinstance(failure, (error, OSError)) else f"{type(failure).__name__}: "
+        kind = ""
+        if not isinstance(failure, (error, OSError)):
+            kind = f"{type(failure).__name__}: "
         text = f"rank {dist.get_rank()}: {kind}{failure}"
     first_error = first_failure(text, group)
     if first_error is None:
@@ -144,8 +148,12 @@ def on_rank_0(
     *,
     error: type[Exception] = RankError,
 ) -> Any:
-    """``action()`` of global rank 0, whose result is plain JSON, on every rank; errors as ``on_every_rank``."""
-    result = on_every_rank(lambda: action() if dist.get_rank() == 0 else None, group, error=error)
+    """Return, on every rank, ``action()`` of global rank 0, which is plain JSON; errors as in ``on_every_rank``."""
+
+    def result_on_rank_0() -> Any:
+        return action() if dist.get_rank() == 0 else None
+
+    result = on_every_rank(result_on_rank_0, group, error=error)
     return broadcast_json(result, src=0, group=group)
 
 
@@ -160,9 +168,8 @@ def _padded(value: Any, group: ProcessGroup | None) -> tuple[torch.Tensor, list[
     """``value`` as bytes, as many as the longest of the group's has; the length of every rank's."""
     device = _device(group)
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    sizes = [
-        torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))
-    ]
+    ranks = dist.get_world_size(group)
+    sizes = list(torch.zeros(ranks, 1, dtype=torch.int64, device=device))
     dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group)
     lengths = [int(s) for s in sizes]
     # A gather takes tensors of one length.

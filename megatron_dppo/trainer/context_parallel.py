@@ -61,7 +61,9 @@ class TokenShare:
     @property
     def sequence_multiple(self) -> int:
         """The number that divides the length of every sequence."""
-        return 2 * self.context_size if self.context_size > 1 else 1
+        if self.context_size > 1:
+            return 2 * self.context_size
+        return 1
 
     @property
     def pad_multiple(self) -> int:
@@ -90,7 +92,8 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
     One all-gather of [t, 1 + K] numbers, and those of the sums, and one all-reduce of the faults' counts. Its backward
     pass gives every rank the gradient of its own rows and sums nothing: all ranks compute the same loss.
     """
-    size, group = topology.cp_size, topology.context_group
+    size = topology.cp_size
+    group = topology.context_group
     if size == 1:
         return stats
     parts = {

@@ -16,6 +16,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,11 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def load_hf(
-    chunks: list[GPTModel], shape: ModelShape, layout: Layout, rank: int, hf_dir: str | Path
+    chunks: list[GPTModel],
+    shape: ModelShape,
+    layout: Layout,
+    rank: int,
+    hf_dir: str | Path,
 ) -> None:
     """Fill every parameter of this rank from ``hf_dir``, reading only the slices that the rank holds.
 
@@ -161,7 +166,10 @@ def export_hf(
 
 
 def export_plan(
-    files: Files, shape: ModelShape, layout: Layout, item_bytes: int
+    files: Files,
+    shape: ModelShape,
+    layout: Layout,
+    item_bytes: int,
 ) -> tuple[list[Bucket], dict[str, int]]:
     """Plan the buckets, each gathered on the rank that writes its tensors, and the rank that writes each file.
 
@@ -190,15 +198,19 @@ def export_plan(
 
 @contextmanager
 def _staged(
-    out_dir: str | Path, rank: int, specs: Mapping[str, tensor_store.TensorSpec]
+    out_dir: str | Path,
+    rank: int,
+    specs: Mapping[str, tensor_store.TensorSpec],
 ) -> Iterator[Path]:
     """Provide a folder that rank 0 creates at the start and publishes at the end; both are collective."""
     total_bytes = sum(spec.bytes for spec in specs.values())
     staged_folder = hf_folder.StagedFolder(out_dir, total_bytes)
     with ExitStack() as stack:
-        path = collectives.on_rank_0(
-            lambda: str(stack.enter_context(staged_folder)), error=CheckpointError
-        )
+
+        def enter() -> str:
+            return str(stack.enter_context(staged_folder))
+
+        path = collectives.on_rank_0(enter, error=CheckpointError)
         yield Path(path)
         # Closing the stack publishes the folder.
         collectives.on_rank_0(stack.close, error=CheckpointError)
@@ -224,10 +236,10 @@ def _write(
         SHA-256 (hex) of each tensor of ``share``, by name.
     """
     with ExitStack() as stack:
-        writer = collectives.on_every_rank(
-            lambda: stack.enter_context(_FileWriter(folder, share)), error=CheckpointError
-        )
-        total_elements, written_elements = sum(bucket.elements for bucket in plan), 0
+        open_files = partial(stack.enter_context, _FileWriter(folder, share))
+        writer = collectives.on_every_rank(open_files, error=CheckpointError)
+        total_elements = sum(bucket.elements for bucket in plan)
+        written_elements = 0
         with progress("export, millions of weights", total_elements // 10**6) as bar:
             for bucket, gathered in zip(plan, gather(plan, rank, values), strict=True):
                 writer.add(gathered.tensors)
@@ -245,7 +257,8 @@ class _FileWriter:
     """
 
     def __init__(self, folder: Path, files: Files) -> None:
-        self._folder, self._files = folder, files
+        self._folder = folder
+        self._files = files
         self._stack = ExitStack()
         self._writer_of: dict[str, tensor_store.SafetensorsFileWriter] = {}
         # One bucket may wait while another is written: this bound keeps gathering from running ahead of the disk.
@@ -333,7 +346,9 @@ def max_log_prob_difference(
 
 
 def transformers_log_probs(
-    folder: str | Path, trajectories: Sequence[Trajectory], temperature: float
+    folder: str | Path,
+    trajectories: Sequence[Trajectory],
+    temperature: float,
 ) -> list[torch.Tensor]:
     """Compute log pi of each sampled token with transformers, nats: one fp32 tensor [N] for each trajectory."""
     from transformers import AutoModelForCausalLM

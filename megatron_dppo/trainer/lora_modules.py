@@ -178,7 +178,9 @@ class DenseAdapter(LinearAdapter):
     def _generator(self) -> AbstractContextManager:
         """The random state for dropout. Ranks with equal inputs drop the same ones."""
         is_whole = self.linear.axis == 0 and not self.options.sequence_parallel
-        return nullcontext() if is_whole else get_cuda_rng_tracker().fork()
+        if is_whole:
+            return nullcontext()
+        return get_cuda_rng_tracker().fork()
 
     def _mark_parameters(self) -> None:
         for part in self.linear.parts:
@@ -208,8 +210,11 @@ class HeadAdapter(DenseAdapter):
         """Return scale A x [T, R] of the last forward pass, and B [C, R] of this rank's columns of the vocabulary; None
         if the adapter was disabled. Call it once for each pass."""
         # Drop the reference, which would keep the pass's graph in memory.
-        product, self._product = self._product, None
-        return None if product is None else (product.flatten(0, 1), self._stacked()[1])
+        product = self._product
+        self._product = None
+        if product is None:
+            return None
+        return (product.flatten(0, 1), self._stacked()[1])
 
 
 class ExpertAdapter(LinearAdapter):
@@ -224,7 +229,10 @@ class ExpertAdapter(LinearAdapter):
         a, b = self._stacked()
         x = self._dropped(x, get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()))
         pieces = x.split(list(map(int, sizes[0])))
-        outputs = [F.linear(F.linear(piece, a[i]), b[i]) for i, piece in enumerate(pieces)]
+        outputs: list[Tensor] = []
+        for expert, piece in enumerate(pieces):
+            reduced = F.linear(piece, a[expert])
+            outputs.append(F.linear(reduced, b[expert]))
         return self.options.adapters.scale * torch.cat(outputs)
 
     def _shape(self, part: AdapterPart, which: str) -> list[int]:
@@ -264,7 +272,9 @@ class SharedExpertAdapter(LinearAdapter):
         """This rank's columns of A, or its rows of B."""
         a, b = super()._local(part)
         local = slice(part.start, part.start + part.length)
-        return (a[:, local], b) if part.axis == 1 else (a, b[local])
+        if part.axis == 1:
+            return (a[:, local], b)
+        return (a, b[local])
 
     def _mark_parameters(self) -> None:
         for parameter in self.parameters():
@@ -274,7 +284,9 @@ class SharedExpertAdapter(LinearAdapter):
 def adapter_of(linear: AdaptedLinear, options: AdapterOptions) -> LinearAdapter:
     """Build the adapters of one linear, with A and B zero."""
     if not linear.of_experts:
-        kind = HeadAdapter if linear.path == HEAD_PATH else DenseAdapter
+        kind = DenseAdapter
+        if linear.path == HEAD_PATH:
+            kind = HeadAdapter
         return kind(linear, options)
     if linear.experts:
         return ExpertAdapter(linear, options)
@@ -295,7 +307,9 @@ def freeze(chunks: list[GPTModel], *, train_router: bool) -> None:
 
 
 def attach(
-    chunks: list[GPTModel], linears: list[AdaptedLinear], options: AdapterOptions
+    chunks: list[GPTModel],
+    linears: list[AdaptedLinear],
+    options: AdapterOptions,
 ) -> list[LinearAdapter]:
     """Attach adapters, which are zero, to each of ``linears``: a child module, and a forward hook that adds its
     output.

@@ -78,7 +78,9 @@ def fill(
 
 
 def sharded_adapters(
-    adapters: list[lora_modules.LinearAdapter], chunks: list[GPTModel], layout: Layout
+    adapters: list[lora_modules.LinearAdapter],
+    chunks: list[GPTModel],
+    layout: Layout,
 ) -> dict[str, Any]:
     """The adapters of this rank as sharded tensors, by ``model<chunk>`` and their name in the chunk.
 
@@ -97,7 +99,10 @@ def sharded_adapters(
 
 
 def sharded_routers(
-    chunks: list[GPTModel], shape: ModelShape, layout: Layout, rank: int
+    chunks: list[GPTModel],
+    shape: ModelShape,
+    layout: Layout,
+    rank: int,
 ) -> dict[str, dict[str, ShardedTensor]]:
     """The routers' weights as sharded tensors, with keys ``adapters.router.<layer>``. Every rank of a stage holds all
     of them."""
@@ -105,15 +110,17 @@ def sharded_routers(
     out: dict[str, dict[str, ShardedTensor]] = {}
     for i, chunk in enumerate(chunks):
         layers = local_layers(shape, layout, coordinates.pp, i)
-        out[f"model{i}"] = {
-            name: ShardedTensor.from_rank_offsets(
-                f"adapters.router.{layers[int(name.split('.')[2])]}",
+        routers: dict[str, ShardedTensor] = {}
+        for name, parameter in chunk.named_parameters():
+            if not name.endswith(lora_modules.ROUTER):
+                continue
+            local_layer = int(name.split(".")[2])
+            routers[name] = ShardedTensor.from_rank_offsets(
+                f"adapters.router.{layers[local_layer]}",
                 parameter,
                 replica_id=(0, coordinates.tp, coordinates.dp),
             )
-            for name, parameter in chunk.named_parameters()
-            if name.endswith(lora_modules.ROUTER)
-        }
+        out[f"model{i}"] = routers
     return out
 
 
@@ -134,7 +141,8 @@ def _sharded(
         replica = parallel_state.get_expert_data_parallel_rank()
         offsets.append((0, parallel_state.get_expert_model_parallel_rank(), layout.expert))
     else:
-        tensor_rank, tensor_size = parallel_state.get_tensor_model_parallel_rank(), layout.tensor
+        tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        tensor_size = layout.tensor
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     if is_cut:
         offsets.append((part.axis + len(offsets), tensor_rank, tensor_size))
@@ -175,7 +183,8 @@ class AdaptedPolicy:
         adapters = adapters_of(lora, shape)
         if adapters is None:
             raise ValueError("lora.rank is 0: there are no adapters")
-        if faults := list(adapter_faults(adapters, shape, layout)):
+        faults = list(adapter_faults(adapters, shape, layout))
+        if faults:
             raise ValueError("; ".join(faults))
         self.adapters: Adapters = adapters
         self._shape, self._layout, self._rank = shape, layout, topology.rank

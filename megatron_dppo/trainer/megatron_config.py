@@ -36,7 +36,9 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def transformer_config(
-    config: PolicyConfig, shape: ModelShape, layout: Layout
+    config: PolicyConfig,
+    shape: ModelShape,
+    layout: Layout,
 ) -> TransformerConfig:
     """TransformerConfig of the run; the ``megatron`` table is merged last.
 

@@ -61,9 +61,8 @@ def _base_names(
     if not linear.of_experts:
         return [(None, f"{linear.path}.weight")]
     prefix = f"{linear.path}.weight"
-    numbers = [
-        int(name.removeprefix(prefix))
-        for chunk, name in parameters
-        if chunk == linear.chunk and name.startswith(prefix)
-    ]
-    return [(i, f"{prefix}{i}") for i in sorted(numbers)]
+    local_experts: list[int] = []
+    for chunk, name in parameters:
+        if chunk == linear.chunk and name.startswith(prefix):
+            local_experts.append(int(name.removeprefix(prefix)))
+    return [(expert, f"{prefix}{expert}") for expert in sorted(local_experts)]

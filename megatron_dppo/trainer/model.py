@@ -50,7 +50,9 @@ LayerSpec = Callable[[TransformerConfig, int | None], Any]
 
 
 def build_chunks(
-    transformer: TransformerConfig, shape: ModelShape, spec: LayerSpec | None = None
+    transformer: TransformerConfig,
+    shape: ModelShape,
+    spec: LayerSpec | None = None,
 ) -> list[GPTModel]:
     """Build this rank's part of the model on its device: one unwrapped GPTModel for each virtual stage.
 
@@ -61,7 +63,9 @@ def build_chunks(
 
 
 def make_chunks(
-    transformer: TransformerConfig, shape: ModelShape, spec: LayerSpec | None = None
+    transformer: TransformerConfig,
+    shape: ModelShape,
+    spec: LayerSpec | None = None,
 ) -> list[GPTModel]:
     """Build the chunks of :func:`build_chunks` on torch's default device."""
     stage_count = transformer.virtual_pipeline_model_parallel_size
@@ -91,7 +95,9 @@ def _output_layer_input(
 ) -> tuple[Tensor, None]:
     if layer.sequence_parallel:
         return gather_from_sequence_parallel_region(
-            input_, tensor_parallel_output_grad=True, group=layer.tp_group
+            input_,
+            tensor_parallel_output_grad=True,
+            group=layer.tp_group,
         ), None
     return copy_to_tensor_model_parallel_region(input_, group=layer.tp_group), None
 
@@ -141,7 +147,9 @@ def wrap_chunks(
     ddp = DistributedDataParallelConfig(**{**defaults, **options})
     wrapped = []
     for i, chunk in enumerate(chunks):
-        module = Float16Module(transformer, chunk) if transformer.bf16 else chunk
+        module = chunk
+        if transformer.bf16:
+            module = Float16Module(transformer, chunk)
         # Disable bucketing for later chunks, as Megatron-LM does: the computation of other chunks already overlaps
         # their communication.
         wrapped.append(DistributedDataParallel(transformer, ddp, module, disable_bucketing=i > 0))
@@ -155,7 +163,10 @@ def wrap_chunks(
 
 
 def _build_chunk(
-    transformer: TransformerConfig, shape: ModelShape, vp_stage: int | None, spec: LayerSpec
+    transformer: TransformerConfig,
+    shape: ModelShape,
+    vp_stage: int | None,
+    spec: LayerSpec,
 ) -> GPTModel:
     layers = spec(transformer, vp_stage)
     if shape.norms_all_heads:
@@ -203,7 +214,9 @@ class MetaComparison:
 
     def summary(self) -> str:
         """Return the result in one line."""
-        verdict = f"{len(self.faults)} differ" if self.faults else "all as the rules say"
+        verdict = "all as the rules say"
+        if self.faults:
+            verdict = f"{len(self.faults)} differ"
         return (
             f"{self.layout}: Megatron's modules of ranks {', '.join(map(str, self.ranks))}, {self.parameters:,} "
             f"parameters of {self.elements / 1e9:.2f} B elements: {verdict}"
@@ -241,7 +254,10 @@ def named_parameters(chunks: list[GPTModel]) -> dict[ParameterKey, Parameter]:
 
 
 def meta_parameters(
-    transformer: TransformerConfig, shape: ModelShape, layout: Layout, rank: int
+    transformer: TransformerConfig,
+    shape: ModelShape,
+    layout: Layout,
+    rank: int,
 ) -> dict[tuple[int, str], tuple[int, ...]]:
     """Build ``rank``'s GPTModels on the meta device and return the shape of every parameter by (chunk, name)."""
     # Skip the initialization: tensors on the meta device have no values.
@@ -288,13 +304,17 @@ def prepare_step(optimizer: ChainedOptimizer) -> float:
 
 @torch.no_grad()
 def apply_step(
-    optimizer: ChainedOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float
+    optimizer: ChainedOptimizer,
+    scheduler: OptimizerParamScheduler,
+    grad_norm: float,
 ) -> float:
     """Clip the gradients, whose norm is ``grad_norm``, update the weights and return the learning rate."""
     # Advance the schedule before the update: otherwise step 1 would use the rate of step 0, which is 0 in a warm-up.
     scheduler.step(increment=1)
     for part in optimizer.chained_optimizers:
-        parameters = [] if part.is_stub_optimizer else part.get_parameters()
+        parameters = []
+        if not part.is_stub_optimizer:
+            parameters = part.get_parameters()
         # Clip by the norm that was checked: Megatron's own step would compute it again over all ranks.
         if parameters and part.config.clip_grad > 0:
             decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8

@@ -102,8 +102,9 @@ def _optimizer_tensors(optimizer: ChainedOptimizer) -> Iterable[Tensor]:
         for group in part.optimizer.param_groups:
             yield from group["params"]
         for state in part.optimizer.state.values():
-            values = (x for x in state.values() if isinstance(x, Tensor))
-            yield from (x for x in values if x.dim() and x.device == device)
+            for value in state.values():
+                if isinstance(value, Tensor) and value.dim() and value.device == device:
+                    yield value
 
 
 class Parker:
@@ -128,7 +129,8 @@ class Parker:
     def check(self, action: str, *parts: TrainerPart) -> None:
         """Raise ParkedError if one of ``parts`` (none given: any part) is parked. ``action`` goes into the message."""
         required_parts = parts or TRAINER_PARTS
-        if parked_parts := [part for part in required_parts if part in self._parked_storages]:
+        parked_parts = [part for part in required_parts if part in self._parked_storages]
+        if parked_parts:
             raise ParkedError(
                 f"can't {action}: {', '.join(parked_parts)} of the trainer are parked"
             )
@@ -141,9 +143,13 @@ class Parker:
             OSError, RuntimeError: the host has not enough memory.
         """
         self.check("park", *parts)
-        start_time, tensors = time.perf_counter(), self._tensors_by_part()
+        start_time = time.perf_counter()
+        tensors = self._tensors_by_part()
         storages = {part: _storages(part, tensors[part]) for part in TRAINER_PARTS if part in parts}
-        copied = sum(self._copies[p].take(storages[p]) for p in storages if p in COPIED_PARTS)
+        copied = 0
+        for part, part_storages in storages.items():
+            if part in COPIED_PARTS:
+                copied += self._copies[part].take(part_storages)
         platform.wait_for_copies()
         for part_storages in storages.values():
             for storage in part_storages:
@@ -223,7 +229,8 @@ class _ParkedCopy:
             # Free the old buffer first: holding both would double the memory.
             self._memory = None
             self._starts, end = aligned(sizes)
-            self._memory, self._sizes = platform.HostMemory(end), sizes
+            self._memory = platform.HostMemory(end)
+            self._sizes = sizes
         needs_copy = [is_first or not s.constant for s in storages]
         return self._copy(storages, needs_copy, to_host=True)
 
@@ -237,13 +244,18 @@ class _ParkedCopy:
             self._memory.settle()
 
     def _copy(
-        self, storages: Sequence[_Storage], needs_copy: Sequence[bool], *, to_host: bool
+        self,
+        storages: Sequence[_Storage],
+        needs_copy: Sequence[bool],
+        *,
+        to_host: bool,
     ) -> int:
         assert self._memory is not None
         copied = 0
         for storage, start, is_copied in zip(storages, self._starts, needs_copy, strict=True):
             if is_copied:
-                host, device = self._memory.bytes[start : start + storage.size], storage.flat()
+                host = self._memory.bytes[start : start + storage.size]
+                device = storage.flat()
                 target, source = (host, device) if to_host else (device, host)
                 target.copy_(source, non_blocking=True)
                 copied += storage.size
@@ -280,7 +292,9 @@ def _allocate(storages: Sequence[_Storage]) -> None:
 
 
 def _moved(
-    storages: Mapping[TrainerPart, Sequence[_Storage]], copied: int, start_time: float
+    storages: Mapping[TrainerPart, Sequence[_Storage]],
+    copied: int,
+    start_time: float,
 ) -> Moved:
     sizes: dict[TrainerPart, int] = {}
     for part, part_storages in storages.items():

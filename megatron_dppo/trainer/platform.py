@@ -233,12 +233,16 @@ def peak_memory_bytes() -> int:
 
 def peak_flops() -> int | None:
     """Dense bf16 FLOP/s of this rank's GPU; None without one, and for one whose peak is not known."""
-    return compute.peak_flops(torch.cuda.get_device_name()) if has_cuda() else None
+    if has_cuda():
+        return compute.peak_flops(torch.cuda.get_device_name())
+    return None
 
 
 def compute_capability() -> tuple[int, int] | None:
     """The compute capability of this process's GPU; None without one."""
-    return torch.cuda.get_device_capability() if has_cuda() else None
+    if has_cuda():
+        return torch.cuda.get_device_capability()
+    return None
 
 
 def host_buffer(size: int) -> torch.Tensor:
@@ -280,7 +284,9 @@ def return_unused_memory() -> None:
 def profiled_activities() -> list[torch.profiler.ProfilerActivity]:
     """Return the activities that torch.profiler can record on this device."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    return [*activities, torch.profiler.ProfilerActivity.CUDA] if has_cuda() else activities
+    if has_cuda():
+        return [*activities, torch.profiler.ProfilerActivity.CUDA]
+    return activities
 
 
 @contextmanager
@@ -301,19 +307,39 @@ def gpu_memory_history(snapshot: Path) -> Iterator[None]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _cuda() -> Platform:
+def _te_decoder_spec(config: Any, vp_stage: int | None) -> Any:
+    """Return the decoder's specification with Transformer Engine's layers."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+
+
+def _te_recomputed(is_moe: bool) -> tuple[str, ...]:
+    """Return the modules that ``recompute_modules`` recomputes with Transformer Engine's layers."""
+    # Fused attention keeps its inputs and a number a row: recomputing it saves next to nothing.
+    if is_moe:
+        return ("moe_act", "layernorm")
+    return ("core_attn",)
+
+
+def _torch_recomputed(is_moe: bool) -> tuple[str, ...]:
+    """Return the modules that ``recompute_modules`` recomputes with layers of torch modules."""
+    return ("core_attn",)
+
+
+def _no_layout_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterable[LayoutFault]:
+    """Return no fault: the layers support every layout."""
+    return ()
+
+
+def _cuda() -> Platform:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     layers = Platform(
         device=device,
         distributed_backend="nccl",
-        decoder_spec=lambda config, vp_stage: get_gpt_decoder_block_spec(
-            config, use_transformer_engine=True, vp_stage=vp_stage
-        ),
-        # Fused attention keeps its inputs and a number a row: recomputing it saves next to nothing.
-        recomputed=lambda is_moe: ("moe_act", "layernorm") if is_moe else ("core_attn",),
+        decoder_spec=_te_decoder_spec,
+        recomputed=_te_recomputed,
         transformer_options={
             "bias_activation_fusion": True,
             "bias_dropout_fusion": True,
@@ -322,7 +348,7 @@ def _cuda() -> Platform:
             "batch_p2p_comm": True,
             "gradient_accumulation_fusion": fused_weight_gradients() is not None,
         },
-        layout_faults=lambda sizes, shape: (),
+        layout_faults=_no_layout_faults,
     )
     if not has_transformer_engine():
         return _with_torch_layers(layers)
@@ -343,7 +369,7 @@ def _with_torch_layers(cuda: Platform) -> Platform:
     return replace(
         cuda,
         decoder_spec=decoder_spec,
-        recomputed=lambda is_moe: ("core_attn",),
+        recomputed=_torch_recomputed,
         transformer_options={**cuda.transformer_options, **unfused},
         layout_faults=layout_faults,
     )
@@ -356,7 +382,7 @@ def _cpu() -> Platform:
         device=torch.device("cpu"),
         distributed_backend="gloo",
         decoder_spec=decoder_spec,
-        recomputed=lambda is_moe: ("core_attn",),
+        recomputed=_torch_recomputed,
         transformer_options={
             "use_cpu_initialization": True,
             "bias_activation_fusion": False,

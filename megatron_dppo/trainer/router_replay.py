@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ class ChunkState:
 
     def replay(self, recording: Recording | None, *, compares: bool) -> None:
         """Make ``recording`` the current one."""
-        self.recording, self.compares = recording, compares
+        self.recording = recording
+        self.compares = compares
 
 
 class LayerReplay(RouterReplay):
@@ -136,11 +138,10 @@ class ModelReplay:
         # All tensor ranks route the same tokens, unless sequence parallelism divides them: then every rank counts.
         self._counts_here = share.sequence_size > 1 or topology.tp_rank == 0
         self._states = [ChunkState(device) for _ in chunks]
-        self._columns = [
-            attach(chunk, state, shape.moe_layers)
-            for chunk, state in zip(chunks, self._states, strict=True)
-        ]
-        self.layers = sorted(column for columns in self._columns for column in columns)
+        self._columns: list[list[int]] = []
+        for chunk, state in zip(chunks, self._states, strict=True):
+            self._columns.append(attach(chunk, state, shape.moe_layers))
+        self.layers = sorted(chain.from_iterable(self._columns))
         self._recordings: list[list[Recording | None]] = [[] for _ in chunks]
         # Remove the instances from Megatron-Core's registry, so that its global functions do not switch them.
         RouterReplay.clear_global_router_replay_instances()
@@ -152,9 +153,9 @@ class ModelReplay:
         """
         for batch in batches:
             self._check(batch)
-        self._recordings = [
-            [self._local(batch, columns) for batch in batches] for columns in self._columns
-        ]
+        self._recordings = []
+        for columns in self._columns:
+            self._recordings.append([self._local(batch, columns) for batch in batches])
         for state in self._states:
             state.counts.zero_()
 
@@ -169,7 +170,8 @@ class ModelReplay:
 
         Its backward pass, and what that recomputes, replays the same recording.
         """
-        state, recording = self._states[chunk], self._recordings[chunk][micro_batch]
+        state = self._states[chunk]
+        recording = self._recordings[chunk][micro_batch]
         state.replay(recording, compares=True)
         output = run()
 
@@ -192,10 +194,12 @@ class ModelReplay:
     def _local(self, batch: PackedBatch, columns: Sequence[int]) -> Recording | None:
         if RECORDING not in batch.columns:
             return None
-        recorded, valid = batch.columns[RECORDING], batch.valid[RECORDING]
+        recorded = batch.columns[RECORDING]
+        valid = batch.valid[RECORDING]
         if len(recorded) == batch.num_tokens:
             rows = self._share.rows(batch.cu_seqlens)
-            recorded, valid = recorded[rows], valid[rows]
+            recorded = recorded[rows]
+            valid = valid[rows]
         if recorded.shape[1] != len(self._shape.moe_layers):
             columns = [self.layers.index(column) for column in columns]
         experts = recorded[:, list(columns)]

@@ -80,7 +80,9 @@ def _table_length(longest_sequence: int, tokens: int) -> int:
     would apply such a table to the micro-batch as one sequence.
     """
     length = 1 << (longest_sequence - 1).bit_length()
-    return 2 * length if length == tokens != longest_sequence else length
+    if length == tokens != longest_sequence:
+        return 2 * length
+    return length
 
 
 def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
@@ -92,6 +94,10 @@ def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
     def pad_rows(value: Tensor, fill: int = 0) -> Tensor:
         return F.pad(value, (0, 0) * (value.dim() - 1) + (0, padding_tokens), value=fill)
 
+    columns: dict[str, Tensor] = {}
+    for name, values in batch.columns.items():
+        columns[name] = pad_rows(values, declared(name).fill)
+    valid = {name: pad_rows(rows) for name, rows in batch.valid.items()}
     return replace(
         batch,
         token_ids=pad_rows(batch.token_ids),
@@ -102,8 +108,8 @@ def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
         loss_mask=pad_rows(batch.loss_mask),
         advantages=pad_rows(batch.advantages),
         sequence_index=F.pad(batch.sequence_index, (0, 1), value=-1),
-        columns={n: pad_rows(x, declared(n).fill) for n, x in batch.columns.items()},
-        valid={n: pad_rows(x) for n, x in batch.valid.items()},
+        columns=columns,
+        valid=valid,
     )
 
 
@@ -184,7 +190,10 @@ class StatsFunction:
     options: HeadOptions
 
     def __call__(
-        self, hidden: Tensor, batch: PackedBatch, spec: StatsSpec | None = None
+        self,
+        hidden: Tensor,
+        batch: PackedBatch,
+        spec: StatsSpec | None = None,
     ) -> PolicyStats:
         """Compute the statistics of the trained tokens from hidden states [1, T, H]; they are 0 at other tokens.
 
@@ -233,7 +242,9 @@ class MicroBatchResults:
         for i, loss in enumerate(self.losses):
             if not torch.isfinite(loss):
                 bad_tokens = ~torch.isfinite(self.log_probs[i]) & batches[i].loss_mask
-                tokens = bad_tokens if bool(bad_tokens.any()) else batches[i].loss_mask
+                tokens = bad_tokens
+                if not bool(bad_tokens.any()):
+                    tokens = batches[i].loss_mask
                 sequences.append((i, _sequences_of(batches[i], tokens)))
         return sequences
 
@@ -363,14 +374,16 @@ def reduce_metrics(metrics: MetricSums | None, topology: Topology) -> MetricSums
     The function does one all-reduce over the replicas; with PP > 1 also two broadcasts of the names (JSON) and one of
     the result to the other stages. ``metrics``: this replica's metrics on the last stage, None on other stages.
     """
-    names, vector = MetricNames(), torch.empty(0)
+    names = MetricNames()
+    vector = torch.empty(0)
     device = platform.current().device
     if metrics is not None:
         names = metrics.names
         vector = metrics.to_vector(topology.dp_rank, topology.dp_size, device)
         dist.all_reduce(vector, group=topology.data_group)
     if topology.pp_size > 1:
-        source, group = topology.last_stage_rank, topology.pipeline_group
+        source = topology.last_stage_rank
+        group = topology.pipeline_group
         names_by_kind = broadcast_json(asdict(names), source, group)
         names = MetricNames(**{kind: tuple(keys) for kind, keys in names_by_kind.items()})
         if metrics is None:

@@ -45,12 +45,16 @@ def make_token_loss(
     times min(pi / mu, the algorithm's cap).
     """
     cap = algorithm.ratio_cap if weighted_reference else None
-    penalty = reference_penalty(reference_kl, reference_estimator, cap) if reference_kl else None
+    penalty = None
+    if reference_kl:
+        penalty = reference_penalty(reference_kl, reference_estimator, cap)
     token_scale = AGGREGATIONS[aggregation].token_scale
 
     def token_loss(stats: PolicyStats, batch: PackedBatch) -> LossSums:
         inputs = inputs_from(stats, batch)
-        scale = None if token_scale is None else token_scale(inputs)
+        scale = None
+        if token_scale is not None:
+            scale = token_scale(inputs)
         sums = policy_loss(algorithm, inputs, scale)
         if penalty is not None:
             reference = batch.column("reference_log_probs").to(inputs.log_probs.device)
@@ -79,7 +83,8 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
             batch.column("topk_ids"),
             sampled=(stats.log_probs.detach(), batch.column("rollout_log_probs"), batch.target_ids),
         )
-    branches, size = branch_ids(batch), stats.vocab_size
+    branches = branch_ids(batch)
+    size = stats.vocab_size
     return TokenInputs(
         log_probs=stats.log_probs,
         rollout_log_probs=batch.column("rollout_log_probs"),
@@ -111,7 +116,11 @@ def branch_ids(batch: PackedBatch) -> Tensor:
 
 
 def with_sampled(
-    topk: Tensor, rollout_topk: Tensor, ids: Tensor, *, sampled: tuple[Tensor, Tensor, Tensor]
+    topk: Tensor,
+    rollout_topk: Tensor,
+    ids: Tensor,
+    *,
+    sampled: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log pi and log mu at TopK(mu) and at the sampled token, [T, K + 1], and which of them count, bool.
 

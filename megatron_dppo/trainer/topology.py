@@ -71,7 +71,9 @@ class Topology:
 
 
 def init_distributed(
-    world_size: int, interface: str | None = None, limit_s: float = LONGEST_WAIT_S
+    world_size: int,
+    interface: str | None = None,
+    limit_s: float = LONGEST_WAIT_S,
 ) -> None:
     """Join the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
@@ -92,9 +94,14 @@ def init_distributed(
             log.info("environment: %s", line)
     if "RANK" in os.environ:
         _name_interface(interface)
-        rank, store = int(os.environ["RANK"]), _store(given_size, interface)
+        rank = int(os.environ["RANK"])
+        store = _store(given_size, interface)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=given_size, timeout=COLLECTIVE_TIMEOUT
+            backend,
+            store=store,
+            rank=rank,
+            world_size=given_size,
+            timeout=COLLECTIVE_TIMEOUT,
         )
         if given_size > 1:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -117,11 +124,14 @@ def _name_interface(interface: str | None) -> None:
 
 def _store(world_size: int, interface: str | None) -> dist.Store:
     """The rendezvous at MASTER_ADDR, which rank 0 hosts unless torchrun does."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if os.environ["RANK"] != "0" or hosted:
         return dist.TCPStore(host, port, world_size, False, COLLECTIVE_TIMEOUT)
-    address = host if interface is None else network.interface_address(interface)
+    address = host
+    if interface is not None:
+        address = network.interface_address(interface)
     # Many machines call themselves by an address that only they can reach.
     if network.is_loopback(address) and not _on_one_host():
         log.warning(
@@ -152,8 +162,12 @@ def init_topology(layout: Layout) -> Topology:
         # Nothing here uses Megatron's gloo groups, each of which opens connections between all of its ranks.
         create_gloo_process_groups=False,
     )
-    all_coordinates = [layout.coordinates(r) for r in range(layout.world_size)]
-    coordinates = all_coordinates[dist.get_rank()]
+    leaders: list[int] = []
+    for other_rank in range(layout.world_size):
+        other = layout.coordinates(other_rank)
+        if other.tp == 0 and other.cp == 0 and other.pp == 0:
+            leaders.append(other.rank)
+    coordinates = layout.coordinates(dist.get_rank())
     return Topology(
         rank=coordinates.rank,
         world_size=layout.world_size,
@@ -165,7 +179,7 @@ def init_topology(layout: Layout) -> Topology:
         cp_size=layout.context,
         pp_rank=coordinates.pp,
         pp_size=layout.pipeline,
-        leaders=tuple(c.rank for c in all_coordinates if c.tp == 0 and c.cp == 0 and c.pp == 0),
+        leaders=tuple(leaders),
         data_group=parallel_state.get_data_parallel_group(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         context_group=parallel_state.get_context_parallel_group(),

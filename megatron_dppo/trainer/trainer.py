@@ -174,7 +174,8 @@ class Trainer:
         # Tensor-parallel ranks divide the tokens only with sequence parallelism.
         tp_size, tp_rank = 1, 0
         if sizes.sequence_parallel(self.shape):
-            tp_size, tp_rank = topology.tp_size, topology.tp_rank
+            tp_size = topology.tp_size
+            tp_rank = topology.tp_rank
         self.share = TokenShare(topology.cp_size, topology.cp_rank, tp_size, tp_rank)
         # An interleaved schedule pads micro-batches to equal length, which moves the boundaries between the token
         # shares of tensor-parallel ranks: then every rank needs all rows.
@@ -226,7 +227,7 @@ class Trainer:
         denominator: float,
         *,
         is_last: bool = True,
-        check: Callable[[MetricSums], None] = lambda metrics: None,
+        check: Callable[[MetricSums], None] | None = None,
     ) -> StepResult:
         """Do one optimiser step on L = (sum of ``token_loss`` over all replicas' tokens) / denominator.
 
@@ -259,7 +260,8 @@ class Trainer:
         )
         metrics, bad_losses = self._reduce(results)
         metrics += self.routing_agreement()
-        check(metrics)
+        if check is not None:
+            check(metrics)
         grad_norm = model.prepare_step(self.optimizer)
         # Raise on all ranks and before the update, because a NaN in weights and moments cannot be undone.
         if bad_losses or not math.isfinite(grad_norm):
@@ -271,7 +273,9 @@ class Trainer:
         return StepResult(metrics, grad_norm, lr)
 
     def log_probs(
-        self, micro_batches: list[PackedBatch], temperature: float | None = None
+        self,
+        micro_batches: list[PackedBatch],
+        temperature: float | None = None,
     ) -> list[Tensor]:
         """Compute log pi of every target under the current weights, nats, without gradient.
 
@@ -299,7 +303,9 @@ class Trainer:
         if self._reference is None:
             raise ValueError("algorithm.reference_kl is 0: no reference policy is kept")
         self.check_resident("score by the reference policy", "weights", "reference")
-        omitted_adapters = None if self._starts_with_adapters else self.adapted
+        omitted_adapters = None
+        if not self._starts_with_adapters:
+            omitted_adapters = self.adapted
         without_adapters = nullcontext() if omitted_adapters is None else omitted_adapters.frozen()
         with self._reference.in_place(), without_adapters:
             return self.log_probs(micro_batches)
@@ -309,7 +315,11 @@ class Trainer:
         return self._log_probs(micro_batches, None, topk=True)
 
     def _log_probs(
-        self, micro_batches: list[PackedBatch], temperature: float | None, *, topk: bool
+        self,
+        micro_batches: list[PackedBatch],
+        temperature: float | None,
+        *,
+        topk: bool,
     ) -> list[Tensor]:
         self.check_resident("score", "weights")
         batches = self._place_micro_batches(micro_batches)
@@ -328,7 +338,9 @@ class Trainer:
         if self.topology.pp_size > 1:
             # Only the last stage has computed the values: broadcast them to every rank of the replica.
             sizes = [b.num_tokens for b in batches]
-            columns = batches[0].column("topk_ids").shape[1:] if topk else ()
+            columns: tuple[int, ...] = ()
+            if topk:
+                columns = batches[0].column("topk_ids").shape[1:]
             shape = (sum(sizes), *columns)
             flat = torch.cat(log_probs) if log_probs else torch.empty(shape, device=self.device)
             dist.broadcast(flat, self.topology.last_stage_rank, self.topology.pipeline_group)
@@ -360,7 +372,9 @@ class Trainer:
 
         Collective.
         """
-        return self._replay.agreement() if self._replay else MetricSums()
+        if self._replay:
+            return self._replay.agreement()
+        return MetricSums()
 
     def weights(self) -> Mapping[ParameterKey, Tensor]:
         """Return this rank's current weights by (chunk, name), with the adapters merged into them. Not collective."""
@@ -394,9 +408,11 @@ class Trainer:
 
         Two hashes of :meth:`weights_digest` can be compared if their forms are equal. Collective.
         """
-        parameters = model.named_parameters(self.chunks).items()
-        form = [[chunk, name, list(p.shape), str(p.dtype)] for (chunk, name), p in parameters]
-        return text_digest(all_gather_json(text_digest(form)))
+        form: list[tuple[int, str, list[int], str]] = []
+        for (chunk, name), parameter in model.named_parameters(self.chunks).items():
+            form.append((chunk, name, list(parameter.shape), str(parameter.dtype)))
+        own_digest = text_digest(form)
+        return text_digest(all_gather_json(own_digest))
 
     def base_weights(self) -> Mapping[ParameterKey, Tensor]:
         """Return this rank's weights without adapters; with LoRA these are the frozen weights. Not collective."""
@@ -421,7 +437,9 @@ class Trainer:
 
     def held_tensors(self) -> dict[TrainerPart, list[Tensor]]:
         """Return the tensors that stay on this rank's device through a run, by part. Not collective."""
-        reference = [] if self._reference is None else self._reference.tensors
+        reference = []
+        if self._reference is not None:
+            reference = self._reference.tensors
         return held_tensors(self.chunks, self.ddp_chunks, self.optimizer, reference)
 
     def park(self, parts: Collection[TrainerPart] = TRAINER_PARTS) -> Moved:
@@ -512,7 +530,9 @@ class Trainer:
     def _culprits(self, results: step.MicroBatchResults, batches: list[PackedBatch]) -> list[dict]:
         """Gather the sequences with a non-finite loss from all replicas, for NonFiniteLossError. Collective."""
         topology = self.topology
-        nonfinite = results.nonfinite(batches) if topology.is_first_of_stage else []
+        nonfinite = []
+        if topology.is_first_of_stage:
+            nonfinite = results.nonfinite(batches)
         entries = [
             {"dp_rank": topology.dp_rank, "micro_batch": i, "sequences": s} for i, s in nonfinite
         ]

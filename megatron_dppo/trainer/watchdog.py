@@ -17,6 +17,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -75,20 +76,23 @@ def pending(*, callers: bool) -> list[Pending]:
     ranks = known_groups()
     dumps: list[Any] = [getattr(_distributed_c10d, name, None) for name in DUMPS]
     # All entries, the ended ones too: a batch of NCCL is known by the one that closes it.
-    traces = [pickle.loads(dump(True, callers, False)) for dump in dumps if dump is not None]
-    waiting = [each for trace in traces for each in read_trace(_of_groups(trace, ranks), ranks)]
-    return sorted(waiting, key=lambda each: each.since_ns)
+    waiting: list[Pending] = []
+    for dump in dumps:
+        if dump is not None:
+            trace = pickle.loads(dump(True, callers, False))
+            waiting += read_trace(_of_groups(trace, ranks), ranks)
+    return sorted(waiting, key=attrgetter("since_ns"))
 
 
 def known_groups() -> dict[str, tuple[int, ...]]:
-    """Global ranks of each process group of this rank that was not destroyed, by the group's name."""
-    groups = list(distributed_c10d._world.pg_group_ranks.items())
-    return {
-        str(group.group_name): tuple(members)
-        for group, members in groups
+    """Return the global ranks of each process group of this rank that was not destroyed, by the group's name."""
+    ranks_by_group: dict[str, tuple[int, ...]] = {}
+    # Copy the items first: the main thread may create a group meanwhile.
+    for group, members in list(distributed_c10d._world.pg_group_ranks.items()):
         # Torch keeps a number for groups without this rank.
-        if isinstance(group, ProcessGroup)
-    }
+        if isinstance(group, ProcessGroup):
+            ranks_by_group[str(group.group_name)] = tuple(members)
+    return ranks_by_group
 
 
 def _of_groups(trace: Mapping[str, Any], groups: Container[str]) -> dict[str, Any]:
@@ -107,16 +111,23 @@ def read_trace(trace: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -
     ``ranks``: global ranks by group; the recorder knows NCCL's only.
     """
     entries = trace.get("entries", ())
-    closed = {_batch(e) for e in entries if e["profiling_name"].endswith("coalesced")}
-    waiting = [
-        _pending(entry, ranks)
-        for entry in entries
-        if not entry["retired"]
-        # Seen by the device, not yet by torch's watchdog.
-        and entry["state"] != "completed"
-        and (entry["profiling_name"].endswith("coalesced") or _batch(entry) not in closed)
-    ]
-    return sorted(waiting, key=lambda each: each.since_ns)
+    closed_batches: set[tuple[Any, ...]] = set()
+    for entry in entries:
+        if _closes_batch(entry):
+            closed_batches.add(_batch(entry))
+    waiting: list[Pending] = []
+    for entry in entries:
+        # Torch's watchdog retires an entry some time after the device has completed it.
+        has_ended = entry["retired"] or entry["state"] == "completed"
+        is_closed_by_other = not _closes_batch(entry) and _batch(entry) in closed_batches
+        if not has_ended and not is_closed_by_other:
+            waiting.append(_pending(entry, ranks))
+    return sorted(waiting, key=attrgetter("since_ns"))
+
+
+def _closes_batch(entry: Mapping[str, Any]) -> bool:
+    """Return whether ``entry`` closes a batch of NCCL."""
+    return entry["profiling_name"].endswith("coalesced")
 
 
 def _batch(entry: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -212,21 +223,23 @@ class Watchdog:
         self._stop.set()
 
     def overdue(self, now_ns: int) -> Pending | None:
-        """The oldest collective that takes longer than it may."""
+        """Return the oldest collective that takes longer than its limit."""
         limit = self._limit[1]
 
         def allowed(pending: Pending) -> float:
-            return LONGEST_WAIT_S if pending.group.endswith(f"({BACKGROUND})") else limit
+            if pending.group.endswith(f"({BACKGROUND})"):
+                return LONGEST_WAIT_S
+            return limit
 
-        late = (
-            p for p in self._pending(callers=False) if now_ns - p.since_ns > allowed(p) * _BILLION
-        )
-        return next(late, None)
+        for pending in self._pending(callers=False):
+            if now_ns - pending.since_ns > allowed(pending) * _BILLION:
+                return pending
+        return None
 
     @property
     def _limit(self) -> tuple[str, float]:
-        """The longest wait that is allowed now, and why."""
-        return max([("", self._limit_s), *_patience], key=lambda each: each[1])
+        """The reason and the seconds of the longest wait that is allowed now."""
+        return max([("", self._limit_s), *_patience], key=itemgetter(1))
 
     def _watch(self) -> None:
         while not self._stop.wait(self._poll_s):
@@ -242,7 +255,9 @@ class Watchdog:
         hung = next((p for p in named_waits if p.is_same(hung)), hung)
         heard = self._hear(hung.ranks)
         other_ranks = [rank for rank in hung.ranks if rank != self._rank]
-        reports = [describe(rank, hung, heard) for rank in other_ranks] if heard is not None else []
+        reports = []
+        if heard is not None:
+            reports = [describe(rank, hung, heard) for rank in other_ranks]
         lines = [
             f"rank {self._rank} has waited for {limit:.0f} s{f' ({reason})' if reason else ''} in {hung}",
             f"asked for at {hung.caller}",
@@ -268,7 +283,9 @@ class Watchdog:
 
         # In a thread, which is left behind where the rendezvous does not answer.
         threading.Thread(target=exchange, daemon=True).start()
-        return heard if answered.wait(2 * self._poll_s + _STORE_S) else None
+        if answered.wait(2 * self._poll_s + _STORE_S):
+            return heard
+        return None
 
 
 _NO_RENDEZVOUS = "the ranks' rendezvous, which rank 0 or its launcher hosts, does not answer"
@@ -281,7 +298,9 @@ def describe(rank: int, hung: Pending, heard: Mapping[int, Sequence[Pending]]) -
     if any(p.is_same(hung) for p in heard[rank]):
         return f"rank {rank} waits in the same"
     waits = [f"{p}, asked for at {p.caller}" for p in heard[rank][:1]]
-    return f"rank {rank} waits in {waits[0]}" if waits else f"rank {rank} has gone on"
+    if waits:
+        return f"rank {rank} waits in {waits[0]}"
+    return f"rank {rank} has gone on"
 
 
 def end_process(report: str) -> None:
@@ -294,10 +313,13 @@ def end_process(report: str) -> None:
 
 
 def client_of(host: str, port: int, timeout: timedelta) -> Callable[[], dist.Store]:
-    """Opens a connection of its own to the rendezvous: the process's may be waiting in a call."""
-    return lambda: dist.PrefixStore(
-        "watchdog", dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
-    )
+    """Return a function that opens a separate connection to the rendezvous: the process's may be waiting in a call."""
+
+    def connect() -> dist.Store:
+        store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        return dist.PrefixStore("watchdog", store)
+
+    return connect
 
 
 def _key(rank: int) -> str:

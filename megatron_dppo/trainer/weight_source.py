@@ -117,7 +117,8 @@ class AdapterWeights(TrainerWeights):
 
     def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
         """All A and B in buckets, on rank 0."""
-        t, item = self._trainer, self._trainer.dtype.itemsize
+        t = self._trainer
+        item = self._trainer.dtype.itemsize
         return gather_plan.adapter_buckets_plan(
             self.folder.adapters, t.shape, t.layout, bucket_bytes, item
         )
@@ -125,10 +126,10 @@ class AdapterWeights(TrainerWeights):
     def gather_bound(self) -> int:
         """The fewest bytes that ranks must exchange so that every A and B is whole somewhere."""
         (whole_bucket,) = self.plan(sys.maxsize, spread=False)
-        elements = sum(
-            gather_plan.gathered_elements(t, gather_plan.best_receiver(t))
-            for t in whole_bucket.tensors
-        )
+        elements = 0
+        for tensor in whole_bucket.tensors:
+            receiver = gather_plan.best_receiver(tensor)
+            elements += gather_plan.gathered_elements(tensor, receiver)
         return elements * self._trainer.dtype.itemsize
 
 

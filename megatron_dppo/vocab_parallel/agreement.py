@@ -42,7 +42,9 @@ class Agreement:
 
 def _facts_row(facts: list[int] | None) -> list[int]:
     """A rank's row of the table: its facts, then 1 if its input is invalid."""
-    return [0] * len(FACTS) + [1] if facts is None else [*facts, 0]
+    if facts is None:
+        return [0] * len(FACTS) + [1]
+    return [*facts, 0]
 
 
 def disagreement(table: Sequence[Sequence[int]]) -> str | None:
@@ -60,4 +62,6 @@ def checksum(target_ids: Tensor, topk_ids: Tensor | None) -> int:
     """A sum of the ids that ranks compare. Target ids are weighted by their position, so that their order counts."""
     order = torch.arange(1, len(target_ids) + 1)
     total = int(torch.dot(target_ids, order))
-    return total if topk_ids is None else total + int(topk_ids.sum())
+    if topk_ids is None:
+        return total
+    return total + int(topk_ids.sum())

@@ -69,7 +69,12 @@ class Backend(Protocol):
         """
 
     def backward(
-        self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
+        self,
+        logits: Tensor,
+        real: int,
+        scale: float,
+        gradient: RowGradient,
+        out: Tensor,
     ) -> None:
         """Write dL/dz into ``out`` [T, C], which may be ``logits``. Rows without a gradient are
         written, not read.
@@ -127,7 +132,12 @@ class EagerBackend:
         return lse, plogp, squares, gather_owned(logits, columns)
 
     def backward(
-        self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
+        self,
+        logits: Tensor,
+        real: int,
+        scale: float,
+        gradient: RowGradient,
+        out: Tensor,
     ) -> None:
         """See ``Backend``."""
         used = gradient.log_prob != 0
@@ -162,7 +172,8 @@ class EagerBackend:
         factor = -g[:, None]
         if gradient.entropy is not None:
             assert gradient.entropy_value is not None
-            h, value = gradient.entropy[rows].to(dtype), gradient.entropy_value[rows].to(dtype)
+            h = gradient.entropy[rows].to(dtype)
+            value = gradient.entropy_value[rows].to(dtype)
             # log p = -inf meets p = 0: their product is 0, not NaN.
             log_p = torch.where(p > 0, log_p, 0.0)
             factor = factor - h[:, None] * (log_p + value[:, None])
@@ -180,7 +191,9 @@ def gather_owned(logits: Tensor, columns: Tensor) -> Tensor:
 
 
 def _compute_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if logits.dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
@@ -249,14 +262,23 @@ class CppBackend:
         return lse, plogp, squares, values
 
     def backward(
-        self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
+        self,
+        logits: Tensor,
+        real: int,
+        scale: float,
+        gradient: RowGradient,
+        out: Tensor,
     ) -> None:
         """See ``Backend``."""
         # Named, so that a converted copy lives until the kernel has read it.
         targets = gradient.targets.contiguous()
         log_prob = gradient.log_prob.float().contiguous()
-        entropy = None if gradient.entropy is None else gradient.entropy.float().contiguous()
-        value = None if entropy is None else gradient.entropy_value
+        entropy = None
+        if gradient.entropy is not None:
+            entropy = gradient.entropy.float().contiguous()
+        value = None
+        if entropy is not None:
+            value = gradient.entropy_value
         load_kernels().row_stats_backward(
             logits.dtype == torch.bfloat16,
             _pointer(logits),
@@ -290,7 +312,8 @@ def _build_failure() -> str | None:
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    pointer = ctypes.c_void_p
+    integer = ctypes.c_int64
     library.row_stats_forward.argtypes = [
         ctypes.c_int, pointer, integer, integer, integer, ctypes.c_double,
         pointer, integer, pointer, pointer, pointer, pointer,
@@ -346,8 +369,12 @@ class TritonBackend:
         rows = len(logits)
         top = logits.new_empty(rows, dtype=torch.float32)
         total = logits.new_empty(rows, dtype=torch.float64)
-        weighted = torch.empty_like(total) if with_entropy else total
-        squared = torch.empty_like(total) if with_squares else total
+        weighted = total
+        if with_entropy:
+            weighted = torch.empty_like(total)
+        squared = total
+        if with_squares:
+            squared = torch.empty_like(total)
         if rows:
             forward_kernel[(rows,)](
                 logits,
@@ -370,11 +397,18 @@ class TritonBackend:
         plogp = None
         if with_entropy:
             plogp = torch.where(total > 0, scale * weighted / total - log_total, 0.0)
-        squares = torch.where(total > 0, squared / total.square(), 0.0) if with_squares else None
+        squares = None
+        if with_squares:
+            squares = torch.where(total > 0, squared / total.square(), 0.0)
         return lse, plogp, squares, gather_owned(logits, columns)
 
     def backward(
-        self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
+        self,
+        logits: Tensor,
+        real: int,
+        scale: float,
+        gradient: RowGradient,
+        out: Tensor,
     ) -> None:
         """See ``Backend``."""
         from megatron_dppo.vocab_parallel.row_stats_triton import backward_kernel

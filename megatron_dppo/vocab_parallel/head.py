@@ -88,11 +88,13 @@ def head_stats(
     fault = next(_faults(factors, target_ids, counted, options), None)
     rows = None if counted is None or fault else counted.nonzero().squeeze(1)
     query = StatsQuery(target_ids, topk_ids, vocab_size, temperature, with_entropy, with_squares)
-    hidden, weight = factors[0].hidden, factors[0].weight
+    hidden = factors[0].hidden
+    weight = factors[0].weight
     count = len(hidden)
     if rows is not None:
         topk = None if topk_ids is None else topk_ids[rows]
-        query, count = replace(query, target_ids=target_ids[rows], topk_ids=topk), len(rows)
+        query = replace(query, target_ids=target_ids[rows], topk_ids=topk)
+        count = len(rows)
     request = StatsRequest.checked(
         query,
         # An empty tensor with the rows, device and dtype of the future logits.
@@ -134,7 +136,9 @@ def dense_head_stats(
     )
     if counted is None:
         return stats
-    topk, entropy, squares = stats.topk_log_probs, stats.entropy, stats.sum_squares
+    topk = stats.topk_log_probs
+    entropy = stats.entropy
+    squares = stats.sum_squares
     return PolicyStats(
         torch.where(counted, stats.log_probs, 0.0),
         None if topk is None else torch.where(counted[:, None], topk, 0.0),
@@ -152,9 +156,11 @@ def _faults(
     options: HeadOptions,
 ) -> Iterator[str]:
     """Yield faults of hidden states, weights and ``counted``. Stop at the first."""
-    tokens, columns = len(factors[0].hidden), len(factors[0].weight)
+    tokens = len(factors[0].hidden)
+    columns = len(factors[0].weight)
     for factor in factors:
-        hidden, weight = factor.hidden, factor.weight
+        hidden = factor.hidden
+        weight = factor.weight
         if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
             yield (
                 f"hidden states are {described(hidden)} and the weight {described(weight)}, "
@@ -197,7 +203,9 @@ class _Head:
 
     def positions(self, chunk: slice | Tensor) -> slice | Tensor:
         """Convert indices into the N rows that count to positions among the T tokens."""
-        return chunk if self.rows is None else self.rows[chunk]
+        if self.rows is None:
+            return chunk
+        return self.rows[chunk]
 
     def logits(self, buffer: Tensor, tensors: Sequence[Tensor], chunk: slice | Tensor) -> Tensor:
         """Compute the logits of the rows ``chunk``, [c, C], in the first rows of ``buffer``."""
@@ -217,16 +225,26 @@ class _Head:
 class _HeadStats(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, head: _Head, main_gradients: Sequence[Tensor | None], *tensors: Tensor
+        ctx: Any,
+        head: _Head,
+        main_gradients: Sequence[Tensor | None],
+        *tensors: Tensor,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
-        request, weight = head.request, tensors[1]
-        columns, size = request.columns, len(request.columns)
+        request = head.request
+        weight = tensors[1]
+        columns = request.columns
+        size = len(request.columns)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         lse = weight.new_empty(size, dtype=torch.float64)
-        plogp = torch.empty_like(lse) if request.query.with_entropy else None
-        squares = torch.empty_like(lse) if request.query.with_squares else None
+        plogp = None
+        if request.query.with_entropy:
+            plogp = torch.empty_like(lse)
+        squares = None
+        if request.query.with_squares:
+            squares = torch.empty_like(lse)
         owned = weight.new_empty(columns.shape, dtype=wide)
-        buffer, chunks = head.buffer(size, weight), head.chunks(size)
+        buffer = head.buffer(size, weight)
+        chunks = head.chunks(size)
         for chunk in chunks:
             logits = head.logits(buffer, tensors, chunk)
             rows = request.backend.forward(
@@ -241,9 +259,11 @@ class _HeadStats(torch.autograd.Function):
                 if out is not None and values is not None:
                     out[chunk] = values
         stats = request.reduced(lse, plogp, squares, owned)
-        topk, squares = head.spread(stats.topk_log_probs), head.spread(stats.sum_squares)
+        topk = head.spread(stats.topk_log_probs)
+        squares = head.spread(stats.sum_squares)
         if any(ctx.needs_input_grad):
-            ctx.head, ctx.main_gradients = head, main_gradients
+            ctx.head = head
+            ctx.main_gradients = main_gradients
             # The last chunk's logits are still in the buffer: keep them, so that the backward pass need not compute
             # them.
             ctx.kept = (chunks[-1], buffer) if chunks else None
@@ -263,7 +283,8 @@ class _HeadStats(torch.autograd.Function):
         lse, entropy, *tensors = ctx.saved_tensors
         log_p: list[Tensor] = []
         if ctx.keeps_ids:
-            log_p, tensors = tensors[:1], tensors[1:]
+            log_p = tensors[:1]
+            tensors = tensors[1:]
         head: _Head = ctx.head
         # This pass writes a gradient into the kept logits, so a second pass cannot use them.
         kept_chunk, ctx.kept = ctx.kept, None
@@ -312,8 +333,11 @@ class _RowGradients:
 
     def write(self, logits: Tensor, rows: slice | Tensor) -> Tensor:
         """Write dL/dlogits of these rows into their ``logits``, and return them."""
-        request, entropy = self.request, self.entropy
-        of_ids = None if self.of_ids is None else self.of_ids.rows(rows)
+        request = self.request
+        entropy = self.entropy
+        of_ids = None
+        if self.of_ids is not None:
+            of_ids = self.of_ids.rows(rows)
         total = self.grad_log_probs if self.of_ids is None else self.of_ids.total
         gradient = row_gradient(
             request.columns[rows, 0],
@@ -321,7 +345,8 @@ class _RowGradients:
             None if entropy is None else entropy[rows],
             *(None if g is None else g[rows] for g in (total, self.grad_entropy)),
         )
-        real, scale = request.shard.real, request.scale
+        real = request.shard.real
+        scale = request.scale
         request.backend.backward(logits, real, scale, gradient, logits)
         if of_ids is not None:
             of_ids.write(logits, request.columns[rows], scale, gradient)
@@ -390,7 +415,8 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor, beta: int) -> Tensor:
     if len(out) < out.shape[1]:
         return _add_product(out.T, right.T, left.T, beta).T
     # On a CPU torch has no such product: convert the larger factor one block at a time.
-    right, step = right.to(out.dtype), max(1, BLOCK_BYTES // (out.itemsize * left.shape[1]))
+    right = right.to(out.dtype)
+    step = max(1, BLOCK_BYTES // (out.itemsize * left.shape[1]))
     for start in range(0, len(out), step):
         rows = slice(start, start + step)
         out[rows].addmm_(left[rows].to(out.dtype), right, beta=beta)

@@ -40,8 +40,10 @@ def argument_faults(query: StatsQuery, rows: int, columns: int, ranks: int) -> I
     """Yield faults of shapes, dtypes and numbers, for logits [``rows``, ``columns``] a rank. Each check relies on
     the checks above it: stop at the first.
     """
-    vocab_size, temperature = query.vocab_size, query.temperature
-    target_ids, topk_ids = query.target_ids, query.topk_ids
+    vocab_size = query.vocab_size
+    temperature = query.temperature
+    target_ids = query.target_ids
+    topk_ids = query.topk_ids
     if isinstance(vocab_size, bool) or not 0 < vocab_size <= ranks * columns:
         yield (
             f"vocab_size is {vocab_size!r}, expected 1 .. {ranks * columns} "
@@ -63,7 +65,9 @@ def argument_faults(query: StatsQuery, rows: int, columns: int, ranks: int) -> I
 def id_faults(target_ids: Tensor, topk_ids: Tensor | None, vocab_size: int) -> list[Tensor]:
     """Count the first two ``FAULTS``, float32. A Top-K id of -1 means "none" and is no error."""
     zero = torch.zeros((), device=target_ids.device)
-    topk = zero if topk_ids is None else _outside(topk_ids, -1, vocab_size)
+    topk = zero
+    if topk_ids is not None:
+        topk = _outside(topk_ids, -1, vocab_size)
     return [_outside(target_ids, 0, vocab_size), topk]
 
 
@@ -78,8 +82,13 @@ def _outside(ids: Tensor, low: int, high: int) -> Tensor:
 
 def describe(faults: Sequence[Tensor] | Tensor) -> str | None:
     """Write an error message for counts in the order of ``FAULTS``; None if all are 0. Reads them from the device."""
-    counts = [f"{int(n)} {fault}" for n, fault in zip(faults, FAULTS, strict=False) if n]
-    return f"policy_stats: {'; '.join(counts)}" if counts else None
+    counts: list[str] = []
+    for number, fault in zip(faults, FAULTS, strict=False):
+        if number:
+            counts.append(f"{int(number)} {fault}")
+    if counts:
+        return f"policy_stats: {'; '.join(counts)}"
+    return None
 
 
 def described(x: Tensor) -> str:
@@ -205,7 +214,9 @@ class StatsQuery:
 
     def facts(self, rows: int, columns: int) -> list[int]:
         """The numbers on which ranks must agree, in the order of ``agreement.FACTS``."""
-        width = 0 if self.topk_ids is None else self.topk_ids.shape[1]
+        width = 0
+        if self.topk_ids is not None:
+            width = self.topk_ids.shape[1]
         ids = agreement.checksum(self.target_ids, self.topk_ids)
         sums = int(self.with_entropy), int(self.with_squares)
         return [rows, columns, width, *sums, self.vocab_size, ids]
@@ -247,10 +258,13 @@ class StatsRequest:
         """
         rank, ranks = 0, 1
         if group is not None:
-            rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+            rank = dist.get_rank(group)
+            ranks = dist.get_world_size(group)
         rows = len(like)
         fault = fault or next(argument_faults(query, rows, columns, ranks), None)
-        message = None if fault is None else f"policy_stats: {fault}"
+        message = None
+        if fault is not None:
+            message = f"policy_stats: {fault}"
         faults: list[Tensor] = []
         if message is None:
             faults = id_faults(query.target_ids, query.topk_ids, query.vocab_size)
@@ -280,8 +294,11 @@ class StatsRequest:
     @cached_property
     def ids(self) -> Tensor:
         """int64 [T, 1 + K]: the sampled id, then the ids of TopK(mu)."""
-        ids, topk_ids = self.query.target_ids[:, None], self.query.topk_ids
-        return ids if topk_ids is None else torch.cat([ids, topk_ids], 1)
+        ids = self.query.target_ids[:, None]
+        topk_ids = self.query.topk_ids
+        if topk_ids is None:
+            return ids
+        return torch.cat([ids, topk_ids], 1)
 
     @cached_property
     def columns(self) -> Tensor:
@@ -295,10 +312,16 @@ class StatsRequest:
         return [torch.cat([stats.log_probs[:, None], stats.topk_log_probs], 1)]
 
     def reduced(
-        self, lse: Tensor, plogp: Tensor | None, squares: Tensor | None, owned: Tensor
+        self,
+        lse: Tensor,
+        plogp: Tensor | None,
+        squares: Tensor | None,
+        owned: Tensor,
     ) -> StatTensors:
         """Combine this shard's rows (``backends.Rows``) with the other shards'; one all-reduce."""
-        unknown = None if self.checks_values else self.shard.unknown(self.ids)
+        unknown = None
+        if not self.checks_values:
+            unknown = self.shard.unknown(self.ids)
         # An id that no rank owns adds nothing to the row's sums, and its result becomes NaN.
         if unknown is not None:
             owned.masked_fill_(unknown, -torch.inf)
@@ -308,7 +331,8 @@ class StatsRequest:
         log_p = wire.log_softmax_at(reduced, self.scale).to(owned.dtype)
         if unknown is not None:
             log_p.masked_fill_(unknown, torch.nan)
-        topk, topk_ids = None, self.query.topk_ids
+        topk = None
+        topk_ids = self.query.topk_ids
         if topk_ids is not None:
             topk = log_p[:, 1:].masked_fill(topk_ids < 0, -torch.inf)
         return StatTensors(
@@ -340,9 +364,12 @@ class StatsRequest:
 class _PolicyStats(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, request: StatsRequest
+        ctx: Any,
+        logits: Tensor,
+        request: StatsRequest,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
-        shard, query = request.shard, request.query
+        shard = request.shard
+        query = request.query
         rows = request.backend.forward(
             logits.detach(),
             shard.real,
@@ -352,7 +379,8 @@ class _PolicyStats(torch.autograd.Function):
             query.with_squares,
         )
         stats = request.reduced(*rows)
-        topk, bad_rows = stats.topk_log_probs, stats.bad_rows
+        topk = stats.topk_log_probs
+        bad_rows = stats.bad_rows
         ctx.request = request
         ctx.save_for_backward(logits, stats.lse, stats.entropy_value, *request.kept(stats))
         without_gradient = [x for x in (stats.sum_squares, bad_rows) if x is not None]
@@ -370,7 +398,9 @@ class _PolicyStats(torch.autograd.Function):
         request: StatsRequest = ctx.request
         of_ids = IdGradients.of(request.ids, log_p, grad_log_probs, grad_topk)
         out = logits.detach()
-        total = grad_log_probs if of_ids is None else of_ids.total
+        total = grad_log_probs
+        if of_ids is not None:
+            total = of_ids.total
         gradient = row_gradient(request.columns[:, 0], lse, entropy, total, grad_entropy)
         real = request.shard.real
         request.backend.backward(out, real, request.scale, gradient, out)
@@ -492,6 +522,8 @@ def dense_policy_stats(
     if with_entropy:
         p = log_p.exp()
         entropy = -(p * torch.where(p > 0, log_p, 0.0)).sum(-1)
-    squares = log_p.detach().exp().square().sum(-1) if with_squares else None
+    squares = None
+    if with_squares:
+        squares = log_p.detach().exp().square().sum(-1)
     sampled = log_p.gather(1, target_ids[:, None])[:, 0]
     return PolicyStats(sampled, topk, entropy, log_p.new_zeros(3), vocab_size, squares)

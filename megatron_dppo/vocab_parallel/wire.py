@@ -109,18 +109,28 @@ def reduce_rows(
 
 
 def _with_sampled(
-    other_lse: Tensor, plogp: Tensor | None, squares: Tensor | None, logits: Tensor, scale: float
+    other_lse: Tensor,
+    plogp: Tensor | None,
+    squares: Tensor | None,
+    logits: Tensor,
+    scale: float,
 ) -> Reduced:
     lse = torch.stack([other_lse, logits[:, 0].double() * scale], -1)
     # Within the part that is the sampled token alone, p is 1.
-    parts = None if plogp is None else torch.stack([plogp, torch.zeros_like(plogp)], -1)
-    squared = None if squares is None else torch.stack([squares, torch.ones_like(squares)], -1)
+    parts = None
+    if plogp is not None:
+        parts = torch.stack([plogp, torch.zeros_like(plogp)], -1)
+    squared = None
+    if squares is not None:
+        squared = torch.stack([squares, torch.ones_like(squares)], -1)
     total, weighted, squared = _merged(lse, parts, squared)
     return Reduced(total, other_lse, None if weighted is None else -weighted, squared, logits)
 
 
 def _merged(
-    lse: Tensor, plogp: Tensor | None, squares: Tensor | None
+    lse: Tensor,
+    plogp: Tensor | None,
+    squares: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Combine log-sum-exp, sum p log p and sum p^2 of the parts [T, N] of a vocabulary into those of the whole."""
     total = lse.logsumexp(-1)
@@ -138,7 +148,8 @@ def log_softmax_at(reduced: Reduced, scale: float) -> Tensor:
     For the sampled id it is -log(1 + e^(others - scale z)), whose relative error is small also where p is nearly 1;
     for the other ids it is scale z - lse.
     """
-    z, lse = reduced.logits.double() * scale, reduced.lse[:, None]
+    z = reduced.logits.double() * scale
+    lse = reduced.lse[:, None]
     odds = reduced.others - z[:, 0]
     sampled = -torch.logaddexp(odds, torch.zeros_like(odds))
     value = torch.cat([sampled[:, None], z[:, 1:] - lse], 1)

@@ -13,6 +13,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,8 +61,11 @@ class AdapterStrategy(Strategy):
         self.abort()
 
     def send(self, bucket: Bucket) -> int:
-        self._tensors += [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in bucket]
-        return sum(tensor.nbytes for _, tensor in bucket)
+        sent_bytes = 0
+        for name, tensor in bucket:
+            self._tensors.append((name, tensor.detach().to("cpu", copy=True)))
+            sent_bytes += tensor.nbytes
+        return sent_bytes
 
     def end(self) -> None:
         """Write the folder, load it into the engines as ``name``, compare the digest of every tensor, remove it.
@@ -71,7 +75,9 @@ class AdapterStrategy(Strategy):
         self._written = new_folder(self._transfer, "adapters")
         folder = self._written / "adapters"
         self._folder.write(folder, self._tensors, self._transfer.dtype)
-        self._compare(self._transfer.engines.each(lambda e: e.load_adapter(self.name, str(folder))))
+        engines = self._transfer.engines
+        digests_by_url = engines.each(lambda engine: engine.load_adapter(self.name, str(folder)))
+        self._compare(digests_by_url)
         self.abort()
 
     def abort(self) -> None:
@@ -102,7 +108,10 @@ def expected_digests(
         engine_module, part = fused_module(module)
         for fused in peft_names(f"{engine_module}.{which}", folder.shape):
             parts[fused][part] = tensor
-    return {name: _digest([rows[i] for i in sorted(rows)]) for name, rows in parts.items()}
+    digests: dict[str, str] = {}
+    for name, rows in parts.items():
+        digests[name] = _digest([rows[i] for i in sorted(rows)])
+    return digests
 
 
 def _digest(tensors: Sequence[Tensor]) -> str:
@@ -155,12 +164,16 @@ class AdapterUpdater(transaction.WeightUpdater):
         if self._previous_version == version:
             self._previous_version = None
         previous_version = self._previous_version
-        kept_name = None if previous_version is None else adapter_name(previous_version)
+        kept_name = None
+        if previous_version is not None:
+            kept_name = adapter_name(previous_version)
         self._on_rank_0(phases, "begin", Engines.drop_adapters, kept_name)
         return paused_at
 
     def _stream(
-        self, phases: transaction.Phases, verify: bool
+        self,
+        phases: transaction.Phases,
+        verify: bool,
     ) -> tuple[int, int, list[Any] | None]:
         sent, received, _ = super()._stream(phases, verify=False)
         return sent, received, None if self._is_base_compared else self._hash_base(phases)
@@ -173,11 +186,15 @@ class AdapterUpdater(transaction.WeightUpdater):
         for gathered in self.source.base.gather(plan):
             if expected_checksums is not None and gathered.tensors:
                 phases.run("hash", expected_checksums.add, gathered.tensors)
-        return None if expected_checksums is None else expected_checksums.partials()
+        if expected_checksums is None:
+            return None
+        return expected_checksums.partials()
 
     def _verify(self, phases: transaction.Phases, partials: list[Any]) -> int:
         """Compare the frozen model if this update hashed it. The engines' adapters were compared at their load."""
-        loaded = self._strategy.loaded if isinstance(self._strategy, AdapterStrategy) else 0
+        loaded = 0
+        if isinstance(self._strategy, AdapterStrategy):
+            loaded = self._strategy.loaded
         return loaded + (super()._verify(phases, partials) if partials else 0)
 
     def _commit(self, engines: Engines, version: int) -> None:
@@ -194,9 +211,11 @@ class AdapterUpdater(transaction.WeightUpdater):
         if self._strategy is not None:
             self._strategy.abort()
         if self._is_rank_0 and self._engines is not None:
-            previous_version, label = self._previous_version, f"{UNVERIFIED_VERSION}{version}"
+            previous_version = self._previous_version
+            label = f"{UNVERIFIED_VERSION}{version}"
             try:
-                self._engines.each(lambda engine: _restore(engine, previous_version, label))
+                restore = partial(_restore, previous_version=previous_version, label=label)
+                self._engines.each(restore)
             except EngineFaultError as error:
                 log.warning("an engine could not restore its previous adapters: %s", error)
 

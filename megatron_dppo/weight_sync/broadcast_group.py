@@ -104,7 +104,9 @@ class BroadcastGroup:
 
     def _join(self, size: int) -> None:
         limit = self._backend_limit
-        options = _gloo_options(self.address, limit) if self.backend == "gloo" else None
+        options = None
+        if self.backend == "gloo":
+            options = _gloo_options(self.address, limit)
         # An engine makes its group with this helper, too: both sides must name their keys alike.
         with _connections(), errors_abort_the_group(self.backend):
             group, _ = c10d._new_process_group_helper(
@@ -141,13 +143,17 @@ class BroadcastGroup:
         """Break the group, on the engines' side too: their ranks watch the rendezvous for the call."""
         if self._group is not None:
             self._store.set(CALLED_OFF, "1")
-            # Keep the rendezvous until the engines have read it.
-            holder = threading.Timer(_CALL_S, lambda store: None, [self._store])
+            # Keep the rendezvous until the engines have read it: the waiting timer refers to the store.
+            holder = threading.Timer(_CALL_S, _drop, [self._store])
             holder.daemon = True
             holder.start()
             self._group.abort()
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+def _drop(store: dist.Store) -> None:
+    """Do nothing with ``store``: the last reference to it ends with this call."""
 
 
 def _broadcast(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from megatron_dppo.config.schema import WeightSyncConfig
@@ -121,15 +123,14 @@ def compare_canary(
     for prompt, (trainer_scores, engine_scores) in enumerate(zip(trainer, engine, strict=True)):
         for token, (pi, mu) in enumerate(zip(trainer_scores, engine_scores, strict=True)):
             differences.append((abs(pi - mu), prompt, token))
-    values = [d[0] for d in differences]
+    values = [difference for difference, _, _ in differences]
     mean = sum(values) / len(values)
     # Write `not <=` instead of `>`: every comparison with NaN is false.
-    failed = [d for d in differences if not d[0] <= tolerance.largest]
+    failed = [row for row in differences if not row[0] <= tolerance.largest]
     if failed or not mean <= tolerance.mean:
         # A NaN counts as the largest difference; `max` would find it by chance only.
-        worst_difference, prompt, token = next(
-            (d for d in failed if d[0] != d[0]), max(differences)
-        )
+        nan_rows = [row for row in failed if math.isnan(row[0])]
+        worst_difference, prompt, token = nan_rows[0] if nan_rows else max(differences)
         raise CanaryError(
             f"canary: log-probability of token {token} of prompt {prompt} differs by {worst_difference:.3g} "
             f"({sides[0]} {trainer[prompt][token]:.6g}, {sides[1]} {engine[prompt][token]:.6g}), "
@@ -184,4 +185,4 @@ def compare_scores(
             reports.append(replace(report, decode_max_abs_diff=difference))
     if faults:
         raise EngineFaultError(faults)
-    return max(reports, key=lambda report: report.max_abs_diff)
+    return max(reports, key=attrgetter("max_abs_diff"))

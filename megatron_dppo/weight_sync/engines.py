@@ -120,7 +120,9 @@ class EngineFaultError(EngineError):
     """
 
     def __init__(
-        self, faults: Mapping[str, BaseException], reason: BaseException | None = None
+        self,
+        faults: Mapping[str, BaseException],
+        reason: BaseException | None = None,
     ) -> None:
         errors = list(dict.fromkeys(faults.values())) or ([reason] if reason else [])
         super().__init__("; ".join(f"{type(e).__name__}: {e}" for e in errors))
@@ -163,7 +165,8 @@ class Engines:
         opening = {url: runner.submit(open_engine(url)) for url in urls}
         wait(opening.values())
         errors = _errors(opening)
-        engines = cls([f.result() for url, f in opening.items() if url not in errors], runner)
+        members = [call.result() for url, call in opening.items() if url not in errors]
+        engines = cls(members, runner)
         if errors:
             engines.close()
             raise EngineFaultError(errors)
@@ -181,8 +184,11 @@ class Engines:
     @cached_property
     def foreign_hosts(self) -> list[str]:
         """The hosts of engines that are not on this host, each once."""
-        urls = [engine.url for engine in self.members if not on_this_host(engine.url)]
-        return list(dict.fromkeys(str(urlsplit(url).hostname) for url in urls))
+        hosts: dict[str, None] = {}
+        for engine in self.members:
+            if not on_this_host(engine.url):
+                hosts[str(urlsplit(engine.url).hostname)] = None
+        return list(hosts)
 
     def first_ranks(self) -> dict[str, int]:
         """Return each engine's first rank, by URL, in a broadcast group whose rank 0 is a trainer rank."""
@@ -212,11 +218,12 @@ class Engines:
         calls: Mapping[str, Future[None]],
         timeout_s: float,
         step: str,
-        break_off: Callable[[], None],
+        break_off: Callable[[], None] | None = None,
     ) -> None:
         """Wait for calls in which engines wait for the trainer and for each other.
 
-        On the first failure, or after ``timeout_s``, call ``break_off``, which frees the engines that still wait.
+        On the first failure, or after ``timeout_s``, call ``break_off``, which frees the engines that still wait. None:
+        the engines do not wait for each other.
 
         Raises:
             EngineFaultError: names the engines at fault, if they can be determined.
@@ -227,7 +234,8 @@ class Engines:
             return
         timeout_error = TransferTimeoutError(f"{step} took longer than {timeout_s:.0f} s")
         reason = next(iter(failed.values()), timeout_error)
-        break_off()
+        if break_off is not None:
+            break_off()
         # The engines that only waited for the one at fault return now.
         wait(calls.values(), GRACE_S)
         faults = {url: failed.get(url, reason) for url in self._lost(calls)}
@@ -289,7 +297,8 @@ class Engines:
         """Restore the memory of ``tags`` that each engine has released. A restarted engine has released nothing."""
 
         async def restore(engine: EngineWeights) -> None:
-            if released_tags := engine.occupation.released & set(tags):
+            released_tags = engine.occupation.released & set(tags)
+            if released_tags:
                 await engine.restore(released_tags)
 
         self.each(restore)
@@ -309,7 +318,11 @@ class Engines:
         """Return the URLs of engines whose call has not returned, or that answer nothing at all."""
         answers = self.start(lambda engine: engine.answers(GRACE_S))
         wait(answers.values())
-        return [url for url, call in calls.items() if not call.done() or not answers[url].result()]
+        lost_urls: list[str] = []
+        for url, call in calls.items():
+            if not call.done() or not answers[url].result():
+                lost_urls.append(url)
+        return lost_urls
 
 
 async def interrupt_and_release(engine: EngineWeights, tags: Collection[MemoryTag]) -> None:
@@ -349,14 +362,18 @@ class Packer:
         """Return the flat bytes, as a view of the bucket's own memory if it is contiguous."""
         pieces = self._pieces(bucket)
         flat = adjacent(pieces)
-        return self._copied(pieces, _plain) if flat is None else flat
+        if flat is None:
+            return self._copied(pieces, _plain)
+        return flat
 
     def copy(self, bucket: Bucket, allocate: Callable[[int, torch.device], Tensor]) -> Tensor:
         """Return the flat bytes in memory from ``allocate(bytes, device)``."""
         return self._copied(self._pieces(bucket), allocate)
 
     def _copied(
-        self, pieces: list[Tensor], allocate: Callable[[int, torch.device], Tensor]
+        self,
+        pieces: list[Tensor],
+        allocate: Callable[[int, torch.device], Tensor],
     ) -> Tensor:
         size = sum(piece.numel() for piece in pieces)
         self._buffers.reverse()
@@ -368,7 +385,8 @@ class Packer:
 
 def adjacent(pieces: Sequence[Tensor]) -> Tensor | None:
     """Return one view of the 1-D ``pieces`` if they are contiguous in memory, else None."""
-    first_piece, end = pieces[0], pieces[0].data_ptr()
+    first_piece = pieces[0]
+    end = pieces[0].data_ptr()
     storage = first_piece.untyped_storage().data_ptr()
     for piece in pieces:
         # Neighbours in memory can be two allocations, and no view spans both.

@@ -32,7 +32,10 @@ async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
 async def _join_and_leave(engine: EngineWeights) -> None:
     address = local_address(engine.url)
     group = BroadcastGroup(
-        ranks=engine.ranks, address=address, device=engine.device, timeout_s=REACH_S
+        ranks=engine.ranks,
+        address=address,
+        device=engine.device,
+        timeout_s=REACH_S,
     )
     try:
         async with asyncio.timeout(REACH_S):

@@ -2,13 +2,12 @@
 
 Strategy ``distributed``: each bucket is one gloo or NCCL broadcast to all engines' ranks.
 
-Every rank that holds weights sends its own: it gathers a bucket from the ranks that share its tensors,
-and broadcasts it in a group of its own with all engines. Rank 0 conducts. It knows every bucket from
-the plan, so it tells the engines by HTTP, in the plan's order, which broadcast to enter next; they load
-one bucket while its sender, and the others, gather and hash the next. All engines thus enter the same
-broadcasts in the same order, which no two senders could ensure.
+Every rank that holds weights sends its own: it gathers a bucket from the ranks that share its tensors, and
+broadcasts it in a separate group with all engines. Rank 0 knows every bucket from the plan, so it tells the engines by
+HTTP, in the plan's order, which broadcast to enter next. The engines load one bucket while all senders gather and hash
+the next. So all engines enter the same broadcasts in the same order, which independent senders could not ensure.
 
-A dead engine breaks its connections at once; a hung one runs into the time limit of the request.
+A dead engine breaks its connections at once; a hung one exceeds the time limit of the request.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ log = logging.getLogger(__name__)
 
 
 class DistributedStrategy(Strategy):
-    """See ``engines.Strategy``. Groups live from one update to the next, and are made anew after an abort.
-    A new group connects at once, by a bucket that changes nothing: NCCL would else do so in the first real one.
+    """Sends buckets by broadcasts. Groups live from one update to the next, and are opened again after an abort.
 
-    The configured time limit bounds each request to an engine: entering a group, and a bucket from
-    when the engines are told of it until they have loaded it.
+    A new group connects at once, by a bucket that changes nothing; otherwise NCCL would connect in the first real one.
+
+    The configured time limit bounds each request to an engine: entering a group, and receiving and loading a bucket.
     """
 
     spread = True
@@ -84,7 +83,8 @@ class DistributedStrategy(Strategy):
     def begin(self, meeting_points: Sequence[Any]) -> None:
         new_points: list[str] = []
         if self._transfer.is_rank_0:
-            former_points, self._points = self._points, list(meeting_points)
+            former_points = self._points
+            self._points = list(meeting_points)
             for point in meeting_points:
                 if point is not None and point not in former_points:
                     self._invite(*point)
@@ -118,7 +118,7 @@ class DistributedStrategy(Strategy):
         self._transfer.engines.each(lambda e: e.end())
 
     def abort(self) -> None:
-        """Break this rank's group, which frees the engines that wait in it; rank 0 tells the others."""
+        """Break this rank's group, which frees the engines that wait in it; rank 0 also breaks the other groups."""
         if self._transfer.is_rank_0:
             self._call_off()
         self._in_flight = self._conducting = None
@@ -128,7 +128,7 @@ class DistributedStrategy(Strategy):
             self._group = None
 
     def close(self) -> None:
-        """Have the engines leave the groups; one that is gone has left already. Never raises."""
+        """Have the engines leave the groups; an engine that has ended has left already. Never raises."""
         for _, _, name, _ in filter(None, self._points):
             try:
                 self._transfer.engines.each(partial(EngineWeights.close_group, name=name))
@@ -139,7 +139,8 @@ class DistributedStrategy(Strategy):
 
     def _invite(self, address: str, port: int, name: str, backend: str) -> None:
         engines = self._transfer.engines
-        ranks, size = engines.first_ranks(), engines.ranks + 1
+        ranks = engines.first_ranks()
+        size = engines.ranks + 1
         calls = engines.start(
             lambda e: e.open_group(address, port, name, backend, first_rank=ranks[e.url], size=size)
         )
@@ -156,7 +157,8 @@ class DistributedStrategy(Strategy):
             self._announce(planned)
 
     def _announce(self, planned: PlannedBucket) -> None:
-        engines, name = self._transfer.engines, self._points[planned.receiver][2]
+        engines = self._transfer.engines
+        name = self._points[planned.receiver][2]
         header = engines.first.header([(t.name, t.shape) for t in planned.tensors])
         calls = engines.start(lambda e: e.receive(header, name))
         sender = f"trainer rank {planned.receiver}"
@@ -174,7 +176,8 @@ class DistributedStrategy(Strategy):
         if self._in_flight is None:
             return
         assert self._group is not None
-        sent, self._in_flight = self._in_flight, None
+        sent = self._in_flight
+        self._in_flight = None
         try:
             self._group.wait(sent)
         except BaseException:
@@ -200,14 +203,14 @@ MEMORY = "/dev/shm"
 
 
 class TensorStrategy(Strategy):
-    """Engines on the sender's own host open its memory; nothing is transferred.
+    """Shares memory with engines on the sender's own host; nothing is transferred.
 
-    On a CPU the bucket is copied into shared memory, on a GPU the engine opens it by CUDA IPC (written,
-    not yet run on one). Raises EngineMismatchError for an engine on another host.
+    On a CPU the bucket is copied into shared memory; on a GPU the engine opens it by CUDA IPC (not yet run on a GPU).
+    Raises EngineMismatchError for an engine on another host.
     """
 
-    # Every rank hands over its own buckets: engines take orders one at a time and don't wait for each other, so no
-    # order is needed.
+    # Every rank sends its own buckets: engines handle one request at a time and do not wait for each other, so that
+    # ranks may send in any order.
     spread = True
 
     def __init__(self, transfer: Transfer) -> None:
@@ -227,7 +230,7 @@ class TensorStrategy(Strategy):
             self._transfer.engines.each(lambda e: e.begin())
 
     def send(self, bucket: Bucket) -> int:
-        """Copy the bucket where engines can open it, and have them load it when the one before is."""
+        """Copy the bucket where engines can open it, and have them load it after the previous one."""
         engines = self._transfer.engines
         header = engines.first.header([(name, tensor.shape) for name, tensor in bucket])
         data = self._packer.copy(bucket, shared_empty)
@@ -236,10 +239,11 @@ class TensorStrategy(Strategy):
         return data.numel()
 
     def arrive(self) -> None:
-        calls, self._in_flight = self._in_flight, {}
+        calls = self._in_flight
+        self._in_flight = {}
         if calls:
             timeout = self._transfer.timeout_s
-            self._transfer.engines.arrive(calls, timeout, "loading shared tensors", lambda: None)
+            self._transfer.engines.arrive(calls, timeout, "loading shared tensors")
 
     def end(self) -> None:
         self._transfer.engines.each(lambda e: e.end())
@@ -251,11 +255,11 @@ class TensorStrategy(Strategy):
 
 
 class DiskStrategy(Strategy):
-    """A Hugging Face folder that the engines read, on storage that all see; rank 0 writes all.
+    """Writes a Hugging Face folder on shared storage, from rank 0, which the engines read.
 
-    The slowest, and the one that works wherever a file does: through a shared file system it reaches engines that no
-    broadcast group reaches. The folder is removed when they have read it. Raises EngineMismatchError where no folder
-    is configured and an engine can't see this host's memory.
+    This strategy is the slowest one, but a shared file system also reaches engines that no broadcast group reaches. The
+    folder is removed when the engines have read it. Raises EngineMismatchError if no folder is configured and an engine
+    cannot see this host's memory.
     """
 
     def __init__(self, transfer: Transfer) -> None:
@@ -267,12 +271,12 @@ class DiskStrategy(Strategy):
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
         first_engine = self._transfer.engines.first
-        tensors = {
-            name: TensorSpec(tensor.shape, self._transfer.dtype)
-            for bucket in self._transfer.plan
-            for tensor in bucket.tensors
-            for name in first_engine.inputs(tensor.name)
-        }
+        tensors: dict[str, TensorSpec] = {}
+        for bucket in self._transfer.plan:
+            for tensor in bucket.tensors:
+                spec = TensorSpec(tensor.shape, self._transfer.dtype)
+                for name in first_engine.inputs(tensor.name):
+                    tensors[name] = spec
         self._folder = new_folder(self._transfer, "weights")
         self._writer = self._writing.enter_context(ShardedWriter(self._folder / "hf", tensors))
 
@@ -280,8 +284,8 @@ class DiskStrategy(Strategy):
         assert self._writer is not None
         written = 0
         for name, tensor in bucket:
-            for each in self._transfer.engines.first.inputs(name):
-                self._writer.write_rows(each, 0, tensor)
+            for engine_name in self._transfer.engines.first.inputs(name):
+                self._writer.write_rows(engine_name, 0, tensor)
                 written += tensor.nbytes
         return written
 

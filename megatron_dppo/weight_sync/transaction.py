@@ -218,7 +218,9 @@ class UpdateReport:
             values[names.CANARY_MAX] = self.canary.max_abs_diff
             values[names.CANARY_MEAN] = self.canary.mean_abs_diff
             values[names.CANARY_DECODE_MAX] = self.canary.decode_max_abs_diff
-        return values | {f"weights/{phase}_s": s for phase, s in self.seconds.items()}
+        for phase, seconds in self.seconds.items():
+            values[f"weights/{phase}_s"] = seconds
+        return values
 
 
 def _mismatches_of(error: Exception | None) -> str | None:
@@ -244,16 +246,29 @@ def count_bytes(facts: Sequence[Sequence[Any]], bound: int, between_nodes: int) 
         between_nodes: the bytes that ranks exchange between nodes.
     """
     copies, whole_bytes = facts[0][4:]
-    sent = sum(fact[0] for fact in facts)
-    foreign_to_all = set.intersection(*(set(fact[3]) for fact in facts if fact[0]))
+    sent_bytes = 0
+    received_bytes = 0
+    foreign_hosts_by_sender: list[set[str]] = []
+    for rank_sent, rank_received, _, foreign_hosts, *_ in facts:
+        sent_bytes += rank_sent
+        received_bytes += rank_received
+        between_nodes += rank_sent * len(foreign_hosts)
+        if rank_sent:
+            foreign_hosts_by_sender.append(set(foreign_hosts))
+    # Hosts of engines that every sender reaches through the network.
+    foreign_to_all = set.intersection(*foreign_hosts_by_sender)
     return {
-        "bytes": sent,
-        "bytes_moved": sum(fact[1] for fact in facts) + copies * sent,
+        "bytes": sent_bytes,
+        "bytes_moved": received_bytes + copies * sent_bytes,
         "bytes_bound": bound + copies * whole_bytes,
-        "bytes_between_nodes": between_nodes + sum(fact[0] * len(fact[3]) for fact in facts),
+        "bytes_between_nodes": between_nodes,
         "bytes_between_nodes_bound": whole_bytes * len(foreign_to_all),
         "bytes_into_node_bound": whole_bytes if foreign_to_all else 0,
     }
+
+
+def no_fence() -> None:
+    """Allow every change of the engines."""
 
 
 @dataclass(eq=False)
@@ -281,7 +296,7 @@ class WeightUpdater:
     agree: Agree
     open_engine: OpenEngine
     runner: AsyncRunner
-    fence: Callable[[], None] = lambda: None
+    fence: Callable[[], None] = no_fence
     interrupts: bool = field(default=False, kw_only=True)
     leave_devices: Callable[[], None] | None = field(default=None, kw_only=True)
     compare_before_every: int = field(default=0, kw_only=True)
@@ -342,11 +357,13 @@ class WeightUpdater:
             # Share failures only now: until the last bucket every rank is in the gathers, and none may leave them.
             self._with_strategy(phases, "arrive", Strategy.arrive)
             self._share(phases.error, title)
-            facts = self.source.all_gather(
-                [sent, received, partials, self._foreign_hosts(), *self._static()]
-            )
+            own_facts = [sent, received, partials, self._foreign_hosts(), *self._static()]
+            facts = self.source.all_gather(own_facts)
             self._on_rank_0(phases, "end", self._end)
-            tensors = self._verify(phases, [f[2] for f in facts if f[2]]) if verify else 0
+            tensors = 0
+            if verify:
+                sender_partials = [fact[2] for fact in facts if fact[2]]
+                tensors = self._verify(phases, sender_partials)
             self._share(phases.error, title)
             trainer_scores = self._trainer_scores(phases) if score else None
             self._hand_back(phases, title)

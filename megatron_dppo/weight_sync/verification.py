@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 from megatron_dppo.engine.checksums import ExpectedChecksums
@@ -40,7 +41,9 @@ class ChecksumMismatch:
 class ChecksumMismatchError(EngineError):
     def __init__(self, mismatches: Sequence[ChecksumMismatch]) -> None:
         first_mismatches = "; ".join(str(m) for m in mismatches[:5])
-        more = f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
+        more = ""
+        if len(mismatches) > 5:
+            more = f"; and {len(mismatches) - 5} more"
         super().__init__(
             f"{len(mismatches)} engine tensors differ from the trainer's: {first_mismatches}{more}"
         )
@@ -59,7 +62,8 @@ def compare_checksums(
         zip(expected_checksums, actual_checksums, strict=True)
     ):
         for name in sorted(trainer_sums.keys() | engine_sums.keys()):
-            trainer_sum, engine_sum = trainer_sums.get(name), engine_sums.get(name)
+            trainer_sum = trainer_sums.get(name)
+            engine_sum = engine_sums.get(name)
             if trainer_sum != engine_sum:
                 mismatches.append(ChecksumMismatch(name, rank, trainer_sum, engine_sum))
     return mismatches
@@ -112,4 +116,4 @@ def compare_tensors(engines: Engines, digests: Digests) -> int:
             faults[engine.url] = ChecksumMismatchError(mismatches)
     if faults:
         raise EngineFaultError(faults)
-    return sum(len(rank) for ranks in actual_checksums.values() for rank in ranks)
+    return sum(map(len, chain.from_iterable(actual_checksums.values())))

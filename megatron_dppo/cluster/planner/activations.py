@@ -50,8 +50,10 @@ class LocalSizes:
 
         With expert tensor parallelism, a rank computes its slice of an expert for the tokens of its whole group.
         """
-        shape, layout = trainer.shape, trainer.layout
-        sizes, tensor = shape.sizes(), layout.tensor
+        shape = trainer.shape
+        layout = trainer.layout
+        sizes = shape.sizes()
+        tensor = layout.tensor
         rows = 1 / tensor if trainer.sequence_parallel else 1.0
         return cls(
             hidden=shape.hidden_size,
@@ -121,9 +123,12 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
     norm = (2 * s.hidden * s.item + _FLOAT) * s.rows
     attention_inputs = (s.query + 2 * s.kv) * s.item
     norm_scales = 1 if s.norms_all_heads else s.heads
-    qk_norm = ((s.query + s.kv) * s.item + 2 * _FLOAT * norm_scales) if s.qk_norm else 0.0
+    qk_norm = 0.0
+    if s.qk_norm:
+        qk_norm = (s.query + s.kv) * s.item + 2 * _FLOAT * norm_scales
     output = s.query * s.item
-    mlp, recomputed = 3 * s.ffn * s.item, _FLOAT * s.heads
+    mlp = 3 * s.ffn * s.item
+    recomputed = _FLOAT * s.heads
     if is_moe:
         recomputed = s.assignments * s.expert_ffn * s.item + s.hidden * s.item * s.rows
         mlp = s.assignments * ((s.hidden + 3 * s.expert_ffn) * s.item + _FLOAT)
@@ -181,7 +186,9 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
 
 def _gate(s: LocalSizes) -> float:
     """Return the bytes that the gate of a shared expert keeps for each token: its input, the sigmoid of its output."""
-    return (s.hidden + 2) * s.item * s.rows if s.gates_shared_expert else 0.0
+    if s.gates_shared_expert:
+        return (s.hidden + 2) * s.item * s.rows
+    return 0.0
 
 
 def _router(s: LocalSizes, row_id_map: float) -> float:
@@ -218,7 +225,9 @@ def with_adapters(trained: LayerBytes, s: LocalSizes, trainer: TrainerFacts) -> 
         second_norms = fused_norms if s.item < _FLOAT else 0
         norms = (second_norms - 2) * s.hidden * _FLOAT * s.rows
         has_torch_norms = s.qk_norm and not s.norms_all_heads
-        heads = -_FLOAT * (s.query + s.kv) if has_torch_norms else 0.0
+        heads = 0.0
+        if has_torch_norms:
+            heads = -_FLOAT * (s.query + s.kv)
     # Key: whether the adapter belongs to attention.
     adapter_bytes = {True: 0.0, False: 0.0}
     for linear in layer:
@@ -291,7 +300,9 @@ def layer_bytes(trainer: TrainerFacts, busiest: float = 1.0) -> LayerBytes:
     sizes = LocalSizes.of(
         trainer, family_of(trainer.shape).has_layer_parameter("self_attention.q_layernorm.weight")
     )
-    kernels = transformer_engine if trainer.transformer_engine else torch_modules
+    kernels = torch_modules
+    if trainer.transformer_engine:
+        kernels = transformer_engine
     layer = kernels(sizes, trainer.shape.is_moe)
     if trainer.trained is not None:
         layer = with_adapters(layer, sizes, trainer)
@@ -301,7 +312,10 @@ def layer_bytes(trainer: TrainerFacts, busiest: float = 1.0) -> LayerBytes:
 
 
 def activation_bytes(
-    trainer: TrainerFacts, stage: int, topk: int = 0, busiest: float = BUSIEST_RANK
+    trainer: TrainerFacts,
+    stage: int,
+    topk: int = 0,
+    busiest: float = BUSIEST_RANK,
 ) -> ActivationBytes:
     """Return the bytes of activations on each rank of ``stage``, for micro-batches of ``trainer.tokens`` tokens.
 

@@ -42,7 +42,10 @@ class SharedBytes:
 
 
 def shared_bytes(
-    rank: memory.RankBytes, engine: server_memory.EngineBytes, communicators: int, room: int
+    rank: memory.RankBytes,
+    engine: server_memory.EngineBytes,
+    communicators: int,
+    room: int,
 ) -> SharedBytes:
     """Return the smallest set of parts that a rank must park so that it shares a GPU with a server.
 

@@ -31,7 +31,11 @@ _ITEM = 2
 
 
 def network_seconds(
-    shape: ModelShape, engine: EngineFacts, cluster: Cluster, tokens: float, sampled: float
+    shape: ModelShape,
+    engine: EngineFacts,
+    cluster: Cluster,
+    tokens: float,
+    sampled: float,
 ) -> float:
     """Return the seconds of the collectives between nodes in one forward pass over ``tokens`` tokens.
 
@@ -43,7 +47,8 @@ def network_seconds(
     nodes travel 2 (n - 1) / n of an all-reduce's bytes and (n - 1) / n of a gather's bytes, through the ports of all
     n / h GPUs of a node at once.
     """
-    size, nodes = engine.tensor, ceil(engine.tensor / cluster.gpus_per_node)
+    size = engine.tensor
+    nodes = ceil(engine.tensor / cluster.gpus_per_node)
     if nodes == 1:
         return 0.0
     reductions = 2 * shape.num_layers + 1
@@ -56,7 +61,10 @@ def network_seconds(
 
 
 def hand_over_seconds(
-    shape: ModelShape, engine: EngineFacts, cluster: Cluster, tokens: float
+    shape: ModelShape,
+    engine: EngineFacts,
+    cluster: Cluster,
+    tokens: float,
 ) -> float:
     """Return the seconds in which a pipeline stage sends ``tokens`` hidden states (bf16) to a stage on another node.
 
@@ -107,7 +115,9 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     stages. A step then takes p x the seconds in which one stage (1 / p of the layers) computes one part and sends its
     hidden states to the next stage, and the weights are read p times.
     """
-    shape, engine, device = facts.trainer.shape, facts.engine, cluster.device
+    shape = facts.trainer.shape
+    engine = facts.engine
+    device = cluster.device
     stages = engine.pipeline
     part = max(1.0, running / stages)
     touched = touched_parameters(shape, part)

@@ -110,11 +110,12 @@ def rank_parameters(shape: ModelShape, layout: Layout, stage: int) -> RankParame
 
 
 def _counted(rules: Iterable[tuple[Rule, int]], shape: ModelShape, size: int) -> Counts:
-    return tuple(
-        (math.prod(shard_of(rule.split, rule.sources, shape, 0, size).shape), count)
-        for rule, count in rules
-        if count
-    )
+    sizes: list[tuple[int, int]] = []
+    for rule, count in rules:
+        if count:
+            shard = shard_of(rule.split, rule.sources, shape, 0, size)
+            sizes.append((math.prod(shard.shape), count))
+    return tuple(sizes)
 
 
 @dataclass(frozen=True)

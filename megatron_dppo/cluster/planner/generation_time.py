@@ -48,7 +48,8 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
     Where responses continue after a weight update, there is no tail, but each update prefills the running sequences
     again. The cost of the longest response then depends on the trainer, too: see ``StepSeconds.decoding``.
     """
-    rollout, schedule = facts.rollout, facts.schedule
+    rollout = facts.rollout
+    schedule = facts.schedule
     # The run starts no server: responses are read from a file, or attached servers generate them.
     if not facts.engine.servers:
         return GenerationSeconds(0.0, 0.0)
@@ -57,7 +58,8 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
     step = decode_seconds(facts, cluster, running, context)
     steady = rollout.response_tokens / facts.engine.servers / running * step
     steady += prefill_seconds(facts, cluster)
-    mean_tokens, longest_tokens = rollout.mean_response, rollout.longest_response
+    mean_tokens = rollout.mean_response
+    longest_tokens = rollout.longest_response
     tail = (longest_tokens - mean_tokens) * decode_seconds(
         facts, cluster, max(1.0, running / 10), longest_tokens
     )
@@ -70,14 +72,17 @@ def generation_seconds(facts: RunFacts, cluster: Cluster) -> GenerationSeconds:
 def sequences_at_once(facts: RunFacts, cluster: Cluster) -> float:
     """Return the sequences that a server runs at once: its share of the queue, or its slots where these are fewer."""
     rollout = facts.rollout
-    batches_ahead = 1 if facts.schedule.drains else max(1, facts.schedule.staleness)
+    batches_ahead = 1
+    if not facts.schedule.drains:
+        batches_ahead = max(1, facts.schedule.staleness)
     queue_share = batches_ahead * rollout.responses / facts.engine.servers
     return max(1.0, min(queue_share, server_slots(facts, cluster)))
 
 
 def server_slots(facts: RunFacts, cluster: Cluster) -> float:
     """Return a server's slots: the smaller of the sequences in its KV cache and its share of concurrent requests."""
-    rollout, engine = facts.rollout, facts.engine
+    rollout = facts.rollout
+    engine = facts.engine
     memory = engine_bytes(facts.trainer.shape, engine, rollout, cluster.device)
     requests = facts.trainer.layout.data * rollout.max_concurrent / engine.servers
     return min(memory.sequences, requests)
@@ -88,7 +93,9 @@ def resumed_seconds(facts: RunFacts, cluster: Cluster, running: float) -> float:
 
     Each sequence has its prompt and, on average, half of a mean response.
     """
-    shape, rollout, engine = facts.trainer.shape, facts.rollout, facts.engine
+    shape = facts.trainer.shape
+    rollout = facts.rollout
+    engine = facts.engine
     length = rollout.mean_prompt + rollout.mean_response / 2
     flops = running * length * forward_flops(shape, length)
     return flops / (engine.gpus * cluster.device.flops * PREFILL_UTILISATION)
@@ -107,7 +114,9 @@ def evaluation_seconds(facts: RunFacts, cluster: Cluster) -> float:
         mean_response=min(facts.rollout.mean_response, evaluation.longest_response),
     )
     evaluation_facts = replace(
-        facts, rollout=rollout, schedule=replace(facts.schedule, drains=True)
+        facts,
+        rollout=rollout,
+        schedule=replace(facts.schedule, drains=True),
     )
     return generation_seconds(evaluation_facts, cluster).total
 
@@ -118,13 +127,16 @@ def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
     The formula is FLOPs / (peak x utilisation) + the network time of the passes, each over one chunk of prompts. With p
     pipeline stages, p - 1 more passes fill and drain the pipeline.
     """
-    shape, rollout, engine = facts.trainer.shape, facts.rollout, facts.engine
+    shape = facts.trainer.shape
+    rollout = facts.rollout
+    engine = facts.engine
     tokens = rollout.prompts * rollout.mean_prompt / engine.servers
     seconds = tokens * linear_flops(shape)
     seconds /= engine.gpus * cluster.device.flops * PREFILL_UTILISATION
     passes = ceil(tokens / chunk_tokens(engine, cluster.device))
     prompts = rollout.prompts / engine.servers
-    chunk, stages = tokens / passes, engine.pipeline
+    chunk = tokens / passes
+    stages = engine.pipeline
     network = network_seconds(shape, engine, cluster, chunk, prompts / passes) / stages
     network += hand_over_seconds(shape, engine, cluster, chunk)
     return (seconds / passes + network) * (passes + stages - 1)

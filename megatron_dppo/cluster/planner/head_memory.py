@@ -23,7 +23,9 @@ def logits_bytes(trainer: TrainerFacts) -> int:
     """
     tensor = trainer.layout.tensor
     columns = padded_vocab_size(trainer.shape.vocab_size, tensor) // tensor
-    copy_bytes = trainer.item_bytes if trainer.logit_bytes > trainer.item_bytes else 0
+    copy_bytes = 0
+    if trainer.logit_bytes > trainer.item_bytes:
+        copy_bytes = trainer.item_bytes
     return (
         min(trainer.rank_tokens, trainer.chunk_tokens)
         * columns
@@ -38,7 +40,9 @@ def statistics_bytes(trainer: TrainerFacts, topk: int) -> int:
     ranks compute the statistics of their own tokens and gather all of them, because each rank needs the loss of all
     tokens.
     """
-    slots = 12 * trainer.layout.tensor if trainer.layout.tensor > 1 else 0
+    slots = 0
+    if trainer.layout.tensor > 1:
+        slots = 12 * trainer.layout.tensor
     return trainer.tokens * (_STATISTICS + slots + _TOPK * (topk + 1 if topk else 0))
 
 
@@ -49,8 +53,12 @@ def head_bytes(trainer: TrainerFacts, topk: int) -> int:
     output is gathered: tokens x hidden.
     """
     hidden = trainer.shape.hidden_size
-    rows = 1 / trainer.layout.tensor if trainer.sequence_parallel else 1.0
+    rows = 1.0
+    if trainer.sequence_parallel:
+        rows = 1 / trainer.layout.tensor
     norm_bytes = 2 * trainer.item_bytes if trainer.transformer_engine else 8 + trainer.item_bytes
     norm = trainer.rank_tokens * rows * (hidden * norm_bytes + 4)
-    gathered = trainer.rank_tokens * hidden * trainer.item_bytes if trainer.sequence_parallel else 0
+    gathered = 0
+    if trainer.sequence_parallel:
+        gathered = trainer.rank_tokens * hidden * trainer.item_bytes
     return round(norm) + gathered + statistics_bytes(trainer, topk)

@@ -53,16 +53,13 @@ def _by_node(placement: Placement, cluster: devices.Cluster) -> tuple[NodeRoles,
             node = int(host.name)
             servers.setdefault(node, []).append(server.index)
             engine[node] += server.devices
-    return tuple(
-        NodeRoles(
-            node,
-            tuple(ranks.get(node, ())),
-            engine[node],
-            tuple(servers.get(node, ())),
-            max(0, cluster.gpus_per_node - len(ranks.get(node, ())) - engine[node]),
-        )
-        for node in range(cluster.nodes)
-    )
+    roles: list[NodeRoles] = []
+    for node in range(cluster.nodes):
+        node_ranks = tuple(ranks.get(node, ()))
+        node_servers = tuple(servers.get(node, ()))
+        idle_gpus = max(0, cluster.gpus_per_node - len(node_ranks) - engine[node])
+        roles.append(NodeRoles(node, node_ranks, engine[node], node_servers, idle_gpus))
+    return tuple(roles)
 
 
 TRAINER_PROCESS = 4 * devices.GIB
@@ -100,7 +97,11 @@ class HostBytes:
 
 
 def host_bytes(
-    facts: RunFacts, columns: ColumnBytes, node: NodeRoles, capture: int, parked: int = 0
+    facts: RunFacts,
+    columns: ColumnBytes,
+    node: NodeRoles,
+    capture: int,
+    parked: int = 0,
 ) -> HostBytes:
     """Return the bytes of host memory on ``node``.
 
@@ -131,7 +132,8 @@ def host_bytes(
 
 def _copied(facts: RunFacts) -> int:
     """Return the bytes that a rank writes to a checkpoint; replicas divide the tensors that they all hold."""
-    layout, trained = facts.trainer.layout, facts.trainer.trained
+    layout = facts.trainer.layout
+    trained = facts.trainer.trained
     if trained is None:
         model_elements = 0
         for stage in range(layout.pipeline):

@@ -65,7 +65,9 @@ class RunPlan:
     @property
     def gpu_hours(self) -> float:
         """GPU hours of a step on all GPUs of the cluster; 0 where the time is unknown."""
-        return 0.0 if self.seconds is None else self.seconds.total * self.cluster.gpus / 3600
+        if self.seconds is None:
+            return 0.0
+        return self.seconds.total * self.cluster.gpus / 3600
 
     @property
     def gpu_idle(self) -> float:
@@ -79,9 +81,12 @@ class RunPlan:
     @property
     def gpus(self) -> int:
         """The number of GPUs that train or serve; a GPU that does both counts once."""
-        ranks, engine = self.facts.trainer.layout.world_size, self.facts.engine
+        ranks = self.facts.trainer.layout.world_size
+        engine = self.facts.engine
         serving = engine.servers * engine.gpus
-        return max(ranks, serving) if self.facts.schedule.is_colocated else ranks + serving
+        if self.facts.schedule.is_colocated:
+            return max(ranks, serving)
+        return ranks + serving
 
     @property
     def fullest(self) -> memory.RankBytes:
@@ -123,7 +128,9 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     capture_bytes = 0
     if engine is not None and facts.rollout.routing:
         capture_bytes = server_memory.capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
-    shared_bytes = () if engine is None else shared_ranks(facts, cluster.device)
+    shared_bytes: tuple[SharedBytes, ...] = ()
+    if engine is not None:
+        shared_bytes = shared_ranks(facts, cluster.device)
     parked_bytes = max((stage.host for stage in shared_bytes), default=0)
     hosts = tuple(
         host_memory.host_bytes(facts, columns, node, capture_bytes, parked_bytes) for node in nodes
@@ -157,7 +164,8 @@ def _engine(
 
     The memory is None where the run starts no server, or where the server's layout cannot hold the model.
     """
-    engine, shape = facts.engine, facts.trainer.shape
+    engine = facts.engine
+    shape = facts.trainer.shape
     if not engine.servers:
         return None, []
     try:
@@ -166,7 +174,8 @@ def _engine(
         return None, [f"sglang: {error}"]
     parts = server_memory.engine_bytes(shape, engine, facts.rollout, cluster.device)
     groups = communicators.engine_communicator_bytes(engine.tensor, facts.senders)
-    sequence_tokens, faults = facts.rollout.longest, []
+    sequence_tokens = facts.rollout.longest
+    faults = []
     if parts.kv_tokens < sequence_tokens:
         faults.append(
             f"engine GPU memory: {gib(parts.weights)} of weights leave a KV cache of {parts.kv_tokens:,} tokens in "
@@ -202,7 +211,8 @@ def _sharing_faults(
     first_device = facts.roles.first_device
     if engine is None or first_device is None or first_device >= facts.roles.ranks:
         return
-    rank, server = max(rank.total for rank in ranks), engine.weights + max(0, engine.kv_pool)
+    rank = max(rank.total for rank in ranks)
+    server = engine.weights + max(0, engine.kv_pool)
     if rank + server > cluster.device.memory:
         yield (
             f"GPU memory: sglang.base_gpu_id {first_device} puts a server on a rank's GPU, which then needs "
@@ -229,8 +239,10 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
     except (ConfigError, ModelError):
         # The checks of the configuration report files that cannot be read.
         return StartCheck(summary="memory: unknown")
-    trainer, engine = facts.trainer, facts.engine
-    stages, world = range(trainer.layout.pipeline), trainer.layout.world_size
+    trainer = facts.trainer
+    engine = facts.engine
+    stages = range(trainer.layout.pipeline)
+    world = trainer.layout.world_size
     states = [trainer_state.state_bytes(trainer, stage) for stage in stages]
     try:
         rank = server_memory.weight_bytes(trainer.shape, EngineLayout(engine.tensor, engine.expert))

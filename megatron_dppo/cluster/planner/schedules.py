@@ -12,7 +12,8 @@ def chunks_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
     P - p - 1 for 1F1B and 2 (P - p - 1) + (v - 1) P for v interleaved chunks. All forward passes of a step are the
     upper bound.
     """
-    stages, chunks = layout.pipeline, layout.chunks
+    stages = layout.pipeline
+    chunks = layout.chunks
     if stages == 1:
         return 1
     warmup = stages - stage - 1

@@ -62,7 +62,8 @@ class Question:
         """List the faults of the layout: alone, for the model, and for the batch sizes. The checks read no file."""
         # Check the batch sizes only in a valid world: an invalid one has no number of replicas to divide them by.
         config = self.config
-        sizes, per_step = config.parallel.sizes, config.training.prompts_per_mini_batch
+        sizes = config.parallel.sizes
+        per_step = config.training.prompts_per_mini_batch
         batch = batch_faults(config.rollout, per_step, config.parallel.data)
         faults = list(world_faults(sizes)) or list(batch)
         faults += layout_faults(sizes, config.megatron, self.shape)
@@ -177,8 +178,10 @@ def _layouts(world: int, question: Question) -> Iterator[LayoutSizes]:
 
     The size of expert tensor parallelism follows from the other sizes.
     """
-    shape, config = question.shape, question.config
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    shape = question.shape
+    config = question.config
+    prompt = config.data.max_prompt_tokens
+    response = config.rollout.max_response_tokens
     longest_sequence = config.environment.longest(prompt, response)
     contexts = [size for size in _POWERS if size == 1 or longest_sequence // size >= LEAST_CONTEXT]
     experts: tuple[int, ...] = (1,)
@@ -202,7 +205,8 @@ def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
 
     Trainer and servers divide the GPUs in steps of half a node; where they are colocated, each uses all GPUs.
     """
-    config, cluster = question.config, question.cluster
+    config = question.config
+    cluster = question.cluster
     if not config.engine.started or config.rollout.replay_from is not None:
         yield cluster.gpus, 0, 1
         return
@@ -216,7 +220,11 @@ def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
 
 
 def _changed(
-    question: Question, sizes: LayoutSizes, recompute: str, servers: int, engine_tensor: int
+    question: Question,
+    sizes: LayoutSizes,
+    recompute: str,
+    servers: int,
+    engine_tensor: int,
 ) -> Question:
     config = question.config
     table = {**config.sglang}
@@ -228,9 +236,9 @@ def _changed(
         "optimizer": {"distributed": True},
         "engine": {"servers": servers},
     }
-    new_sections = {
-        name: getattr(config, name).model_copy(update=values) for name, values in sections.items()
-    }
+    new_sections: dict[str, Any] = {}
+    for name, values in sections.items():
+        new_sections[name] = getattr(config, name).model_copy(update=values)
     return replace(question, config=config.model_copy(update={**new_sections, "sglang": table}))
 
 

@@ -43,7 +43,8 @@ class EngineBytes:
 def weight_bytes(shape: ModelShape, layout: mapping.EngineLayout) -> int:
     """Return the bytes of an engine rank's bf16 weights: the family's rules, split as SGLang does (``in_engine``)."""
     mapping.check_engine_layout(shape, layout)
-    family, layers = family_of(shape), shape.num_layers
+    family = family_of(shape)
+    layers = shape.num_layers
     rules = [(rule, layers) for rule in family.layer]
     rules += [(family.embedding, 1), (family.final_norm, 1)]
     if not shape.tied_embeddings or mapping.keeps_untied_output(shape):
@@ -77,7 +78,9 @@ def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
     """
     memory = device.memory / devices.MIB
     chunk = chunk_tokens(engine, device)
-    graphs = 512 if engine.tensor >= 4 or memory >= 160 * 1024 else 256
+    graphs = 256
+    if engine.tensor >= 4 or memory >= 160 * 1024:
+        graphs = 512
     reserved = 512 + 1.5 * max(chunk, 2048) + 128 * engine.gpus + 2 * graphs
     if memory > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
@@ -91,7 +94,10 @@ def chunk_tokens(engine: EngineFacts, device: devices.Device) -> int:
 
 
 def engine_bytes(
-    shape: ModelShape, engine: EngineFacts, rollout: RolloutFacts, device: devices.Device
+    shape: ModelShape,
+    engine: EngineFacts,
+    rollout: RolloutFacts,
+    device: devices.Device,
 ) -> EngineBytes:
     """Return the bytes on one GPU of a server, and the sequences that run on the server at once.
 

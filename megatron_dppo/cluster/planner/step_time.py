@@ -65,7 +65,8 @@ class StepSeconds:
 
     ``generation``: seconds in which the servers are full; ``tail``: seconds in which the last responses end.
     ``switch``: seconds in which shared GPUs change between trainer and servers. ``evaluation``: seconds of one
-    evaluation / the steps between two. ``mean_response``, ``last_response``: as in ``GenerationSeconds``.
+    evaluation, divided by the number of steps between evaluations. ``mean_response``, ``last_response``: as in
+    ``GenerationSeconds``.
     """
 
     schedule: Schedule

@@ -52,15 +52,17 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
     """
     trainer = facts.trainer
     model_elements = parameters(trainer.shape)
-    trained_elements = (
-        model_elements if trainer.trained is None else trainer.trained.elements(trainer.shape)
-    )
+    trained_elements = model_elements
+    if trainer.trained is not None:
+        trained_elements = trainer.trained.elements(trainer.shape)
     state_bytes = checkpoint_bytes(trained_elements, trainer.dtype)
     if facts.updates_adapters:
         update_bytes = gathered_bytes = trained_elements * trainer.item_bytes
-        buckets, seconds = 1, 2 * update_bytes / storage
+        buckets = 1
+        seconds = 2 * update_bytes / storage
     else:
-        update_bytes, gathered_bytes = model_elements * trainer.item_bytes, _gathered(facts)
+        update_bytes = model_elements * trainer.item_bytes
+        gathered_bytes = _gathered(facts)
         buckets = facts.senders * math.ceil(update_bytes / facts.senders / facts.bucket_bytes)
         seconds = update_bytes / (device.network * BROADCAST_EFFICIENCY) + buckets * BUCKET_LATENCY
     return Traffic(
@@ -75,7 +77,8 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
 
 def _gathered(facts: RunFacts) -> int:
     """Return the bytes of weights that trainer ranks send to each other before a weight update."""
-    shape, layout = facts.trainer.shape, facts.trainer.layout
+    shape = facts.trainer.shape
+    layout = facts.trainer.layout
     experts = (
         shape.num_layers * shape.num_experts * 3 * shape.hidden_size * shape.moe_ffn_hidden_size
     )

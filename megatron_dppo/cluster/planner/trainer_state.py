@@ -51,26 +51,30 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
     - A reference policy copies the trained ones of the model's own parameters, and also the adapters where they start
       from a folder (``ReferenceWeights``).
     """
-    parameters, frozen_elements = rank_parameters(trainer.shape, trainer.layout, stage), 0
+    parameters = rank_parameters(trainer.shape, trainer.layout, stage)
+    frozen_elements = 0
     base_elements = parameters.elements
     if trainer.trained is not None:
         base_elements = trainer.trained.trained_base(trainer.shape, trainer.layout, stage)
         frozen_elements = parameters.elements - base_elements
         parameters = trainer.trained.parameters(trainer.shape, trainer.layout, stage)
-    padded_sizes = [
-        _buffer_elements(counts, replicas) if trainer.distributed else elements(counts)
-        for counts, replicas in _groups(parameters, trainer.layout)
-    ]
+    padded_sizes: list[int] = []
+    shard_sizes: list[int] = []
+    for counts, replicas in _groups(parameters, trainer.layout):
+        if trainer.distributed:
+            size = _buffer_elements(counts, replicas)
+            shard_sizes.append(size // replicas)
+        else:
+            size = elements(counts)
+            shard_sizes.append(size)
+        padded_sizes.append(size)
     buffer_elements = sum(padded_sizes)
-    reference_elements = base_elements if trainer.reference else 0
+    reference_elements = 0
+    if trainer.reference:
+        reference_elements = base_elements
     if trainer.reference_adapters:
         reference_elements = parameters.elements
-    shard_sizes = [
-        size // replicas if trainer.distributed else size
-        for size, (_, replicas) in zip(
-            padded_sizes, _groups(parameters, trainer.layout), strict=True
-        )
-    ]
+
     return StateBytes(
         weights=(frozen_elements + buffer_elements) * trainer.item_bytes,
         reference=reference_elements * trainer.item_bytes,

@@ -73,7 +73,8 @@ class WeightPlan:
 
 def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
     """Return the plan of a weight update of ``facts``, with ``ranks_per_node`` trainer ranks on each node."""
-    trainer, item = facts.trainer, facts.trainer.item_bytes
+    trainer = facts.trainer
+    item = facts.trainer.item_bytes
     plan = gather_plan.hf_buckets_plan(
         trainer.shape,
         trainer.layout,
@@ -85,23 +86,29 @@ def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
     sent_bytes: Counter[int] = Counter()
     for bucket in plan:
         sent_bytes[bucket.receiver] += bucket.elements * item
+    tensors = 0
+    gathered_elements = 0
+    elements_between_nodes = 0
+    largest_bucket = 0
+    sender_elements = 0
+    for bucket in plan:
+        received_elements = gather_plan.elements_between_nodes(bucket, 1)
+        tensors += len(bucket.tensors)
+        gathered_elements += received_elements
+        elements_between_nodes += gather_plan.elements_between_nodes(bucket, ranks_per_node)
+        largest_bucket = max(largest_bucket, bucket.elements)
+        sender_elements = max(sender_elements, _COPIES * bucket.elements + received_elements)
     return WeightPlan(
         ranks=trainer.layout.world_size,
-        tensors=sum(len(bucket.tensors) for bucket in plan),
+        tensors=tensors,
         buckets=len(plan),
         weights=sum(sent_bytes.values()),
         sent=dict(sent_bytes),
-        gathered=sum(gather_plan.elements_between_nodes(b, 1) for b in plan) * item,
+        gathered=gathered_elements * item,
         gathered_bound=gather_plan.fewest_gathered_elements(trainer.shape, trainer.layout) * item,
-        gathered_between_nodes=sum(
-            gather_plan.elements_between_nodes(b, ranks_per_node) for b in plan
-        )
-        * item,
-        largest_bucket=max(bucket.elements for bucket in plan) * item,
-        sender_memory=max(
-            _COPIES * b.elements + gather_plan.elements_between_nodes(b, 1) for b in plan
-        )
-        * item,
+        gathered_between_nodes=elements_between_nodes * item,
+        largest_bucket=largest_bucket * item,
+        sender_memory=sender_elements * item,
         engine_communicators=len(sent_bytes) * PER_COMMUNICATOR,
         problems=tuple(plan_faults(plan)),
     )

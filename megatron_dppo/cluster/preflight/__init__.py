@@ -47,7 +47,9 @@ _COLUMNS = ("node", "GPUs", "memory", "/dev/shm", "run dir", "interface", "all-r
 
 
 def collect_evidence(
-    needs: Needs, meeting: Meeting, skipped: Collection[str] = ()
+    needs: Needs,
+    meeting: Meeting,
+    skipped: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """Collect this node's evidence by check, without ``skipped`` ones; a check that fails leaves ``error``."""
     evidence: dict[str, dict[str, Any]] = {}
@@ -64,7 +66,9 @@ def collect_evidence(
 
 
 def judge(
-    evidence: Mapping[str, Mapping[str, Evidence]], needs: Needs, hosts: Sequence[str]
+    evidence: Mapping[str, Mapping[str, Evidence]],
+    needs: Needs,
+    hosts: Sequence[str],
 ) -> list[Finding]:
     """Return every fault, by host. ``evidence`` is by host and check; one of ``hosts`` without any is a finding."""
     expectation = "a file of the node's preflight task"
@@ -125,4 +129,6 @@ def _cells(checks: Mapping[str, Evidence]) -> tuple[str, ...]:
 
 def _gib(checks: Mapping[str, Evidence], check: str, key: str) -> str:
     value = checks.get(check, {}).get(key)
-    return "-" if value is None else f"{value / 2**30:.1f} GiB"
+    if value is None:
+        return "-"
+    return f"{value / 2**30:.1f} GiB"

@@ -35,8 +35,8 @@ BAD_NODE = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the checks and return the exit code: 0 without faults, 2 refused, 3 where a node (in a step: this one) is
-    unfit.
+    """Run the checks and return the exit code: 0 without faults, 2 for a configuration that is refused, 3 for a faulty
+    node. In a Slurm step, only this task's node counts.
     """
     options = _parser().parse_intermixed_args(arguments)
     # Slurm's name of the node may differ from the machine's.
@@ -69,9 +69,8 @@ def _alone(host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Pa
 def _in_step(host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Path) -> int:
     """Judge this node by its own evidence and that of the nodes that have finished."""
     earlier_evidence = read_evidence(folder, [path.stem for path in folder.glob("*.json")])
-    findings = [
-        f for f in judge({**earlier_evidence, host: evidence}, needs, [host]) if f.host == host
-    ]
+    all_findings = judge({**earlier_evidence, host: evidence}, needs, [host])
+    findings = [finding for finding in all_findings if finding.host == host]
     for finding in findings:
         print(finding, flush=True)
     return BAD_NODE if findings else 0
@@ -101,11 +100,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces a value")
     parser.add_argument("--gpus", type=int, help="GPUs the run uses on each node")
     parser.add_argument(
-        "--nodes", type=int, help="nodes that take part (default: tasks of the step)"
+        "--nodes",
+        type=int,
+        help="nodes that take part (default: tasks of the step)",
     )
     parser.add_argument("--port", type=int, action="append", default=[], help="must be free")
     parser.add_argument(
-        "--skip", action="append", default=[], choices=list(CHECKS), help="leave a check out"
+        "--skip",
+        action="append",
+        default=[],
+        choices=list(CHECKS),
+        help="leave a check out",
     )
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for others")
     parser.add_argument("--evidence", type=Path, help="folder for the evidence")

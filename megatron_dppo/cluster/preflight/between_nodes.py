@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import permutations
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -163,12 +164,10 @@ def _connects(address: str, port: int) -> bool:
 
 def judge_network(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
     """Report nodes that can't reach another one; the fewest nodes that explain all failures are named."""
-    broken = {
-        frozenset((host, other))
-        for host in evidence
-        for other in evidence
-        if host != other and not evidence[host]["reached"].get(other)
-    }
+    broken: set[frozenset[str]] = set()
+    for host, other in permutations(evidence, 2):
+        if not evidence[host]["reached"].get(other):
+            broken.add(frozenset((host, other)))
     for host, count in culprits(broken):
         observation = f"no connection with {count} of {len(evidence) - 1} other nodes"
         yield Finding(host, "network", observation, "a connection with each")
@@ -177,7 +176,9 @@ def judge_network(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
 def reachable_interface(evidence: Mapping[str, Evidence], host: str) -> str | None:
     """Return the interface of ``host`` that most other nodes reach; its first one for a single node."""
     votes = Counter(name for entry in evidence.values() for name in entry["reached"].get(host, ()))
-    return votes.most_common(1)[0][0] if votes else next(iter(evidence[host]["interfaces"]), None)
+    if votes:
+        return votes.most_common(1)[0][0]
+    return next(iter(evidence[host]["interfaces"]), None)
 
 
 def collect_all_reduce(site: Site) -> dict[str, Any]:
@@ -185,12 +186,14 @@ def collect_all_reduce(site: Site) -> dict[str, Any]:
 
     The result has ``failed`` instead, with the last lines of the process that failed first, where one fails.
     """
-    meeting, network = site.meeting, site.evidence.get("network", {})
+    meeting = site.meeting
+    network = site.evidence.get("network", {})
     if "reached" not in network:
         raise CheckError("the network was not checked, which tells the interface to use")
     meeting.say(_INTERFACE, network)
     networks = meeting.hear(_INTERFACE)
-    hosts, processes = sorted(networks), max(1, site.needs.gpus)
+    hosts = sorted(networks)
+    processes = max(1, site.needs.gpus)
     if len(hosts) * processes == 1:
         return {"skipped": "one process has nobody to exchange with"}
     interface = reachable_interface(networks, meeting.host)
@@ -233,13 +236,17 @@ def _run_workers(environment: Mapping[str, str], first_rank: int, count: int) ->
             with path.open("wb") as file:
                 workers.append(
                     start_process(
-                        command, environment={**environment, **ranks}, output=file.fileno()
+                        command,
+                        environment={**environment, **ranks},
+                        output=file.fileno(),
                     )
                 )
         failed = _first_failure(workers)
         if failed is not None:
             code = workers[failed].returncode
-            reason = "does not end" if code is None else f"exits with code {code}"
+            reason = "does not end"
+            if code is not None:
+                reason = f"exits with code {code}"
             # The other workers wait for this one in the collective.
             kill_families(workers)
             return {"failed": f"process {failed} {reason}: {tail(outputs[failed], 3)[-500:]}"}
@@ -269,18 +276,19 @@ def exchange() -> None:
     import torch.distributed as dist
 
     backend = os.environ["PREFLIGHT_BACKEND"]
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
+    local = int(os.environ["LOCAL_RANK"])
+    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
     result = {"backend": backend, "processes": world}
     if local_world > 1 and world > local_world:
-        groups = [
-            dist.new_group(list(range(start, start + local_world)))
-            for start in range(0, world, local_world)
-        ]
+        groups: list[Any] = []
+        for start in range(0, world, local_world):
+            groups.append(dist.new_group(list(range(start, start + local_world))))
         result["node_gb_s"] = _bandwidth(
             groups[rank // local_world], local_world, device, _BYTES[backend]
         )

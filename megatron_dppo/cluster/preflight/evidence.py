@@ -76,7 +76,8 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
     weights, update, checkpoint = _model_bytes(
         config.model.hf_checkpoint, config.model.dtype, config.lora
     )
-    pythons, extras = {"trainer": sys.executable}, {"trainer": "gpu" if gpus else "cpu"}
+    pythons = {"trainer": sys.executable}
+    extras = {"trainer": "gpu" if gpus else "cpu"}
     if config.engine.started and config.rollout.replay_from is None:
         pythons["engine"] = config.engine.python or sys.executable
         extras["engine"] = "gpu-engine"
@@ -103,7 +104,9 @@ def _model_bytes(folder: str, dtype: str, lora: LoraConfig) -> tuple[int, int, i
         # No node is at fault where the model can't be read; the check of the configuration refuses it.
         return 0, 0, 0
     weights = parameters(shape) * ITEM_BYTES[dtype]
-    update = trained * ITEM_BYTES[dtype] if updates_adapters(lora) else weights
+    update = weights
+    if updates_adapters(lora):
+        update = trained * ITEM_BYTES[dtype]
     return weights, update, checkpoint_bytes(trained, dtype)
 
 
@@ -144,7 +147,9 @@ class Finding:
     expected: str
 
     def __str__(self) -> str:
-        host_name = "all nodes" if self.host == EVERYWHERE else self.host
+        host_name = "all nodes"
+        if self.host != EVERYWHERE:
+            host_name = self.host
         return f"{host_name}: {self.subject}: got {self.actual}, expected {self.expected}"
 
 
@@ -244,7 +249,10 @@ def read_evidence(folder: Path, hosts: Iterable[str]) -> dict[str, dict[str, Evi
 
 
 def too_little(
-    subject: str, values: Mapping[str, int], required: int, unit: str
+    subject: str,
+    values: Mapping[str, int],
+    required: int,
+    unit: str,
 ) -> Iterator[Finding]:
     """Yield a finding for each host that has less than ``required``; ``unit``: ``GiB`` divides by 2**30."""
     for host, value in values.items():
@@ -258,7 +266,9 @@ def _amount(value: int, unit: str) -> str:
     """Format a number with its unit; bytes as GiB or MiB, whichever is more readable."""
     if unit != "GiB":
         return f"{value} {unit}"
-    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+    if value >= 2**30:
+        return f"{value / 2**30:.1f} GiB"
+    return f"{value / 2**20:.0f} MiB"
 
 
 def odd_ones(subject: str, values: Mapping[str, Any]) -> Iterator[Finding]:

@@ -52,7 +52,11 @@ def _query(program: str) -> str:
     command = [program, query, "--format=csv,noheader,nounits"]
     try:
         completed = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SMI_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_SMI_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise CheckError(f"nvidia-smi does not answer within {_SMI_S:.0f} s") from error
@@ -81,12 +85,13 @@ def gpus_of_driver(folder: Path) -> list[dict[str, Any]]:
     """Return names and driver from the driver's ``folder`` in /proc."""
     if not (folder / "version").exists():
         return []
-    models = [
-        re.search(r"^Model:\s*(.+)$", (gpu / "information").read_text(), re.MULTILINE)
-        for gpu in sorted((folder / "gpus").iterdir())
-    ]
     driver = compute.driver_version(folder)
-    return [{"name": model and model.group(1).strip(), "driver": driver} for model in models]
+    gpus: list[dict[str, Any]] = []
+    for gpu_folder in sorted((folder / "gpus").iterdir()):
+        information = (gpu_folder / "information").read_text()
+        model = re.search(r"^Model:\s*(.+)$", information, re.MULTILINE)
+        gpus.append({"name": model.group(1).strip() if model else None, "driver": driver})
+    return gpus
 
 
 def judge_gpus(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:

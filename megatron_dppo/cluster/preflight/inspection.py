@@ -128,8 +128,12 @@ def missing_for_triton() -> list[str]:
     """Return the missing files and programs that Triton compiles its kernels' launchers with, in C."""
     header = Path(sysconfig.get_path("include"), "Python.h")
     compilers = (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))
-    missing_tools = [] if any(compilers) else ["gcc, clang or CC"]
-    return missing_tools if header.is_file() else [*missing_tools, str(header)]
+    missing_tools = []
+    if not any(compilers):
+        missing_tools = ["gcc, clang or CC"]
+    if header.is_file():
+        return missing_tools
+    return [*missing_tools, str(header)]
 
 
 if __name__ == "__main__":

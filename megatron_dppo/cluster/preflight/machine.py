@@ -79,7 +79,8 @@ def collect_memory(site: Site) -> dict[str, Any]:
 
 
 def judge_memory(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    available, shm = _by_host(evidence, "available"), _by_host(evidence, "shm_free")
+    available = _by_host(evidence, "available")
+    shm = _by_host(evidence, "shm_free")
     yield from too_little("free memory", available, needs.memory_bytes, "GiB")
     yield from too_little("free space in /dev/shm", shm, needs.shm_bytes, "GiB")
 
@@ -207,10 +208,14 @@ def judge_pythons(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
 
 
 def _unmet(
-    host: str, role: str, versions: Mapping[str, str | None], requirement: Requirement
+    host: str,
+    role: str,
+    versions: Mapping[str, str | None],
+    requirement: Requirement,
 ) -> Iterator[Finding]:
     version = versions.get(requirement.name)
-    subject, specifier = f"{role}'s {requirement.name}", str(requirement.specifier)
+    subject = f"{role}'s {requirement.name}"
+    specifier = str(requirement.specifier)
     if version is None:
         yield Finding(host, subject, "not installed", specifier)
     elif not requirement.specifier.contains(version, prereleases=True):
@@ -230,19 +235,24 @@ def _cudnn(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
     """Report nodes where Transformer Engine would load another cuDNN than torch: an error at the first attention."""
     for host, roles in evidence.items():
         cudnn = roles["trainer"].get("cudnn", {})
-        version, wheel = cudnn.get("version"), cudnn.get("wheel")
+        version = cudnn.get("version")
+        wheel = cudnn.get("wheel")
         if version and wheel and version != wheel:
             expectation = f"{wheel}, which torch loads: unset CUDNN_HOME and CUDNN_PATH, which modules of a site set"
             yield Finding(host, "trainer's cuDNN", f"{version} in {cudnn['library']}", expectation)
 
 
 def _nccl(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
-    pairs = {
-        host: (roles["trainer"]["nccl"], roles["engine"]["nccl"])
-        for host, roles in evidence.items()
-        if "engine" in roles
-    }
-    differing = {h: pair for h, pair in pairs.items() if None not in pair and len({*pair}) > 1}
+    pairs: dict[str, tuple[Any, Any]] = {}
+    differing: dict[str, tuple[Any, Any]] = {}
+    for host, roles in evidence.items():
+        if "engine" not in roles:
+            continue
+        trainer_version = roles["trainer"]["nccl"]
+        engine_version = roles["engine"]["nccl"]
+        pairs[host] = (trainer_version, engine_version)
+        if None not in pairs[host] and trainer_version != engine_version:
+            differing[host] = pairs[host]
     # Two environments that are installed alike on all nodes: no node is better than another.
     same_everywhere = len(differing) == len(pairs) and len(set(pairs.values())) == 1
     for host, (trainer, engine) in differing.items():

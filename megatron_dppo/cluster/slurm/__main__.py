@@ -93,7 +93,10 @@ def _takes_supervision(parser: argparse.ArgumentParser) -> None:
 def _takes_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE.yaml", help="the run's configuration")
     parser.add_argument(
-        "overrides", metavar="key.path=value", nargs="*", help="replaces one value of the recipe"
+        "overrides",
+        metavar="key.path=value",
+        nargs="*",
+        help="replaces one value of the recipe",
     )
     parser.add_argument("--site", metavar="FILE", help="what this cluster wants; see docs/slurm.md")
 

@@ -37,12 +37,13 @@ def addresses(names: Sequence[str]) -> list[str]:
     resolved = [_resolve(record("node", name).get("NodeAddr", name)) for name in names]
     reachable_addresses = [address for address in resolved if not address.startswith("127.")]
     # This node's own tables may map its name to 127.0.1.1.
-    return [
-        source_address(reachable_addresses[0])
-        if a.startswith("127.") and reachable_addresses
-        else a
-        for a in resolved
-    ]
+    addresses: list[str] = []
+    for address in resolved:
+        if address.startswith("127.") and reachable_addresses:
+            addresses.append(source_address(reachable_addresses[0]))
+        else:
+            addresses.append(address)
+    return addresses
 
 
 def _resolve(name: str) -> str:
@@ -71,7 +72,9 @@ def exclude(job: str, nodes: Sequence[str]) -> None:
         if "JobId" not in part:
             continue
         excluded_nodes = part.get("ExcNodeList", "(null)")
-        excluded_before = [] if excluded_nodes in ("(null)", "") else [excluded_nodes]
+        excluded_before = []
+        if excluded_nodes not in ("(null)", ""):
+            excluded_before = [excluded_nodes]
         excluded = ",".join([*excluded_before, *nodes])
         slurm("scontrol", "update", f"JobId={part['JobId']}", f"ExcNodeList={excluded}")
 

@@ -40,7 +40,9 @@ class ContainerConfig(Section):
     @property
     def interpreter(self) -> str:
         """Python of the ranks, and of servers without one of their own."""
-        return sys.executable if self.kind == "none" else self.python
+        if self.kind == "none":
+            return sys.executable
+        return self.python
 
     def seen_inside(self, folder: str) -> list[Path]:
         """Return the folders that a container started from ``folder`` sees under the same path as the host."""
@@ -48,7 +50,12 @@ class ContainerConfig(Section):
         return [Path(folder), *(Path(pair[0]) for pair in pairs if pair[0] == pair[-1])]
 
     def form(
-        self, folder: str, *, server: bool, flags: Sequence[str] = (), prologue: str = ""
+        self,
+        folder: str,
+        *,
+        server: bool,
+        flags: Sequence[str] = (),
+        prologue: str = "",
     ) -> StepForm:
         if self.kind == "none":
             return StepForm(tuple(flags), prologue_words(prologue))
@@ -165,7 +172,10 @@ class SiteConfig(Section):
 
     def form(self, folder: str, *, server: bool) -> StepForm:
         return self.container.form(
-            folder, server=server, flags=self.srun_flags, prologue=self.prologue
+            folder,
+            server=server,
+            flags=self.srun_flags,
+            prologue=self.prologue,
         )
 
     def devices(self, environment: Mapping[str, str]) -> int:
@@ -173,7 +183,9 @@ class SiteConfig(Section):
         if not self.gpus_per_node:
             return int(environment.get("SLURM_NTASKS_PER_NODE") or self.processes_per_node)
         gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")
-        return int(gpus.rpartition(":")[2]) if gpus else self.gpus_per_node
+        if gpus:
+            return int(gpus.rpartition(":")[2])
+        return self.gpus_per_node
 
 
 def site_path(given: str | None, environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -194,7 +194,10 @@ def node_faults(nodes: int, partition: Mapping[str, str] | None) -> Iterator[str
 
 
 def environment_faults(
-    strategy: str, site: SiteConfig, flags: Sequence[str], environment: Mapping[str, str]
+    strategy: str,
+    site: SiteConfig,
+    flags: Sequence[str],
+    environment: Mapping[str, str],
 ) -> Iterator[str]:
     """Report variables of the steps on GPUs that the run can't work with.
 
@@ -211,7 +214,8 @@ def environment_faults(
 
 def site_faults(site: SiteConfig, python: str | None, paths: Mapping[str, Path]) -> Iterator[str]:
     """Report unknown names in the site file, and missing parts of a container."""
-    if unknown := [name for name in site.preflight_skip if name not in CHECKS]:
+    unknown = [name for name in site.preflight_skip if name not in CHECKS]
+    if unknown:
         yield f"preflight_skip: got {unknown[0]!r}, expected some of {', '.join(CHECKS)}"
     yield from _shell_faults(site)
     for name in site.environment:
@@ -238,7 +242,11 @@ def _shell_faults(site: SiteConfig) -> Iterator[str]:
     if site.prologue:
         command = ["bash", "-n"]
         parsed = subprocess.run(
-            command, input=site.prologue, capture_output=True, text=True, check=False
+            command,
+            input=site.prologue,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if parsed.returncode:
             message = parsed.stderr.strip().splitlines()[0]
@@ -294,7 +302,9 @@ def memory_verdict(submission: Submission) -> tuple[str, list[str]]:
     The plan needs the layout and the model's config.json, of the checkpoint or of a known model of its name, and no
     weights. Nothing is planned where the site does not name its GPUs, or has none.
     """
-    config, site, nodes = submission.config, submission.site, submission.nodes
+    config = submission.config
+    site = submission.site
+    nodes = submission.nodes
     if not site.gpus_per_node:
         return "memory: not planned, the nodes have no GPUs", []
     if site.gpu is None:
@@ -346,11 +356,10 @@ class Submission:
         """Place the run. ``nodes``: None for as many as the roles fill. Raises PlacementError."""
         if nodes is not None and nodes > MOST_NODES:
             raise PlacementError(f"nodes: got {nodes}, expected at most {MOST_NODES}")
-        roles, devices = (
-            Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated),
-            site.devices({}),
-        )
-        trainers, count = 0, roles.hosts_needed(devices) if nodes is None else nodes
+        roles = Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated)
+        devices = site.devices({})
+        trainers = 0
+        count = roles.hosts_needed(devices) if nodes is None else nodes
         if site.server_partition is not None and roles.servers:
             trainers = replace(roles, servers=0).hosts_needed(devices)
             apart = replace(roles, first_device=trainers * devices)
@@ -447,7 +456,8 @@ class Submission:
         yield from time_limit_faults
         for nodes, partition in zip(self._nodes_by_group, partitions, strict=False):
             yield from node_faults(nodes, partition)
-        config, data = self.config, self.config.data
+        config = self.config
+        data = self.config.data
         yield from environment_faults(config.weight_sync.strategy, self.site, flags, os.environ)
         files = (*data.train_files, *data.evaluation_files.values())
         paths = {
@@ -590,7 +600,9 @@ def _waiting_faults(directory: Path) -> Iterator[str]:
 
 
 def _checked(
-    config: TrainConfig, site: SiteConfig, options: argparse.Namespace
+    config: TrainConfig,
+    site: SiteConfig,
+    options: argparse.Namespace,
 ) -> tuple[Submission | None, str, list[str]]:
     """Return the submission, a line about its memory, and every fault.
 

@@ -261,7 +261,8 @@ class Steps:
         ``needs_keys``: its tasks read the variables with keys from their standard input.
         """
         output.unlink(missing_ok=True)
-        plain, secrets = without_secrets(os.environ), b""
+        plain = without_secrets(os.environ)
+        secrets = b""
         if needs_keys:
             plain, secrets = split_environment(os.environ)
         processes = []
@@ -336,9 +337,8 @@ class Start:
         attempt = self._book.begin(Attempt(job.id, job.attempt, node, names, time.time()))
         outcome = self._outcome()
         ended = self._book.reached(replace(attempt, why="failed", ended=time.time()))
-        earlier_attempts = [
-            a for a in self._book.all() if (a.job, a.attempt) != (job.id, job.attempt)
-        ]
+        this_attempt = (job.id, job.attempt)
+        earlier_attempts = [a for a in self._book.all() if (a.job, a.attempt) != this_attempt]
         decision = decide(
             outcome,
             finished=is_finished(self.config),
@@ -349,7 +349,9 @@ class Start:
         if decision.why == "cancelled" and (lost := bad_nodes(names)):
             states = ", ".join(f"{name} is {state}" for name, state in lost.items())
             decision = replace(decision, detail=f"by Slurm, which lost a node: {states}")
-        bad = {**bad_nodes(names), **self._left_out} if decision.requeue else {}
+        bad = {}
+        if decision.requeue:
+            bad = {**bad_nodes(names), **self._left_out}
         ended = replace(
             ended,
             why=decision.why,
@@ -372,7 +374,8 @@ class Start:
         """Place and check everything, then run; return the reason where nothing was started."""
         if is_finished(self.config):
             return Outcome(0, "ended")
-        base, python = srun.port_base(self.job.id), self.site.container.interpreter
+        base = srun.port_base(self.job.id)
+        python = self.site.container.interpreter
         steps = Steps(self.directory, self._form(server=False), python, self.stops)
         self.directory.write_config(resolved_yaml(self.config))
         try:
@@ -412,12 +415,15 @@ class Start:
             raise LaunchError(text)
 
     def _preflight(self, steps: Steps, placement: Placement) -> dict[str, str]:
-        gpus = 0 if self.config.engine.device == "cpu" else self.job.gpus
+        gpus = 0
+        if self.config.engine.device != "cpu":
+            gpus = self.job.gpus
         needs = needs_of(self.config, gpus=gpus, ports=sorted(_ports(placement)))
         return steps.preflight(needs, self.job, self.site.preflight_skip)
 
     def _supervisor(self, placement: Placement) -> Supervisor:
-        config, directory = self.config, self.directory
+        config = self.config
+        directory = self.directory
         fleet = None
         if self._sections is not None:
             spares = Spares(placement.unused)

@@ -139,7 +139,8 @@ def report_causes(case: Case) -> None:
     """Find the cause that makes a side differ, and print and write the report."""
     from megatron_dppo.diagnostics.doctor import report as pages
 
-    options, batch = case.options, case.batch
+    options = case.options
+    batch = case.batch
     doctor_report = pages.Doctor(case.config, batch, case.weights).report(case.step)
     if not (doctor_report.diagnoses or doctor_report.findings):
         raise ValueError("nothing can be examined: " + "; ".join(doctor_report.all_facts))
@@ -159,7 +160,9 @@ def report_parts(case: Case) -> None:
     from megatron_dppo.diagnostics.doctor.diagnosis import engine_side
     from megatron_dppo.diagnostics.doctor.ladder import Parts, draw
 
-    options, config, known_weights = case.options, case.config, case.weights
+    options = case.options
+    config = case.config
+    known_weights = case.weights
     side = engine_side(case.batch)
     if side is None:
         raise ValueError("no response of the batch has one weight version alone")
@@ -198,7 +201,9 @@ def last_examinable(saved: Sequence[int], versions: Container[int]) -> int:
     Returns the last saved step if no step did.
     """
     known_steps = [step for step in saved if step - 1 in versions]
-    return known_steps[-1] if known_steps else saved[-1]
+    if known_steps:
+        return known_steps[-1]
+    return saved[-1]
 
 
 def weights_by_version(options: argparse.Namespace, config: TrainConfig) -> dict[int, Path]:
@@ -219,7 +224,8 @@ def weights_by_version(options: argparse.Namespace, config: TrainConfig) -> dict
         # the list.
         for folder in [*suspect_folders(directory), *checkpoints]:
             folders[int(folder.name[len("step_") : len("step_000000")])] = folder
-    export_folder, last_step = options.run / EXPORT_FOLDER, config.run.steps
+    export_folder = options.run / EXPORT_FOLDER
+    last_step = config.run.steps
     is_recorded = (options.run / RECORDS_FILE).is_file()
     is_finished = is_recorded and any(step_of(r) == last_step for r in read_records(options.run))
     # If this run has not finished, the export is from an earlier run in this folder, or from a run of fewer steps.

@@ -126,7 +126,10 @@ def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) ->
 
 
 def alternatives_of_version(
-    run: SampledRun, reference: Reference, version: int, other: Reference
+    run: SampledRun,
+    reference: Reference,
+    version: int,
+    other: Reference,
 ) -> list[Alternative]:
     """Return the causes that need the weights of ``version``, ``other``: all of its weights are used, or a part."""
     all_weights = partial(Reference.tensors_of, other=other, part="")
@@ -152,7 +155,9 @@ def alternatives_of_version(
 
 def _ranks(run: SampledRun, reference: Reference) -> list[int]:
     """Return the numbers of ranks over which the experts may have been split."""
-    return [n for n in sorted({2, run.expert}) if n > 1] if reference.gates else []
+    if reference.gates:
+        return [n for n in sorted({2, run.expert}) if n > 1]
+    return []
 
 
 RECORDED, NATURAL = "experts as recorded", "experts by its own choice"

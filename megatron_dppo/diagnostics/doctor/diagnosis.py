@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -103,13 +104,17 @@ class Diagnosis:
     @property
     def columns(self) -> tuple[str, str]:
         """Names of the two probabilities of a token."""
-        return ("own choice", "as recorded") if self.side == RECORDING else (self.side, "reference")
+        if self.side == RECORDING:
+            return ("own choice", "as recorded")
+        return (self.side, "reference")
 
     @property
     def axis(self) -> str:
         if self.is_healthy:
             return "healthy"
-        return "unexplained" if self.cause is None else self.cause.axis
+        if self.cause is None:
+            return "unexplained"
+        return self.cause.axis
 
 
 @dataclass(frozen=True)
@@ -222,11 +227,11 @@ def by_recording(
     by_alternative = dict(by_name)
     recorded = by_alternative.pop(RECORDED)
     for name in (ROUNDED, EIGHT_BITS):
-        by_alternative[name] = [
+        rounded_log_probs: list[Tensor] = []
+        for r, rounded, n in zip(recorded, by_name[name], natural, strict=True):
             # A tie in routing may change the sum much; the clamp keeps p at most 1.
-            (r + rounded - n).clamp(max=0.0)
-            for r, rounded, n in zip(recorded, by_name[name], natural, strict=True)
-        ]
+            rounded_log_probs.append((r + rounded - n).clamp(max=0.0))
+        by_alternative[name] = rounded_log_probs
     return recorded, {**by_alternative, NATURAL: list(natural)}
 
 
@@ -249,32 +254,36 @@ def judge(
         rounding: name of the alternative that rounds as coarsely as a healthy side may; None if the side computes in
             float32.
     """
-    probabilities, reference = joined(side.log_probs).exp(), joined(plain).exp()
+    probabilities = joined(side.log_probs).exp()
+    reference = joined(plain).exp()
     side_gap = gap(probabilities, reference)
-    gaps = {name: gap(probabilities, joined(v).exp()) for name, v in by_alternative.items()}
+    gaps: dict[str, float] = {}
+    for name, log_probs in by_alternative.items():
+        gaps[name] = gap(probabilities, joined(log_probs).exp())
     rounding_gap = gap(reference, joined(by_alternative[ROUNDED]).exp())
-    noises = [torch.full_like(q, NOISE) for q in plain]
-    if rounding is not None:
-        noises = [
-            COARSE * (q.exp() - r.exp()).abs()
-            for q, r in zip(plain, by_alternative[rounding], strict=True)
-        ]
-    differences = zip(side.log_probs, plain, noises, strict=True)
-    spread = _spread([(p.exp() - q.exp()).abs() - noise for p, q, noise in differences])
+    noises: list[Tensor] = []
+    differences: list[Tensor] = []
+    for i, (p, q) in enumerate(zip(side.log_probs, plain, strict=True)):
+        token_noise = torch.full_like(q, NOISE)
+        if rounding is not None:
+            token_noise = COARSE * (q.exp() - by_alternative[rounding][i].exp()).abs()
+        noises.append(token_noise)
+        differences.append((p.exp() - q.exp()).abs() - token_noise)
+    spread = _spread(differences)
     noise = float(joined(noises).mean())
-    cause = (
-        _cause(side_gap, gaps, noise, rounding_gap, alternatives)
-        if side_gap > noise + spread
-        else None
-    )
-    with_cause = None if cause is None else joined(by_alternative[cause.name]).exp()
+    cause = None
+    if side_gap > noise + spread:
+        cause = _cause(side_gap, gaps, noise, rounding_gap, alternatives)
+    with_cause = None
+    if cause is not None:
+        with_cause = joined(by_alternative[cause.name]).exp()
     return Diagnosis(
         side=side.name,
         version=side.version,
         gap=side_gap,
         noise=noise,
         spread=spread,
-        gaps=dict(sorted(gaps.items(), key=lambda item: item[1])),
+        gaps=dict(sorted(gaps.items(), key=itemgetter(1))),
         cause=cause,
         tokens=_evidence(side, batch, probabilities, reference, with_cause),
     )
@@ -332,7 +341,7 @@ def _evidence(
     side: Side,
     batch: Sequence[Trajectory],
     probabilities: Tensor,
-    expected_log_probs: Tensor,
+    expected_probabilities: Tensor,
     with_cause: Tensor | None,
 ) -> list[TokenEvidence]:
     """Return the evidence of all tokens of the side, largest gap first."""
@@ -341,17 +350,18 @@ def _evidence(
     for response, tokens in zip(side.positions, ids, strict=True):
         for position, token_id in enumerate(tokens):
             positions.append((response, position, token_id))
-    order = (
-        (probabilities - expected_log_probs).abs().argsort(descending=True, stable=True).tolist()
-    )
-    return [
-        TokenEvidence(
-            response=positions[k][0],
-            position=positions[k][1],
-            token_id=positions[k][2],
-            side=float(probabilities[k]),
-            reference=float(expected_log_probs[k]),
-            with_cause=None if with_cause is None else float(with_cause[k]),
+    gaps = (probabilities - expected_probabilities).abs()
+    evidence: list[TokenEvidence] = []
+    for k in gaps.argsort(descending=True, stable=True).tolist():
+        response, position, token_id = positions[k]
+        evidence.append(
+            TokenEvidence(
+                response=response,
+                position=position,
+                token_id=token_id,
+                side=float(probabilities[k]),
+                reference=float(expected_probabilities[k]),
+                with_cause=None if with_cause is None else float(with_cause[k]),
+            )
         )
-        for k in order
-    ]
+    return evidence

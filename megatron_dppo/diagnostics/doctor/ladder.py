@@ -128,7 +128,8 @@ def measure(
         if model_key != (rung.weights, rung.dtype):
             if trainer is not None:
                 trainer.close()
-            trainer, model_key = build(rung), (rung.weights, rung.dtype)
+            trainer = build(rung)
+            model_key = (rung.weights, rung.dtype)
         assert trainer is not None
         log_probs = log_probs_of(trainer, micro_batch_tokens, rung, batch)
         pi = log_probs.exp()
@@ -189,7 +190,10 @@ def trainer_of(config: TrainConfig, batch: Sequence[Trajectory], rung: Rung) -> 
 
 
 def log_probs_of(
-    trainer: Trainer, micro_batch_tokens: int, rung: Rung, batch: Sequence[Trajectory]
+    trainer: Trainer,
+    micro_batch_tokens: int,
+    rung: Rung,
+    batch: Sequence[Trajectory],
 ) -> Tensor:
     """Compute log pi of all response tokens, float64 [tokens], with the rung's temperature and routing."""
     unused_columns = ("topk_ids", "topk_log_probs", *(() if rung.replay else ("routed_experts",)))
@@ -295,7 +299,9 @@ def _small(value: float) -> str:
 
 
 def _share(part: float, total: float) -> str:
-    return f"{100 * part / total:.1f}%" if total else ""
+    if total:
+        return f"{100 * part / total:.1f}%"
+    return ""
 
 
 COLOURS = {
@@ -335,7 +341,9 @@ def draw(
         rollout_log_probs: log mu, [tokens].
     """
     candidates = [m for m in measured if m.rung.dtype == measured[0].rung.dtype]
-    passes = [candidates[0], candidates[-1]] if len(candidates) > 1 else candidates
+    passes = candidates
+    if len(candidates) > 1:
+        passes = [candidates[0], candidates[-1]]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.5, 2.4 + 3.9 * len(passes)), dpi=130)
         figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
@@ -358,7 +366,9 @@ def draw(
 
 def _name(result: Measured, measured: Sequence[Measured]) -> str:
     """Return the name of a pass in the titles of its panels."""
-    return "all but numerics fixed" if measured.index(result) else result.rung.fixes
+    if measured.index(result):
+        return "all but numerics fixed"
+    return result.rung.fixes
 
 
 def _draw_parts(axes: Axes, split: Mapping[str, float], total: float) -> None:
@@ -403,14 +413,20 @@ def _draw_gap(axes: Axes, log_mu: np.ndarray, log_pi: np.ndarray, mean: float) -
     _density(axes, log_mu, gap, "log")
     (line,) = axes.plot(*_percentile(log_mu, gap, 99), color=GREEN, label="99th percentile")
     mean_line = axes.axhline(
-        max(mean, SMALLEST_GAP), color=VERMILION, ls="--", label=f"mean {mean:.1e}"
+        max(mean, SMALLEST_GAP),
+        color=VERMILION,
+        ls="--",
+        label=f"mean {mean:.1e}",
     )
     _finish(axes, "|pi - mu|, the token's TV", "probability")
     axes.legend(handles=[line, mean_line], frameon=False, fontsize=SMALL, loc="best")
 
 
 def _density(
-    axes: Axes, log_mu: np.ndarray, values: np.ndarray, scale: Literal["log", "linear"]
+    axes: Axes,
+    log_mu: np.ndarray,
+    values: np.ndarray,
+    scale: Literal["log", "linear"],
 ) -> None:
     """Draw the density of tokens as hexagons, darker for more tokens."""
     axes.hexbin(
@@ -420,7 +436,9 @@ def _density(
 
 
 def _percentile(
-    log_mu: np.ndarray, values: np.ndarray, percent: float
+    log_mu: np.ndarray,
+    values: np.ndarray,
+    percent: float,
 ) -> tuple[list[float], list[float]]:
     """Return points of a percentile of ``values`` against mu, one for each group of tokens with similar mu.
 

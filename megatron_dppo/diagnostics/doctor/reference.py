@@ -35,7 +35,8 @@ class KnownWeights:
 
     def __init__(self, folders: Mapping[int, Path], start: Path, converted: Path) -> None:
         self.folders = folders
-        self._start, self._converted = start, converted
+        self._start = start
+        self._converted = converted
 
     def lacking(self, version: int) -> str:
         """Return the message that the weights of ``version`` are not known."""
@@ -87,21 +88,30 @@ class Reference(Policy):
             row[: b.length] = torch.from_numpy(b.token_ids.astype(np.int64))
         if self._rows_of is not None:
             self._rows = self._rows_in(ids.shape, branches)
-        logits = (
-            self._model(ids, past_key_values=self._cache()).logits
-            if self._cached_by is None
-            else self._after_cache(ids, branches)
-        )
-        branch_logits = iter(
-            row[torch.from_numpy(np.flatnonzero(b.loss_mask) - 1)].float()
-            for row, b in zip(logits, branches, strict=True)
-        )
-        return [torch.cat([next(branch_logits) for _ in t.branch_lengths]) for t in batch]
+        if self._cached_by is None:
+            logits = self._model(ids, past_key_values=self._cache()).logits
+        else:
+            logits = self._after_cache(ids, branches)
+        branch_logits: list[Tensor] = []
+        for row, branch in zip(logits, branches, strict=True):
+            sampled_rows = torch.from_numpy(np.flatnonzero(branch.loss_mask) - 1)
+            branch_logits.append(row[sampled_rows].float())
+        logits_by_response: list[Tensor] = []
+        first_branch = 0
+        for trajectory in batch:
+            end = first_branch + len(trajectory.branch_lengths)
+            logits_by_response.append(torch.cat(branch_logits[first_branch:end]))
+            first_branch = end
+        return logits_by_response
 
     def _ending(self, name: str) -> list[nn.Module]:
         """Return the modules whose last name parts are ``name``."""
         suffix = f".{name}"
-        return [m for n, m in self._model.named_modules() if f".{n}".endswith(suffix)]
+        modules: list[nn.Module] = []
+        for module_name, module in self._model.named_modules():
+            if f".{module_name}".endswith(suffix):
+                modules.append(module)
+        return modules
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -110,17 +120,23 @@ class Reference(Policy):
 
     def exchanged(self, first_module: str, second_module: str) -> AbstractContextManager[None]:
         """Exchange the tensors whose names contain ``first_module`` with those named ``second_module`` instead."""
-        pairs = [
-            (tensor, self.tensors[name.replace(first_module, second_module)])
-            for name, tensor in self.tensors.items()
-            if first_module in name
-            and self.tensors[name.replace(first_module, second_module)].shape == tensor.shape
-        ]
-        return _with_data([*((a, b.data) for a, b in pairs), *((b, a.data) for a, b in pairs)])
+        replacements: list[tuple[Tensor, Tensor]] = []
+        for name, tensor in self.tensors.items():
+            if first_module not in name:
+                continue
+            other = self.tensors[name.replace(first_module, second_module)]
+            if other.shape == tensor.shape:
+                replacements += [(tensor, other.data), (other, tensor.data)]
+        return _with_data(replacements)
 
     def experts_moved(self, ranks: int) -> AbstractContextManager[None]:
         """Give each of ``ranks`` the experts of the next rank."""
-        return self._changed(".experts.", lambda tensor: tensor.roll(len(tensor) // ranks, 0))
+
+        def moved(tensor: Tensor) -> Tensor:
+            experts_of_rank = len(tensor) // ranks
+            return tensor.roll(experts_of_rank, 0)
+
+        return self._changed(".experts.", moved)
 
     def experts_of(self, other: Reference, rank: int, ranks: int) -> AbstractContextManager[None]:
         """Replace the experts of ``rank`` by those of the model ``other``."""
@@ -134,20 +150,26 @@ class Reference(Policy):
         return self._changed(".experts.", mixed)
 
     def _changed(
-        self, part: str, change: Callable[[Tensor], Tensor]
+        self,
+        part: str,
+        change: Callable[[Tensor], Tensor],
     ) -> AbstractContextManager[None]:
         """Apply ``change`` to the tensors whose names contain ``part``."""
-        return _with_data([(t, change(t.data)) for name, t in self.tensors.items() if part in name])
+        tensors = [tensor for name, tensor in self.tensors.items() if part in name]
+        return _with_data([(tensor, change(tensor.data)) for tensor in tensors])
 
     def tensors_of(self, other: Reference, part: str) -> AbstractContextManager[None]:
         """Replace the tensors whose names contain ``part`` by those of the model ``other``."""
-        return _with_data(
-            [(t, other.tensors[name].data) for name, t in self.tensors.items() if part in name]
-        )
+        names = [name for name in self.tensors if part in name]
+        return _with_data([(self.tensors[name], other.tensors[name].data) for name in names])
 
     @contextmanager
     def rounded(
-        self, part: str = "", *, results: bool = True, to: Callable[[Tensor], Tensor] | None = None
+        self,
+        part: str = "",
+        *,
+        results: bool = True,
+        to: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[None]:
         """Round the inputs and weights of every linear, embedding and norm whose name contains ``part``.
 
@@ -235,7 +257,9 @@ class Reference(Policy):
 
     def _cache(self) -> Any:
         """Return the cache for the keys and values of a pass; None if they are not rounded."""
-        return _RoundedCache(config=self._model.config) if self._rounds_cache else None
+        if self._rounds_cache:
+            return _RoundedCache(config=self._model.config)
+        return None
 
     def _after_cache(self, ids: Tensor, batch: Sequence[Trajectory]) -> Tensor:
         """Compute logits [B, S, V] in two passes a sequence: the prompt without its last token, then the rest.

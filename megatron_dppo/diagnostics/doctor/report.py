@@ -155,7 +155,8 @@ class Doctor:
         batch: Sequence[Trajectory],
         weights: KnownWeights,
     ) -> None:
-        self._config, self._batch = config, batch
+        self._config = config
+        self._batch = batch
         self._run = SampledRun(config.temperature, config.parallel.tensor, config.parallel.expert)
         self._weights = weights
         self._scores: dict[tuple[int, bool], Scores] = {}
@@ -193,7 +194,9 @@ class Doctor:
             return []
         normal = names.METRICS[names.CONCENTRATION].normal
         assert normal is not None
-        verdict = f"above {normal.high:g}: {normal.why}" if value > normal.high else "normal"
+        verdict = "normal"
+        if value > normal.high:
+            verdict = f"above {normal.high:g}: {normal.why}"
         return [f"{normal.label} {value:.3f}: {verdict}"]
 
     def diagnose(self, step: int) -> tuple[list[Diagnosis], Draws | None]:
@@ -211,7 +214,8 @@ class Doctor:
         """Return the sides that can be examined; ``_unexamined`` gets the reasons for the others."""
         config = self._config
         mini_batch = config.training.prompts_per_mini_batch * config.rollout.group_size
-        engine, trainer = diagnosis.engine_side(self._batch), None
+        engine = diagnosis.engine_side(self._batch)
+        trainer = None
         if engine is None:
             self._unexamined["engine"] = "no response of the batch has one weight version alone"
         if config.lora.dropout:
@@ -222,13 +226,13 @@ class Doctor:
                 reason = "no response of the first mini-batch has its log-probabilities"
                 self._unexamined["trainer"] = reason
         sides = [side for side in (engine, trainer) if side is not None]
-        unknown = {
-            side.name: self._weights.lacking(side.version)
-            for side in sides
-            if side.version not in self._weights.folders
-        }
-        self._unexamined |= unknown
-        return [side for side in sides if side.name not in unknown]
+        sides_with_weights: list[Side] = []
+        for side in sides:
+            if side.version in self._weights.folders:
+                sides_with_weights.append(side)
+            else:
+                self._unexamined[side.name] = self._weights.lacking(side.version)
+        return sides_with_weights
 
     def examine(self, side: Side) -> Diagnosis:
         """Diagnose ``side``: first with the few alternatives that decide whether it is healthy, then with all of them.
@@ -246,7 +250,10 @@ class Doctor:
         return diagnosed
 
     def _scored(
-        self, side: Side, *, every: bool
+        self,
+        side: Side,
+        *,
+        every: bool,
     ) -> tuple[list[Tensor], dict[str, list[Tensor]], list[Alternative]]:
         """Return the log p that a side should have, log p by each alternative's name, and these alternatives.
 
@@ -298,7 +305,9 @@ class Doctor:
         config = self._config
         if is_coarse(*((config.sglang, {}) if side == "engine" else ({}, config.megatron))):
             return causes.EIGHT_BITS
-        return None if config.model.dtype == "float32" else causes.ROUNDED
+        if config.model.dtype == "float32":
+            return None
+        return causes.ROUNDED
 
     def draws(self, diagnoses: Sequence[Diagnosis], sides: Sequence[Side]) -> Draws | None:
         """Test how the engine sampled its tokens.
@@ -357,7 +366,9 @@ class Doctor:
         return self._scores[key]
 
     def _by_version(
-        self, reference: Reference, version: int
+        self,
+        reference: Reference,
+        version: int,
     ) -> tuple[list[Alternative], dict[str, list[Tensor]]]:
         """Return the alternatives with weights of another ``version``, and log p by each.
 
@@ -369,14 +380,20 @@ class Doctor:
         return [replace(c, change=causes.unchanged) for c in alternatives], by_name
 
     def _scores_by(
-        self, reference: Reference, name: str, some_alternatives: Sequence[Alternative]
+        self,
+        reference: Reference,
+        name: str,
+        some_alternatives: Sequence[Alternative],
     ) -> dict[str, list[Tensor]]:
         """Compute log p of the batch by each alternative; the progress bar shows ``name``."""
         with progress(f"scoring by {name}", len({c.change for c in some_alternatives})) as bar:
             return diagnosis.scores(reference, some_alternatives, self._batch, bar.advance)
 
     def _without_layout(
-        self, diagnosed: Diagnosis, side: Side, plain: Sequence[Tensor]
+        self,
+        diagnosed: Diagnosis,
+        side: Side,
+        plain: Sequence[Tensor],
     ) -> Diagnosis:
         """Change the cause to ``layout`` if the same trainer in one process agrees with the reference."""
         config = self._config
@@ -442,13 +459,14 @@ def _judged_by(diagnosed: Diagnosis) -> str:
 def _tokens(diagnosed: Diagnosis, texts: TokenTexts) -> SummaryTable:
     """Return the table of the tokens with the largest gaps."""
     columns = ("token", "response", "at", *diagnosed.columns, "with the cause")
-    rows = [
-        (
-            repr(texts[t.token_id]), str(t.response), str(t.position), f"{t.side:.4f}",
-            f"{t.reference:.4f}", "" if t.with_cause is None else f"{t.with_cause:.4f}",
-        )
-        for t in diagnosed.tokens[:TOKENS]
-    ]  # fmt: skip
+    rows: list[tuple[str, ...]] = []
+    for token in diagnosed.tokens[:TOKENS]:
+        text = repr(texts[token.token_id])
+        with_cause = ""
+        if token.with_cause is not None:
+            with_cause = f"{token.with_cause:.4f}"
+        probabilities = (f"{token.side:.4f}", f"{token.reference:.4f}", with_cause)
+        rows.append((text, str(token.response), str(token.position), *probabilities))
     side, reference = diagnosed.columns
     note = (
         "response: its number in the batch; at: the token's place in it; then the token's probability: "

@@ -51,14 +51,19 @@ def repetition_evidence(groups: Iterable[Sequence[tuple[Hashable, float]]]) -> f
     prod (1 + p (e^a - 1)) has the mean 1 for every a. The result is the largest logarithm over the values ``FACTORS``
     of a; it exceeds E with a probability of at most ``len(FACTORS)`` e^-E (Markov).
     """
-    repeated, chances = 0, []
+    repetitions = 0
+    chances: list[float] = []
     for group in groups:
         mu_by_response: dict[Hashable, float] = {}
         for response, log_mu in group:
             chances.append(min(1.0, sum(mu_by_response.values())))
-            repeated += response in mu_by_response
+            repetitions += response in mu_by_response
             mu_by_response[response] = math.exp(log_mu)
-    return max(a * repeated - sum(math.log1p(p * math.expm1(a)) for p in chances) for a in FACTORS)
+    evidence: list[float] = []
+    for a in FACTORS:
+        expected_growth = sum(math.log1p(p * math.expm1(a)) for p in chances)
+        evidence.append(a * repetitions - expected_growth)
+    return max(evidence)
 
 
 def draws(
@@ -81,7 +86,9 @@ def draws(
     # Count equal responses as often as they occur: without the repeats of likely responses, the temperature would
     # look higher than it is.
     base = float(joined(configured).sum())
-    ratios = {name: float(joined(values).sum()) - base for name, values in by_sampler.items()}
+    ratios: dict[str, float] = {}
+    for name, log_probs in by_sampler.items():
+        ratios[name] = float(joined(log_probs).sum()) - base
     sampler = max(ratios, key=ratios.__getitem__)
     positions_by_problem: dict[int, list[int]] = {}
     for k, t in enumerate(trajectories):
@@ -94,13 +101,19 @@ def draws(
     responses_by_group: list[list[tuple[Hashable, float]]] = []
     for group in groups:
         responses_by_group.append([(ids[k], log_mu[k]) for k in group])
+    copies: list[tuple[int, int]] = []
+    expected_copies = 0.0
+    for a, b in pairs:
+        # P(b = a | a) = mu(a); either of the two may be the first.
+        expected_copies += (math.exp(log_mu[a]) + math.exp(log_mu[b])) / 2
+        if ids[a] == ids[b]:
+            copies.append((side.positions[a], side.positions[b]))
     return Draws(
         tokens=len(joined(configured)),
         sampler=sampler if ratios[sampler] > EVIDENCE else None,
         evidence=ratios[sampler],
-        copies=[(side.positions[a], side.positions[b]) for a, b in pairs if ids[a] == ids[b]],
-        # P(b = a | a) = mu(a); either of the two may be the first.
-        expected_copies=sum((math.exp(log_mu[a]) + math.exp(log_mu[b])) / 2 for a, b in pairs),
+        copies=copies,
+        expected_copies=expected_copies,
         copies_evidence=repetition_evidence(responses_by_group),
     )
 
@@ -112,7 +125,9 @@ def prompt_faults(batch: Sequence[Trajectory], origin: Origin) -> list[str]:
         if origin.has_prompt(t):
             continue
         problem = origin.problems.get(t.problem_id)
-        made_now = f"{len(problem.prompt_ids)} tokens" if problem else "no such problem"
+        made_now = "no such problem"
+        if problem:
+            made_now = f"{len(problem.prompt_ids)} tokens"
         faults.append(
             f"{t}: its prompt of {len(t.prompt_ids)} tokens is not what data, tokenizer and template make now "
             f"({made_now})"

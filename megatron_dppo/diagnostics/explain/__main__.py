@@ -54,7 +54,11 @@ def algorithm_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that ``chosen_algorithm`` reads."""
     parser.add_argument("--algorithm", help="a preset's name; default: the run's")
     parser.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="a preset's number"
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a preset's number",
     )
 
 
@@ -169,13 +173,17 @@ def under_policy(
     from megatron_dppo.metrics.progress import progress
 
     policy = Policy(options.policy)
-    rollout_policy = Policy(options.rollout_policy) if options.rollout_policy else None
+    rollout_policy = None
+    if options.rollout_policy:
+        rollout_policy = Policy(options.rollout_policy)
     texts = TokenTexts(load_tokenizer(options.policy))
     responses = []
     with progress("explaining", len(mini_batches)) as bar:
         for index, number in mini_batches.items():
             logits = policy.logits(batch[index])
-            rollout_logits = rollout_policy.logits(batch[index]) if rollout_policy else None
+            rollout_logits = None
+            if rollout_policy:
+                rollout_logits = rollout_policy.logits(batch[index])
             responses.append(
                 explain_response(
                     index, number, batch[index], algorithm, logits, rollout_logits,
@@ -194,7 +202,9 @@ def chosen_algorithm(
     ``--algorithm`` selects another algorithm than the run's; ``--option`` overrides numbers.
     """
     name = options.algorithm or trained_with.name
-    numbers = dict(trained_with.options) if name == trained_with.name else {}
+    numbers = {}
+    if name == trained_with.name:
+        numbers = dict(trained_with.options)
     for option in options.option:
         key, separator, value = option.partition("=")
         if not separator:
@@ -207,7 +217,9 @@ def chosen_algorithm(
 
 
 def chosen_responses(
-    batch: Sequence[Trajectory], algorithm: AlgorithmConfig, limit: int
+    batch: Sequence[Trajectory],
+    algorithm: AlgorithmConfig,
+    limit: int,
 ) -> tuple[list[int], str]:
     """Return the positions of the first ``limit`` responses with a gradient, and a line about the others."""
     from megatron_dppo.loop.learning import trains
@@ -216,7 +228,9 @@ def chosen_responses(
     useful_positions = [i for i in trained_positions if batch[i].has_advantage]
     if not useful_positions:
         raise ValueError(f"none of the {len(batch)} responses has a gradient: nothing to explain")
-    positions = useful_positions[:limit] if limit else useful_positions
+    positions = useful_positions
+    if limit:
+        positions = useful_positions[:limit]
     return positions, (
         f"left out: {len(batch) - len(trained_positions)} dropped, "
         f"{len(trained_positions) - len(useful_positions)} without "

@@ -106,30 +106,38 @@ def response_of(
 
     ``columns`` has fields of ``Token`` by name, one value for each token, [N]; None if the values are not known.
     """
-    values: dict[str, list[Any]] = {
-        name: [None] * trajectory.sampled if c is None else c.tolist()
-        for name, c in columns.items()
-    }
+    values: dict[str, list[Any]] = {}
+    for name, column in columns.items():
+        values[name] = [None] * trajectory.sampled if column is None else column.tolist()
     thresholds = {positive: threshold_text(algorithm, positive) for positive in (True, False)}
     advantages = trajectory.advantages.tolist()
-    tokens = tuple(
-        Token(
-            response=index, position=i, mini_batch=mini_batch, token_id=token_id,
-            text=texts[token_id], advantage=advantages[i],
-            threshold=thresholds[advantages[i] > 0],
-            **{name: column[i] for name, column in values.items()},
+    tokens: list[Token] = []
+    for position, token_id in enumerate(trajectory.response_ids.tolist()):
+        token_values = {name: column[position] for name, column in values.items()}
+        token = Token(
+            response=index,
+            position=position,
+            mini_batch=mini_batch,
+            token_id=token_id,
+            text=texts[token_id],
+            advantage=advantages[position],
+            threshold=thresholds[advantages[position] > 0],
+            **token_values,
         )
-        for i, token_id in enumerate(trajectory.response_ids.tolist())
-    )  # fmt: skip
+        tokens.append(token)
     prompt = texts.joined(trajectory.prompt_ids.tolist())
-    return Response(index, trajectory, prompt, tokens, metrics)
+    return Response(index, trajectory, prompt, tuple(tokens), metrics)
 
 
 def token_columns(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor | None]:
     """Compute the fields of ``Token`` for every row of ``inputs``."""
-    pi, mu, recomputed = inputs.log_probs, inputs.rollout_log_probs, inputs.recomputed_log_probs
+    pi = inputs.log_probs
+    mu = inputs.rollout_log_probs
+    recomputed = inputs.recomputed_log_probs
     topk_tv = topk_kl = None
-    log_pi, log_mu, valid = inputs.topk_log_probs, inputs.rollout_topk_log_probs, inputs.topk_valid
+    log_pi = inputs.topk_log_probs
+    log_mu = inputs.rollout_topk_log_probs
+    valid = inputs.topk_valid
     if log_pi is not None and log_mu is not None and valid is not None:
         topk_tv = divergence.topk_tv(log_pi, log_mu, valid)
         topk_kl = divergence.topk_kl(log_pi, log_mu, valid)
@@ -182,10 +190,14 @@ def threshold_text(algorithm: Algorithm, positive: bool) -> str:
             numbers[name] = threshold
     bounds: list[str] = []
     for name, value in numbers.items():
-        text = BOUNDS[name](value, positive) if name in BOUNDS else None
+        text = None
+        if name in BOUNDS:
+            text = BOUNDS[name](value, positive)
         if text is not None:
             bounds.append(text)
-    anchor = " (against pi')" if algorithm.needs_recomputed and bounds else ""
+    anchor = ""
+    if algorithm.needs_recomputed and bounds:
+        anchor = " (against pi')"
     return ", ".join(bounds) + anchor
 
 
@@ -215,7 +227,9 @@ class TokenTexts:
         if text and "\ufffd" not in text:
             return text
         name = self._tokenizer.convert_ids_to_tokens(token_id)
-        return f"<id {token_id}>" if name is None else str(name)
+        if name is None:
+            return f"<id {token_id}>"
+        return str(name)
 
 
 DEFAULT_TOPK = 20
@@ -234,7 +248,10 @@ class Policy:
         disable_progress_bar()
         self.folder = folder
         self._model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
         ).eval()
         self.vocab_size = int(self._model.config.vocab_size)
 
@@ -338,7 +355,10 @@ def _with_recomputed(trajectory: Trajectory, log_mu: Tensor | None) -> Trajector
 
 
 def _with_topk(
-    trajectory: Trajectory, algorithm: Algorithm, vocab_size: int, log_mu: Tensor | None
+    trajectory: Trajectory,
+    algorithm: Algorithm,
+    vocab_size: int,
+    log_mu: Tensor | None,
 ) -> Trajectory:
     """Return ``trajectory`` with a TopK(mu) of sufficient K: the engine's, or else one from ``log_mu`` [N, V].
 
@@ -349,9 +369,13 @@ def _with_topk(
     needs_all_ids = is_recomputed or algorithm.needs_full_distribution
     needed_k = min(vocab_size if needs_all_ids else max(1, algorithm.topk), vocab_size)
     if saved_k >= needed_k and not is_recomputed:
-        return likeliest_of(trajectory, needed_k) if algorithm.reads_topk else trajectory
+        if algorithm.reads_topk:
+            return likeliest_of(trajectory, needed_k)
+        return trajectory
     if log_mu is not None and not algorithm.needs_full_distribution:
-        k = vocab_size if is_recomputed else algorithm.topk or DEFAULT_TOPK
+        k = vocab_size
+        if not is_recomputed:
+            k = algorithm.topk or DEFAULT_TOPK
         top = log_mu.topk(min(k, vocab_size))
         ids = top.indices.to(torch.int32).numpy()
         # The log-softmax of a near-certain token can round to a value above 0.
@@ -377,9 +401,10 @@ def likeliest_of(trajectory: Trajectory, k: int) -> Trajectory:
     order = np.where(trajectory.column("topk_ids") < 0, np.inf, -log_mu).argsort(1, kind="stable")
     topk_columns = ("topk_ids", "topk_log_probs", "loss_topk_log_probs")
     columns = {n: trajectory.columns[n] for n in topk_columns if n in trajectory.columns}
-    return trajectory.with_columns(
-        **{n: np.take_along_axis(values, order[:, :k], 1) for n, values in columns.items()}
-    )
+    largest_columns: dict[str, np.ndarray] = {}
+    for name, values in columns.items():
+        largest_columns[name] = np.take_along_axis(values, order[:, :k], 1)
+    return trajectory.with_columns(**largest_columns)
 
 
 def _width(trajectory: Trajectory) -> int:
@@ -408,8 +433,8 @@ def _exact(
     blocks = list(zip(logits.split(16), rollout_logits.split(16), strict=True))
     values_by_name: dict[str, Tensor | None] = {}
     for name, measure in (("exact_tv", divergence.exact_tv), ("exact_kl", divergence.exact_kl)):
-        values = [
-            measure(pi.double() / temperature, mu.double() / temperature) for pi, mu in blocks
-        ]
+        values: list[Tensor] = []
+        for pi, mu in blocks:
+            values.append(measure(pi.double() / temperature, mu.double() / temperature))
         values_by_name[name] = torch.cat(values)
     return values_by_name

@@ -95,7 +95,9 @@ def metrics(responses: Iterable[Response]) -> SummaryTable:
 
 
 def frequent(
-    title: str, tokens: Sequence[Token], is_chosen: Callable[[Token], bool]
+    title: str,
+    tokens: Sequence[Token],
+    is_chosen: Callable[[Token], bool],
 ) -> SummaryTable:
     """Return the table of the token ids that occur most often among the tokens for which ``is_chosen`` is true.
 
@@ -141,16 +143,12 @@ NOTABLE_COLUMNS = (
 
 def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
     """Return the table of ``count`` tokens: first those that a mask blocks, and by descending Binary TV."""
-    ordered_tokens = sorted(tokens, key=lambda t: (t.trains and t.ppo_trains, -t.binary_tv))
-    rows = [
-        (
-            repr(t.text), str(t.response), str(t.position), f"{t.advantage:+.3g}",
-            *map(number, (t.mu, t.pi, t.ratio, t.binary_tv, t.binary_kl, t.topk_tv, t.topk_kl,
-                          t.exact_tv, t.exact_kl)),
-            t.threshold, verdict_of(name, t).meaning,
-        )
-        for t in ordered_tokens[:count]
-    ]  # fmt: skip
+    rows: list[tuple[str, ...]] = []
+    for t in sorted(tokens, key=_blocked_first)[:count]:
+        place = (repr(t.text), str(t.response), str(t.position), f"{t.advantage:+.3g}")
+        divergences = (t.binary_tv, t.binary_kl, t.topk_tv, t.topk_kl, t.exact_tv, t.exact_kl)
+        numbers = map(number, (t.mu, t.pi, t.ratio, *divergences))
+        rows.append((*place, *numbers, t.threshold, verdict_of(name, t).meaning))
     title = f"{len(rows)} of {len(tokens)} tokens: the blocked ones first, by Binary TV"
     note = (
         "response: its number in the batch; at: the token's place in it; A: advantage; mu, pi: probability by engine "
@@ -158,6 +156,12 @@ def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
         "likeliest ids (Top-K) or all ids (exact), - where it is not known; blocked where: the rule's bound."
     )
     return SummaryTable(title, NOTABLE_COLUMNS, rows, note)
+
+
+def _blocked_first(token: Token) -> tuple[bool, float]:
+    """Return the sorting key: tokens that a mask blocks first, then by descending Binary TV."""
+    is_trained = token.trains and token.ppo_trains
+    return is_trained, -token.binary_tv
 
 
 def verdict_of(name: str, token: Token) -> MaskVerdict:

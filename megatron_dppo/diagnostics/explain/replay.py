@@ -164,15 +164,18 @@ def other_step(run: Path, step: int, algorithm: Algorithm) -> OtherStep:
     seen_step = SeenStep.of(load_batch(run / ROLLOUTS_FOLDER, step), trained_with)
     check_agreement(seen_step, run, step)
     decisions = seen_step.decisions(algorithm)
-    by_run, by_other = ~seen_step.trains, ~decisions.trains
+    by_run = ~seen_step.trains
+    by_other = ~decisions.trains
     token_positions: list[tuple[int, int]] = []
     for response, count in zip(seen_step.positions, seen_step.counts, strict=True):
         token_positions += [(response, position) for position in range(count)]
     inputs = seen_step.inputs
-    tokens = [
-        OtherToken(
-            response=token_positions[row][0],
-            position=token_positions[row][1],
+    tokens: list[OtherToken] = []
+    for row in (by_run | by_other).nonzero().flatten().tolist():
+        response, position = token_positions[row]
+        token = OtherToken(
+            response=response,
+            position=position,
             token_id=int(seen_step.token_ids[row]),
             advantage=float(inputs.advantages[row]),
             mu=float(inputs.rollout_log_probs[row].exp()),
@@ -180,8 +183,7 @@ def other_step(run: Path, step: int, algorithm: Algorithm) -> OtherStep:
             run_blocks=bool(by_run[row]),
             other_blocks=bool(by_other[row]),
         )
-        for row in (by_run | by_other).nonzero().flatten().tolist()
-    ]
+        tokens.append(token)
     return OtherStep(step, len(token_positions), tokens)
 
 
@@ -201,7 +203,8 @@ def by_step(steps: Sequence[OtherStep], run: str, other: str) -> SummaryTable:
 
     if run == other:
         # The same algorithm is replayed with other numbers: make the names different.
-        run, other = f"{run} (run)", f"{other} (replayed)"
+        run = f"{run} (run)"
+        other = f"{other} (replayed)"
     columns = ("step", "tokens", run, other, "both block", f"only {run}", f"only {other}")
     rows = [row(str(step.step), [step]) for step in steps]
     note = (
@@ -251,8 +254,11 @@ def derive(options: argparse.Namespace) -> None:
     code = subprocess.run(command, check=False).returncode
     if code:
         raise ValueError(f"the derivation ended with exit code {code}; its output is above")
-    is_equal = {step_of(row): row.get(names.REDERIVED) == 1.0 for row in read_records(directory)}
-    different_steps = [step for step in range(1, last_step + 1) if not is_equal.get(step)]
+    equal_steps: set[int] = set()
+    for row in read_records(directory):
+        if row.get(names.REDERIVED) == 1.0:
+            equal_steps.add(step_of(row))
+    different_steps = [step for step in range(1, last_step + 1) if step not in equal_steps]
     print(f"{last_step - len(different_steps)} of {last_step} steps derived again, bit for bit")
     if different_steps:
         print(
@@ -275,7 +281,9 @@ def sealed_until(run: Path, step: int | None) -> int:
     needed_steps = range(1, last_step + 1)
     missing_steps = sorted(set(needed_steps) - set(saved))
     if missing_steps or not needed_steps:
-        missing_step = missing_steps[0] if missing_steps else last_step
+        missing_step = last_step
+        if missing_steps:
+            missing_step = missing_steps[0]
         raise ValueError(
             f"{folder}: no batch of step {missing_step}, expected one of every step from 1 to {last_step}: a run is "
             "derived from its first step on; start it with rollout.save=true"

@@ -104,7 +104,9 @@ class SeenStep:
 
         Raises ValueError if the mask of another algorithm reads a value that was not saved.
         """
-        return self._decided() if self.is_of(algorithm) else self._others_decisions(algorithm)
+        if self.is_of(algorithm):
+            return self._decided()
+        return self._others_decisions(algorithm)
 
     def _decided(self) -> Decisions:
         """Return the decisions of the run's own algorithm, with the saved mask."""
@@ -119,7 +121,9 @@ class SeenStep:
         topk = self.inputs.topk_log_probs
         saved_k = 0 if topk is None else topk.shape[1] - 1
         if algorithm.reads_topk and (needs_all_ids or saved_k < algorithm.topk or not saved_k):
-            needed_ids = "every id" if needs_all_ids else f"TopK(mu), K = {algorithm.topk}"
+            needed_ids = "every id"
+            if not needs_all_ids:
+                needed_ids = f"TopK(mu), K = {algorithm.topk}"
             raise ValueError(
                 f"{algorithm.name} needs log pi at {needed_ids}, and what was saved of this step has K = {saved_k} "
                 "(rollout.topk_log_probs); give weights with --policy"
@@ -185,11 +189,14 @@ def explain_seen(
     row = step.positions.index(index)
     start = sum(step.counts[:row])
     rows = slice(start, start + step.counts[row])
-    inputs, response_decisions = _sliced(step.inputs, rows), _sliced(decisions, rows)
+    inputs = _sliced(step.inputs, rows)
+    response_decisions = _sliced(decisions, rows)
     columns = token_columns(inputs, response_decisions) | {"exact_tv": None, "exact_kl": None}
     # The saved divergence belongs to the run's own algorithm; that of another one is already in ``columns``.
     if step.divergence is not None and algorithm.reads_topk and step.is_of(algorithm):
-        kind = "tv" if "tv_threshold" in algorithm.numbers else "kl"
+        kind = "kl"
+        if "tv_threshold" in algorithm.numbers:
+            kind = "tv"
         columns[f"topk_{kind}"] = step.divergence[rows]
         if algorithm.needs_full_distribution or algorithm.needs_recomputed_distribution:
             columns[f"exact_{kind}"] = step.divergence[rows]
@@ -237,8 +244,11 @@ def check_agreement(saved: SeenStep, run: Path, step: int) -> str:
     if metrics_row is None:
         raise DisagreementError(f"{run / RECORDS_FILE} has no record of step {step}")
     for name in TOKEN_METRICS:
-        figure, recorded_figure = figures.get(name, np.nan), metrics_row.get(name)
-        tolerance = 0.0 if name in COUNTS else ABSOLUTE + RELATIVE * abs(figure)
+        figure = figures.get(name, np.nan)
+        recorded_figure = metrics_row.get(name)
+        tolerance = 0.0
+        if name not in COUNTS:
+            tolerance = ABSOLUTE + RELATIVE * abs(figure)
         differs = recorded_figure is not None and not abs(figure - recorded_figure) <= tolerance
         if differs or (recorded_figure is None and np.isfinite(figure)):
             raise DisagreementError(
@@ -272,8 +282,13 @@ def _check_rule(saved: SeenStep, finite: Tensor) -> None:
         raise DisagreementError(f"{algorithm.name} measures a divergence, but none was saved")
     if algorithm.preset.mask != algorithm.preset.divergence:
         return
-    bounds = [v for n, v in algorithm.numbers.items() if n in ("tv_threshold", "kl_threshold")]
-    negative_bounds = [v for n, v in algorithm.numbers.items() if n.endswith("_threshold_negative")]
+    bounds: list[float] = []
+    negative_bounds: list[float] = []
+    for number_name, value in algorithm.numbers.items():
+        if number_name in ("tv_threshold", "kl_threshold"):
+            bounds.append(value)
+        elif number_name.endswith("_threshold_negative"):
+            negative_bounds.append(value)
     expected_mask = finite & rules.near(
         saved.inputs, algorithm.anchor, saved.divergence, *bounds, *negative_bounds
     )

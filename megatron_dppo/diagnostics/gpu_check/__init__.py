@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_dppo.data.packing import PackedBatch
 
 PARTS = "megatron_dppo.diagnostics.gpu_check.parts"
-"""The package in which parts are looked for."""
+"""The package whose modules define the parts."""
 
 
 class LackingError(Exception):
@@ -44,7 +45,7 @@ class CheckRow(VerdictRow):
 
 @dataclass(frozen=True)
 class Bench:
-    """The surroundings of a part. ``folder``: the part's own, for files to keep. ``gpus``: number of GPUs."""
+    """The resources of a part. ``folder``: the folder for files that the part keeps. ``gpus``: number of GPUs."""
 
     folder: Path
     gpus: int
@@ -52,9 +53,12 @@ class Bench:
 
 @dataclass(frozen=True)
 class CheckPart:
-    """``run`` yields a row for each thing it looked at, and raises ``LackingError`` for what it can't do without.
+    """A part of the check.
 
-    ``shows``: what it shows, in a line. ``limit_s``: seconds after which it is ended.
+    Attributes:
+        run: yields a row for each measurement, and raises ``LackingError`` if the machine lacks a requirement.
+        shows: the claim that the part checks, in one line.
+        limit_s: seconds after which the part is killed.
     """
 
     run: Callable[[Bench], Iterator[CheckRow]]
@@ -70,19 +74,22 @@ class CheckPart:
 def part(
     shows: str, limit_s: float
 ) -> Callable[[Callable[[Bench], Iterator[CheckRow]]], CheckPart]:
-    return lambda run: CheckPart(run, shows, limit_s)
+    """Return the decorator that makes a function the ``run`` of a part."""
+    return partial(CheckPart, shows=shows, limit_s=limit_s)
 
 
 def discover(package: str = PARTS) -> list[CheckPart]:
-    """All parts in the modules of ``package``, those with the shortest limit first."""
+    """Return all parts in the modules of ``package``, those with the shortest limit first."""
     folder = importlib.import_module(package).__path__
     modules = [importlib.import_module(f"{package}.{m.name}") for m in pkgutil.iter_modules(folder)]
-    parts = [x for module in modules for x in vars(module).values() if isinstance(x, CheckPart)]
+    parts: list[CheckPart] = []
+    for module in modules:
+        parts += [value for value in vars(module).values() if isinstance(value, CheckPart)]
     return sorted(parts, key=lambda p: (p.limit_s, p.name))
 
 
 def at_most(label: str, measured: float, bound: float, unit: str = "") -> CheckRow:
-    """A row that holds where ``measured`` is finite and not above ``bound``."""
+    """Return a row that holds if ``measured`` is finite and at most ``bound``."""
     figures = {"measured": measured}
     return CheckRow(
         label, f"{measured:.2g}{unit}", f"at most {bound:.2g}{unit}", measured <= bound, figures
@@ -90,7 +97,7 @@ def at_most(label: str, measured: float, bound: float, unit: str = "") -> CheckR
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run ``megatron-dppo`` with ``arguments``, its output in the part's log; the exit code."""
+    """Run ``megatron-dppo`` with ``arguments``, with its output in the part's log. Return the exit code."""
     print(" ".join(["megatron-dppo", *arguments]), flush=True)
     return subprocess.run(
         [sys.executable, "-m", "megatron_dppo", *arguments], check=False
@@ -104,7 +111,7 @@ def must_run(arguments: Sequence[str]) -> None:
 
 
 def tiny_model(folder: Path) -> Path:
-    """The demo's model with random weights, written into ``folder``: Qwen3-MoE, 2 layers, 8 experts, fp32."""
+    """Write the demo's model with random weights into ``folder``: Qwen3-MoE, 2 layers, 8 experts, fp32."""
     from megatron_dppo.demo.material import make_model
 
     make_model(folder, seed=1)
@@ -112,7 +119,7 @@ def tiny_model(folder: Path) -> Path:
 
 
 def random_model(folder: Path, config: Mapping[str, Any]) -> Path:
-    """A checkpoint of ``config`` (as in config.json) with small random weights in its dtype, tensor by tensor."""
+    """Write a checkpoint of ``config`` (as in config.json) with small random weights in its dtype."""
     import torch
 
     from megatron_dppo.checkpoint_conversion.hf_folder import write_hf_checkpoint
@@ -149,7 +156,11 @@ def policy_config(checkpoint: Path, dtype: str, **sections: Mapping[str, Any]) -
 
 
 def random_batch(
-    vocab: int, lengths: list[int], *, pad_multiple: int = 1, sequence_multiple: int = 1
+    vocab: int,
+    lengths: list[int],
+    *,
+    pad_multiple: int = 1,
+    sequence_multiple: int = 1,
 ) -> PackedBatch:
     """Sequences of random tokens as one micro-batch; all but their first token were sampled. The multiples are
     ``pack``'s."""
@@ -162,7 +173,11 @@ def random_batch(
         tokens = [rng.randrange(vocab) for _ in range(length)]
         mu = {"rollout_log_probs": [-8.0] * (length - 1)}
         return Trajectory.of_response(
-            tokens[:1], tokens[1:], problem_id=number, advantage=(-1.0) ** number, columns=mu
+            tokens[:1],
+            tokens[1:],
+            problem_id=number,
+            advantage=(-1.0) ** number,
+            columns=mu,
         )
 
     sequences = [sequence(i, length) for i, length in enumerate(lengths)]

@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpus = this_machine().gpus
     folder = fresh_folder(options.directory)
     names = [part.name for part in parts]
-    machine = f"{gpus} GPU(s)" if gpus else "no GPU: each part runs what it can"
+    machine = "no GPU: each part runs what it can"
+    if gpus:
+        machine = f"{gpus} GPU(s)"
     print(f"gpu check: {machine}; results in {folder}", flush=True)
     results: list[PartResult] = []
     for number, part in enumerate(wanted_parts, start=1):
@@ -104,9 +106,9 @@ def write(folder: Path, results: Sequence[PartResult], not_run: Sequence[str], g
 
 def page(results: Sequence[PartResult], not_run: Sequence[str], gpus: int) -> str:
     """Markdown: a table of the parts, then a section of each."""
-    machine_lines = (
-        f"on a machine with {gpus} GPU{'s' * (gpus != 1)}" if gpus else "on a machine without a GPU"
-    )
+    machine_lines = "on a machine without a GPU"
+    if gpus:
+        machine_lines = f"on a machine with {gpus} GPU{'s' * (gpus != 1)}"
     blocks = [f"# GPU check {machine_lines}", _summary(results)]
     if not_run:
         blocks.append(f"Not run: {', '.join(not_run)}.")
@@ -160,7 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="the parts and their time limits")
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="default %(default)s")
     parser.add_argument(
-        "--time-limit", type=float, help="seconds of each part, in place of its own"
+        "--time-limit",
+        type=float,
+        help="seconds of each part, in place of its own",
     )
     parser.add_argument("--parts", default=PARTS, help=argparse.SUPPRESS)
     return parser

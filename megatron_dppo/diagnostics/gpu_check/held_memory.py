@@ -56,7 +56,8 @@ class _SavedTensor:
 @contextmanager
 def saved_for_backward(ignored: Iterable[Tensor]) -> Iterator[SavedPeak]:
     """Count what is saved within, but for storages of ``ignored`` (the weights)."""
-    peak, ignored_storages = SavedPeak(), {t.untyped_storage()._cdata for t in ignored}
+    peak = SavedPeak()
+    ignored_storages = {t.untyped_storage()._cdata for t in ignored}
 
     def pack(tensor: Tensor) -> _SavedTensor:
         saved = _SavedTensor(tensor)
@@ -83,11 +84,10 @@ class LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = {
-            x.untyped_storage()._cdata
-            for x in tree_leaves((args, kwargs))
-            if isinstance(x, torch.Tensor)
-        }
+        inputs: set[int] = set()
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor):
+                inputs.add(value.untyped_storage()._cdata)
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
@@ -96,7 +96,8 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         self._storages.add(key)
         self._bytes += size
         self.peak = max(self.peak, self._bytes)

@@ -94,7 +94,8 @@ def _receive_rows(
             result.rows.append(message)
             tell(message)
         else:
-            result.verdict, result.why = "lacking", message
+            result.verdict = "lacking"
+            result.why = message
 
 
 def _left(deadline: float) -> float:
@@ -103,7 +104,8 @@ def _left(deadline: float) -> float:
 
 def _judge(result: PartResult, code: int | None, limit_s: float, folder: Path) -> None:
     if code is None:
-        result.verdict, ending = "timed out", f"did not end within {limit_s:.0f} s"
+        result.verdict = "timed out"
+        ending = f"did not end within {limit_s:.0f} s"
     elif code:
         result.verdict, ending = "crashed", describe_exit(code)
     else:

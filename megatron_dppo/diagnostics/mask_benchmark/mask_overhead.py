@@ -46,8 +46,10 @@ class Update:
     """
 
     def __init__(self, bench: RankBench, algorithm: Algorithm, dead: Tensor | None = None) -> None:
-        self.bench, self.algorithm = bench, algorithm
-        tokens, vocab_size = bench.options.tokens, bench.inputs.vocab_size
+        self.bench = bench
+        self.algorithm = algorithm
+        tokens = bench.options.tokens
+        vocab_size = bench.inputs.vocab_size
         self.topk_ids = bench.inputs.topk_ids
         if algorithm.needs_full_distribution:
             all_ids = torch.arange(vocab_size, device=bench.device)

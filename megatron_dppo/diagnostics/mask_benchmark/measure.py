@@ -29,8 +29,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     prepare_megatron(options.tp)
     bench = RankBench(options, device)
     rows = bench.compare()
+    settings: dict[str, Any] = {}
+    for name, value in vars(options).items():
+        settings[name] = str(value) if isinstance(value, Path) else value
     result = {
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+        "settings": settings,
         "machine": bench.machine(),
         "logits_mb": bench.logits.numel() * bench.logits.element_size() / 1e6,
         "implementations": rows,

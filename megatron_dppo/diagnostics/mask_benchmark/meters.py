@@ -71,7 +71,8 @@ class Collectives:
 @contextmanager
 def counted_collectives() -> Iterator[Collectives]:
     """Count torch.distributed.all_reduce inside the block."""
-    counts, plain = Collectives(), dist.all_reduce
+    counts = Collectives()
+    plain = dist.all_reduce
 
     def counting(tensor, *args, **kwargs):
         if tensor.is_floating_point():

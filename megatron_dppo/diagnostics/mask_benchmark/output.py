@@ -19,7 +19,8 @@ LEGEND = (
 
 def setting(result: dict[str, Any]) -> str:
     """One line about the machine and the problem size."""
-    s, m = result["settings"], result["machine"]
+    s = result["settings"]
+    m = result["machine"]
     return (
         f"{m['processor']} ({s['device']}, {m['vector_unit']}), {m['threads']} thread(s) a rank, "
         f"torch {m['torch']}: TP{s['tp']}, T={s['tokens']}, V={s['vocab']}, {s['dtype']}, "
@@ -38,7 +39,9 @@ def sheets(result: dict[str, Any]) -> list[SummaryTable]:
 
 def cost_ms(row: dict[str, Any], on_cpu: bool) -> float:
     """Return the time to compare implementations by: CPU time of all threads, or on a GPU wall-clock time."""
-    return row["cpu_ms"] if on_cpu else row["forward_ms"] + row["backward_ms"]
+    if on_cpu:
+        return row["cpu_ms"]
+    return row["forward_ms"] + row["backward_ms"]
 
 
 def _implementations(rows: list[dict[str, Any]], on_cpu: bool) -> SummaryTable:
@@ -47,7 +50,9 @@ def _implementations(rows: list[dict[str, Any]], on_cpu: bool) -> SummaryTable:
                "grad error")  # fmt: skip
     lines = []
     for r in rows:
-        header = f" + {r['header_all_reduces']}" if r["header_all_reduces"] else ""
+        header = ""
+        if r["header_all_reduces"]:
+            header = f" + {r['header_all_reduces']}"
         lines.append((
             r["name"], r["version"], "yes" if r["entropy"] else "", "yes" if r["topk"] else "",
             f"{r['forward_ms']:.1f} ± {r['forward_ms_iqr']:.1f}",
@@ -105,7 +110,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows, masks = result["implementations"][::-1], result["masks"][1:][::-1]
+    rows = result["implementations"][::-1]
+    masks = result["masks"][1:][::-1]
     figure, (left_axes, right_axes) = pyplot.subplots(1, 2, figsize=(13, 4), layout="constrained")
     names = [r["name"] for r in rows]
     starts = [r["forward_ms"] for r in rows]

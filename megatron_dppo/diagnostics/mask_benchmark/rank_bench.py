@@ -29,7 +29,8 @@ class RankBench:
     """The logits of this rank, one buffer to run on, and the token ids."""
 
     def __init__(self, options: argparse.Namespace, device: str) -> None:
-        self.options, self.device = options, device
+        self.options = options
+        self.device = device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         dtype = getattr(torch, options.dtype)
         width = math.ceil(options.vocab / self.ranks)

@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 def add_gated_shared_expert(
-    hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor
+    hidden_states: Tensor,
+    gate_weight: Tensor,
+    shared_output: Tensor,
+    final_hidden_states: Tensor,
 ) -> None:
     """Add sigmoid(h w) * shared to ``final_hidden_states`` in place; h [T, H], w [H], the others [T, H]."""
     gate = torch.sigmoid(hidden_states @ gate_weight)

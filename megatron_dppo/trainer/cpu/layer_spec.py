@@ -100,8 +100,12 @@ def attention_plan(cu_seqlens: Tensor) -> AttentionPlan:
 
 def _plan(bounds: list[int]) -> AttentionPlan:
     lengths = [b - a for a, b in pairwise(bounds)]
-    order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
-    batches, scatter, rows, first_sequence = [], torch.empty(bounds[-1], dtype=torch.int64), 0, 0
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    order = [i for i in longest_first if lengths[i]]
+    batches = []
+    scatter = torch.empty(bounds[-1], dtype=torch.int64)
+    rows = 0
+    first_sequence = 0
     while first_sequence < len(order):
         longest_length = lengths[order[first_sequence]]
         floor = 1 if longest_length <= _SHORT else (longest_length + 1) // 2
@@ -117,12 +121,17 @@ def _plan(bounds: list[int]) -> AttentionPlan:
         row = rows + torch.arange(gather.numel()).view_as(gather)
         scatter[gather[real]] = row[real]
         batches.append(PaddedBatch(gather.reshape(-1), len(members), longest_length))
-        rows, first_sequence = rows + gather.numel(), end
+        rows = rows + gather.numel()
+        first_sequence = end
     return AttentionPlan(tuple(batches), scatter)
 
 
 def packed_causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttentionPlan,
+    scale: float | None,
 ) -> Tensor:
     """softmax(q k^T * scale) v, causal within each sequence: q [T, H, D], k, v [T, G, D] -> [T, H, D].
 
@@ -136,7 +145,12 @@ def packed_causal_attention(
             for x in (q, k, v)
         )  # [n, heads, longest, D]
         out = F.scaled_dot_product_attention(
-            padded_q, padded_k, padded_v, is_causal=True, scale=scale, enable_gqa=True
+            padded_q,
+            padded_k,
+            padded_v,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=True,
         )
         outputs.append(out.transpose(1, 2).reshape(sequences * longest_length, *q.shape[1:]))
     return torch.cat(outputs).index_select(0, plan.scatter)
@@ -171,7 +185,8 @@ class TorchAttention(MegatronModule):
     ) -> Tensor:
         """query [t, H, D], key and value [t, G, D] -> [t, H * D]."""
         assert packed_seq_params is not None, "sequences come packed"
-        cu_seqlens, group = packed_seq_params.cu_seqlens_q, self.context_group
+        cu_seqlens = packed_seq_params.cu_seqlens_q
+        group = self.context_group
         plan = attention_plan(cu_seqlens)
         if group.size() > 1:
             rows = gathered_rows(cu_seqlens, query.shape[0] * group.size(), group.size())
@@ -200,7 +215,9 @@ def _even_heads(x: Tensor, ranks: int) -> Tensor:
     """[t, heads, D] -> the same with each head so often that ``ranks`` can have equally many."""
     repeats = math.lcm(x.shape[1], ranks) // x.shape[1]
     # Interleaved, so that a rank's queries find their own group among its keys.
-    return x if repeats == 1 else x.repeat_interleave(repeats, 1)
+    if repeats == 1:
+        return x
+    return x.repeat_interleave(repeats, 1)
 
 
 def _exchange_heads(x: Tensor, rows: Tensor, group: ProcessGroup) -> Tensor:
@@ -308,15 +325,21 @@ class ColumnGroupedLinear(torch.nn.Module):
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
         """x [tokens, in], sorted by expert, ``m_splits`` tokens for each -> ([tokens, out / ETP], None)."""
         parts = x.split(m_splits)
-        return torch.cat(
-            [F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]
-        ), None
+        outputs: list[Tensor] = []
+        for expert, part in enumerate(parts):
+            outputs.append(F.linear(part, getattr(self, f"weight{expert}")))
+        return torch.cat(outputs), None
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict | None = None,
     ) -> ShardedStateDict:
         """One sharded tensor for each expert along an expert axis, as in Transformer Engine."""
-        n, ep, out = self.num_gemms, self.groups.ep, {}
+        n = self.num_gemms
+        ep = self.groups.ep
+        out = {}
         for i in range(n):
             expert = (len(sharded_offsets), ep.rank() * n + i, ep.size() * n)
             sharded = make_sharded_tensors_for_checkpoint(
@@ -357,10 +380,13 @@ class TorchSpecProvider(LocalSpecProvider):
         return TorchAttention
 
     def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+        self,
+        moe_use_grouped_gemm: bool,
+        moe_use_legacy_grouped_gemm: bool,
     ) -> tuple[type, MLPSubmodules]:
         return TEGroupedMLP, MLPSubmodules(
-            linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear
+            linear_fc1=ColumnGroupedLinear,
+            linear_fc2=RowGroupedLinear,
         )
 
 
@@ -375,11 +401,12 @@ def decoder_spec(
         frequency = [int(i % frequency == 0) for i in range(config.num_layers)]
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    is_moe = [
-        config.num_moe_experts is not None and bool(f) for f in frequency[offset : offset + count]
-    ]
+    is_moe = [False] * count
+    if config.num_moe_experts is not None:
+        is_moe = list(map(bool, frequency[offset : offset + count]))
     return TransformerBlockSubmodules(
-        layer_specs=[specs[m] for m in is_moe], layer_norm=provider.layer_norm()
+        layer_specs=[specs[m] for m in is_moe],
+        layer_norm=provider.layer_norm(),
     )
 
 
@@ -397,13 +424,13 @@ def _layer_spec(provider: TorchSpecProvider, config: TransformerConfig, moe: boo
         module=MLP,
         submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear),
     )
-    moe_mlp = (
-        get_moe_module_spec_for_backend(
-            provider, num_experts=config.num_moe_experts, moe_grouped_gemm=True
+    moe_mlp = dense_mlp
+    if moe and config.num_moe_experts:
+        moe_mlp = get_moe_module_spec_for_backend(
+            provider,
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=True,
         )
-        if moe and config.num_moe_experts
-        else dense_mlp
-    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

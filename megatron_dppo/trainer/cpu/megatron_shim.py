@@ -37,7 +37,9 @@ def _on_cpu(constant: Any) -> Any:
         return constant.replace(co_consts=tuple(map(_on_cpu, constant.co_consts)))
     if isinstance(constant, (tuple, frozenset)):
         return type(constant)(map(_on_cpu, constant))
-    return _LITERALS.get(constant, constant) if isinstance(constant, str) else constant
+    if isinstance(constant, str):
+        return _LITERALS.get(constant, constant)
+    return constant
 
 
 class _ShimLoader(importlib.machinery.SourceFileLoader):
@@ -66,6 +68,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Accept any arguments: execution on a CPU is synchronous."""
+
+
 class _Stream:
     """Replacement of a CUDA stream or event; its methods do nothing, as execution is synchronous."""
 
@@ -73,7 +79,7 @@ class _Stream:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+        return _do_nothing
 
     def record_event(self, *args: Any) -> _Stream:
         return self
@@ -111,22 +117,35 @@ def _silence_warnings() -> None:
 def _replace_torch_cuda() -> None:
     """Give the torch.cuda functions that megatron.core calls a CPU implementation."""
     stream = _Stream()
-    replacements = {
+
+    def current_device() -> torch.device:
         # Megatron uses it only as a `device=`.
-        "current_device": lambda: CPU,
-        "synchronize": lambda *a: None,
-        "empty_cache": lambda *a: None,
+        return CPU
+
+    def current_stream(device: Any = None) -> _Stream:
+        return stream
+
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+    replacements = {
+        "current_device": current_device,
+        "synchronize": _do_nothing,
+        "empty_cache": _do_nothing,
         "Stream": _Stream,
         "Event": _Stream,
         "stream": _Stream,
-        "current_stream": lambda device=None: stream,
-        "default_stream": lambda device=None: stream,
+        "current_stream": current_stream,
+        "default_stream": current_stream,
         "manual_seed": torch.default_generator.manual_seed,
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "get_rng_state": get_rng_state,
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
-    torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign]
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign, assignment]
 
 
 def _patch_megatron() -> None:
@@ -134,13 +153,15 @@ def _patch_megatron() -> None:
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import token_dispatcher
 
+    def get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> Any:
+        return torch.get_rng_state()
+
+    def set_rng_state(state: Any, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
     # Megatron's own functions queue states until CUDA starts, so that tracker forks have no effect.
-    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: (
-        torch.get_rng_state()
-    )
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
-        state
-    )
+    random._get_cuda_rng_state = get_rng_state
+    random._set_cuda_rng_state = set_rng_state
     # Megatron-Core converts only CUDA tensors to lists of all-to-all split sizes.
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
     # Gloo gathers and scatters parts of equal size only; tokens of experts have unequal sizes.
@@ -162,7 +183,9 @@ def patch_torch_layers() -> None:
 
 
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    if as_numpy and torch.is_tensor(tensor):
+        return tensor.numpy()
+    return tensor
 
 
 def _gathering(equal_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -220,7 +243,8 @@ def _rotary_thd(
 
     from megatron_dppo.trainer.context_parallel import own_rows
 
-    size, tokens = cp_group.size(), t.shape[0] * cp_group.size()
+    size = cp_group.size()
+    tokens = t.shape[0] * cp_group.size()
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=tokens)
     rows = own_rows(cu_seqlens, tokens, size, cp_group.rank())
     positions = rows - starts[rows]

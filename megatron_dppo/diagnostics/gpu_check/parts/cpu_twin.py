@@ -146,11 +146,10 @@ def _log_probs(trainer: Trainer, batch: PackedBatch) -> list[float]:
 def _state(trainer: Trainer) -> list[Tensor]:
     """Copies of the weights and of the optimizer's tensors, in host memory."""
     held_tensors = trainer.held_tensors()
-    return [
-        tensor.detach().cpu().clone()
-        for name in ("weights", "optimizer")
-        for tensor in held_tensors[name]
-    ]
+    copies: list[Tensor] = []
+    for name in ("weights", "optimizer"):
+        copies += [tensor.detach().cpu().clone() for tensor in held_tensors[name]]
+    return copies
 
 
 def _are_equal(state: list[Tensor], other: list[Tensor]) -> bool:
@@ -173,7 +172,8 @@ def _has_torch_hash(trainer: Trainer) -> bool:
 
 
 def _is_equal_after_parking(trainer: Trainer) -> bool:
-    before, digest = _state(trainer), trainer.weights_digest()
+    before = _state(trainer)
+    digest = trainer.weights_digest()
     trainer.park()
     trainer.unpark()
     return _are_equal(before, _state(trainer)) and trainer.weights_digest() == digest

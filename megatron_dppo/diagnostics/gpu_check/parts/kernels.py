@@ -33,16 +33,17 @@ GRADIENT_LIMITS = {"float32": 1e-6, "bfloat16": 2**-8}
 """Relative error of the gradient's norm by the logits' dtype: bfloat16 keeps 8 bits of each element."""
 _TIMEOUT = timedelta(seconds=60)
 
-# Logits with everything that kernels must get right, what they made of them, and their dense float64 twin.
-
 TEMPERATURE = 0.8
 K = 20
 
 
 @dataclass(frozen=True)
 class KernelCase:
-    """``logits`` [T, C], of which the columns from ``vocab`` on are padding; ``weights`` float64 [2, T]: dL/d log pi
-    and dL/dH. The first row begins with a long run of -inf, and the third has no gradient."""
+    """Logits with every case that kernels must handle.
+
+    ``logits`` [T, C]: the columns from ``vocab`` on are padding; the first row begins with a long run of -inf.
+    ``weights`` float64 [2, T]: dL/d log pi and dL/dH; the third row has no gradient.
+    """
 
     logits: Tensor
     targets: Tensor
@@ -52,7 +53,12 @@ class KernelCase:
 
     @classmethod
     def drawn(
-        cls, tokens: int, vocab: int, padding: int, dtype: torch.dtype, device: torch.device
+        cls,
+        tokens: int,
+        vocab: int,
+        padding: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> KernelCase:
         """The same on every machine and rank."""
         import torch
@@ -82,8 +88,11 @@ class KernelCase:
 
 @dataclass(frozen=True)
 class KernelErrors:
-    """Largest errors against the twin, nats; ``gradient``: of the norm, relative; ``padding``: the largest gradient in
-    padding or in the row without one."""
+    """The largest errors against the dense float64 computation.
+
+    ``log_prob``, ``topk``, ``entropy``: nats. ``gradient``: relative error of the gradient's norm. ``padding``: the
+    largest gradient where it must be 0, in padding or in the row without a gradient.
+    """
 
     log_prob: float
     topk: float
@@ -93,7 +102,7 @@ class KernelErrors:
 
 
 def errors(case: KernelCase, backend: str, group: dist.ProcessGroup | None = None) -> KernelErrors:
-    """What ``backend`` makes of ``case``, against the twin. With ``group``: of this rank's shard."""
+    """Return the errors of ``backend`` for ``case``; with ``group``, the errors of this rank's shard."""
     import torch
     import torch.distributed as dist
 
@@ -118,7 +127,8 @@ def errors(case: KernelCase, backend: str, group: dist.ProcessGroup | None = Non
     (twin.log_probs * case.weights[0] + twin.entropy * case.weights[1]).sum().backward()
     assert leaf.grad is not None
     assert whole.grad is not None
-    gradient, first = leaf.grad.double(), rank * leaf.shape[1]
+    gradient = leaf.grad.double()
+    first = rank * leaf.shape[1]
     expected = whole.grad[:, first : first + leaf.shape[1]]
     padding = gradient[:, max(case.vocab - first, 0) :]
     return KernelErrors(
@@ -187,14 +197,18 @@ def _tensor_parallel(bench: Bench) -> Iterator[CheckRow]:
         return
     import torch
 
-    ranks = 1 << (min(bench.gpus, 8).bit_length() - 1) if bench.gpus else 2
+    ranks = 2
+    if bench.gpus:
+        ranks = 1 << (min(bench.gpus, 8).bit_length() - 1)
     torch.multiprocessing.spawn(
         _worker, (ranks, free_port(), bench.gpus > 0, str(bench.folder)), ranks
     )
     errors_by_rank = [
         json.loads((bench.folder / f"tensor_parallel_{r}.json").read_text()) for r in range(ranks)
     ]
-    kind = "GPUs over NCCL" if bench.gpus else "processes over gloo"
+    kind = "processes over gloo"
+    if bench.gpus:
+        kind = "GPUs over NCCL"
     for dtype in DTYPES:
         worst = {
             key: max(rank[dtype][key] for rank in errors_by_rank)
@@ -233,7 +247,7 @@ def _worker(rank: int, ranks: int, port: int, on_gpus: bool, folder: str) -> Non
 
 
 HEAD_LIMITS = {"model": (3e-2, 1e-2), "float32": (LOG_PROB_LIMIT, 2**-8)}
-"""By ``head.dtype``: nats of a log-probability from bf16 weights, relative error of the gradients."""
+"""``head.dtype`` -> largest error of a log-probability from bf16 weights, nats; largest relative error of gradients."""
 GPU_PRODUCT_ERROR = 2e-5
 """Nats: a GPU's matrix units cut off what they add in float32; an H100's logits of size 1 were off by 1e-5."""
 _MOST_CHUNKS = 2.0
@@ -251,7 +265,8 @@ def head(bench: Bench) -> Iterator[CheckRow]:
     def random(*shape: int) -> Any:
         return torch.randn(*shape, generator=generator, device=device).bfloat16()
 
-    states, weight = random(tokens, hidden), random(columns, hidden) * hidden**-0.5
+    states = random(tokens, hidden)
+    weight = random(columns, hidden) * hidden**-0.5
     ids = torch.randint(columns, (tokens,), generator=generator, device=device)
     for name, dtype in (("model", None), ("float32", torch.float32)):
         errors = _head_errors(states, weight, ids, dtype)
@@ -280,7 +295,7 @@ def head(bench: Bench) -> Iterator[CheckRow]:
 
 
 def _head_errors(states: Any, weight: Any, ids: Any, dtype: Any) -> dict[str, float]:
-    """Of 64 tokens in chunks of 16, and of the gradients of their mean log-probability."""
+    """Return the errors of 64 tokens in chunks of 16, and of the gradients of their summed log-probability."""
     import torch
 
     from megatron_dppo.vocab_parallel.head import (
@@ -295,8 +310,8 @@ def _head_errors(states: Any, weight: Any, ids: Any, dtype: Any) -> dict[str, fl
     twins = [x.detach().double().requires_grad_() for x in (states[:64], weight)]
     stats = head_stats([HeadFactor(*leaves)], options=HeadOptions(16, dtype), **arguments)
     twin = dense_head_stats([HeadFactor(*twins)], **arguments)
-    for each in (stats, twin):
-        each.log_probs.sum().backward()
+    for head_result in (stats, twin):
+        head_result.log_probs.sum().backward()
     errors = {"log_prob": float((stats.log_probs - twin.log_probs).detach().abs().max())}
     for name, leaf, exact in zip(("hidden", "weight"), leaves, twins, strict=True):
         assert leaf.grad is not None
@@ -428,8 +443,12 @@ def mask_rows(result: Mapping[str, Any]) -> Iterator[CheckRow]:
             f"{timed['peak_extra_over_logits']:.2f} x logits, log-prob error {timed['max_log_prob_error']:.1e}"
         )
         ours = timed["name"].startswith("policy_stats")
-        holds = timed["max_log_prob_error"] <= LOG_PROB_LIMIT if ours else None
-        expected = f"log-prob error at most {LOG_PROB_LIMIT:.0e}" if ours else ""
+        holds = None
+        if ours:
+            holds = timed["max_log_prob_error"] <= LOG_PROB_LIMIT
+        expected = ""
+        if ours:
+            expected = f"log-prob error at most {LOG_PROB_LIMIT:.0e}"
         numbers = {key: value for key, value in timed.items() if isinstance(value, float)}
         yield CheckRow(f"TP{ranks}, {timed['name']}", text, expected, holds, numbers)
     for update in result["masks"][1:]:

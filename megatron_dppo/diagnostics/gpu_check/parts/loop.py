@@ -93,7 +93,8 @@ def updates_row(label: str, records: Sequence[Record]) -> CheckRow:
 
 def gap_row(record: Record, dtype: Dtype) -> CheckRow:
     """mean |pi - mu| at equal weights against its normal range."""
-    normal, gap = BY_METRIC[names.GAP_ON_POLICY], record.get(names.GAP_ON_POLICY)
+    normal = BY_METRIC[names.GAP_ON_POLICY]
+    gap = record.get(names.GAP_ON_POLICY)
     value = float("nan") if gap is None else gap
     bound = normal.upper(dtype)
     return CheckRow(
@@ -128,7 +129,9 @@ def routing_rows(record: Record) -> Iterator[CheckRow]:
 
 
 def _percent(share: float | None) -> str:
-    return "not recorded" if share is None else f"{share:.2%}"
+    if share is None:
+        return "not recorded"
+    return f"{share:.2%}"
 
 
 @part("trainer against server in bfloat16: mean |pi - mu| and its parts", 600.0)
@@ -173,7 +176,7 @@ UPDATE_LABELS = {
     "tensor": ("shared host memory", "CUDA IPC"),
     "disk": ("disk", "disk"),
 }
-"""By strategy: without a GPU, and with."""
+"""Strategy -> its label without a GPU, and with GPUs."""
 
 
 @part("weight updates by broadcast, shared memory and disk, verified tensor by tensor", 900.0)
@@ -236,7 +239,8 @@ class InterruptedServer:
     def start(cls, bench: Bench, model: Path, runner: AsyncRunner, name: str) -> Self:
         """Start a server, on the second GPU where there are GPUs, and wait until it is healthy."""
         dtype: Dtype = "bfloat16" if bench.gpus else "float32"
-        key, port = secrets.token_hex(), free_port("127.0.0.1")
+        key = secrets.token_hex()
+        port = free_port("127.0.0.1")
         process = EngineProcess(
             ServerSections.of(_server_config(model, dtype, bench.gpus)),
             port=port,
@@ -270,7 +274,10 @@ class InterruptedServer:
         engine = self.engine
         address = local_address(engine.url)
         group = BroadcastGroup(
-            ranks=engine.ranks, address=address, device=engine.device, timeout_s=UPDATE_LIMIT_S
+            ranks=engine.ranks,
+            address=address,
+            device=engine.device,
+            timeout_s=UPDATE_LIMIT_S,
         )
         try:
             where = (group.address, group.port, group.name, group.backend)

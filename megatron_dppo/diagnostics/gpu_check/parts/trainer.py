@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 LENGTHS = [5, 17, 40, 64]
 FP32_LIMIT = 1e-4
-"""Of logits of size 1, between kernels of float32."""
+"""Largest difference between logits of size 1 from two float32 kernels."""
 BF16_LIMIT = 0.1
-"""Relative: two layers in bfloat16, whose routers may choose another expert for a token."""
+"""Largest relative difference in bfloat16: the routers of the two layers may choose other experts for a token."""
 _NO_FUSION = {
     "apply_rope_fusion": False,
     "moe_permute_fusion": False,
@@ -113,7 +113,8 @@ def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool)
     from megatron_dppo.trainer.topology import destroy_topology, init_distributed, init_topology
     from megatron_dppo.vocab_parallel import policy_stats
 
-    shape, layout = load_model_shape(folder), Layout()
+    shape = load_model_shape(folder)
+    layout = Layout()
     # Without DDP there is no main_grad that apex's kernel could add to.
     unfused = {"gradient_accumulation_fusion": False} | (_NO_FUSION if torch_layers else {})
     config = policy_config(folder, dtype, megatron=unfused)
@@ -129,11 +130,10 @@ def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool)
     logits_before = logits.detach().clone().float().cpu()
     stats = policy_stats(logits, placed.target_ids, vocab_size=shape.vocab_size)
     stats.log_probs[placed.loss_mask].sum().backward()
-    gradients = {
-        name: parameter.grad.float().cpu()
-        for name, parameter in chunks[0].named_parameters()
-        if parameter.grad is not None
-    }
+    gradients: dict[str, torch.Tensor] = {}
+    for name, parameter in chunks[0].named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.float().cpu()
     destroy_topology()
     return Passed(logits_before[:, : shape.vocab_size], gradients)
 
@@ -152,9 +152,8 @@ def _of_transformers(folder: Path, batch: PackedBatch) -> torch.Tensor:
     return torch.cat(rows)
 
 
-# One layer in full size.
-
 MODEL = EXAMPLES / "model_configs" / "qwen3-30b-a3b" / "config.json"
+"""The model of which one layer in full size is trained."""
 FULL_LENGTHS = [16_384, 1_024]
 SMALL = {
     "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -292,7 +291,8 @@ def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> CheckRow:
         # Reads the gradient's norm back: it ends when the GPU has ended.
         take_step(trainer, batch)
     seconds = (time.perf_counter() - began) / STEPS
-    rate, peak = flops / seconds, platform.peak_flops()
+    rate = flops / seconds
+    peak = platform.peak_flops()
     figures: dict[str, Any] = {"seconds": seconds, "flops_per_second": rate}
     text = f"{seconds:.3g} s, {rate / 1e12:.3g} TFLOP/s"
     if peak is None:
@@ -326,10 +326,9 @@ def _speed_row(label: str, size: int, seconds: Sequence[float]) -> CheckRow:
     return CheckRow(label, text, figures=figures)
 
 
-# Context parallelism.
-
 DENSE_MODEL = EXAMPLES / "model_configs" / "qwen3-1.7b-base" / "config.json"
-# Dense, because bf16 rounding would route some tokens to other experts.
+"""The model of the check of context parallelism: dense, because bf16 rounding would route some tokens to other
+experts."""
 SMALL_DENSE = {
     "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "intermediate_size": 512, "vocab_size": 4096, "max_window_layers": 2,
@@ -338,7 +337,7 @@ CONTEXT_LENGTHS = [3, 500, 2041, 4096]
 SMALL_CONTEXT = [1, 3, 50, 202]
 RANKS = 2
 LIMITS = {"bfloat16": (0.1, 1e-2), "float32": (1e-5, 1e-5)}
-"""By dtype: nats of any log-probability, relative difference of the unclipped gradient norm."""
+"""dtype -> largest difference of a log-probability, nats; largest relative difference of the gradient norm."""
 
 
 @part(
@@ -401,13 +400,11 @@ def _layout_row(bench: Bench) -> CheckRow:
 
     device = platform.current().device
     bounds = torch.tensor([0, 8, 24, 24, 88, 152], dtype=torch.int32, device=device)
-    is_same = all(
-        torch.equal(
-            own_rows(bounds, 152, 4, rank),
-            transformer_engine_torch.thd_get_partitioned_indices(bounds, 152, 4, rank).long(),
-        )
-        for rank in range(4)
-    )
+    is_same = True
+    partitioned_indices = transformer_engine_torch.thd_get_partitioned_indices
+    for rank in range(4):
+        expected_rows = partitioned_indices(bounds, 152, 4, rank).long()
+        is_same = is_same and torch.equal(own_rows(bounds, 152, 4, rank), expected_rows)
     return CheckRow(
         label,
         "as Transformer Engine's" if is_same else "others",
@@ -417,7 +414,7 @@ def _layout_row(bench: Bench) -> CheckRow:
 
 
 def _ranks_step(ranks: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 of ``ranks`` found."""
+    """Train a step on ``ranks`` ranks and return the report of rank 0."""
     import torch
 
     torch.multiprocessing.spawn(_rank_step, (ranks, free_port(), settings), ranks)
