@@ -94,7 +94,8 @@ def _generate(config: TrainConfig, out: Path) -> int:
     data = RunData(config)
     data.settle(data.bad_answers())
     write_atomically(out / CONFIG_FILE, _kept_config(config))
-    shape, settings = load_model_shape(config.model.hf_checkpoint), config.algorithm
+    shape = load_model_shape(config.model.hf_checkpoint)
+    settings = config.algorithm
     algorithm = build_algorithm(settings.name, settings.options, settings.settings)
     topk = carried_topk(algorithm, config.rollout.topk_log_probs, shape.vocab_size)
     episodes = open_episodes(config, data)
@@ -137,7 +138,9 @@ class _Batches:
     def remaining(self) -> range:
         """Put the data sampler behind the last saved batch, and return the steps after it."""
         path = self._out / REPORT
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        lines = []
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines()
         if lines:
             self._sampler.load_state_dict(json.loads(lines[-1])["sampler"])
         return range(len(lines) + 1, self._config.run.steps + 1)

@@ -109,7 +109,9 @@ def _check(options: argparse.Namespace) -> int:
     layout, faults = _stage_faults(config, options)
     if faults:
         # The check before a start follows one of the machine.
-        machine_faults = _machine_faults(config) if options.answers is None else []
+        machine_faults = []
+        if options.answers is None:
+            machine_faults = _machine_faults(config)
         raise ConfigError([*faults, *machine_faults], source)
     print(layout)
     for warning in untried_options(config):
@@ -190,7 +192,9 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
 
     exit_by_code()
     machine = this_machine()
-    faults = [] if options.hosts is not None else list(check_start(config, machine).faults)
+    faults = []
+    if options.hosts is None:
+        faults = list(check_start(config, machine).faults)
     if faults:
         # One error also says what needs no library to be seen.
         try:

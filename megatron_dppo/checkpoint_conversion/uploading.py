@@ -82,7 +82,9 @@ def upload(
         raise CheckpointError(f"{folder}: expected an export: config.json and *.safetensors")
     sent, left = export_files(folder)
     if left:
-        more = f" and {len(left) - _NAMED_FILES} more" if len(left) > _NAMED_FILES else ""
+        more = ""
+        if len(left) > _NAMED_FILES:
+            more = f" and {len(left) - _NAMED_FILES} more"
         log.warning(
             "%s: not sent, as no files of the model: %s%s",
             folder,

@@ -87,7 +87,9 @@ def _refusals(key: str, value: Any) -> Iterator[str]:
     except ValueError as error:
         choices = (a.choices for a in parser._actions if a.dest == key and a.choices)
         close_choices = closest(str(value), map(str, next(choices, ())))
-        hint = f"; did you mean {close_choices[0]}?" if close_choices else ""
+        hint = ""
+        if close_choices:
+            hint = f"; did you mean {close_choices[0]}?"
         yield f"{SGLANG.name}.{key}: got {given(value)}, which SGLang refuses: {error}{hint}"
 
 

@@ -73,4 +73,6 @@ class OverHttp:
 def absent_services(config: TrainConfig) -> list[str]:
     """Servers of the environment and of rewards that don't answer now, a line for each, its key first."""
     services = services_of(config)
-    return asyncio.run(service_faults(services)) if services else []
+    if services:
+        return asyncio.run(service_faults(services))
+    return []

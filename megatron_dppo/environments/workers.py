@@ -290,13 +290,15 @@ class EnvironmentHost:
 
     async def serve(self, start: WorkerCall) -> None:
         """Answer calls until the rank closes the connection."""
-        loop, calls = asyncio.get_running_loop(), asyncio.Queue[WorkerCall]()
+        loop = asyncio.get_running_loop()
+        calls = asyncio.Queue[WorkerCall]()
         threading.Thread(target=self._listen, args=(loop, calls), daemon=True).start()
         self._connection.answer(start, b"")
         while True:
             call = await calls.get()
             message = json.loads(call.content)
-            operation, episode = message.pop("operation"), message.pop("episode")
+            operation = message.pop("operation")
+            episode = message.pop("episode")
             task = asyncio.create_task(self._handle(call, operation, episode, message))
             if operation in ("reset", "step"):
                 self._under_way[episode] = task
@@ -333,7 +335,8 @@ class EnvironmentHost:
         environment = self._make(**self._spec.options)
         self._environments[episode] = environment
         ids = tuple(problem.pop("prompt_ids"))
-        messages, tools = tuple(problem.pop("messages")), tuple(problem.pop("tools"))
+        messages = tuple(problem.pop("messages"))
+        tools = tuple(problem.pop("tools"))
         sent_problem = Problem(**problem, prompt_ids=ids, messages=messages, tools=tools)
         first_observation = await environment.reset(sent_problem)
         if isinstance(first_observation, str):
@@ -356,7 +359,8 @@ class EnvironmentHost:
 
     async def _close(self, episode: int) -> None:
         await self._cancel(episode)
-        if (environment := self._environments.pop(episode, None)) is not None:
+        environment = self._environments.pop(episode, None)
+        if environment is not None:
             await environment.close()
 
 

@@ -50,7 +50,8 @@ class RegistryServer(HttpServer):
         is_command = hmac.compare_digest(header, self._command_header)
         if not (is_admin or (is_command and name in _OF_COMMANDS)):
             return 401, {"error": "the admin key is missing or wrong"}
-        start, newest_start = request.headers.get(START_HEADER), self._record.ranks_start
+        start = request.headers.get(START_HEADER)
+        newest_start = self._record.ranks_start
         if start is not None and newest_start is not None and start != str(newest_start):
             fault = (
                 f"a rank of start {start} asks, expected one of start {newest_start}: the ranks of this run were "

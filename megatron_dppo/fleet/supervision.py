@@ -145,7 +145,9 @@ class SupervisedServer:
     @property
     def first_failure(self) -> FirstStartError | None:
         """The error of the first start, until ``retry``."""
-        return self._state.error if isinstance(self._state, _Failed) else None
+        if isinstance(self._state, _Failed):
+            return self._state.error
+        return None
 
     def start(self) -> None:
         """Start the next incarnation, as soon as ``may_start`` allows, and return at once; :meth:`check` publishes
@@ -212,7 +214,8 @@ class SupervisedServer:
 
     def _started(self, healthy: Future[float]) -> None:
         assert self._process is not None
-        process, error = self._process, healthy.exception()
+        process = self._process
+        error = healthy.exception()
         if error is None:
             server = Server(self.name, process.url, self.incarnation, process.pid)
             self._port_wait = None

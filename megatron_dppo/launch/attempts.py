@@ -105,4 +105,6 @@ def _read(path: Path) -> Attempt | None:
 
 def one_line(text: str, max_characters: int = 300) -> str:
     flat = re.sub(r"\s+", " ", text).strip()
-    return flat if len(flat) <= max_characters else flat[: max_characters - 3] + "..."
+    if len(flat) <= max_characters:
+        return flat
+    return flat[: max_characters - 3] + "..."

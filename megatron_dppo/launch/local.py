@@ -154,7 +154,9 @@ def servers_beside(sections: ServerSections | None) -> int:
     """
     if sections is None or sections.engine.placement == "colocated":
         return 0
-    return sections.engine.started if sections.rollout.max_staleness else 0
+    if sections.rollout.max_staleness:
+        return sections.engine.started
+    return 0
 
 
 def processes(servers: int, ranks: int) -> str:
@@ -173,7 +175,9 @@ def rank_command(
 def _master_host(interface: str | None) -> str:
     """The address on which the ranks meet: that of ``parallel.interface``, else loopback."""
     try:
-        return LOOPBACK if interface is None else network.interface_address(interface)
+        if interface is None:
+            return LOOPBACK
+        return network.interface_address(interface)
     except network.InterfaceError as error:
         raise LaunchError(f"parallel.interface: {error}") from error
 

@@ -87,7 +87,9 @@ class ServerPlace:
     @property
     def meeting_port(self) -> int | None:
         """Port on the first host where the ranks of a server over several hosts meet at its first start."""
-        return None if self.port is None or len(self.hosts) == 1 else self.port + 1
+        if self.port is None or len(self.hosts) == 1:
+            return None
+        return self.port + 1
 
     @property
     def name(self) -> str:
@@ -167,11 +169,15 @@ class Placement:
 
 
 def _span(first_number: int, count: int) -> str:
-    return str(first_number) if count == 1 else f"{first_number}-{first_number + count - 1}"
+    if count == 1:
+        return str(first_number)
+    return f"{first_number}-{first_number + count - 1}"
 
 
 def _address(host: Host, port: int | None) -> str:
-    return host.address if port is None else f"{host.address}:{port}"
+    if port is None:
+        return host.address
+    return f"{host.address}:{port}"
 
 
 # Ports of the rendezvous, the router and the router's metrics; the servers' ports follow.
@@ -206,7 +212,9 @@ class Roles:
             return cls(ranks)
         engine, table = sections.engine, sections.sglang
         # With data-parallel attention, SGLang's replicas share the devices of tp_size; otherwise each has its own.
-        replicas = 1 if table.get("enable_dp_attention") else table.get("dp_size") or 1
+        replicas = 1
+        if not table.get("enable_dp_attention"):
+            replicas = table.get("dp_size") or 1
         size = int((table.get("tp_size") or 1) * (table.get("pp_size") or 1) * replicas)
         first_device = table.get("base_gpu_id")
         if engine.placement == "colocated":
@@ -229,7 +237,9 @@ class Roles:
         return max(-(-self.ranks // devices), -(-first_device // devices) + more)
 
     def ports(self, devices: int) -> int:
-        return _SPANNING_PORTS if self.server_devices > devices else 1
+        if self.server_devices > devices:
+            return _SPANNING_PORTS
+        return 1
 
 
 def place(roles: Roles, allocation: Allocation) -> Placement:
@@ -288,14 +298,17 @@ def _servers(
     count = roles.server_devices // size
     first_port, step = roles.port, 0
     if first_port is None and base is not None:
-        first_port, step = base + _FIXED_PORTS, _ports(roles, devices)
+        first_port = base + _FIXED_PORTS
+        step = _ports(roles, devices)
     device = roles.ranks if roles.first_device is None else roles.first_device
     servers = []
     for index in range(roles.servers):
         # The rest of this host is too small for the server.
         if device % devices + size > devices:
             device += devices - device % devices
-        port = None if first_port is None else first_port + index * roles.ports(devices)
+        port = None
+        if first_port is not None:
+            port = first_port + index * roles.ports(devices)
         host = device // devices
         span = hosts[host : host + count]
         servers.append(ServerPlace(index, span, device % devices, size, port, step))
@@ -332,8 +345,12 @@ def _require_fit(roles: Roles, devices: int) -> None:
 
 def _too_few(roles: Roles, hosts: tuple[Host, ...], devices: int, needed_hosts: int) -> str:
     ranks = f"{roles.ranks} ranks" if roles.ranks > 1 else "1 rank"
-    size = f" of {roles.server_devices}" if roles.server_devices > 1 else ""
-    servers = f" and {roles.servers} servers{size}" if roles.servers else ""
+    size = ""
+    if roles.server_devices > 1:
+        size = f" of {roles.server_devices}"
+    servers = ""
+    if roles.servers:
+        servers = f" and {roles.servers} servers{size}"
     room = f"{len(hosts)} hosts" if len(hosts) > 1 else "one host"
     fewer = [
         count

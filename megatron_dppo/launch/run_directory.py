@@ -104,7 +104,8 @@ def is_finished(config: TrainConfig) -> bool:
     False wherever anything is missing, unreadable or configured in another way: the run then starts
     and sees for itself.
     """
-    directory, repository = Path(config.run.directory), config.checkpoint.upload
+    directory = Path(config.run.directory)
+    repository = config.checkpoint.upload
     if config.run.resume == "never":
         return False
     try:

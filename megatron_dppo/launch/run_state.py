@@ -90,7 +90,9 @@ def run_state(directory: Path) -> JobState | LocalRun:
 
 def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
     file = directory / JOB_FILE
-    job = file.read_text(encoding="utf-8").strip() if file.is_file() else None
+    job = None
+    if file.is_file():
+        job = file.read_text(encoding="utf-8").strip()
     if job is None and attempts:
         job = attempts[-1].job
     if job is None:
@@ -127,26 +129,28 @@ def _local_state(run: LocalRun, directory: Path) -> str:
         is_done = is_finished(load_config(directory / CONFIG_FILE))
     except ConfigError:
         is_done = (directory / SUMMARY_FILE).is_file()
-    return "ended: done" if is_done else "ended; the same command resumes"
+    if is_done:
+        return "ended: done"
+    return "ended; the same command resumes"
 
 
 def state_of(job: JobState, attempts: Sequence[Attempt]) -> str:
     last_attempt = attempts[-1] if attempts else None
     if job.state == "PENDING":
         reason = f" ({job.reason})" if job.reason else ""
-        restart_text = (
-            f", to start again after: {last_attempt.why}" if last_attempt is not None else ""
-        )
+        restart_text = ""
+        if last_attempt is not None:
+            restart_text = f", to start again after: {last_attempt.why}"
         return f"job {job.job} waits{reason}{restart_text}"
     if job.state == UNKNOWN:
         return f"job {job.job}: Slurm can't be asked: {job.reason}"
     if job.state is not None:
-        count = f", start {last_attempt.attempt + 1}" if last_attempt is not None else ""
-        node_text = (
-            f" on {last_attempt.node}"
-            if last_attempt is not None and last_attempt.why == RUNNING
-            else ""
-        )
+        count = ""
+        if last_attempt is not None:
+            count = f", start {last_attempt.attempt + 1}"
+        node_text = ""
+        if last_attempt is not None and last_attempt.why == RUNNING:
+            node_text = f" on {last_attempt.node}"
         return f"job {job.job} is {job.state.lower()}{node_text}{count}"
     if last_attempt is None:
         return f"job {job.job} is gone and never started"

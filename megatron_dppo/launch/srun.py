@@ -254,7 +254,8 @@ def tasks_per_node(text: str) -> list[int]:
 def _is_rank(environment: MutableMapping[str, str]) -> bool:
     # Only a numbered step counts: in a batch script, and in the shell of ``salloc``, SLURM_PROCID is 0 too. A step of
     # one task may be an interactive shell, so it counts where our own supervisor started it.
-    step, tasks = environment.get("SLURM_STEP_ID", ""), environment.get("SLURM_STEP_NUM_TASKS", "")
+    step = environment.get("SLURM_STEP_ID", "")
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
     if not step.isdigit() or int(step) >= _SPECIAL_STEPS or not tasks.isdigit():
         return False
     return environment.get(RANKS_VARIABLE) == "slurm" or int(tasks) > 1
@@ -346,7 +347,9 @@ class SrunRanks:
             return []
         # Wait for the last messages of srun.
         time.sleep(min(grace_s, 0.2))
-        text = self._messages.read_text(errors="replace") if self._messages.exists() else ""
+        text = ""
+        if self._messages.exists():
+            text = self._messages.read_text(errors="replace")
         failures = [self._failure(rank, ended) for rank, ended in ended_tasks(text)]
         by_itself = [failure for failure in failures if failure.code != _KILLED]
         killed_ranks = [failure for failure in failures if failure.code == _KILLED]

@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def status_lines(directory: Path) -> Iterator[str]:
-    attempts, state = AttemptBook(directory).all(), run_state(directory)
+    attempts = AttemptBook(directory).all()
+    state = run_state(directory)
     yield f"run: {directory}"
     yield f"state: {described(state, attempts, directory)}"
     yield from _progress(directory)
@@ -89,7 +90,9 @@ def _of_steps(directory: Path) -> str:
 
 
 def _figure(name: str, value: float | None, form: str) -> list[str]:
-    return [] if value is None else [f"{name} {form.format(value)}"]
+    if value is None:
+        return []
+    return [f"{name} {form.format(value)}"]
 
 
 def _held_out(records: Sequence[Record]) -> list[str]:
@@ -105,7 +108,9 @@ def _servers(directory: Path, *, running: bool) -> Iterator[str]:
     record = FleetRecord(directory)
     states = record.status().get("servers", {})
     for server in record.servers():
-        start = f", start {server.incarnation}" if server.incarnation > 1 else ""
+        start = ""
+        if server.incarnation > 1:
+            start = f", start {server.incarnation}"
         yield f"{server.name}: {server.url}, {states.get(server.name, 'not yet seen')}{start}"
     if (router := record.router()) is not None:
         yield f"router: {router.url}"
@@ -120,7 +125,9 @@ def _attempts(attempts: Sequence[Attempt], *, alive: bool) -> Iterator[str]:
         start_time = time.strftime("%m-%d %H:%M:%S", time.localtime(attempt.started))
         vanished = attempt.why == RUNNING and not (alive and attempt is attempts[-1])
         why = VANISHED if vanished else attempt.why
-        lasted = "" if attempt.ended is None else f" after {attempt.ended - attempt.started:.0f} s"
+        lasted = ""
+        if attempt.ended is not None:
+            lasted = f" after {attempt.ended - attempt.started:.0f} s"
         parts = [f"  {attempt.job}-{attempt.attempt}  {start_time}  {attempt.node}  {why}{lasted}"]
         parts += [f"checkpoint {attempt.first_saved} -> {attempt.saved}"] * (attempt.why != RUNNING)
         parts += [f"left out {node} ({reason})" for node, reason in attempt.excluded]

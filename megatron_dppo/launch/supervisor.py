@@ -37,7 +37,9 @@ class RankFailure:
     failed_at: float
 
     def report(self) -> str:
-        subject = "the ranks' step" if self.rank is None else f"rank {self.rank}"
+        subject = "the ranks' step"
+        if self.rank is not None:
+            subject = f"rank {self.rank}"
         return (
             f"{subject} {processes.describe_exit(self.code)}; the end of {self.output}:\n"
             f"{processes.quote(processes.tail(self.output))}"
@@ -238,7 +240,9 @@ class Supervisor:
                 if (outcome := self._on_failure(failures)) is not None:
                     return outcome
             elif self.ranks.ended():
-                return self._stopped() if self._is_stopping else Outcome(0, "ended")
+                if self._is_stopping:
+                    return self._stopped()
+                return Outcome(0, "ended")
             if self._must_end_at_once():
                 log.warning("ending at once; the run resumes from its last checkpoint")
                 return self._stopped()

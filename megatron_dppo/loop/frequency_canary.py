@@ -84,7 +84,8 @@ class FrequencyCanary:
         c = LONGEST_SURPRISE
         exponents: list[float] = []
         for surprise_name, square_name in _SIDES.values():
-            surprise, square = self._sums[surprise_name], self._sums[square_name]
+            surprise = self._sums[surprise_name]
+            square = self._sums[square_name]
             for a in _FRACTIONS:
                 minus_psi = math.log1p(-a) + a
                 exponents.append(a * surprise / c + minus_psi * square / c**2)
@@ -94,4 +95,6 @@ class FrequencyCanary:
         return (largest_exponent + math.log(mean_exponential)) / math.log(10)
 
     def figures(self) -> dict[str, float]:
-        return {names.FREQUENCY_EVIDENCE: self.evidence} if self._tokens else {}
+        if self._tokens:
+            return {names.FREQUENCY_EVIDENCE: self.evidence}
+        return {}

@@ -107,7 +107,9 @@ def _run_with_restores(config: TrainConfig, data: RunData, stop: StopFlag, fence
     Every rank raises the same AlteredMemoryError, so all of them restore. Raises it where no restore is left.
     """
     checks = config.memory_checks
-    allowed = checks.max_restores if checks.on_mismatch == "restore" else 0
+    allowed = 0
+    if checks.on_mismatch == "restore":
+        allowed = checks.max_restores
     restores = 0
     while True:
         try:

@@ -78,7 +78,9 @@ class PendingScore:
         """File and line of the problem, with a colon; empty without a problem."""
         if self.problem is None:
             return ""
-        place = None if self.place_of is None else self.place_of(self.problem.prompt_ids)
+        place = None
+        if self.place_of is not None:
+            place = self.place_of(self.problem.prompt_ids)
         return f"{place or f'problem {self.problem.problem_id}'}: "
 
 

@@ -35,7 +35,9 @@ def hub_hash(path: Path) -> str | None:
         is_changed = path.stat().st_mtime > float(time_text) + _TOLERANCE_S
     except (OSError, ValueError):
         return None
-    return etag if _SHA256.fullmatch(etag) and not is_changed else None
+    if _SHA256.fullmatch(etag) and not is_changed:
+        return etag
+    return None
 
 
 def check_download(hashes: Mapping[Path, str]) -> None:

@@ -67,7 +67,9 @@ class LayoutSizes:
 
     def sequence_parallel(self, shape: ModelShape) -> bool:
         """``sequence``, or its default: True for a mixture of experts under tensor parallelism."""
-        return self.tensor > 1 and shape.is_moe if self.sequence is None else self.sequence
+        if self.sequence is None:
+            return self.tensor > 1 and shape.is_moe
+        return self.sequence
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,9 @@ class Layout:
     @property
     def chunks(self) -> int:
         """Model chunks on each pipeline stage."""
-        return 1 if self.virtual_pipeline is None else self.virtual_pipeline
+        if self.virtual_pipeline is None:
+            return 1
+        return self.virtual_pipeline
 
     @property
     def stage_ranks(self) -> int:
@@ -328,7 +332,9 @@ def _stage_faults(sizes: LayoutSizes, num_layers: int) -> Iterator[LayoutFault]:
     given_stages = sizes.given_stages
     if not given_stages:
         if num_layers % (sizes.pipeline * chunks):
-            virtual = f" x virtual_pipeline = {sizes.pipeline} x {chunks}" if chunks > 1 else ""
+            virtual = ""
+            if chunks > 1:
+                virtual = f" x virtual_pipeline = {sizes.pipeline} x {chunks}"
             yield _divisor("pipeline", f"{sizes.pipeline}{virtual}", f"{num_layers} layers")
         return
     for key in _STAGE_KEYS:
@@ -338,7 +344,8 @@ def _stage_faults(sizes: LayoutSizes, num_layers: int) -> Iterator[LayoutFault]:
     if sizes.pipeline == 1:
         # ``size_faults`` refuses the keys with one stage.
         return
-    stages, layers = sizes.pipeline - len(given_stages), num_layers - sum(given_stages)
+    stages = sizes.pipeline - len(given_stages)
+    layers = num_layers - sum(given_stages)
     # The key of the fault is the last one that is set: the other may be right.
     key = _STAGE_KEYS[sizes.last_stage_layers is not None]
     if stages == 0 and layers != 0:

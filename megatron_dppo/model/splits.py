@@ -78,7 +78,8 @@ def query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: in
     for group in range(low // per_group, -(-high // per_group)):
         for source, width in enumerate((query, key, value)):
             start = group * per_group + starts[source]
-            block_start, block_end = max(start, low), min(start + width, high)
+            block_start = max(start, low)
+            block_end = min(start + width, high)
             if block_start < block_end:
                 source_start = group * width + block_start - start
                 length = block_end - block_start

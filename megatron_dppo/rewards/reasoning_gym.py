@@ -52,7 +52,9 @@ def problems(
         raise ValueError(f"task {task}, configuration {options}: {error}") from error
     for index in range(count):
         entry = dataset[index]
-        answer = {} if entry["answer"] is None else {"answer": str(entry["answer"])}
+        answer = {}
+        if entry["answer"] is not None:
+            answer = {"answer": str(entry["answer"])}
         metadata = {"task": task, "config": options, "entry": encode(entry["metadata"])}
         yield {"problem": entry["question"], **answer, "metadata": metadata}
 

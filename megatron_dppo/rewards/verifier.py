@@ -345,7 +345,9 @@ def _shown(record: RewardInput) -> str:
 
 
 def _shorten(text: str) -> str:
-    return ascii(text) if len(text) <= 60 else ascii(text[:57]) + "..."
+    if len(text) <= 60:
+        return ascii(text)
+    return ascii(text[:57]) + "..."
 
 
 class RewardWorker(RestrictedWorker):
@@ -440,7 +442,9 @@ def _scores_of_call(content: bytes, count: int) -> list[Score]:
     # Code that a reward runs may have sent this content.
     except (RecursionError, TypeError, ValueError):
         scores = []
-    return scores if len(scores) == count else [Score(0.0, crashed=True)] * count
+    if len(scores) == count:
+        return scores
+    return [Score(0.0, crashed=True)] * count
 
 
 def scores_of(reward: BoundReward, inputs: Sequence[RewardInput]) -> list[Score]:
@@ -483,7 +487,9 @@ def _as_scores(form: RewardForm, returned: Any, count: int) -> list[Score]:
     if not form.takes_many:
         return [Score.of(returned)]
     if not isinstance(returned, Sequence) or len(returned) != count:
-        count_text = f"{len(returned)} of them" if isinstance(returned, Sequence) else "no list"
+        count_text = "no list"
+        if isinstance(returned, Sequence):
+            count_text = f"{len(returned)} of them"
         refusal = (
             f"it returned {count_text} for {count} responses, expected a list with one for each"
         )

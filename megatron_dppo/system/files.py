@@ -85,7 +85,8 @@ def hash_fault(text: str) -> str | None:
     first_line, _, rest = text.partition("\n")
     if not first_line.startswith(_HASH_LINE):
         return None
-    recorded, present = first_line.removeprefix(_HASH_LINE), _text_hash(rest)
+    recorded = first_line.removeprefix(_HASH_LINE)
+    present = _text_hash(rest)
     if recorded == present:
         return None
     return (

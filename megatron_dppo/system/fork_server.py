@@ -328,7 +328,8 @@ class _Forking:
                 )
                 if not packet:
                     return None
-                if (request := self._handle(json.loads(packet), descriptors)) is not None:
+                request = self._handle(json.loads(packet), descriptors)
+                if request is not None:
                     return request
 
     def _handle(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> ForkRequest | None:

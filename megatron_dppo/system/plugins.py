@@ -82,7 +82,9 @@ def _declared_entries(group: str) -> list[EntryPoint]:
 
 def _foreign_entries(group: str) -> Iterator[tuple[str, EntryPoint]]:
     for entry in importlib.metadata.entry_points(group=group):
-        distribution = entry.dist.name if entry.dist is not None else "an unnamed distribution"
+        distribution = "an unnamed distribution"
+        if entry.dist is not None:
+            distribution = entry.dist.name
         if distribution != _DISTRIBUTION:
             yield distribution, entry
 

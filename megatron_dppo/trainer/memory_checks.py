@@ -194,7 +194,9 @@ class MemoryChecks:
         faults: list[str] = []
         for is_expert, ranks in differing:
             faults += replica_faults(is_expert, ranks, gathered)
-        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        more = ""
+        if len(faults) > SHOWN:
+            more = f"; and {len(faults) - SHOWN} more"
         raise error(
             f"the trainer's replicas have different {what}: {'; '.join(faults[:SHOWN])}{more}; "
             f"{AlteredMemoryError.CONSEQUENCE}"
@@ -260,7 +262,9 @@ def _changes_text(changes_by_rank: Iterable[Sequence[Sequence[str]]]) -> str:
     for rank, changes in enumerate(changes_by_rank):
         for name, digest, expected in changes:
             texts.append(f"{name} on rank {rank} has the hash {digest}, expected {expected}")
-    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    more = ""
+    if len(texts) > SHOWN:
+        more = f"; and {len(texts) - SHOWN} more"
     return "; ".join(texts[:SHOWN]) + more
 
 

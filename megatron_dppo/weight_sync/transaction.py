@@ -448,7 +448,9 @@ class WeightUpdater:
 
     def _pause(self, engines: Engines) -> list[str]:
         """Stop generation on every engine. Returns the URLs of engines that stayed busy."""
-        return engines.interrupt() if self.interrupts else engines.drain(self.config.timeout_s)
+        if self.interrupts:
+            return engines.interrupt()
+        return engines.drain(self.config.timeout_s)
 
     def _stream(self, phases: Phases, verify: bool) -> tuple[int, int, list[Any] | None]:
         """Gather all buckets and send those of this rank.
@@ -586,7 +588,8 @@ class WeightUpdater:
             return
         engines = Engines.connect(urls, self.open_engine, self.runner)
         dtype = getattr(torch, self.source.dtype_name)
-        limit, folder = self.config.timeout_s, self.config.directory
+        limit = self.config.timeout_s
+        folder = self.config.directory
         try:
             self._strategy = self._strategy_of(
                 Transfer(self.source.rank, engines, self._plan, dtype, limit, folder)
@@ -652,7 +655,9 @@ class WeightUpdater:
         """Raise WeightUpdateError on every rank if any rank has an ``error``. Collective."""
         own_failure = None
         if error is not None:
-            name = "" if isinstance(error, EngineFaultError) else f"{type(error).__name__}: "
+            name = ""
+            if not isinstance(error, EngineFaultError):
+                name = f"{type(error).__name__}: "
             engines = list(getattr(error, "engines", ()))
             attempts = getattr(error, "attempts", UNBOUNDED)
             own_failure = json.dumps([f"{name}{error}", engines, attempts])

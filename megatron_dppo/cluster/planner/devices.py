@@ -17,13 +17,17 @@ def gib(count: float) -> str:
     value = count / GIB
     if 0 < value < 0.001:
         return f"{count / MIB:.3f} MiB"
-    return f"{value:.1f} GiB" if value >= 0.1 or not value else f"{value:.3f} GiB"
+    if value >= 0.1 or not value:
+        return f"{value:.1f} GiB"
+    return f"{value:.3f} GiB"
 
 
 def gb(count: float) -> str:
     """Format bytes of a transfer or of storage in GB."""
     value = count / GB
-    return f"{value:.1f} GB" if value >= 0.1 or not value else f"{value:.3f} GB"
+    if value >= 0.1 or not value:
+        return f"{value:.1f} GB"
+    return f"{value:.3f} GB"
 
 
 def power_of_two(count: int) -> int:

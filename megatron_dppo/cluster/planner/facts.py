@@ -94,7 +94,8 @@ def rank_parameters(shape: ModelShape, layout: Layout, stage: int) -> RankParame
     """
     family = family_of(shape)
     layers = layout.stage_layers(shape.num_layers, stage)
-    is_first, is_last = stage == 0, stage == layout.pipeline - 1
+    is_first = stage == 0
+    is_last = stage == layout.pipeline - 1
     dense = [(rule, layers) for rule in family.layer]
     dense += [(family.embedding, 1)] if is_first else []
     dense += [(family.final_norm, 1)] if is_last else []
@@ -129,7 +130,9 @@ class Trained:
     def of(cls, lora: LoraConfig, shape: ModelShape) -> Trained | None:
         """Return the trained parameters that the section configures; None where all parameters are trained."""
         adapters = adapters_of(lora, shape)
-        return None if adapters is None else cls(adapters, lora.train_router)
+        if adapters is None:
+            return None
+        return cls(adapters, lora.train_router)
 
     def parameters(self, shape: ModelShape, layout: Layout, stage: int) -> RankParameters:
         """Count the trained parameters of each rank of ``stage``.
@@ -158,7 +161,9 @@ class Trained:
     def trained_base(self, shape: ModelShape, layout: Layout, stage: int) -> int:
         """Count the elements of the model's own parameters that ``stage`` trains: those of the routers."""
         layers = layout.stage_layers(shape.num_layers, stage)
-        return shape.num_experts * shape.hidden_size * layers if self.routers else 0
+        if self.routers:
+            return shape.num_experts * shape.hidden_size * layers
+        return 0
 
 
 PACKING = 0.9
@@ -333,7 +338,8 @@ class RunFacts:
         replica has one leader, which requests responses / DP (``per_leader``). ``tokens`` is for mean lengths,
         ``longest_tokens`` for a batch in which each sequence reaches both limits.
         """
-        rollout, data = self.rollout, self.trainer.layout.data
+        rollout = self.rollout
+        data = self.trainer.layout.data
         per_step = rollout.responses // rollout.steps
         return {
             "responses": rollout.responses,
@@ -503,7 +509,8 @@ def trainer_facts(
         longest: Tokens of the longest sequence.
         gpu: Whether the layers are Transformer Engine's; otherwise they are torch's.
     """
-    sizes, dtype = config.parallel.sizes, config.model.dtype
+    sizes = config.parallel.sizes
+    dtype = config.model.dtype
     sequence_parallel = sizes.sequence_parallel(shape)
     tokens = max(config.training.micro_batch_tokens, longest_sequence)
     fp32_gradients = config.megatron_ddp.get("grad_reduce_in_fp32", True)

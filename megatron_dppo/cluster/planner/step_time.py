@@ -55,7 +55,8 @@ _ATTENTION = {"none": 3.5, "selective": 4.5, "full": 4.5}
 
 def training_flops(shape: ModelShape, length: float, recompute: str) -> float:
     """Return the FLOPs of one token's forward and backward pass under ``training.recompute`` = ``recompute``."""
-    linear, attention = linear_flops(shape), attention_flops(shape, length)
+    linear = linear_flops(shape)
+    attention = attention_flops(shape, length)
     return _BACKWARD[recompute] * linear + _ATTENTION[recompute] * attention
 
 
@@ -131,7 +132,8 @@ class StepSeconds:
         of a mean response. The servers lose lost(x) = x^2 / 2m seconds where x <= m, and x - m / 2 otherwise. So
         d = servers + lost(x), and d >= (l + R) / (e + 1), the bound where all responses of a batch run at once.
         """
-        servers, staleness = self.servers + self.evaluation, self.schedule.staleness
+        servers = self.servers + self.evaluation
+        staleness = self.schedule.staleness
         if self.schedule.drains:
             return servers
         window = self.last_response + (self.trainer if self.schedule.overlaps else 0.0)
@@ -142,7 +144,8 @@ class StepSeconds:
 
         e is the staleness and m the seconds of a mean response.
         """
-        m, e = self.mean_response, self.schedule.staleness
+        m = self.mean_response
+        e = self.schedule.staleness
         largest_x = window - e * servers
         if largest_x <= 0:
             return 0.0
@@ -245,11 +248,15 @@ def _training_flops(trainer: TrainerFacts, length: float) -> float:
     Frozen linear layers need no product for the gradients of their weights; the FLOPs of adapters are not counted.
     """
     full_flops = training_flops(trainer.shape, length, trainer.recompute)
-    return full_flops if trainer.trained is None else full_flops - linear_flops(trainer.shape)
+    if trainer.trained is None:
+        return full_flops
+    return full_flops - linear_flops(trainer.shape)
 
 
 def _utilisation(trainer: TrainerFacts) -> float:
-    return MOE_UTILISATION if trainer.shape.is_moe else DENSE_UTILISATION
+    if trainer.shape.is_moe:
+        return MOE_UTILISATION
+    return DENSE_UTILISATION
 
 
 def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:
@@ -268,7 +275,9 @@ def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:
 
     A group that spans nodes communicates at the network's rate, any other group at NVLink's.
     """
-    trainer, layout, shape = facts.trainer, facts.trainer.layout, facts.trainer.shape
+    trainer = facts.trainer
+    layout = facts.trainer.layout
+    shape = facts.trainer.shape
     device, node = cluster.device, cluster.gpus_per_node
     passes = 3 if trainer.recompute == "full" else 2
     tokens = facts.rollout.tokens / (layout.data * layout.context)  # tokens of one rank
@@ -293,7 +302,8 @@ def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:
 
 def context_bytes(trainer: TrainerFacts) -> float:
     """Return the bytes that a rank sends to context-parallel ranks for each of its tokens in all passes of a layer."""
-    ranks, sizes = trainer.layout.context, trainer.shape.sizes()
+    ranks = trainer.layout.context
+    sizes = trainer.shape.sizes()
     query, kv = (
         sizes[name] / trainer.layout.tensor * trainer.item_bytes for name in ("query", "kv")
     )
@@ -325,7 +335,8 @@ def model_flops_utilisation(facts: RunFacts, seconds: StepSeconds, cluster: Clus
 
     The FLOPs are 6 x active parameters x tokens, plus those of attention.
     """
-    shape, rollout = facts.trainer.shape, facts.rollout
+    shape = facts.trainer.shape
+    rollout = facts.rollout
     flops = rollout.tokens * training_flops(shape, rollout.mean_length, "none")
     return flops / (seconds.trainer * cluster.device.flops * facts.trainer.layout.world_size)
 

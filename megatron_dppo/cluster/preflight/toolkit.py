@@ -104,10 +104,14 @@ def judge_toolkit(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
 def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
     driver, cuda = entry["driver"], entry["cuda"]
     major = cuda.partition(".")[0] if cuda else None
-    oldest_driver = compute.LEAST_DRIVER.get(int(major)) if major else None
+    oldest_driver = None
+    if major:
+        oldest_driver = compute.LEAST_DRIVER.get(int(major))
     if driver and oldest_driver and int(driver.partition(".")[0]) < oldest_driver:
         yield Finding(host, "driver", driver, f"{oldest_driver} or newer, for torch's CUDA {cuda}")
-    subject, home, version = "CUDA toolkit", entry["home"], entry["version"]
+    subject = "CUDA toolkit"
+    home = entry["home"]
+    version = entry["version"]
     expectation = f"nvcc and headers of CUDA {major or '13'}: SGLang compiles kernels at its start"
     if home is None:
         yield Finding(

@@ -139,7 +139,9 @@ class Rehearsal:
             self._set_aside()
             placement = self._placement(config)
         with self.phases.phase("make the tokenizer and the problems"):
-            own = config.model.hf_checkpoint if self._has_own_tokenizer(config) else None
+            own = None
+            if self._has_own_tokenizer(config):
+                own = config.model.hf_checkpoint
             model = self.directory / "model"
             tiny_model.write_tokenizer(model, own)
             problems = self._problems(config, parallel, model)
@@ -229,11 +231,9 @@ class Rehearsal:
         try:
             return place(Roles.of(config.parallel.world_size, sections), Allocation(hosts))
         except PlacementError as error:
-            key = (
-                ""
-                if "parallel." in str(error) or "engine." in str(error)
-                else "parallel.world_size: "
-            )
+            key = "parallel.world_size: "
+            if "parallel." in str(error) or "engine." in str(error):
+                key = ""
             raise ConfigError([f"{key}{error}"], str(self.recipe)) from error
 
     def _set_aside(self) -> None:
@@ -344,7 +344,8 @@ class Rehearsal:
         """Print how much memory and processor time the runs take, roughly, and warn of too little memory."""
         import psutil
 
-        ranks, servers = derived.parallel.world_size, derived.engine.started
+        ranks = derived.parallel.world_size
+        servers = derived.engine.started
         if self.options.on_nodes is not None:
             say(f"  {ranks} ranks and {servers} of SGLang's servers start on the nodes")
             return
@@ -412,7 +413,9 @@ class Rehearsal:
         cpu = sum(attempt.cpu_seconds for attempt in done)
         total = sum(self.phases.seconds.values())
         # Ranks and servers on the nodes of a job are no children of this process.
-        cost = "" if on_nodes is not None else f", and {cpu:.0f} CPU seconds of ranks and servers"
+        cost = ""
+        if on_nodes is None:
+            cost = f", and {cpu:.0f} CPU seconds of ranks and servers"
         CONSOLE.print(f"took {total:.0f} seconds{cost}", soft_wrap=True)
         inside = ", ".join(f"{name} {s:.0f}" for name, s in summary["seconds_per_phase"].items())
         CONSOLE.print(f"seconds inside the runs: {inside}", soft_wrap=True)
@@ -511,7 +514,9 @@ def _commented(changes: Mapping[str, tuple[Any, Any]]) -> str:
 
 def _short(value: Any) -> str:
     text = json.dumps(value, default=str)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    return f"{text[:_LONGEST_VALUE]}..."
 
 
 _SUMS = ("math_verify", "exact_integer")
@@ -538,7 +543,9 @@ def _unreachable(faults: Sequence[str]) -> dict[str, str]:
     keyed = {}
     for fault in faults:
         key, _, reason = fault.partition(": ")
-        table = key[: key.index("options") + len("options")] if "options" in key else key
+        table = key
+        if "options" in key:
+            table = key[: key.index("options") + len("options")]
         keyed[table] = f"{reason}; the rehearsal runs without it"
     return keyed
 
@@ -555,13 +562,17 @@ def _resumed_phases(ends: int) -> attempts.PhaseOf:
         seen.append(step)
         if step == seen[0]:
             return "resume"
-        return "train after resume" if step < ends else "export and compare"
+        if step < ends:
+            return "train after resume"
+        return "export and compare"
 
     return phase
 
 
 def _fail(phase: str, reason: str, key: str | None = None) -> None:
-    first = f" (look at {key})" if key is not None and key not in reason else ""
+    first = ""
+    if key is not None and key not in reason:
+        first = f" (look at {key})"
     print(f"FAILED in {phase!r}: {reason}{first}", file=sys.stderr, flush=True)
 
 

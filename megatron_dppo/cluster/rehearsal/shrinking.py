@@ -126,7 +126,8 @@ NO_TOKENIZER = "no tokenizer in it; a byte-level one replaces it"
 
 def changed_values(config: TrainConfig, derived: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """The keys whose values differ, each with the recipe's value and the rehearsal's."""
-    before, after = config.model_dump(), derived.model_dump()
+    before = config.model_dump()
+    after = derived.model_dump()
     changes = {}
     for section, table in after.items():
         for key in {**before[section], **table}:
@@ -322,7 +323,8 @@ def omissions(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> It
     for table, dropped in _dropped_options(config, stage).items():
         if dropped:
             yield Omission(table, f"{', '.join(dropped)}: for GPUs")
-    if other := [name for name in config.tracking.trackers if name != "tensorboard"]:
+    other = [name for name in config.tracking.trackers if name != "tensorboard"]
+    if other:
         yield Omission("tracking.trackers", f"{', '.join(other)}: nothing is sent")
     if config.checkpoint.upload is not None:
         yield Omission("checkpoint.upload", "nothing is sent")

@@ -71,11 +71,9 @@ class TinySizes:
 
     def describe(self) -> str:
         """The sizes in words."""
-        experts = (
-            f", {self.experts} experts of which a token takes {self.choices}"
-            if self.experts
-            else ""
-        )
+        experts = ""
+        if self.experts:
+            experts = f", {self.experts} experts of which a token takes {self.choices}"
         return f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, {self.groups} key-value heads{experts}"
 
 
@@ -182,7 +180,8 @@ def sizes_for_kernels(
     Not yet run on a GPU. The head's width is the recipe's model's own: attention kernels exist for few widths.
     """
     ranks = math.lcm(layout.tensor, engine)
-    groups, heads = sizes.groups, math.lcm(sizes.heads, engine)
+    groups = sizes.groups
+    heads = math.lcm(sizes.heads, engine)
     if groups % engine and engine % groups:
         groups = math.lcm(groups, engine)
         heads = math.lcm(heads, groups)
@@ -220,11 +219,13 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
     if _has_own_head_dim(known.shape) or "head_dim" in values:
         values["head_dim"] = sizes.head_dim
     if sizes.experts:
-        name = "num_experts" if "num_experts" in values else "num_local_experts"
+        name = "num_local_experts"
+        if "num_experts" in values:
+            name = "num_experts"
         # A family without a key for the width of an expert takes the MLP's.
-        width = (
-            "moe_intermediate_size" if "moe_intermediate_size" in values else "intermediate_size"
-        )
+        width = "intermediate_size"
+        if "moe_intermediate_size" in values:
+            width = "moe_intermediate_size"
         values |= {
             name: sizes.experts,
             "num_experts_per_tok": sizes.choices,
@@ -329,7 +330,8 @@ def _make_likely(model: PreTrainedModel, end: int) -> None:
     states = model.base_model(tokens).last_hidden_state.flatten(0, 1)
     others = (states @ rows.T).index_fill(1, torch.tensor([end]), -math.inf).logsumexp(dim=1)
     shared = states @ common
-    lowest, highest = 0.0, 4 * float(others.mean() / shared.mean())
+    lowest = 0.0
+    highest = 4 * float(others.mean() / shared.mean())
     for _ in range(_HALVINGS):
         scale = (lowest + highest) / 2
         if torch.sigmoid(scale * shared - others).mean() < END_PROBABILITY:

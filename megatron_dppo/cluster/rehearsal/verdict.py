@@ -51,7 +51,8 @@ def findings(
 ) -> list[VerdictRow]:
     """Compare a finished rehearsal with what any run must show."""
     dtype = config.model.dtype
-    updates, verified = summary["weight_updates"], summary["weight_updates_verified"]
+    updates = summary["weight_updates"]
+    verified = summary["weight_updates_verified"]
     steps = round(sum(record.get(names.OPTIMIZER_STEPS) or 0 for record in records))
     gradient = _largest(records, names.GRAD_NORM)
     found = [

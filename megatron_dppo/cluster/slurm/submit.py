@@ -534,7 +534,8 @@ def follow(directory: Path, job: str) -> int:
 
     Ctrl-C ends the following and leaves the job as it is.
     """
-    output, shown = directory / "logs" / f"slurm-{job}.out", 0
+    output = directory / "logs" / f"slurm-{job}.out"
+    shown = 0
     print(f"its output follows; Ctrl-C leaves the job running and {output} has it\n", flush=True)
     has_ended = False
     while True:
@@ -568,7 +569,8 @@ _ENDED_STATES = (
 
 def _hand_over(submission: Submission, flags: Sequence[str]) -> str:
     """Freeze the configuration in the run's directory and give the job to sbatch; its id."""
-    directory, command = submission.directory, submission.command(flags)
+    directory = submission.directory
+    command = submission.command(flags)
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     write_atomically(directory / CONFIG_FILE, with_hash(resolved_yaml(submission.config)))
     write_atomically(directory / SITE_FILE, resolved_yaml(submission.site))

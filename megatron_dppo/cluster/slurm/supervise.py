@@ -332,7 +332,8 @@ class Start:
         self._book = AttemptBook(self.directory.path)
 
     def run(self) -> Decision:
-        job, names = self.job, tuple(host.name for host in self.job.hosts)
+        job = self.job
+        names = tuple(host.name for host in self.job.hosts)
         node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         attempt = self._book.begin(Attempt(job.id, job.attempt, node, names, time.time()))
         outcome = self._outcome()

@@ -498,7 +498,8 @@ def _responses(diagnosed: Diagnosis, doctor_report: DoctorReport) -> list[Respon
     largest_gap = diagnosed.tokens[0].gap
     responses = []
     for index in list(by_response)[:RESPONSES]:
-        t, tokens = doctor_report.batch[index], by_response[index]
+        t = doctor_report.batch[index]
+        tokens = by_response[index]
         spans = [
             TokenSpan(
                 "explained" if token.is_explained else "left",

@@ -88,7 +88,9 @@ def fresh_folder(directory: Path) -> Path:
 
 
 def _say(row: CheckRow) -> None:
-    expected_text = f" (expected {row.expected})" if row.expected else ""
+    expected_text = ""
+    if row.expected:
+        expected_text = f" (expected {row.expected})"
     print(f"  {_MARKS[row.holds]} {row.label}: {row.measured}{expected_text}", flush=True)
 
 

@@ -215,7 +215,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DamagedCheckpointError(f"{path}: damaged: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        given_format = content.get("format") if isinstance(content, dict) else content
+        given_format = content
+        if isinstance(content, dict):
+            given_format = content.get("format")
         raise DamagedCheckpointError(
             f"{path}: format is {given_format!r}, this version reads {FORMAT}"
         )

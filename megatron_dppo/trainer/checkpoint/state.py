@@ -244,7 +244,9 @@ def _local_tensor(
         for name, values in state_slice.tensors.items():
             state += _blocks(regions, f"{STATE_PREFIX}{name}.", values, state_slice.start)
     replica_id = sharded.replica_id
-    replica = replica_id if isinstance(replica_id, tuple) else (replica_id,)
+    replica = replica_id
+    if not isinstance(replica_id, tuple):
+        replica = (replica_id,)
     return _LocalTensor(
         weight=list(_blocks(regions, "", sharded.data.detach().view(-1), 0)),
         state=state,

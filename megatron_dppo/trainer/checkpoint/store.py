@@ -365,14 +365,16 @@ def check_step_count(trainer: Trainer) -> None:
 
 def check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
     """Raise CheckpointError if the model or the reference policy differs; log optimizer settings that differ."""
-    if model_differences := _differences(manifest["model"], _model_facts(trainer)):
+    model_differences = _differences(manifest["model"], _model_facts(trainer))
+    if model_differences:
         raise CheckpointError(f"{folder} holds another model: {'; '.join(model_differences)}")
     if "reference_sha256" not in manifest:
         raise CheckpointError(
             f"{folder}: manifest.json has no reference_sha256, expected that of the reference policy or null; a "
             "version before the first release wrote it"
         )
-    saved_hash, current_hash = manifest["reference_sha256"], trainer.reference_sha256
+    saved_hash = manifest["reference_sha256"]
+    current_hash = trainer.reference_sha256
     # A hash on one side only comes from a difference of the configuration, which RunState.check_identity reports.
     if saved_hash is not None and current_hash is not None and saved_hash != current_hash:
         raise CheckpointError(
@@ -387,7 +389,8 @@ def check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Non
 def _restore_generators(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
     """Set this rank's random generators to the saved state; if the layout differs from the saved one, seed them
     from the run's seed and the step count. Collective."""
-    saved_layout, topology = Layout(**manifest["layout"]), trainer.topology
+    saved_layout = Layout(**manifest["layout"])
+    topology = trainer.topology
     if saved_layout == trainer.layout:
         path = folder / saving.rng_file(topology.rank)
         restore_rng_state(
@@ -411,7 +414,9 @@ def _restore_generators(trainer: Trainer, manifest: dict[str, Any], folder: Path
 def _model_facts(trainer: Trainer) -> dict[str, Any]:
     """Properties of the model that a resumed run must not change."""
     shape = json.loads(json.dumps(asdict(trainer.shape)))
-    adapters = {} if trainer.adapted is None else trainer.adapted.facts()
+    adapters = {}
+    if trainer.adapted is not None:
+        adapters = trainer.adapted.facts()
     return {**shape, "dtype": str(trainer.dtype).removeprefix("torch."), **adapters}
 
 

@@ -374,7 +374,9 @@ def _head_peers(states: Any, weight: Any, ids: Any) -> Iterator[CheckRow]:
     whole = len(states) * len(weight) * weight.element_size()
     for name, sum_loss in _HEAD_PEERS.items():
         if package_version(name) is None or not states.is_cuda:
-            why = "it needs a GPU" if package_version(name) else f"{name} is not installed"
+            why = "it needs a GPU"
+            if not package_version(name):
+                why = f"{name} is not installed"
             yield CheckRow(f"{name}'s output layer", f"not here: {why}")
             continue
         hidden, leaf = (x.detach().requires_grad_() for x in (states, weight))

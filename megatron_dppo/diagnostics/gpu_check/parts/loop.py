@@ -388,7 +388,8 @@ def demo(bench: Bench) -> Iterator[CheckRow]:
         figures = json.loads(summary.read_text(encoding="utf-8"))
         for name in _FIGURES:
             yield CheckRow(name.replace("_", " "), f"{figures[name]:.3g}")
-        verified, updates = figures["weight_updates_verified"], figures["weight_updates"]
+        verified = figures["weight_updates_verified"]
+        updates = figures["weight_updates"]
         yield CheckRow(
             "weight updates verified", f"{verified} of {updates}", "all", verified == updates
         )

@@ -30,7 +30,9 @@ def machine(bench: Bench) -> Iterator[CheckRow]:
         yield CheckRow("GPUs", str(error), "an answer of nvidia-smi", False)
         gpus = []
     for number, gpu in enumerate(gpus):
-        memory = f", {gpu['memory_mib']} MiB" if gpu.get("memory_mib") else ""
+        memory = ""
+        if gpu.get("memory_mib"):
+            memory = f", {gpu['memory_mib']} MiB"
         yield CheckRow(f"GPU {number}", f"{gpu['name']}{memory}, driver {gpu['driver']}")
     if not gpus:
         yield CheckRow("GPUs", "none")

@@ -256,7 +256,8 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
 
 
 def _memory(held_bytes: HeldBytes, job: TrainerFacts, *, is_planned: bool) -> Iterator[CheckRow]:
-    state, live = state_bytes(job, 0), activation_bytes(job, 0, busiest=1.0)
+    state = state_bytes(job, 0)
+    live = activation_bytes(job, 0, busiest=1.0)
     yield compared("weights", held_bytes.weights, state.weights, STATE_TOLERANCE)
     yield compared("gradients", held_bytes.gradients, state.gradients, STATE_TOLERANCE)
     yield compared("optimizer", held_bytes.optimizer, state.optimizer, STATE_TOLERANCE)
