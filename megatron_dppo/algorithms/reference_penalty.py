@@ -115,9 +115,7 @@ def reference_penalty(
                 names.REFERENCE_KL: value.sum(),
                 names.REFERENCE_CLAMPED: (s > LARGEST_LOG_RATIO).sum(dtype=torch.float64),
             }
-            factor = coefficient
-            if scale is not None:
-                factor = coefficient * scale.double()
+            factor = coefficient if scale is None else coefficient * scale.double()
             value = (factor * value).to(dtype)
             slope = (factor * slope).to(dtype)
         used = torch.where(slope != 0, inputs.log_probs, 0.0)

@@ -125,9 +125,7 @@ class Column:
         A sequence that is no array gets the usual type. Raises ValueError, beginning with ``location``, for a type, a
         number of axes or a number of rows that differs from the declaration.
         """
-        array = values
-        if not isinstance(values, np.ndarray):
-            array = np.asarray(values, self.dtypes[0])
+        array = values if isinstance(values, np.ndarray) else np.asarray(values, self.dtypes[0])
         dtype = _name(array.dtype)
         if dtype not in self.dtypes:
             raise ValueError(

@@ -74,9 +74,7 @@ class PromptForm:
             prompt = _with_last_text(prompt, self.template.replace(PLACEHOLDER, text_of(prompt)))
         if self.system_prompt is None:
             return prompt
-        messages = prompt
-        if isinstance(prompt, str):
-            messages = [{"role": "user", "content": prompt}]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if any(message["role"] == "system" for message in messages):
             raise DataError(
                 f"{location}: the prompt has a system message, and data.system_prompt is another; expected one of them"

@@ -136,9 +136,7 @@ def _special_tokens(
     special |= set(tokenizer.all_special_tokens)
     lines_by_token: defaultdict[str, list[int]] = defaultdict(list)
     for position, prompt in enumerate(prompts):
-        messages = prompt
-        if isinstance(prompt, str):
-            messages = [{"content": prompt}]
+        messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
         text = "\0".join(str(message["content"]) for message in messages)
         for token in special:
             if token in text:

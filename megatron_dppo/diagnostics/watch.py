@@ -356,9 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         server = WatchServer(options.run, options.port)
     except (OSError, OverflowError) as error:
         # The text of the exception repeats the address.
-        reason = error
-        if isinstance(error, OSError):
-            reason = os.strerror(error.errno or 0)
+        reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else error
         fatal(f"--port {options.port}: {reason}; --port 0 takes a free one")
     with server, contextlib.suppress(KeyboardInterrupt):
         print(f"watching {options.run}: {server.page} (Ctrl-C ends it)", flush=True)

@@ -286,9 +286,7 @@ def check_environment(name: str | None, options: Mapping[str, Any]) -> None:
         if check is not None:
             check(**options)
         # A function returns an environment, so check the methods of its result.
-        candidate = environment
-        if not isinstance(environment, type):
-            candidate = environment(**options)
+        candidate = environment if isinstance(environment, type) else environment(**options)
     except ValueError:
         raise
     # User code may raise any exception.

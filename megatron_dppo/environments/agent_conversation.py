@@ -252,9 +252,7 @@ def _plain(message: Any, location: str) -> dict[str, Any]:
         )
     content = _text_of(message.get("content"), location)
     is_turn = message["role"] == "assistant"
-    role = "system"
-    if message["role"] != "developer":
-        role = message["role"]
+    role = "system" if message["role"] == "developer" else message["role"]
     plain = {"role": role, "content": content.strip() if is_turn else content}
     if is_turn and message.get("tool_calls"):
         plain["tool_calls"] = _plain_calls(message["tool_calls"], location)

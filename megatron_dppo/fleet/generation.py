@@ -631,9 +631,7 @@ class _GenerationAttempt:
         for index, result in zip(indices, results, strict=True):
             request = self._turns.get(index, self.requests[index])
             continuation = self.continuation
-            trajectory = result
-            if continuation is not None:
-                trajectory = continuation.take(request, result)
+            trajectory = result if continuation is None else continuation.take(request, result)
             if trajectory is None:
                 unfinished.append(index)
             elif self.play is not None:

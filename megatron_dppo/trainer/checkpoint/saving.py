@@ -115,8 +115,7 @@ class SaveTask:
             FencedError: another start of the run took over.
         """
         start_time = time.perf_counter()
-        partial = self.target.partial
-        folders = self.target.folders
+        partial, folders = self.target.partial, self.target.folders
         try:
             path, size = self._write_and_publish()
         except CheckpointError as error:
@@ -180,8 +179,7 @@ class SaveTask:
         return write_headers(folder, items, self.target.partial.step)
 
     def _publish(self, files: dict[str, Any]) -> str:
-        partial = self.target.partial
-        content = {**self.manifest, "files": files}
+        partial, content = self.target.partial, {**self.manifest, "files": files}
         path = self.target.folders.publish(partial, content, suspect=self.suspect)
         if not self.suspect:
             failpoint("checkpoint/remember")
@@ -233,9 +231,7 @@ class PendingSave:
                 "error": f"{prefix}{self._error}",
                 "fenced": isinstance(self._error, FencedError),
             }
-        if self._saved is None:
-            return None
-        return {"error": None, "fenced": False}
+        return None if self._saved is None else {"error": None, "fenced": False}
 
     def settle(self, reports: list[dict[str, Any] | None]) -> Saved | None:
         """Return the published checkpoint once every rank has reported its result; None before that.
@@ -250,9 +246,7 @@ class PendingSave:
         failures = [report for report in reports if report is not None and report["error"]]
         if failures:
             self._thread.join(_END_S)
-            error_type = CheckpointError
-            if failures[0]["fenced"]:
-                error_type = FencedError
+            error_type = FencedError if failures[0]["fenced"] else CheckpointError
             raise error_type(failures[0]["error"]) from self._error
         return None if None in reports else self._saved
 
@@ -264,8 +258,7 @@ class PendingSave:
         self._thread.join(_SHOWN_AFTER_S)
         if is_settled():
             return
-        part = self._task.part
-        step = self._task.target.partial.step
+        part, step = self._task.part, self._task.target.partial.step
         with progress(f"checkpoint of step {step}, MiB of this rank", part.bytes // MIB) as bar:
             while not is_settled():
                 self._thread.join(_POLL_S)
