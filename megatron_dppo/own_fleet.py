@@ -145,15 +145,13 @@ class OwnFleet:
 
         Raises RewardUnavailableError for responses without a reward, GenerationError as ``generate``.
         """
-        from megatron_dppo.loop.credit import with_rewards
-        from megatron_dppo.loop.scoring import score_on_arrival
-        from megatron_dppo.rewards import RewardInput, RewardUnavailableError
-        from megatron_dppo.rewards.verifier import Score, require
+        from megatron_dppo.loop.scoring import response_keys, reward_responses, score_on_arrival
+        from megatron_dppo.rewards import RewardUnavailableError
+        from megatron_dppo.rewards.verifier import Score
 
         pending_scores: dict[Hashable, PendingScore] = {}
         on_response = score_on_arrival(scorer, job, pending_scores)
-        size = job.group_size
-        keys = [divmod(index, size) for index in range(len(job.problems) * size)]
+        keys = response_keys(job)
         done: dict[Hashable, Trajectory] = {}
         scores: list[Score] = []
         for _ in range(1 + scorer.max_replacements):
@@ -168,11 +166,7 @@ class OwnFleet:
         else:
             reason = next(s.unavailable for s in scores if s.unavailable is not None)
             raise RewardUnavailableError(f"{description}: {len(missing)} responses: {reason}")
-        responses = job.trajectories(done)
-        inputs = [RewardInput.of(job.problems[i // size], t.text) for i, t in enumerate(responses)]
-        require(scores, inputs)
-        most_tokens = job.sampling.max_new_tokens
-        return with_rewards(responses, scores, size, algorithm, credit, most_tokens=most_tokens)
+        return reward_responses(job, job.trajectories(done), scores, algorithm, credit)
 
     def close(self) -> None:
         self._runner.cancel_all()

@@ -40,7 +40,7 @@
         AlteredEngineError              an engine's weights are not those of its version
       ExchangeError                     trajectories between ranks
       StalenessError                    a response of too old weights
-      EvaluationError                   a checkpoint can't be evaluated
+      GenerationError                   servers of an evaluation or of a rollout-only run give no responses
       MixedVersionsError                an evaluation of more than one version
       WeightsLostError                  no server has the version that is evaluated; it is dropped
       GapError                          engine and trainer compute other probabilities
