@@ -138,10 +138,10 @@ def scorer_without(response: int | None) -> Any:
     class Unlucky(Scorer):
         numbers = count()
 
-        def submit(self, given):
+        def submit(self, problem, text):
             if next(self.numbers) == response and dist.get_rank() == 0:
                 return PendingScore.known(Score.without_value("away"))
-            return super().submit(given)
+            return super().submit(problem, text)
 
     return Unlucky(RewardConfig(name="exact_integer"))
 

@@ -29,7 +29,7 @@ from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.metrics.phase_timer import PhaseTimer
 from megatron_dppo.metrics.records import read_records, read_step_lines
 from megatron_dppo.metrics.summary import RunInfo
-from megatron_dppo.rewards import RewardInput, RewardUnavailableError
+from megatron_dppo.rewards import RewardUnavailableError
 from megatron_dppo.rewards.verifier import Score, VerifierError
 from tests.unit.config_files import minimal
 
@@ -62,7 +62,14 @@ class Engine:
         self.descriptions: list[str] = []
         self._scored = scored
 
-    def start(self, job: GenerationJob, description: str, on_response: Any, order: int) -> Any:
+    def start(
+        self,
+        job: GenerationJob,
+        description: str,
+        on_response: Any,
+        order: int,
+        done: Any = None,
+    ) -> Any:
         self.jobs.append(job)
         self.descriptions.append(description)
         assert order == 0  # before those of any batch
@@ -93,8 +100,8 @@ class Told(Scorer):
         super().__init__(EXACT)
         self.scored = threading.Semaphore(0)
 
-    def submit(self, given: RewardInput) -> PendingScore:
-        pending = super().submit(given)
+    def submit(self, problem: Problem, response: str) -> PendingScore:
+        pending = super().submit(problem, response)
         for future in pending.scores.values():
             future.add_done_callback(lambda _: self.scored.release())
         return pending
@@ -186,7 +193,14 @@ class Given:
     def __init__(self, responses: list[Trajectory]) -> None:
         self.responses = responses
 
-    def start(self, job: GenerationJob, description: str, on_response: Any, order: int) -> Any:
+    def start(
+        self,
+        job: GenerationJob,
+        description: str,
+        on_response: Any,
+        order: int,
+        done: Any = None,
+    ) -> Any:
         for sample, answer in reversed(list(enumerate(self.responses))):
             on_response((0, sample), answer)
         return SimpleNamespace(seconds=1.5)
@@ -348,7 +362,14 @@ def test_a_generation_frees_its_responses_with_itself() -> None:
     job = GenerationJob([PROBLEM], 1, SamplingParams(4))
 
     class Keeping:
-        def start(self, job: GenerationJob, description: str, on_response: Any, order: int) -> Any:
+        def start(
+            self,
+            job: GenerationJob,
+            description: str,
+            on_response: Any,
+            order: int,
+            done: Any = None,
+        ) -> Any:
             return SimpleNamespace(on_response=on_response)
 
     engine: Any = Keeping()
@@ -373,7 +394,14 @@ class HandlesOnly:
         self.version, self.right, self.lost = 0, 0, False
         self.log: list[str] = []
 
-    def start(self, job: GenerationJob, description: str, on_response: Any, order: int) -> Any:
+    def start(
+        self,
+        job: GenerationJob,
+        description: str,
+        on_response: Any,
+        order: int,
+        done: Any = None,
+    ) -> Any:
         self.log.append(f"begin {self.version}")
         return SimpleNamespace(
             job=job, on_response=on_response, version=self.version, right=self.right
