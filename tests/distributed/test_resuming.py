@@ -56,7 +56,9 @@ def resume_worker(folder: str) -> dict[str, Any]:
         run = trainer.config.run.model_copy(update={"directory": str(at), "resume": resume_word})
         checkpoint = trainer.config.checkpoint.model_copy(update={"on_damage": on_damage})
         try:
-            state = resume(run, checkpoint, trainer, store, identity, replays=False)
+            state = resume(
+                run, checkpoint, trainer, store, identity, replays=False, nonce=resume_word
+            )
         except ValueError as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -121,6 +123,6 @@ def test_starts_over_damaged_and_missing_checkpoints(tmp_path: Path) -> None:
         ]
         assert "step 2" in got["gone"]
         assert got["never"].startswith("step 0")
-        assert got["left"] == []
+        assert got["left"] == ["beginning.json"]
         # A copy for each of both starts that fell back, and what the fresh start set aside.
         assert got["earlier"] == [3, 3, 3]
