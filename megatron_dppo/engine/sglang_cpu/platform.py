@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -70,14 +71,15 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The capture of routed experts would ask for page-locked memory.
         ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
         # A CPU's SHA-256 takes ten times as long, and can't be put together from parts.
-        weight_checker._hash_tensor = tiled_hash
+        _replace(weight_checker, "_hash_tensor", tiled_hash)
         FlattenedTensorBucket.empty = received_buckets.ReceivedBuckets(FlattenedTensorBucket.empty)
-        batch_invariant_ops.enable_batch_invariant_mode = matrix_products.enable
-        elementwise.fused_gate_sigmoid_mul_add = shared_expert.add_gated_shared_expert
-        sampler.multinomial_with_seed = sampling.multinomial_with_seed
-        sampler.top_k_top_p_min_p_sampling_from_probs_torch = sampling.FilteredSampling(
+        _replace(batch_invariant_ops, "enable_batch_invariant_mode", matrix_products.enable)
+        _replace(elementwise, "fused_gate_sigmoid_mul_add", shared_expert.add_gated_shared_expert)
+        _replace(sampler, "multinomial_with_seed", sampling.multinomial_with_seed)
+        filtered_sampling = sampling.FilteredSampling(
             sampler.top_k_top_p_min_p_sampling_from_probs_torch
         )
+        _replace(sampler, "top_k_top_p_min_p_sampling_from_probs_torch", filtered_sampling)
         # A paused scheduler spins, and takes a core from whoever updates its weights.
         HookRegistry.register(PAUSED_STEP, sleep_when_paused, HookType.AFTER)
         HookRegistry.register(
@@ -87,6 +89,19 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # In the scheduler's process hooks are applied already.
         if SCHEDULER in sys.modules:
             HookRegistry.apply_hooks()
+
+
+def _replace(module: ModuleType, name: str, replacement: Any) -> None:
+    """Put ``replacement`` in the place of ``module.name``, also in modules of SGLang that have imported the name.
+
+    A forked server has imported SGLang's models before its platform is initialised.
+    """
+    original = getattr(module, name)
+    for loaded in list(sys.modules.values()):
+        if not getattr(loaded, "__name__", "").startswith("sglang"):
+            continue
+        if vars(loaded).get(name) is original:
+            setattr(loaded, name, replacement)
 
 
 def _plain_memory(dims: Any, dtype: torch.dtype, device: Any, **_: Any) -> torch.Tensor:
