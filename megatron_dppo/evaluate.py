@@ -192,7 +192,11 @@ class _Checkpoint:
             return results
 
     def _result(
-        self, fleet: OwnFleet, name: str, template: GenerationJob, problems: Sequence[Problem]
+        self,
+        fleet: OwnFleet,
+        name: str,
+        template: GenerationJob,
+        problems: Sequence[Problem],
     ) -> SetResult:
         from megatron_dppo.loop.evaluation import evaluation_job, without_length_penalties
 

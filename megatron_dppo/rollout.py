@@ -226,7 +226,10 @@ def _parser() -> argparse.ArgumentParser:
         help="the Hugging Face folder that generates (default: model.hf_checkpoint)",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="of the batches (default: run.directory)"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="of the batches (default: run.directory)",
     )
     return parser
 

@@ -129,7 +129,9 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _stage_faults(
-    config: TrainConfig, options: argparse.Namespace, faulty_keys: Collection[str] = ()
+    config: TrainConfig,
+    options: argparse.Namespace,
+    faulty_keys: Collection[str] = (),
 ) -> tuple[str, list[str]]:
     """The layout in a line, empty where there is none, and the faults of values, libraries, data and checkpoints.
 

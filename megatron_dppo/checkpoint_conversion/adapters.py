@@ -423,7 +423,10 @@ def _stored_tensors(
 
 
 def _merged_rows(
-    base: torch_dist.CheckedReader, reader: PeftReader, adapters: Adapters, shape: ModelShape
+    base: torch_dist.CheckedReader,
+    reader: PeftReader,
+    adapters: Adapters,
+    shape: ModelShape,
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     dims = adapter_tensors(adapters, shape)
     for name in hf_tensors(shape):

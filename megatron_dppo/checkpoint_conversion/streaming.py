@@ -59,7 +59,13 @@ def hf_to_megatron(
             tensor_store.check_tensors(reader.specs, shape, str(hf_dir))
         tensor_store.check_tied_copy(reader, shape, str(hf_dir))
         return write_megatron(
-            reader, shape, hf_dir, out_dir, dtype=dtype, progress=progress, recorded=certificate
+            reader,
+            shape,
+            hf_dir,
+            out_dir,
+            dtype=dtype,
+            progress=progress,
+            recorded=certificate,
         )
 
 

@@ -331,7 +331,10 @@ class EngineWeights:
         return DecodedScores(decode, prefill)
 
     async def _generate(
-        self, prompts: Sequence[Sequence[int]], count: int, adapter: str | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        adapter: str | None,
     ) -> bytes:
         """Return the answer to a greedy generation of ``count`` tokens, with all log-probabilities."""
         self.occupation.check("score")

@@ -314,7 +314,11 @@ class EnvironmentHost:
             os._exit(0)
 
     async def _handle(
-        self, call: WorkerCall, operation: str, episode: int, values: dict[str, Any]
+        self,
+        call: WorkerCall,
+        operation: str,
+        episode: int,
+        values: dict[str, Any],
     ) -> None:
         try:
             result = await getattr(self, f"_{operation}")(episode, **values)

@@ -45,7 +45,12 @@ class ForkedRankGroup(RankGroup):
     ) -> None:
         words = [str(config)]
         super().__init__(
-            words, outputs, master_port, variables, master_host=master_host, cores=cores
+            words,
+            outputs,
+            master_port,
+            variables,
+            master_host=master_host,
+            cores=cores,
         )
         self._module = module
         self._server: ForkServer | None = None

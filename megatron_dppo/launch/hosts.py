@@ -102,7 +102,11 @@ class RemoteShell:
         return RemoteProcess(process, header(commands))
 
     def command(
-        self, words: Sequence[str], environment: Mapping[str, str], stdin: bytes, log: Path
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: bytes,
+        log: Path,
     ) -> RemoteCommand:
         """Return a command for a host with these variables. Keys among them must be in ``stdin``."""
         own = {name: value for name, value in environment.items() if name not in _HOSTS_OWN}
@@ -152,7 +156,12 @@ class RemoteLauncher(processes.Launcher):
         self._host = host
 
     def start(
-        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        stdin: bytes,
     ) -> processes.StartedProcess:
         server = self._shell.command(command, environment, stdin, log)
         return self._shell.start(self._host.name, [server], log)

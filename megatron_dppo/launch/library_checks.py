@@ -159,7 +159,9 @@ def gpu_faults(engine_device: str | None) -> Iterator[str]:
 
 
 def library_faults(
-    megatron: Mapping[str, Any], ddp: Mapping[str, Any], optimizer: Mapping[str, Any]
+    megatron: Mapping[str, Any],
+    ddp: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
 ) -> Iterator[str]:
     """Keys and values of the ``megatron`` tables that Megatron-Core does not take.
 

@@ -102,7 +102,13 @@ def run_local(
         group: RankGroup
         if shares_imports(ranks, machine.gpus):
             group = ForkedRankGroup(
-                module, directory.config, outputs, port, variables, master_host=host, cores=cores
+                module,
+                directory.config,
+                outputs,
+                port,
+                variables,
+                master_host=host,
+                cores=cores,
             )
         else:
             command = rank_command(module, directory)
@@ -112,7 +118,9 @@ def run_local(
 
 
 def rank_restarts(
-    run: RunConfig, directory: RunDirectory, sections: ServerSections | None
+    run: RunConfig,
+    directory: RunDirectory,
+    sections: ServerSections | None,
 ) -> RankRestarts:
     """Return the restarts of the ranks of the run in ``directory``, under its lease.
 
@@ -167,7 +175,9 @@ def processes(servers: int, ranks: int) -> str:
 
 
 def rank_command(
-    module: str, directory: RunDirectory, python: str = sys.executable
+    module: str,
+    directory: RunDirectory,
+    python: str = sys.executable,
 ) -> Sequence[str]:
     return [python, "-m", module, str(directory.config)]
 

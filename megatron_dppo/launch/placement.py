@@ -292,7 +292,10 @@ def _in_groups(roles: Roles, allocation: Allocation, devices: int) -> Roles:
 
 
 def _servers(
-    roles: Roles, hosts: tuple[Host, ...], devices: int, base: int | None
+    roles: Roles,
+    hosts: tuple[Host, ...],
+    devices: int,
+    base: int | None,
 ) -> tuple[ServerPlace, ...]:
     size = min(roles.server_devices, devices)
     count = roles.server_devices // size

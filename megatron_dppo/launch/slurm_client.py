@@ -16,7 +16,11 @@ class SlurmError(RunError):
 def slurm(*command: str) -> str:
     try:
         completed = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_PATIENCE_S,
         )
     except FileNotFoundError as error:
         raise SlurmError(

@@ -152,7 +152,12 @@ class SrunLauncher(processes.Launcher):
         self._form = replace(form, flags=(*form.flags, *several))
 
     def start(
-        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        stdin: bytes,
     ) -> processes.StartedProcess:
         srun = self._form.command(
             command,
@@ -164,7 +169,10 @@ class SrunLauncher(processes.Launcher):
         )
         return SrunProcess(
             processes.start_fed(
-                srun, environment=step_environment(environment), log=log, stdin=stdin
+                srun,
+                environment=step_environment(environment),
+                log=log,
+                stdin=stdin,
             ),
             self._form.fence,
         )
@@ -181,7 +189,9 @@ class SrunProcess(processes.StartedProcess):
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], fence: Callable[[], None] = _no_fence
+        self,
+        process: subprocess.Popen[bytes],
+        fence: Callable[[], None] = _no_fence,
     ) -> None:
         super().__init__(process)
         self._fence = fence
@@ -239,7 +249,11 @@ def hostnames(nodes: str) -> list[str]:
     """Return the names in Slurm's short form of a list, ``n[1-3]``, in order."""
     command = ["scontrol", "show", "hostnames", nodes]
     completed = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=_HOSTNAMES_S
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_HOSTNAMES_S,
     )
     return completed.stdout.split()
 

@@ -44,7 +44,11 @@ class FrequencyCanary:
     """
 
     def __init__(
-        self, rollout: RolloutConfig, algorithm: AlgorithmConfig, *, at_equal_weights: bool = True
+        self,
+        rollout: RolloutConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        at_equal_weights: bool = True,
     ) -> None:
         is_filtered = rollout.drop_zero_variance_groups or algorithm.truncated_responses == "drop"
         self._looks = not is_filtered

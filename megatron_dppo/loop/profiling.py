@@ -46,7 +46,8 @@ class StepProfiler:
         history = platform.gpu_memory_history(trace.with_suffix("").with_suffix(".memory.pickle"))
         with (
             torch.profiler.profile(
-                activities=platform.profiled_activities(), profile_memory=self._memory
+                activities=platform.profiled_activities(),
+                profile_memory=self._memory,
             ) as profiler,
             history if self._memory else nullcontext(),
         ):

@@ -421,7 +421,10 @@ class Run:
             raise RunStoppedError(f"stopped after step {step}")
 
     def _learn(
-        self, step: int, batch: RolloutBatch, seal: Seal | None
+        self,
+        step: int,
+        batch: RolloutBatch,
+        seal: Seal | None,
     ) -> tuple[PlannedBatch, dict[str, float], str]:
         """Do the optimiser steps of a batch, and hash what they made.
 

@@ -64,7 +64,12 @@ class SampleMaker:
     """
 
     def __init__(
-        self, reward: str, data: RunData, *, zeroes_truncated: bool, is_alone: bool = True
+        self,
+        reward: str,
+        data: RunData,
+        *,
+        zeroes_truncated: bool,
+        is_alone: bool = True,
     ) -> None:
         self._zeroed, self._is_alone = zeroes_truncated, is_alone
         self._reward, self._component = find_reward(reward), reward.rpartition(":")[2]
@@ -91,7 +96,10 @@ class SampleMaker:
         self._taken = {p: self._trained(step, batch.trajectories[p]) for p in positions}
 
     def of_step(
-        self, step: int, trajectories: Mapping[int, Trajectory], masked: Mapping[int, int]
+        self,
+        step: int,
+        trajectories: Mapping[int, Trajectory],
+        masked: Mapping[int, int],
     ) -> list[Sample]:
         """Return the samples that ``take`` chose, and that of the response with the most masked tokens. Collective.
 
@@ -122,7 +130,11 @@ class SampleMaker:
         return samples
 
     def of_evaluation(
-        self, step: int, name: str, problems: Sequence[Problem], scored: Sequence[Trajectory]
+        self,
+        step: int,
+        name: str,
+        problems: Sequence[Problem],
+        scored: Sequence[Trajectory],
     ) -> list[Sample]:
         """Return samples of a held-out set's responses on this rank. ``problems``: the problem of each response."""
         samples: list[Sample] = []
@@ -138,7 +150,12 @@ class SampleMaker:
         return self._sample(step, TRAINING, self._problems[t.problem_id], t, t.advantage)
 
     def _sample(
-        self, step: int, name: str, problem: Problem, t: Trajectory, advantage: float | None
+        self,
+        step: int,
+        name: str,
+        problem: Problem,
+        t: Trajectory,
+        advantage: float | None,
     ) -> Sample:
         # An episode of several turns includes the text between the turns.
         response = self._data.text_of(t.token_ids[len(t.prompt_ids) :])

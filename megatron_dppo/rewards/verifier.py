@@ -274,7 +274,10 @@ class Verifier:
                     batch.append((record, future))
 
     def _call_with_retries(
-        self, use: _WorkerUse, form: RewardForm, inputs: Sequence[RewardInput]
+        self,
+        use: _WorkerUse,
+        form: RewardForm,
+        inputs: Sequence[RewardInput],
     ) -> list[Score]:
         scores = use.scores(inputs)
         if form.takes_many and len(inputs) > 1 and (scores[0].timed_out or scores[0].crashed):
@@ -461,7 +464,9 @@ def scores_of(reward: BoundReward, inputs: Sequence[RewardInput]) -> list[Score]
 
 
 async def scores_in_time(
-    reward: BoundReward, inputs: Sequence[RewardInput], timeout_s: float
+    reward: BoundReward,
+    inputs: Sequence[RewardInput],
+    timeout_s: float,
 ) -> list[Score]:
     """Call an asynchronous reward for all inputs at the same time. Each call has a limit of ``timeout_s``."""
 

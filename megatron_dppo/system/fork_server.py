@@ -250,7 +250,12 @@ class ForkingLauncher(Launcher):
         self._servers: dict[Hashable, ForkServer] = {}
 
     def start(
-        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        stdin: bytes,
     ) -> StartedProcess:
         python, *module_words = command
         if module_words[:2] != ["-m", self._module]:

@@ -225,7 +225,9 @@ def differing_groups(
 
 
 def replica_faults(
-    is_expert: bool, ranks: Sequence[int], gathered: Sequence[Sequence[Any]]
+    is_expert: bool,
+    ranks: Sequence[int],
+    gathered: Sequence[Sequence[Any]],
 ) -> list[str]:
     """Return a text for each tensor of which the ``ranks`` have different hashes.
 

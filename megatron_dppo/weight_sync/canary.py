@@ -170,7 +170,10 @@ def compare_scores(
     scores = engines.each(lambda engine: engine.score(prompts, adapter))
     decoded = engines.each(
         lambda engine: engine.decode(
-            prompts, DECODED_TOKENS, end_before=vocab_size - 1, adapter=adapter
+            prompts,
+            DECODED_TOKENS,
+            end_before=vocab_size - 1,
+            adapter=adapter,
         )
     )
     reports: list[CanaryReport] = []

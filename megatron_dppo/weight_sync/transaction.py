@@ -144,7 +144,10 @@ class WeightUpdateError(RunError):
     """
 
     def __init__(
-        self, message: str, engines: Sequence[str] = (), attempts: int = UNBOUNDED
+        self,
+        message: str,
+        engines: Sequence[str] = (),
+        attempts: int = UNBOUNDED,
     ) -> None:
         super().__init__(message)
         self.engines = tuple(engines)
@@ -305,7 +308,8 @@ class WeightUpdater:
     _strategy: Strategy | None = field(default=None, init=False)
     _engines: Engines | None = field(default=None, init=False)
     _since: dict[str, int] = field(
-        default_factory=lambda: {"verify": 0, "canary": 0, "memory": 0}, init=False
+        default_factory=lambda: {"verify": 0, "canary": 0, "memory": 0},
+        init=False,
     )
     _digests: verification.Digests | None = field(default=None, init=False)
     _has_digests: bool = field(default=False, init=False)
@@ -535,7 +539,9 @@ class WeightUpdater:
             self._on_rank_0(phases, "end", Engines.restore_released)
 
     def _canary(
-        self, phases: Phases, trainer_scores: list[list[float]]
+        self,
+        phases: Phases,
+        trainer_scores: list[list[float]],
     ) -> canary.CanaryReport | None:
         """Compare the engines' log-probabilities with ``trainer_scores``."""
         source = self.source

@@ -198,7 +198,11 @@ class Rehearsal:
         return f"{parts}; {parallel.world_size} ranks, {layout}; {servers} servers"
 
     def _tell_sources(
-        self, config: TrainConfig, known: KnownModel, own: str | None, problems: Problems
+        self,
+        config: TrainConfig,
+        known: KnownModel,
+        own: str | None,
+        problems: Problems,
     ) -> None:
         """Print which inputs are the recipe's own, and what replaces the others."""
         missing = {absence.key: absence.reason for absence in problems.absent}
@@ -263,7 +267,11 @@ class Rehearsal:
         return problems
 
     def _check_recipe(
-        self, config: TrainConfig, known: KnownModel, own: str | None, problems: Problems
+        self,
+        config: TrainConfig,
+        known: KnownModel,
+        own: str | None,
+        problems: Problems,
     ) -> None:
         """Check the recipe's own values against its own model's config.json.
 
@@ -304,7 +312,12 @@ class Rehearsal:
             raise ConfigError(faults, str(self.recipe))
 
     def _stage(
-        self, config: TrainConfig, model: Path, problems: Problems, *, has_own_tokenizer: bool
+        self,
+        config: TrainConfig,
+        model: Path,
+        problems: Problems,
+        *,
+        has_own_tokenizer: bool,
     ) -> Stage:
         stage = Stage(
             directory=self.run_directory,
@@ -324,7 +337,11 @@ class Rehearsal:
         return stage
 
     def _make_model(
-        self, config: TrainConfig, parallel: ParallelConfig, known: KnownModel, stage: Stage
+        self,
+        config: TrainConfig,
+        parallel: ParallelConfig,
+        known: KnownModel,
+        stage: Stage,
     ) -> None:
         longest = shrinking.longest_sequence(config.environment, stage.longest_prompt)
         sizes = tiny_model.tiny_sizes(
@@ -584,16 +601,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("recipe", metavar="RECIPE.yaml", help="the run's configuration")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="replaces one value of the recipe"
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="replaces one value of the recipe",
     )
     parser.add_argument(
-        "--nodes", type=int, help="nodes of the cluster, to place ranks and servers on"
+        "--nodes",
+        type=int,
+        help="nodes of the cluster, to place ranks and servers on",
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, default=_GPUS_OF_A_NODE, help="GPUs of each of them (8)"
+        "--gpus-per-node",
+        type=int,
+        default=_GPUS_OF_A_NODE,
+        help="GPUs of each of them (8)",
     )
     parser.add_argument(
-        "--ranks", type=int, help="at most so many ranks: a smaller layout of the same kind"
+        "--ranks",
+        type=int,
+        help="at most so many ranks: a smaller layout of the same kind",
     )
     parser.add_argument("--servers", type=int, default=1, help="SGLang servers to start (1)")
     parser.add_argument("--directory", help="where the rehearsal goes (runs/rehearsal-RECIPE)")

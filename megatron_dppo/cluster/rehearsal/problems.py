@@ -62,7 +62,10 @@ class Problems:
 
 
 def make_problems(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, count: int
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    count: int,
 ) -> Problems:
     """Write ``count`` training problems of each file, and a few of each evaluation set, into ``folder``.
 
@@ -129,11 +132,19 @@ def _shortest_rows(key: str, file: ProblemFile, count: int) -> list[Mapping[str,
 
 
 def _longest_prompt(
-    key: str, path: Path, file: ProblemFile, tokenizer: PreTrainedTokenizerBase, form: PromptForm
+    key: str,
+    path: Path,
+    file: ProblemFile,
+    tokenizer: PreTrainedTokenizerBase,
+    form: PromptForm,
 ) -> int:
     try:
         problems = load_problems(
-            path, tokenizer, max_prompt_tokens=_ANY_LENGTH, form=form, keys_of=_keys_of(file)
+            path,
+            tokenizer,
+            max_prompt_tokens=_ANY_LENGTH,
+            form=form,
+            keys_of=_keys_of(file),
         ).problems
     except DataError as error:
         raise DataError(f"{key}: {error}; {path} holds rows of {file.path}") from error

@@ -331,7 +331,9 @@ def omissions(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> It
 
 
 def _replaced_parts(
-    config: TrainConfig, parallel: ParallelConfig, stage: Stage
+    config: TrainConfig,
+    parallel: ParallelConfig,
+    stage: Stage,
 ) -> Iterator[Omission]:
     asked = config.parallel
     if asked.sizes != parallel.sizes:
@@ -422,7 +424,10 @@ def _halved(sizes: LayoutSizes) -> LayoutSizes:
             smaller = replace(smaller, **{name: size // factor})
         if smaller.pipeline == 1:
             smaller = replace(
-                smaller, virtual_pipeline=None, first_stage_layers=None, last_stage_layers=None
+                smaller,
+                virtual_pipeline=None,
+                first_stage_layers=None,
+                last_stage_layers=None,
             )
         if smaller.tensor == 1:
             smaller = replace(smaller, sequence=None)

@@ -120,7 +120,11 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 
 def tiny_sizes(
-    layout: LayoutSizes, shape: ModelShape, longest: int, *, all_to_all: bool = False
+    layout: LayoutSizes,
+    shape: ModelShape,
+    longest: int,
+    *,
+    all_to_all: bool = False,
 ) -> TinySizes:
     """The smallest sizes of a model of ``shape``'s kind that ``layout`` divides.
 
@@ -173,7 +177,10 @@ _KERNEL_ROWS = 128
 
 
 def sizes_for_kernels(
-    sizes: TinySizes, layout: LayoutSizes, shape: ModelShape, engine: int
+    sizes: TinySizes,
+    layout: LayoutSizes,
+    shape: ModelShape,
+    engine: int,
 ) -> TinySizes:
     """``sizes`` with widths that GPU kernels take, and heads that servers of ``engine`` ranks divide.
 

@@ -47,7 +47,11 @@ NEVER_ON_NODES: Mapping[str, Sequence[Omission]] = {
 
 
 def findings(
-    config: TrainConfig, summary: Mapping[str, Any], records: Sequence[Record], *, was_resumed: bool
+    config: TrainConfig,
+    summary: Mapping[str, Any],
+    records: Sequence[Record],
+    *,
+    was_resumed: bool,
 ) -> list[VerdictRow]:
     """Compare a finished rehearsal with what any run must show."""
     dtype = config.model.dtype

@@ -86,7 +86,10 @@ def run_part(
 
 
 def _receive_rows(
-    worker: WorkerProcess, deadline: float, result: PartResult, tell: Callable[[CheckRow], None]
+    worker: WorkerProcess,
+    deadline: float,
+    result: PartResult,
+    tell: Callable[[CheckRow], None],
 ) -> None:
     """Ask the worker for one row after the other. Raises TimeoutError at the deadline, and WorkerLostError."""
     while (message := pickle.loads(worker.ask(b"", _left(deadline)))) is not None:

@@ -172,7 +172,9 @@ class SaveTask:
         return {path.name: hashed.record, rng_file(rank): generators}, file.items
 
     def _write_headers(
-        self, folder: Path, items_of_ranks: list[list[StoredItem]] | None
+        self,
+        folder: Path,
+        items_of_ranks: list[list[StoredItem]] | None,
     ) -> dict[str, Any]:
         assert items_of_ranks is not None, "global rank 0 has all ranks' items"
         items = itertools.chain.from_iterable(items_of_ranks)

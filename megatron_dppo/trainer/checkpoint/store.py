@@ -98,7 +98,9 @@ class CheckpointStore:
         self._published = published
         # The writing thread needs a group of its own, so that its collectives cannot mix with those of training.
         self._group = dist.new_group(
-            backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc=BACKGROUND
+            backend="gloo",
+            timeout=COLLECTIVE_TIMEOUT,
+            group_desc=BACKGROUND,
         )
         self._copy = saving.HostCopy()
         self._pending: saving.PendingSave | None = None
@@ -121,7 +123,12 @@ class CheckpointStore:
         collectives.on_rank_0(lambda: str(self._folders.set_aside(path)), error=CheckpointError)
 
     def save(
-        self, trainer: Trainer, step: int, state: dict[str, Any], *, suspect: bool = False
+        self,
+        trainer: Trainer,
+        step: int,
+        state: dict[str, Any],
+        *,
+        suspect: bool = False,
     ) -> None:
         """Wait for the previous save, write and publish a checkpoint, then delete the oldest beyond ``keep``.
 

@@ -343,7 +343,9 @@ def _server_config(model: Path, dtype: Dtype, gpus: int) -> TrainConfig:
 
 
 def interrupted_rows(
-    server: InterruptedServer, what: str, signal_number: signal.Signals
+    server: InterruptedServer,
+    what: str,
+    signal_number: signal.Signals,
 ) -> Iterator[CheckRow]:
     """Send a whole bucket, then one in which the server gets the signal; then, where it goes on, a whole one again."""
     server.send()

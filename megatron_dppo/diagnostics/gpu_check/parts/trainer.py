@@ -96,7 +96,11 @@ def layers(bench: Bench) -> Iterator[CheckRow]:
 
 
 def _against(
-    label: str, passed: Passed, exact: Passed, logits: float, gradients: float
+    label: str,
+    passed: Passed,
+    exact: Passed,
+    logits: float,
+    gradients: float,
 ) -> Iterator[CheckRow]:
     yield at_most(f"{label}: logits against float32", passed.logit_error(exact), logits)
     yield at_most(f"{label}: gradients against float32", passed.gradient_error(exact), gradients)
