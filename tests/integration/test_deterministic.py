@@ -107,7 +107,8 @@ def test_the_doctor_finds_nothing(directories, tmp_path, step):
 def test_the_doctor_names_a_temperature_that_both_sides_forgot(directories, tmp_path):
     run, file = tmp_path / "run", tmp_path / "figures.json"
     shutil.copytree(directories[0], run, ignore=shutil.ignore_patterns("tensorboard", "logs"))
-    settings = (run / "config.yaml").read_text()
+    seal, settings = (run / "config.yaml").read_text().split("\n", 1)
+    assert seal.startswith("#")
     assert settings.count("\n  temperature: 1.0\n") == 1
     (run / "config.yaml").write_text(
         settings.replace("\n  temperature: 1.0\n", "\n  temperature: 0.8\n")

@@ -594,7 +594,7 @@ def test_the_command_writes_figures_and_page(run, tmp_path, capsys):
         spans = re.findall(rf'<span class="{css}" style="--tv:([0-9.]+)"', page)
         assert len(spans) == 8 * TOKENS + 2
         assert max(map(float, spans)) == 1
-    assert "&#10;weights of version 0: 0." in page
+    assert "\nweights of version 0: 0." in page
     # Where nobody has the weights of either side, nothing is said to be well.
     assert main([str(folder)]) == 2
     missing = "not examined: nobody has the weights of version 1"
