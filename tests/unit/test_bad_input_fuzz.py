@@ -21,7 +21,7 @@ from tests.tiny_models import save_tiny_model
 
 SECONDS = 5.0
 LINES = 24
-CHARACTERS = 4000
+CHARACTERS = 5000
 MEMORY = 500 * 2**20
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n'

@@ -95,7 +95,7 @@ def test_an_unknown_command_is_refused_in_a_line_with_the_nearest_name(capsys):
         "error: megatron-dppo: no command 'trian'; did you mean 'train'?\n"
     )
     assert main(["zebra"]) == 2
-    assert "expected one of train, supervised, evaluate, demo" in capsys.readouterr().err
+    assert "expected one of train, supervised, evaluate, rollout" in capsys.readouterr().err
 
 
 def test_without_a_command_the_help_is_shown_and_the_exit_code_says_refused(capsys):

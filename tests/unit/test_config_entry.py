@@ -60,7 +60,7 @@ def test_check_describes_the_layout_and_its_memory_in_a_line_each(train):
         "parallel; "
         "vocabulary 512; a rollout batch is 32 responses and 2 optimiser steps"
     )
-    assert memory.startswith("memory: 2 ranks, each of weights 0.00")
+    assert memory.startswith("memory: 2 ranks, each of weights 0.182 MiB")
 
 
 def test_a_start_is_refused_before_anything_starts_without_a_traceback(train, config):
