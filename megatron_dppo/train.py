@@ -110,7 +110,9 @@ def _check(options: argparse.Namespace) -> int:
     if faults:
         # The check before a start follows one of the machine.
         machine_faults = []
-        if options.answers is None:
+        # The plan of this machine's memory reads the servers' sizes.
+        has_sizes = not any(fault.startswith("sglang.") for fault in faults)
+        if options.answers is None and has_sizes:
             machine_faults = _machine_faults(config)
         raise ConfigError([*faults, *machine_faults], source)
     print(layout)

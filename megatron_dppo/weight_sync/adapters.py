@@ -155,11 +155,17 @@ class AdapterUpdater(transaction.WeightUpdater):
         self._previous_version = version
         return report
 
-    def _begin(self, phases: transaction.Phases, version: int, title: str) -> float:
+    def _begin(
+        self,
+        phases: transaction.Phases,
+        version: int,
+        title: str,
+        compared_version: int | None,
+    ) -> float:
         self._name = adapter_name(version)
         if isinstance(self._strategy, AdapterStrategy):
             self._strategy.name = self._name
-        paused_at = super()._begin(phases, version, title)
+        paused_at = super()._begin(phases, version, title, compared_version)
         # Two sets of adapters cannot share a name: when a version is sent again, no previous one is kept.
         if self._previous_version == version:
             self._previous_version = None

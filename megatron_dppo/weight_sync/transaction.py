@@ -351,10 +351,10 @@ class WeightUpdater:
         phases, started = Phases(), time.perf_counter()
         self.fence()
         try:
-            paused_at = self._begin(phases, version, title)
             compare_memory = self._is_memory_due(previous_version)
-            if compare_memory:
-                self._compare_memory(phases, previous_version)
+            paused_at = self._begin(
+                phases, version, title, previous_version if compare_memory else None
+            )
             if not verify:
                 self._keep_digests(None, exist=False)
             sent, received, partials = self._stream(phases, verify)
@@ -430,8 +430,17 @@ class WeightUpdater:
             self._engines.close()
         self._strategy = self._engines = None
 
-    def _begin(self, phases: Phases, version: int, title: str) -> float:
-        """Pause the engines and open the transfer on every rank. Returns the time at which the engines had paused."""
+    def _begin(
+        self,
+        phases: Phases,
+        version: int,
+        title: str,
+        compared_version: int | None,
+    ) -> float:
+        """Pause the engines and open the transfer on every rank. Returns the time at which the engines had paused.
+
+        In between, the engines' weights are compared with those of ``compared_version``; None: they are not compared.
+        """
         busy_urls = self._on_rank_0(phases, "drain", self._pause)
         self._share(phases.error, title)
         refusal = self.agree(json.dumps(busy_urls) if busy_urls else None)
@@ -443,6 +452,9 @@ class WeightUpdater:
         # Until the commit, engines report the version `unverified-N`, so that no response can be attributed to a
         # version.
         self._on_rank_0(phases, "begin", Engines.set_version, f"{UNVERIFIED_VERSION}{version}")
+        if compared_version is not None:
+            # Compare before the session opens: an engine with an open session answers no request for checksums.
+            self._compare_memory(phases, compared_version)
         meeting_point = self._with_strategy(phases, "begin", Strategy.meeting_point)
         self._share(phases.error, title)
         meeting_points = self.source.all_gather(meeting_point)
@@ -506,9 +518,12 @@ class WeightUpdater:
     def _is_memory_due(self, previous_version: int | None) -> bool:
         if not self.compare_before_every or previous_version is None or not self._has_digests:
             return False
+        if self.leave_devices is not None:
+            # Engines on shared devices have released their weights.
+            return False
         return self._since["memory"] + 1 >= self.compare_before_every
 
-    def _compare_memory(self, phases: Phases, version: int | None) -> None:
+    def _compare_memory(self, phases: Phases, version: int) -> None:
         """Compare the paused engines' weights with those that were verified as ``version``. Collective.
 
         Raises AlteredEngineError on every rank. A server that does not answer fails the update as in any other phase.
