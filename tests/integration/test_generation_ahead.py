@@ -278,7 +278,8 @@ def test_kills_count_nothing_twice(killed):
         trained = [line["step"] for line in read if line.get("set", "training") == "training"]
         assert trained == [r["step"] for r in records[1:] for _ in range(lines)], name
     summary = summary_of(killed)
-    assert summary["weight_updates"] == summary["weight_updates_verified"] >= len(records)
+    # Steps that are repeated from kept responses send no update.
+    assert 0 < summary["weight_updates"] == summary["weight_updates_verified"]
 
 
 def test_kills_leave_the_weights_of_a_run_that_nobody_disturbed(killed, tmp_path):
