@@ -158,8 +158,9 @@ def test_responses_are_parsed_beside_this_process_and_told_as_they_come(open_sma
     answers = session.finish(generation)
     assert [t.token_ids.tolist() for t in answers] == [[3, 4, 3], [3, 4, 3], [9, 9], [9, 9]]
     assert sorted(told) == [((p, s), "engine0") for p in (0, 1) for s in (0, 1)]
-    assert session._connections.parser._child is not None
-    assert session._connections.parser._child[0].poll() is None
+    worker = session._connections.parser._worker
+    assert worker is not None
+    assert not worker.ended.is_set()
 
 
 def test_rank_0_keeps_the_record_where_a_launcher_started_the_ranks(tmp_path, monkeypatch):
