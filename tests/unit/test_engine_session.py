@@ -160,7 +160,7 @@ def test_responses_are_parsed_beside_this_process_and_told_as_they_come(open_sma
     assert sorted(told) == [((p, s), "engine0") for p in (0, 1) for s in (0, 1)]
     worker = session._connections.parser._worker
     assert worker is not None
-    assert not worker.ended.is_set()
+    assert not worker.ended.done()
 
 
 def test_rank_0_keeps_the_record_where_a_launcher_started_the_ranks(tmp_path, monkeypatch):
