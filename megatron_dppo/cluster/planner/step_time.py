@@ -191,8 +191,8 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
     trainer, rollout, device = facts.trainer, facts.rollout, cluster.device
     rate = trainer.layout.world_size * device.flops * _utilisation(trainer)
     slowdown = UNBALANCED * (1 + bubble(trainer.layout, trainer.micro_batches))
-    num_layers = trainer.shape.num_layers
-    slowdown *= trainer.layout.most_stage_layers(num_layers) * trainer.layout.pipeline / num_layers
+    mean_layers = trainer.shape.num_layers / trainer.layout.pipeline
+    slowdown *= _stage_layers(trainer) / mean_layers
     length, tokens = rollout.mean_length, rollout.tokens
     head = head_flops(trainer, rollout)
     training_pass = tokens * (_training_flops(trainer, length) + head.training) / rate * slowdown
@@ -253,6 +253,13 @@ def _training_flops(trainer: TrainerFacts, length: float) -> float:
     return full_flops - linear_flops(trainer.shape)
 
 
+def _stage_layers(trainer: TrainerFacts) -> float:
+    """Return the layers of the largest pipeline stage, and the mean where the stages do not divide the layers."""
+    num_layers = trainer.shape.num_layers
+    layout = trainer.layout
+    return max(layout.most_stage_layers(num_layers), num_layers / layout.pipeline)
+
+
 def _utilisation(trainer: TrainerFacts) -> float:
     if trainer.shape.is_moe:
         return MOE_UTILISATION
@@ -281,7 +288,7 @@ def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:
     device, node = cluster.device, cluster.gpus_per_node
     passes = 3 if trainer.recompute == "full" else 2
     tokens = facts.rollout.tokens / (layout.data * layout.context)  # tokens of one rank
-    layers = layout.most_stage_layers(shape.num_layers)
+    layers = _stage_layers(trainer)
     hidden = tokens * shape.hidden_size * trainer.item_bytes * layers * passes
     tensor = 4 * hidden * (layout.tensor - 1) / layout.tensor / _link(device, layout.tensor <= node)
     expert = 0.0
