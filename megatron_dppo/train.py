@@ -152,7 +152,7 @@ def _stage_faults(
 
 
 def _further_faults(remainder: Remainder, options: argparse.Namespace) -> list[str]:
-    """What the later checks find in a configuration whose values have faults of their own."""
+    """Return the faults that later checks find in a configuration with faulty values."""
     _, faults = _stage_faults(remainder.config, options, remainder.faulty_keys)
     if not remainder.has_faulty(_PLACED):
         faults += _machine_faults(remainder.config)

@@ -118,12 +118,8 @@ def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
         if ranks > machine.gpus:
             yield f"GPUs: {ranks} ranks need one each, this machine has {machine.gpus}"
         return
-    per_server = 1
-    for key in ("tp_size", "pp_size"):
-        size = config.sglang.get(key)
-        # Another check refuses a value that is no number.
-        if isinstance(size, int):
-            per_server *= max(1, size)
+    sglang = config.sglang
+    per_server = int(sglang.get("tp_size") or 1) * int(sglang.get("pp_size") or 1)
     processes = ranks + servers * per_server
     most = config.run.processes_per_core
     if processes > most * machine.cores:

@@ -22,7 +22,7 @@ _REPORT = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 
 @dataclass(frozen=True)
 class SchedulerState:
-    """What the orders of weight updates have left in a server.
+    """The state in which the calls of earlier weight updates left a server.
 
     Attributes:
         is_paused: whether the server holds back every request.

@@ -20,7 +20,7 @@ LIBRARIES: Mapping[str, Sequence[str]] = {
     "megatron_dppo.train": ("megatron_dppo.loop.run", "megatron_dppo.loop"),
     "megatron_dppo.supervised": ("megatron_dppo.data.problems", "megatron_dppo.trainer.trainer"),
 }
-"""By the module that ranks run: the modules that they import."""
+"""Module of a rank's command -> modules that the fork server imports for it."""
 
 
 class ForkedRankGroup(RankGroup):

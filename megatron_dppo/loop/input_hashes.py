@@ -80,7 +80,7 @@ class BackgroundHashes:
         own_names = [names[i] for i in shares[topology.rank]]
         pool = ThreadPoolExecutor(1, "hash")
         self._own = pool.submit(lambda: {name: sha256_of(files[name]) for name in own_names})
-        # What was submitted still runs; the thread ends after it.
+        # The submitted job still runs; the thread ends after it.
         pool.shutdown(wait=False)
 
     def wait(self) -> dict[str, str]:

@@ -634,7 +634,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="refuse where the recipe's model or data is not on this machine",
     )
-    # For the job of `megatron-dppo slurm submit --rehearse`.
+    # The job of `megatron-dppo slurm submit --rehearse` sets the next options; users do not.
     parser.add_argument("--on-nodes", choices=("cpu", "gpu"), help=argparse.SUPPRESS)
     parser.add_argument("--called", help=argparse.SUPPRESS)
     return parser

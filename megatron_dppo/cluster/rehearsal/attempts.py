@@ -151,7 +151,7 @@ class RunForm:
 
 LOCAL = RunForm(
     (sys.executable, "-m", TRAIN),
-    # It acts as Ctrl-C.
+    # The supervisor treats SIGINT as Ctrl-C.
     signal.SIGINT,
     # Ranks and servers are processes of CPUs, also on a machine with GPUs.
     {"CUDA_VISIBLE_DEVICES": ""},

@@ -84,7 +84,7 @@ def _takes_submission(parser: argparse.ArgumentParser) -> None:
 
 def _takes_supervision(parser: argparse.ArgumentParser) -> None:
     _takes_recipe(parser)
-    # For the job of `submit --rehearse`.
+    # The job of `submit --rehearse` sets the next options; users do not.
     parser.add_argument("--rehearse", metavar="CALLED", help=argparse.SUPPRESS)
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--roles-of", metavar="FILE", help=argparse.SUPPRESS)

@@ -58,18 +58,16 @@ def rehearse_in_job(recipe: str, site_file: str | None, called: str) -> int:
         configure_logging(directory.path, None)
         form = site.form(str(Path.cwd()), server=False)
         steps = Steps(directory, form, site.container.interpreter, StopRequests({}))
-        preparation = _Preparation(
-            config, Path(recipe), steps, "gpu" if job.gpus else "cpu", called
-        )
+        setup = _RehearsalSetup(config, Path(recipe), steps, "gpu" if job.gpus else "cpu", called)
         hosts = tuple(dict.fromkeys((*placement.rank_hosts, *placement.server_hosts)))
-        if code := preparation.run(hosts):
+        if code := setup.run(hosts):
             return code
         runs = _supervised(Path(recipe), site_path_given)
-        return prepared_rehearsal(preparation.words, runs).run_prepared()
+        return prepared_rehearsal(setup.words, runs).run_prepared()
 
 
 @dataclass(frozen=True)
-class _Preparation:
+class _RehearsalSetup:
     """The steps of a rehearsal before its runs. ``kind``: whether it uses the GPUs of the nodes."""
 
     config: TrainConfig
