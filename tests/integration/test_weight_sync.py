@@ -32,6 +32,7 @@ from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
 from megatron_dppo.weight_sync.engines import GRACE_S, Bucket, EngineFaultError, Engines
 from megatron_dppo.weight_sync.transaction import (
+    AlteredEngineError,
     UpdateReport,
     WeightUpdateError,
     WeightUpdater,
@@ -241,6 +242,24 @@ def test_the_canary_sees_what_checksums_cannot(served: Served, trained: Path) ->
     assert report.canary.max_abs_diff < 1e-4
     assert 0 < report.canary.decode_max_abs_diff < 1e-4
     assert_serves(served, trained, 31)
+
+
+def test_weights_that_changed_since_the_last_update_are_noticed_before_the_next(
+    served: Served, trained: Path
+) -> None:
+    """An engine answers no request for checksums once the session of an update is open."""
+    new = read(trained)
+    updates = updater(served.weights(), Source(new))
+    updates.compare_before_every = 1
+    assert updates.update(33).verified
+    assert updates.update(34).verified
+    other = {name: tensor.clone() for name, tensor in new.items()}
+    other["model.norm.weight"] += 1
+    assert updater(served.weights(), Source(other)).update(35).verified
+    with pytest.raises(AlteredEngineError, match=r"version 34.*model\.norm\.weight"):
+        updates.update(36)
+    assert served.version() == "unverified-36"
+    assert updater(served.weights(), Source(new)).update(37).verified
 
 
 class Spoiled(EngineWeights):
