@@ -439,7 +439,7 @@ def check_versions(request: GenerationRequest, result: Trajectory, models: list)
     versions = result.columns["weight_version"]
     logits = torch.stack([reference_logits(m, request, result) for m in models])
     by_version = torch.log_softmax(logits, dim=-1)
-    assert gap(result, by_version, versions).max() < 2e-6
+    assert gap(result, by_version, versions).max() < 5e-6
     of_tokens = by_version[versions.astype(np.int64), np.arange(result.sampled)]
     # By their values: of two ids that differ by rounding either is in the Top-3.
     ids = torch.from_numpy(result.columns["topk_ids"].astype(np.int64))

@@ -81,7 +81,7 @@ def check_step(directory: Path, step: int, advantages: Callable[..., Sequence[fl
     """One mini-batch at the rollout's weights: pi is mu, and nothing but sampled tokens counts."""
     batch = load_batch(directory / "rollouts", step)
     (record,) = [r for r in records_of(directory) if r["step"] == step]
-    assert max(gap_of(t).max() for t in batch) < 2e-6
+    assert max(gap_of(t).max() for t in batch) < 5e-6
     assert record["r3/agreement_first"] == 1.0
     assert record["r3/unrecorded_share"] == record["r3/discarded_tokens"] == 0
     assert record["policy/tokens"] == sum(t.sampled for t in batch)
@@ -245,7 +245,7 @@ def answer_to(turn: Any) -> str | None:
 def test_a_tools_trajectories_have_them_too_and_the_engines_topk(ahead, batches):
     check_step(ahead.directory, 1, of_the_whole)
     gaps = [t.column("loss_topk_log_probs") - t.column("topk_log_probs") for t in batches[1]]
-    assert max(np.abs(gap).max() for gap in gaps) < 2e-6
+    assert max(np.abs(gap).max() for gap in gaps) < 5e-6
     assert sum(t.turns > 1 for t in batches[1]) > len(batches[1]) / 4
 
 
@@ -327,7 +327,7 @@ def test_tokens_and_routing_are_of_their_own_version_where_updates_interrupt_tur
         assert record["rollout/staleness_max"] == (0 if step == 1 else 1)
         # Those that the trainer's weights drew, all rows of which it recorded too: of them pi is mu here too.
         newest = [t for t in batch if (t.column("weight_version") == step - 1).all()]
-        assert all(gap_of(t).max() < 2e-6 for t in newest)
+        assert all(gap_of(t).max() < 5e-6 for t in newest)
     assert min(interrupted, between, discarded) > 0
 
 
@@ -354,7 +354,7 @@ def test_other_layouts_have_them_too(ahead, batches, tools_config, tmp_path, lay
     check_step(again.directory, 1, of_the_whole)
     gaps = [gap_of(t)[of_version_0(t)] for t in load_batch(again.directory / "rollouts", 2)]
     assert len(np.concatenate(gaps)) > 0
-    assert np.concatenate(gaps).max() < 2e-6
+    assert np.concatenate(gaps).max() < 5e-6
 
 
 def of_version_0(t: Trajectory) -> np.ndarray:
