@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_dppo"
 LAYERS = (  # from the ground up; a module may import its own package and everything below
     {"logging"},
     {"system"},
-    {"tensor_hash"},
+    {"block_fp8", "tensor_hash"},
     {"model"},
     {"metrics"},
     {"algorithms", "vocab_parallel"},

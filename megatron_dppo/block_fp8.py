@@ -1,0 +1,89 @@
+"""Quantisation of matrices to block FP8: e4m3 values, with one fp32 scale for each block of 128 x 128 elements.
+
+Values and scales have the layout of a serialised checkpoint (``quantization_config: {quant_method: fp8,
+weight_block_size: [128, 128]}``): ``weight`` of shape ``[n, k]``, and ``weight_scale_inv`` of shape
+``[ceil(n / 128), ceil(k / 128)]``, with weight = value * scale. Blocks at the lower and right edge may be smaller.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+"""Rows and columns of a block of a weight, and the columns of a block of activations."""
+DTYPE = torch.float8_e4m3fn
+LARGEST = torch.finfo(DTYPE).max
+"""448, the largest value of e4m3."""
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+_SMALLEST_ACTIVATION = 1e-10
+"""The largest magnitude that SGLang's kernel assumes for a block of activations that are all smaller."""
+
+
+class BlockFp8(NamedTuple):
+    """Quantised values (e4m3), and their scales (fp32)."""
+
+    values: Tensor
+    scales: Tensor
+
+
+def quantize(weight: Tensor) -> BlockFp8:
+    """Quantise ``weight`` ``[n, k]``: a block's largest magnitude becomes 448.
+
+    The scale is fp32(amax / 448), at least the smallest normal number, and 1 for a block of zeros. A value is
+    e4m3(fp32(w / scale)), rounded to nearest even. A block with an infinity or NaN has such a scale and such values.
+    """
+    n, k = weight.shape
+    blocks = _blocks(weight.float())
+    amax = blocks.abs().amax(dim=(1, 3))
+    scales = torch.where(amax == 0, 1.0, (amax / LARGEST).clamp_min(_SMALLEST_SCALE))
+    scaled = blocks / scales[:, None, :, None]
+    values = scaled.clamp_(-LARGEST, LARGEST).to(DTYPE)
+    whole = values.reshape(values.shape[0] * BLOCK, values.shape[2] * BLOCK)
+    return BlockFp8(whole[:n, :k].contiguous(), scales)
+
+
+def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return value * scale of a matrix, computed in fp32 and rounded to ``dtype``.
+
+    Raises ValueError if the shape of ``scales`` is not that of the blocks of ``values``.
+    """
+    n, k = values.shape
+    grid = scale_shape(n, k)
+    if tuple(scales.shape) != grid:
+        raise ValueError(
+            f"block FP8: scales have shape {tuple(scales.shape)}, expected {grid} for a matrix of shape {(n, k)}"
+        )
+    by_row = scales.float().repeat_interleave(BLOCK, 0)[:n]
+    return (values.float() * by_row.repeat_interleave(BLOCK, 1)[:, :k]).to(dtype)
+
+
+def scale_shape(n: int, k: int) -> tuple[int, int]:
+    """Return the shape of the scales of an ``[n, k]`` matrix."""
+    return -(-n // BLOCK), -(-k // BLOCK)
+
+
+def round_activations(x: Tensor) -> Tensor:
+    """Return ``x`` ``[..., k]`` in fp32 as a W8A8 kernel reads it: quantised by 1 x 128, and dequantised.
+
+    The arithmetic is that of SGLang's ``_per_token_group_quant_8bit``. Raises ValueError if k is no multiple of 128.
+    """
+    if x.shape[-1] % BLOCK:
+        raise ValueError(
+            f"block FP8: activations have width {x.shape[-1]}, expected a multiple of {BLOCK}"
+        )
+    groups = x.float().unflatten(-1, (-1, BLOCK))
+    scales = groups.abs().amax(-1, keepdim=True).clamp_min(_SMALLEST_ACTIVATION) / LARGEST
+    values = (groups * (1.0 / scales)).clamp(-LARGEST, LARGEST).to(DTYPE)
+    return (values.float() * scales).flatten(-2)
+
+
+def _blocks(matrix: Tensor) -> Tensor:
+    """Return the blocks ``[n / 128, 128, k / 128, 128]`` of a matrix, filled up with zeros at its edges."""
+    n, k = matrix.shape
+    rows, columns = scale_shape(n, k)
+    padding = (0, columns * BLOCK - k, 0, rows * BLOCK - n)
+    padded = torch.nn.functional.pad(matrix, padding)
+    return padded.reshape(rows, BLOCK, columns, BLOCK)
