@@ -193,6 +193,8 @@ def certificate_of(body: Mapping[str, Any]) -> Certificate:
     """Convert the result of ``read_body`` to a certificate."""
     model = dict(body["model"])
     scaling = model.pop("rope_scaling")
+    # JSON has no tuples.
+    model["dense_layers"] = tuple(model.get("dense_layers", ()))
     return Certificate(
         form=body["form"],
         shape=ModelShape(**model, rope_scaling=Llama3RopeScaling(**scaling) if scaling else None),

@@ -32,7 +32,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_dppo.checkpoint_conversion.dist_reading import Box, TensorBlock
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec, byte_view, row_blocks
-from megatron_dppo.checkpoint_conversion.torch_dist import StackedParameter, stacked_parameters
+from megatron_dppo.checkpoint_conversion.torch_dist import (
+    StackedParameter,
+    stack_sizes,
+    written_parameter,
+)
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import LocalParameter, local_parameters
 from megatron_dppo.model.shape import ModelShape
@@ -217,7 +221,7 @@ class _Chunk:
     def block(self, shape: ModelShape, dtype: torch.dtype) -> TensorBlock:
         lead = self.stacked.index
         dims = self.parameter.shape
-        stack = (shape.num_layers, shape.num_experts)[: len(lead)]
+        stack = stack_sizes(shape, self.stacked)
         offsets = (*lead, self.start, *(0 for _ in dims[1:]))
         sizes = (*(1 for _ in lead), self.count, *dims[1:])
         return TensorBlock(self.stacked.key, (*stack, *dims), Box(offsets, sizes), dtype)
@@ -227,7 +231,7 @@ def _chunks(shape: ModelShape, dtype: torch.dtype) -> Iterator[_Chunk]:
     """Yield the chunks of the model in order: gates and ups separately, the vocabulary in blocks, queries with their
     keys and values."""
     for p in local_parameters(shape, Layout(), 0):
-        stacked = stacked_parameters(p.name)[0]
+        stacked = written_parameter(shape, p.name)
         sources = {s.hf_name for s in p.segments}
         if len(sources) == 1:
             for start, count in row_blocks(TensorSpec(p.shape, dtype)):
@@ -257,7 +261,7 @@ def _extra_states(shape: ModelShape) -> Iterable[str]:
     """Keys of the modules' extra states: one object for each layer, or for each layer and expert."""
     keys: dict[str, None] = {}
     for p in local_parameters(shape, Layout(), 0):
-        stacked = stacked_parameters(p.name)[0]
+        stacked = written_parameter(shape, p.name)
         module = stacked.key.rpartition(".")[0]
         # Only Transformer Engine's modules have an extra state.
         if "router" in module or module in ("embedding.word_embeddings", "output_layer"):
@@ -269,7 +273,7 @@ def _extra_states(shape: ModelShape) -> Iterable[str]:
         modules = [module]
         if module.endswith("linear_qkv"):
             modules.append(module.replace("linear_qkv", "core_attention"))
-        sizes = (shape.num_layers, shape.num_experts)[: len(stacked.index)] or (1,)
+        sizes = stack_sizes(shape, stacked) or (1,)
         shard = ".".join(map(str, stacked.index or (0,)))
         for name in modules:
             keys[f"{name}._extra_state/shard_{shard}_{'.'.join(map(str, sizes))}"] = None

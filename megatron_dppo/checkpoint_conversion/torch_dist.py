@@ -29,7 +29,7 @@ from megatron_dppo.checkpoint_conversion.dist_reading import Box, StoredBlocks, 
 from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.model.families import family_of
+from megatron_dppo.model.families import family_of, layers_are_alike
 from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
@@ -67,6 +67,23 @@ def stacked_parameters(name: str) -> list[StackedParameter]:
         StackedParameter(f"decoder.layers.{local_name}", (number, *index)),
         StackedParameter(f"decoder.layers.{number}.{local_name}", index),
     ]
+
+
+def written_parameter(shape: ModelShape, name: str) -> StackedParameter:
+    """The position at which a single-rank parameter is written, which is Megatron-Core's: stacked over layers if all
+    layers have the same parameters, else in a tensor for each layer."""
+    candidates = stacked_parameters(name)
+    if layers_are_alike(shape):
+        return candidates[0]
+    return candidates[-1]
+
+
+def stack_sizes(shape: ModelShape, parameter: StackedParameter) -> tuple[int, ...]:
+    """Sizes of the axes of ``parameter.index``: layers and experts, or experts alone."""
+    sizes = (shape.num_layers, shape.num_experts)
+    if not layers_are_alike(shape):
+        sizes = sizes[1:]
+    return sizes[: len(parameter.index)]
 
 
 class TorchDistFolder(Closing):

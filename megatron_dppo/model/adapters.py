@@ -218,13 +218,14 @@ def adapted_linears(
     """All linears with adapters of global ``rank``, in model order."""
     coordinates = layout.coordinates(rank)
     family = family_of(shape)
-    rules = [r for r in (*family.layer, *family.expert) if _adapted_sources(adapters, r)]
     linears = []
     for chunk in range(layout.chunks):
         for local_layer, layer in enumerate(local_layers(shape, layout, coordinates.pp, chunk)):
             numbers = chunk, local_layer, layer
+            rules = (*family.rules_of(shape, layer), *family.expert_rules_of(shape, layer))
             for rule in rules:
-                linears.append(_linear(adapters, shape, layout, coordinates, rule, numbers))
+                if _adapted_sources(adapters, rule):
+                    linears.append(_linear(adapters, shape, layout, coordinates, rule, numbers))
     if coordinates.pp < layout.pipeline - 1:
         return linears
     numbers = layout.chunks - 1, 0, shape.num_layers
@@ -253,7 +254,7 @@ def trained_elements(shape: ModelShape, adapters: Adapters | None, *, routers: b
         return mapping.parameters(shape)
     elements = sum(map(math.prod, adapter_tensors(adapters, shape).values()))
     if routers:
-        elements += shape.num_layers * shape.num_experts * shape.hidden_size
+        elements += len(shape.moe_layers) * shape.num_experts * shape.hidden_size
     return elements
 
 

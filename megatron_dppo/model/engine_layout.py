@@ -49,11 +49,10 @@ def check_engine_sizes(shape: ModelShape, engine: EngineLayout) -> None:
             ),
         ]  # fmt: skip
     else:
+        checks.append((engine.expert == 1, f"a dense model into expert {engine.expert}"))
+    if len(shape.moe_layers) < shape.num_layers:
         width = shape.ffn_hidden_size
-        checks += [
-            (width % tensor == 0, f"MLP width {width} into tensor {tensor}"),
-            (engine.expert == 1, f"a dense model into expert {engine.expert}"),
-        ]
+        checks.append((width % tensor == 0, f"MLP width {width} into tensor {tensor}"))
     uneven = [text for divides, text in checks if not divides]
     if uneven:
         raise LayoutError(f"the engine's layout does not divide the model: {'; '.join(uneven)}")

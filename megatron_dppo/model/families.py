@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,20 @@ class ConfigFacts:
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             return self._wrong(keys, value, "a positive integer", 1)
         return value
+
+    def count(self, key: str, default: int = 0) -> int:
+        """A whole number, which may be 0."""
+        value = self._first((key,), default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            return self._wrong((key,), value, "0 or a positive integer", default)
+        return value
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers; empty without the key."""
+        value = self._first((key,), [])
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            return self._wrong((key,), value, "a list of integers", ())
+        return tuple(value)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive real number. Python's JSON reader also accepts NaN and Infinity, which are errors here."""
@@ -208,6 +224,41 @@ def read_decoder_shape(
     return ModelShape(**{**fields, **extra})
 
 
+def read_dense_layers(facts: ConfigFacts) -> tuple[int, ...]:
+    """Read which layers of a mixture of experts have a dense MLP.
+
+    They are the first ``first_k_dense_replace`` layers, those of ``mlp_only_layers``, and all but every
+    ``decoder_sparse_step``-th layer. A family calls this function if SGLang's model reads the same keys.
+    """
+    first_layers = facts.count("first_k_dense_replace")
+    listed_layers = facts.numbers("mlp_only_layers")
+    step = facts.positive("decoder_sparse_step", default=1)
+    dense_layers = []
+    for layer in range(min(facts.positive("num_hidden_layers"), _MOST_LAYERS)):
+        if layer < first_layers or layer in listed_layers or (layer + 1) % step:
+            dense_layers.append(layer)
+    return tuple(dense_layers)
+
+
+LayerSet = Callable[[ModelShape, int], bool]
+"""Function from a model and the number of one of its layers to whether the layer is in the set."""
+
+
+def every_layer(shape: ModelShape, layer: int) -> bool:
+    """All layers."""
+    return True
+
+
+def routed_layers(shape: ModelShape, layer: int) -> bool:
+    """The layers whose MLP is a mixture of experts."""
+    return shape.is_moe and layer not in shape.dense_layers
+
+
+def dense_layers(shape: ModelShape, layer: int) -> bool:
+    """The layers whose MLP is dense."""
+    return not routed_layers(shape, layer)
+
+
 @dataclass(frozen=True)
 class Source:
     """A Hugging Face tensor: name template and symbolic dimensions (keys of ``ModelShape.sizes``)."""
@@ -229,13 +280,14 @@ class Rule:
     """Megatron parameter <- Hugging Face tensors, cut by ``split``.
 
     ``engine`` is SGLang's parameter of the same tensors. None: a parameter with the Hugging Face name that is cut as in
-    Megatron, except that SGLang pads a vocabulary differently.
+    Megatron, except that SGLang pads a vocabulary differently. A layer outside of ``layers`` does not have the row.
     """
 
     megatron: str
     split: splits.Split
     sources: tuple[Source, ...]
     engine: EngineRow | None = None
+    layers: LayerSet = every_layer
 
     @property
     def tensor_parallel(self) -> bool:
@@ -270,6 +322,11 @@ def layer_rule(
         tuple(Source(HF_LAYER + name, dims) for name, dims in sources),
         None if engine is None else EngineRow(HF_LAYER + engine[0], engine[1]),
     )
+
+
+def in_layers(layers: LayerSet, *rules: Rule) -> tuple[Rule, ...]:
+    """The ``rules``, in ``layers`` only."""
+    return tuple(replace(rule, layers=layers) for rule in rules)
 
 
 def norm(megatron: str, hf: str, dim: str = "hidden") -> Rule:
@@ -411,7 +468,7 @@ class Family:
 
     ``model_type`` and ``architecture``: what config.json calls it, and its class in transformers and
     SGLang. ``read``: ModelShape from the file's entries; what the table does not describe it notes as a
-    fault. ``layer``: rows once a layer, before the experts. ``expert``: rows once an expert of a layer.
+    fault. ``layer``: rows once a layer, before the experts. ``expert``: rows once an expert of a layer that routes.
     ``megatron``: fields of Megatron's TransformerConfig that follow neither from the shape nor from the
     table. ``engine_keeps_output``: SGLang's model keeps an output matrix of its own, whatever
     ``tie_word_embeddings`` says. ``most_engine_ranks``: the most tensor-parallel ranks on which SGLang's model computes
@@ -430,9 +487,15 @@ class Family:
     final_norm: Rule = FINAL_NORM
     output: Rule = OUTPUT
 
-    def has_layer_parameter(self, name: str) -> bool:
-        """Whether a layer has Megatron's parameter ``name``, as ``self_attention.linear_qkv.bias``."""
-        return any(rule.megatron == MEGATRON_LAYER + name for rule in self.layer)
+    def rules_of(self, shape: ModelShape, layer: int) -> list[Rule]:
+        """The rows of ``layer`` before its experts."""
+        return [rule for rule in self.layer if rule.layers(shape, layer)]
+
+    def expert_rules_of(self, shape: ModelShape, layer: int) -> tuple[Rule, ...]:
+        """The rows of each expert of ``layer``; none if it is dense."""
+        if routed_layers(shape, layer):
+            return self.expert
+        return ()
 
     @property
     def vocabulary_tensors(self) -> tuple[str, str]:
@@ -447,6 +510,29 @@ FAMILIES: dict[str, Family] = {}
 def family_of(shape: ModelShape) -> Family:
     """The table that describes ``shape``."""
     return FAMILIES[shape.family]
+
+
+def has_layer_parameter(shape: ModelShape, name: str) -> bool:
+    """Whether a layer of the model has Megatron's parameter ``name``, such as ``self_attention.linear_qkv.bias``."""
+    rules = [rule for rule in family_of(shape).layer if rule.megatron == MEGATRON_LAYER + name]
+    return any(rule.layers(shape, layer) for rule in rules for layer in range(shape.num_layers))
+
+
+@cache
+def layers_are_alike(shape: ModelShape) -> bool:
+    """Whether all layers of the model have the same parameters, so that a checkpoint can stack them."""
+    family = family_of(shape)
+    rules = (*family.layer, *in_layers(routed_layers, *family.expert))
+    counts = {sum(rule.layers(shape, layer) for layer in range(shape.num_layers)) for rule in rules}
+    return counts <= {0, shape.num_layers}
+
+
+def layer_counts(shape: ModelShape, layers: Iterable[int]) -> list[tuple[Rule, int]]:
+    """Each row of ``layers`` before their experts, with the number of these layers that have it."""
+    counts = Counter[Rule]()
+    for layer in layers:
+        counts.update(family_of(shape).rules_of(shape, layer))
+    return list(counts.items())
 
 
 def load_model_shape(hf_dir: str | Path, *, quantized: bool = False) -> ModelShape:
@@ -541,6 +627,10 @@ def _check_relations(shape: ModelShape, facts: ConfigFacts) -> None:
         facts.fault(f"num_hidden_layers is {shape.num_layers}, expected at most {_MOST_LAYERS}")
     if shape.num_experts > _MOST_EXPERTS:
         facts.fault(f"num_experts is {shape.num_experts}, expected at most {_MOST_EXPERTS}")
+    if shape.is_moe and not shape.moe_layers:
+        facts.fault(
+            f"all {shape.num_layers} layers are dense, expected at least one layer with experts"
+        )
     heads = shape.num_attention_heads
     groups = shape.num_query_groups
     if heads % groups:

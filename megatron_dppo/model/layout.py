@@ -223,6 +223,14 @@ def local_layers(shape: ModelShape, layout: Layout, pp_rank: int, chunk: int) ->
     return range(start, start + chunk_sizes[pp_rank])
 
 
+def layers_of_stage(shape: ModelShape, layout: Layout, stage: int) -> list[int]:
+    """Global numbers of the layers in all model chunks of pipeline stage ``stage``."""
+    layers: list[int] = []
+    for chunk in range(layout.chunks):
+        layers += local_layers(shape, layout, stage, chunk)
+    return layers
+
+
 @dataclass(frozen=True)
 class LayoutFault:
     """One error in a layout. ``key`` is the field of LayoutSizes."""
@@ -243,8 +251,12 @@ def size_faults(sizes: LayoutSizes) -> list[LayoutFault]:
 
 def holding_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
     """The faults of sizes by which a model's parameters cannot be divided. The sizes must fit each other."""
-    expert_faults = _expert_faults if shape.is_moe else _dense_faults
-    return [*_attention_faults(sizes, shape), *expert_faults(sizes, shape)]
+    faults = list(_attention_faults(sizes, shape))
+    if len(shape.moe_layers) < shape.num_layers:
+        faults += _dense_faults(sizes, shape)
+    if shape.is_moe:
+        faults += _expert_faults(sizes, shape)
+    return faults
 
 
 def model_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
@@ -362,7 +374,7 @@ def _stage_faults(sizes: LayoutSizes, num_layers: int) -> Iterator[LayoutFault]:
 def _dense_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
     if shape.ffn_hidden_size % sizes.tensor:
         yield _divisor("tensor", sizes.tensor, f"MLP size {shape.ffn_hidden_size}")
-    if sizes.expert > 1:
+    if sizes.expert > 1 and not shape.is_moe:
         yield LayoutFault("expert", sizes.expert, f"1: {shape.family} is a dense model")
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron_dppo.model.engine_layout import EngineLayout, check_engine_sizes
 from megatron_dppo.model.errors import LayoutError
-from megatron_dppo.model.families import Family, Rule, Source, family_of
+from megatron_dppo.model.families import Rule, Source, family_of
 from megatron_dppo.model.layout import (
     Layout,
     RankCoordinates,
@@ -88,7 +88,7 @@ def hf_tensors(shape: ModelShape) -> dict[str, Dims]:
     output = []
     if not shape.tied_embeddings:
         output = [_MappingRow(family.output)]
-    layers = _layer_rows(family, range(shape.num_layers), range(shape.num_experts))
+    layers = _layer_rows(shape, range(shape.num_layers), range(shape.num_experts))
     tensors: dict[str, Dims] = {}
     for row in (_MappingRow(family.embedding), *layers, _MappingRow(family.final_norm), *output):
         for source in row.rule.sources:
@@ -186,12 +186,14 @@ class _MappingRow(NamedTuple):
     local_expert: int = 0
 
 
-def _layer_rows(family: Family, layers: range, experts: range) -> Iterator[_MappingRow]:
+def _layer_rows(shape: ModelShape, layers: range, experts: range) -> Iterator[_MappingRow]:
+    family = family_of(shape)
     for local_layer, layer in enumerate(layers):
-        for rule in family.layer:
+        for rule in family.rules_of(shape, layer):
             yield _MappingRow(rule, layer=layer, local_layer=local_layer)
+        expert_rules = family.expert_rules_of(shape, layer)
         for local_expert, expert in enumerate(experts):
-            for rule in family.expert:
+            for rule in expert_rules:
                 yield _MappingRow(rule, True, False, layer, local_layer, expert, local_expert)
 
 
@@ -207,7 +209,7 @@ def _chunk_rows(
     if is_first:
         yield _MappingRow(family.embedding)
     layers = local_layers(shape, layout, coordinates.pp, chunk)
-    yield from _layer_rows(family, layers, experts_of(shape, coordinates.ep, layout.expert))
+    yield from _layer_rows(shape, layers, experts_of(shape, coordinates.ep, layout.expert))
     if is_last:
         yield _MappingRow(family.final_norm)
         if not shape.tied_embeddings:
@@ -222,7 +224,7 @@ def _engine_rows(shape: ModelShape, engine: EngineLayout, ep_rank: int) -> Itera
     family = family_of(shape)
     yield _MappingRow(family.embedding)
     experts = experts_of(shape, ep_rank, engine.expert)
-    yield from _layer_rows(family, range(shape.num_layers), experts)
+    yield from _layer_rows(shape, range(shape.num_layers), experts)
     yield _MappingRow(family.final_norm)
     if not shape.tied_embeddings:
         yield _MappingRow(family.output)

@@ -43,7 +43,8 @@ class ModelShape:
     router's top-k probabilities are renormalised to sum to 1. With ``norms_all_heads`` the norms of queries and of keys
     span all heads together, instead of each head. ``shared_ffn_hidden_size`` is the width of the MLP that every token
     passes beside its experts, 0 for none. With ``gates_shared_expert`` its output is multiplied by the sigmoid of a
-    product of the token's hidden state and a weight.
+    product of the token's hidden state and a weight. ``dense_layers`` are the layers of a mixture of experts, from 0,
+    whose MLP is dense all the same.
     """
 
     family: str
@@ -67,18 +68,19 @@ class ModelShape:
     norms_all_heads: bool = False
     shared_ffn_hidden_size: int = 0
     gates_shared_expert: bool = False
+    dense_layers: tuple[int, ...] = ()
 
     @property
     def is_moe(self) -> bool:
-        """Whether every layer's MLP is a mixture of experts."""
+        """Whether the model has layers whose MLP is a mixture of experts."""
         return self.num_experts > 0
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers, from 0, whose MLP is a mixture of experts."""
-        if self.is_moe:
-            return tuple(range(self.num_layers))
-        return ()
+        if not self.is_moe:
+            return ()
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.dense_layers)
 
     def sizes(self) -> dict[str, int]:
         """The size of each symbolic dimension in a family's table."""
@@ -124,23 +126,24 @@ TOKENS = SequenceCost(1.0, 0.0)
 
 def active_parameters(shape: ModelShape) -> int:
     """Number of weights that multiply one token. With h the hidden size, q and kv the widths of all query and of
-    all key heads, f the width of an MLP, L the layers and V the vocabulary
+    all key heads, f the width of an MLP, L the layers, M those of them that route, and V the vocabulary
 
-        L * (h(2q + 2kv) + mlp) + hV,   mlp = 3hf  or  3hf * (experts a token) + h * experts + 3hs + hg
+        L * h(2q + 2kv) + (L - M) * 3hf + M * (3hf * (experts a token) + h * experts + 3hs + hg) + hV
 
     s is the width of the shared expert, and g is 1 where its output is gated.
     """
     sizes = shape.sizes()
     hidden = shape.hidden_size
+    routed_layers = len(shape.moe_layers)
+    dense_layers = shape.num_layers - routed_layers
     attention = hidden * (2 * sizes["query"] + 2 * sizes["kv"])
-    if shape.is_moe:
-        mlp = 3 * hidden * shape.moe_ffn_hidden_size * shape.experts_per_token
-        mlp += hidden * shape.num_experts
-        mlp += 3 * hidden * shape.shared_ffn_hidden_size + hidden * shape.gates_shared_expert
-    else:
-        mlp = 3 * hidden * shape.ffn_hidden_size
+    routed_mlp = 3 * hidden * shape.moe_ffn_hidden_size * shape.experts_per_token
+    routed_mlp += hidden * shape.num_experts
+    routed_mlp += 3 * hidden * shape.shared_ffn_hidden_size + hidden * shape.gates_shared_expert
+    dense_mlp = 3 * hidden * shape.ffn_hidden_size
+    layers = shape.num_layers * attention + routed_layers * routed_mlp + dense_layers * dense_mlp
     # Count the output layer, but not the embedding, which is looked up.
-    return shape.num_layers * (attention + mlp) + hidden * shape.vocab_size
+    return layers + hidden * shape.vocab_size
 
 
 def forward_flops(shape: ModelShape) -> SequenceCost:

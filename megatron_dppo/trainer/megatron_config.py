@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dppo.config import forwarded
 from megatron_dppo.config.schema import PolicyConfig
-from megatron_dppo.model.families import family_of
+from megatron_dppo.model.families import family_of, has_layer_parameter
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import platform
@@ -73,7 +73,6 @@ def _sum_model_grads(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -
 
 
 def _model_options(shape: ModelShape) -> dict[str, Any]:
-    family = family_of(shape)
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -85,9 +84,9 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
         "layernorm_epsilon": shape.norm_eps,
         # The flag means norms of each head by itself; with norms of all heads, Megatron-Core would also sum the
         # gradients of different ranks' weights.
-        "qk_layernorm": family.has_layer_parameter("self_attention.q_layernorm.weight")
+        "qk_layernorm": has_layer_parameter(shape, "self_attention.q_layernorm.weight")
         and not shape.norms_all_heads,
-        "add_qkv_bias": family.has_layer_parameter("self_attention.linear_qkv.bias"),
+        "add_qkv_bias": has_layer_parameter(shape, "self_attention.linear_qkv.bias"),
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": F.silu,
@@ -101,6 +100,7 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
 def _moe_options(shape: ModelShape, *, replay: bool) -> dict[str, Any]:
     return {
         "num_moe_experts": shape.num_experts,
+        "moe_layer_freq": _moe_layer_freq(shape),
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": shape.shared_ffn_hidden_size or None,
@@ -113,6 +113,13 @@ def _moe_options(shape: ModelShape, *, replay: bool) -> dict[str, Any]:
         "moe_grouped_gemm": True,
         "moe_enable_routing_replay": replay,
     }
+
+
+def _moe_layer_freq(shape: ModelShape) -> int | list[int]:
+    """Return 1 if all layers route, else a list of 1 or 0. Megatron-Core stacks layers in checkpoints only for 1."""
+    if not shape.dense_layers:
+        return 1
+    return [int(layer in shape.moe_layers) for layer in range(shape.num_layers)]
 
 
 def megatron_sizes(layout: Layout) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from megatron_dppo.cluster.planner.facts import TrainerFacts
 from megatron_dppo.cluster.planner.head_memory import head_bytes, logits_bytes
 from megatron_dppo.cluster.planner.schedules import chunks_in_flight
 from megatron_dppo.model.adapters import AdaptedLinear, adapted_linears
-from megatron_dppo.model.families import family_of
+from megatron_dppo.model.families import has_layer_parameter
+from megatron_dppo.model.layout import layers_of_stage
 
 _FLOAT = 4
 _INDEX = 8
@@ -201,8 +202,13 @@ def _router(s: LocalSizes, row_id_map: float) -> float:
     return (s.experts * (_FLOAT + 1) + topk_bytes + row_id_map) * s.rows
 
 
-def with_adapters(trained: LayerBytes, s: LocalSizes, trainer: TrainerFacts) -> LayerBytes:
-    """Convert ``trained``, the bytes of a layer with trained weights, to those of a frozen layer with adapters.
+def with_adapters(
+    trained: LayerBytes,
+    s: LocalSizes,
+    trainer: TrainerFacts,
+    number: int = 0,
+) -> LayerBytes:
+    """Convert ``trained``, the bytes of layer ``number`` with trained weights, to those of a frozen layer with them.
 
     - A frozen norm of torch keeps one fp32 tensor of its size less. A norm that is fused into an adapted linear is
       computed a second time for the adapter, and this second norm keeps its input in fp32 where the model is bfloat16.
@@ -215,8 +221,11 @@ def with_adapters(trained: LayerBytes, s: LocalSizes, trainer: TrainerFacts) -> 
     """
     assert trainer.trained is not None
     adapters = trainer.trained.adapters
-    linears = adapted_linears(adapters, trainer.shape, trainer.layout, 0)
-    layer = [linear for linear in linears if linear.layer == 0]
+    layout = trainer.layout
+    stages = range(layout.pipeline)
+    stage = next(i for i in stages if number in layers_of_stage(trainer.shape, layout, i))
+    linears = adapted_linears(adapters, trainer.shape, layout, stage * layout.stage_ranks)
+    layer = [linear for linear in linears if linear.layer == number]
     fused_norms = sum(_has_norm(linear) for linear in layer)
     if trainer.transformer_engine:
         norms = fused_norms * (2 * s.hidden * s.item + _FLOAT) * s.rows
@@ -292,21 +301,22 @@ class ActivationBytes:
         return self.layers + max(self.head + self.logits, self.recomputed) + self.working
 
 
-def layer_bytes(trainer: TrainerFacts, busiest: float = 1.0) -> LayerBytes:
-    """Return the bytes that one layer keeps for each token of a micro-batch.
+def layer_bytes(trainer: TrainerFacts, busiest: float = 1.0, number: int = 0) -> LayerBytes:
+    """Return the bytes that layer ``number`` keeps for each token of a micro-batch.
 
     ``busiest``: tokens of the rank's experts / the mean over ranks.
     """
     sizes = LocalSizes.of(
-        trainer, family_of(trainer.shape).has_layer_parameter("self_attention.q_layernorm.weight")
+        trainer, has_layer_parameter(trainer.shape, "self_attention.q_layernorm.weight")
     )
+    routes = number in trainer.shape.moe_layers
     kernels = torch_modules
     if trainer.transformer_engine:
         kernels = transformer_engine
-    layer = kernels(sizes, trainer.shape.is_moe)
+    layer = kernels(sizes, routes)
     if trainer.trained is not None:
-        layer = with_adapters(layer, sizes, trainer)
-    if not trainer.shape.is_moe:
+        layer = with_adapters(layer, sizes, trainer, number)
+    if not routes:
         return layer
     return LayerBytes(**{**vars(layer), "mlp": layer.mlp * busiest})
 
@@ -320,21 +330,30 @@ def activation_bytes(
     """Return the bytes of activations on each rank of ``stage``, for micro-batches of ``trainer.tokens`` tokens.
 
     layers = chunks in flight x layers of a chunk x tokens / CP x bytes that a layer keeps under the recompute setting.
+    Layers that route and dense layers are counted apart; a stage's chunks are assumed to have equal parts of each kind.
     Full recomputation runs each layer's forward again before its backward (``uniform``, one layer), so that all tensors
     of one layer exist in addition to the kept inputs. The working memory holds the gradients with respect to the widest
     tensors of a layer's backward pass: the input and the fused product of the experts (or of the MLP).
     """
-    layer = layer_bytes(trainer, busiest)
-    layers = trainer.layout.stage_layers(trainer.shape.num_layers, stage) // trainer.layout.chunks
+    routed: list[int] = []
+    dense: list[int] = []
+    for number in layers_of_stage(trainer.shape, trainer.layout, stage):
+        (routed if number in trainer.shape.moe_layers else dense).append(number)
     in_flight = chunks_in_flight(trainer.layout, stage, trainer.micro_batches)
-    layer_tensors = in_flight * layers * trainer.rank_tokens * layer.kept(trainer.recompute)
+    layer_tensors = whole_layer = working = 0.0
+    for numbers in filter(None, (routed, dense)):
+        layer = layer_bytes(trainer, busiest, numbers[0])
+        layers = len(numbers) / trainer.layout.chunks
+        layer_tensors += in_flight * layers * trainer.rank_tokens * layer.kept(trainer.recompute)
+        whole_layer = max(whole_layer, layer.whole)
+        working = max(working, _working(trainer, busiest, routes=numbers is routed))
     is_last = stage == trainer.layout.pipeline - 1
     return ActivationBytes(
         layers=round(layer_tensors),
         head=head_bytes(trainer, topk) if is_last else 0,
         logits=logits_bytes(trainer) if is_last else 0,
-        recomputed=round(trainer.rank_tokens * layer.whole) if trainer.recompute == "full" else 0,
-        working=round(trainer.rank_tokens * _working(trainer, busiest)),
+        recomputed=round(trainer.rank_tokens * whole_layer) if trainer.recompute == "full" else 0,
+        working=round(trainer.rank_tokens * working),
     )
 
 
@@ -353,17 +372,16 @@ def _exchanged(trainer: TrainerFacts, sizes: LocalSizes) -> float:
     return 2 * sizes.kv * ranks + sizes.query * (ranks + 1) / 2
 
 
-def _working(trainer: TrainerFacts, busiest: float) -> float:
+def _working(trainer: TrainerFacts, busiest: float, *, routes: bool) -> float:
     """Return the bytes of working memory for each token of a context-parallel rank.
 
     The working memory holds the gradients of the widest layer (for experts: 2h + 2f for each (token, expert) pair),
     those of the hidden states that tensor-parallel ranks gather (2h), and the tensors that attention exchanges between
-    context-parallel ranks.
+    context-parallel ranks. ``routes``: whether the layer's MLP is a mixture of experts.
     """
     sizes = LocalSizes.of(trainer, False)
     gathered_elements = 2 * sizes.hidden + _exchanged(trainer, sizes)
-    if trainer.shape.is_moe:
+    gradients = 2 * sizes.ffn
+    if routes:
         gradients = sizes.assignments * busiest * (2 * sizes.hidden + 2 * sizes.expert_ffn)
-    else:
-        gradients = 2 * sizes.ffn
     return (gathered_elements + gradients) * sizes.item

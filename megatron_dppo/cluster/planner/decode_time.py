@@ -166,7 +166,7 @@ def touched_parameters(shape: ModelShape, running: float) -> Touched:
     """
     if not shape.is_moe:
         return Touched(float(active_parameters(shape)), 0.0)
-    expert_size = shape.num_layers * 3.0 * shape.hidden_size * shape.moe_ffn_hidden_size
+    expert_size = len(shape.moe_layers) * 3.0 * shape.hidden_size * shape.moe_ffn_hidden_size
     dense_size = active_parameters(shape) - expert_size * shape.experts_per_token
     read_share = 1 - (1 - shape.experts_per_token / shape.num_experts) ** running
     return Touched(dense_size, expert_size * shape.num_experts * read_share)

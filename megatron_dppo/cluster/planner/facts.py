@@ -29,8 +29,8 @@ from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.placement import Roles
 from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linears, trained_elements
 from megatron_dppo.model.errors import ModelConfigError
-from megatron_dppo.model.families import Rule, family_of, load_model_shape
-from megatron_dppo.model.layout import Layout, LayoutSizes
+from megatron_dppo.model.families import Rule, family_of, layer_counts, load_model_shape
+from megatron_dppo.model.layout import Layout, LayoutSizes, layers_of_stage
 from megatron_dppo.model.mapping import shard_of
 from megatron_dppo.model.shape import ITEM_BYTES, OPTIMIZER_BYTES, ModelShape
 
@@ -93,21 +93,27 @@ def rank_parameters(shape: ModelShape, layout: Layout, stage: int) -> RankParame
     The counts agree with the list of ``model.mapping.local_parameters``: the family's rules, divided by their splits.
     """
     family = family_of(shape)
-    layers = layout.stage_layers(shape.num_layers, stage)
+    layers = layers_of_stage(shape, layout, stage)
     is_first = stage == 0
     is_last = stage == layout.pipeline - 1
-    dense = [(rule, layers) for rule in family.layer]
+    dense = layer_counts(shape, layers)
     dense += [(family.embedding, 1)] if is_first else []
     dense += [(family.final_norm, 1)] if is_last else []
     if is_last and not (shape.tied_embeddings and is_first):
         source = family.embedding if shape.tied_embeddings else family.output
         dense.append((source, 1))
-    experts = [(rule, layers * shape.num_experts // layout.expert) for rule in family.expert]
+    rank_experts = _routed(shape, layers) * shape.num_experts // layout.expert
+    experts = [(rule, rank_experts) for rule in family.expert]
     dense_counts = _counted(dense, shape, layout.tensor)
     expert_counts = _counted(experts, shape, layout.expert_tensor)
     if layout.expert == 1:
         return RankParameters(dense_counts + expert_counts, ())
     return RankParameters(dense_counts, expert_counts)
+
+
+def _routed(shape: ModelShape, layers: Iterable[int]) -> int:
+    """Count those of ``layers`` that have a router."""
+    return sum(layer in shape.moe_layers for layer in layers)
 
 
 def _counted(rules: Iterable[tuple[Rule, int]], shape: ModelShape, size: int) -> Counts:
@@ -151,8 +157,8 @@ class Trained:
                     dims = part.whole(factor, rank) if is_whole else part.local(factor, rank)
                     group.append((math.prod(dims) * max(1, len(linear.experts)), 1))
         if self.routers:
-            layers = layout.stage_layers(shape.num_layers, stage)
-            dense.append((shape.num_experts * shape.hidden_size, layers))
+            routers = _routed(shape, layers_of_stage(shape, layout, stage))
+            dense.append((shape.num_experts * shape.hidden_size, routers))
         return RankParameters(tuple(dense), tuple(experts))
 
     def elements(self, shape: ModelShape) -> int:
@@ -160,10 +166,10 @@ class Trained:
 
     def trained_base(self, shape: ModelShape, layout: Layout, stage: int) -> int:
         """Count the elements of the model's own parameters that ``stage`` trains: those of the routers."""
-        layers = layout.stage_layers(shape.num_layers, stage)
-        if self.routers:
-            return shape.num_experts * shape.hidden_size * layers
-        return 0
+        if not self.routers:
+            return 0
+        routers = _routed(shape, layers_of_stage(shape, layout, stage))
+        return shape.num_experts * shape.hidden_size * routers
 
 
 PACKING = 0.9

@@ -9,7 +9,7 @@ from functools import cache
 from megatron_dppo.cluster.planner import devices
 from megatron_dppo.cluster.planner.facts import EngineFacts, RolloutFacts
 from megatron_dppo.model import mapping
-from megatron_dppo.model.families import Rule, family_of
+from megatron_dppo.model.families import Rule, family_of, layer_counts
 from megatron_dppo.model.shape import ModelShape
 
 _ITEM = 2
@@ -44,13 +44,12 @@ def weight_bytes(shape: ModelShape, layout: mapping.EngineLayout) -> int:
     """Return the bytes of an engine rank's bf16 weights: the family's rules, split as SGLang does (``in_engine``)."""
     mapping.check_engine_layout(shape, layout)
     family = family_of(shape)
-    layers = shape.num_layers
-    rules = [(rule, layers) for rule in family.layer]
+    rules = layer_counts(shape, range(shape.num_layers))
     rules += [(family.embedding, 1), (family.final_norm, 1)]
     if not shape.tied_embeddings or mapping.keeps_untied_output(shape):
         rules.append((family.embedding, 1))
     total = sum(_elements(rule, shape, layout.tensor) * count for rule, count in rules)
-    experts = layers * shape.num_experts // layout.expert
+    experts = len(shape.moe_layers) * shape.num_experts // layout.expert
     total += sum(_elements(rule, shape, layout.expert_tensor) * experts for rule in family.expert)
     return total * _ITEM
 

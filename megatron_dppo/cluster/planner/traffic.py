@@ -79,9 +79,8 @@ def _gathered(facts: RunFacts) -> int:
     """Return the bytes of weights that trainer ranks send to each other before a weight update."""
     shape = facts.trainer.shape
     layout = facts.trainer.layout
-    experts = (
-        shape.num_layers * shape.num_experts * 3 * shape.hidden_size * shape.moe_ffn_hidden_size
-    )
+    expert_size = 3 * shape.hidden_size * shape.moe_ffn_hidden_size
+    experts = len(shape.moe_layers) * shape.num_experts * expert_size
     gathered_elements = (parameters(shape) - experts) * (layout.tensor - 1) / layout.tensor
     # Share of the experts' elements that the senders hold before they gather.
     sender_share = facts.senders / (layout.expert * layout.pipeline) / layout.expert_tensor

@@ -1,0 +1,168 @@
+"""Models whose layers differ: dense layers among layers with experts, in the tables and what is derived from them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
+from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
+from megatron_dppo.cluster.planner.facts import rank_parameters
+from megatron_dppo.cluster.planner.server_memory import weight_bytes
+from megatron_dppo.model.adapters import Adapters, adapter_tensors, trained_elements
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.errors import LayoutError, UnsupportedModelError
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import engine_parameters, hf_tensors, local_parameters
+from megatron_dppo.model.resharding import prove_rank_filled, prove_resharding
+from megatron_dppo.model.shape import ModelShape, active_parameters
+from tests.planted_families import mixed_family, planted
+from tests.tiny_models import save_tiny_model
+
+DENSE = (0, 2)
+LAYERS = 4
+
+
+@pytest.fixture(autouse=True)
+def family() -> Iterator[None]:
+    with planted(mixed_family()):
+        yield
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mixed")
+    return save_tiny_model(folder, "qwen3_moe", layers=LAYERS, mlp_only_layers=list(DENSE))
+
+
+@pytest.fixture
+def shape(hf: Path) -> ModelShape:
+    return load_model_shape(hf)
+
+
+def test_each_layer_has_the_tensors_that_transformers_saves(hf: Path, shape: ModelShape) -> None:
+    saved = {n: tuple(t.shape) for n, t in load_file(hf / "model.safetensors").items()}
+    assert hf_tensors(shape) == saved
+    assert shape.moe_layers == (1, 3)
+    assert "model.layers.2.mlp.gate_proj.weight" in saved
+    assert "model.layers.3.mlp.experts.7.up_proj.weight" in saved
+
+
+@pytest.mark.parametrize(
+    ("keys", "dense"),
+    [
+        ({"first_k_dense_replace": 3}, (0, 1, 2)),
+        ({"decoder_sparse_step": 2}, (0, 2)),
+        ({"mlp_only_layers": [3, 1]}, (1, 3)),
+        ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, (0, 1, 2)),
+        ({}, ()),
+    ],
+)
+def test_dense_layers_are_read_from_each_of_their_keys(tmp_path, hf, keys, dense) -> None:
+    values = json.loads((hf / "config.json").read_text())
+    del values["mlp_only_layers"]
+    values.pop("decoder_sparse_step", None)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**values, **keys}))
+    assert load_model_shape(path).dense_layers == dense
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("first_k_dense_replace", -1),
+        ("first_k_dense_replace", True),
+        ("mlp_only_layers", 1),
+        ("mlp_only_layers", ["1"]),
+        ("decoder_sparse_step", 0),
+    ],
+)
+def test_a_wrong_value_is_named(tmp_path, hf, key, value) -> None:
+    values = json.loads((hf / "config.json").read_text()) | {key: value}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(UnsupportedModelError, match=key):
+        load_model_shape(path)
+
+
+def test_a_mixture_of_experts_without_a_routed_layer_is_refused(tmp_path, hf) -> None:
+    values = json.loads((hf / "config.json").read_text()) | {"first_k_dense_replace": LAYERS}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(UnsupportedModelError, match="4 layers"):
+        load_model_shape(path)
+
+
+def test_it_converts_there_and_back_with_a_tensor_for_each_layer(hf, tmp_path) -> None:
+    certificate = hf_to_megatron(hf, tmp_path / "megatron")
+    assert certificate.shape.dense_layers == DENSE
+    with StoredBlocks(tmp_path / "megatron" / "release") as stored:
+        # Megatron-Core names the tensors so if ``moe_layer_freq`` is a list.
+        assert stored.tensors["decoder.layers.0.mlp.linear_fc1.weight"].dims == (256, 64)
+        experts = stored.tensors["decoder.layers.3.mlp.experts.experts.linear_fc1.weight"]
+        assert experts.dims == (8, 64, 64)
+        assert not [key for key in stored.tensors if key.startswith("decoder.layers.mlp")]
+    assert len(verify(hf, tmp_path / "megatron")) == len(certificate.tensors)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    first, second = (load_file(f / "model.safetensors") for f in (hf, tmp_path / "back"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(tensor=2, expert_tensor=2),
+    Layout(pipeline=2, virtual_pipeline=2, expert=4, data=4),
+    Layout(tensor=2, pipeline=2, expert=2, first_stage_layers=3, last_stage_layers=1),
+    Layout(pipeline=4, expert=2, data=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
+def test_every_element_moves_once_and_the_planner_counts_what_ranks_hold(shape, layout) -> None:
+    report = prove_resharding(shape, layout, EngineLayout(4, 2))
+    assert report.model_bytes == 2 * sum(math.prod(dims) for dims in hf_tensors(shape).values())
+    for rank in range(layout.world_size):
+        prove_rank_filled(shape, layout, rank)
+        held = sum(math.prod(p.shape) for p in local_parameters(shape, layout, rank))
+        stage = layout.coordinates(rank).pp
+        assert rank_parameters(shape, layout, stage).elements == held
+
+
+def test_the_planner_counts_what_an_engine_s_rank_holds(shape) -> None:
+    layout = EngineLayout(2, 2)
+    held = sum(math.prod(p.shape) for p in engine_parameters(shape, layout, 0))
+    assert weight_bytes(shape, layout) == 2 * held
+
+
+def test_weights_that_multiply_a_token_are_counted_by_layer(shape) -> None:
+    attention = 2 * 64 * 64 + 2 * 64 * 32
+    dense = 3 * 64 * 128
+    routed = 3 * 64 * 32 * 2 + 64 * 8
+    assert active_parameters(shape) == 4 * attention + 2 * dense + 2 * routed + 64 * 512
+
+
+def test_the_width_of_dense_layers_must_be_divisible_too(shape) -> None:
+    odd = replace(shape, ffn_hidden_size=130)
+    with pytest.raises(LayoutError, match="130"):
+        local_parameters(odd, Layout(tensor=4, expert=4), 0)
+    with pytest.raises(LayoutError, match="130"):
+        engine_parameters(odd, EngineLayout(4, 4), 0)
+
+
+def test_adapters_are_those_of_matrices_that_the_layers_have(shape) -> None:
+    modules = ("q_proj", "gate_proj", "up_proj", "down_proj")
+    adapters = Adapters(rank=2, alpha=4.0, modules=modules)
+    matrices = {name.removesuffix(".weight") for name in hf_tensors(shape)}
+    adapted = {name.rpartition(".")[0] for name in adapter_tensors(adapters, shape)}
+    assert adapted == {name for name in matrices if name.rpartition(".")[2] in modules}
+    elements = sum(map(math.prod, adapter_tensors(adapters, shape).values()))
+    assert trained_elements(shape, adapters, routers=True) == elements + 2 * 8 * 64
