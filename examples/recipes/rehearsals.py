@@ -1,6 +1,7 @@
 """Rehearse the recipes and further layouts, one at a time, and write the table of docs/rehearsal.md.
 
-python -m examples.recipes.rehearsals [NAME ...]    # rehearse those (all); NAME is a recipe or a layout of LAYOUTS
+python -m examples.recipes.rehearsals [NAME ...]    # rehearse those (all); NAME is a recipe or a name of FURTHER
+python -m examples.recipes.rehearsals --missing     # those that have no result in runs/rehearsals
 python -m examples.recipes.rehearsals --write       # put the results that are in runs/rehearsals into the table
 """
 
@@ -11,80 +12,129 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from examples.recipes.verdicts import NODES
+from megatron_dppo.cluster.rehearsal import RESULT
+from megatron_dppo.cluster.rehearsal.verdict import features
+from megatron_dppo.config import TrainConfig, load_config
+from megatron_dppo.model.layout import Layout
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "rehearsal.md"
 RESULTS = Path("runs") / "rehearsals"
 BEGIN, END = "<!-- rehearsals -->", "<!-- end of rehearsals -->"
-LAYOUTS: Mapping[str, tuple[str, Mapping[str, int]]] = {
+FURTHER: Mapping[str, tuple[str, Sequence[str]]] = {
     "TP2-PP2-EP4-DP2": (
         "qwen3_30b_a3b_r3",
-        {"world_size": 8, "tensor": 2, "pipeline": 2, "expert": 4, "expert_tensor": 1},
+        ["parallel={world_size: 8, tensor: 2, pipeline: 2, expert: 4, expert_tensor: 1}"],
     ),
-    "PP2-VPP2-EP8": (
+    "PP2-VPP2-EP8-topk": (
         "qwen3_30b_a3b_base_r3",
-        {"world_size": 16, "tensor": 1, "pipeline": 2, "virtual_pipeline": 2, "expert": 8},
+        [
+            "parallel={world_size: 16, pipeline: 2, virtual_pipeline: 2, expert: 8}",
+            "algorithm={name: dppo-topk-tv}",
+        ],
     ),
     "TP2-CP4-EP8": (
         "qwen3_30b_a3b_base_32k",
-        {"world_size": 8, "tensor": 2, "context": 4, "expert": 8, "expert_tensor": 1},
+        ["parallel={world_size: 8, tensor: 2, context: 4, expert: 8, expert_tensor: 1}"],
+    ),
+    "colocated": (
+        "qwen3_30b_a3b_r3",
+        [
+            "parallel={world_size: 4, tensor: 2, expert: 4, expert_tensor: 1}",
+            "engine.placement=colocated",
+            "weight_sync.strategy=tensor",
+        ],
     ),
 }
-"""Layouts that no recipe has: name -> a recipe and its ``parallel:`` keys."""
+"""Layouts and options that no recipe has: name -> a recipe and what replaces its values."""
+NAMES = (*NODES, *FURTHER)
+HEAD = [
+    "recipe",
+    "layout",
+    "ranks",
+    "verdict",
+    "CPU s",
+    "MiB a rank",
+    "gap",
+    "export, nats",
+    "found",
+]
+FOUND: Mapping[str, str] = {
+    "qwen3_30b_a3b_128k": "context parallelism, gradient",
+    "olmoe_1b_7b_gsm8k": "width of an expert",
+}
+"""Faults that a rehearsal found, in a few words; the page describes them below its table."""
 
 
 def words_of(name: str) -> list[str]:
     """The recipe and the overrides of a rehearsal."""
-    recipe, sizes = LAYOUTS.get(name, (name, {}))
-    path = HERE / f"{recipe}.yaml"
-    return [str(path), *(f"parallel.{key}={value}" for key, value in sizes.items())]
+    recipe, overrides = FURTHER.get(name, (name, ()))
+    return [str(HERE / f"{recipe}.yaml"), *overrides]
 
 
-def rehearse(name: str) -> int:
+def rehearse(name: str, results: Path = RESULTS) -> int:
     """Rehearse one of them; returns the exit code."""
     module = "megatron_dppo.cluster.rehearsal"
-    directory = f"--directory={RESULTS / name}"
+    directory = f"--directory={results / name}"
     command = [sys.executable, "-m", module, *words_of(name), directory]
     return subprocess.run(command, check=False).returncode
 
 
+def result_of(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
+    """The result of a rehearsal; None where there is none."""
+    path = results / name / RESULT
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
 def table(results: Path = RESULTS) -> str:
-    """Markdown of the rehearsals whose results are there."""
-    head = ["recipe", "layout", "ranks", "verdict", "CPU s", "MiB a rank: training", "at the end"]
-    head += ["gap", "export, nats"]
-    rows = [head, ["---"] * len(head)]
-    for name in [*NODES, *LAYOUTS]:
-        path = results / name / "rehearsal.json"
-        if path.is_file():
-            rows.append(_row(name, json.loads(path.read_text(encoding="utf-8"))))
+    """Markdown of all rehearsals; those without a result are named as not run."""
+    rows = [HEAD, ["---"] * len(HEAD)]
+    for name in NAMES:
+        result = result_of(name, results)
+        recipe = f"`{FURTHER.get(name, (name, ()))[0]}`"
+        if result is None:
+            row = [recipe, _layout(name), str(_config(name).parallel.world_size), "not run"]
+            rows.append([*row, *[""] * (len(HEAD) - len(row))])
+        else:
+            rows.append([recipe, _layout(name), str(result["ranks"]), *_cells(name, result)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _row(name: str, result: Mapping[str, Any]) -> list[str]:
+def _config(name: str) -> TrainConfig:
+    path, *overrides = words_of(name)
+    return load_config(path, overrides)
+
+
+def _layout(name: str) -> str:
+    """The layout and what else decides which code a recipe runs, without what all of them have."""
+    config = _config(name)
+    sizes = Layout.of(config.parallel.sizes).describe().partition(",")[0]
+    common = {"algorithm dppo-binary-tv", "reward math_verify"}
+    return ", ".join([sizes, *(part for part in features(config) if part not in common)])
+
+
+def _cells(name: str, result: Mapping[str, Any]) -> list[str]:
+    """Verdict, cost and findings."""
     measured = {row["label"]: row["measured"] for row in result["findings"]}
     missed = [row["label"] for row in result["findings"] if row["holds"] is False]
-    recipe = LAYOUTS.get(name, (name, {}))[0]
-    layout = measured.get("layout", "").partition(",")[0]
     verdict = "passed" if result["passed"] else f"failed: {', '.join(missed) or 'the run'}"
-    phases = [phase["memory_mib"] for phase in result["phases"].values()]
-    means = [memory["rank_mean"] for memory in phases if memory is not None]
-    training = result["phases"].get("train after resume") or {}
-    in_training = (training.get("memory_mib") or {}).get("rank_mean")
+    memories = [phase["memory_mib"] for phase in result["phases"].values()]
+    means = [memory["rank_mean"] for memory in memories if memory is not None]
     return [
-        f"`{recipe}`",
-        layout,
-        str(result["ranks"]),
         verdict,
         f"{sum(result['cpu_seconds']):.0f}",
-        "" if in_training is None else f"{in_training:.0f}",
         f"{max(means):.0f}" if means else "",
         measured.get("|pi - mu| at equal weights", ""),
         measured.get("export in transformers, nats", ""),
+        FOUND.get(name, "nothing"),
     ]
 
 
@@ -101,14 +151,17 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--missing", action="store_true", help="leave out what has a result")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     if options.write:
         page = written(PAGE.read_text(encoding="utf-8"), options.results)
         PAGE.write_text(page, encoding="utf-8")
         return 0
-    codes = [rehearse(name) for name in options.names or [*NODES, *LAYOUTS]]
-    return max(codes)
+    names = options.names or NAMES
+    if options.missing:
+        names = [name for name in names if result_of(name, options.results) is None]
+    return max((rehearse(name, options.results) for name in names), default=0)
 
 
 if __name__ == "__main__":

@@ -389,6 +389,7 @@ def run_to_the_end(
     *,
     errors: int | None = None,
     started: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    inherited: Sequence[int] = (),
 ) -> int:
     """Run ``command`` and return its exit code; signals that end the parent do not cut it short.
 
@@ -397,6 +398,7 @@ def run_to_the_end(
         env: its environment; None: this process's.
         errors: its standard error, as ``subprocess.Popen`` takes it; None: this process's.
         started: called with the process once it runs.
+        inherited: descriptors that it inherits, under the same numbers.
 
     A terminal sends Ctrl-C, and SIGHUP when it closes, to parent and child. ``subprocess.run`` would then kill the
     child after 0.25 s; here the parent ignores it and waits until the child has saved its state and ended. SIGTERM,
@@ -404,7 +406,9 @@ def run_to_the_end(
     """
     plain, secrets = split_environment(os.environ if env is None else env)
     # before signals are ignored: a child inherits that
-    process = subprocess.Popen(command, env=plain, stdin=subprocess.PIPE, stderr=errors)
+    process = subprocess.Popen(
+        command, env=plain, stdin=subprocess.PIPE, stderr=errors, pass_fds=tuple(inherited)
+    )
     feed(process, secrets)
     handlers: dict[int, Any] = {
         signal.SIGINT: signal.SIG_IGN,

@@ -60,7 +60,7 @@ class ForkedRankGroup(RankGroup):
         for path in self._outputs:
             keep_previous(path)
         if self._server is None or not self._server.is_alive:
-            libraries = (self._module, *LIBRARIES.get(self._module, ()))
+            libraries = libraries_of(self._module)
             with self._outputs[0].open("wb") as file:
                 self._server = ForkServer(libraries, self.environment(), file.fileno())
         variables = self.start_variables(number)
@@ -108,6 +108,11 @@ class ForkedRankGroup(RankGroup):
             return
         kill_families([self._server.process])
         remove_shared_tensors(self._server.pids())
+
+
+def libraries_of(module: str) -> tuple[str, ...]:
+    """The modules that the fork server of the ranks imports, whose command runs ``module``."""
+    return (module, *LIBRARIES.get(module, ()))
 
 
 def shares_imports(ranks: int, gpus: int) -> bool:

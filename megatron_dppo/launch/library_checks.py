@@ -38,6 +38,7 @@ from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
 from megatron_dppo.system.compute import has_megatrons_deep_ep, has_visible_gpu
+from megatron_dppo.system.fork_server import run_forked
 from megatron_dppo.system.secret_variables import split_environment
 
 CHECK = "--check"
@@ -52,6 +53,12 @@ def check_in_child(module: str, arguments: Sequence[str]) -> int:
     Returns the exit code of ``python -m <module> <arguments> --check``, whose output goes where ours goes;
     130 after Ctrl-C.
     """
+    try:
+        code = run_forked(module, [*arguments, CHECK])
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if code is not None:
+        return code
     command = [sys.executable, "-W", "ignore", "-m", module, *arguments, CHECK]
     plain, secrets = split_environment(os.environ)
     try:

@@ -95,7 +95,7 @@ def run_local(
         if fleet is not None:
             variables |= fleet.rank_variables
         outputs = [directory.rank_output(rank) for rank in range(ranks)]
-        cores = len(os.sched_getaffinity(0)) - servers_beside(sections)
+        cores = cores_of_ranks(sections)
         # Imported here, as its class builds on this module's.
         from megatron_dppo.launch.forked_ranks import ForkedRankGroup, shares_imports
 
@@ -180,6 +180,24 @@ def rank_command(
     python: str = sys.executable,
 ) -> Sequence[str]:
     return [python, "-m", module, str(directory.config)]
+
+
+def cores_of_ranks(sections: ServerSections | None) -> int:
+    """The cores that the ranks of this machine share."""
+    return len(os.sched_getaffinity(0)) - servers_beside(sections)
+
+
+def ranks_environment(ranks: int, cores: int) -> dict[str, str]:
+    """The variables of the ranks of this machine that no run changes."""
+    # Threads share the cores fairly.
+    threads = max(1, cores // ranks)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def _master_host(interface: str | None) -> str:
@@ -272,17 +290,7 @@ class RankGroup:
 
     def environment(self) -> dict[str, str]:
         """The variables that all ranks and all starts have in common."""
-        size = len(self._outputs)
-        # Threads share the cores fairly.
-        threads = max(1, self._cores // size)
-        return {
-            "OMP_NUM_THREADS": str(threads),
-            **os.environ,
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "PYTHONUNBUFFERED": "1",
-            **self._variables,
-        }
+        return {**ranks_environment(len(self._outputs), self._cores), **self._variables}
 
     def codes(self) -> list[int | None]:
         return [process.poll() for process in self._processes]

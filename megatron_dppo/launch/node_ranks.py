@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_dppo.launch.forked_ranks import LIBRARIES
+from megatron_dppo.launch.forked_ranks import libraries_of
 from megatron_dppo.logging import failure_mark
 from megatron_dppo.system.fork_server import ForkedProcess, ForkRequest, ForkServer
 from megatron_dppo.system.processes import describe_exit, kill_families
@@ -37,7 +37,7 @@ def main() -> int:
     first = size * int(os.environ.get(NODE_VARIABLE) or os.environ["SLURM_PROCID"])
     threads = max(1, len(os.sched_getaffinity(0)) // size)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "LOCAL_WORLD_SIZE": count}
-    server = ForkServer((module, *LIBRARIES.get(module, ())), environment, _STDOUT)
+    server = ForkServer(libraries_of(module), environment, _STDOUT)
     ranks: dict[Path, ForkedProcess] = {}
     for local in range(size):
         output = Path(logs) / f"rank{first + local}.out"

@@ -1,21 +1,25 @@
 """Processes that one process forks after it has imported their libraries.
 
-    python -m megatron_dppo.system.fork_server DESCRIPTOR LIBRARY...
+    python -m megatron_dppo.system.fork_server LIBRARY...
 
 The imports of torch, Megatron-Core or SGLang take seconds and hundreds of MiB. Forked processes share their pages, and
 start in milliseconds. The fork server computes nothing and starts no thread: a thread of a library would be missing in
 the processes.
 
-The fork server imports the modules LIBRARY, then receives requests over the socket ``DESCRIPTOR``, one a packet: to
-fork a process that runs a module as ``python -m`` does, with the descriptors in the packet, or to send a process a
-signal. It reports the end of the imports, and the id and the exit code of each process. When the socket is closed the
-fork server ends, and the kernel ends its processes with it.
+The fork server imports the modules LIBRARY, then receives requests over a socket, one a packet: to fork a process that
+runs a module as ``python -m`` does, with the descriptors in the packet, or to send a process a signal. It reports the
+end of the imports, and the id and the exit code of each process. When the socket is closed the fork server ends, and
+the kernel ends its processes with it.
+
+A fork server may itself be a fork of another one with the same libraries, which outlives it (``SharedForkServers``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -29,23 +33,38 @@ import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import psutil
 
 from megatron_dppo.system.processes import (
+    ChildProcess,
     Launcher,
     StartedProcess,
     die_with_parent,
     feed,
     kill_families,
+    process_start,
     start_process,
 )
-from megatron_dppo.system.secret_variables import hide_secrets, split_environment
+from megatron_dppo.system.secret_variables import (
+    hide_secrets,
+    split_environment,
+    without_secrets,
+)
 
 MODULE = "megatron_dppo.system.fork_server"
 _PACKET_BYTES = 1 << 17
+_LONGEST_REQUEST = _PACKET_BYTES - (1 << 10)
 _MOST_DESCRIPTORS = 8
+_NUMBER_BITS = 24
 _POLL_S = 0.02
 _KILLED = -signal.SIGKILL
+_RUN_PREFIX = "MEGATRON_DPPO_"
+_CONTROL_VARIABLE = "MEGATRON_DPPO_FORK_CONTROL"
+"""Variable with the descriptor of the socket on which a fork server receives its requests."""
+_SHARED_VARIABLE = "MEGATRON_DPPO_FORK_SERVERS"
+"""Variable with the fork servers that a process inherits, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,8 @@ class ForkRequest:
         descriptors: variables whose values are the numbers of the descriptors that come after its standard input and
             output, in this order.
         title: its command line, as ``ps`` shows it; empty: that of the fork server.
+        replaces_variables: whether ``variables`` are all of its environment.
+        has_errors: whether a descriptor of its standard error comes after that of its output.
     """
 
     module: str
@@ -66,12 +87,14 @@ class ForkRequest:
     variables: Mapping[str, str] = field(default_factory=dict)
     descriptors: Sequence[str] = ()
     title: str = ""
+    replaces_variables: bool = False
+    has_errors: bool = False
 
 
 class ForkedProcess:
     """A process that a fork server starts; it has the methods of ``subprocess.Popen`` that the package uses."""
 
-    def __init__(self, server: ForkServer, number: int) -> None:
+    def __init__(self, server: _Forks, number: int) -> None:
         self._server = server
         self._number = number
 
@@ -80,6 +103,10 @@ class ForkedProcess:
         """The process's id; that of the fork server while it imports its libraries."""
         pid = self._server.pid_of(self._number)
         return self._server.process.pid if pid is None else pid
+
+    @property
+    def is_forked(self) -> bool:
+        return self._server.pid_of(self._number) is not None
 
     def poll(self) -> int | None:
         return self._server.code_of(self._number)
@@ -109,36 +136,29 @@ class ForkedProcess:
         return self._server.pid_of(self._number) is None
 
 
-class ForkServer:
-    """A running fork server. It dies with the *thread* that creates this object.
+class _Pollable(Protocol):
+    """A process that may have ended."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+
+class _Forks:
+    """The client's side of a fork server: its requests and its reports.
 
     Args:
-        libraries: modules that it imports. An import that fails is repeated by the processes, which report its error.
-        environment: all of its variables, which its processes inherit.
-        output: file descriptor of its own standard output and error.
-        python: its interpreter.
+        control: the socket to the fork server.
+        process: the fork server.
+        first_number: of its requests.
     """
 
-    def __init__(
-        self,
-        libraries: Sequence[str],
-        environment: Mapping[str, str],
-        output: int,
-        python: str = sys.executable,
-    ) -> None:
-        self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        plain, secrets = split_environment(environment)
-        with other_end:
-            self.process = start_process(
-                [python, "-m", MODULE, str(other_end.fileno()), *libraries],
-                environment=plain,
-                output=output,
-                stdin=subprocess.PIPE,
-                inherited=[other_end.fileno()],
-            )
-        feed(self.process, secrets)
+    def __init__(self, control: socket.socket, process: _Pollable, first_number: int) -> None:
+        self.process = process
+        self._control = control
         self._lock = threading.RLock()
-        self._requested = 0
+        self._requested = first_number
         self._is_ready = False
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
@@ -191,20 +211,19 @@ class ForkServer:
         with self._lock:
             self._send({"number": number, "signal": signal_number})
 
+    def _has_imported(self) -> bool:
+        with self._lock:
+            self._receive()
+            return self._is_ready
+
     def cancel(self, number: int) -> bool:
         """Cancel a fork that waits for the end of the imports; return whether it does."""
         with self._lock:
-            self._receive()
-            if self._is_ready:
+            if self._has_imported():
                 return False
             self.send_signal(number, signal.SIGKILL)
             self._codes[number] = _KILLED
             return True
-
-    def close(self) -> None:
-        """End the fork server and its processes."""
-        kill_families([self.process])
-        self._control.close()
 
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         # The codes tell that a fork server has ended.
@@ -223,6 +242,209 @@ class ForkServer:
                     self._codes[report["number"]] = report["code"]
                 else:
                     self._is_ready = True
+
+
+class ForkServer(_Forks):
+    """A running fork server. It dies with the *thread* that creates this object.
+
+    Args:
+        libraries: modules that it imports. An import that fails is repeated by the processes, which report its error.
+        environment: all of its variables, which its processes inherit.
+        output: file descriptor of its own standard output and error.
+        python: its interpreter.
+    """
+
+    process: ChildProcess
+
+    def __init__(
+        self,
+        libraries: Sequence[str],
+        environment: Mapping[str, str],
+        output: int,
+        python: str = sys.executable,
+    ) -> None:
+        control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._key = _key(python, libraries, environment)
+        shared = _shared_server(self._key)
+        plain, secrets = split_environment(environment)
+        plain.pop(_SHARED_VARIABLE, None)
+        with other_end:
+            process: ChildProcess | None = None
+            if shared is not None:
+                words = [python, "-m", MODULE, *libraries]
+                request = ForkRequest(
+                    MODULE, [], plain, [_CONTROL_VARIABLE], " ".join(words), replaces_variables=True
+                )
+                process = shared.fork_fed(request, secrets, [output, other_end.fileno()])
+            if process is None:
+                started = start_process(
+                    [python, "-m", MODULE, *libraries],
+                    environment={**plain, _CONTROL_VARIABLE: str(other_end.fileno())},
+                    output=output,
+                    stdin=subprocess.PIPE,
+                    inherited=[other_end.fileno()],
+                )
+                feed(started, secrets)
+                process = started
+        super().__init__(control, process, 0)
+
+    def wait_until_ready(self) -> None:
+        """Wait until the libraries are imported, or the fork server has ended."""
+        while self.is_alive and not self._has_imported():
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """End the fork server and its processes."""
+        kill_families([self.process])
+        self._control.close()
+
+    def shared(self) -> tuple[int, dict[str, Any]]:
+        """Return the descriptor to inherit, and what ``_shared_server`` reads of it."""
+        descriptor = self._control.fileno()
+        return descriptor, {"descriptor": descriptor, "pid": self.process.pid, "key": self._key}
+
+
+@dataclass
+class _OtherProcess:
+    """A process that this one has not started."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return None while it runs; how it ended is not known here."""
+        return None if process_start(self.pid) is not None else 1
+
+
+class _SharedServer(_Forks):
+    """A fork server of the process that started this one."""
+
+    def fork_fed(
+        self,
+        request: ForkRequest,
+        content: bytes,
+        descriptors: Sequence[int],
+    ) -> ForkedProcess | None:
+        """Start a process with all of its standard input; None where the request is too long for a packet."""
+        if len(json.dumps(asdict(request))) > _LONGEST_REQUEST:
+            return None
+        input_end, feeding_end = os.pipe()
+        with open(input_end, "rb") as read, open(feeding_end, "wb") as fed:
+            process = self.fork(request, [read.fileno(), *descriptors])
+            fed.write(content)
+        while not process.is_forked and self.process.poll() is None:
+            time.sleep(_POLL_S)
+        return process
+
+    @classmethod
+    def inherited(cls, descriptor: int, pid: int) -> _SharedServer:
+        control = socket.socket(fileno=descriptor)
+        os.set_inheritable(descriptor, False)
+        # The reports of an earlier process about its own requests have other numbers.
+        server = cls(control, _OtherProcess(pid), os.getpid() << _NUMBER_BITS)
+        server._is_ready = True
+        return server
+
+
+class SharedForkServers:
+    """Fork servers whose processes several runs fork, one after the other, so that their libraries are imported once.
+
+    ``start_process`` starts the runs with ``variables`` and ``descriptors``. A fork server with the same interpreter,
+    libraries and variables is then a fork of one of these; so is a command that ``run_forked`` runs.
+    """
+
+    def __init__(self) -> None:
+        self._servers: list[ForkServer] = []
+
+    def add(self, libraries: Sequence[str], environment: Mapping[str, str], output: int) -> None:
+        """Start one; its arguments are those of ForkServer."""
+        self._servers.append(ForkServer(libraries, environment, output))
+
+    def wait_until_ready(self) -> None:
+        """Wait until all have imported their libraries."""
+        for server in self._servers:
+            server.wait_until_ready()
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables of a process that shall use them."""
+        if not self._servers:
+            return {}
+        return {_SHARED_VARIABLE: json.dumps([server.shared()[1] for server in self._servers])}
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors that it inherits under the same numbers."""
+        return [server.shared()[0] for server in self._servers]
+
+    def cpu_seconds(self) -> float:
+        """Processor seconds of the fork servers, and of the processes below them that have ended."""
+        total = 0.0
+        for server in self._servers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = psutil.Process(server.process.pid).cpu_times()
+                total += times.user + times.system + times.children_user + times.children_system
+        return total
+
+    def close(self) -> None:
+        """End them and their processes."""
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+
+
+def run_forked(module: str, arguments: Sequence[str]) -> int | None:
+    """Run ``python -m <module> <arguments>`` as a fork of a shared fork server that has imported ``module``.
+
+    Its variables and its standard output and error are this process's. Returns its exit code; None where there is no
+    such fork server, and nothing was run.
+    """
+    server = _shared_server_with(module)
+    if server is None:
+        return None
+    plain, secrets = split_environment(os.environ)
+    words = [sys.executable, "-m", module, *arguments]
+    request = ForkRequest(
+        module, arguments, plain, (), " ".join(words), replaces_variables=True, has_errors=True
+    )
+    process = server.fork_fed(request, secrets, [1, 2])
+    if process is None:
+        return None
+    try:
+        return process.wait()
+    except BaseException:
+        kill_families([process])
+        raise
+
+
+def _key(python: str, libraries: Sequence[str], environment: Mapping[str, str]) -> str:
+    """What decides the state of a fork server after its imports; the variables of one run do not."""
+    variables = without_secrets(environment)
+    lines = [f"{k}={v}" for k, v in sorted(variables.items()) if not k.startswith(_RUN_PREFIX)]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return json.dumps([python, list(libraries), digest])
+
+
+def _shared_server_with(module: str) -> _SharedServer | None:
+    for key, server in _shared_servers().items():
+        _, libraries, _ = json.loads(key)
+        if module in libraries and server.is_alive:
+            return server
+    return None
+
+
+def _shared_server(key: str) -> _SharedServer | None:
+    server = _shared_servers().get(key)
+    return server if server is not None and server.is_alive else None
+
+
+@functools.cache
+def _shared_servers() -> dict[str, _SharedServer]:
+    """The fork servers that this process may use, by their keys. Its own children get none of them."""
+    entries = json.loads(os.environ.pop(_SHARED_VARIABLE, "[]"))
+    return {
+        entry["key"]: _SharedServer.inherited(entry["descriptor"], entry["pid"])
+        for entry in entries
+    }
 
 
 class _StartedFork(StartedProcess):
@@ -284,10 +506,10 @@ class ForkingLauncher(Launcher):
 
 def main() -> int | None:
     """Import and fork until the socket is closed; in a forked process, what its module's ``main`` returns."""
-    descriptor, *libraries = sys.argv[1:]
+    libraries = sys.argv[1:]
     # Read the keys first: the processes inherit them as this one holds them.
     hide_secrets()
-    control = socket.socket(fileno=int(descriptor))
+    control = socket.socket(fileno=int(os.environ.pop(_CONTROL_VARIABLE)))
     os.set_inheritable(control.fileno(), False)
     for name in libraries:
         # The process that needs the module imports it again, and reports the error as its own.
@@ -362,9 +584,12 @@ class _Forking:
         self._control.close()
         _close(self._processes.values())
         standard_input, output, *further = descriptors
-        for source, target in ((standard_input, 0), (output, 1), (output, 2)):
+        errors = further.pop(0) if request.has_errors else os.dup(output)
+        for target, source in enumerate((standard_input, output, errors)):
             os.dup2(source, target)
-        _close((standard_input, output))
+        _close((standard_input, output, errors))
+        if request.replaces_variables:
+            os.environ.clear()
         os.environ |= dict(request.variables)
         for variable, descriptor in zip(request.descriptors, further, strict=True):
             os.environ[variable] = str(descriptor)

@@ -252,5 +252,7 @@ def test_memory_falls_by_what_the_planner_says(
         assert report["left"] == [0]
         assert sum(report["moved"].values()) == pytest.approx(planned, rel=0.01)
         assert report["copied"] == pytest.approx(planned * copied, rel=0.01)
-        assert resident - parked == pytest.approx(planned, rel=TOLERANCE)
-        assert back - parked == pytest.approx(planned, rel=TOLERANCE)
+        # The process's other memory may only shrink meanwhile: a thread of gloo releases buffers of the step whenever
+        # it gets a core. So memory falls by no less than planned, and rises by no more.
+        assert resident - parked > planned * (1 - TOLERANCE)
+        assert back - parked < planned * (1 + TOLERANCE)

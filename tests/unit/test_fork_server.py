@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.system.fork_server import ForkingLauncher
+from megatron_dppo.system.fork_server import ForkingLauncher, SharedForkServers
 from megatron_dppo.system.processes import StartedProcess
 from tests.patience import happens
 
@@ -112,3 +113,79 @@ def test_a_dead_parent_is_replaced(start, tmp_path):
     assert happens(lambda: first.poll() == -signal.SIGKILL)
     start("b.log", "ends")
     assert printed(tmp_path, "b.log")["parent"] != parent
+
+
+LIBRARIES = ("numpy", COMMAND)
+RUN = f"""
+import os, psutil, sys, time
+from pathlib import Path
+from megatron_dppo.system import fork_server
+log = Path(sys.argv[1])
+if len(sys.argv) > 2:
+    sys.exit(fork_server.run_forked({COMMAND!r}, sys.argv[2:]))
+launcher = fork_server.ForkingLauncher({COMMAND!r}, {LIBRARIES!r})
+command = [sys.executable, "-m", {COMMAND!r}, "waits"]
+launcher.start(command, environment=os.environ | {{"API_KEY": "4711"}}, log=log, stdin=b"a key")
+while not log.read_text().endswith("\\n"):
+    time.sleep(0.05)
+(forks,) = (p for p in launcher._servers.values())
+print(forks.process.pid, psutil.Process(forks.process.pid).ppid())
+launcher.close()
+"""
+
+
+@pytest.fixture
+def shared():
+    """Fork servers of this process, and the variables with which they were started."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    servers = SharedForkServers()
+    servers.add(LIBRARIES, environment, sys.__stdout__.fileno())
+    servers.wait_until_ready()
+    yield servers, environment
+    servers.close()
+
+
+def run(shared, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    servers, environment = shared
+    return subprocess.run(
+        [sys.executable, "-c", RUN, *words], pass_fds=servers.descriptors, check=False,
+        env={**environment, **servers.variables, **variables}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_the_fork_servers_of_several_runs_are_forks_of_a_shared_one(shared, tmp_path):
+    (parent,) = (server.process.pid for server in shared[0]._servers)
+    for name, is_shared in (("a.log", True), ("b.log", True), ("c.log", False)):
+        variables = {"MEGATRON_DPPO_START": name, "FORKED_KEY": name}
+        if not is_shared:
+            # A library reads it when it is imported.
+            variables["OMP_NUM_THREADS"] = "3"
+        done = run(shared, str(tmp_path / name), **variables)
+        assert done.returncode == 0, done.stderr
+        forks, parent_of_forks = map(int, done.stdout.split())
+        found = printed(tmp_path, name)
+        assert found["parent"] == forks
+        assert (parent_of_forks == parent) == is_shared
+        assert (found["input"], found["variable"]) == ("a key", name)
+        assert not _runs(found["child"])
+        assert not _runs(forks)
+        assert _runs(parent)
+
+
+def test_a_command_runs_as_a_fork_of_a_shared_server(shared, tmp_path):
+    (parent,) = (server.process.pid for server in shared[0]._servers)
+    done = run(shared, str(tmp_path), "ends", "one", FORKED_KEY="1")
+    found = json.loads(done.stdout)
+    assert done.returncode == 3
+    assert (found["parent"], found["arguments"]) == (parent, ["ends", "one"])
+    # A key reaches the command on its standard input.
+    assert json.loads(found["input"])["FORKED_KEY"] == "1"
+    failed = run(shared, str(tmp_path), "fails")
+    assert failed.returncode == 1
+    assert json.loads(failed.stdout)["variable"] is None
+    assert "ValueError: this command fails" in failed.stderr
+
+
+def _runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

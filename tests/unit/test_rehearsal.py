@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from examples.recipes import rehearsals
 from megatron_dppo.cluster.rehearsal import shrinking, signal, tiny_model
 from megatron_dppo.cluster.rehearsal.__main__ import main
 from megatron_dppo.cluster.rehearsal.attempts import key_of
@@ -368,3 +369,29 @@ def test_the_command_is_registered():
     project = tomllib.loads((RECIPES.parents[1] / "pyproject.toml").read_text())
     entries = project["project"]["entry-points"]["megatron_dppo.commands"]
     assert entries["rehearse"] == main.__module__
+
+
+def test_the_table_of_recipes_names_results_and_what_was_not_run(tmp_path):
+    findings = [
+        {"label": "|pi - mu| at equal weights", "measured": "0.00015", "holds": True},
+        {"label": "gradient norm", "measured": "0", "holds": False},
+    ]
+    result = {
+        "passed": False, "ranks": 8, "findings": findings, "cpu_seconds": [30.0, 20.4, 10.0],
+        "phases": {
+            "start": {"memory_mib": None},
+            "train": {"memory_mib": {"rank_mean": 98.7}},
+        },
+    }  # fmt: skip
+    folder = tmp_path / "qwen3_8b_base"
+    folder.mkdir()
+    (folder / "rehearsal.json").write_text(json.dumps(result))
+    _, _, *lines = rehearsals.table(tmp_path).splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[3] for row in rows].count("not run") == len(rehearsals.NAMES) - 1
+    (row,) = (row for row in rows if row[3] != "not run")
+    assert row[:7] == [
+        *("`qwen3_8b_base`", "DP8", "8", "failed: gradient norm", "60", "99", "0.00015"),
+    ]
+    unrun = {row[1] for row in rows if row[0] == "`qwen3_30b_a3b_base_r3`"}
+    assert "PP2 VPP2 EP8 DP8, algorithm dppo-topk-tv, R3" in unrun

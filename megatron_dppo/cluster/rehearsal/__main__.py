@@ -56,14 +56,16 @@ STOP_AFTER = 1
 CONFIG = "rehearsal.yaml"
 PREPARED = "prepared.json"
 """File with what a prepared rehearsal leaves out, where its run is started by another process."""
+IMPORTS_LOG = "imports.log"
+"""File with the output of the processes that import the libraries."""
 _GPUS_OF_A_NODE = 8
 _LONGEST_VALUE = 80
 _PREPARATIONS = 4
 """Phases before a process is started."""
 _SERVER_MIB = 1600
 _RANK_MIB = 300
-_STARTS_CPU_S = 130
-_RANK_CPU_S = 18
+_STARTS_CPU_S = 60
+_RANK_CPU_S = 12
 """Rough sizes and processor seconds of processes, for the estimate before a start."""
 
 
@@ -100,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     hide_secrets()
     ends_early = options.dry_run or options.on_nodes is not None
-    phases = RehearsalPhases(_PREPARATIONS if ends_early else _PREPARATIONS + 2)
+    phases = RehearsalPhases(_PREPARATIONS if ends_early else _PREPARATIONS + 3)
     try:
         return Rehearsal(options, phases).run()
     except KeyboardInterrupt:
@@ -129,6 +131,7 @@ class Rehearsal:
         self.directory = Path(options.directory or Path("runs") / f"rehearsal-{self.recipe.stem}")
         self.run_directory = self.directory / "run"
         self.usage = UsageByPhase()
+        self.imports_cpu_seconds = 0.0
 
     def run(self) -> int:
         """Run all phases."""
@@ -172,7 +175,14 @@ class Rehearsal:
             entries = [asdict(omission) for omission in left_out]
             (self.directory / PREPARED).write_text(json.dumps(entries), encoding="utf-8")
             return 0
-        return self._train(path, derived, left_out, placement)
+        with self.phases.phase("import the libraries of ranks and servers"):
+            servers = attempts.share_imports(derived, self.directory / IMPORTS_LOG)
+        self.form = self.form.with_imports(servers)
+        self.imports_cpu_seconds = servers.cpu_seconds()
+        try:
+            return self._train(path, derived, left_out, placement)
+        finally:
+            servers.close()
 
     def run_prepared(self) -> int:
         """Run what another process has prepared in the folder (``--on-nodes``), and judge it."""
@@ -427,7 +437,7 @@ class Rehearsal:
         never = verdict.NEVER if on_nodes is None else verdict.NEVER_ON_NODES[on_nodes]
         verdict.show(CONSOLE, found, left_out, self.usage, verdict.exercised(derived), never)
         missed = [row for row in found if row.holds is False]
-        cpu = sum(attempt.cpu_seconds for attempt in done)
+        cpu = self.imports_cpu_seconds + sum(attempt.cpu_seconds for attempt in done)
         total = sum(self.phases.seconds.values())
         # Ranks and servers on the nodes of a job are no children of this process.
         cost = ""
@@ -474,10 +484,14 @@ class Rehearsal:
             "recipe": str(self.recipe),
             "passed": passed,
             "ranks": derived.parallel.world_size,
+            "exercised": verdict.exercised(derived),
             "findings": [asdict(row) for row in found],
             "not_exercised": [asdict(row) for row in left_out],
             "seconds": self.phases.seconds,
-            "cpu_seconds": [attempt.cpu_seconds for attempt in done],
+            "cpu_seconds": [
+                self.imports_cpu_seconds,
+                *(attempt.cpu_seconds for attempt in done),
+            ],
             "phases": {
                 phase: {
                     "seconds": used.seconds,

@@ -14,12 +14,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_dppo.cluster.rehearsal.usage import UsageByPhase, usage_of
+from megatron_dppo.config import TrainConfig
 from megatron_dppo.demo.material import INTERRUPTED, run_to_the_end
+from megatron_dppo.engine.options import ServerSections, server_environment
+from megatron_dppo.engine.process import LIBRARIES
+from megatron_dppo.launch.forked_ranks import libraries_of, shares_imports
+from megatron_dppo.launch.local import cores_of_ranks, ranks_environment
 from megatron_dppo.metrics.records import RECORDS_FILE
+from megatron_dppo.system.fork_server import SharedForkServers
 from megatron_dppo.system.processes import describe_exit
 
 PhaseOf = Callable[[int], str]
@@ -120,7 +126,8 @@ class _Watch:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(self.stop_signal)
             if time.monotonic() - measured > _MEASURE_EVERY_S:
-                self.usage.add(self.phase_of(step), usage_of(process.pid))
+                # Forks of shared servers are no descendants of the run.
+                self.usage.add(self.phase_of(step), usage_of(os.getpid()))
                 measured = time.monotonic()
 
 
@@ -142,11 +149,18 @@ class RunForm:
         command: the command line before the path of the configuration.
         stop_signal: a signal by which the run ends its step and saves a checkpoint.
         environment: variables beside this process's.
+        fork_servers: import libraries once for all runs.
     """
 
     command: Sequence[str]
     stop_signal: int
     environment: Mapping[str, str]
+    fork_servers: SharedForkServers = field(default_factory=SharedForkServers)
+
+    def with_imports(self, servers: SharedForkServers) -> RunForm:
+        """The form whose runs fork their processes from ``servers``."""
+        variables = {**self.environment, **servers.variables}
+        return replace(self, environment=variables, fork_servers=servers)
 
 
 LOCAL = RunForm(
@@ -156,6 +170,25 @@ LOCAL = RunForm(
     # Ranks and servers are processes of CPUs, also on a machine with GPUs.
     {"CUDA_VISIBLE_DEVICES": ""},
 )
+
+
+def share_imports(config: TrainConfig, log: Path) -> SharedForkServers:
+    """Import the libraries of the rehearsal's ranks and servers on this machine, once for all runs.
+
+    ``log``: takes the output of the processes that import.
+    """
+    servers = SharedForkServers()
+    # Variables of this process become those of the runs.
+    os.environ.update(LOCAL.environment)
+    sections = ServerSections.of(config).where_generated
+    with log.open("wb") as file:
+        if shares_imports(config.parallel.world_size, gpus=0):
+            variables = ranks_environment(config.parallel.world_size, cores_of_ranks(sections))
+            servers.add(libraries_of(TRAIN), variables, file.fileno())
+        if sections is not None:
+            servers.add([LIBRARIES], server_environment(sections), file.fileno())
+    servers.wait_until_ready()
+    return servers
 
 
 def run_attempt(
@@ -178,9 +211,10 @@ def run_attempt(
         form: starts and stops the run.
     """
     watch = _Watch(directory, phase_of, stop_after, usage, form.stop_signal)
+    servers = form.fork_servers
     log = directory / "logs" / "supervisor.log"
     logged = log.stat().st_size if log.is_file() else 0
-    began, cpu = time.monotonic(), _cpu_of_children()
+    began, cpu = time.monotonic(), _cpu_of_children() + servers.cpu_seconds()
     usage.begin()
     try:
         code = run_to_the_end(
@@ -188,12 +222,14 @@ def run_attempt(
             {**os.environ, **form.environment},
             errors=subprocess.PIPE,
             started=watch.start,
+            inherited=servers.descriptors,
         )
     finally:
         watch.end()
     seconds = time.monotonic() - began
     errors = "".join(watch.lines) + _text_from(log, logged)
-    return RehearsalRun(code, seconds, _cpu_of_children() - cpu, watch.was_stopped, errors)
+    used = _cpu_of_children() + servers.cpu_seconds() - cpu
+    return RehearsalRun(code, seconds, used, watch.was_stopped, errors)
 
 
 def _text_from(path: Path, position: int) -> str:
