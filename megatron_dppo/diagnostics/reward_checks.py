@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -77,18 +78,38 @@ def _wrong_answer(answer: str, other_answers: list[str]) -> str | None:
 
 
 def _report(checks: list[RewardCheck], scores: list[Score]) -> int:
-    """Print each failed check and the counts of both kinds; returns 1 if a check failed, else 0."""
+    """Print each failed check and the counts of both kinds; returns 1 if a check failed, else 0.
+
+    A check that the reward did not finish says nothing about its solution, so it is counted apart.
+    """
     has_failed = False
     values_by_expected: dict[float, list[float]] = {1.0: [], 0.0: []}
+    unfinished_checks: dict[float, Counter[str]] = {1.0: Counter(), 0.0: Counter()}
     for check, score in zip(checks, scores, strict=True):
-        values_by_expected[check.expected].append(score.value)
-        if score.value != check.expected or score.timed_out or score.crashed:
+        cause = _cause_of_no_score(score)
+        if cause is not None:
+            unfinished_checks[check.expected][cause] += 1
+        else:
+            values_by_expected[check.expected].append(score.value)
+        if cause is not None or score.value != check.expected:
             has_failed = True
+            result = f"scored {score.value:g}" if cause is None else f"no score ({cause})"
             print(
-                f"line {check.line}: scored {score} against {check.answer!r}, expected {check.expected:g}"
+                f"line {check.line}: {result} against {check.answer!r}, expected {check.expected:g}"
             )
     for expected_score, kind in ((1.0, "the given answer"), (0.0, "a wrong answer")):
         values = values_by_expected[expected_score]
         right = values.count(expected_score)
         print(f"{right} of {len(values)} solutions score {expected_score:g} against {kind}")
+        for cause, count in unfinished_checks[expected_score].items():
+            print(f"{count} solutions without a score against {kind}: {cause}")
     return int(has_failed)
+
+
+def _cause_of_no_score(score: Score) -> str | None:
+    """Why the reward did not score a solution; None where it did."""
+    if score.timed_out:
+        return "timed out"
+    if score.crashed:
+        return "the check was killed"
+    return None

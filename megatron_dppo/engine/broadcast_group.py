@@ -5,7 +5,8 @@ timeout ends the whole process, the limit of a server's side is 30 minutes, and 
 bucket have arrived, so that a limit of the call bounds nothing. Therefore:
 
 - while a group is made, NCCL's error mode is to abort the group alone;
-- the group's name carries its time limit, which a hook sets on the server's side;
+- the group's name carries its time limit, which a hook sets on the server's side, for the rendezvous too; where nothing
+  listens at the rendezvous, the server refuses to join;
 - a thread of each server rank watches an NCCL group's rendezvous on the trainer's host. Once the trainer has called the
   transfer off, or is gone, the thread aborts the group: over NVLink the abort of another rank frees nobody. Over gloo
   it does, and a rank that aborts its own side is not woken by it, so gloo's groups are not watched;
@@ -20,6 +21,7 @@ import logging
 import math
 import os
 import re
+import socket
 import threading
 import time
 import uuid
@@ -42,6 +44,8 @@ ABORT_GROUP = "2"
 _NAME = re.compile(r"weights-[0-9a-f]{12}-(\d+)s")
 _ONE_AT_A_TIME = threading.Lock()
 """Guards the variable, which is global to the process."""
+_ONE_DEFAULT_AT_A_TIME = threading.Lock()
+"""Guards torch's default limit, which is global to the process."""
 
 
 def new_name(limit: timedelta) -> str:
@@ -75,6 +79,27 @@ def errors_abort_the_group(backend: str) -> Iterator[None]:
                 os.environ[ERROR_MODE] = previous_value
 
 
+@contextmanager
+def default_limit(limit: timedelta | None) -> Iterator[None]:
+    """Within the block, ``limit`` is torch's default limit of a group and of its rendezvous; None: torch's own.
+
+    SGLang takes the default for both, which is 30 minutes: so long a server would try to reach the rendezvous of a
+    trainer that has died, and would answer nothing meanwhile.
+    """
+    from torch.distributed import distributed_c10d
+
+    if limit is None:
+        yield
+        return
+    with _ONE_DEFAULT_AT_A_TIME:
+        previous_limit = distributed_c10d.default_pg_timeout
+        distributed_c10d.default_pg_timeout = limit
+        try:
+            yield
+        finally:
+            distributed_c10d.default_pg_timeout = previous_limit
+
+
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 JOINING = f"{_UPDATER}.init_weights_update_group"
 LOADING = f"{_UPDATER}.load_weights_from_distributed"
@@ -105,12 +130,17 @@ def join(
     """Join a group by SGLang's ``original`` method, then set its time limit, and watch for the trainer's call."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    with errors_abort_the_group(backend):
+    limit = limit_of(group_name)
+    # Rank 0 of a group makes the rendezvous itself.
+    if limit is not None and rank_offset > 0:
+        fault = _rendezvous_fault(master_address, master_port)
+        if fault is not None:
+            return False, fault
+    with errors_abort_the_group(backend), default_limit(limit):
         answer = original(
             updater, master_address, master_port, rank_offset, world_size, group_name, backend
         )
     groups = updater._model_update_group
-    limit = limit_of(group_name)
     if group_name not in groups or limit is None:
         return answer
     _set_pg_timeout(limit, groups[group_name])
@@ -189,6 +219,17 @@ class GroupWatch:
         # The group's own connection may be inside a call.
         self._store = self._store or _client(self._address, self._port)
         return bool(self._store.check([CALLED_OFF]))
+
+
+def _rendezvous_fault(address: str, port: int) -> str | None:
+    """Why a group's rendezvous, which listens before its ranks are invited, cannot be reached; None where it can."""
+    try:
+        socket.create_connection((address, port), _CONNECT_S).close()
+    except OSError as error:
+        return (
+            f"no rendezvous of the weight group at {address}:{port}, the trainer is gone: {error}"
+        )
+    return None
 
 
 def _client(address: str, port: int) -> TCPStore:

@@ -109,7 +109,15 @@ class _Call:
 class Conversation:
     """The messages of a session, by branch, and the calls that wait for the policy's turns.
 
-    ``calls``: what is asked of the policy, one after another. ``refusal``: why the last call that was refused was.
+    Args:
+        ignored: fields of a request that are dropped.
+        most_branches: most branches in a session.
+        tool_format: parser of the policy's tool calls.
+        sampling: the run's sampling settings by their names in a request, which may ask for the same value.
+
+    Attributes:
+        calls: what is asked of the policy, one after another.
+        refusal: why the last call that was refused was.
     """
 
     def __init__(
@@ -117,10 +125,12 @@ class Conversation:
         ignored: frozenset[str] = frozenset(),
         most_branches: int = MOST_BRANCHES,
         tool_format: ToolFormat = of_hermes,
+        sampling: Mapping[str, float] | None = None,
     ) -> None:
         self.calls: asyncio.Queue[ChatCall] = asyncio.Queue()
         self.refusal = ""
         self._ignored = ignored
+        self._accepted_values = {**_HARMLESS, **(sampling or {})}
         self._most_branches = most_branches
         self._tool_format = tool_format
         self._branches: list[_Branch] = []
@@ -227,7 +237,7 @@ class Conversation:
         """
         for name, value in body.items():
             is_known = name in _ANSWERED or name in _LIMITS or name in self._ignored
-            if not (is_known or value is None or value == _HARMLESS.get(name)):
+            if not (is_known or value is None or value == self._accepted_values.get(name)):
                 raise RefusedCallError(
                     400,
                     f"{name}: got {shortened(value)}, but the run's settings hold: leave it out, or name it in "

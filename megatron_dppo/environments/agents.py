@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 
@@ -61,7 +61,9 @@ class Agent:
     ) -> None:
         self._agent, self._host = agent, host
         self._sandbox_paths = tuple(sandbox_paths) if sandbox else None
-        self._conversation = Conversation(frozenset(ignored), branches, TOOL_FORMATS[tool_format])
+        self._ignored, self._branches = frozenset(ignored), branches
+        self._tool_format = TOOL_FORMATS[tool_format]
+        self._conversation = self._new_conversation({})
         self._task: asyncio.Task[AgentResult] | None = None
         self._server: web.AppRunner | None = None
 
@@ -101,6 +103,13 @@ class Agent:
             )
         if sandbox:
             check_sandbox(sandbox_paths)
+
+    def note_sampling(self, sampling: Mapping[str, float]) -> None:
+        """Accept calls that ask for the run's own ``sampling`` settings. Called before ``reset``."""
+        self._conversation = self._new_conversation(sampling)
+
+    def _new_conversation(self, sampling: Mapping[str, float]) -> Conversation:
+        return Conversation(self._ignored, self._branches, self._tool_format, sampling)
 
     async def reset(self, problem: Problem) -> ChatCall:
         run = agent_of(self._agent, self._sandbox_paths)

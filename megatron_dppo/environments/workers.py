@@ -20,8 +20,8 @@ import resource
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,6 +66,8 @@ class EnvironmentSpec:
         memory_gib: a worker's address space.
         largest_bytes: longest answer, as JSON.
         passed_variables: as in EnvironmentConfig.
+        sampling: the run's sampling settings by their names in OpenAI's requests, for environments whose programs
+            may ask for them (``note_sampling``).
     """
 
     name: str
@@ -74,6 +76,7 @@ class EnvironmentSpec:
     memory_gib: int = 4
     largest_bytes: int = 1 << 20
     passed_variables: Sequence[str] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def variable_names(self) -> list[str]:
@@ -338,6 +341,8 @@ class EnvironmentHost:
     async def _reset(self, episode: int, problem: dict[str, Any]) -> str | dict[str, Any]:
         environment = self._make(**self._spec.options)
         self._environments[episode] = environment
+        if hasattr(type(environment), "note_sampling"):
+            environment.note_sampling(self._spec.sampling)
         ids = tuple(problem.pop("prompt_ids"))
         messages = tuple(problem.pop("messages"))
         tools = tuple(problem.pop("tools"))

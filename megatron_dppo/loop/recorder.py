@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 _MOST_REASONS = 20
 """Largest number of reasons in a step's row of environment faults; further reasons are counted together."""
 OTHER_REASONS = "other reasons"
+_UNWRITTEN = "unwritten"
+"""Key of a mark: lines that a full disk did not take, by the name of their file."""
 COUNTS = (names.WEIGHT_UPDATES, names.WEIGHT_UPDATES_VERIFIED)
 
 
@@ -43,7 +46,8 @@ class Recorder(Closing):
     """Writes the metrics of each step; does nothing on ranks other than 0. A context manager.
 
     If a write within a step fails, ``failure`` holds the error and nothing more is written: all ranks end the run
-    together, after a checkpoint of the step is saved. An incomplete line stays the last line of its file, and a resumed
+    together, after a checkpoint of the step is saved. The checkpoint has the lines that were not written (``mark``),
+    and the start that resumes from it writes them. An incomplete line stays the last line of its file, and a resumed
     run drops it.
 
     Args:
@@ -80,6 +84,8 @@ class Recorder(Closing):
         self._evaluates = evaluates
         self._first_step = first_step
         self._carried: dict[str, float] = {}
+        self._unwritten: dict[str, str] = {}
+        """Encoded lines since the failure, by the name of their file."""
         self._stack = ExitStack()
         self._writer: records.MetricsWriter | None = None
         self._masked: records.StepLines | None = None
@@ -106,6 +112,7 @@ class Recorder(Closing):
             self._samples = records.StepLines(Path(directory) / records.SAMPLES_FILE, resume_step)
             faults_file = Path(directory) / records.ENVIRONMENT_FAULTS_FILE
             self._faults = records.StepLines(faults_file, resume_step)
+            self._restore(mark.get(_UNWRITTEN, {}))
             record_count = len(records.read_records(directory))
             self._compare(mark)
         if record_count < resume_step:
@@ -117,6 +124,18 @@ class Recorder(Closing):
                 resume_step,
                 resume_step,
             )
+
+    def _restore(self, unwritten: Mapping[str, str]) -> None:
+        """Write the lines that the start that saved the checkpoint could not write. Raises OSError."""
+        for name, text in unwritten.items():
+            if name == records.RECORDS_FILE:
+                assert self._writer is not None
+                self._writer.restore(text)
+            for file in (self._masked, self._samples, self._faults):
+                if file is not None and file.path.name == name:
+                    file.restore(text)
+        if unwritten:
+            log.info("written now, as the disk was full: lines of %s", ", ".join(sorted(unwritten)))
 
     def _opened_trackers(
         self,
@@ -142,7 +161,7 @@ class Recorder(Closing):
     def _compare(self, mark: Mapping[str, Any]) -> None:
         """Log a warning if records were altered since the checkpoint; they are shown, but training ignores them."""
         rows = records.read_records(self._run.directory)
-        if not mark or not rows:
+        if "sha256" not in mark or not rows:
             return
         if records.sha256_until(rows, mark["step"]) != mark["sha256"]:
             log.warning(
@@ -192,17 +211,20 @@ class Recorder(Closing):
         """Return the position in the records that a checkpoint of ``step`` stores: a step, and the hash up to it.
 
         The step is the last one whose record is complete: if the last record lacks its evaluation, which a later start
-        may add, the position is the step before it.
+        may add, the position is the step before it. After a failed write, the lines that the files lack are there too.
         """
+        unwritten = {_UNWRITTEN: dict(self._unwritten)} if self._unwritten else {}
         try:
             rows = records.read_records(self._run.directory)
         except records.RecordsError:
             # Records that were deleted or damaged during the run must not prevent a checkpoint.
-            return {}
+            return unwritten
+        unwritten_rows = self._unwritten.get(records.RECORDS_FILE, "").splitlines(keepends=True)
+        rows += records.decode_records(unwritten_rows, records.RECORDS_FILE)
         last_row = rows[-1] if rows else {}
         if self._evaluates and records.mean_accuracy(last_row) is None:
             step = min(step, records.step_of(last_row) - 1) if rows else step
-        return {"step": step, "sha256": records.sha256_until(rows, step)}
+        return {"step": step, "sha256": records.sha256_until(rows, step), **unwritten}
 
     def carry_over(self, values: Mapping[str, float]) -> None:
         """Keep the counts in ``values`` for the next record, because a resumed run writes no record of its start."""
@@ -214,9 +236,11 @@ class Recorder(Closing):
         for name, count in self._carried.items():
             record[name] = record.get(name, 0) + count
         self._carried = {}
-        if self._writer is not None and self.failure is None:
-            with self._keeping_failure("metrics"):
-                self._writer.write(step, {**record, "weight_version": step})
+        if self._writer is not None:
+            values = {**record, "weight_version": step}
+            line = records.encode_record(step, values) + "\n"
+            write = partial(self._writer.write, step, values)
+            self._write_or_keep("metrics", records.RECORDS_FILE, line, write)
             if self._trackers is not None:
                 self._trackers.scalars(step, {**record, "weight_version": step})
         self._console.step(step, record)
@@ -259,9 +283,17 @@ class Recorder(Closing):
         called: str,
     ) -> None:
         """Append ``lines`` to ``file`` on the writing rank, while this start owns the run."""
-        if file is not None and self.failure is None:
+        if file is not None:
+            text = records.encode_lines(lines)
+            self._write_or_keep(called, file.path.name, text, partial(file.append, text))
+
+    def _write_or_keep(self, called: str, name: str, text: str, write: Callable[[], None]) -> None:
+        """Add the encoded lines ``text`` to the file ``name`` by ``write``; keep them where a write has failed."""
+        if self.failure is None:
             with self._keeping_failure(called):
-                file.write(lines)
+                write()
+        if self.failure is not None:
+            self._unwritten[name] = self._unwritten.get(name, "") + text
 
     @contextmanager
     def _writing(self, called: str) -> Iterator[None]:

@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,26 @@ def _require_services(config: TrainConfig) -> None:
         raise RewardUnavailableError("; ".join(faults))
 
 
+@dataclass(frozen=True)
+class _UnsavedBatch:
+    """A batch that a full disk did not take: its folder, step, trajectories and seal."""
+
+    folder: Path
+    step: int
+    trajectories: list[Trajectory]
+    seal: Seal | None
+
+    def save_again(self) -> None:
+        """Save the batch if the disk takes it now; otherwise log that it is lost."""
+        try:
+            save_batch(self.folder, self.step, self.trajectories, self.seal)
+        except OSError as error:
+            log.warning(
+                "%s: the batch of step %d is lost: %s; a replay of the run ends before it",
+                *(self.folder, self.step, error.strerror),
+            )
+
+
 class Run:
     """The objects that training steps need. The constructor opens them, ``stack`` closes them.
 
@@ -198,6 +219,7 @@ class Run:
         self.profiler = StepProfiler(
             config.profile, config.run.directory, self.trainer.topology.rank
         )
+        self._unsaved_batch: _UnsavedBatch | None = None
         self.examples: list[Example] = []
         self._counted_updates = (0, 0)
 
@@ -522,6 +544,9 @@ class Run:
             self.stop("the run's records can't be written")
         except CheckpointError as error:
             log.warning("no checkpoint of step %d: %s", self.state.step, error)
+        # Last, and in any case: without a checkpoint a later start makes the step and its batch again.
+        if self._unsaved_batch is not None:
+            self._unsaved_batch.save_again()
 
     def _check_records(self) -> None:
         """Raise RecordingError, on every rank, where rank 0 could not write a record."""
@@ -661,15 +686,16 @@ class Run:
         if self.config.rollout.save and self.trainer.topology.rank == 0:
             folder = Path(self.config.run.directory) / ROLLOUTS_FOLDER
             loss_columns = self.learner.loss_columns
+            whole: list[Trajectory] = []
+            for position, trajectory in sorted(batch.items()):
+                columns = loss_columns.get(position, {})
+                whole.append(trajectory.with_columns(**columns))
             try:
-                whole: list[Trajectory] = []
-                for position, trajectory in sorted(batch.items()):
-                    columns = loss_columns.get(position, {})
-                    whole.append(trajectory.with_columns(**columns))
                 save_batch(folder, step, whole, seal)
             except OSError as error:
                 failure = RecordingError(f"rollout.save: {folder}: {error.strerror}")
                 self.recorder.failure = self.recorder.failure or failure
+                self._unsaved_batch = _UnsavedBatch(folder, step, whole, seal)
 
     def _save_checkpoint(self, *, suspect: bool = False) -> None:
         """Start writing a checkpoint of this step, after the previous one is complete.

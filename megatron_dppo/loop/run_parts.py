@@ -96,6 +96,7 @@ def open_episodes(config: TrainConfig, data: RunData) -> Episodes | None:
         environment.step_timeout_s,
         environment.memory_gib,
         passed_variables=tuple(environment.passed_variables),
+        sampling={"temperature": config.rollout.temperature, "top_p": config.rollout.top_p},
     )
     max_response_tokens = max(
         config.rollout.max_response_tokens, config.evaluation.max_response_tokens or 0

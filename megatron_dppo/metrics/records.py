@@ -193,7 +193,19 @@ class StepLines:
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Append ``lines``. Raises OSError."""
-        self.append("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        self.append(encode_lines(lines))
+
+    def restore(self, text: str) -> None:
+        """Append those of the encoded lines that the file lacks: a full disk did not take them. Raises OSError."""
+        known_lines = set(read_lines(self.path)) if self.path.exists() else set()
+        missing_lines = [line for line in text.splitlines(keepends=True) if line not in known_lines]
+        if missing_lines:
+            self.append("".join(missing_lines))
+
+
+def encode_lines(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Encode objects as JSON lines with their ends."""
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
 def read_step_lines(path: Path) -> list[dict[str, Any]]:
@@ -214,6 +226,12 @@ class MetricsWriter:
         # Create the file at the start: readers take a folder without it for no run.
         self._lines.append("")
         self._last_step = self._lines.last_step
+
+    def restore(self, text: str) -> None:
+        """Write the encoded records that a full disk did not take, where the file lacks them. Raises OSError."""
+        self._lines.restore(text)
+        for record in decode_records(text.splitlines(keepends=True), str(self._lines.path)):
+            self._last_step = max(self._last_step, record["step"])
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the record of ``step`` and flush. Steps must increase: one call for each step.

@@ -568,6 +568,28 @@ def test_what_a_session_can_not_do_is_refused(settings, message):
     run(work)
 
 
+def test_the_runs_own_sampling_settings_may_be_repeated():
+    async def work() -> None:
+        turns = Turn("8", (1,)), Turn("9", (2,))
+        async with session(*turns, sampling={"temperature": 0.5, "top_p": 1.0}) as (client, _):
+            said = await say(client, user("3+5"), temperature=0.5, top_p=1)
+            assert said.choices[0].message.content == "8"
+            for other in ({"temperature": 0.7}, {"top_p": 0.5}, {"temperature": "0.5"}):
+                with pytest.raises(openai.BadRequestError, match=next(iter(other))):
+                    await say(client, user("3+6"), extra_body=other)
+
+    run(work)
+
+
+def test_an_episode_knows_the_sampling_settings_of_its_run():
+    engine = ChatEngine("4 and", "5")
+    (t,), episodes = environments.play(
+        engine, "agent", agent=f"{PLANTED}:asking_for_more", sampling={"temperature": 0.5}
+    )
+    assert not episodes.faults
+    assert t.turns == 2
+
+
 def test_fields_are_ignored_where_the_options_say_so():
     async def work() -> None:
         async with session(Turn("8", (1,)), ignored=frozenset({"temperature"})) as (client, _):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -27,7 +28,7 @@ from megatron_dppo.engine.broadcast_group import (
     new_name,
     wait_for_bytes,
 )
-from megatron_dppo.system.network import listening_store
+from megatron_dppo.system.network import free_port, listening_store
 from megatron_dppo.weight_sync import broadcast_group as weight_groups
 from megatron_dppo.weight_sync.broadcast_group import BroadcastGroup, call_off
 
@@ -231,7 +232,9 @@ def test_nccl_groups_alone_are_watched(monkeypatch, backend):
         updater._model_update_group[name] = object()
         return True, "joined"
 
-    broadcast_group.join(original, updater, "h", 1, 1, 2, name, backend)
+    with socket.create_server(("127.0.0.1", 0)) as rendezvous:
+        port = rendezvous.getsockname()[1]
+        broadcast_group.join(original, updater, "127.0.0.1", port, 1, 2, name, backend)
     assert limits == [timedelta(seconds=7)]
     assert started == ([name] if backend == "nccl" else [])
 
@@ -284,7 +287,7 @@ import torch
 import torch.distributed as dist
 from sglang.srt.plugins.hook_registry import HookRegistry
 from megatron_dppo.engine import broadcast_group
-from megatron_dppo.system.network import free_port
+from megatron_dppo.system.network import free_port, listening_store
 
 broadcast_group.register()
 HookRegistry.apply_hooks()
@@ -298,11 +301,34 @@ join = WeightUpdater.init_weights_update_group
 print(join(updater, "127.0.0.1", port, 0, 1, name, "gloo")[0])
 print(updater._model_update_group[name]._get_backend(torch.device("cpu")).options._timeout)
 print(hasattr(WeightUpdater.load_weights_from_distributed, "__wrapped__"))
+store = listening_store("127.0.0.1", 0, 3, timedelta(minutes=30), wait_for_workers=False)
+name = broadcast_group.new_name(timedelta(seconds=1))
+print(join(updater, "127.0.0.1", store.port, 1, 3, name, "gloo")[0])
 """
 
 
+def test_a_server_does_not_join_where_no_trainer_listens():
+    """torch would try to connect until its limit, and the server would answer nothing meanwhile."""
+    updater = SimpleNamespace(_model_update_group={})
+    calls: list[tuple[Any, ...]] = []
+
+    def original(*arguments: Any) -> tuple[bool, str]:
+        calls.append(arguments)
+        return True, "joined"
+
+    port = free_port("127.0.0.1")
+    name = new_name(timedelta(seconds=600))
+    joined, reason = broadcast_group.join(original, updater, "127.0.0.1", port, 1, 2, name, "gloo")
+    assert not joined
+    assert f"127.0.0.1:{port}" in reason
+    assert calls == []
+
+
 def test_sglangs_own_group_gets_the_limit_by_the_hook():
+    """Its rendezvous, too: it gives up where another rank of the group does not come."""
     done = subprocess.run(
         [sys.executable, "-c", SGLANG], capture_output=True, text=True, check=False
     )
-    assert done.stdout.splitlines()[-3:] == ["True", "0:00:07", "True"], done.stderr[-2000:]
+    assert done.stdout.splitlines()[-4:] == ["True", "0:00:07", "True", "False"], done.stderr[
+        -2000:
+    ]

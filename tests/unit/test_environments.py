@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -121,11 +122,12 @@ def play(
     problem: Problem = PROBLEM,
     turn_tokens: int = 16,
     memory_gib: int = 4,
+    sampling: Mapping[str, float] | None = None,
     **options: Any,
 ) -> tuple[list[Trajectory], Episodes]:
     """What became of problems 0, 1, ... with two at a time in one process; environments of the table, or planted."""
     name = environment if environment in ENVIRONMENTS else f"{PLANTED}:{environment}"
-    spec = EnvironmentSpec(name, options, timeout_s, memory_gib)
+    spec = EnvironmentSpec(name, options, timeout_s, memory_gib, sampling=sampling or {})
     pool = EnvironmentPool(spec, workers=1)
     episodes = Episodes(pool, TurnTemplate(engine.tokenizer, role), limits)
     job = GenerationJob(

@@ -428,6 +428,38 @@ def test_records_in_the_way_of_a_folder_are_one_error(tmp_path):
         recorder_of(config(tmp_path), 0, 2)
 
 
+@pytest.mark.parametrize("full", ["metrics.jsonl", "samples.jsonl"])
+def test_lines_that_a_full_disk_did_not_take_are_written_by_the_start_that_resumes(tmp_path, full):
+    """The checkpoint has them; starts from the same checkpoint write them once."""
+    settings = config(tmp_path, steps=9)
+    sample = Sample(1, "training", 2, 0, "p", "r", "4", 0.0, "no answer", False, 3)
+    with recorder_of(settings, 0, 0) as recorder:
+        recorder.write(0, EVALUATED)
+        content = (tmp_path / full).read_bytes() if full == "metrics.jsonl" else b""
+        (tmp_path / full).unlink(missing_ok=True)
+        (tmp_path / full).symlink_to("/dev/full")
+        recorder.write_masked_tokens(1, [{"id": 7, "raised": 0, "lowered": 4}])
+        recorder.write(1, EVALUATED | {"loss/mean": 0.5})
+        recorder.write_samples([sample])
+        assert full.split(".")[0] in str(recorder.failure)
+        # Half of the line was taken.
+        (tmp_path / full).unlink()
+        (tmp_path / full).write_bytes(content + b'{"step": 1, "lo')
+        mark = json.loads(json.dumps(recorder.mark(1)))
+    for _ in range(2):
+        with recorder_of(settings, 0, 1, mark=mark) as recorder:
+            assert [step_of(row) for row in read_records(tmp_path)] == [0, 1]
+            assert "unwritten" not in recorder.mark(1)
+        (line,) = (tmp_path / "samples.jsonl").read_text().splitlines()
+        assert json.loads(line)["step"] == 1
+        assert len((tmp_path / "masked_tokens.jsonl").read_text().splitlines()) == 1
+    with recorder_of(settings, 0, 1, mark=mark) as recorder:
+        recorder.write(2, EVALUATED)
+    records = read_records(tmp_path)
+    assert [step_of(row) for row in records] == [0, 1, 2]
+    assert records[1]["loss/mean"] == 0.5
+
+
 def test_a_write_that_fails_is_kept_for_all_ranks_and_nothing_follows_it(tmp_path):
     """The run saves a checkpoint before it ends; a line behind half of one would spoil the file."""
     with recorder_of(config(tmp_path), 0, 0) as recorder:

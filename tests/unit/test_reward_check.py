@@ -37,6 +37,31 @@ def test_a_solution_that_disagrees_is_shown(tmp_path, capsys):
     assert "4 of 5 solutions score 1" in out
 
 
+@pytest.mark.parametrize(
+    ("reward", "solution", "cause"),
+    [
+        ("loop_on_request", "loop", "timed out"),
+        ("die_on_request", "die", "killed"),
+    ],
+)
+def test_a_check_without_a_score_is_neither_right_nor_wrong(
+    tmp_path, capsys, reward, solution, cause
+):
+    """Without a score a solution has 0, which would be right against a wrong answer."""
+    words = ["check-rewards", write(tmp_path / "x.jsonl", [("7", "7"), (solution, "8")])]
+    words += ["--reward", f"tests.unit.planted_rewards:{reward}", "--workers", "1"]
+    assert main([*words, "--timeout", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "1 of 1 solutions score 1 against the given answer" in out
+    # The planted rewards give 1 to every other response, whatever its answer.
+    assert "0 of 1 solutions score 0 against a wrong answer" in out
+    lines = out.splitlines()
+    assert (
+        len([line for line in lines if line.startswith("line 2: no score") and cause in line]) == 2
+    )
+    assert len([line for line in lines if line.startswith("1 solutions") and cause in line]) == 2
+
+
 def test_unusable_files(tmp_path, capsys):
     with pytest.raises(SystemExit) as refused:
         main(["check-rewards", str(tmp_path / "none.jsonl")])
