@@ -9,7 +9,11 @@ update.
     error    OSError: no space left on device
     delay    the process sleeps for a second
     torn     half of what was written is there, then the process ends by SIGKILL; where nothing is written, as ``kill``
-    record   with a file's path in place of the number: append the name of each point that is reached
+    record   with a file's path in place of the number: append the name of each point that is reached, and after it
+             TORN where something was written that can be torn
+
+Several plans are separated by semicolons. A plan may have a file's path behind the number: a failure appends its plan
+to that file first.
 
 ``tools/faults/failpoints.py`` runs all of them.
 """
@@ -24,13 +28,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO
 
 VARIABLE = "MEGATRON_DPPO_FAILPOINT"
+TORN = " (torn)"
 KINDS = ("kill", "error", "delay", "torn")
 DELAY_S = 1.0
 _lock = threading.Lock()
 _reached = Counter[str]()
+"""How often the point of each plan was reached."""
 _NUMBERS = re.compile(r"[0-9a-f]{12,}|\d+")
 
 
@@ -39,8 +46,9 @@ def failpoint(name: str, tear: Callable[[], None] | None = None) -> None:
 
     ``tear`` undoes half of the last write; called before a torn write ends the process.
     """
-    if (plan := os.environ.get(VARIABLE)) is not None:
-        _act(plan, name, tear)
+    for plan in os.environ.get(VARIABLE, "").split(";"):
+        if plan:
+            _act(plan, name, tear)
 
 
 def file_failpoint(stage: str, file_name: str, tear: Callable[[], None] | None = None) -> None:
@@ -69,17 +77,18 @@ def write_whole(stage: str, file_name: str, file: IO[str], text: str) -> None:
 
 
 def _act(plan: str, name: str, tear: Callable[[], None] | None) -> None:
-    planned_name, kind, occurrence = plan.split(",", 2)
+    planned_name, kind, occurrence, *note_path = plan.split(",", 3)
     if kind == "record":
-        with open(occurrence, "a", encoding="utf-8") as file:
-            file.write(f"{name}\n")
+        _append(Path(occurrence), name if tear is None else name + TORN)
         return
     if name != planned_name:
         return
     with _lock:
-        _reached[name] += 1
-        if _reached[name] != int(occurrence):
+        _reached[plan] += 1
+        if _reached[plan] != int(occurrence):
             return
+    if note_path:
+        _append(Path(note_path[0]), plan)
     if kind == "delay":
         time.sleep(DELAY_S)
     elif kind == "error":
@@ -88,3 +97,8 @@ def _act(plan: str, name: str, tear: Callable[[], None] | None) -> None:
         if kind == "torn" and tear is not None:
             tear()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _append(path: Path, line: str) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f"{line}\n")

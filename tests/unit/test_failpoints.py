@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.system.failpoints import KINDS, VARIABLE
+from megatron_dppo.system.failpoints import KINDS, TORN, VARIABLE
 from megatron_dppo.system.files import remove_unfinished
 
 WRITER = """
@@ -75,8 +75,18 @@ def test_points_are_recorded_and_counted(tmp_path: Path) -> None:
     listing = tmp_path / "points"
     assert write_with(tmp_path / "state.json", f"-,record,{listing}").returncode == 0
     points = listing.read_text().splitlines()
-    assert points[:3] == ["create/state.json", "write/state.json", "rename/state.json"]
+    expected = ["create/state.json", f"write/state.json{TORN}", "rename/state.json"]
+    assert points[:3] == expected
     assert points.count("renamed/state.json") == 3
+
+
+def test_a_failure_notes_itself_first_and_several_may_be_planned(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    delays = [f"{stage}/state.json,delay,1,{note}" for stage in ("create", "rename")]
+    kill = f"write/state.json,kill,2,{note}"
+    ended = write_with(tmp_path / "state.json", ";".join([*delays, kill]))
+    assert ended.returncode == -signal.SIGKILL
+    assert note.read_text().splitlines() == [*delays, kill]
 
 
 def test_the_next_start_of_a_run_removes_what_a_killed_one_left(tmp_path: Path) -> None:

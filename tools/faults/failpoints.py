@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """A failure at each named point of a run, and a check of what the run left behind.
 
-A run of four steps replays saved batches, so that each of its starts computes the same. A calm run shows which points
-it reaches and what it leaves. Then, for each point, kind of failure and occurrence, a run fails there once, and starts
-without a failure follow until it has ended. What it leaves must be what the calm run left: records once and in order,
-whole checkpoints, the same hashes of weights, batches and export, no process, no temporary file. A start that fails by
-an OSError must end with exit code 2 and one line, or go on.
+A run of twelve steps replays saved batches, so that each of its starts computes the same. A calm run shows which points
+it reaches and what it leaves. A case is a point, a kind of failure and an occurrence: the first or the third time that
+a start reaches the point. Cases form chains: in one run directory the first start fails at the first case, the next
+start goes on from what that left and fails at the second case, until a start ends the run. What the run has left then
+must be what the calm run left: records and samples once and in order, whole checkpoints, the same hashes of weights,
+batches and export, no process, no temporary file. A start that fails by an OSError must end with exit code 2 and one
+line, or go on. Where a chain left something else, each of its cases is run alone. Delays end no start, so a start has
+many of them.
 
     python -m tools.faults.failpoints --folder /tmp/failpoints [--points 'checkpoint/*'] [--kinds kill,torn]
     python -m tools.faults.failpoints --folder /tmp/failpoints --list
@@ -19,17 +22,21 @@ import argparse
 import fnmatch
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+# A run draws its report at its end: the forks inherit the import of matplotlib.
+import megatron_dppo.diagnostics.report
+import megatron_dppo.metrics.trackers  # noqa: F401
 from megatron_dppo.config import load_config, resolved_yaml
 from megatron_dppo.data.batch_file import batch_path, load_batch
 from megatron_dppo.launch.run_directory import RunDirectory
@@ -37,7 +44,7 @@ from megatron_dppo.logging import FatalError, configure_logging, fatal
 from megatron_dppo.loop import run_rank
 from megatron_dppo.metrics import records
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.failpoints import KINDS, VARIABLE
+from megatron_dppo.system.failpoints import KINDS, TORN, VARIABLE
 from megatron_dppo.system.files import sha256_of
 from megatron_dppo.system.lease import NONCE_VARIABLE
 from megatron_dppo.trainer.checkpoint.directory import (
@@ -47,14 +54,16 @@ from megatron_dppo.trainer.checkpoint.directory import (
 )
 from tools.faults.material import make_material
 
-STEPS = 4
+STEPS = 12
 OCCURRENCES = (1, 3)
+LONGEST_CHAIN = 30
+DELAYS_OF_A_START = 24
 MOST_STARTS = 4
+"""Most starts without a failure after the last failure of a chain."""
 START_LIMIT_S = 600.0
 LEFT_PROCESS_S = 10.0
 KILLED = -signal.SIGKILL
 REFUSED = 2
-RECORDED = ("steps", "samples", "records", "summary", "batches")
 _TIMES = ("time/", "checkpoint/write_s", "speed/", "weights/")
 
 
@@ -64,25 +73,52 @@ class LeftProcessError(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """One failure: the ``occurrence``-th time that ``point`` is reached."""
+    """One failure: the ``occurrence``-th time that a start reaches ``point``."""
 
     point: str
     kind: str
     occurrence: int
 
     @property
-    def variable(self) -> str:
+    def plan(self) -> str:
         return f"{self.point},{self.kind},{self.occurrence}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
-    """The exit codes of a case's starts, and each difference from the calm run; without one the case passed."""
+    """The exit code of the start that failed, and each difference from the calm run; without one the case passed."""
 
     case: Case
-    codes: list[int]
+    code: int
     faults: list[str]
-    seconds: float
+
+
+@dataclass
+class Chain:
+    """Cases that followed each other in one run directory, and the differences of what they left together.
+
+    ``has_ended``: whether a start has ended the run.
+    """
+
+    directory: Path
+    results: list[Result] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    has_ended: bool = False
+
+    @property
+    def output(self) -> Path:
+        return self.directory.with_suffix(".out")
+
+    @property
+    def note(self) -> Path:
+        return self.directory.with_suffix(".note")
+
+    def text_since(self, offset: int) -> str:
+        """What the starts have printed behind ``offset`` bytes."""
+        return self.output.read_bytes()[offset:].decode(errors="replace")
+
+    def printed_bytes(self) -> int:
+        return self.output.stat().st_size if self.output.exists() else 0
 
 
 # --- starts of a run, each in a forked process
@@ -241,55 +277,138 @@ def _stable(row: records.Record) -> dict[str, Any]:
 # --- cases
 
 
-def try_case(config: Path, folder: Path, case: Case, calm: dict[str, Any]) -> Result:
-    """Let a run fail as ``case`` says, start it until it has ended, and compare what it left with the ``calm`` run."""
-    name = f"{case.point.replace('/', '_')}-{case.kind}-{case.occurrence}"
-    directory = folder / name / "run"
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    codes, faults = [], []
+def fail_in_chain(config: Path, chain: Chain, cases: Sequence[Case]) -> bool:
+    """Start the run of the chain with a failure at ``cases``, one or several delays; return whether it was reached."""
+    printed_bytes = chain.printed_bytes()
+    chain.note.unlink(missing_ok=True)
+    plans = [f"{case.plan},{chain.note}" for case in cases]
+    faults = []
+    code = 1
     try:
-        codes.append(start(config, directory, case.variable))
-        faults += _first_end_faults(case, codes[0])
-        while codes[-1] != 0 and len(codes) < MOST_STARTS:
-            codes.append(start(config, directory, None))
-        if codes[-1] != 0:
-            faults.append(f"the start after the failure ended with exit code {codes[-1]}")
-        else:
-            present = history(directory)
-            lost = RECORDED if codes[0] == REFUSED and _is_record(case) else ()
-            for key, expected in calm.items():
-                if present[key] != expected and key not in lost:
-                    faults.append(f"{key} differ from the calm run's")
-            faults += [f"left behind: {path}" for path in leftovers(directory)]
-        text = directory.with_suffix(".out").read_text(errors="replace")
-        if "Traceback" in text:
-            faults.append("a traceback in the output")
-        if case.kind == "error" and codes[0] == REFUSED and "error: " not in text:
-            faults.append("exit code 2 without a line that begins with error:")
+        code = start(config, chain.directory, ";".join(plans))
+    except (LeftProcessError, TimeoutError) as error:
+        faults.append(str(error))
+    text = chain.text_since(printed_bytes)
+    if "Traceback" in text:
+        faults.append("a traceback in the output")
+    chain.has_ended = code == 0
+    reached = set(chain.note.read_text().splitlines()) if chain.note.exists() else set()
+    for case, plan in zip(cases, plans, strict=True):
+        if plan in reached:
+            case_faults = [*faults, *_end_faults(case, code, text)]
+            chain.results.append(Result(case, code, case_faults))
+    if not reached and code != 0:
+        chain.faults.append(f"a start that did not reach {cases[0].plan} ended with code {code}")
+    return bool(reached)
+
+
+def finish_chain(config: Path, chain: Chain, calm: dict[str, Any]) -> None:
+    """Start the run without a failure until it has ended, and compare what it left with the ``calm`` run."""
+    try:
+        for _ in range(MOST_STARTS):
+            if not chain.has_ended:
+                chain.has_ended = start(config, chain.directory, None) == 0
+        if not chain.has_ended:
+            chain.faults.append(f"{MOST_STARTS} starts after the failures did not end the run")
+            return
+        present = history(chain.directory)
+        differing = [key for key, expected in calm.items() if present[key] != expected]
+        chain.faults += [f"{key} differ from the calm run's" for key in differing]
+        chain.faults += [f"left behind: {path}" for path in leftovers(chain.directory)]
     except (RunError, OSError, ValueError, KeyError, LeftProcessError) as error:
-        faults.append(f"{type(error).__name__}: {error}")
-    if not faults:
-        shutil.rmtree(directory.parent, ignore_errors=True)
-    return Result(case, codes, faults, time.monotonic() - began)
+        chain.faults.append(f"{type(error).__name__}: {error}")
 
 
-def _is_record(case: Case) -> bool:
-    """Whether the failure is that of a record or a saved batch: the full disk loses it, and the run stops after the
-    step.
-    """
-    return case.point.startswith("append") or "step_#.safetensors" in case.point
-
-
-def _first_end_faults(case: Case, code: int) -> list[str]:
+def _end_faults(case: Case, code: int, text: str) -> list[str]:
+    """Return what is wrong with the end of a start that failed as ``case`` says, and printed ``text``."""
     expected: tuple[int, ...] = (0,)
     if case.kind in ("kill", "torn"):
         expected = (KILLED,)
     elif case.kind == "error":
         expected = (0, REFUSED)
-    if code in expected:
-        return []
-    return [f"the start with the failure ended with exit code {code}, expected {expected}"]
+    if code not in expected:
+        return [f"the start with the failure ended with exit code {code}, expected {expected}"]
+    if case.kind == "error" and code == REFUSED and "error: " not in text:
+        return ["exit code 2 without a line that begins with error:"]
+    return []
+
+
+def _occurrence_of(case: Case) -> int:
+    return case.occurrence
+
+
+class Runner:
+    """Runs cases in chains below ``folder``, and each case of a chain with a difference alone."""
+
+    def __init__(self, config: Path, folder: Path, calm: dict[str, Any]) -> None:
+        self._config = config
+        self._folder = folder
+        self._calm = calm
+        self._chains = 0
+        self.results: list[Result] = []
+
+    def run(self, cases: Sequence[Case]) -> None:
+        """Run all cases and collect their results."""
+        delays = [case for case in cases if case.kind == "delay"]
+        for first in range(0, len(delays), DELAYS_OF_A_START):
+            self._run_delays(delays[first : first + DELAYS_OF_A_START])
+        # First occurrences first: a start that fails at the third time gets steps further.
+        failing = [case for case in cases if case.kind != "delay"]
+        waiting = deque(sorted(failing, key=_occurrence_of))
+        while waiting:
+            self._run_chain(waiting)
+
+    def _run_delays(self, cases: Sequence[Case]) -> None:
+        chain = self._new_chain()
+        fail_in_chain(self._config, chain, cases)
+        self._finish(chain)
+
+    def _run_chain(self, waiting: deque[Case]) -> None:
+        """Run a chain of the next ``waiting`` cases; those that a start did not reach wait for the next chain."""
+        chain = self._new_chain()
+        is_first = True
+        while waiting and not chain.has_ended and len(chain.results) < LONGEST_CHAIN:
+            case = waiting.popleft()
+            if not fail_in_chain(self._config, chain, [case]):
+                if is_first:
+                    chain.results.append(Result(case, 0, ["a start at step 0 does not reach it"]))
+                else:
+                    waiting.appendleft(case)
+                break
+            is_first = False
+        self._finish(chain)
+
+    def _finish(self, chain: Chain) -> None:
+        finish_chain(self._config, chain, self._calm)
+        if chain.faults and len(chain.results) > 1:
+            for result in chain.results:
+                result.faults += self._faults_alone(result.case)
+            if not any(result.faults for result in chain.results):
+                chain.results[-1].faults += [f"only after others: {text}" for text in chain.faults]
+        elif chain.results:
+            chain.results[0].faults += chain.faults
+        for result in chain.results:
+            self.results.append(result)
+            verdict = "; ".join(result.faults) or "passed"
+            print(f"{len(self.results)} {result.case.plan}: {result.code}: {verdict}", flush=True)
+        if not any(result.faults for result in chain.results):
+            shutil.rmtree(chain.directory.parent)
+
+    def _faults_alone(self, case: Case) -> list[str]:
+        chain = self._new_chain()
+        fail_in_chain(self._config, chain, [case])
+        finish_chain(self._config, chain, self._calm)
+        faults = [*chain.faults, *(fault for result in chain.results for fault in result.faults)]
+        if not faults:
+            shutil.rmtree(chain.directory.parent)
+        return faults
+
+    def _new_chain(self) -> Chain:
+        directory = self._folder / f"chain{self._chains}" / "run"
+        shutil.rmtree(directory.parent, ignore_errors=True)
+        directory.parent.mkdir(parents=True)
+        self._chains += 1
+        return Chain(directory)
 
 
 def reached_points(config: Path, folder: Path) -> tuple[Counter[str], dict[str, Any]]:
@@ -303,13 +422,31 @@ def reached_points(config: Path, folder: Path) -> tuple[Counter[str], dict[str, 
     return Counter(listing.read_text().splitlines()), history(directory)
 
 
+def merged_points(reached: Counter[str]) -> tuple[Counter[str], set[str]]:
+    """Return how often each point was reached, and the points where something was written that can be torn."""
+    points = Counter[str]()
+    torn_points = set()
+    for name, count in reached.items():
+        point = name.removesuffix(TORN)
+        points[point] += count
+        if point != name:
+            torn_points.add(point)
+    return points, torn_points
+
+
 def cases_of(
-    points: Counter[str], pattern: str, kinds: Sequence[str], occurrences: Sequence[int]
+    reached: Counter[str], pattern: str, kinds: Sequence[str], occurrences: Sequence[int]
 ) -> list[Case]:
-    """Return a case for each matching point that is reached often enough."""
+    """Return a case for each matching point that is reached often enough.
+
+    Where nothing is written, a torn write is the same as a kill.
+    """
+    points, torn_points = merged_points(reached)
     cases = []
     for point in sorted(fnmatch.filter(points, pattern)):
         for kind in kinds:
+            if kind == "torn" and point not in torn_points:
+                continue
             for occurrence in occurrences:
                 # The lease is renewed by time, so its later occurrences may not come.
                 if occurrence <= points[point] and (occurrence == 1 or ".beat" not in point):
@@ -340,29 +477,25 @@ def main() -> int:
         shutil.rmtree(material, ignore_errors=True)
         material.mkdir()
         _in_child(lambda: _made(material))
-    points, calm = reached_points(config, folder)
+    reached, calm = reached_points(config, folder)
     if options.list:
-        for point, count in sorted(points.items()):
+        for point, count in sorted(reached.items()):
             print(f"{count:4} {point}")
         return 0
-    cases = cases_of(points, options.points, options.kinds.split(","), OCCURRENCES)
-    cases = cases[options.part :: options.parts]
-    results = []
-    for number, case in enumerate(cases, 1):
-        result = try_case(config, folder, case, calm)
-        results.append(result)
-        verdict = "; ".join(result.faults) or "passed"
-        print(
-            f"{number}/{len(cases)} {case.variable}: exit codes {result.codes}, "
-            f"{result.seconds:.0f} s: {verdict}",
-            flush=True,
-        )
+    cases = cases_of(reached, options.points, options.kinds.split(","), OCCURRENCES)
+    runner = Runner(config, folder, calm)
+    runner.run(cases[options.part :: options.parts])
+    results = runner.results
     (folder / f"results-{options.part}.json").write_text(
         json.dumps([asdict(r) for r in results], indent=1)
     )
     (folder / f"table-{options.part}.md").write_text(table(results))
     failed = sum(bool(result.faults) for result in results)
-    print(f"{len(results)} cases at {len({r.case.point for r in results})} points, {failed} failed")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(
+        f"{len(results)} cases at {len({r.case.point for r in results})} points, {failed} failed; "
+        f"{used.ru_utime + used.ru_stime:.0f} s of processor time"
+    )
     return 1 if failed else 0
 
 

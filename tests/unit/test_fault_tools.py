@@ -1,0 +1,93 @@
+"""The tools that plant faults: how cases form chains, how processes are told apart, and what counts as lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tools.faults import chaos, failpoints
+from tools.faults.failpoints import Case, Chain, Result, Runner, cases_of
+
+REACHED = Counter({"write/a (torn)": 3, "rename/a": 1, "lease/a.beat": 5})
+
+
+def test_a_point_has_the_cases_that_a_start_reaches():
+    cases = cases_of(REACHED, "*", ["kill", "torn"], [1, 3])
+    assert {(c.point, c.kind, c.occurrence) for c in cases} == {
+        ("write/a", "kill", 1),
+        ("write/a", "kill", 3),
+        # Where nothing is written, a torn write is a kill.
+        ("write/a", "torn", 1),
+        ("write/a", "torn", 3),
+        ("rename/a", "kill", 1),
+        # A later beat of the lease may not come.
+        ("lease/a.beat", "kill", 1),
+    }
+
+
+class Starts:
+    """Starts of a run of three steps, each of which ends at the failure, or ends the run."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken = broken
+        self.steps: Counter[Path] = Counter()
+        self.spoiled: set[Path] = set()
+
+    def fail(self, config: Path, chain: Chain, cases: list[Case]) -> bool:
+        (case,) = cases
+        self.steps[chain.directory] += case.occurrence
+        if self.steps[chain.directory] > 3:
+            chain.has_ended = True
+            return False
+        if case.point == self.broken:
+            self.spoiled.add(chain.directory)
+        chain.results.append(Result(case, -9, []))
+        return True
+
+    def finish(self, config: Path, chain: Chain, calm: dict[str, object]) -> None:
+        if chain.directory in self.spoiled:
+            chain.faults.append("export differs")
+
+
+@pytest.mark.parametrize("broken", ["", "b"])
+def test_cases_follow_each_other_and_the_one_at_fault_is_found(tmp_path, monkeypatch, broken):
+    starts = Starts(broken)
+    monkeypatch.setattr(failpoints, "fail_in_chain", starts.fail)
+    monkeypatch.setattr(failpoints, "finish_chain", starts.finish)
+    runner = Runner(tmp_path / "config.yaml", tmp_path, {})
+    cases = [Case(point, "kill", occurrence) for point in "abcd" for occurrence in (1, 3)]
+    runner.run(cases)
+    assert sorted(r.case.plan for r in runner.results) == sorted(case.plan for case in cases)
+    failed = {result.case.point for result in runner.results if result.faults}
+    assert failed == ({broken} if broken else set())
+    # Each start that was not the first of a chain has saved one from step 0.
+    assert len(starts.steps) < len(cases) or broken
+
+
+def test_processes_of_a_run_have_one_kind():
+    shown = {
+        "rank": ("rank1", "python -m megatron_dppo.system.fork_server 5 megatron_dppo.train"),
+        "server": ("python", "python -m megatron_dppo.engine.launch_server --config c.yaml"),
+        "scheduler": ("sglang::schedul", "python -m megatron_dppo.engine.launch_server --config c"),
+        "detokenizer": ("sglang::detoken", "sglang::detokenizer"),
+        "router": ("python", "python -m megatron_dppo.fleet.http_router"),
+        "worker": ("python", "python -m megatron_dppo.rewards.verifier 7"),
+        "parser": ("python", "python -m megatron_dppo.engine.answer_parsing 7"),
+    }
+    for kind, (name, command) in shown.items():
+        kinds = [k for k, is_of_kind in chaos.KINDS.items() if is_of_kind(name, command)]
+        assert kinds == [kind]
+    fork_server = "python -m megatron_dppo.system.fork_server 5 megatron_dppo.engine.sglang_cpu"
+    assert not any(of_kind("python", fork_server) for of_kind in chaos.KINDS.values())
+
+
+def test_the_table_of_kills_adds_up():
+    tally = chaos.Tally(Counter(rank=2, router=1))
+    tally.lost_s.update(rank=9.0, router=0.0)
+    assert chaos.table(tally).splitlines()[2:] == [
+        "| rank | 2 | 9 | 4.5 |",
+        "| router | 1 | 0 | 0.0 |",
+        "| all | 3 | 9 | 3.0 |",
+    ]
