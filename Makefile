@@ -5,7 +5,7 @@ RUN_IN_VENV = $(if $(shell grep -sx kind=cpu .venv/.installed),CUDA_VISIBLE_DEVI
 TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo demo-tools arena slurm-demo gpu-check test lint types unit docs mutants failpoints flips clean
+.PHONY: help setup demo demo-tools arena slurm-demo gpu-check test lint types unit docs mutants failpoints flips chaos clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ mutants: setup  ## the numerical core changed one operator at a time: prints wha
 
 failpoints: setup  ## a failure at each durable step of a run, and what it leaves: table in runs/failpoints (also POINTS="checkpoint/*" KINDS=kill,torn)
 	@$(RUN_IN_VENV) -m tools.faults.failpoints $(if $(POINTS),--points '$(POINTS)') $(if $(KINDS),--kinds $(KINDS))
+
+chaos: setup  ## random processes of a live run killed every 15 s, then each step derived again: table in runs/chaos (also DURATION=600, seconds)
+	@$(RUN_IN_VENV) -m tools.faults.chaos $(if $(DURATION),--duration $(DURATION))
 
 flips: setup  ## 1000 random bits flipped in the files that a run reads: each is caught or harmless (also FLIPS=100)
 	@$(RUN_IN_VENV) -m tools.faults.flips $(if $(FLIPS),--flips $(FLIPS))
