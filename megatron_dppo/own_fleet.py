@@ -39,7 +39,15 @@ class GenerationError(RunError):
 
 @contextmanager
 def own_fleet(config: TrainConfig, logs: Path) -> Iterator[OwnFleet]:
-    """Start the servers of ``config``, whose output goes to ``logs``, and end them with the block."""
+    """Start the servers of ``config``, whose output goes to ``logs``, and end them with the block.
+
+    Raises GenerationError for servers whose weights only a trainer's update can bring.
+    """
+    if config.engine.quantization is not None:
+        raise GenerationError(
+            f"engine.quantization: got {config.engine.quantization}, expected null: servers without a trainer serve "
+            f"the weights of model.hf_checkpoint ({config.model.hf_checkpoint}), which are not quantised"
+        )
     with _servers(config, logs) as members:
         fleet = OwnFleet(config, members)
         try:

@@ -24,9 +24,14 @@ from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.system.failpoints import file_failpoint
 
-CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+CODES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 """Types that can be written -> their code in safetensors."""
-DTYPES = {code: dtype for dtype, code in CODES.items()} | {"F8_E4M3": torch.float8_e4m3fn}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 """Codes that can be read -> their type. ``quantized.py`` reads 8-bit weights, which need their scales."""
 MAX_HEADER_BYTES = 100 << 20
 

@@ -25,6 +25,9 @@ from megatron_dppo.config.lora import (
     updates_adapters,
 )
 from megatron_dppo.metrics.records import BATCH_FILES
+from megatron_dppo.model import quantization
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.network import url_fault
@@ -338,6 +341,33 @@ MOST_RESPONSES = 2**24
 """Most responses in a rollout batch: every rank holds a line for each. No published run has a tenth of it."""
 
 
+def quantization_faults(config: schema.TrainConfig, model: ModelShape) -> layout.Faults:
+    """Report why servers can't hold this model as ``engine.quantization`` says."""
+    value = config.engine.quantization
+    if value is None:
+        return
+    if config.model.dtype != "bfloat16":
+        yield (
+            f"engine.quantization: got {value} with model.dtype {config.model.dtype}, expected bfloat16: SGLang "
+            "computes with FP8 weights in 16 bits only"
+        )
+    if model.family not in quantization.FAMILIES:
+        yield (
+            f"engine.quantization: got {value} for a model of the family {model.family}, expected one of "
+            f"{', '.join(quantization.FAMILIES)}"
+        )
+    if updates_adapters(config.lora):
+        yield (
+            f"engine.quantization: got {value} with lora.update adapters, expected merged: updates of adapters leave "
+            "the weights that a server started with, and it starts without a checkpoint"
+        )
+    try:
+        size = config.sglang.get("tp_size") or 1
+        quantization.check_block_widths(model, EngineLayout(size))
+    except (LayoutError, TypeError) as error:
+        yield f"engine.quantization: got {value}: {error}"
+
+
 def check_config(
     config: schema.TrainConfig,
     source: str = "configuration",
@@ -397,6 +427,7 @@ def check_config(
                 config.data, rollout, config.evaluation, config.sglang, model, config.environment
             ),
             engine_split_faults(config.sglang, model),
+            quantization_faults(config, model),
             _topk(algorithm, rollout.topk_log_probs, model.vocab_size),
             _stop_tokens(rollout.stop_token_ids, model.vocab_size),
         )

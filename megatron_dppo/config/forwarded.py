@@ -297,6 +297,7 @@ SGLANG_OWNED: Mapping[str, str] = {
     "port": "engine.port",
     "device": "engine.device",
     "random_seed": "run.seed",
+    "quantization": "engine.quantization",
     "enable_return_routed_experts": "rollout.router_replay",
     "enable_fp32_lm_head": "head.dtype",
     "temperature": "rollout.temperature and evaluation.temperature",
@@ -317,8 +318,8 @@ SGLANG_FIXED: Mapping[str, str] = {
         "the placement says on which hosts a server runs: on several, where tp_size is more than a host's GPUs",
     ),
     **dict.fromkeys(
-        ("dp_size", "pp_size", "ep_size", "moe_dp_size", "quantization"),
-        "weight updates are verified for tensor-parallel engines of unquantised weights",
+        ("dp_size", "pp_size", "ep_size", "moe_dp_size"),
+        "weight updates are verified for tensor-parallel engines",
     ),
 }
 """Reason why nothing may set each of these fields of ServerArgs."""

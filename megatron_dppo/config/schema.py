@@ -381,6 +381,10 @@ class EngineConfig(Section):
     """Sample every response with its own seed and compute it alike in every batch: a run of the same seed, weights
     and machine samples the same. Slower; docs/fleet.md has the cost.
     """
+    quantization: Literal["fp8"] | None = None
+    """``fp8``: servers hold linear layers and experts as block FP8 (e4m3, 128 x 128) and round activations to FP8; the
+    trainer keeps ``model.dtype``. Empty: servers hold the trainer's dtype. docs/fleet.md.
+    """
     python: str | None = None
     """Python of the servers and their router, with this package, SGLang and smg installed. Empty: the trainer's."""
 
@@ -601,6 +605,11 @@ class TrainConfig(PolicyConfig):
     def temperature(self) -> float:
         """The engine's sampling temperature: mu and pi must be the same distribution."""
         return self.rollout.temperature
+
+    @property
+    def precision(self) -> Literal["float32", "bfloat16", "fp8"]:
+        """The coarser dtype of the weights of trainer and servers, which sets the normal range of their gap."""
+        return self.engine.quantization or self.model.dtype
 
     @property
     def router_replay(self) -> bool:

@@ -12,10 +12,11 @@ from operator import attrgetter
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, dtype, zeros
+from torch import Tensor, dtype, float32, zeros
 
+from megatron_dppo import block_fp8
 from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.model import mapping
+from megatron_dppo.model import mapping, quantization
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.tensor_hash import WORD, Part, TiledHash, add_parts
 
@@ -55,21 +56,57 @@ class EngineTensors:
 
     The engine's checksums cover exactly these bytes. Raises LayoutError if the model cannot be divided among the ranks.
 
+    With ``quantized``, linear layers and experts are block FP8 (``model/quantization.py``): the engine receives and
+    holds their scales as tensors of their own.
+
     Attributes:
-        parts: the places of each Hugging Face tensor, by its name.
+        shapes: the shape of each tensor that the engine must receive, by its name in a checkpoint.
+        parts: the places of each of these tensors, by its name.
         sizes: for each rank, the number of elements of each engine tensor. Elements that no part fills are zero, such
             as the last rank's share of a small vocabulary.
     """
 
-    def __init__(self, shape: ModelShape, ranks: int = 1, device: str = "cuda") -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        ranks: int = 1,
+        device: str = "cuda",
+        *,
+        quantized: bool = False,
+    ) -> None:
         self.shape = shape
         self.ranks = ranks
         self.device = device
-        self.parts: dict[str, list[EnginePart]] = {name: [] for name in mapping.hf_tensors(shape)}
+        self.quantized = quantized
+        self.shapes = mapping.hf_tensors(shape)
+        layout = mapping.EngineLayout(ranks)
+        if quantized:
+            mapping.check_engine_layout(shape, layout)
+            quantization.check_block_widths(shape, layout)
+            self.shapes = quantization.stored_tensors(self.shapes)
+        self.parts: dict[str, list[EnginePart]] = {name: [] for name in self.shapes}
         self.sizes: list[dict[str, int]] = [{} for _ in range(ranks)]
+        self._dtypes: dict[str, dtype] = {}
         for rank in range(ranks):
-            for parameter in mapping.engine_parameters(shape, mapping.EngineLayout(ranks), rank):
+            for parameter in mapping.engine_parameters(shape, layout, rank):
                 self._add(rank, parameter)
+                if quantized and quantization.holds_quantized(parameter):
+                    scales = quantization.scale_parameter(parameter)
+                    self._add(rank, scales)
+                    self._dtypes[_tensor_of(parameter)] = block_fp8.DTYPE
+                    self._dtypes[_tensor_of(scales)] = float32
+
+    def dtype_of(self, tensor: str, weights_dtype: dtype) -> dtype:
+        """Return the dtype of an engine tensor; ``weights_dtype`` is that of tensors that are not quantised."""
+        return self._dtypes.get(tensor, weights_dtype)
+
+    def sent_dtype(self, name: str, weights_dtype: dtype) -> dtype:
+        """Return the dtype in which the engine must receive the tensor ``name`` of a checkpoint."""
+        if not self.quantized:
+            return weights_dtype
+        if name.endswith(quantization.SCALE):
+            return float32
+        return block_fp8.DTYPE if quantization.is_quantized(name) else weights_dtype
 
     def _add(self, rank: int, parameter: mapping.LocalParameter) -> None:
         # Blocks, also those of experts, are consecutive in the engine's memory, each followed by the engine's padding.
@@ -78,7 +115,7 @@ class EngineTensors:
         if not parameter.segments:
             sizes[tensor] = sizes.get(tensor, 0) + math.prod(parameter.shape)
         multiple = 1
-        if is_expert:
+        if is_expert and not self.quantized:
             multiple = EXPERT_MULTIPLE[self.device]
         for block, end in _with_ends(parameter):
             start = sizes.get(tensor, 0)
@@ -86,6 +123,11 @@ class EngineTensors:
             row = math.prod(parameter.shape) // parameter.shape[block.dim]
             sizes[tensor] = start + width * row
             self.parts[block.hf_name].append(EnginePart(rank, tensor, start, block, width))
+
+
+def _tensor_of(parameter: mapping.LocalParameter) -> str:
+    """Return the name of the engine tensor that holds ``parameter``, which may be one expert's part of it."""
+    return parameter.name.partition("[")[0]
 
 
 def _with_ends(parameter: mapping.LocalParameter) -> list[tuple[mapping.Segment, int]]:
@@ -109,7 +151,7 @@ class ExpectedChecksums:
 
     Args:
         tensors: the engine's tensors.
-        weights_dtype: dtype of every weight.
+        weights_dtype: dtype of every weight that the engine does not quantise.
 
     Raises:
         IncompleteWeightsError: a part of the model does not begin at a multiple of 4 bytes.
@@ -118,7 +160,7 @@ class ExpectedChecksums:
     def __init__(self, tensors: EngineTensors, weights_dtype: dtype) -> None:
         self._tensors = tensors
         self._dtype = weights_dtype
-        self._shapes = mapping.hf_tensors(tensors.shape)
+        self._shapes = tensors.shapes
         self._seen: set[str] = set()
         self._hashes: dict[tuple[int, str], TiledHash] = {}
         self._unfinished: list[Callable[[], None]] = []
@@ -163,7 +205,7 @@ class ExpectedChecksums:
         hashes: dict[tuple[int, str], TiledHash] = {}
         for rank, sizes in enumerate(self._tensors.sizes):
             for name, elements in sizes.items():
-                hashes[rank, name] = TiledHash(elements * self._dtype.itemsize)
+                hashes[rank, name] = TiledHash(elements * self._engine_dtype(name).itemsize)
         unfilled_tensors = set(hashes)
         for _, sums in partials:
             for rank, name, state in sums:
@@ -172,7 +214,7 @@ class ExpectedChecksums:
         for rank, name in unfilled_tensors:
             # No Hugging Face tensor fills this engine tensor: it is padding, which the engine hashes too.
             elements = self._tensors.sizes[rank][name]
-            hashes[rank, name].add(zeros(elements, dtype=self._dtype), 0)
+            hashes[rank, name].add(zeros(elements, dtype=self._engine_dtype(name)), 0)
         digests = []
         for rank, sizes in enumerate(self._tensors.sizes):
             digests.append({name: hashes[rank, name].hexdigest() for name in sizes})
@@ -196,18 +238,22 @@ class ExpectedChecksums:
                 f"weight update: {name} came twice or is no tensor of this model"
             )
         self._seen.add(name)
-        if tensor.shape != shape or tensor.dtype != self._dtype:
+        expected_dtype = self._tensors.sent_dtype(name, self._dtype)
+        if tensor.shape != shape or tensor.dtype != expected_dtype:
             raise IncompleteWeightsError(
                 f"weight update: {name} is {tuple(tensor.shape)} {tensor.dtype}, "
-                f"expected {tuple(shape)} {self._dtype}"
+                f"expected {tuple(shape)} {expected_dtype}"
             )
 
     def _hash(self, rank: int, tensor: str) -> TiledHash:
         key = (rank, tensor)
         if key not in self._hashes:
-            size = self._tensors.sizes[rank][tensor] * self._dtype.itemsize
+            size = self._tensors.sizes[rank][tensor] * self._engine_dtype(tensor).itemsize
             self._hashes[key] = TiledHash(size)
         return self._hashes[key]
 
+    def _engine_dtype(self, tensor: str) -> dtype:
+        return self._tensors.dtype_of(tensor, self._dtype)
+
     def _byte(self, part: EnginePart) -> int:
-        return part.start * self._dtype.itemsize
+        return part.start * self._engine_dtype(part.tensor).itemsize

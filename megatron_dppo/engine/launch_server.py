@@ -26,7 +26,13 @@ from multiprocessing import process, shared_memory
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.engine import broadcast_group, continuation, recordings, server_state
+from megatron_dppo.engine import (
+    broadcast_group,
+    continuation,
+    raw_checksums,
+    recordings,
+    server_state,
+)
 from megatron_dppo.engine.adapter_digests import VARIABLE, register_digests
 from megatron_dppo.engine.options import HOSTS_VARIABLE
 from megatron_dppo.system import network, processes, scratch, secret_variables
@@ -152,6 +158,7 @@ def _change_sglang() -> None:
     continuation.register()
     broadcast_group.register()
     server_state.register()
+    raw_checksums.register()
     if VARIABLE in os.environ:
         register_digests()
 

@@ -17,6 +17,7 @@ from megatron_dppo.config.data_schema import EnvironmentConfig
 from megatron_dppo.config.forwarded import EXPERT_KERNEL
 from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.quantization import SCHEME
 from megatron_dppo.model.shape import ITEM_BYTES
 from megatron_dppo.system.compute import has_visible_gpu
 from megatron_dppo.system.network import url_host
@@ -154,6 +155,7 @@ def server_options(
             # Disable chunked prefill: where a prompt is cut depends on the other requests. Lower the memory fraction,
             # because SGLang reserves too much memory without chunks.
             options |= {"chunked_prefill_size": -1, "mem_fraction_static": 0.8}
+    options |= quantization_options(config.engine)
     options |= adapter_options(config)
     options |= {name: value for name, value in config.sglang.items() if value is not None}
     if hosts is not None:
@@ -164,6 +166,21 @@ def server_options(
     if config.engine.placement == "colocated" and device == "cuda":
         options["enable_memory_saver"] = True
     return options
+
+
+def quantization_options(engine: schema.EngineConfig) -> dict[str, Any]:
+    """Return SGLang's options of a server with block-FP8 weights; empty for any other server.
+
+    The server starts with arbitrary weights: no checkpoint of this kind exists, and a server joins the fleet by a
+    weight update.
+    """
+    if engine.quantization is None:
+        return {}
+    return {
+        "quantization": engine.quantization,
+        "load_format": "dummy",
+        "json_model_override_args": json.dumps({"quantization_config": SCHEME}),
+    }
 
 
 def adapter_options(config: ServerSections) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def compare_server(
         "model type": (model_info["model_type"], family.model_type),
         "architectures": (model_info["architectures"], [family.architecture]),
         "dtype (--dtype)": (info["dtype"], config.model.dtype),
-        "quantization": (info["quantization"], None),
+        "quantization": (info["quantization"], config.engine.quantization),
     }
     if updates_adapters(config.lora):
         actual_and_expected["--enable-lora"] = (info.get("enable_lora"), True)
@@ -147,10 +147,23 @@ async def _scores(client: EngineClient, token: int) -> bool:
     return True
 
 
-def check_layout(url: str, info: Mapping[str, Any], dtype: str, shape: ModelShape) -> None:
+def check_layout(
+    url: str,
+    info: Mapping[str, Any],
+    dtype: str,
+    shape: ModelShape,
+    quantization: str | None = None,
+) -> None:
     """Raise EngineMismatchError if the layout or dtype in ``/server_info`` prevents the verification of weight updates.
 
-    A response without a layout or dtype raises it as well. ``dtype``: of the trainer's weights.
+    A response without a layout or dtype raises it as well.
+
+    Args:
+        url: of the server.
+        info: the answer of ``/server_info``.
+        dtype: of the trainer's weights.
+        shape: of the model.
+        quantization: of the weights that updates send, "fp8" or None.
     """
     _require(f"{url}/server_info", info, _LAYOUT)
     for dimension in _SINGLE:
@@ -159,8 +172,10 @@ def check_layout(url: str, info: Mapping[str, Any], dtype: str, shape: ModelShap
                 f"{url}: {dimension} is {info[dimension]}; verified weight updates know tensor parallelism "
                 f"only, expected 1"
             )
-    if info.get("quantization") is not None:
-        raise EngineMismatchError(f"{url}: quantization is {info['quantization']!r}, expected none")
+    if info.get("quantization") != quantization:
+        raise EngineMismatchError(
+            f"{url}: quantization is {info.get('quantization')!r}, expected {quantization!r} (engine.quantization)"
+        )
     kernel = info.get("moe_runner_backend")
     if shape.is_moe and info["device"] != "cpu" and kernel != EXPERT_KERNEL:
         raise EngineMismatchError(

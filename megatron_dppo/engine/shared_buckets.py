@@ -46,9 +46,9 @@ def shared_empty(size: int, device: torch.device | str) -> Tensor:
         return torch.empty(size, dtype=torch.uint8).share_memory_()
 
 
-def shared_payloads(header: WireHeader, dtype: torch.dtype, data: Tensor, ranks: int) -> list[str]:
+def shared_payloads(header: WireHeader, data: Tensor, ranks: int) -> list[str]:
     """Return one serialised handle of ``data`` for each engine rank, in base64."""
-    bucket = {"flattened_tensor": data, "metadata": _metadata(header, dtype)}
+    bucket = {"flattened_tensor": data, "metadata": _metadata(header)}
     # Each rank needs its own handle: a handle counts as one reference to the memory until its rank has opened and
     # dropped it.
     with _file_system_sharing():
@@ -86,11 +86,12 @@ def named_by_uuid(
     return rebuild, tuple(new_arguments)
 
 
-def _metadata(header: WireHeader, dtype: torch.dtype) -> list[SimpleNamespace]:
+def _metadata(header: WireHeader) -> list[SimpleNamespace]:
     """Return the fields of SGLang's ``FlattenedTensorMetadata`` that it reads, in a type that its unpickler admits."""
     entries, end = [], 0
-    for name, dims in zip(header.names, header.shapes, strict=True):
+    for name, dtype_name, dims in zip(header.names, header.dtypes, header.shapes, strict=True):
         shape = torch.Size(dims)
+        dtype = getattr(torch, dtype_name)
         size = shape.numel() * dtype.itemsize
         start, end = end, end + size
         span = {"start_idx": start, "end_idx": end, "numel": size}

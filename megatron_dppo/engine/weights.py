@@ -15,6 +15,7 @@ import orjson
 import torch
 from torch import Tensor
 
+from megatron_dppo import block_fp8
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.engine.client import CONTROL_TIMEOUT_S, HttpClient
 from megatron_dppo.engine.errors import (
@@ -29,6 +30,7 @@ from megatron_dppo.engine.server_state import MemoryTag, SchedulerState, state_o
 from megatron_dppo.engine.shared_buckets import WireHeader, shared_payloads
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.mapping import engine_inputs
+from megatron_dppo.model.quantization import SCALE, is_quantized, stored_tensors
 from megatron_dppo.model.shape import ModelShape
 
 TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights", "cuda_graph")
@@ -165,6 +167,7 @@ class EngineWeights:
         shape: ModelShape,
         dtype: str,
         *,
+        quantization: str | None = None,
         timeout_s: float = 600.0,
         patience_s: float = CONTROL_TIMEOUT_S,
     ) -> Self:
@@ -174,6 +177,7 @@ class EngineWeights:
             client: connects to the server with its admin key.
             shape: the shape of the model that trainer and server hold.
             dtype: dtype of the trainer's weights, "float32" or "bfloat16"; the server's must be the same.
+            quantization: "fp8" for a server whose linear layers and experts are block FP8; None for any other.
             timeout_s: time limit of every call that moves, hashes or scores weights.
             patience_s: time limit of every other call, after which a scheduler that does not respond counts as hung.
 
@@ -183,8 +187,13 @@ class EngineWeights:
         """
         try:
             info = await client.get_json("/server_info", timeout_s=patience_s)
-            check_layout(client.url, info, dtype, shape)
-            tensors = EngineTensors(shape, int(info["tp_size"]), str(info["device"]))
+            check_layout(client.url, info, dtype, shape, quantization)
+            tensors = EngineTensors(
+                shape,
+                int(info["tp_size"]),
+                str(info["device"]),
+                quantized=quantization is not None,
+            )
             state = state_of(client.url, info)
         except LayoutError as error:
             await client.close()
@@ -433,7 +442,7 @@ class EngineWeights:
 
     async def receive_shared(self, header: WireHeader, data: Tensor) -> None:
         body = {
-            "serialized_named_tensors": shared_payloads(header, self._dtype, data, self.ranks),
+            "serialized_named_tensors": shared_payloads(header, data, self.ranks),
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
@@ -502,32 +511,56 @@ class EngineWeights:
             return [model["id"] for model in models["data"] if model["parent"] is not None]
 
     def inputs(self, name: str) -> list[str]:
-        """Return the names under which a Hugging Face tensor must be sent to the engine."""
+        """Return the names under which a tensor of a checkpoint must be sent to the engine."""
         return engine_inputs(self.tensors.shape, name)
 
+    def sent_shapes(
+        self,
+        tensors: Sequence[tuple[str, Sequence[int]]],
+    ) -> list[tuple[str, Sequence[int]]]:
+        """Return the names and shapes of what ``encode`` returns for Hugging Face tensors (names, shapes)."""
+        if not self.tensors.quantized:
+            return list(tensors)
+        return list(stored_tensors({name: tuple(dims) for name, dims in tensors}).items())
+
+    def encode(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Return the tensors to send for a bucket of Hugging Face tensors.
+
+        An engine with block-FP8 weights receives its matrices quantised, each followed by its scales; any other engine
+        receives the bucket's own tensors.
+        """
+        if not self.tensors.quantized:
+            return list(bucket)
+        encoded: list[tuple[str, Tensor]] = []
+        for name, tensor in bucket:
+            if is_quantized(name):
+                values, scales = block_fp8.quantize(tensor.detach())
+                encoded += [(name, values), (name + SCALE, scales)]
+            else:
+                encoded.append((name, tensor))
+        return encoded
+
     def header(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> WireHeader:
-        """Return the header of a bucket of these Hugging Face tensors (names, shapes)."""
+        """Return the header of a bucket of encoded tensors (names, shapes)."""
         input_names: list[str] = []
         input_dims: list[tuple[int, ...]] = []
-        elements = 0
+        dtype_names: list[str] = []
+        size = 0
         for name, dims in tensors:
+            dtype = self.tensors.sent_dtype(name, self._dtype)
             for input_name in self.inputs(name):
                 input_names.append(input_name)
                 input_dims.append(tuple(dims))
-                elements += math.prod(dims)
-        return WireHeader(
-            tuple(input_names),
-            (self._dtype_name,) * len(input_names),
-            tuple(input_dims),
-            elements * self._dtype.itemsize,
-        )
+                dtype_names.append(_name_of(dtype))
+                size += math.prod(dims) * dtype.itemsize
+        return WireHeader(tuple(input_names), tuple(dtype_names), tuple(input_dims), size)
 
     def probe_header(self) -> WireHeader:
         """Return the header of a bucket that changes no weight; a group's first connections are made with it."""
-        return WireHeader((PROBE,), (self._dtype_name,), ((1,),), self._dtype.itemsize)
+        return WireHeader((PROBE,), (_name_of(self._dtype),), ((1,),), self._dtype.itemsize)
 
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        """Return the pieces, 1-D ``uint8``, of a bucket's flat bytes, in the order of its ``header``."""
+        """Return the pieces, 1-D ``uint8``, of an encoded bucket's flat bytes, in the order of its ``header``."""
         pieces: list[Tensor] = []
         for name, tensor in bucket:
             piece = tensor.detach().reshape(-1).view(torch.uint8)
@@ -537,10 +570,6 @@ class EngineWeights:
     def expected(self) -> ExpectedChecksums:
         """Return an empty accumulator of the values that ``checksums`` must return after the next complete update."""
         return ExpectedChecksums(self.tensors, self._dtype)
-
-    @property
-    def _dtype_name(self) -> str:
-        return str(self._dtype).removeprefix("torch.")
 
     async def _order(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         """Send a call that neither moves weights nor generates."""
@@ -579,6 +608,10 @@ class EngineWeights:
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             form = f"{type(error).__name__}: {error}"
             raise EngineAnswerError(f"{self.url}{path}: an unexpected answer ({form})") from error
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def fused_module(module: str) -> tuple[str, int]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.system.errors import RunError
 
 log = logging.getLogger(__name__)
 
 
-LARGEST_GAP = {"float32": 0.01, "bfloat16": 0.1}
-"""Default of ``rollout.largest_gap`` by the dtype of the weights: 100 and 20 times the upper end of the normal range.
+LARGEST_GAP = {"float32": 0.01, "bfloat16": 0.1, "fp8": 0.3}
+"""Default of ``rollout.largest_gap`` by the dtype of the weights: 100, 20 and 12 times the upper end of the normal
+range.
 If trainer and servers hold different models, the probabilities of sampled tokens of probability p differ by about p."""
 
 
@@ -34,14 +36,17 @@ class GapGuard:
 
     def __init__(
         self,
-        dtype: Literal["float32", "bfloat16"],
+        dtype: Dtype,
         rollout: RolloutConfig,
         *,
         is_coarse: bool,
         has_dropout: bool,
     ) -> None:
         self._dtype = dtype
-        self._limit = rollout.largest_gap or LARGEST_GAP["bfloat16" if is_coarse else dtype]
+        default = LARGEST_GAP[dtype]
+        if is_coarse:
+            default = max(default, LARGEST_GAP["bfloat16"])
+        self._limit = rollout.largest_gap or default
         self._stops = rollout.replay_from is None and not has_dropout
         self._warned = BY_METRIC[names.GAP_ON_POLICY].upper(self._dtype) / 2
 

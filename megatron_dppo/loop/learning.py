@@ -370,7 +370,7 @@ class Learner:
         )
         self._topk = topk
         self._guard = GapGuard(
-            config.model.dtype,
+            config.precision,
             config.rollout,
             is_coarse=is_coarse(config.sglang, config.megatron),
             has_dropout=bool(config.lora.dropout),

@@ -91,6 +91,7 @@ class ServerAccess:
             HttpClient(server.url, keys.api, keys.admin, member.ca_file),
             self.shape,
             self.sections.model.dtype,
+            quantization=self.sections.engine.quantization,
             timeout_s=self.weight_sync.timeout_s,
             patience_s=self.sections.engine.hang_timeout_s,
         )

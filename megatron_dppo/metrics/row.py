@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "fp8"]
+"""Dtype of the weights of trainer and servers; fp8: of the servers' weights, beside a trainer in bfloat16."""
 Stroke = Literal["first", "second", "third", "bound"]
 
 SMALL_SHARE = 0.05
@@ -25,6 +26,7 @@ class NormalRange:
         why: likely causes of a value outside the range, and what to check.
         low, high: inclusive bounds; infinite where there is none.
         high_bf16: upper bound in bfloat16, where rounding makes the value larger.
+        high_fp8: upper bound where the servers' weights are FP8; None: that in bfloat16.
         most_drop, most_rise: smallest and largest normal ratio to the mean of the last steps.
     """
 
@@ -33,12 +35,15 @@ class NormalRange:
     low: float = -math.inf
     high: float = math.inf
     high_bf16: float | None = None
+    high_fp8: float | None = None
     most_drop: float = 0.0
     most_rise: float = math.inf
 
     def upper(self, dtype: Dtype) -> float:
         """Return the upper bound for a policy held in ``dtype``."""
-        if dtype == "bfloat16" and self.high_bf16 is not None:
+        if dtype == "fp8" and self.high_fp8 is not None:
+            return self.high_fp8
+        if dtype != "float32" and self.high_bf16 is not None:
             return self.high_bf16
         return self.high
 

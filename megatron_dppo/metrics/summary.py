@@ -51,7 +51,7 @@ class RunInfo:
             algorithm=config["algorithm"]["name"],
             layout=describe_layout(config["parallel"]),
             model=Path(config["model"]["hf_checkpoint"]).name,
-            dtype=config["model"]["dtype"],
+            dtype=config.get("engine", {}).get("quantization") or config["model"]["dtype"],
             seed=config["run"]["seed"],
         )
 
@@ -77,7 +77,7 @@ class RunInfo:
     @property
     def parts(self) -> tuple[str, str, str, str]:
         """Algorithm, layout with precision, model and seed, as text."""
-        dtype = {"float32": "fp32", "bfloat16": "bf16"}[self.dtype]
+        dtype = {"float32": "fp32", "bfloat16": "bf16", "fp8": "bf16 and fp8 rollouts"}[self.dtype]
         return (self.algorithm, f"{self.layout}, {dtype}", self.model, f"seed {self.seed}")
 
 

@@ -34,6 +34,7 @@ GAP_ON_POLICY = _metric(
         "precision, or experts routed differently.",
         high=1e-4,
         high_bf16=5e-3,
+        high_fp8=2.5e-2,
     ),
     line=Line("gap", "equal weights"),
 )

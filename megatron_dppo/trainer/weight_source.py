@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.model import gather_plan
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
+from megatron_dppo.trainer.fp8_weights import rounded_to_fp8
 from megatron_dppo.trainer.topology import ranks_per_node
 from megatron_dppo.trainer.trainer import Trainer
 
@@ -87,17 +89,30 @@ class TrainerWeights:
         """Every rank's JSON value, by rank; collective."""
         return all_gather_json(value)
 
-    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        quantized: bool = False,
+    ) -> list[list[float]]:
         """log p(token | tokens before it) of all but the first, by prompt, at temperature 1.
 
-        Collective; every replica computes the same. Routing is the trainer's own.
+        Collective; every replica computes the same. Routing is the trainer's own. ``quantized``: score with the weights
+        as block FP8 rounds them; with adapters, which the engines hold merged, the weights are not rounded.
         """
         samples = [Trajectory.of_response(p[:1], p[1:]) for p in prompts]
         batches = self._trainer.packed(samples)
-        flat = self._trainer.log_probs(batches, temperature=1.0)[0].cpu()
+        with self._rounded() if quantized else nullcontext():
+            flat = self._trainer.log_probs(batches, temperature=1.0)[0].cpu()
         trained = flat[batches[0].loss_mask].tolist()
         rows = iter(trained)
         return [list(islice(rows, len(prompt) - 1)) for prompt in prompts]
+
+    def _rounded(self) -> AbstractContextManager[None]:
+        trainer = self._trainer
+        if trainer.adapted is not None:
+            return nullcontext()
+        return rounded_to_fp8(trainer.weights(), trainer.shape, trainer.layout, self.rank)
 
 
 class AdapterWeights(TrainerWeights):

@@ -159,7 +159,8 @@ class DistributedStrategy(Strategy):
     def _announce(self, planned: PlannedBucket) -> None:
         engines = self._transfer.engines
         name = self._points[planned.receiver][2]
-        header = engines.first.header([(t.name, t.shape) for t in planned.tensors])
+        gathered = [(t.name, t.shape) for t in planned.tensors]
+        header = engines.first.header(engines.first.sent_shapes(gathered))
         calls = engines.start(lambda e: e.receive(header, name))
         sender = f"trainer rank {planned.receiver}"
         self._all_arrive(calls, f"a broadcast of {header.bytes} bytes from {sender}")
@@ -273,10 +274,11 @@ class DiskStrategy(Strategy):
         first_engine = self._transfer.engines.first
         tensors: dict[str, TensorSpec] = {}
         for bucket in self._transfer.plan:
-            for tensor in bucket.tensors:
-                spec = TensorSpec(tensor.shape, self._transfer.dtype)
-                for name in first_engine.inputs(tensor.name):
-                    tensors[name] = spec
+            gathered = [(t.name, t.shape) for t in bucket.tensors]
+            for sent_name, dims in first_engine.sent_shapes(gathered):
+                dtype = first_engine.tensors.sent_dtype(sent_name, self._transfer.dtype)
+                for name in first_engine.inputs(sent_name):
+                    tensors[name] = TensorSpec(tuple(dims), dtype)
         self._folder = new_folder(self._transfer, "weights")
         self._writer = self._writing.enter_context(ShardedWriter(self._folder / "hf", tensors))
 

@@ -25,6 +25,7 @@ from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.weight_sync import canary, verification
 from megatron_dppo.weight_sync.engines import (
     ENGINE_FAULTS,
+    Bucket,
     EngineFaultError,
     Engines,
     OpenEngine,
@@ -84,8 +85,16 @@ class WeightSource(Protocol):
     def all_gather(self, value: Any) -> list[Any]:
         """Return the JSON values of all ranks, by rank."""
 
-    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return log p(token | tokens before it) at temperature 1, by prompt, for every token but the first."""
+    def score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        quantized: bool = False,
+    ) -> list[list[float]]:
+        """Return log p(token | tokens before it) at temperature 1, by prompt, for every token but the first.
+
+        ``quantized``: by weights that are rounded as the engines' block-FP8 weights are.
+        """
 
     @property
     def vocab_size(self) -> int: ...
@@ -290,6 +299,7 @@ class WeightUpdater:
             restore all of their memory; None if the engines have devices of their own.
         compare_before_every: before every n-th update, compare the engines' weights with those of the version that they
             serve; 0: never.
+        quantization: of the engines' weights, "fp8" or None; selects the canary's scores and bounds.
         committed_version: the version that the engines run, known on every rank; None before the first update and
             while the engines are quarantined.
     """
@@ -303,6 +313,7 @@ class WeightUpdater:
     interrupts: bool = field(default=False, kw_only=True)
     leave_devices: Callable[[], None] | None = field(default=None, kw_only=True)
     compare_before_every: int = field(default=0, kw_only=True)
+    quantization: str | None = field(default=None, kw_only=True)
     committed_version: int | None = field(default=None, init=False)
     _plan: Plan | None = field(default=None, init=False)
     _strategy: Strategy | None = field(default=None, init=False)
@@ -490,13 +501,21 @@ class WeightUpdater:
             if phases.error is not None:
                 continue
             if bucket.tensors:
-                sent += self._with_strategy(phases, "transfer", Strategy.send, bucket.tensors) or 0
-            if bucket.tensors and expected_checksums is not None:
-                phases.run("hash", expected_checksums.add, bucket.tensors)
+                encoded = self._encode(phases, bucket.tensors)
+                sent += self._with_strategy(phases, "transfer", Strategy.send, encoded) or 0
+                if expected_checksums is not None:
+                    phases.run("hash", expected_checksums.add, encoded)
             # Abort immediately: engines may be waiting for this rank's next bucket.
             if phases.error is not None and self._strategy is not None:
                 self._strategy.abort()
         return sent, received, None if expected_checksums is None else expected_checksums.partials()
+
+    def _encode(self, phases: Phases, bucket: Bucket) -> Bucket:
+        """Return the tensors to send for a gathered bucket, in the engines' own dtypes."""
+        if self._engines is None:
+            return bucket
+        with phases.timed("transfer"):
+            return self._engines.first.encode(bucket)
 
     def _end(self, engines: Engines) -> None:
         assert self._strategy is not None
@@ -542,8 +561,11 @@ class WeightUpdater:
 
     def _trainer_scores(self, phases: Phases) -> list[list[float]]:
         """Compute the trainer's log-probabilities of the canary's prompts. Collective."""
+        prompts = canary.canary_prompts(self.source.vocab_size)
         with phases.timed("canary"):
-            return self.source.score(canary.canary_prompts(self.source.vocab_size))
+            if self.quantization is not None:
+                return self.source.score(prompts, quantized=True)
+            return self.source.score(prompts)
 
     def _hand_back(self, phases: Phases, title: str) -> None:
         """On shared devices: free the trainer's memory there, then restore that of the engines."""
@@ -561,7 +583,8 @@ class WeightUpdater:
         """Compare the engines' log-probabilities with ``trainer_scores``."""
         source = self.source
         prompts = canary.canary_prompts(source.vocab_size)
-        tolerance = canary.canary_tolerance(self.config, source.dtype_name, source.num_layers)
+        precision = self.quantization or source.dtype_name
+        tolerance = canary.canary_tolerance(self.config, precision, source.num_layers)
         return self._on_rank_0(
             phases,
             "canary",
@@ -654,8 +677,11 @@ class WeightUpdater:
         if self._strategy is None or self._engines is None or self._plan is None:
             return 0, 0
         first_engine = self._engines.first
-        headers = (first_engine.header([(t.name, t.shape) for t in b.tensors]) for b in self._plan)
-        return self._strategy.copies, sum(header.bytes for header in headers)
+        total_bytes = 0
+        for bucket in self._plan:
+            gathered = [(t.name, t.shape) for t in bucket.tensors]
+            total_bytes += first_engine.header(first_engine.sent_shapes(gathered)).bytes
+        return self._strategy.copies, total_bytes
 
     def _foreign_hosts(self) -> list[str]:
         """Return the engine hosts to which this rank's bytes must travel."""

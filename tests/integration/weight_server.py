@@ -48,9 +48,12 @@ class Served:
 
     process: EngineProcess
     folder: Path
+    dtype: str = "float32"
+    quantization: str | None = None
 
     def weights(self, kind: type[E] = EngineWeights) -> E:
-        return RUNNER.run(engine_weights(self.process.url, self.folder, kind))
+        opening = engine_weights(self.process.url, self.folder, kind, self.dtype, self.quantization)
+        return RUNNER.run(opening)
 
     def version(self) -> str:
         return RUNNER.run(self.weights().version())
@@ -66,9 +69,20 @@ class Served:
             return json.loads(answer.read())
 
 
-async def engine_weights(url: str, folder: str | Path, kind: type[E] = EngineWeights) -> E:
-    client = HttpClient(url, KEY, ADMIN_KEY)
-    return await kind.connect(client, load_model_shape(folder), "float32", timeout_s=TIMEOUT_S)
+async def engine_weights(
+    url: str,
+    folder: str | Path,
+    kind: type[E] = EngineWeights,
+    dtype: str = "float32",
+    quantization: str | None = None,
+) -> E:
+    return await kind.connect(
+        HttpClient(url, KEY, ADMIN_KEY),
+        load_model_shape(folder),
+        dtype,
+        quantization=quantization,
+        timeout_s=TIMEOUT_S,
+    )
 
 
 def policy_config(folder: str | Path, **parallel: Any) -> TrainConfig:
@@ -91,9 +105,19 @@ def run_config(folder: Path, **sections: Any) -> TrainConfig:
     )
 
 
-def serve(folder: Path, *, lora: dict[str, Any] | None = None, **sglang: Any) -> Served:
+def serve(
+    folder: Path,
+    *,
+    lora: dict[str, Any] | None = None,
+    quantization: str | None = None,
+    **sglang: Any,
+) -> Served:
+    dtype = "bfloat16" if quantization else "float32"
+    model = {"hf_checkpoint": str(folder), "dtype": dtype}
+    engine = {"device": "cpu", "start_timeout_s": UNBOUNDED_S, "quantization": quantization}
+    config = run_config(folder, sglang=sglang, lora=lora or {}, model=model, engine=engine)
     process = EngineProcess(
-        ServerSections.of(run_config(folder, sglang=sglang, lora=lora or {})),
+        ServerSections.of(config),
         port=free_port("127.0.0.1"),
         log_path=folder / "engine.log",
         seed=1,
@@ -103,7 +127,7 @@ def serve(folder: Path, *, lora: dict[str, Any] | None = None, **sglang: Any) ->
     )
     process.start()
     wait_healthy(process)
-    return Served(process, folder)
+    return Served(process, folder, dtype, quantization)
 
 
 class Source:
@@ -147,8 +171,11 @@ class Source:
     def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(
+        self, prompts: Sequence[Sequence[int]], *, quantized: bool = False
+    ) -> list[list[float]]:
         assert self.model is not None
+        assert not quantized
         return [reference_log_probs(self.model, list(prompt)) for prompt in prompts]
 
 

@@ -22,7 +22,7 @@ def test_sglang_opens_a_bucket():
     data = shared_empty(8 * 4, "cpu")
     data.copy_(torch.cat([w.flatten() for w in weights.values()]).view(torch.uint8))
     header = WireHeader(tuple(weights), ("float32",) * 2, ((2, 3), (2,)), 32)
-    payloads = shared_payloads(header, torch.float32, data, ranks=2)
+    payloads = shared_payloads(header, data, ranks=2)
     assert len(payloads) == 2
     for payload in payloads:
         bucket = MultiprocessingSerializer.deserialize(payload)
@@ -76,7 +76,7 @@ sys.meta_path.insert(0, Missing())
 import torch
 import megatron_dppo.loop.run, megatron_dppo.supervised, megatron_dppo.weight_sync.transaction
 from megatron_dppo.engine.shared_buckets import WireHeader, shared_empty, shared_payloads
-shared_payloads(WireHeader(("w",), ("float32",), ((2,),), 8), torch.float32, shared_empty(8, "cpu"), 1)
+shared_payloads(WireHeader(("w",), ("float32",), ((2,),), 8), shared_empty(8, "cpu"), 1)
 """
 
 

@@ -25,6 +25,7 @@ from megatron_dppo.cluster.planner.decode_time import (
     hand_over_seconds,
     linear_flops,
     network_seconds,
+    quantized_parameters,
     touched_parameters,
 )
 from megatron_dppo.cluster.planner.devices import DEVICES, Cluster
@@ -70,6 +71,7 @@ from megatron_dppo.model.mapping import (
     local_parameters,
     parameters,
 )
+from megatron_dppo.model.quantization import holds_quantized, scale_parameter
 from megatron_dppo.model.shape import active_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -277,6 +279,45 @@ def test_engine_weights_are_those_of_the_engines_map(layout):
     for p in engine_parameters(MOE, layout, 0):
         expected += 2 * p.shape[0] * (p.shape[1] if p.shape[1:] else 1)
     assert weight_bytes(MOE, layout) == expected
+
+
+def test_weights_of_an_fp8_server_are_those_of_the_engines_map():
+    layout = EngineLayout(2)
+    expected = 0
+    for p in engine_parameters(MOE, layout, 0):
+        elements = math.prod(p.shape)
+        if holds_quantized(p):
+            expected += elements + 4 * math.prod(scale_parameter(p).shape)
+        else:
+            expected += 2 * elements
+    assert weight_bytes(MOE, layout, quantized=True) == expected
+    assert weight_bytes(MOE, layout, quantized=True) == pytest.approx(
+        weight_bytes(MOE, layout) / 2, rel=0.03
+    )
+
+
+def test_fp8_rollouts_in_the_plan():
+    """Half the bytes on servers and in updates, more KV cache, shorter decode steps; the trainer is the same."""
+    plain = facts("qwen3_30b_a3b_base", "sglang.tp_size=2", mean_response=8192, mean_prompt=256)
+    fp8 = facts(
+        "qwen3_30b_a3b_base",
+        "sglang.tp_size=2",
+        "engine.quantization=fp8",
+        mean_response=8192,
+        mean_prompt=256,
+    )
+    assert fp8.trainer == plain.trainer
+    before, after = (engine_bytes(MOE, f.engine, f.rollout, DEVICES["h100"]) for f in (plain, fp8))
+    assert after.kv_pool - before.kv_pool == before.weights - after.weights > 14e9
+    assert after.kv_tokens > before.kv_tokens
+    seconds = [decode_seconds(f, H100, running=8, context=4096) for f in (plain, fp8)]
+    assert 0.5 < seconds[1] / seconds[0] < 0.95
+    assert quantized_parameters(MOE) == 48 * 2048 * (2 * 4096 + 2 * 512)
+    updates = [traffic(f, DEVICES["h100"]).update for f in (plain, fp8)]
+    # 29.9 G elements have one byte, and 1 / 4096 of it in scales; embedding, output matrix and routers have two.
+    quantized = 48 * (2048 * 9216 + 128 * 3 * 2048 * 768)
+    assert updates[0] == 2 * parameters(MOE)
+    assert updates[0] - updates[1] == quantized - 4 * quantized // 128**2
 
 
 def test_kv_cache_by_hand():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil, log2
+from dataclasses import dataclass, replace
+from functools import cache
+from math import ceil, log2, prod
 
 from megatron_dppo.cluster.planner.devices import LINK_EFFICIENCY, Cluster, Device
 from megatron_dppo.cluster.planner.facts import EngineFacts, RunFacts
 from megatron_dppo.cluster.planner.server_memory import kv_bytes_per_token
+from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.quantization import is_quantized
 from megatron_dppo.model.shape import ModelShape, active_parameters
 from megatron_dppo.model.shape import forward_flops as model_flops
 
@@ -114,6 +117,9 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     With p pipeline stages, the batch is split into p parts, each of them in another stage, and each part passes all
     stages. A step then takes p x the seconds in which one stage (1 / p of the layers) computes one part and sends its
     hidden states to the next stage, and the weights are read p times.
+
+    Block-FP8 weights halve the bytes of linear layers and experts. FLOPs count at the bf16 peak, because no rate of FP8
+    kernels was measured here.
     """
     shape = facts.trainer.shape
     engine = facts.engine
@@ -122,8 +128,14 @@ def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: f
     part = max(1.0, running / stages)
     touched = touched_parameters(shape, part)
     cache = part * context * kv_bytes_per_token(shape, engine)
-    read_seconds = (touched.dense * _ITEM / engine.gpus + cache) / (device.hbm * HBM_EFFICIENCY)
-    read_seconds += touched.experts * _ITEM / engine.gpus / (device.hbm * EXPERT_EFFICIENCY)
+    dense_bytes = touched.dense * _ITEM
+    expert_bytes = touched.experts * _ITEM
+    if engine.quantized:
+        # The output matrix and the routers stay bf16; the scales are 1 / 4096 of the bytes.
+        dense_bytes -= quantized_parameters(shape) * (_ITEM - 1)
+        expert_bytes = touched.experts
+    read_seconds = (dense_bytes / engine.gpus + cache) / (device.hbm * HBM_EFFICIENCY)
+    read_seconds += expert_bytes / engine.gpus / (device.hbm * EXPERT_EFFICIENCY)
     flops = part * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
     math_seconds = flops / (device.flops * PREFILL_UTILISATION)
     overhead = DECODE_OVERHEAD + hand_over_seconds(shape, engine, cluster, part)
@@ -156,6 +168,16 @@ class Touched:
 
     dense: float
     experts: float
+
+
+@cache
+def quantized_parameters(shape: ModelShape) -> int:
+    """Return the number of weights outside of experts that an engine with block-FP8 weights holds in FP8."""
+    total = 0
+    for name, dims in hf_tensors(replace(shape, num_experts=min(shape.num_experts, 1))).items():
+        if is_quantized(name) and ".experts." not in name:
+            total += prod(dims)
+    return total
 
 
 def touched_parameters(shape: ModelShape, running: float) -> Touched:

@@ -283,7 +283,8 @@ class RolloutFacts:
 class EngineFacts:
     """The servers that the run starts.
 
-    ``memory_fraction``: SGLang's ``mem_fraction_static``; None where SGLang chooses it.
+    ``memory_fraction``: SGLang's ``mem_fraction_static``; None where SGLang chooses it. ``quantized``: whether linear
+    layers and experts are block FP8.
     """
 
     servers: int
@@ -294,6 +295,7 @@ class EngineFacts:
     max_running: int | None
     chunked_prefill: int | None
     kv_bytes: int
+    quantized: bool = False
 
     @property
     def gpus(self) -> int:
@@ -447,7 +449,9 @@ def facts_of(
         trainer=trainer_facts(config, shape, micro_batches, rollout.longest, gpu=gpu),
         rollout=rollout,
         engine=_engine_facts(
-            config.engine.started if settings.replay_from is None else 0, config.sglang
+            config.engine.started if settings.replay_from is None else 0,
+            config.sglang,
+            quantized=config.engine.quantization is not None,
         ),
         roles=replace(roles, first_device=0) if schedule.is_colocated else roles,
         schedule=schedule,
@@ -546,7 +550,7 @@ def _token_multiple(sizes: LayoutSizes, sequence_parallel: bool) -> int:
     return context * (sizes.tensor if sequence_parallel else 1)
 
 
-def _engine_facts(servers: int, table: Mapping[str, Any]) -> EngineFacts:
+def _engine_facts(servers: int, table: Mapping[str, Any], *, quantized: bool) -> EngineFacts:
     fraction = table.get("mem_fraction_static")
     return EngineFacts(
         servers=servers,
@@ -557,6 +561,7 @@ def _engine_facts(servers: int, table: Mapping[str, Any]) -> EngineFacts:
         max_running=table.get("max_running_requests"),
         chunked_prefill=table.get("chunked_prefill_size"),
         kv_bytes=1 if str(table.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
+        quantized=quantized,
     )
 
 

@@ -245,7 +245,8 @@ def check_memory(config: TrainConfig, machine: Machine) -> StartCheck:
     world = trainer.layout.world_size
     states = [trainer_state.state_bytes(trainer, stage) for stage in stages]
     try:
-        rank = server_memory.weight_bytes(trainer.shape, EngineLayout(engine.tensor, engine.expert))
+        layout = EngineLayout(engine.tensor, engine.expert)
+        rank = server_memory.weight_bytes(trainer.shape, layout, quantized=engine.quantized)
     except ModelError:
         # The engine rejects this layout, so that the servers' bytes are unknown. Another check reports the layout.
         rank = 0

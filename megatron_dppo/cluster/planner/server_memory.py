@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,6 +9,7 @@ from megatron_dppo.cluster.planner import devices
 from megatron_dppo.cluster.planner.facts import EngineFacts, RolloutFacts
 from megatron_dppo.model import mapping
 from megatron_dppo.model.families import Rule, family_of, layer_counts
+from megatron_dppo.model.quantization import stored_bytes
 from megatron_dppo.model.shape import ModelShape
 
 _ITEM = 2
@@ -40,22 +40,32 @@ class EngineBytes:
 
 
 @cache
-def weight_bytes(shape: ModelShape, layout: mapping.EngineLayout) -> int:
-    """Return the bytes of an engine rank's bf16 weights: the family's rules, split as SGLang does (``in_engine``)."""
+def weight_bytes(
+    shape: ModelShape,
+    layout: mapping.EngineLayout,
+    *,
+    quantized: bool = False,
+) -> int:
+    """Return the bytes of an engine rank's weights: the family's rules, split as SGLang does (``in_engine``).
+
+    The weights are bf16; with ``quantized``, linear layers and experts are block FP8 with their scales.
+    """
     mapping.check_engine_layout(shape, layout)
     family = family_of(shape)
     rules = layer_counts(shape, range(shape.num_layers))
     rules += [(family.embedding, 1), (family.final_norm, 1)]
     if not shape.tied_embeddings or mapping.keeps_untied_output(shape):
         rules.append((family.embedding, 1))
-    total = sum(_elements(rule, shape, layout.tensor) * count for rule, count in rules)
+    total = sum(_bytes(rule, shape, layout.tensor, quantized) * count for rule, count in rules)
     experts = len(shape.moe_layers) * shape.num_experts // layout.expert
-    total += sum(_elements(rule, shape, layout.expert_tensor) * experts for rule in family.expert)
-    return total * _ITEM
+    for rule in family.expert:
+        total += _bytes(rule, shape, layout.expert_tensor, quantized) * experts
+    return total
 
 
-def _elements(rule: Rule, shape: ModelShape, size: int) -> int:
-    return math.prod(mapping.shard_of(rule.in_engine.split, rule.sources, shape, 0, size).shape)
+def _bytes(rule: Rule, shape: ModelShape, size: int, quantized: bool) -> int:
+    dims = mapping.shard_of(rule.in_engine.split, rule.sources, shape, 0, size).shape
+    return stored_bytes(rule.sources[0].name, dims, _ITEM, quantized=quantized)
 
 
 def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
@@ -105,7 +115,12 @@ def engine_bytes(
     clamp(512 x tokens / context, 2048, 4096) (``model_executor/pool_configurator.py``).
     """
     weights = (
-        weight_bytes(shape, mapping.EngineLayout(engine.tensor, engine.expert)) // engine.pipeline
+        weight_bytes(
+            shape,
+            mapping.EngineLayout(engine.tensor, engine.expert),
+            quantized=engine.quantized,
+        )
+        // engine.pipeline
     )
     fraction = engine.memory_fraction or default_fraction(device, engine)
     free_bytes = device.memory - devices.CONTEXT

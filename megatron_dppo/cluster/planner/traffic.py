@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from megatron_dppo.cluster.planner.devices import GB, Device
 from megatron_dppo.cluster.planner.facts import RunFacts
-from megatron_dppo.model.mapping import parameters
+from megatron_dppo.model.mapping import hf_tensors, parameters
+from megatron_dppo.model.quantization import stored_bytes
 from megatron_dppo.model.shape import checkpoint_bytes
 
 BROADCAST_EFFICIENCY = 0.6
@@ -61,7 +62,7 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
         buckets = 1
         seconds = 2 * update_bytes / storage
     else:
-        update_bytes = model_elements * trainer.item_bytes
+        update_bytes = _sent_bytes(facts)
         gathered_bytes = _gathered(facts)
         buckets = facts.senders * math.ceil(update_bytes / facts.senders / facts.bucket_bytes)
         seconds = update_bytes / (device.network * BROADCAST_EFFICIENCY) + buckets * BUCKET_LATENCY
@@ -73,6 +74,17 @@ def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffi
         checkpoint=state_bytes,
         checkpoint_seconds=state_bytes / storage,
     )
+
+
+def _sent_bytes(facts: RunFacts) -> int:
+    """Return the bytes in which servers receive all weights."""
+    item_bytes = facts.trainer.item_bytes
+    if not facts.engine.quantized:
+        return parameters(facts.trainer.shape) * item_bytes
+    total = 0
+    for name, dims in hf_tensors(facts.trainer.shape).items():
+        total += stored_bytes(name, dims, item_bytes, quantized=True)
+    return total
 
 
 def _gathered(facts: RunFacts) -> int:

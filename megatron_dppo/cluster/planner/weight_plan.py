@@ -11,6 +11,7 @@ from megatron_dppo.cluster.planner.devices import gib
 from megatron_dppo.cluster.planner.facts import RunFacts
 from megatron_dppo.model import gather_plan
 from megatron_dppo.model.errors import ProofError
+from megatron_dppo.model.quantization import stored_bytes
 from megatron_dppo.model.resharding import check_sources
 
 _COPIES = 2
@@ -85,7 +86,10 @@ def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
     )
     sent_bytes: Counter[int] = Counter()
     for bucket in plan:
-        sent_bytes[bucket.receiver] += bucket.elements * item
+        for tensor in bucket.tensors:
+            sent_bytes[bucket.receiver] += stored_bytes(
+                tensor.name, tensor.shape, item, quantized=facts.engine.quantized
+            )
     tensors = 0
     gathered_elements = 0
     elements_between_nodes = 0

@@ -54,7 +54,7 @@ def findings(
     was_resumed: bool,
 ) -> list[VerdictRow]:
     """Compare a finished rehearsal with what any run must show."""
-    dtype = config.model.dtype
+    dtype = config.precision
     updates = summary["weight_updates"]
     verified = summary["weight_updates_verified"]
     steps = round(sum(record.get(names.OPTIMIZER_STEPS) or 0 for record in records))

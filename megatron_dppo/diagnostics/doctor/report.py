@@ -303,6 +303,8 @@ class Doctor:
     def _rounding(self, side: str) -> str | None:
         """Return the name of the alternative that rounds as a healthy side may; None if ``side`` is in float32."""
         config = self._config
+        if side == "engine" and config.engine.quantization is not None:
+            return causes.EIGHT_BITS
         if is_coarse(*((config.sglang, {}) if side == "engine" else ({}, config.megatron))):
             return causes.EIGHT_BITS
         if config.model.dtype == "float32":

@@ -14,6 +14,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megatron_dppo.engine.sglang_cpu import (
+    block_fp8_layers,
     forks,
     matrix_products,
     pageable_memory,
@@ -64,6 +65,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.kernels.ops.elementwise import elementwise
         from sglang.srt import batch_invariant_ops
         from sglang.srt.layers import sampler
+        from sglang.srt.layers.quantization import fp8, fp8_utils
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
         from sglang.srt.utils import weight_checker
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -80,6 +82,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             sampler.top_k_top_p_min_p_sampling_from_probs_torch
         )
         _replace(sampler, "top_k_top_p_min_p_sampling_from_probs_torch", filtered_sampling)
+        _replace(fp8_utils, "dispatch_w8a8_block_fp8_linear", block_fp8_layers.dispatch_linear)
+        fp8.Fp8MoEMethod.apply = block_fp8_layers.apply_experts
         # A paused scheduler spins, and takes a core from whoever updates its weights.
         HookRegistry.register(PAUSED_STEP, sleep_when_paused, HookType.AFTER)
         HookRegistry.register(

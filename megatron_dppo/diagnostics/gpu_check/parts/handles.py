@@ -28,7 +28,7 @@ def handles(bench: Bench) -> Iterator[CheckRow]:
     data.random_(0, 256)
     elements = BUCKET_BYTES // 4
     header = WireHeader(("a", "b"), ("bfloat16",) * 2, ((elements,), (elements,)), BUCKET_BYTES)
-    (payload,) = shared_payloads(header, torch.bfloat16, data, ranks=1)
+    (payload,) = shared_payloads(header, data, ranks=1)
     if bench.gpus:
         torch.cuda.synchronize()
     reader = subprocess.run(

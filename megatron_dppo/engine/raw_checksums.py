@@ -1,0 +1,24 @@
+"""Checksums of an engine's own bytes.
+
+SGLang's checksum of a quantised weight is that of the dequantised weight in bfloat16, and its scales have none. Two
+wrong tensors can have the same one, and the trainer would have to repeat SGLang's arithmetic. Servers that
+``engine.launch_server`` starts report the checksum of each tensor as it lies in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_QUANTIZED_WEIGHTS = "sglang.srt.utils.weight_checker._build_quantized_set"
+
+
+def register() -> None:
+    """Register the hook, in each process of a server, before SGLang applies its plugins' hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_QUANTIZED_WEIGHTS, no_quantized_weights, HookType.REPLACE)
+
+
+def no_quantized_weights(model: Any) -> dict[str, Any]:
+    """Return no weight, so that SGLang hashes every tensor of ``model`` as it is."""
+    return {}

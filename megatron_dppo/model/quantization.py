@@ -1,0 +1,107 @@
+"""The tensors of a model that an engine with block-FP8 weights holds quantised, and the places of their scales.
+
+SGLang quantises the linear layers and the experts. Embeddings, norms, biases, the output matrix, routers and the gates
+of shared experts keep the dtype of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.errors import LayoutError
+from megatron_dppo.model.mapping import LocalParameter, Segment, engine_parameters
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import Dims
+
+BLOCK = 128
+"""Rows and columns of a block that has one scale."""
+SCALE_BYTES = 4
+SCALE = "_scale_inv"
+"""Ending of the name of a weight's scales, in checkpoints and in engines."""
+SCHEME: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+"""``quantization_config`` of a config.json."""
+FAMILIES = ("llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Families whose models SGLang serves with quantised layers of these names."""
+_MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+"""Endings of the names of quantised tensors; w1, w2 and w3 are Mixtral's experts."""
+
+
+def is_quantized(hf_name: str) -> bool:
+    """Whether an engine with block-FP8 weights holds the Hugging Face tensor ``hf_name`` in FP8."""
+    return hf_name.endswith(_MATRICES)
+
+
+def scale_dims(dims: Dims) -> Dims:
+    """The shape of the scales of a matrix of the shape ``dims``."""
+    return tuple(-(-size // BLOCK) for size in dims)
+
+
+def stored_bytes(hf_name: str, dims: Dims, item_bytes: int, *, quantized: bool) -> int:
+    """The bytes in which an engine receives a tensor, with its scales where the engine is ``quantized``."""
+    elements = math.prod(dims)
+    if quantized and is_quantized(hf_name):
+        return elements + SCALE_BYTES * math.prod(scale_dims(dims))
+    return elements * item_bytes
+
+
+def stored_tensors(tensors: dict[str, Dims]) -> dict[str, Dims]:
+    """The tensors of a block-FP8 checkpoint: ``tensors`` in their order, each quantised one followed by its scales."""
+    stored: dict[str, Dims] = {}
+    for name, dims in tensors.items():
+        stored[name] = dims
+        if is_quantized(name):
+            stored[name + SCALE] = scale_dims(dims)
+    return stored
+
+
+def holds_quantized(parameter: LocalParameter) -> bool:
+    """Whether an engine holds ``parameter`` in FP8."""
+    return any(is_quantized(segment.hf_name) for segment in parameter.segments)
+
+
+def scale_parameter(parameter: LocalParameter) -> LocalParameter:
+    """The engine's parameter of the scales of ``parameter``, whose blocks do not straddle its segments."""
+    tensor, bracket, expert = parameter.name.partition("[")
+    segments: list[Segment] = []
+    for segment in parameter.segments:
+        segments.append(
+            replace(
+                segment,
+                hf_name=segment.hf_name + SCALE,
+                hf_start=segment.hf_start // BLOCK,
+                local_start=segment.local_start // BLOCK,
+                length=-(-segment.length // BLOCK),
+            )
+        )
+    return replace(
+        parameter,
+        name=f"{tensor}{SCALE}{bracket}{expert}",
+        shape=scale_dims(parameter.shape),
+        segments=tuple(segments),
+    )
+
+
+def check_block_widths(shape: ModelShape, engine: EngineLayout) -> None:
+    """Raise LayoutError if a rank's share of a quantised matrix has a width that is no multiple of 128.
+
+    SGLang's kernels read activations in groups of 128 columns, and its fused matrices have whole blocks of each part.
+    """
+    for parameter in engine_parameters(shape, engine, 0):
+        if not holds_quantized(parameter):
+            continue
+        for segment in parameter.segments:
+            dims = list(parameter.shape)
+            dims[segment.dim] = segment.length
+            if any(size % BLOCK for size in dims):
+                raise LayoutError(
+                    f"{segment.hf_name} has a share of {' x '.join(map(str, dims))} on each of {engine.tensor} engine "
+                    f"ranks, expected multiples of {BLOCK} for block FP8 (sglang.tp_size)"
+                )

@@ -1,0 +1,72 @@
+"""The trainer's matrices as an engine with block-FP8 weights reads them, for the comparison after a weight update."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.block_fp8 import BLOCK, dequantize, quantize
+from megatron_dppo.model.gather_plan import ParameterKey
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import LocalParameter, Segment, local_parameters
+from megatron_dppo.model.quantization import is_quantized
+from megatron_dppo.model.shape import ModelShape
+
+
+@contextmanager
+@torch.no_grad()
+def rounded_to_fp8(
+    values: Mapping[ParameterKey, Tensor],
+    shape: ModelShape,
+    layout: Layout,
+    rank: int,
+) -> Iterator[None]:
+    """Within the block, quantise and dequantise the matrices among this rank's ``values`` in place. Not collective.
+
+    The values are copied to the host and restored bit for bit at the end. A part of a matrix whose edges lie inside of
+    blocks is left as it is, because the scales of these blocks depend on other ranks.
+    """
+    originals: list[tuple[Tensor, Tensor]] = []
+    try:
+        for parameter in local_parameters(shape, layout, rank):
+            parts = _whole_blocks(parameter)
+            if not parts:
+                continue
+            tensor = values[parameter.chunk, parameter.name]
+            originals.append((tensor, tensor.to("cpu", copy=True)))
+            for segments in parts:
+                _round(tensor, segments)
+        yield
+    finally:
+        for tensor, original in originals:
+            tensor.copy_(original)
+
+
+def _whole_blocks(parameter: LocalParameter) -> list[list[Segment]]:
+    """Return the segments of each quantised matrix that together are whole blocks of it, in the matrix's order."""
+    by_matrix: dict[str, list[Segment]] = defaultdict(list)
+    for segment in parameter.segments:
+        if is_quantized(segment.hf_name):
+            by_matrix[segment.hf_name].append(segment)
+    parts: list[list[Segment]] = []
+    for segments in by_matrix.values():
+        segments.sort(key=lambda segment: segment.hf_start)
+        ends = [segment.hf_start + segment.length for segment in segments]
+        starts = [segment.hf_start for segment in segments]
+        if starts[1:] == ends[:-1] and starts[0] % BLOCK == 0 and ends[-1] % BLOCK == 0:
+            parts.append(segments)
+    return parts
+
+
+def _round(tensor: Tensor, segments: list[Segment]) -> None:
+    dim = segments[0].dim
+    matrix = torch.cat([segment.of_local(tensor) for segment in segments], dim)
+    rounded = dequantize(*quantize(matrix), dtype=tensor.dtype)
+    start = 0
+    for segment in segments:
+        segment.of_local(tensor).copy_(rounded.narrow(dim, start, segment.length))
+        start += segment.length
