@@ -76,6 +76,8 @@ def parser() -> argparse.ArgumentParser:
             choices=dtypes,
             help="cast all to; default: as stored, where that is one",
         )
+    text = "Hugging Face -> Hugging Face with block-FP8 weights, as servers with engine.quantization=fp8 hold them"
+    command("hf-to-fp8", _hf_to_fp8, text, hf="the unquantised folder", out=new_folder_help)
     text = "prove Hugging Face -> Megatron -> Hugging Face byte-identical"
     converted = "folder made by hf-to-megatron"
     command("verify", _verify, text, hf="the original folder", megatron=converted)
@@ -197,6 +199,16 @@ def _start_model(checkpoint: Path) -> Path:
             f"has none here either; {way_out}"
         )
     return start
+
+
+def _hf_to_fp8(arguments: argparse.Namespace) -> int:
+    from megatron_dppo.checkpoint_conversion.quantized import quantize_folder
+
+    with _bytes_progress("quantising", _stored_bytes(arguments.hf)) as advance:
+        specs = quantize_folder(arguments.hf, arguments.out, advance)
+    size = sum(spec.bytes for spec in specs.values())
+    print(f"{arguments.out}: {len(specs)} tensors, {size:,} bytes, block FP8")
+    return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:

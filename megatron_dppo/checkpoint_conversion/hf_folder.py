@@ -26,6 +26,7 @@ from megatron_dppo.checkpoint_conversion.certificate import (
 )
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.quantization import SCALE, is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import Closing, sync_folder, sync_to_disk
@@ -103,11 +104,16 @@ class StagedFolder:
             os.close(self._lock)
 
 
-def copy_side_files(source: str | Path, target: Path, dtype: str) -> None:
+def copy_side_files(
+    source: str | Path,
+    target: Path,
+    dtype: str,
+    quantization: Mapping[str, Any] | None = None,
+) -> None:
     """Copy ``side_files`` but for the tracker, which only the writer of a checkpoint knows.
 
-    config.json is copied byte for byte, unless the weights beside it are now of another ``dtype`` than it names, or it
-    says how weights were quantised that are not any more.
+    config.json is copied byte for byte, unless the weights beside it are now of another ``dtype`` than it names, or of
+    another ``quantization``.
     """
     for path in side_files(source):
         if path.name == TRACKER:
@@ -117,9 +123,11 @@ def copy_side_files(source: str | Path, target: Path, dtype: str) -> None:
     config = json.loads(config_path.read_text())
     named = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     is_other = any(str(config.get(key)).removeprefix("torch.") != dtype for key in named)
-    if is_other or config.get("quantization_config") is not None:
+    if is_other or config.get("quantization_config") is not None or quantization is not None:
         config.pop("quantization_config", None)
         config.update(dict.fromkeys(named, dtype))
+        if quantization is not None:
+            config["quantization_config"] = dict(quantization)
         config_path.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -267,9 +275,11 @@ class ShardedWriter:
         *,
         max_shard_bytes: int = DEFAULT_SHARD_BYTES,
         side_files_from: str | Path | None = None,
+        quantization: Mapping[str, Any] | None = None,
     ) -> None:
         self._tensors = dict(tensors)
         self._side_files_from = side_files_from
+        self._quantization = quantization
         self._certificate: Certificate | None = None
         self._unwritten = {name: spec.shape[0] for name, spec in tensors.items()}
         self._staged = StagedFolder(out_dir, sum(spec.bytes for spec in tensors.values()))
@@ -312,7 +322,12 @@ class ShardedWriter:
             raise CheckpointError(
                 f"{len(unwritten)} tensors were not written, first {unwritten[0]}"
             )
-        complete_folder(self._staged.folder, self._files, self._side_files_from)
+        complete_folder(
+            self._staged.folder,
+            self._files,
+            self._side_files_from,
+            self._quantization,
+        )
         if self._certificate is not None:
             self._certificate.save(self._staged.folder)
 
@@ -372,9 +387,10 @@ def complete_folder(
     folder: Path,
     files: Mapping[str, Mapping[str, tensor_store.TensorSpec]],
     side_files_from: str | Path | None,
+    quantization: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the files of a folder other than weights: an index of several weight files, and copies of the files in
-    ``side_files_from``."""
+    ``side_files_from``, with ``quantization`` in config.json where matrices are quantised."""
     specs: dict[str, tensor_store.TensorSpec] = {}
     file_of: dict[str, str] = {}
     for file, tensors in files.items():
@@ -386,5 +402,8 @@ def complete_folder(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if side_files_from is not None:
-        dtypes = {str(spec.dtype).removeprefix("torch.") for spec in specs.values()}
-        copy_side_files(side_files_from, folder, dtypes.pop())
+        dtypes: set[str] = set()
+        for name, spec in specs.items():
+            if quantization is None or not (is_quantized(name) or name.endswith(SCALE)):
+                dtypes.add(str(spec.dtype).removeprefix("torch."))
+        copy_side_files(side_files_from, folder, dtypes.pop(), quantization)

@@ -1,4 +1,4 @@
-"""Reading 8-bit weights with their scales (``quantization_config: {quant_method: fp8}``) as fp32.
+"""Reading 8-bit weights with their scales (``quantization_config: {quant_method: fp8}``) as fp32, and writing them.
 
 A weight of type F8_E4M3 has a tensor ``..._scale_inv``: a factor for each block of ``weight_block_size`` elements, or
 one for the whole matrix.
@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader
-from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
+from megatron_dppo import block_fp8
+from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader, ShardedWriter
+from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec, check_store
+from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.quantization import (
+    SCHEME,
+    check_block_widths,
+    is_quantized,
+    stored_tensors,
+)
 from megatron_dppo.system.files import Closing
 
 _SCALE = "_scale_inv"
@@ -99,3 +110,36 @@ def _block_size(path: Path) -> tuple[int, int] | None:
             f"{path}: quantization_config.weight_block_size is {size!r}, expected two positive integers"
         )
     return size[0], size[1]
+
+
+def quantize_folder(
+    hf_dir: str | Path,
+    out_dir: str | Path,
+    progress: Callable[[int], None],
+) -> dict[str, TensorSpec]:
+    """Write the Hugging Face folder ``hf_dir`` as one with block-FP8 weights; return its tensors.
+
+    The tensors are those that an engine with ``engine.quantization: fp8`` receives. ``progress`` receives the bytes
+    that were read. Raises CheckpointError, and LayoutError if a matrix has a width that is no multiple of 128.
+    """
+    shape = load_model_shape(hf_dir)
+    check_block_widths(shape, EngineLayout())
+    with SafetensorsReader(hf_dir) as reader:
+        check_store(reader, shape, str(hf_dir))
+        specs: dict[str, TensorSpec] = {}
+        for name, dims in stored_tensors(hf_tensors(shape)).items():
+            dtype = torch.float32
+            if name in reader.specs:
+                dtype = _QUANTIZED if is_quantized(name) else reader.specs[name].dtype
+            specs[name] = TensorSpec(dims, dtype)
+        with ShardedWriter(out_dir, specs, side_files_from=hf_dir, quantization=SCHEME) as writer:
+            for name, dims in hf_tensors(shape).items():
+                rows = reader.read_rows(name, 0, dims[0])
+                if is_quantized(name):
+                    values, scales = block_fp8.quantize(rows)
+                    writer.write_rows(name, 0, values)
+                    writer.write_rows(name + _SCALE, 0, scales)
+                else:
+                    writer.write_rows(name, 0, rows)
+                progress(rows.nbytes)
+    return specs

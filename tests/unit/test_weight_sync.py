@@ -187,6 +187,14 @@ class Engine(EngineWeights):
     def inputs(self, name: str) -> list[str]:
         return [name]
 
+    def encode(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
+        return list(bucket)
+
+    def sent_shapes(
+        self, tensors: Sequence[tuple[str, Sequence[int]]]
+    ) -> list[tuple[str, Sequence[int]]]:
+        return list(tensors)
+
     def header(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> WireHeader:
         size = 4 * sum(torch.Size(dims).numel() for _, dims in tensors)
         return WireHeader(tuple(n for n, _ in tensors), (), (), size)
