@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from torch.nn import Parameter
 
 from megatron_dppo.model.adapters import CHILD, LORA_A, LORA_B, AdaptedLinear, AdapterPart, Adapters
 
+_ALIGNMENT_BYTES = 16
+_GROUPED_DTYPES = (torch.bfloat16, torch.float32)
 SUM_OVER_EXPERT_TENSOR = "sum_over_expert_tensor"
 """Attribute of a parameter of whose gradient each rank of an expert-tensor group has a share."""
 
@@ -217,6 +220,31 @@ class HeadAdapter(DenseAdapter):
         return (product.flatten(0, 1), self._stacked()[1])
 
 
+def grouped_linear(x: Tensor, weights: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Apply each expert's matrix to its tokens, in one kernel where shapes and types allow it.
+
+    Args:
+        x: [T, in], sorted by expert.
+        weights: [experts, out, in].
+        tokens: how many of each expert.
+    """
+    if not _takes_grouped_kernel(x, weights):
+        pieces = x.split(list(tokens))
+        return torch.cat(
+            [F.linear(piece, weight) for piece, weight in zip(pieces, weights, strict=True)]
+        )
+    ends = torch.tensor(list(accumulate(tokens)), dtype=torch.int32, device=x.device)
+    return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+
+
+def _takes_grouped_kernel(x: Tensor, weights: Tensor) -> bool:
+    """Whether ``F.grouped_mm`` takes them: inputs, outputs, matrices and their rows begin at multiples of 16 bytes."""
+    row_sizes = (x.shape[-1] * x.itemsize, weights.shape[-2] * x.itemsize)
+    places = (*row_sizes, x.data_ptr(), weights.data_ptr())
+    is_aligned = all(place % _ALIGNMENT_BYTES == 0 for place in places)
+    return is_aligned and x.dtype in _GROUPED_DTYPES and x.dtype == weights.dtype and len(x) > 0
+
+
 class ExpertAdapter(LinearAdapter):
     """The adapters of the linears of a rank's experts. Each expert has its own A and B, stacked along a first axis.
 
@@ -228,12 +256,9 @@ class ExpertAdapter(LinearAdapter):
         """x [T, in], sorted by expert -> [T, out]. ``sizes`` has the number of tokens of each expert."""
         a, b = self._stacked()
         x = self._dropped(x, get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()))
-        pieces = x.split(list(map(int, sizes[0])))
-        outputs: list[Tensor] = []
-        for expert, piece in enumerate(pieces):
-            reduced = F.linear(piece, a[expert])
-            outputs.append(F.linear(reduced, b[expert]))
-        return self.options.adapters.scale * torch.cat(outputs)
+        tokens = [int(size) for size in sizes[0]]
+        product = grouped_linear(x, a, tokens)
+        return self.options.adapters.scale * grouped_linear(product, b, tokens)
 
     def _shape(self, part: AdapterPart, which: str) -> list[int]:
         return [len(self.linear.experts), *super()._shape(part, which)]

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dppo.model.adapters import (
     Adapters,
@@ -18,7 +20,7 @@ from megatron_dppo.model.adapters import (
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import adapter_buckets_plan
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.trainer.lora_modules import INITS, initial_tensor
+from megatron_dppo.trainer.lora_modules import INITS, grouped_linear, initial_tensor
 from tests.unit.config_files import DENSE, MOE, write_checkpoint
 
 LAYOUTS = {
@@ -148,3 +150,41 @@ def test_every_a_starts_otherwise_and_the_same_each_time(moe, init):
     assert len({tuple(a.flatten().tolist()) for a in drawn}) == len(drawn) == len(tensors)
     name = next(iter(tensors))
     assert torch.equal(initial_tensor(name, (2, 8), 4, 1, init), drawn[0])
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of the operations of a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank", "is_grouped"),
+    [
+        (torch.bfloat16, 8, True),
+        (torch.float32, 4, True),
+        # A row of the product begins at a multiple of 8 bytes.
+        (torch.bfloat16, 4, False),
+        (torch.float64, 8, False),
+    ],
+)
+@pytest.mark.parametrize("tokens", [(3, 0, 5, 2), (0, 0, 0, 7), (0, 0, 0, 0)])
+def test_experts_adapters_run_in_one_kernel_and_as_one_by_one(dtype, rank, is_grouped, tokens):
+    torch.manual_seed(0)
+    x = torch.randn(sum(tokens), 32, dtype=dtype, requires_grad=True)
+    a = torch.randn(len(tokens), rank, 32, dtype=dtype, requires_grad=True)
+    with Operations() as used:
+        found = grouped_linear(x, a, tokens)
+    pieces = x.split(list(tokens))
+    expected = torch.cat([F.linear(piece, a[i]) for i, piece in enumerate(pieces)])
+    gradient = torch.randn_like(found)
+    tensors = [found, *torch.autograd.grad(found, (x, a), gradient)]
+    wanted = [expected, *torch.autograd.grad(expected, (x, a), gradient)]
+    torch.testing.assert_close(tensors, wanted)
+    assert used.names.count("_grouped_mm") == int(is_grouped and sum(tokens) > 0)
