@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.recipes import rehearsals
-from megatron_dppo.cluster.rehearsal import shrinking, signal, tiny_model
+from megatron_dppo.cluster.rehearsal import shrinking, signal, tiny_model, verdict
 from megatron_dppo.cluster.rehearsal.__main__ import main
 from megatron_dppo.cluster.rehearsal.attempts import key_of
 from megatron_dppo.cluster.rehearsal.problems import HELD_OUT, make_problems, toy_rows
@@ -21,6 +21,7 @@ from megatron_dppo.config.checks import engine_split_faults
 from megatron_dppo.config.data_schema import DataConfig
 from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.data.records import DataError
+from megatron_dppo.metrics import table as names
 from megatron_dppo.model.families import (
     FAMILIES,
     ConfigFacts,
@@ -395,3 +396,17 @@ def test_the_table_of_recipes_names_results_and_what_was_not_run(tmp_path):
     ]
     unrun = {row[1] for row in rows if row[0] == "`qwen3_30b_a3b_base_r3`"}
     assert "PP2 VPP2 EP8 DP8, algorithm dppo-topk-tv, R3" in unrun
+
+
+@pytest.mark.parametrize(("seen", "holds"), [(1.0, True), (2.0, False), (None, False)])
+def test_tokens_older_than_the_recipe_allows_fail_a_rehearsal(seen, holds):
+    config = load_config(RECIPES / "qwen3_30b_a3b_async.yaml")
+    sets = dict.fromkeys(config.data.evaluation_files, (0.0, 0.5))
+    summary = {
+        "weight_updates": 3, "weight_updates_verified": 3, "layout": "DP1", "eval_accuracy_by_set": sets,
+        "mean_abs_prob_gap": 0.0, "hf_export_max_logprob_diff": 0.0,
+    }  # fmt: skip
+    record = {names.OPTIMIZER_STEPS: 2, names.GRAD_NORM: 1.0, names.STALENESS_MAX: seen}
+    found = verdict.findings(config, summary, [record], was_resumed=True)
+    missed = {row.label for row in found if row.holds is False}
+    assert missed == (set() if holds else {"staleness of a token"})

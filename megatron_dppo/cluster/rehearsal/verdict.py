@@ -91,10 +91,10 @@ def findings(
         )
     if config.rollout.max_staleness:
         stale = _largest(records, names.STALENESS_MAX)
+        largest = config.rollout.max_staleness
+        is_within = stale is not None and stale <= largest
         found.append(
-            VerdictRow(
-                "staleness of a token", _small(stale), f"{config.rollout.max_staleness} or less"
-            )
+            VerdictRow("staleness of a token", _small(stale), f"{largest} or less", is_within)
         )
     if config.environment.name is not None:
         turns = _largest(records, names.TURNS)
