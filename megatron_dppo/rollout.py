@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config import ConfigError, TrainConfig, check_config, load_config, resolved_yaml
 from megatron_dppo.config.layout import missing_weights
+from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import INTERRUPTED, configure_logging, fatal
 from megatron_dppo.metrics.records import CONFIG_FILE, ROLLOUTS_FOLDER
 from megatron_dppo.own_fleet import OwnFleet, own_fleet
@@ -217,8 +218,7 @@ def _parser() -> argparse.ArgumentParser:
             "Exit codes: 0 done, 1 failed, 2 refused, 130 interrupted."
         ),
     )
-    parser.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces one value")
+    add_config_arguments(parser)
     parser.add_argument(
         "--checkpoint",
         type=Path,

@@ -20,6 +20,7 @@ from megatron_dppo.config import SupervisedConfig, check_supervised_config, load
 from megatron_dppo.config.data_files import data_files
 from megatron_dppo.config.machine import set_allocator, set_precision, this_machine
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.launch.library_checks import (
     CHECK,
     check_everything_supervised,
@@ -189,13 +190,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train on prompt-response pairs; writes a Hugging Face folder.",
         epilog="Keys and their meaning: SupervisedConfig in megatron_dppo/config/schema.py.",
     )
-    parser.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration")
-    parser.add_argument(
-        "overrides",
-        metavar="key.path=value",
-        nargs="*",
-        help="replaces one value of the file",
-    )
+    add_config_arguments(parser)
     parser.add_argument(CHECK, action="store_true", help="validate and exit")
     return parser
 

@@ -29,11 +29,13 @@ from megatron_dppo.config.layout import missing_weights
 from megatron_dppo.config.loading import Remainder
 from megatron_dppo.config.machine import (
     allocator_faults,
+    has_server_sizes,
     set_allocator,
     set_precision,
     this_machine,
 )
 from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.launch.library_checks import (
     CHECK,
     check_everything,
@@ -109,12 +111,9 @@ def _check(options: argparse.Namespace) -> int:
     layout, faults = _stage_faults(config, options)
     if faults:
         # The check before a start follows one of the machine.
-        machine_faults = []
-        # The plan of this machine's memory reads the servers' sizes.
-        has_sizes = not any(fault.startswith("sglang.") for fault in faults)
-        if options.answers is None and has_sizes:
-            machine_faults = _machine_faults(config)
-        raise ConfigError([*faults, *machine_faults], source)
+        if options.answers is None:
+            faults += _machine_faults(config)
+        raise ConfigError(faults, source)
     print(layout)
     for warning in untried_options(config):
         print(f"warning: {warning}")
@@ -160,6 +159,9 @@ def _further_faults(remainder: Remainder, options: argparse.Namespace) -> list[s
 
 
 def _machine_faults(config: TrainConfig) -> list[str]:
+    """Return what this machine lacks; nothing where a server has no size, which the checks of the machine read."""
+    if not has_server_sizes(config.sglang):
+        return []
     return [_NOT_HERE + fault for fault in check_start(config, this_machine()).faults]
 
 
@@ -197,7 +199,8 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
     exit_by_code()
     machine = this_machine()
     faults = []
-    if options.hosts is None:
+    # The child process names sizes that are no numbers.
+    if options.hosts is None and has_server_sizes(config.sglang):
         faults = list(check_start(config, machine).faults)
     if faults:
         # One error also says what needs no library to be seen.
@@ -249,14 +252,7 @@ def _parser() -> argparse.ArgumentParser:
             "megatron_dppo/config/schema.py. Relative paths are relative to the current directory."
         ),
     )
-    parser.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration")
-    parser.add_argument(
-        "overrides",
-        metavar="key.path=value",
-        nargs="*",
-        help="replaces one value, e.g. algorithm.name=grpo-clip-higher or optimizer.lr=1e-6; "
-        "nothing after '=' means null",
-    )
+    add_config_arguments(parser)
     parser.add_argument(
         CHECK,
         action="store_true",

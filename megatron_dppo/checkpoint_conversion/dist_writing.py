@@ -147,13 +147,15 @@ class BlockFile:
         # Megatron stores a list of the objects of a key.
         self._save([value], key, [])
 
-    def _save(self, value: Any, key: str, described: list[Any]) -> None:
+    def _save(self, value: Any, key: str, block_fields: list[Any]) -> None:
         start = self._file.size
         try:
             torch.save(value, cast(IO[bytes], self._file))
         except (OSError, RuntimeError) as error:
             raise (self._file.error or error) from None
-        self.items.append([key, self._file.path.name, start, self._file.size - start, *described])
+        self.items.append(
+            [key, self._file.path.name, start, self._file.size - start, *block_fields]
+        )
 
 
 def write_headers(folder: Path, items: Iterable[StoredItem], step: int) -> dict[str, Any]:

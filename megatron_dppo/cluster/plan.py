@@ -44,6 +44,7 @@ from megatron_dppo.cluster.planner.search import (
 from megatron_dppo.cluster.planner.step_time import StepSeconds, model_flops_utilisation
 from megatron_dppo.cluster.planner.weight_plan import weight_plan
 from megatron_dppo.config import ConfigError, load_config
+from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import fatal
 from megatron_dppo.model.mapping import parameters
 from megatron_dppo.model.resharding import figures_table
@@ -522,8 +523,7 @@ def _parser() -> argparse.ArgumentParser:
         description="What a recipe takes on a cluster, and whether it fits; needs no weights and no GPU.",
         epilog="Exit codes: 0 it fits, 2 refused. docs/planner.md: formulas, sources, accuracy.",
     )
-    parser.add_argument("recipe", metavar="RECIPE.yaml", help="the run's configuration")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces one value")
+    add_config_arguments(parser, "recipe")
     _takes_cluster(parser)
     parser.add_argument(
         "--mean-response",

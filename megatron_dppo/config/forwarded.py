@@ -232,7 +232,7 @@ MEGATRON_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "layernorm_zero_centered_gamma": (False,),
     "cuda_graph_impl": ("none",),
 }
-"""Field of MEGATRON_UNUSABLE -> the values that leave it off, where they are others than the usual."""
+"""Field of MEGATRON_UNUSABLE -> the values that turn it off, for fields without the usual ones."""
 
 MEGATRON_KNOWN: frozenset[str] = frozenset(
     (
@@ -315,7 +315,7 @@ SGLANG_FIXED: Mapping[str, str] = {
     "weight_version": "the run counts the weights' versions itself",
     **dict.fromkeys(
         ("nnodes", "node_rank", "dist_init_addr"),
-        "the placement says on which hosts a server runs: on several, where tp_size is more than a host's GPUs",
+        "the placement chooses the hosts of a server; a tp_size above a host's GPUs takes several hosts",
     ),
     **dict.fromkeys(
         ("dp_size", "pp_size", "ep_size", "moe_dp_size"),

@@ -206,7 +206,8 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-KEY = "base"
+_BASE_KEY = "base"
+"""Key of the file that a configuration builds on."""
 _LONGEST_BASE = 4096
 
 Tree = dict[str, Any]
@@ -241,19 +242,21 @@ def read_with_bases(path: Path, schema: type[Section], above: tuple[Path, ...] =
     resolved_path = path.resolve()
     if resolved_path in above:
         chain = " -> ".join(p.name for p in (*above[above.index(resolved_path) :], resolved_path))
-        raise ConfigError([f"{KEY}: {chain}: a configuration can't build on itself"], str(path))
+        raise ConfigError(
+            [f"{_BASE_KEY}: {chain}: a configuration can't build on itself"], str(path)
+        )
     tree = _read_tree(path, schema)
-    if KEY not in tree:
+    if _BASE_KEY not in tree:
         return tree
-    name = tree.pop(KEY)
+    name = tree.pop(_BASE_KEY)
     if not isinstance(name, str):
-        fault = f"{KEY}: got {given(name)}, expected the path of a configuration file"
+        fault = f"{_BASE_KEY}: got {given(name)}, expected the path of a configuration file"
         raise ConfigError([fault], str(path))
     if not _is_path(name):
-        raise ConfigError([f"{KEY}: got {given(name)}, which is no path"], str(path))
+        raise ConfigError([f"{_BASE_KEY}: got {given(name)}, which is no path"], str(path))
     base = path.parent / name
     if not base.is_file():
-        raise ConfigError([f"{KEY}: got {name!r}, but there is no file {base}"], str(path))
+        raise ConfigError([f"{_BASE_KEY}: got {name!r}, but there is no file {base}"], str(path))
     return merged(read_with_bases(base, schema, (*above, resolved_path)), tree)
 
 
@@ -272,7 +275,7 @@ def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] =
     """Read ``path`` (None: an empty file) as ``schema``, apply the overrides, and validate every field by itself.
 
     Of several overrides of a key, the last one wins. An override's value is a YAML scalar or a flow list; nothing after
-    ``=`` means null; a missing table is made. ``base: other.yaml`` builds on that file. ``{key.path}`` in
+    ``=`` means null; a missing table is created. ``base: other.yaml`` builds on that file. ``{key.path}`` in
     ``run.directory`` stands for that value. Checks across sections are in :mod:`megatron_dppo.config.checks`. Raises
     ConfigError.
     """
@@ -280,7 +283,7 @@ def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] =
     if path is not None:
         tree = read_with_bases(Path(path), schema)
     faults = _apply_overrides(tree, overrides)
-    _take_null_sets_away(tree)
+    _drop_null_sets(tree)
     faults += _fill_in_directory(tree)
     config, invalid = _validate(tree, schema)
     faults += invalid if config is None else unusable_values(config)
@@ -356,7 +359,7 @@ def load_remainder(path: str | Path, overrides: Sequence[str] = ()) -> Remainder
     for override in overrides:
         if _apply_overrides(tree, [override]):
             faulty_keys.add(override.partition("=")[0])
-    _take_null_sets_away(tree)
+    _drop_null_sets(tree)
     if _fill_in_directory(tree):
         faulty_keys.add("run.directory")
         _remove(tree, ["run", "directory"])
@@ -483,7 +486,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> list[str]:
     return []
 
 
-def _take_null_sets_away(tree: dict[str, Any]) -> None:
+def _drop_null_sets(tree: dict[str, Any]) -> None:
     """Remove sets and rewards whose value is null.
 
     ``data.evaluation.NAME: null`` removes a set that an inherited file, or this one, names; ``reward.further.NAME:

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_dppo.config.forwarded import is_blockwise
 from megatron_dppo.config.schema import EngineConfig, TrainConfig
-from megatron_dppo.system.compute import has_hopper
 from megatron_dppo.system.files import unwritable
+from megatron_dppo.system.gpus import has_hopper
 from megatron_dppo.system.network import InterfaceError, interface_address, resolve
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -73,6 +73,13 @@ _LACKING = (
 """Program that prints, as JSON, which of the given packages an interpreter lacks."""
 
 
+_SERVER_SIZES = (
+    "tp_size", "pp_size", "ep_size", "dp_size", "base_gpu_id", "mem_fraction_static", "max_running_requests",
+    "chunked_prefill_size",
+)  # fmt: skip
+"""Keys of the ``sglang:`` table whose numbers the plans of devices and memory read."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """Resources that a run may use on this machine: ``open_files`` of one process, ``memory_bytes`` of the host."""
@@ -91,6 +98,12 @@ def this_machine() -> Machine:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )
+
+
+def has_server_sizes(sglang: Mapping[str, Any]) -> bool:
+    """Whether every size of a server in the ``sglang:`` table is a number, or left to SGLang."""
+    sizes = [sglang.get(key) for key in _SERVER_SIZES]
+    return all(size is None or isinstance(size, int | float) for size in sizes)
 
 
 def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:

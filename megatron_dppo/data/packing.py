@@ -170,7 +170,8 @@ def pack(
     padding = pad_multiple
     if trajectories:
         padding = -filled % pad_multiple
-    lengths += [padding] * bool(padding)
+    if padding:
+        lengths.append(padding)
     tokens = filled + padding
     ends = np.cumsum(lengths)
     starts = ends - lengths

@@ -572,7 +572,7 @@ def left_out_tools(
     location, name = missing_tools[0]
     return (
         f"{len(missing_tools):,} of {len(prompts):,} prompts lack a tool that their record defines or calls, the first "
-        f"in {location}: {shorten(name)}; tools are written by a chat template that knows them, and by no plain text"
+        f"in {location}: {shorten(name)}; only a chat template that supports tools writes them into a prompt"
     )
 
 

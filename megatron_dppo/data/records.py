@@ -476,7 +476,7 @@ def tools_of(record: Mapping[str, Any], location: str) -> tuple[dict[str, Any], 
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(
             f"{location}: {TOOLS_KEY!r} is {shorten(value)}, expected a list of objects that define functions, or its "
-            "JSON as text; give a column that is for other ends another name"
+            "JSON as text; rename a column of another meaning"
         )
     return tuple(_as_json(_without_none(tool), f"{location}: {TOOLS_KEY!r}") for tool in tools)
 

@@ -33,6 +33,7 @@ from megatron_dppo.demo.material import (
     trainer_overrides,
 )
 from megatron_dppo.environments import check_environment
+from megatron_dppo.launch.arguments import add_overrides
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import BATCH_FILES, ROLLOUTS_FOLDER, read_records, series
 from megatron_dppo.metrics.row import Dtype
@@ -276,12 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--task", choices=TASKS, default="sums", help="what it learns (sums)")
     parser.add_argument("--seed", type=int, default=1, help="of model, data order and sampling")
     parser.add_argument("--directory", default="runs/demo", help="where the run goes")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key.path=value",
-        help="of the recipe's values",
-    )
+    add_overrides(parser)
     return parser
 
 

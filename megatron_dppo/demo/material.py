@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dppo import EXAMPLES
 from megatron_dppo.environments import calculate
+from megatron_dppo.launch.arguments import add_overrides
 from megatron_dppo.metrics.row import Dtype
 from megatron_dppo.system.processes import feed
 from megatron_dppo.system.secret_variables import split_environment
@@ -432,7 +433,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--root", type=Path)
     parser.add_argument("--task", choices=TASKS, default="sums")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    add_overrides(parser)
     arguments = parser.parse_intermixed_args()
     prepare(arguments.seed, arguments.root, arguments.overrides, arguments.task)
 

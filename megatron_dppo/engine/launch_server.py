@@ -36,7 +36,8 @@ from megatron_dppo.engine import (
 from megatron_dppo.engine.adapter_digests import VARIABLE, register_digests
 from megatron_dppo.engine.options import HOSTS_VARIABLE
 from megatron_dppo.system import network, processes, scratch, secret_variables
-from megatron_dppo.system.compute import has_visible_gpu, offer_tools
+from megatron_dppo.system.gpus import has_visible_gpu
+from megatron_dppo.system.toolkit import offer_tools
 
 _NAME_VARIABLE = "MEGATRON_DPPO_PRIVATE_NAME"
 _PRIVATE_UMASK = 0o077

@@ -19,7 +19,7 @@ from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.quantization import SCHEME
 from megatron_dppo.model.shape import ITEM_BYTES
-from megatron_dppo.system.compute import has_visible_gpu
+from megatron_dppo.system.gpus import has_visible_gpu
 from megatron_dppo.system.network import url_host
 from megatron_dppo.system.secret_variables import chosen_variables, without_secrets
 

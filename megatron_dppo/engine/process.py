@@ -19,8 +19,8 @@ from megatron_dppo.engine import options
 from megatron_dppo.engine.errors import EngineLostError, EngineStartError, PortHeldError
 from megatron_dppo.engine.options import ServerHosts, ServerSections
 from megatron_dppo.system import processes
-from megatron_dppo.system.compute import has_visible_gpu
 from megatron_dppo.system.fork_server import ForkingLauncher
+from megatron_dppo.system.gpus import has_visible_gpu
 from megatron_dppo.system.network import PortTakenError, url_host
 from megatron_dppo.system.scratch import remove_left_behind
 

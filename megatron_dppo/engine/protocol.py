@@ -197,9 +197,9 @@ def _log_probs(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]
     # log_softmax(logits / temperature) before top-p and top-k cut the distribution, so training samples with top_p = 1
     # and top_k = -1. None becomes NaN.
     values = np.array([entry[0] for entry in entries], np.float64)
-    right = (values > -np.inf) & (values <= LOG_PROB_ROUNDING)
-    if not right.all():
-        position = int(right.argmin())
+    are_valid = (values > -np.inf) & (values <= LOG_PROB_ROUNDING)
+    if not are_valid.all():
+        position = int(are_valid.argmin())
         raise ValueError(
             f"log-probability {entries[position][0]} at output token {position}, expected a finite "
             "number <= 0"
@@ -254,7 +254,8 @@ def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
 
 
 def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[str, np.ndarray]:
-    # [prompt + output - 1, hidden layers, top-k]: the last token is never fed back. Fetched by ``recordings``.
+    # ``recordings`` has replaced the notice by the array [prompt + output - 1, hidden layers, top-k]. The last token
+    # has no row, because it is never an input.
     if meta["finish_reason"]["type"] == "abort" and meta.get("routed_experts") is None:
         # The request waited in the queue, without keys and values: its rows are lost.
         return {}
@@ -289,7 +290,7 @@ def adapter_name(version: int) -> str:
 
 
 def request_ids(rid: str, count: int) -> list[str]:
-    """The ids that SGLang gives to the ``count`` requests of a call with the id ``rid``."""
+    """Return the ids that SGLang assigns to the ``count`` requests of a call with the id ``rid``."""
     if count == 1:
         return [rid]
     return [f"{rid}_{i}" for i in range(count)]
@@ -302,12 +303,15 @@ def request_body(
     model: str | None = None,
     adapter: str | None = None,
 ) -> bytes:
-    """The JSON body that asks for ``requests``, which must agree on the sampling and the columns, in one call.
+    """Return the JSON body of one call for ``requests``, which must have equal sampling and columns.
 
-    ``model``: its name at the router; SGLang's own server needs none. ``adapter``: name of the engine's adapters that
-    answer; None: the model without any.
+    Args:
+        requests: the requests of the call.
+        rid: the call's id.
+        model: the model's name at the router; SGLang's own server needs none.
+        adapter: name of the engine's adapters that answer; None: the model without adapters.
     """
-    # One id and one sampling for the call: the router takes no lists of them.
+    # The call has one id and one sampling, because the router accepts no lists of them.
     first_request = requests[0]
     if any(
         (r.sampling, r.columns) != (first_request.sampling, first_request.columns) for r in requests
@@ -315,7 +319,7 @@ def request_body(
         raise ValueError("requests of one call must ask for the same sampling and the same columns")
     body: dict[str, Any] = {
         "rid": rid,
-        # A call for one response is no list of one: that would take SGLang's slower path for batches.
+        # Send a single prompt without a list around it: SGLang's path for batches is slower.
         "input_ids": [r.prompt_ids for r in requests]
         if len(requests) > 1
         else first_request.prompt_ids,
@@ -335,10 +339,10 @@ def read_answers(
     requests: Sequence[GenerationRequest],
     versions: range | None = None,
 ) -> list[dict[str, Any]]:
-    """The answers of one call, in the order of ``requests``.
+    """Return the answers of one call, in the order of ``requests``.
 
-    ``versions``: committed ones, that tokens may come from. Raises EngineAnswerError, and
-    StaleWeightsError where a token comes from other weights.
+    ``versions`` are the committed weight versions that may have sampled the tokens. Raises EngineAnswerError, and
+    StaleWeightsError where other weights sampled a token.
     """
     try:
         answers = orjson.loads(payload)
@@ -361,10 +365,10 @@ def read_answers(
 
 
 def _check_versions(meta: dict[str, Any], request: GenerationRequest, versions: range) -> None:
-    """Raise unless every span is of one of ``versions``, and give it the version's own name."""
+    """Rename the version of every span to a committed one. Raises StaleWeightsError for a span of another version."""
     names = {str(version): str(version) for version in versions}
-    # A response that an update interrupted goes on while the engines are scored, between the transfer and the commit:
-    # those tokens are of the weights that were committed right after. No call begins then.
+    # An interrupted response continues before the commit, while the canary scores the engines. The weights of these
+    # tokens have the name ``unverified-N`` and are committed right after. No call begins in that time.
     names |= {f"{UNVERIFIED_VERSION}{version}": str(version) for version in versions[1:]}
     try:
         spans = meta.get("weight_versions", ())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_dppo.rewards import USABLE_NUMBER, is_usable
+from megatron_dppo.rewards.result import USABLE_NUMBER, is_usable
 from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.imports import ImportTargetError, import_target, is_async, reason_of

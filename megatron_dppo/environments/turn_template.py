@@ -141,11 +141,11 @@ class TurnTemplate:
             observation = ChatCall([{"role": self._role, "content": observation}])
         for role in {message["role"] for message in observation.messages} - self._roles:
             self._check(role)
-        said = observation
+        call = observation
 
         def after_turn(hold: _Hold) -> str:
-            tools = [hold(tool) for tool in said.tools]
-            return self._after([_USER], *map(hold, said.messages), tools=tools)[1]
+            tools = [hold(tool) for tool in call.tools]
+            return self._after([_USER], *map(hold, call.messages), tools=tools)[1]
 
         ids = self._encoded(self._with_held(after_turn))
         # Don't repeat an end-of-turn token that was sampled.
@@ -156,16 +156,16 @@ class TurnTemplate:
     def _with_held(self, text_of: Callable[[_Hold], str]) -> str:
         """Return the text of ``text_of`` with marks in place of the control tokens in messages and tools.
 
-        Where a template parses an added token that is not special, such as that of a thought, the token stays. Raises
-        TurnTemplateError where the template parses a special token of a message.
+        A template may parse added tokens that are not special, such as those around a thought. These then stay as they
+        are. Raises TurnTemplateError where the template parses a special token of a message.
         """
         text = text_of(self._hold)
         if not self._control.has_marks(text):
             return text
-        unheld = text_of(dict)
-        if self._control.release(text) != unheld:
+        plain_text = text_of(dict)
+        if self._control.release(text) != plain_text:
             text = text_of(self._hold_special)
-        if self._control.release(text) != unheld:
+        if self._control.release(text) != plain_text:
             raise TurnTemplateError(
                 "the chat template alters a message that holds the text of a special token"
             )
@@ -184,8 +184,9 @@ class TurnTemplate:
         return held_message
 
     def _frame_of(self, role: str) -> frozenset[str]:
-        """Return the control tokens around messages in ``role``; the assistant has its own ones that are not
-        special.
+        """Return the control tokens that frame a message in ``role``, which its text may not hold.
+
+        The assistant's text may hold those that are not special, such as the tokens around a thought.
         """
         special = self._control.special
         if role in ("", "assistant"):

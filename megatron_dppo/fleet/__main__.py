@@ -22,7 +22,7 @@ from megatron_dppo.system.errors import RunError
 
 _STATE_S = 60.0
 _POLL_S = 0.2
-_NOBODY = "no trainer listens now; it is examined when one does"
+_NO_TRAINER = "no trainer listens now; the next trainer examines the server"
 _Record = FleetRecord | RecordClient
 
 
@@ -58,7 +58,7 @@ def _add(record: _Record, options: argparse.Namespace) -> int:
     server = record.attach(options.url)
     print(f"{server.name} is attached", flush=True)
     if isinstance(record, FleetRecord):
-        print(_NOBODY)
+        print(_NO_TRAINER)
         return 0
     state = _awaited_state(record, server.name, options.wait)
     print(state)
@@ -70,12 +70,12 @@ def _awaited_state(record: RecordClient, name: str, wait_s: float) -> str:
     while time.monotonic() < deadline:
         status = record.status()
         if not status:
-            return _NOBODY
+            return _NO_TRAINER
         state = str(status["servers"].get(name, NOT_EXAMINED))
         if state != NOT_EXAMINED:
             return state
         time.sleep(_POLL_S)
-    return "the trainer has not examined it yet; see list"
+    return "the trainer has not examined the server yet; the action list prints its state"
 
 
 def _remove(record: _Record, options: argparse.Namespace) -> int:
@@ -98,15 +98,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run_directory", help="run.directory of the run")
     actions = parser.add_subparsers(dest="action", required=True)
-    actions.add_parser("list", help="servers, and what the run makes of them")
-    add = actions.add_parser("add", help="attach a server, and say what the trainer finds")
+    actions.add_parser("list", help="print the servers and their states")
+    add = actions.add_parser("add", help="attach a server, and print the result of its examination")
     add.add_argument("url", metavar="URL")
     add.add_argument(
         "--wait",
         type=float,
         default=_STATE_S,
         metavar="SECONDS",
-        help="for that; default 60",
+        help="seconds to wait for the result; default 60",
     )
     remove = actions.add_parser("remove", help="detach an attached server")
     remove.add_argument("url", metavar="URL")

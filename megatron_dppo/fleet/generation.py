@@ -285,10 +285,15 @@ class GenerationJob:
 
 
 _TICK_SECONDS = 0.2
+"""Interval at which a generation looks for a lost server and a stop."""
 _CLEAN_UP_SECONDS = 5.0
+"""Longest wait for the aborts of open calls."""
 _BACK_OFF_SECONDS = 0.5
+"""Pause after a call's first aborted attempt; it doubles with each further one."""
 _MAX_LOSSES = 20
+"""Most lost servers that a call outlives."""
 _REDRAW_SECONDS = 0.2
+"""Interval at which the progress bar is drawn."""
 
 
 OnResponse = Callable[[Hashable, Trajectory], None]

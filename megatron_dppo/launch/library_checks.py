@@ -37,8 +37,8 @@ from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.metrics.trackers import find_trackers
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape, unknown_key_warnings
-from megatron_dppo.system.compute import has_megatrons_deep_ep, has_visible_gpu
 from megatron_dppo.system.fork_server import run_forked
+from megatron_dppo.system.gpus import has_megatrons_deep_ep, has_visible_gpu
 from megatron_dppo.system.secret_variables import split_environment
 
 CHECK = "--check"

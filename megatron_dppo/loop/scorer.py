@@ -13,7 +13,8 @@ from typing import Self
 
 from megatron_dppo.config.data_schema import RewardConfig
 from megatron_dppo.data.trajectory import Problem
-from megatron_dppo.rewards import USABLE_NUMBER, RewardInput, is_usable
+from megatron_dppo.rewards import RewardInput
+from megatron_dppo.rewards.result import USABLE_NUMBER, is_usable
 from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError
 
 PlaceOf = Callable[[Sequence[int]], str | None]

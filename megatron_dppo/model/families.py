@@ -315,7 +315,10 @@ def layer_rule(
     *sources: tuple[str, tuple[str, ...]],
     engine: tuple[str, splits.Split] | None = None,
 ) -> Rule:
-    """A row for a layer, with names without the layer's prefix. ``engine`` is SGLang's name and cut if it fuses."""
+    """Return a layer's rule from names without the layer's prefix.
+
+    ``engine`` is name and cut of the parameter into which SGLang fuses the tensors; None where it fuses none.
+    """
     return Rule(
         MEGATRON_LAYER + megatron,
         split,
@@ -330,12 +333,15 @@ def in_layers(layers: LayerSet, *rules: Rule) -> tuple[Rule, ...]:
 
 
 def norm(megatron: str, hf: str, dim: str = "hidden") -> Rule:
-    """A norm's weight, whole on every rank."""
+    """Return the rule of a norm's weight, which every rank holds whole."""
     return layer_rule(megatron, splits.replicated, (hf, (dim,)))
 
 
 def qkv(kind: str, *dims: str) -> Rule:
-    """Weights (``dims``: their input) or biases of the three projections, fused into one on both sides."""
+    """Return the rule of queries, keys and values, which Megatron and SGLang both fuse into one parameter.
+
+    ``kind`` is weight or bias; ``dims`` names a weight's input dimension.
+    """
     return layer_rule(
         f"self_attention.linear_qkv.{kind}",
         splits.query_groups,
@@ -347,7 +353,10 @@ def qkv(kind: str, *dims: str) -> Rule:
 
 
 def moe_router(block: str = "mlp") -> tuple[Rule, ...]:
-    """The norm before a layer's experts, and their router. ``block`` is the family's name of the MoE layer."""
+    """Return the rules of the norm before a layer's experts and of their router.
+
+    ``block`` is the family's name of the MoE layer.
+    """
     return (
         norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
         layer_rule(
@@ -362,7 +371,7 @@ def expert_mlp(
     up: str = "up_proj",
     down: str = "down_proj",
 ) -> tuple[Rule, ...]:
-    """One expert's gated MLP, with the family's names in checkpoints. SGLang stacks all experts."""
+    """Return the rules of one expert's gated MLP, with the family's names in checkpoints. SGLang stacks all experts."""
     experts = f"{block}.experts."
     return (
         layer_rule(
@@ -613,13 +622,13 @@ def _read_json(path: Path) -> Any:
         raise ModelConfigError(
             f"{path}: no such file; expected a Hugging Face config.json"
         ) from None
-    # ValueError: also of a number of more digits than Python reads.
+    # json raises ValueError also for an integer of more digits than Python converts.
     except (OSError, ValueError, RecursionError) as error:
         raise ModelConfigError(f"{path}: not a readable JSON file ({error})") from error
 
 
 _MOST_LAYERS, _MOST_EXPERTS = 4096, 4096
-"""Each layer, and each expert of it, is unrolled into rows of a table, so a wild number would never end."""
+"""Limits of a believable model: a table has rows for each layer and expert; more of them would fill the memory."""
 
 
 def _check_relations(shape: ModelShape, facts: ConfigFacts) -> None:

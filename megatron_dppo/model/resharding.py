@@ -189,8 +189,8 @@ def _engine_segments(shape: ModelShape, engine: EngineLayout) -> Mapping[str, li
 
 
 def _check_copies(tensor: TensorSources, landed: list[_Landing]) -> None:
-    """Check that blocks along one dimension cover all of the tensor equally often, and no parameter of a rank twice."""
-    # Copies of a block on several ranks (replicas, shared K/V heads) are equal intervals, which are counted.
+    """Check that the blocks cover every element equally often, and that no parameter holds a block twice."""
+    # Ranks may hold copies of a block (replicas, shared K/V heads), which are equal intervals: count these.
     if not landed:
         raise ProofError(f"{tensor.name}: no engine rank receives it")
     copies = Counter((s.dim, s.hf_start, s.length) for *_, s in landed)

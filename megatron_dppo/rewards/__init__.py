@@ -1,4 +1,4 @@
-"""Rewards: their inputs and results, the table of rewards, and the reward that needs no library.
+"""Rewards: their inputs, the table of rewards, and the reward that needs no library.
 
 To add a reward, write a file and a row of ``REWARDS``. This module imports no reward's libraries.
 """
@@ -10,10 +10,12 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from megatron_dppo.data.gold_answers import gold_answer
+
+# Reward functions of users import RewardResult from here.
+from megatron_dppo.rewards.result import RewardResult as RewardResult
 from megatron_dppo.system import plugins
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.imports import ImportTargetError, import_target, reason_of
@@ -21,7 +23,6 @@ from megatron_dppo.system.imports import ImportTargetError, import_target, reaso
 if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Problem
 
-_LONGEST_SHOWN_VALUE = 200
 # Characters at the end of a response that are searched for a reason: the patterns take quadratic time.
 _LONGEST_READ = 4000
 _LONGEST_SHOWN = 80
@@ -59,21 +60,6 @@ class RewardInput:
         """The input for a response to ``problem``."""
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
         return cls(response, problem.answer, problem.prompt, messages, problem.metadata)
-
-
-@dataclass(frozen=True)
-class RewardResult:
-    """The result of a reward that returns more than a number.
-
-    Attributes:
-        value: Any finite number.
-        components: Named parts of the value. They become metrics and are saved with samples.
-        reason: An explanation of the value.
-    """
-
-    value: float
-    components: Mapping[str, float] = field(default_factory=dict)
-    reason: str = ""
 
 
 FIELDS = tuple(f.name for f in fields(RewardInput))
@@ -297,44 +283,6 @@ REWARDS: dict[str, Reward] = {
     "verl": Reward("megatron_dppo.rewards.verl:ComputeScore"),
     "reasoning_gym": Reward(f"{_GYM}:score"),
 }
-
-
-def result_of(value: Any) -> RewardResult | str:
-    """Convert the return value of a reward to a result; or describe the error in it."""
-    result = value
-    if not isinstance(value, RewardResult):
-        result = RewardResult(value)
-    for name, number in {"": result.value, **result.components}.items():
-        key_text = f" as {name!r}" if name else ""
-        if not isinstance(number, Real):
-            kind = type(number).__name__
-            return f"it returned a {kind}{key_text}, expected a finite number or a RewardResult"
-        if not is_usable(number):
-            return f"it returned {_shown(number)}{key_text}, expected {USABLE_NUMBER}"
-    components = {name: float(number) for name, number in result.components.items()}
-    return RewardResult(float(result.value), components, str(result.reason))
-
-
-LARGEST_REWARD = 1e18
-"""Largest absolute value. The squares of a group's rewards are summed in float32, whose largest number is 3.4e38."""
-USABLE_NUMBER = f"a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
-
-
-def is_usable(value: Any) -> bool:
-    """Whether a value can be a reward, or a part of one: a finite number, small enough that sums do not overflow."""
-    if not isinstance(value, Real):
-        return False
-    # Compare without a conversion: an integer can be too large for a float. NaN compares as false.
-    number: Any = value
-    return bool(-LARGEST_REWARD <= number <= LARGEST_REWARD)
-
-
-def _shown(value: Any) -> str:
-    try:
-        return str(value)[:_LONGEST_SHOWN_VALUE]
-    # str() raises ValueError for integers of more than some thousand digits.
-    except ValueError:
-        return "a number of thousands of digits"
 
 
 def find_reward(name: str) -> Reward:

@@ -23,13 +23,8 @@ import aiohttp
 
 from megatron_dppo.data.chat import render
 from megatron_dppo.data.control_tokens import ControlTokens
-from megatron_dppo.rewards import (
-    USABLE_NUMBER,
-    RewardInput,
-    RewardResult,
-    RewardUnavailableError,
-    is_usable,
-)
+from megatron_dppo.rewards import RewardInput, RewardUnavailableError
+from megatron_dppo.rewards.result import USABLE_NUMBER, RewardResult, is_usable
 from megatron_dppo.system.network import url_fault, without_secrets
 
 if TYPE_CHECKING:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_dppo.data.gold_answers import boxes
-from megatron_dppo.rewards import RewardInput, RewardResult
+from megatron_dppo.rewards import RewardInput
+from megatron_dppo.rewards.json_values import from_json, to_json
+from megatron_dppo.rewards.result import RewardResult
 
 try:
     import reasoning_gym
@@ -55,7 +57,7 @@ def problems(
         answer = {}
         if entry["answer"] is not None:
             answer = {"answer": str(entry["answer"])}
-        metadata = {"task": task, "config": options, "entry": encode(entry["metadata"])}
+        metadata = {"task": task, "config": options, "entry": to_json(entry["metadata"])}
         yield {"problem": entry["question"], **answer, "metadata": metadata}
 
 
@@ -79,7 +81,7 @@ def score(record: RewardInput, *, answer_in: str = "tag") -> RewardResult:
     entry = {
         "question": record.prompt,
         "answer": record.answer or None,
-        "metadata": decode(metadata["entry"]),
+        "metadata": from_json(metadata["entry"]),
     }
     dataset = _dataset(metadata["task"], json.dumps(metadata.get("config") or {}, sort_keys=True))
     try:
@@ -108,35 +110,3 @@ _FINDERS = {"tag": extract_answer, "box": _boxed, "whole": str}
 def _dataset(task: str, config: str) -> Any:
     """The object that scores a task's answers. It is cached, because some take seconds to build."""
     return reasoning_gym.create_dataset(task, **json.loads(config))
-
-
-# ``encode`` and ``decode`` keep tuples and keys that are numbers, because the tasks' checks compare and look up these.
-_TUPLE, _PAIRS = "__tuple__", "__pairs__"
-
-
-def encode(value: Any) -> Any:
-    """Convert tuples, dictionaries with any keys, and JSON's own types to JSON. Raises ValueError for other types."""
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value):
-            return {key: encode(item) for key, item in value.items()}
-        return {_PAIRS: [[encode(key), encode(item)] for key, item in value.items()]}
-    if isinstance(value, tuple):
-        return {_TUPLE: [encode(item) for item in value]}
-    if isinstance(value, list):
-        return [encode(item) for item in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    raise ValueError(f"metadata holds a {type(value).__name__}, which is no JSON")
-
-
-def decode(value: Any) -> Any:
-    """Invert ``encode``."""
-    if isinstance(value, Mapping):
-        if value.keys() == {_TUPLE}:
-            return tuple(decode(item) for item in value[_TUPLE])
-        if value.keys() == {_PAIRS}:
-            return {decode(key): decode(item) for key, item in value[_PAIRS]}
-        return {key: decode(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [decode(item) for item in value]
-    return value

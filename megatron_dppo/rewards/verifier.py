@@ -40,8 +40,8 @@ from megatron_dppo.rewards import (
     RewardInput,
     RewardUnavailableError,
     find_reward,
-    result_of,
 )
+from megatron_dppo.rewards.result import result_of
 from megatron_dppo.system import processes
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.secret_variables import named_in_options, withheld_hint

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-from megatron_dppo.rewards import RewardInput, RewardResult
+from megatron_dppo.rewards import RewardInput
+from megatron_dppo.rewards.result import RewardResult
 from megatron_dppo.system.imports import ImportTargetError, import_target
 
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.system.compute import KernelBuildError, build_library
+from megatron_dppo.system.kernels import KernelBuildError, build_library
 
 log = logging.getLogger(__name__)
 

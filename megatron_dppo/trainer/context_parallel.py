@@ -78,8 +78,10 @@ class TokenShare:
 
 
 def own_batch(batch: PackedBatch, topology: Topology) -> PackedBatch:
-    """``batch`` with this rank's own rows alone; targets and columns were laid out in the whole pack, where a row's
-    successor is the next token of its sequence."""
+    """Return ``batch`` with only the rows of this rank.
+
+    Take the rows after targets and columns are laid out: in the whole pack, the next row is the sequence's next token.
+    """
     size = topology.cp_size
     if size == 1:
         return batch
@@ -87,10 +89,11 @@ def own_batch(batch: PackedBatch, topology: Topology) -> PackedBatch:
 
 
 def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> PolicyStats:
-    """The statistics of all rows of ``batch`` from those of every rank's ``own_batch``. Collective.
+    """Return the statistics of all rows of ``batch`` from those of every rank's ``own_batch``. Collective.
 
-    One all-gather of [t, 1 + K] numbers, and those of the sums, and one all-reduce of the faults' counts. Its backward
-    pass gives every rank the gradient of its own rows and sums nothing: all ranks compute the same loss.
+    The function communicates by one all-gather of the statistics, [t, 1 + K] numbers or more, and one all-reduce of
+    the faults' counts. The backward pass gives every rank the gradient of its own rows and sums nothing, because all
+    ranks compute the same loss.
     """
     size = topology.cp_size
     group = topology.context_group
@@ -108,15 +111,16 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
     gathered = _Gather.apply(columns, order, group)
     widths = [part.shape[1] for part in present_parts.values()]
     all_rows = dict(zip(present_parts, gathered.split(widths, dim=1), strict=True))
+    squares = None
+    if "sum_squares" in all_rows:
+        squares = all_rows["sum_squares"].squeeze(1).detach()
     faults = stats.faults.clone()
     dist.all_reduce(faults, group=group)
     return replace(
         stats,
         log_probs=all_rows["log_probs"].squeeze(1),
         entropy=all_rows["entropy"].squeeze(1) if "entropy" in all_rows else None,
-        sum_squares=all_rows["sum_squares"].squeeze(1).detach()
-        if "sum_squares" in all_rows
-        else None,
+        sum_squares=squares,
         topk_log_probs=_like_share(all_rows.get("topk_log_probs"), stats.topk_log_probs),
         faults=faults,
     )
@@ -130,7 +134,7 @@ def _like_share(all_rows: Tensor | None, share: Tensor | None) -> Tensor | None:
 
 
 class _Gather(torch.autograd.Function):
-    """[t, ...] of every rank -> [T, ...] in the pack's order, which ``order`` [T] tells of the gathered rows."""
+    """Gather [t, ...] of every rank to [T, ...] in the pack's order. ``order`` [T]: the pack's row of each one."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 
 from megatron_dppo.model.layout import LayoutFault, LayoutSizes
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.system import compute
+from megatron_dppo.system import gpus, toolkit
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.scratch import FileBuffer
 
@@ -120,9 +120,9 @@ def has_cuda() -> bool:
 
 def gpu_fault() -> str | None:
     """Why torch can't use the GPU that this process may see; None where it can, or there is none."""
-    if has_cuda() or not compute.has_visible_gpu():
+    if has_cuda() or not gpus.has_visible_gpu():
         return None
-    return compute.unusable_gpu(torch.__version__, torch.version.cuda)
+    return gpus.unusable_gpu(torch.__version__, torch.version.cuda)
 
 
 def leave_out_deep_ep() -> None:
@@ -131,7 +131,7 @@ def leave_out_deep_ep() -> None:
     SGLang's package of that name checks the loaded NCCL and starts nvcc by assertions, which Megatron-Core does not
     catch, and it lacks names that Megatron-Core's dispatcher needs.
     """
-    if not compute.has_megatrons_deep_ep():
+    if not gpus.has_megatrons_deep_ep():
         sys.modules.setdefault("deep_ep", None)  # type: ignore[arg-type]
 
 
@@ -139,10 +139,10 @@ def prepare() -> None:
     """Prepare ``import megatron.core`` on this machine. Call once, before the first import."""
     leave_out_deep_ep()
     # Set the variables before the first CUDA call: CUDA reads some of them only once.
-    if any(compute.DEVICES.glob("nvidia[0-9]*")):
+    if any(gpus.DEVICES.glob("nvidia[0-9]*")):
         _environment.extend(complete(os.environ))
-        _environment.extend(compute.offer_tools(os.environ))
-        _environment.extend(compute.offer_cudnn(os.environ))
+        _environment.extend(toolkit.offer_tools(os.environ))
+        _environment.extend(toolkit.offer_cudnn(os.environ))
     if has_cuda():
         _environment.append(_WGRAD[fused_weight_gradients()])
         if not has_transformer_engine():
@@ -234,7 +234,7 @@ def peak_memory_bytes() -> int:
 def peak_flops() -> int | None:
     """Dense bf16 FLOP/s of this rank's GPU; None without one, and for one whose peak is not known."""
     if has_cuda():
-        return compute.peak_flops(torch.cuda.get_device_name())
+        return gpus.peak_flops(torch.cuda.get_device_name())
     return None
 
 

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_dppo.system.compute import KernelBuildError, build_library
+from megatron_dppo.system.kernels import KernelBuildError, build_library
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,9 @@ def head_stats(
     """
     options = options or HeadOptions()
     fault = next(_faults(factors, target_ids, counted, options), None)
-    rows = None if counted is None or fault else counted.nonzero().squeeze(1)
+    rows = None
+    if counted is not None and not fault:
+        rows = counted.nonzero().squeeze(1)
     query = StatsQuery(target_ids, topk_ids, vocab_size, temperature, with_entropy, with_squares)
     hidden = factors[0].hidden
     weight = factors[0].weight

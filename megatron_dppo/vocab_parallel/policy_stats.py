@@ -98,8 +98,9 @@ def described(x: Tensor) -> str:
 
 @dataclass(frozen=True)
 class PolicyStats:
-    """Per token, the same on every tensor-parallel rank; natural logarithms; float32 (float64 for
-    float64 logits).
+    """The statistics of each token, equal on every tensor-parallel rank.
+
+    Logarithms are natural. The dtype is float32, or float64 for float64 logits.
     """
 
     log_probs: Tensor

@@ -58,6 +58,7 @@ class AdapterStrategy(Strategy):
         self.loaded = 0
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
+        # Drop what an update that failed has left.
         self.abort()
 
     def send(self, bucket: Bucket) -> int:
@@ -104,9 +105,9 @@ def expected_digests(
     """Return the SHA-256 of each tensor that an engine holds after it has fused the rows of ``tensors``, by name."""
     parts: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
     for name, tensor in tensors:
-        module, _, which = name.rpartition(".")
+        module, _, factor = name.rpartition(".")
         engine_module, part = fused_module(module)
-        for fused in peft_names(f"{engine_module}.{which}", folder.shape):
+        for fused in peft_names(f"{engine_module}.{factor}", folder.shape):
             parts[fused][part] = tensor
     digests: dict[str, str] = {}
     for name, rows in parts.items():

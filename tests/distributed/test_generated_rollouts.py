@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.generations import RecordedStarts
 from tests.ranks import run_ranks
 from tests.unit.config_files import minimal
 
@@ -14,7 +15,7 @@ MODULE = "tests.distributed.test_generated_rollouts"
 PROMPTS, GROUP, STEPS = 6, 2, 4
 
 
-class ScriptedEngine:
+class ScriptedEngine(RecordedStarts):
     """Answers as ``EngineSession`` does, with the weights it had when it was asked.
 
     Problems whose id ``flat`` divides earn nothing, with 3 tokens; of the others every first response is right, and
@@ -22,6 +23,7 @@ class ScriptedEngine:
     """
 
     def __init__(self, flat: int) -> None:
+        super().__init__()
         self.version, self.events, self._flat = 0, [], flat
         self.seeds: list[int | None] = []
         self.asked: list[int] = []
@@ -29,14 +31,14 @@ class ScriptedEngine:
 
     busy_s = 0.0
 
-    def start(self, job, description: str, on_response, order: int, done=None):
-        self.events.append(f"start {description}")
-        self.asked.append(len(job.requests(done)))
+    def start(self, job, *arguments: Any, **done: Any):
+        generation = super().start(job, *arguments, **done)
+        self.events.append(f"start {generation.description}")
+        self.asked.append(len(job.requests(generation.done)))
         self.seeds += [request.sampling.seed for request in job.requests()]
-        return SimpleNamespace(
-            job=job, description=description, version=self.version, seconds=0.5,
-            on_response=on_response, redrawn=0, timed_out=len(job.problems), done=done or {},
-        )  # fmt: skip
+        generation.version, generation.seconds = self.version, 0.5
+        generation.timed_out = len(job.problems)
+        return generation
 
     def finish(self, generation, held: int, *, mixes: bool):
         self.events.append(f"finish {generation.description} held {held}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import pickle
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from megatron_dppo.system.scratch import (
     mapped,
     memory_name,
 )
+from tests.messages import mentioning
 from tests.trajectories import same, trajectory
 from tests.unit import test_engine_protocol as protocol
 from tests.unit.test_engine_protocol import ROUTED, SHAPE, b64
@@ -124,7 +126,7 @@ def test_a_recording_on_another_host_is_named_and_then_brought(process):
     assert second.ways == {"binary HTTP answers"}
     expected = protocol.parse_answer(protocol.answer(), protocol.request())
     assert same(second.trajectories[0], expected)
-    with pytest.raises(EngineAnswerError, match=r"request \(0, 0\): a recording with the hash"):
+    with pytest.raises(EngineAnswerError, match=mentioning("request (0, 0)", digest)):
         parsed(process, payload, [asking], downloaded={notice.id: bytes(16)})
 
 
@@ -134,11 +136,11 @@ def test_the_end_of_the_process_is_told_at_once():
     assert process._worker is not None
     (parser,) = psutil.Process(process._worker.pid).children()
     parser.kill()
-    with pytest.raises(ParserLostError, match=r"process that parses answers was killed by SIGKILL"):
+    with pytest.raises(ParserLostError, match=mentioning("SIGKILL")):
         parsed(process, answer(), [request()])
     process.close()
     process.close()
-    with pytest.raises(ParserLostError, match="was closed"):
+    with pytest.raises(ParserLostError):
         parsed(AnswerParser_closed(), answer(), [request()])
 
 
@@ -169,7 +171,7 @@ def test_trajectories_are_pickled_around_their_arrays():
     back = pickle.loads(head, buffers=[np.array(array) for array in arrays])
     assert all(same(a, b) for a, b in zip(back, whole, strict=True))
     assert not any(t.token_ids.flags.writeable for t in back)
-    with pytest.raises(ValueError, match="2 rows of rollout_log_probs"):
+    with pytest.raises(ValueError, match=mentioning(2, "rollout_log_probs")):
         pickle.loads(pickle.dumps(whole[0]).replace(whole[0].loss_mask.tobytes(), bytes(3)))
 
 
@@ -192,6 +194,6 @@ def test_a_shared_buffer_outlives_its_name():
     empty = SharedBuffer(0)
     assert mapped(str(empty.path), 0).size == 0
     empty.hide()
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         SharedBuffer(free_bytes() + 2**40)
     assert memory_name() == memory_name()

@@ -95,6 +95,27 @@ def test_all_problems_are_told_at_once(train):
     assert answer.stdout == ""
 
 
+def test_faults_of_the_machine_stand_beside_one_of_the_servers_table(train):
+    words = ["sglang.no_such_option=1", "parallel.world_size=64", "run.processes_per_core=1"]
+    found = train("--check", *words)
+    assert found.returncode == 2
+    assert mentions(found.stderr, "sglang.no_such_option", "run.processes_per_core")
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        (["--check"], "mem_fraction_static"),
+        (["--check", "rollout.top_pp=1"], "tp_size"),
+        ([], "tp_size"),
+    ],
+)
+def test_a_size_of_servers_that_is_no_number_is_named(train, words, size):
+    found = train(*words, f"sglang.{size}=two")
+    assert found.returncode == 2
+    assert mentions(found.stderr, f"sglang.{size}", "'two'")
+
+
 def test_data_checkpoints_and_configuration_are_told_of_at_once(train, config):
     data, directory = config.parent / "some_bad.jsonl", config.parent / "lost"
     directory.mkdir()

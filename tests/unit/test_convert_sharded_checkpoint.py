@@ -21,6 +21,7 @@ from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, primary_parameters
+from tests.messages import mentioning
 from tests.tiny_models import save_tiny_model
 from tools.convert_sharded_checkpoint import convert
 
@@ -92,9 +93,9 @@ def test_an_altered_or_missing_rank_is_noticed_and_nothing_written(hf, tmp_path)
     with pytest.raises(MismatchError, match="has SHA-256"):
         convert(old, tmp_path / "new")
     shutil.copy(old / "rank-00000.safetensors", path)
-    with pytest.raises(CheckpointError, match="its tensors are not those of its layout"):
+    with pytest.raises(CheckpointError, match=mentioning(path)):
         convert(old, tmp_path / "new")
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"rank-00001.safetensors: cannot be opened"):
+    with pytest.raises(CheckpointError, match=mentioning(path)):
         convert(old, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dppo.launch.library_checks import gpu_faults
-from megatron_dppo.system import compute
+from megatron_dppo.system import gpus
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.platform import UnusableGpuError
 
@@ -25,8 +25,8 @@ def machine(tmp_path, monkeypatch):
             (tmp_path / "version").write_text(VERSION.format(driver))
         monkeypatch.setattr(torch.version, "cuda", built_for)
 
-    monkeypatch.setattr(compute, "DEVICES", tmp_path)
-    monkeypatch.setattr(compute, "DRIVER", tmp_path)
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     platform.current.cache_clear()
@@ -35,7 +35,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_a_machine_without_a_gpu_trains_on_cpus(machine):
-    assert not compute.has_visible_gpu()
+    assert not gpus.has_visible_gpu()
     assert platform.gpu_fault() is None
     assert platform.current().distributed_backend == "gloo"
 

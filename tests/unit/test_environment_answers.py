@@ -11,7 +11,7 @@ import pytest
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.environments.workers import EnvironmentPool, EnvironmentSpec
 from megatron_dppo.loop.credit import with_rewards
-from megatron_dppo.rewards import LARGEST_REWARD
+from megatron_dppo.rewards.result import LARGEST_REWARD
 from megatron_dppo.rewards.verifier import Score
 from tests.unit.test_environments import LIMITS, PLANTED, PROBLEM, Engine, play
 

@@ -42,6 +42,7 @@ from megatron_dppo.loop.scorer import Scorer
 from megatron_dppo.loop.scoring import score_on_arrival
 from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.system.async_runner import AsyncRunner
+from tests.messages import mentioning, mentions
 from tests.tiny_models import tiny_tokenizer
 
 PLANTED = "tests.unit.planted_environments"
@@ -374,7 +375,7 @@ def test_what_no_tokenizer_takes_is_a_fault():
     pool = EnvironmentPool(EnvironmentSpec(f"{PLANTED}:Counting", {}, 60.0), workers=1)
     episodes = Episodes(pool, TurnTemplate(engine.tokenizer, "user"), LIMITS)
     episodes.template.delta = refuse
-    with pytest.raises(EnvironmentFaultError, match="put to the model: TypeError: planted"):
+    with pytest.raises(EnvironmentFaultError, match="TypeError: planted"):
         episodes._encoded(lambda: episodes.template.delta([], "1"))
 
 
@@ -431,16 +432,11 @@ def test_turns_that_follow_another_first_observation_are_drawn_anew(tmp_path):
 def test_a_first_observation_has_its_limits():
     t, _, _, episodes = greeted("", ["4"], greeting="1 " * 300)
     assert t.finish_reason == "failed"
-    assert re.search(
-        r"an observation of \d+ tokens, expected at most 64", next(iter(episodes.faults))
-    )
+    assert mentions(next(iter(episodes.faults)), 64, "environment.max_observation_tokens")
     _, _, prompt, _ = greeted("hi", ["4"], greeting="hi")
     limits = replace(LIMITS, tokens=len(prompt))
     t, _, _, _ = greeted("hi", ["4"], limits, greeting="hi")
-    assert (
-        t.reason
-        == f"reset: a prompt of {len(prompt)} tokens, expected fewer than {len(prompt)} (environment.max_tokens)"
-    )
+    assert mentions(t.reason, "reset", len(prompt), len(prompt), "environment.max_tokens")
     # One token is left for the first turn.
     t, asked, _, _ = greeted("hi", ["4"], replace(limits, tokens=len(prompt) + 1), greeting="hi")
     assert (asked[0].sampling.max_new_tokens, t.length, t.finish_reason) == (
@@ -475,11 +471,9 @@ def test_a_branch_that_can_not_be_is_a_fault():
         seeds.append(episodes._request(episode).sampling.seed)
     # Equal prompts of two branches are answered independently.
     assert (seeds[0], seeds[1] == 5) == (5, False)
-    with pytest.raises(
-        EnvironmentFaultError, match="branch 2, expected one of the 1 there are, or"
-    ):
+    with pytest.raises(EnvironmentFaultError, match=mentioning("branch 2", 1)):
         episodes._go_on(episode, Turn("4", (4,)), Step(ChatCall(said, branch=2)))
-    with pytest.raises(EnvironmentFaultError, match="reset: branch 1, expected 0"):
+    with pytest.raises(EnvironmentFaultError, match=mentioning("reset", "branch 1", 0)):
         episodes._begin(episode, PROBLEM, request, ChatCall(said, branch=1))
 
 
@@ -542,7 +536,7 @@ def test_by_turn_each_token_has_what_its_turn_and_later_ones_earn():
         pytest.approx([-0.75, second[1], second[1]]),
     ]
     assert scored[0].advantages_by_turn == pytest.approx([1.0, second[0]])
-    with pytest.raises(ValueError, match="1 values of turns, expected 2"):
+    with pytest.raises(ValueError, match=mentioning(1, "turns", 2)):
         with_rewards([turns_of([1, 1], (0.5,))], [Score(0.0)], 1, settings, "turn", most_tokens=16)
 
 
@@ -623,12 +617,14 @@ def test_names_and_options_are_checked_before_a_run():
     check_environment(None, {})
     with pytest.raises(
         ValueError,
-        match="unknown environment 'abacus'; there are agent, calculator, over-http, python, single",
+        match=mentioning("'abacus'", "agent", "calculator", "over-http", "python", "single"),
     ):
         find_environment("abacus")
-    with pytest.raises(ValueError, match="unexpected keyword argument 'cal', of calculator"):
+    with pytest.raises(ValueError, match=mentioning("'cal'", "calculator")):
         check_environment("calculator", {"cal": "!"})
-    with pytest.raises(ValueError, match="url: got 'localhost:30020', expected http://host:port"):
+    with pytest.raises(
+        ValueError, match=mentioning("url", "'localhost:30020'", "http://host:port")
+    ):
         check_environment("over-http", {"url": "localhost:30020"})
 
 
@@ -650,7 +646,5 @@ def test_a_worker_that_is_not_there_is_a_fault():
             await environment.close()
             pool.close()
 
-    with pytest.raises(
-        EnvironmentFaultError, match=r"its process exited with code 1(?s:.)*no_such_module"
-    ):
+    with pytest.raises(EnvironmentFaultError, match=mentioning(1, "'no_such_module'")):
         asyncio.run(work())

@@ -31,6 +31,7 @@ from megatron_dppo.metrics.records import read_records, read_step_lines
 from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.rewards import RewardUnavailableError
 from megatron_dppo.rewards.verifier import Score, VerifierError
+from tests.generations import RecordedStarts
 from tests.unit.config_files import minimal
 
 EXACT = RewardConfig(name="exact_integer")
@@ -52,28 +53,20 @@ def response(problem: Problem, sample: int, text: str, version: int = 0, **how: 
     )  # fmt: skip
 
 
-class Engine:
+class Engine(RecordedStarts):
     """Answers the sample's number from weights ``version``; its last response comes when all others are scored."""
 
     version = 0
 
     def __init__(self, scored: threading.Semaphore) -> None:
-        self.jobs: list[GenerationJob] = []
-        self.descriptions: list[str] = []
+        super().__init__()
         self._scored = scored
 
-    def start(
-        self,
-        job: GenerationJob,
-        description: str,
-        on_response: Any,
-        order: int,
-        done: Any = None,
-    ) -> Any:
-        self.jobs.append(job)
-        self.descriptions.append(description)
-        assert order == 0  # before those of any batch
-        return SimpleNamespace(job=job, on_response=on_response, version=self.version)
+    def start(self, *arguments: Any, **done: Any) -> Any:
+        generation = super().start(*arguments, **done)
+        assert generation.order == 0  # before those of any batch
+        generation.version = self.version
+        return generation
 
     def finish(self, generation: Any, held: int | None, *, mixes: bool) -> list[Trajectory]:
         assert not mixes
@@ -187,23 +180,18 @@ def test_an_evaluation_has_its_own_limit_or_the_rollouts(
     assert [job.sampling.max_new_tokens for job in engine.jobs] == [expected]
 
 
-class Given:
+class Given(RecordedStarts):
     """An engine with given responses to one problem, which are told in reverse."""
 
     def __init__(self, responses: list[Trajectory]) -> None:
+        super().__init__()
         self.responses = responses
 
-    def start(
-        self,
-        job: GenerationJob,
-        description: str,
-        on_response: Any,
-        order: int,
-        done: Any = None,
-    ) -> Any:
+    def start(self, *arguments: Any, **done: Any) -> Any:
+        generation = super().start(*arguments, **done)
         for sample, answer in reversed(list(enumerate(self.responses))):
-            on_response((0, sample), answer)
-        return SimpleNamespace(seconds=1.5)
+            generation.on_response((0, sample), answer)
+        return generation
 
     def finish(self, generation: Any, held: int | None, *, mixes: bool) -> list[Trajectory]:
         self.held = held
@@ -215,7 +203,7 @@ def scored(responses: list[Trajectory], folder: Path, **algorithm: Any) -> list[
     engine: Any = Given(responses)
     generation = ScoredGeneration(engine, Scorer(EXACT), job, "")
     generation.wait(3)
-    assert (engine.held, generation.seconds) == (3, 1.5)
+    assert (engine.held, generation.seconds) == (3, 1.0)
     chosen = settings(folder).algorithm.model_copy(update=algorithm)
     return generation.scored(chosen)
 
@@ -248,29 +236,25 @@ def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
         evaluator.finish(evaluation, 0)
 
 
-class Redrawing:
+class Redrawing(RecordedStarts):
     """An engine whose ``words`` are the responses of one problem in the order in which it is asked for them."""
 
     def __init__(self, words: list[str]) -> None:
+        super().__init__()
         self.words = iter(words)
-        self.jobs: list[GenerationJob] = []
-        self.descriptions: list[str] = []
 
-    def start(
-        self, job: GenerationJob, description: str, on_response: Any, order: int, done: Any = None
-    ) -> Any:
-        self.jobs.append(job)
-        self.descriptions.append(description)
-        answers = dict(done or {})
-        for sample in range(job.group_size):
-            if (0, sample) not in answers:
-                answers[0, sample] = response(PROBLEM, sample, next(self.words))
-                on_response((0, sample), answers[0, sample])
-        return SimpleNamespace(answers=answers, seconds=1.0, redrawn=0, timed_out=2, order=order)
+    def start(self, *arguments: Any, **done: Any) -> Any:
+        generation = super().start(*arguments, **done)
+        generation.timed_out = 2
+        for sample in range(generation.job.group_size):
+            if (0, sample) not in generation.done:
+                generation.done[0, sample] = response(PROBLEM, sample, next(self.words))
+                generation.on_response((0, sample), generation.done[0, sample])
+        return generation
 
     def finish(self, generation: Any, held: int | None, *, mixes: bool) -> list[Trajectory]:
         assert (held, mixes, generation.order) == (3, False, 7)
-        return [generation.answers[0, sample] for sample in range(3)]
+        return [generation.done[0, sample] for sample in range(3)]
 
 
 def redrawn(words: list[str], folder: Path, rounds: int = 2) -> tuple[Any, ...]:
@@ -327,7 +311,7 @@ class Losing(Redrawing):
         if len(self.jobs) > 1:
             raise WeightsLostError("killed")
         self.under_way.remove(generation)
-        return [generation.answers[0, sample] for sample in range(3)]
+        return [generation.done[0, sample] for sample in range(3)]
 
     def drop(self, generation: Any) -> None:
         self.under_way.remove(generation)
@@ -360,19 +344,7 @@ def test_a_truncated_response_never_gains_by_it(tmp_path: Path) -> None:
 
 def test_a_generation_frees_its_responses_with_itself() -> None:
     job = GenerationJob([PROBLEM], 1, SamplingParams(4))
-
-    class Keeping:
-        def start(
-            self,
-            job: GenerationJob,
-            description: str,
-            on_response: Any,
-            order: int,
-            done: Any = None,
-        ) -> Any:
-            return SimpleNamespace(on_response=on_response)
-
-    engine: Any = Keeping()
+    engine: Any = RecordedStarts()
     gc.disable()
     try:
         generation = ScoredGeneration(engine, Scorer(EXACT), job, "")
@@ -386,26 +358,20 @@ def test_a_generation_frees_its_responses_with_itself() -> None:
 # --- when a run evaluates, and which record gets the figures
 
 
-class HandlesOnly:
+class HandlesOnly(RecordedStarts):
     """An engine on which problem 0 earns in ``right`` of 4 responses. ``version``: of its weights. ``lost``: by the
     time that somebody waits, it has lost them."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.version, self.right, self.lost = 0, 0, False
         self.log: list[str] = []
 
-    def start(
-        self,
-        job: GenerationJob,
-        description: str,
-        on_response: Any,
-        order: int,
-        done: Any = None,
-    ) -> Any:
+    def start(self, *arguments: Any, **done: Any) -> Any:
         self.log.append(f"begin {self.version}")
-        return SimpleNamespace(
-            job=job, on_response=on_response, version=self.version, right=self.right
-        )
+        generation = super().start(*arguments, **done)
+        generation.version, generation.right = self.version, self.right
+        return generation
 
     def finish(self, generation: Any, held: int, *, mixes: bool) -> list[Trajectory]:
         self.log.append(f"finish {generation.version}, trainer {held}")

@@ -24,6 +24,7 @@ from megatron_dppo.fleet.membership import MEMBERS, client_of
 from megatron_dppo.fleet.record import Server
 from megatron_dppo.fleet.router_link import HttpRouterLink
 from megatron_dppo.system.async_runner import AsyncRunner
+from tests.messages import mentioning
 from tests.patience import own_patience
 from tests.unit.small_fleet import KEYS, SmallRouter, SmallServer
 
@@ -253,7 +254,7 @@ def test_a_refused_request_is_not_asked_elsewhere(runner, routed):
     fleet = Fleet(pair(), SmallRouter() if routed else None)
     for server in fleet.servers:
         server.refuses = True
-    with pytest.raises(EngineRequestError, match=r"answered 400: too long") as caught:
+    with pytest.raises(EngineRequestError, match=mentioning(400)) as caught:
         ask(runner, fleet, 1)
     assert caught.value.status == 400
     assert fleet.lost == []

@@ -31,6 +31,7 @@ from megatron_dppo.fleet.generation import (
 )
 from megatron_dppo.metrics.progress import Tracker
 from megatron_dppo.system.async_runner import AsyncRunner
+from tests.messages import mentioning
 from tests.patience import own_patience
 
 
@@ -192,7 +193,7 @@ def test_a_lost_engine_interrupts_at_once_and_keeps_what_is_finished():
         await asyncio.sleep(60 if key > 3 else 0)
 
     client, patience = ScriptedClient(die_at_three), own_patience(30)
-    with pytest.raises(GenerationInterruptedError, match=r"reset \(3 responses") as caught:
+    with pytest.raises(GenerationInterruptedError, match=mentioning(3)) as caught:
         run(client, 8, GenerationLimits(concurrency=8))
     assert list(caught.value.completed) == [0, 1, 2]
     assert not patience.is_exhausted()
@@ -225,7 +226,7 @@ def test_a_refused_request_is_not_retried():
         raise EngineRequestError(400, "too long")
 
     client = ScriptedClient(refuse)
-    with pytest.raises(EngineRequestError, match="too long"):
+    with pytest.raises(EngineRequestError, match=mentioning(400)):
         run(client, 1, GenerationLimits(concurrency=1))
     assert client.attempts == {0: 0}
 

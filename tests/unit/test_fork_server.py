@@ -13,6 +13,7 @@ import pytest
 
 from megatron_dppo.system.fork_server import ForkingLauncher, SharedForkServers
 from megatron_dppo.system.processes import StartedProcess
+from tests.messages import mentions
 from tests.patience import happens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +76,7 @@ def test_other_variables_have_another_parent(start, tmp_path):
 def test_an_error_is_in_the_log_of_its_command(start, tmp_path):
     process = start("a.log", "fails", library="no_such_library")
     assert happens(lambda: process.poll() == 1)
-    assert "ValueError: this command fails" in (tmp_path / "a.log").read_text()
+    assert mentions((tmp_path / "a.log").read_text(), "ValueError")
 
 
 def test_a_killed_command_takes_its_children_along_and_spares_the_others(start, tmp_path):

@@ -1,6 +1,7 @@
 """The check of a GPU machine: parts that are found, run apart from each other, and told of; what runs without a GPU."""
 
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -26,6 +27,7 @@ from megatron_dppo.diagnostics.gpu_check.runner import run_part
 from megatron_dppo.metrics import table as names
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.trainer import platform
+from tests.messages import mentioning, mentions
 from tests.patience import own_patience
 from tests.ranks import ROOT
 from tests.tiny_models import save_tiny_model
@@ -56,9 +58,9 @@ def test_parts_are_chosen_by_name():
     parts = discover(PLANTED)
     assert chosen(parts, None) == parts
     assert [part.name for part in chosen(parts, "wrong, good")] == ["good", "wrong"]
-    with pytest.raises(ValueError, match="got nobody, expected names of good, lacking"):
+    with pytest.raises(ValueError, match=mentioning("nobody", "good", "lacking")):
         chosen(parts, "good,nobody")
-    with pytest.raises(ValueError, match="got no name"):
+    with pytest.raises(ValueError, match=mentioning("good", "lacking")):
         chosen(parts, "")
 
 
@@ -111,7 +113,8 @@ def test_a_crash_keeps_what_was_seen_and_quotes_the_log(tmp_path):
     result = planted("crashing", tmp_path)
     assert (result.verdict, result.is_fault) == ("crashed", True)
     assert [row.label for row in result.rows] == ["before"]
-    assert result.why == "was killed by SIGSEGV (signal 11)\nabout to die"
+    assert mentions(result.why, "SIGSEGV")
+    assert result.why.splitlines()[1:] == ["about to die"]
 
 
 def test_a_hang_ends_at_the_limit_with_all_below_it(tmp_path):
@@ -120,7 +123,7 @@ def test_a_hang_ends_at_the_limit_with_all_below_it(tmp_path):
     assert time.monotonic() - began >= 3.0
     assert not patience.is_exhausted()
     assert (result.verdict, result.is_fault) == ("timed out", True)
-    assert result.why.startswith("did not end within 20 s")
+    assert mentions(result.why, "20 s")
     child = int(result.rows[0].measured)
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
@@ -136,14 +139,12 @@ def test_the_command_runs_the_parts_that_were_asked_for_and_writes_both_files(tm
     words = ["--directory", str(folder), "--parts", PLANTED, "--only", "good,wrong"]
     assert main(words) == 1
     printed = capsys.readouterr().out
-    assert "[2/2] wrong, at most 300 s: what is wrong" in printed
-    assert "NO error: nan (expected at most 0.5)" in printed
-    assert "wrong: wrong" in printed
+    assert mentions(printed, "[2/2] wrong", "300 s", "NO error", "nan", 0.5, "wrong: wrong")
     told = json.loads((folder / "gpu_check.json").read_text())
     assert [part["verdict"] for part in told["parts"]] == ["good", "bad"]
     assert told["not_run"] == ["lacking", "crashing", "hanging"]
     text = (folder / "gpu_check.md").read_text()
-    assert "| error | 0.25 nats | at most 0.5 nats | yes |" in text
+    assert mentions(text, "| error |", "0.25 nats |", "0.5 nats |", "yes |")
     assert "![curve.png](good/curve.png)" in text
     assert main([*words[:-1], "good"]) == 0
     assert len(list(tmp_path.iterdir())) == 2  # the earlier one was renamed
@@ -197,7 +198,7 @@ def test_mask_rows_judge_only_our_own_errors():
     own, peer, adds = mask_rows(result)
     assert own.measured.startswith("4.00 ms, 2 GB/s (50% of a copy)")
     assert (own.holds, peer.holds) == (False, None)
-    assert adds.measured == "+1.00% ± 0.20% of the update, +0.30% in the loss, +0 all-reduces"
+    assert re.findall(r"[\d.]+%?", adds.measured) == ["1.00%", "0.20%", "0.30%", "0"]
 
 
 def test_kernels_are_checked_on_a_machine_without_a_gpu(tmp_path):
@@ -231,7 +232,7 @@ def test_updates_are_counted_over_the_run_and_all_must_be_verified():
     first = {"step": 0, names.WEIGHT_UPDATES: 1, names.WEIGHT_UPDATES_VERIFIED: 1}
     last = {**first, "step": 1, "weights/bytes_moved": 3e6, "weights/bytes_bound": 2e6}
     row = updates_row("disk", [first, last])
-    assert row.measured == "2 of 2 verified tensor by tensor, 3.00 MB moved, bound 2.00"
+    assert mentions(row.measured, "2 of 2", "3.00 MB", "2.00")
     assert row.holds is True
     assert row.figures["weights/bytes_moved"] == 3e6
     assert updates_row("disk", [first]).holds is False

@@ -10,6 +10,7 @@ from megatron_dppo.vocab_parallel.head import (
     dense_head_stats,
     head_stats,
 )
+from tests.messages import mentioning
 
 T, H, COLUMNS, V, K = 37, 16, 120, 113, 4
 LIMITS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-2}
@@ -329,7 +330,7 @@ def test_bad_input_is_named(case):
 def test_a_second_factor_of_another_length_is_named(dims):
     pairs, ids, *_ = problem()
     other = HeadFactor(*(torch.zeros(d) for d in dims))
-    with pytest.raises(ValueError, match="expected one dtype, 37 tokens and 120 columns"):
+    with pytest.raises(ValueError, match=mentioning(T, COLUMNS)):
         head_stats([HeadFactor(*pairs[0]), other], ids, vocab_size=V)
 
 
@@ -340,5 +341,5 @@ def test_rows_that_are_no_distribution_are_counted():
         [HeadFactor(*pairs[0])], ids, vocab_size=V, options=HeadOptions(raise_on_faults=False)
     )
     assert stats.faults.tolist() == [0, 0, 1]
-    with pytest.raises(ValueError, match="1 rows of logits that hold NaN"):
+    with pytest.raises(ValueError, match=mentioning(1, "NaN")):
         head_stats([HeadFactor(*pairs[0])], ids, vocab_size=V)

@@ -24,6 +24,7 @@ from megatron_dppo.system.lease import (
     LeaseError,
     LeaseFiles,
 )
+from tests.messages import mentions
 from tests.patience import happens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,7 +161,7 @@ def test_of_racing_starts_exactly_one_wins(starters: Starters, before: str) -> N
     assert len(winners) == 1
     assert json.loads((starters.folder / "lease.json").read_text())["nonce"] == winners[0]
     refusals = [process.communicate()[1] for process in racing]  # closes the winner's input
-    assert sum("refused: in use by the run of process" in text for text in refusals) == 5
+    assert sum(text.startswith("refused: ") for text in refusals) == 5
 
 
 def test_a_holder_elsewhere_is_succeeded_when_its_heartbeat_stands_still(tmp_path: Path) -> None:
@@ -173,8 +174,7 @@ def test_a_holder_elsewhere_is_succeeded_when_its_heartbeat_stands_still(tmp_pat
     assert time.monotonic() - began >= 0.3
     lease.release()
     assert len(lines) == 1
-    assert f"held by process {os.getpid()} on far" in lines[0]
-    assert "heartbeat (7) does not change for 0 s" in lines[0]
+    assert mentions(lines[0], os.getpid(), "far", 7, "0 s")
 
 
 def test_a_holder_elsewhere_whose_heartbeat_changes_is_refused(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from megatron_dppo.model.shape import SequenceCost
 from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.vocab_parallel import policy_stats
+from tests.messages import mentioning
 from tests.trajectories import trajectory
 
 GROUP = 2
@@ -178,14 +179,12 @@ def test_a_penalty_comes_after_what_a_truncated_response_earns_and_before_advant
 
 def test_another_number_of_topk_ids_than_asked_for_is_refused():
     check_carried_topk({}, 0)
-    with pytest.raises(
-        BatchFormatError, match="the batch has 0 Top-K ids for each token, expected 20"
-    ):
+    with pytest.raises(BatchFormatError, match=mentioning(0, 20)):
         check_carried_topk({}, 20)
     forms = {"topk_ids": Form("int32", (5,)), "topk_log_probs": Form("float32", (5,))}
     check_carried_topk(forms, 5)
     check_carried_topk(forms, 0)
-    with pytest.raises(BatchFormatError, match="5 Top-K ids for each token, expected 36"):
+    with pytest.raises(BatchFormatError, match=mentioning(5, 36)):
         check_carried_topk(forms, 36)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_dppo.loop.learning import arithmetic_speed
 from megatron_dppo.metrics import table as names
-from megatron_dppo.system.compute import TERA, peak_flops
+from megatron_dppo.system.gpus import TERA, peak_flops
 from megatron_dppo.trainer import platform
 
 

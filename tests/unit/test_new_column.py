@@ -27,6 +27,7 @@ from megatron_dppo.engine.protocol import (
     provide,
     request_body,
 )
+from tests.messages import mentioning
 from tests.ranks import run_ranks
 from tests.trajectories import parse_answers, same, same_column
 from tests.unit.test_engine_protocol import b64
@@ -102,9 +103,9 @@ def test_from_an_answer_through_a_file_to_a_micro_batch(tmp_path):
 
 @pytest.mark.usefixtures("hidden")
 def test_a_name_is_taken_once():
-    with pytest.raises(ValueError, match="column 'hidden' is declared already"):
+    with pytest.raises(ValueError, match=mentioning("column 'hidden'")):
         introduce()
-    with pytest.raises(ValueError, match="column source 'hidden' is there already"):
+    with pytest.raises(ValueError, match=mentioning("source 'hidden'")):
         provide("hidden", SOURCES["topk"])
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import pack, unpack_sampled
 from megatron_dppo.data.trajectory import Trajectory, forms_of
+from tests.messages import mentioning
 from tests.trajectories import trajectory as sample
 
 
@@ -276,7 +277,7 @@ def test_what_is_left_out_takes_its_validity_along():
 
 
 def test_a_pack_whose_padding_would_be_no_sequence_s_is_refused():
-    with pytest.raises(ValueError, match="is 3, expected a multiple of sequence_multiple 2"):
+    with pytest.raises(ValueError, match=mentioning(3, "sequence_multiple", 2)):
         pack([], pad_multiple=3, sequence_multiple=2)
 
 

@@ -15,6 +15,7 @@ from megatron_dppo.launch.library_checks import check_everything
 from megatron_dppo.model.adapters import Adapters, adapter_tensors
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
+from tests.messages import mentioning
 from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import DENSE, MOE, minimal, write_checkpoint, write_config
 
@@ -72,11 +73,11 @@ def test_other_adapters_are_refused(tmp_path, shape, adapters, words):
 def test_adapters_of_another_kind_or_family_are_refused(tmp_path, shape):
     written(tmp_path / "out", PLAIN, shape)
     dense = load_model_shape(write_checkpoint(tmp_path / "dense", DENSE))
-    with pytest.raises(CheckpointError, match="shapes differ"):
+    with pytest.raises(CheckpointError, match=mentioning(tmp_path / "out")):
         PeftReader(tmp_path / "out", PLAIN, dense)
     path = tmp_path / "out" / PEFT_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": True}))
-    with pytest.raises(CheckpointError, match="use_dora is True, expected False"):
+    with pytest.raises(CheckpointError, match=mentioning("use_dora", True, False)):
         PeftReader(tmp_path / "out", PLAIN, shape)
 
 
@@ -201,5 +202,5 @@ def test_they_are_refused_before_the_start(tmp_path, shape):
         write_config(tmp_path, minimal(tmp_path)),
         [*overrides, f"lora.start_from={tmp_path / 'out'}", "reward.name=exact_integer"],
     )
-    with pytest.raises(ConfigError, match=r"lora.start_from: .*: its adapters are not those"):
+    with pytest.raises(ConfigError, match=mentioning("lora.start_from", tmp_path / "out")):
         check_everything(config, "configuration", weights=False)

@@ -12,6 +12,7 @@ from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.metrics.sums import FREQUENCY_SUMS, MetricSums, means
 from megatron_dppo.metrics.table import GAP_STALE, METRICS
+from tests.messages import mentioning
 from tests.unit.token_inputs import inputs
 
 
@@ -252,18 +253,18 @@ def test_one_vector_carries_sums_and_extremes_of_all_ranks():
 def test_shapes_that_differ_are_named(field):
     values = {"log_probs": torch.zeros(3), "rollout_log_probs": torch.zeros(3),
               "advantages": torch.zeros(3), "loss_mask": torch.ones(3, dtype=torch.bool)}  # fmt: skip
-    with pytest.raises(ValueError, match=rf"{field} has shape \(2,\)"):
+    with pytest.raises(ValueError, match=mentioning(field, "(2,)")):
         TokenInputs(**{**values, field: torch.zeros(2)})
 
 
 @pytest.mark.parametrize("k", [(4, 5, 5), (5, 4, 5), (5, 5, 4)])
 def test_topk_tensors_have_one_shape_with_the_tokens_first(k):
     x = [torch.zeros(3), torch.zeros(3), torch.zeros(3), torch.ones(3, dtype=torch.bool), None]
-    with pytest.raises(ValueError, match=r"Top-K tensors have shapes .* expected one shape \(3,\)"):
+    with pytest.raises(ValueError, match=mentioning(str((3, k[0])), "(3,)")):
         TokenInputs(*x, *(torch.zeros(3, n) for n in k))
-    with pytest.raises(ValueError, match=r"Top-K tensors have shapes \[\(2, 4\)\]"):
+    with pytest.raises(ValueError, match=mentioning("(2, 4)")):
         TokenInputs(*x, *(torch.zeros(2, 4) for _ in k))
-    with pytest.raises(ValueError, match="come together; got None, "):
+    with pytest.raises(ValueError, match=mentioning(None)):
         TokenInputs(*x, None, torch.zeros(3, 4), torch.zeros(3, 4))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_dppo.system import compute
+from megatron_dppo.system import kernels
 from megatron_dppo.vocab_parallel import agreement, backends, policy_stats, wire
 from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient, choose
 from megatron_dppo.vocab_parallel.policy_stats import (
@@ -390,7 +390,7 @@ def test_faults_that_are_not_raised_are_counted_and_make_their_rows_nan(backend)
 
 def test_without_a_compiler_the_eager_backend_runs_and_says_why(monkeypatch, caplog):
     def failing():
-        raise compute.KernelBuildError("not found on PATH: g++")
+        raise kernels.KernelBuildError("not found on PATH: g++")
 
     monkeypatch.setattr(backends, "load_kernels", failing)
     backends._build_failure.cache_clear()
@@ -406,7 +406,7 @@ def test_without_a_compiler_the_eager_backend_runs_and_says_why(monkeypatch, cap
 def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(compute.KernelBuildError, match="no-such-compiler"):
+    with pytest.raises(kernels.KernelBuildError, match="no-such-compiler"):
         backends.load_kernels.__wrapped__()
 
 
@@ -414,7 +414,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_what_to_set(monkeypatch, t
     (tmp_path / "file").touch()
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(compute.KernelBuildError, match=r"file/.*TORCH_EXTENSIONS_DIR"):
+    with pytest.raises(kernels.KernelBuildError, match=r"file/.*TORCH_EXTENSIONS_DIR"):
         backends.load_kernels.__wrapped__()
 
 

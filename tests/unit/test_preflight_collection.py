@@ -15,16 +15,12 @@ from megatron_dppo.cluster.planner.devices import DEVICES
 from megatron_dppo.cluster.planner.facts import facts_of
 from megatron_dppo.cluster.planner.traffic import traffic
 from megatron_dppo.cluster.preflight import inspection, table
-from megatron_dppo.cluster.preflight.between_nodes import (
-    addresses,
-    collect_network,
-    collect_shared_folder,
-)
 from megatron_dppo.cluster.preflight.evidence import Meeting, Site, needs_of
 from megatron_dppo.cluster.preflight.gpus import gpus_of_driver
+from megatron_dppo.cluster.preflight.network import addresses, collect_network
+from megatron_dppo.cluster.preflight.shared_folder import collect_shared_folder
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.system import compute
 from tests.slurm.recipes import write_config
 
 GIB = 2**30
@@ -239,12 +235,12 @@ def test_a_rank_names_the_wheels_cudnn_and_the_check_knows_it(cudnn_tree, monkey
     wheel = str(cudnn_tree / "site" / "nvidia" / "cudnn")
     environment = {"CUDA_HOME": toolkit}
     assert inspection.cudnn_library(environment).startswith(wheel)
-    assert compute.offer_cudnn(environment) == [f"CUDNN_HOME={wheel}"]
+    assert toolkit.offer_cudnn(environment) == [f"CUDNN_HOME={wheel}"]
     assert environment["CUDNN_HOME"] == wheel
     assert inspection.cudnn_library(environment).startswith(wheel)
     for chosen in ("CUDNN_HOME", "CUDNN_PATH"):
         environment = {chosen: module}
-        assert compute.offer_cudnn(environment) == []
+        assert toolkit.offer_cudnn(environment) == []
         assert environment == {chosen: module}
         assert inspection.cudnn_library(environment).startswith(module)
 

@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.cluster.preflight import CHECKS, EVERYWHERE, Finding, Needs, bad_hosts, judge
-from megatron_dppo.cluster.preflight.between_nodes import (
-    judge_all_reduce,
-    judge_network,
-    judge_shared_folder,
-    reachable_interface,
-)
+from megatron_dppo.cluster.preflight.all_reduce import judge_all_reduce
 from megatron_dppo.cluster.preflight.evidence import (
     EvidenceError,
     odd_ones,
@@ -24,6 +19,8 @@ from megatron_dppo.cluster.preflight.evidence import (
 )
 from megatron_dppo.cluster.preflight.gpus import judge_gpus, parse
 from megatron_dppo.cluster.preflight.machine import judge_host, judge_pythons
+from megatron_dppo.cluster.preflight.network import judge_network, reachable_interface
+from megatron_dppo.cluster.preflight.shared_folder import judge_shared_folder
 
 GIB = 2**30
 NEEDS = Needs(

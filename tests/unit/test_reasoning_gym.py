@@ -21,7 +21,9 @@ from megatron_dppo.data.problems import PromptForm, load_problems
 from megatron_dppo.diagnostics.data import main
 from megatron_dppo.rewards import RewardInput, find_reward
 from megatron_dppo.rewards import reasoning_gym as gym
+from megatron_dppo.rewards.json_values import from_json, to_json
 from megatron_dppo.rewards.verifier import Verifier, VerifierError
+from tests.messages import mentioning
 from tests.tiny_models import tiny_tokenizer
 
 WITHOUT_ANSWER = {
@@ -51,7 +53,7 @@ def test_every_task_scores_its_own_answers(tmp_path: Path) -> None:
     inputs, expected, tasks = [], [], []
     for problem in found.problems:
         task = problem.metadata["task"]
-        answer = problem.answer or by_hand(gym.decode(problem.metadata["entry"]))
+        answer = problem.answer or by_hand(from_json(problem.metadata["entry"]))
         assert bool(problem.answer) != (task in WITHOUT_ANSWER), task
         right = [(f"<answer>{answer}</answer>", 1.0)] if answer else []
         for response, value in [*right, ("I don't know.", 0.0)]:
@@ -102,28 +104,28 @@ def test_an_answer_that_a_check_fails_on_is_wrong(task: str, answer: str, error:
 
 
 def test_what_is_no_task_is_named() -> None:
-    with pytest.raises(ValueError, match="has no task 'arc'; it has ab, acre"):
+    with pytest.raises(ValueError, match=mentioning("'arc'", "ab", "acre")):
         next(gym.problems("arc", 1, 1))
-    with pytest.raises(ValueError, match=r"task sudoku, configuration \{'holes': 3\}"):
+    with pytest.raises(ValueError, match=mentioning("sudoku", "{'holes': 3}")):
         next(gym.problems("sudoku", 1, 1, {"holes": 3}))
-    with pytest.raises(
-        ValueError, match=r"its metadata has .*expected those of megatron-dppo data"
-    ):
+    with pytest.raises(ValueError, match=mentioning("difficulty")):
         gym.score(RewardInput("<answer>1</answer>", metadata={"difficulty": 3}))
     with pytest.raises(SystemExit):
         main(["generate", "acre", "sudoku", "--config", "a=1", "--out", "never"])
     with (
         Verifier("reasoning_gym", 60.0, 1, options={"answer_in": "braces"}) as verifier,
-        pytest.raises(VerifierError, match="answer_in: got 'braces', expected tag, box, whole"),
+        pytest.raises(
+            VerifierError, match=mentioning("answer_in", "'braces'", "tag", "box", "whole")
+        ),
     ):
         verifier.score([RewardInput("1")])
 
 
 def test_metadata_comes_back_as_it_was() -> None:
     value = {"grid": ((1, 2), [3]), "by number": {1: "a", (2, 3): None}, "text": "é", "x": 1.5}
-    assert gym.decode(json.loads(json.dumps(gym.encode(value)))) == value
+    assert from_json(json.loads(json.dumps(to_json(value)))) == value
     with pytest.raises(ValueError, match="holds a set"):
-        gym.encode({"a": {1}})
+        to_json({"a": {1}})
 
 
 def test_without_the_package_a_line_says_what_to_install(tmp_path: Path) -> None:

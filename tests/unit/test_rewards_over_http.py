@@ -17,6 +17,7 @@ from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineRequestError
 from megatron_dppo.rewards import RewardInput, RewardUnavailableError, over_http
 from megatron_dppo.rewards.over_http import Judge, RewardModel
+from tests.messages import mentioning
 from tests.tiny_models import tiny_tokenizer
 
 
@@ -180,7 +181,7 @@ def test_of_an_answer_no_more_is_read_than_a_bound(monkeypatch):
         monkeypatch.setattr(over_http, "_LARGEST_BYTES", size)
         assert (await judge(RewardInput("1"))).value == 0.1
         monkeypatch.setattr(over_http, "_LARGEST_BYTES", size - 1)
-        with pytest.raises(RewardUnavailableError, match=f"more than {size - 1} bytes"):
+        with pytest.raises(RewardUnavailableError, match=mentioning(size - 1)):
             await judge(RewardInput("2"))
 
     judged(work)

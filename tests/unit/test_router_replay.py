@@ -28,6 +28,7 @@ from megatron_dppo.trainer.router_replay import (
     Recording,
     attach,
 )
+from tests.messages import mentioning
 from tests.trajectories import trajectory
 
 CPU = torch.device("cpu")
@@ -126,11 +127,9 @@ def test_each_router_reads_its_own_layer() -> None:
     for layer, column in ((1, 0), (3, 1)):
         router = part.decoder.layers[layer].mlp.router.router_replay
         assert choose(router)[1].tolist() == EXPERTS[:, column].tolist()
-    with pytest.raises(
-        ValueError, match=r"layer 2 of the model is dense, .* layers are \[2, 3, 5\]"
-    ):
+    with pytest.raises(ValueError, match=mentioning("layer 2", "[2, 3, 5]")):
         attach(part, state, (2, 3, 5))
-    with pytest.raises(ValueError, match="layer 3 of the model routes"):
+    with pytest.raises(ValueError, match=mentioning("layer 3")):
         attach(part, state, (5,))
 
 
@@ -243,19 +242,15 @@ def test_sequence_parallel_ranks_get_their_own_tokens(
 def test_recordings_of_another_model_are_refused() -> None:
     replay = model_replay([chunk(True, True)])
     good = EXPERTS.tolist()
-    with pytest.raises(
-        ValueError, match=r"of \(1, 2\) layers x experts a token, expected \(2, 2\)"
-    ):
+    with pytest.raises(ValueError, match=mentioning("(1, 2)", "(2, 2)")):
         replay.load([batch(good), batch(EXPERTS[:, :1].tolist())])
-    with pytest.raises(
-        ValueError, match=r"of \(2, 1\) layers x experts a token, expected \(2, 2\)"
-    ):
+    with pytest.raises(ValueError, match=mentioning("(2, 1)", "(2, 2)")):
         replay.load([batch(EXPERTS[..., :1].tolist())])
-    with pytest.raises(ValueError, match=r"routing to expert 4, expected 0\.\.3"):
+    with pytest.raises(ValueError, match=mentioning("expert 4", "0..3")):
         replay.load([batch((EXPERTS + 1).tolist())])
     dense = replace(SHAPE, num_experts=0, experts_per_token=0)
     topology: Any = SimpleNamespace(tp_size=1, tp_rank=0)
-    with pytest.raises(ValueError, match="a qwen3_moe model routes nothing"):
+    with pytest.raises(ValueError, match=mentioning("qwen3_moe")):
         ModelReplay([chunk(False)], dense, topology, share=TokenShare(), device=CPU)
 
 

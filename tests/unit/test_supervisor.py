@@ -2,6 +2,7 @@
 each."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -22,6 +23,7 @@ import pytest
 
 from megatron_dppo.system.files import write_private
 from megatron_dppo.system.lease import LeaseFiles
+from tests.messages import mentions
 from tests.patience import happens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,7 +137,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 def test_a_run_ends_well_and_takes_everything_with_it(start):
     rank = RANK + (
-        "wait_published(); print('stray words of', rank, flush=True)\n"
+        "wait_published(); print('stray', rank, flush=True)\n"
         "from megatron_dppo.logging import shared_console\n"
         "if rank == 0: shared_console().print('hello')\n"
     )
@@ -146,8 +148,8 @@ def test_a_run_ends_well_and_takes_everything_with_it(start):
     family = run.family()
     assert run.end() == 0
     assert run.output == "hello\n"
-    assert (run.directory / "logs" / "rank0.out").read_text() == "stray words of 0\nhello\n"
-    assert (run.directory / "logs" / "rank1.out").read_text() == "stray words of 1\n"
+    assert (run.directory / "logs" / "rank0.out").read_text() == "stray 0\nhello\n"
+    assert (run.directory / "logs" / "rank1.out").read_text() == "stray 1\n"
     assert gone(family)
     assert run.endpoint() is None
 
@@ -176,7 +178,7 @@ def test_a_rank_that_raises_ends_the_run_and_is_named(start):
     # Rank 1 is the cause but slow to exit; rank 0 fails because of it and exits first.
     rank = RANK + (
         "if rank == 1:\n"
-        "    print('ValueError: the real reason', file=sys.stderr, flush=True)\n"
+        "    print('ValueError: cause', file=sys.stderr, flush=True)\n"
         "    note('failed'); time.sleep(0.5); sys.exit(3)\n"
         "wait_for('notes'); time.sleep(0.1)\n"
         "sys.exit('connection closed by peer')\n"
@@ -184,10 +186,7 @@ def test_a_rank_that_raises_ends_the_run_and_is_named(start):
     run = start(rank, STAYS_UP)
     assert run.end() == 1
     errors = run.errors()
-    assert "rank 1 exited with code 3; the end of" in errors
-    assert "    ValueError: the real reason" in errors
-    assert "after it, rank 0 failed too" in errors
-    assert errors.index("rank 1 exited") < errors.index("rank 0 failed")
+    assert mentions(errors, "rank 1", 3, "    ValueError: cause", "rank 0 failed")
 
 
 def test_ranks_that_fail_after_the_cause_share_a_line(start):
@@ -217,15 +216,14 @@ def test_the_rank_that_failed_first_is_the_cause_though_it_was_the_last_to_speak
         "def close(): time.sleep(3); print('closing', flush=True)\n"
         "if rank == 1:\n"
         "    atexit.register(close)\n"
-        "    note('failed'); raise ValueError('the real reason')\n"
+        "    note('failed'); raise ValueError('cause')\n"
         "wait_for('logs/rank1.failed'); time.sleep(0.1)\n"
         "fatal('EngineLostError: connection closed by peer')\n"
     )  # fmt: skip
     run = start(rank, STAYS_UP)
     assert run.end() == 1
     errors = run.errors()
-    assert "ValueError: the real reason" in errors
-    assert "after it, rank 0 failed too" in errors
+    assert mentions(errors, "rank 1", "ValueError: cause", "rank 0 failed")
 
 
 def test_a_full_disk_under_the_console_and_the_logs_ends_no_run(tmp_path):
@@ -245,7 +243,7 @@ def test_a_full_disk_under_the_console_and_the_logs_ends_no_run(tmp_path):
     assert exit_code(process) == 0
     assert (tmp_path / "notes").read_text() == "done\n"
     [said] = (tmp_path / "logs" / "rank0.out").read_text().splitlines()
-    assert said.endswith("rank0.log: can't be written: No space left on device")
+    assert mentions(said, "rank0.log", os.strerror(errno.ENOSPC))
 
 
 def test_a_console_on_a_full_disk_leaves_the_exit_code_as_it_is():
@@ -271,7 +269,7 @@ def test_a_killed_rank_ends_the_run_at_once(start):
     os.kill(int(pids["1"]), signal.SIGKILL)
     # The other rank and the engine would sleep for minutes.
     assert run.end() == 1
-    assert "rank 1 was killed by SIGKILL (signal 9" in run.errors()
+    assert mentions(run.errors(), "rank 1", "SIGKILL")
     assert "rank 0 failed" not in run.errors()
     assert gone(family)
 
@@ -412,7 +410,7 @@ def test_a_directory_in_use_is_refused(start):
     first.wait_until(lambda: len(first.notes()) == 2)
     second = Run(first.directory, "note('never')", ())
     assert second.end() == 1
-    assert f"in use by the run of process {first.process.pid} on " in second.errors()
+    assert mentions(second.errors(), first.process.pid)
     assert first.process.poll() is None
     assert "never" not in first.notes()
 
@@ -430,7 +428,7 @@ def test_another_start_that_takes_over_ends_the_run_and_keeps_what_it_published(
         run.directory / "engine" / "fleet.json", json.dumps({"servers": {"engine0": theirs}})
     )
     assert run.end() == 1
-    assert "took over: process 88 on b (Slurm job 12, attempt 1)" in run.errors()
+    assert mentions(run.errors(), "process 88", "b", "job 12", "attempt 1")
     assert run.endpoint() == theirs
     assert gone(family)
 
@@ -444,15 +442,14 @@ def test_a_dead_engine_is_started_again(start):
     endpoint = json.loads(run.notes()[0])
     assert endpoint["incarnation"] == 2
     assert endpoint["url"] == "http://stand-in/engine0/2"
-    assert "engine0 was killed by SIGSEGV (signal 11)" in run.errors()
-    assert "    segfault!" in run.errors()
+    assert mentions(run.errors(), "engine0", "SIGSEGV", "    segfault!")
     assert "restart 1 of 1" in run.errors()
 
 
 def test_restarts_are_bounded(start):
     run = start(
         RANK + SLEEP,
-        HEALTHY + "wait_published(); sys.exit('out of memory')",
+        HEALTHY + "wait_published(); sys.exit('exhausted')",
         max_restarts=2,
     )
     run.wait_until(run.family)
@@ -460,8 +457,8 @@ def test_restarts_are_bounded(start):
     assert run.end() == 1
     assert (run.directory / "engine0-healthy3").exists()
     assert not (run.directory / "engine0-healthy4").exists()
-    assert "giving up after 2 restarts within 3600 s (engine.max_restarts" in run.errors()
-    assert run.errors().count("    out of memory") == 3
+    assert mentions(run.errors(), "engine0", "2 restarts", 3600, "engine.max_restarts")
+    assert run.errors().count("    exhausted") == 3
     assert gone(family)
 
 
@@ -477,8 +474,7 @@ def test_a_hung_engine_is_replaced_when_it_is_reported_lost(start):
     pid, endpoint = run.notes()
     assert json.loads(endpoint)["incarnation"] == 2
     assert not psutil.pid_exists(int(pid.split()[1]))
-    assert "engine0 runs but was reported lost" in run.errors()
-    assert "restart 1 of 1" in run.errors()
+    assert mentions(run.errors(), "engine0", "reported lost", "restart 1 of 1")
 
 
 def test_a_report_on_an_earlier_engine_is_dropped(start):
@@ -497,14 +493,13 @@ def test_replacements_of_hung_engines_are_bounded(start):
     run = start(rank, STAYS_UP, world_size=1)
     assert run.end() == 1
     assert not (run.directory / "engine0-healthy3").exists()
-    assert "giving up after 1 restarts within 3600 s (engine.max_restarts" in run.errors()
+    assert mentions(run.errors(), "engine0", "1 restarts", 3600, "engine.max_restarts")
 
 
 def test_an_engine_that_never_starts_is_not_tried_again(start):
-    run = start(RANK + SLEEP, "sys.exit('no such model')", max_restarts=3)
+    run = start(RANK + SLEEP, "sys.exit('modelless')", max_restarts=3)
     assert run.end() == 1
-    assert "engine0 did not start: exited with 1" in run.errors()
-    assert "no such model" in run.errors()
+    assert mentions(run.errors(), "engine0", "modelless")
     assert not (run.directory / "logs" / "engine0-2.log").exists()
 
 
@@ -551,7 +546,7 @@ def test_servers_are_kept_one_by_one(start):
     second, third = (json.loads(note) for note in run.notes())
     assert (second["url"], second["incarnation"]) == ("http://stand-in/engine1/2", 2)
     assert (third["url"], third["incarnation"]) == ("http://stand-in/engine2/1", 1)
-    assert "giving up after 1 restarts" in run.errors()
+    assert mentions(run.errors(), "engine0", "1 restarts", "engine.max_restarts")
 
 
 def test_the_run_ends_with_its_last_server(start):
@@ -650,7 +645,7 @@ def test_rank_0_draws_on_the_terminal_and_its_file_is_plain(tmp_path):
 def test_a_run_outlives_whoever_read_its_output(tmp_path):
     code = (
         "from megatron_dppo.logging import shared_console\n"
-        "wait_for('closed'); shared_console().print('into the void'); note('went on')\n"
+        "wait_for('closed'); shared_console().print('unread'); note('went on')\n"
     )
     reading, writing = os.pipe()
     process = supervised(tmp_path, code, writing)
@@ -659,4 +654,4 @@ def test_a_run_outlives_whoever_read_its_output(tmp_path):
     (tmp_path / "closed").touch()
     assert exit_code(process) == 0
     assert (tmp_path / "notes").read_text() == "went on\n"
-    assert (tmp_path / "logs" / "rank0.out").read_text() == "into the void\n"
+    assert (tmp_path / "logs" / "rank0.out").read_text() == "unread\n"

@@ -15,6 +15,7 @@ from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory, forms_of
 from megatron_dppo.trainer.token_loss import branch_ids, inputs_from, make_token_loss, sequence_ids
 from megatron_dppo.vocab_parallel import policy_stats
+from tests.messages import mentioning
 from tests.trajectories import trajectory
 
 V, K = 17, 4
@@ -125,7 +126,7 @@ def test_a_batch_without_what_the_statistics_meet_is_refused(missing):
     ids = batch.columns["topk_ids"].long()
     logits = torch.zeros(batch.num_tokens, V)
     stats = policy_stats(logits, batch.target_ids, vocab_size=V, topk_ids=ids)
-    with pytest.raises(ValueError, match=f"the micro-batch has no {missing}"):
+    with pytest.raises(ValueError, match=mentioning(missing)):
         inputs_from(stats, batch.without(missing))
 
 

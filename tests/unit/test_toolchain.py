@@ -17,10 +17,11 @@ from megatron_dppo.cluster.preflight.toolkit import (
     toolkit_here,
 )
 from megatron_dppo.config.schema import EngineConfig
-from megatron_dppo.system import compute
+from megatron_dppo.system import gpus, toolkit
+from tests.messages import mentions
 from tests.unit.test_preflight_judges import NEEDS
 
-REAL = compute.toolkit_home(os.environ)
+REAL = toolkit.toolkit_home(os.environ)
 """Of this machine."""
 NVCC = """#!/bin/sh
 [ "$1" = --version ] && {{ echo "Cuda compilation tools, release {version}, V{version}.1"; exit 0; }}
@@ -35,7 +36,7 @@ def nothing_else(monkeypatch, tmp_path):
     """A machine without a toolkit in its usual places, and a ninja beside the servers' Python."""
     for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(compute, "USUAL_HOME", tmp_path / "nowhere")
+    monkeypatch.setattr(toolkit, "USUAL_HOME", tmp_path / "nowhere")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     program(tmp_path / "env" / "ninja", "#!/bin/sh\n")
 
@@ -67,25 +68,25 @@ def findings(tmp_path, cuda="13.0") -> list[str]:
 
 
 def test_the_toolkit_is_found_by_its_variable_by_path_or_where_it_usually_is(tmp_path, monkeypatch):
-    assert compute.toolkit_home(os.environ) is None
+    assert toolkit.toolkit_home(os.environ) is None
     usual, other = (made_toolkit(tmp_path / name, lib64=False) for name in ("usual", "other"))
-    monkeypatch.setattr(compute, "USUAL_HOME", usual)
-    assert compute.toolkit_home(os.environ) == usual
+    monkeypatch.setattr(toolkit, "USUAL_HOME", usual)
+    assert toolkit.toolkit_home(os.environ) == usual
     wrapper = program(tmp_path / "scripts" / "bin" / "nvcc", "#!/bin/sh\n")  # no headers beside it
     monkeypatch.setenv("PATH", f"{wrapper.parent}:/usr/bin:/bin")
-    assert compute.toolkit_home(os.environ) == usual
+    assert toolkit.toolkit_home(os.environ) == usual
     monkeypatch.setenv("PATH", f"{other}/bin:/usr/bin:/bin")
-    assert compute.toolkit_home(os.environ) == other
+    assert toolkit.toolkit_home(os.environ) == other
     monkeypatch.setenv("CUDA_HOME", "/chosen")
-    assert compute.toolkit_home(os.environ) == Path("/chosen")
+    assert toolkit.toolkit_home(os.environ) == Path("/chosen")
 
 
 def test_a_process_hands_its_tools_to_the_libraries(tmp_path):
     environment = {"PATH": f"{made_toolkit(tmp_path / 'cuda')}/bin:/bin"}
-    assert compute.offer_tools(environment) == [f"CUDA_HOME={tmp_path / 'cuda'}"]
+    assert toolkit.offer_tools(environment) == [f"CUDA_HOME={tmp_path / 'cuda'}"]
     assert environment["CUDA_HOME"] == str(tmp_path / "cuda")
     assert environment["PATH"] == f"{Path(sys.executable).parent}:{tmp_path / 'cuda'}/bin:/bin"
-    assert "CUDA_HOME is not set" in compute.offer_tools({"PATH": "/bin"})[0]
+    assert "CUDA_HOME is not set" in toolkit.offer_tools({"PATH": "/bin"})[0]
 
 
 def test_a_toolkit_that_compiles_is_nobodys_fault(tmp_path, monkeypatch):
@@ -128,14 +129,13 @@ def test_a_missing_toolkit_compiler_or_ninja_is_named(tmp_path, monkeypatch):
 def test_a_driver_that_is_too_old_for_torch_is_named():
     fine = {"ninja": "/n", "home": "/c", "version": "13.0", "failed": None, "cuda": "13.0"}
     evidence = {"a": {**fine, "driver": "570.1"}, "b": {**fine, "driver": "580.2"}}
-    assert texts(judge_toolkit(evidence, NEEDS)) == [
-        "a: driver: got 570.1, expected 580 or newer, for torch's CUDA 13.0"
-    ]
+    (finding,) = texts(judge_toolkit(evidence, NEEDS))
+    assert mentions(finding, "a: driver", "570.1", 580, "13.0")
 
 
 def test_a_start_on_this_machines_gpus_asks_for_the_servers_compiler(tmp_path, monkeypatch):
     engine = EngineConfig()
-    monkeypatch.setattr(compute, "DEVICES", tmp_path)
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert list(compiler_faults(engine)) == []
     (tmp_path / "nvidia0").touch()

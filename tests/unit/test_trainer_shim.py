@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.system import compute
+from megatron_dppo.system import gpus
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.cpu import megatron_shim
 from tests.patience import run_patiently
@@ -108,13 +108,13 @@ def test_deep_ep_of_its_own_package_is_kept(
     (tmp_path / "deep_ep.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
-    assert compute.has_megatrons_deep_ep()
+    assert gpus.has_megatrons_deep_ep()
     platform.leave_out_deep_ep()
     assert "deep_ep" not in sys.modules
     (tmp_path / "second").mkdir()
     plant_sglangs_deep_ep(tmp_path / "second")
     monkeypatch.syspath_prepend(tmp_path / "second")
-    assert not compute.has_megatrons_deep_ep()
+    assert not gpus.has_megatrons_deep_ep()
 
 
 def test_megatron_imported_before_is_an_error() -> None:

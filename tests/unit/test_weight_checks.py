@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.weights import DecodedScores, EngineWeights
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.weight_sync.canary import (
     CanaryReport,
@@ -28,6 +27,7 @@ from megatron_dppo.weight_sync.verification import (
     compare_tensors,
     expected_digests,
 )
+from tests.constant_scores import ConstantScores
 
 
 @functools.cache
@@ -76,8 +76,8 @@ def test_prompts_without_a_token_are_compared_beside_others() -> None:
     assert report == CanaryReport(0.5, 0.5, 1)
 
 
-class Checked(EngineWeights):
-    """An engine without a server that holds ``held`` and scores ``score_value``."""
+class Checked(ConstantScores):
+    """An engine without a server that holds ``held``."""
 
     layout: Any = None
 
@@ -85,29 +85,14 @@ class Checked(EngineWeights):
         self, url: str, layout: tuple[int, str], held: Sequence[Mapping[str, str]]
     ) -> None:
         self.url, self.layout, self.held = url, layout, list(held)
-        self.value, self.resumed = -2.0, False
+        self.score_value = self.decode_value = -2.0
+        self.resumed = False
 
     async def checksums(self) -> list[Mapping[str, str]]:
         return self.held
 
     async def resume(self) -> None:
         self.resumed = True
-
-    async def score(
-        self, prompts: Sequence[Sequence[int]], adapter: str | None = None
-    ) -> list[list[float]]:
-        return [[self.value] * (len(prompt) - 1) for prompt in prompts]
-
-    async def decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        count: int,
-        *,
-        end_before: int,
-        adapter: str | None = None,
-    ) -> DecodedScores:
-        scores = [[self.value] * count for _ in prompts]
-        return DecodedScores(scores, scores)
 
     def expected(self) -> Any:
         """Digests that tell the layout and the senders' parts: "<ranks>:<parts>"."""
@@ -166,7 +151,8 @@ def test_a_sender_hashes_each_bucket_once_for_each_layout() -> None:
 
 def test_the_worst_engines_canary_is_reported() -> None:
     first, worst = Checked(A, ONE, []), Checked(B, ONE, [])
-    first.value, worst.value = -2.25, -2.5
+    first.score_value = first.decode_value = -2.25
+    worst.score_value = worst.decode_value = -2.5
     engines = Engines([first, worst], runner())
     prompts, trainer = [[1, 2, 3]], [[-2.0, -2.0]]
     report = compare_scores(engines, prompts, trainer, Tolerance(0.5, 0.5), 500)

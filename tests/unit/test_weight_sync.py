@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import itertools
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +31,7 @@ from megatron_dppo.engine.errors import (
     EngineRequestError,
 )
 from megatron_dppo.engine.shared_buckets import WireHeader
-from megatron_dppo.engine.weights import DecodedScores, EngineWeights
+from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -69,6 +71,7 @@ from megatron_dppo.weight_sync.verification import (
     ChecksumMismatchError,
     compare_checksums,
 )
+from tests.constant_scores import ConstantScores
 from tests.messages import mentioning
 from tests.patience import own_patience
 
@@ -131,7 +134,7 @@ class Expected:
         return [{name: "1" for names in partials for name in names}]
 
 
-class Engine(EngineWeights):
+class Engine(ConstantScores):
     """An engine without a server: remembers its calls; the one named ``failing`` raises ``error``."""
 
     device, ranks, layout = "cpu", 1, (1, "cpu")  # type: ignore[assignment]
@@ -220,18 +223,7 @@ class Engine(EngineWeights):
         self, prompts: Sequence[Sequence[int]], adapter: str | None = None
     ) -> list[list[float]]:
         self.step("score")
-        return [[self.score_value] * (len(prompt) - 1) for prompt in prompts]
-
-    async def decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        count: int,
-        *,
-        end_before: int,
-        adapter: str | None = None,
-    ) -> DecodedScores:
-        scores = [[self.decode_value] * count for _ in prompts]
-        return DecodedScores(scores, [[self.score_value] * count for _ in prompts])
+        return await super().score(prompts, adapter)
 
 
 @functools.cache
@@ -780,10 +772,10 @@ def test_adjacent_tensors_are_sent_from_where_they_lie() -> None:
 
 def test_background_calls_hand_over_their_errors() -> None:
     def fail() -> None:
-        raise OSError("connection reset")
+        raise OSError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
 
     assert in_background(lambda: 3).result(10) == 3
-    with pytest.raises(OSError, match="connection reset"):
+    with pytest.raises(OSError, match=os.strerror(errno.ECONNRESET)):
         in_background(fail).result(10)
 
 

@@ -8,7 +8,7 @@ torch_cuda() { # PACKAGE: sets wanted, the version that torch is built for
 }
 
 find_toolkit() { # sets and exports CUDA_HOME; sets found, its version
-  CUDA_HOME=$("$python" -c 'import os; from megatron_dppo.system.compute import toolkit_home; print(toolkit_home(os.environ) or "")')
+  CUDA_HOME=$("$python" -c 'import os; from megatron_dppo.system.toolkit import toolkit_home; print(toolkit_home(os.environ) or "")')
   [ -n "$CUDA_HOME" ] || stop "no CUDA toolkit: no CUDA_HOME, no nvcc on PATH, no /usr/local/cuda; install CUDA $wanted's (its headers and nvcc)"
   export CUDA_HOME
   found=$("$CUDA_HOME/bin/nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p') || true

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_dppo.system.compute import PEAKS
+from megatron_dppo.system.gpus import PEAKS
 
 GIB = 2**30
 GB = 10**9

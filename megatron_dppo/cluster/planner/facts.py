@@ -143,8 +143,8 @@ class Trained:
     def parameters(self, shape: ModelShape, layout: Layout, stage: int) -> RankParameters:
         """Count the trained parameters of each rank of ``stage``.
 
-        Each adapted matrix has A and B, each of which stacks all experts of the rank in one parameter. The routers
-        follow.
+        Each adapted matrix has two parameters, A and B; those of experts stack all experts of the rank. Trained routers
+        come last.
         """
         dense: list[tuple[int, int]] = []
         experts: list[tuple[int, int]] = []

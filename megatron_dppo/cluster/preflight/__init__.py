@@ -12,7 +12,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.cluster.preflight import between_nodes, gpus, machine, toolkit
+from megatron_dppo.cluster.preflight import (
+    all_reduce,
+    gpus,
+    machine,
+    network,
+    shared_folder,
+    toolkit,
+)
 from megatron_dppo.cluster.preflight.evidence import (
     EVERYWHERE,
     Check,
@@ -37,9 +44,9 @@ CHECKS: Mapping[str, Check] = {
     "ports": Check(machine.collect_ports, machine.judge_ports),
     "pythons": Check(machine.collect_pythons, machine.judge_pythons),
     "toolkit": Check(toolkit.collect_toolkit, toolkit.judge_toolkit),
-    "shared_folder": Check(between_nodes.collect_shared_folder, between_nodes.judge_shared_folder),
-    "network": Check(between_nodes.collect_network, between_nodes.judge_network),
-    "all_reduce": Check(between_nodes.collect_all_reduce, between_nodes.judge_all_reduce),
+    "shared_folder": Check(shared_folder.collect_shared_folder, shared_folder.judge_shared_folder),
+    "network": Check(network.collect_network, network.judge_network),
+    "all_reduce": Check(all_reduce.collect_all_reduce, all_reduce.judge_all_reduce),
 }
 """Checks by name, in the order in which a node runs them; those that meet the other nodes come last."""
 

@@ -27,6 +27,7 @@ from megatron_dppo.cluster.preflight.evidence import (
 )
 from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import this_machine
+from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import fatal
 from megatron_dppo.system.errors import RunError
 
@@ -96,8 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Check that this machine, or each node of a Slurm step, can do a run's work.",
         epilog="Exit codes: 0 all is well, 2 refused, 3 a node is not fit. docs/preflight.md",
     )
-    parser.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces a value")
+    add_config_arguments(parser)
     parser.add_argument("--gpus", type=int, help="GPUs the run uses on each node")
     parser.add_argument(
         "--nodes",

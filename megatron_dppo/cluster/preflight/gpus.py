@@ -20,7 +20,7 @@ from megatron_dppo.cluster.preflight.evidence import (
     Needs,
     odd_ones,
 )
-from megatron_dppo.system import compute
+from megatron_dppo.system import gpus as machine_gpus
 
 _FIELDS = {
     "name": "name",
@@ -43,8 +43,8 @@ def gpus_here() -> dict[str, Any]:
     Raises CheckError where ``nvidia-smi`` fails.
     """
     program = shutil.which("nvidia-smi")
-    gpus = gpus_of_driver(compute.DRIVER) if program is None else parse(_query(program))
-    return {"gpus": gpus, "source": program or str(compute.DRIVER)}
+    gpus = gpus_of_driver(machine_gpus.DRIVER) if program is None else parse(_query(program))
+    return {"gpus": gpus, "source": program or str(machine_gpus.DRIVER)}
 
 
 def _query(program: str) -> str:
@@ -85,7 +85,7 @@ def gpus_of_driver(folder: Path) -> list[dict[str, Any]]:
     """Return names and driver from the driver's ``folder`` in /proc."""
     if not (folder / "version").exists():
         return []
-    driver = compute.driver_version(folder)
+    driver = machine_gpus.driver_version(folder)
     gpus: list[dict[str, Any]] = []
     for gpu_folder in sorted((folder / "gpus").iterdir()):
         information = (gpu_folder / "information").read_text()

@@ -32,8 +32,8 @@ from megatron_dppo.cluster.preflight.evidence import (
     odd_ones,
     too_little,
 )
-from megatron_dppo.system.compute import toolkit_home
 from megatron_dppo.system.network import PortTakenError, free_port, require_free_port
+from megatron_dppo.system.toolkit import toolkit_home
 
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ANY = "0.0.0.0"

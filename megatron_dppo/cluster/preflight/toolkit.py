@@ -24,7 +24,8 @@ from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.options import engine_device
 from megatron_dppo.launch.start_checks import StartCheck
-from megatron_dppo.system import compute
+from megatron_dppo.system import gpus
+from megatron_dppo.system import toolkit as cuda_toolkit
 
 _COMPILE_S = 120.0
 
@@ -53,15 +54,15 @@ def toolkit_here(python: str, cuda: str | None) -> dict[str, Any]:
 
     ``python``: the interpreter of the servers. ``cuda``: the version that its torch was built for.
     """
-    path = compute.tool_path(os.environ, python)
-    home = compute.toolkit_home(os.environ)
-    version = None if home is None else compute.toolkit_version(home)
+    path = cuda_toolkit.tool_path(os.environ, python)
+    home = cuda_toolkit.toolkit_home(os.environ)
+    version = None if home is None else cuda_toolkit.toolkit_version(home)
     failed = None
     if home is not None and version:
         failed = _compile(home, {**os.environ, "PATH": path})
     return {
         "ninja": shutil.which("ninja", path=path),
-        "driver": compute.driver_version(),
+        "driver": gpus.driver_version(),
         "cuda": cuda,
         "home": None if home is None else str(home),
         "version": version,
@@ -106,7 +107,7 @@ def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
     major = cuda.partition(".")[0] if cuda else None
     oldest_driver = None
     if major:
-        oldest_driver = compute.LEAST_DRIVER.get(int(major))
+        oldest_driver = gpus.LEAST_DRIVER.get(int(major))
     if driver and oldest_driver and int(driver.partition(".")[0]) < oldest_driver:
         yield Finding(host, "driver", driver, f"{oldest_driver} or newer, for torch's CUDA {cuda}")
     subject = "CUDA toolkit"
@@ -139,7 +140,7 @@ def compiler_faults(engine: EngineConfig) -> Iterator[str]:
 
     Yields nothing on a machine without GPUs: preflight checks the nodes where the servers will run.
     """
-    if engine_device(engine) == "cpu" or not compute.has_visible_gpu():
+    if engine_device(engine) == "cpu" or not gpus.has_visible_gpu():
         return
     python = engine.python or sys.executable
     try:

@@ -39,6 +39,7 @@ from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.server_arguments import table_faults_elsewhere
 from megatron_dppo.environments.over_http import absent_services
+from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
 from megatron_dppo.logging import INTERRUPTED, REFUSED
 from megatron_dppo.metrics.records import read_records
@@ -613,13 +614,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a recipe on this machine's CPUs with a tiny model, all ranks of its layout included.",
         epilog="docs/rehearsal.md tells what a rehearsal shows and what it cannot show.",
     )
-    parser.add_argument("recipe", metavar="RECIPE.yaml", help="the run's configuration")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key.path=value",
-        help="replaces one value of the recipe",
-    )
+    add_config_arguments(parser, "recipe")
     parser.add_argument(
         "--nodes",
         type=int,

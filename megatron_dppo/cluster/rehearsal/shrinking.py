@@ -159,11 +159,11 @@ def shrink(config: TrainConfig, parallel: ParallelConfig, stage: Stage) -> Train
         stage: the model, the problems and the folder of the rehearsal.
     """
     tree = merged(config.model_dump(), _changes(config, parallel, stage))
-    # Tables whose entries are replaced as a whole: a merge would keep what is left out.
+    # Replace these tables as a whole: a merge would keep the keys to drop.
     dropped = _dropped_options(config, stage)
     sizes = () if stage.on_gpus else SIZES_OF_ENGINE
-    left_out = {"sglang": {*dropped["sglang"], *sizes}, "megatron": dropped["megatron"]}
-    for table, keys in left_out.items():
+    dropped_keys = {"sglang": {*dropped["sglang"], *sizes}, "megatron": dropped["megatron"]}
+    for table, keys in dropped_keys.items():
         tree[table] = {k: v for k, v in getattr(config, table).items() if k not in keys}
     tree["data"] = {**tree["data"], **_data(config, stage)}
     tree["reward"] = _reward(config, stage)

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
+from megatron_dppo.launch.arguments import add_config_arguments
 from megatron_dppo.logging import INTERRUPTED, fatal
 from megatron_dppo.system.errors import RunError
 
@@ -91,13 +92,7 @@ def _takes_supervision(parser: argparse.ArgumentParser) -> None:
 
 
 def _takes_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE.yaml", help="the run's configuration")
-    parser.add_argument(
-        "overrides",
-        metavar="key.path=value",
-        nargs="*",
-        help="replaces one value of the recipe",
-    )
+    add_config_arguments(parser, "recipe")
     parser.add_argument("--site", metavar="FILE", help="what this cluster wants; see docs/slurm.md")
 
 

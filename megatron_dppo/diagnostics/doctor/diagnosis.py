@@ -91,7 +91,7 @@ class Diagnosis:
         return self.gap <= self.bound
 
     @property
-    def is_in_question(self) -> bool:
+    def may_be_layout(self) -> bool:
         """Whether the parallel layout may be the cause.
 
         The layout is ruled out if the named cause explains the whole gap except for rounding, or if that cause lies in
@@ -141,7 +141,7 @@ class TokenEvidence:
 
 
 def engine_side(batch: Sequence[Trajectory]) -> Side | None:
-    """Return the engine's side: mu of the responses that one weight version sampled, the most frequent such version.
+    """Return the engine's side: mu of the responses that were sampled by the most frequent single weight version.
 
     Returns None if every response was sampled by several versions.
     """

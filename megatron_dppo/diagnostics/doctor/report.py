@@ -245,7 +245,7 @@ class Doctor:
             diagnosed = diagnosis.judge(side, self._batch, plain, by_name, alternatives, rounding)
             if diagnosed.is_healthy:
                 break
-        if side.name == "trainer" and diagnosed.is_in_question:
+        if side.name == "trainer" and diagnosed.may_be_layout:
             return self._without_layout(diagnosed, side, plain)
         return diagnosed
 

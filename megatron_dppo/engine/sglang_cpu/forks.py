@@ -13,7 +13,7 @@ import signal
 from typing import Any
 
 from megatron_dppo.engine.process import LIBRARIES
-from megatron_dppo.system.compute import has_visible_gpu
+from megatron_dppo.system.gpus import has_visible_gpu
 from megatron_dppo.system.processes import die_with_parent
 
 CONFIGURED = "sglang.srt.entrypoints.engine._set_envs_and_config"

@@ -57,8 +57,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "native"
 
     def empty_cache(self) -> None:
-        """Nothing."""
-        # The base class collects garbage, 0.4 s at every flush and resume.
+        """Do nothing: the base class would collect garbage, which takes 0.4 s at every flush and resume."""
 
     def init_backend(self) -> None:
         """Put functions in place of SGLang's that need a device or sgl_kernel, or are slow on a CPU."""
@@ -72,7 +71,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         # The capture of routed experts would ask for page-locked memory.
         ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
-        # A CPU's SHA-256 takes ten times as long, and can't be put together from parts.
+        # SGLang's hash on a CPU, SHA-256, takes ten times as long, and cannot be summed from parts.
         _replace(weight_checker, "_hash_tensor", tiled_hash)
         FlattenedTensorBucket.empty = received_buckets.ReceivedBuckets(FlattenedTensorBucket.empty)
         _replace(batch_invariant_ops, "enable_batch_invariant_mode", matrix_products.enable)
@@ -84,13 +83,13 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         _replace(sampler, "top_k_top_p_min_p_sampling_from_probs_torch", filtered_sampling)
         _replace(fp8_utils, "dispatch_w8a8_block_fp8_linear", block_fp8_layers.dispatch_linear)
         fp8.Fp8MoEMethod.apply = block_fp8_layers.apply_experts
-        # A paused scheduler spins, and takes a core from whoever updates its weights.
+        # A paused scheduler spins, and takes a core from the process that updates its weights.
         HookRegistry.register(PAUSED_STEP, sleep_when_paused, HookType.AFTER)
         HookRegistry.register(
             pageable_memory.PREPARED, pageable_memory.use_pageable_memory, HookType.BEFORE
         )
         HookRegistry.register(TERMINATED, end_when_drained, HookType.AFTER)
-        # In the scheduler's process hooks are applied already.
+        # SGLang applied the hooks of the scheduler's process before this platform was initialised.
         if SCHEDULER in sys.modules:
             HookRegistry.apply_hooks()
 

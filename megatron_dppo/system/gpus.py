@@ -1,0 +1,100 @@
+"""This machine's NVIDIA GPUs: visible ones, their driver, and a model's peak speed. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+DEVICES = Path("/dev")
+DRIVER = Path("/proc/driver/nvidia")
+LEAST_DRIVER = {12: 525, 13: 580}
+"""The oldest driver's major version by CUDA's (CUDA Compatibility, "minor version compatibility")."""
+_HIDE = "CUDA_VISIBLE_DEVICES= (empty) leaves them alone on purpose"
+
+
+def has_visible_gpu() -> bool:
+    """Whether the NVIDIA driver shows a GPU that CUDA_VISIBLE_DEVICES does not hide."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and any(DEVICES.glob("nvidia[0-9]*"))
+
+
+def driver_version(folder: Path | None = None) -> str | None:
+    """Return the version of the loaded kernel module, such as ``580.65.06``; None without one.
+
+    ``folder`` replaces DRIVER.
+    """
+    path = (folder or DRIVER) / "version"
+    if not path.exists():
+        return None
+    match = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text())
+    return match and match.group()
+
+
+def unusable_gpu(torch_version: str, cuda: str | None) -> str:
+    """Return why this torch, which sees no GPU, can't use the visible one: the given and expected value, and a remedy.
+
+    ``cuda`` is the version that torch was built for, such as ``13.0``; None for CPUs.
+    """
+    if cuda is None:
+        requirement = "expected the packages of tools/environment/gpu.txt"
+        return f"GPU: torch {torch_version} is built for CPUs alone, {requirement}; {_HIDE}"
+    driver = driver_version() or "of unknown version"
+    oldest_driver = LEAST_DRIVER.get(int(cuda.partition(".")[0]))
+    if (
+        oldest_driver is not None
+        and driver[0].isdigit()
+        and int(driver.partition(".")[0]) >= oldest_driver
+    ):
+        expected_driver = "one that answers: nvidia-smi says why"
+    else:
+        expected_driver = f"{oldest_driver} or newer" if oldest_driver else f"one for CUDA {cuda}"
+    return (
+        f"GPU: torch {torch_version} (CUDA {cuda}) can't use it: got driver {driver}, expected "
+        f"{expected_driver}; {_HIDE}"
+    )
+
+
+_SGLANG_DEEP_EP = "sgl-deep-ep"
+_HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b", re.IGNORECASE)
+
+
+def has_megatrons_deep_ep() -> bool:
+    """Whether the package ``deep_ep`` of this interpreter is DeepEP's own, not the one that SGLang installs."""
+    if importlib.util.find_spec("deep_ep") is None:
+        return False
+    return not any(importlib.metadata.distributions(name=_SGLANG_DEEP_EP))
+
+
+def has_hopper(folder: Path | None = None) -> bool:
+    """Whether the driver names a GPU of the Hopper generation. ``folder``: in place of DRIVER."""
+    files = ((folder or DRIVER) / "gpus").glob("*/information")
+    return any(_HOPPER.search(file.read_text()) for file in files)
+
+
+TERA = 10**12
+PEAKS = {
+    "H100 PCIe": 756 * TERA,
+    "H100 NVL": 835 * TERA,
+    "H200 NVL": 835 * TERA,
+    "A100": 312 * TERA,
+    "H100": 989 * TERA,
+    "H200": 989 * TERA,
+    "GB200": 2500 * TERA,
+    "B200": 2250 * TERA,
+}
+"""Dense bfloat16 FLOP/s by NVIDIA's data sheets (half of what they tell with sparsity); the longer names first."""
+_SHARE = re.compile(r"\bMIG\b", re.IGNORECASE)
+
+
+def peak_flops(name: str) -> int | None:
+    """Dense bf16 FLOP/s of ``name``, e.g. "NVIDIA H100 80GB HBM3"; None for an unknown GPU and for a share
+    of one (MIG)."""
+    if _SHARE.search(name):
+        return None
+    for model, peak in PEAKS.items():
+        if re.search(rf"\b{model}\b", name, re.IGNORECASE):
+            return peak
+    return None

@@ -1,0 +1,95 @@
+"""C++ kernels for CPUs, compiled by torch once for each machine, torch version and source."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from megatron_dppo.system.toolkit import tool_path
+
+FLAGS = ["-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]
+X86_FLAGS = ["-mprefer-vector-width=512"]
+
+
+class KernelBuildError(RuntimeError):
+    """The kernels could not be compiled or loaded; the message ends as the compiler's did."""
+
+
+def cache_directory(source: Path) -> Path:
+    """A folder under ``$TORCH_EXTENSIONS_DIR`` or torch's own ``torch_extensions`` in the user's cache
+    (``$XDG_CACHE_HOME`` or ``~/.cache``), named after all that the build depends on."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
+    return Path(root) / f"megatron_dppo_{source.stem}_{_key(source)}"
+
+
+def build_library(source: Path) -> ctypes.CDLL:
+    """The library of ``source``, compiled where the cache has none.
+
+    Raises KernelBuildError where there is no compiler, it fails, or the cache can't be written.
+    """
+    tools = (os.environ.get("CXX", "g++").split()[0], "ninja")
+    path = tool_path(os.environ)
+    missing = [tool for tool in tools if shutil.which(tool, path=path) is None]
+    if missing:
+        raise KernelBuildError(f"not found on PATH: {', '.join(missing)}")
+    folder = cache_directory(source)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KernelBuildError(
+            f"{folder}: {error.strerror}; name a folder that can be written in TORCH_EXTENSIONS_DIR"
+        ) from error
+    try:
+        with open(folder / "building", "w") as lock:
+            # Held by the kernel of the OS, so it ends with its process; torch's own lock file outlives a killed build.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / "lock").unlink(missing_ok=True)
+            library = _compile(source, folder)
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        raise KernelBuildError(f"{type(error).__name__}: {str(error)[-2000:]}") from error
+    return ctypes.CDLL(str(library))
+
+
+def _compile(source: Path, folder: Path) -> Path:
+    library = folder / f"{source.stem}.so"
+    if library.exists():
+        return library
+    from torch.utils import cpp_extension
+
+    path = os.environ.get("PATH")
+    os.environ["PATH"] = tool_path(os.environ)
+    try:
+        cpp_extension.load(
+            f"{source.stem}_build",
+            [str(source)],
+            extra_cflags=_flags(),
+            build_directory=str(folder),
+            is_python_module=False,
+        )
+    finally:
+        os.environ["PATH"] = os.defpath if path is None else path
+    # Named last, in one step: a build that was interrupted never looks finished.
+    os.replace(folder / f"{source.stem}_build.so", library)
+    return library
+
+
+def _flags() -> list[str]:
+    return FLAGS + (X86_FLAGS if platform.machine() == "x86_64" else [])
+
+
+def _key(source: Path) -> str:
+    import torch
+
+    processor = ""
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    parts = [source.read_text(), torch.__version__, platform.machine(), processor, *_flags()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
