@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_dppo.algorithms import projection, rules, sequence_rules, table
+from megatron_dppo.algorithms import projection, rules, sequence_rules, table, triage
 from megatron_dppo.algorithms.inputs import ANCHORS, Anchor, TokenInputs
 from megatron_dppo.algorithms.rules import PENALTIES, Correction, Mask, Penalty, StepBound, Weight
 
@@ -59,7 +59,9 @@ def build_algorithm(
     preset = facts.preset
     numbers = facts.numbers
     anchor = ANCHORS[facts.preset.anchor]
-    modules = (sequence_rules, projection, rules) if preset.sequences else (projection, rules)
+    modules: Sequence[ModuleType] = (projection, rules)
+    if preset.sequences:
+        modules = (sequence_rules, triage, *modules)
     mask = _function(modules, preset.mask)
     weight = _function(modules, preset.weight)
     step_bound = None
@@ -67,7 +69,7 @@ def build_algorithm(
         step_bound = partial(getattr(rules, preset.step_bound), **_numbers_of(numbers, "step"))
     correction = None
     if preset.correction is not None:
-        function = _function((sequence_rules,), preset.correction)
+        function = _function(modules, preset.correction)
         correction = partial(function, anchor=anchor, **_numbers_of(numbers, "correction"))
     return Algorithm(
         name=name,

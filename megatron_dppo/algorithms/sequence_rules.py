@@ -8,9 +8,6 @@ treat each branch as a response of its own, because only the tokens of one branc
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -25,7 +22,6 @@ from megatron_dppo.algorithms.inputs import (
     sequence_maxima,
     sequence_means,
     sequence_quantile,
-    sequence_totals,
     trained_tokens,
 )
 from megatron_dppo.algorithms.rules import importance_ratio, inside, inward, measured, ratio_clip
@@ -243,85 +239,3 @@ def prefix_budget(
     remaining = largest_distance + budget * weights_before - spent_before
     is_allowed = spent <= remaining.clamp(max=largest_distance)
     return (inward(inputs, anchor) | is_allowed) & distance.isfinite()
-
-
-GATE_TIERS = ((-0.5, 0.3), (-1.5, 0.1))
-"""(bound of a segment's mean of log pi' - log mu, weight of a segment below it).
-
-The tiers are for ``gated_ratio``, which is TRIAGE (arXiv 2610.07043) together with ``repair``. Both act on segments in
-which engine and trainer disagree, where the update would increase the disagreement.
-"""
-TAIL_GAP = -6.0
-"""log pi' - log mu below which a token is in the tail. With two such tokens, a segment gets the smallest weight."""
-REPAIR_TARGET = -0.03
-REPAIR_SCALE = math.sqrt(0.0005)
-"""Mean of log pi - log mu below which a segment is repaired; and beta, the largest slope of the penalty."""
-
-
-def _segments(inputs: TokenInputs, size: int) -> TokenInputs:
-    """``inputs`` whose sequences are segments of ``size`` trained tokens of a branch; the last segment may be
-    shorter.
-    """
-    inputs = of_branches(inputs)
-    assert inputs.sequence_ids is not None
-    position = prefix_totals(inputs, torch.ones_like(inputs.log_probs)) - 1
-    number = (position.clamp(min=0) / size).floor().flatten()
-    ids = inputs.sequence_ids.flatten()
-    is_start = (ids.diff() != 0) | (number.diff() != 0)
-    segment_ids = torch.nn.functional.pad(is_start.long().cumsum(0), (1, 0))
-    return replace(inputs, sequence_ids=segment_ids.view_as(inputs.sequence_ids))
-
-
-@torch.no_grad()
-def gated_ratio(inputs: TokenInputs, anchor: Anchor, *, gate_segment: float) -> Tensor:
-    """w = g r, with TRIAGE's gate g.
-
-    g applies to tokens with pi' < mu in segments of ``gate_segment`` tokens whose mean advantage is negative: there,
-    lowering pi increases the gap. Elsewhere g is 1. In such a segment g is the smaller of two numbers: the weight of
-    its mean of log pi' - log mu (``GATE_TIERS``), and 1 - 0.9 min(k / 2, 1), where k counts its tokens in the tail
-    (``TAIL_GAP``).
-
-    Source: the authors' description of their code and its default numbers (InfiXAI/TRIAGE, METHODS and TRAINING), with
-    the scopes that they reported (``q3`` and ``adv_positive``). Two differences: their ratio is pi / pi' times
-    min(pi' / mu, 2), ours is r = pi / mu with the cap; they divide the loss by the sum of the weights, we by the
-    aggregation's count. The paper's text was not read.
-    """
-    segments = _segments(inputs, int(gate_segment))
-    gap = (anchor(inputs) - inputs.rollout_log_probs).double()
-    mean = sequence_means(segments, gap)
-    advantage = sequence_means(segments, inputs.advantages)
-    gate = torch.ones_like(gap)
-    for below, weight in GATE_TIERS:
-        gate = torch.where(mean < below, weight, gate)
-    tail = sequence_totals(segments, (gap < TAIL_GAP).double())
-    gate = torch.minimum(gate, 1 - 0.9 * (tail / 2).clamp(max=1))
-    gate = torch.where((advantage < 0) & (gap < 0), gate, 1.0)
-    return importance_ratio(inputs, anchor) * gate.to(inputs.log_probs.dtype)
-
-
-@torch.no_grad()
-def repair(
-    inputs: TokenInputs,
-    anchor: Anchor,
-    *,
-    repair_segment: float,
-    repair: float,
-) -> tuple[Tensor, Tensor]:
-    """Compute TRIAGE's repair term at each token, and the derivative of its sum over tokens by each log pi.
-
-    The term is ``repair`` times beta^2 (sqrt(1 + (q / beta)^2) - 1), q = max(target - d, 0), where d is the mean of
-    log pi - log mu over the token's segment of ``repair_segment`` tokens. It is 0 in segments whose mean advantage is
-    not positive. The derivative is at most ``repair`` times beta in size.
-
-    The authors' term is a mean over the segments of the whole update; here each token has its segment's value. With
-    ``token-mean`` both are the same, except that a shorter last segment counts less. Sources: as for ``gated_ratio``.
-    """
-    segments = _segments(inputs, int(repair_segment))
-    gap = (inputs.log_probs - inputs.rollout_log_probs).double()
-    mean = sequence_means(segments, gap)
-    advantage = sequence_means(segments, inputs.advantages)
-    deficit = torch.where(advantage > 0, REPAIR_TARGET - mean, 0.0).clamp(min=0)
-    # A NaN at one token makes its segment's mean NaN; such a segment gets no repair.
-    deficit = torch.where(deficit.isfinite(), deficit, 0.0)
-    root = (1 + (deficit / REPAIR_SCALE).square()).sqrt()
-    return repair * REPAIR_SCALE**2 * (root - 1), -repair * deficit / root

@@ -144,7 +144,8 @@ class Preset:
     """A row of the table.
 
     Attributes:
-        mask: Name of the mask, a function in ``rules.py``; if ``sequences``, first looked for in ``sequence_rules.py``.
+        mask: Name of the mask, a function in ``rules.py``; if ``sequences``, first looked for in ``sequence_rules.py``
+            and ``triage.py``.
         stability: The numbers of mask and weight, the cap (infinite if it is missing) and K, for the stability study.
         scaling: The numbers that differ from these in the scaling runs.
         anchor: The policy that the mask compares pi with.
@@ -156,7 +157,7 @@ class Preset:
         sequences: Whether mask or weight read whole responses.
         centers: Whether the loss centers the score (``rules.centering``), with a gradient through TopK(mu).
         projects: Whether the loss projects pi (``projection.py``), also with a gradient through TopK(mu).
-        correction: Name of a function in ``sequence_rules.py``, an additive term that belongs to this row alone.
+        correction: Name of a function in ``triage.py``, an additive term that belongs to this row alone.
         step_bound: Name of a function in ``rules.py`` that computes a number from all tokens of an optimiser step. The
             mask reads it. It costs a pass without gradient.
     """

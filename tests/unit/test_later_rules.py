@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dppo.algorithms import divergence, rules, sequence_rules
+from megatron_dppo.algorithms import divergence, rules, sequence_rules, triage
 from megatron_dppo.algorithms import inputs as reductions
 from megatron_dppo.algorithms.algorithm import build_algorithm
 from megatron_dppo.algorithms.decisions import decide
@@ -806,8 +806,8 @@ def far_responses(seed):
 @pytest.mark.parametrize("seed", range(6))
 def test_triage_is_that_of_a_loop_over_segments(seed):
     x, rows_of = far_responses(seed)
-    weight = sequence_rules.gated_ratio(x, recomputed, gate_segment=3)
-    value, slope = sequence_rules.repair(x, recomputed, repair_segment=4, repair=0.5)
+    weight = triage.gated_ratio(x, recomputed, gate_segment=3)
+    value, slope = triage.repair(x, recomputed, repair_segment=4, repair=0.5)
     gates = []
     for rows in rows_of:
         signs = x.advantages[rows].tolist()
@@ -827,8 +827,8 @@ def test_the_repair_s_slope_is_the_derivative_of_its_sum():
     x, _ = far_responses(3)
     log_probs = (x.rollout_log_probs + 0.02 * torch.linspace(-4, 0, len(x.log_probs))).detach()
     at = lambda values: replace(x, log_probs=values)  # noqa: E731
-    value = lambda y: sequence_rules.repair(y, recomputed, repair_segment=4, repair=1.0)[0]  # noqa: E731
-    _, slope = sequence_rules.repair(at(log_probs), recomputed, repair_segment=4, repair=1.0)
+    value = lambda y: triage.repair(y, recomputed, repair_segment=4, repair=1.0)[0]  # noqa: E731
+    _, slope = triage.repair(at(log_probs), recomputed, repair_segment=4, repair=1.0)
     assert slope.min() < -0.01
     for i in torch.nonzero(x.loss_mask).flatten().tolist():
         step = torch.zeros_like(log_probs)
@@ -848,7 +848,7 @@ def test_triage_at_its_bounds_by_hand():
             advantages=torch.full_like(mu, advantage), loss_mask=torch.ones(len(gaps), dtype=torch.bool),
             sequence_ids=torch.zeros(len(gaps), dtype=torch.int64),
         )  # fmt: skip
-        return sequence_rules.gated_ratio(x, recomputed, gate_segment=2).tolist()
+        return triage.gated_ratio(x, recomputed, gate_segment=2).tolist()
 
     assert gate(-0.5, -0.5) == [1.0, 1.0]
     assert gate(-0.75, -0.5) == [pytest.approx(0.3)] * 2
@@ -866,7 +866,7 @@ def test_triage_s_repair_reaches_the_loss_and_stops_at_numbers_that_are_none():
     x, _ = far_responses(1)
     plain = policy_loss(build_algorithm("triage", {"repair": 0.0}), x)
     repaired = policy_loss(build_algorithm("triage", {"repair": 2.0}), x)
-    value, slope = sequence_rules.repair(x, recomputed, repair_segment=128, repair=2.0)
+    value, slope = triage.repair(x, recomputed, repair_segment=128, repair=2.0)
     counted = x.loss_mask
     assert repaired.metrics.values()["loss/penalty"] == pytest.approx(float(value[counted].sum()))
     assert float(value[counted].sum()) > 0
