@@ -68,15 +68,15 @@ def _servers(config: TrainConfig, logs: Path) -> Iterator[list[Member]]:
     runtime = Runtime(local_launcher(config.engine), config.engine.python or sys.executable)
     processes = []
     try:
-        for place in local_placement(0, sections, this_machine()).servers:
+        for device_place in local_placement(0, sections, this_machine()).servers:
             process = EngineProcess(
                 sections,
                 port=free_port(config.engine.host),
-                log_path=logs / f"server-{place.index}.log",
-                seed=config.run.seed + place.index,
+                log_path=logs / f"server-{device_place.index}.log",
+                seed=config.run.seed + device_place.index,
                 api_key=keys.api,
                 admin_api_key=keys.admin,
-                first_device=place.first_device,
+                first_device=device_place.first_device,
                 runtime=runtime,
             )
             processes.append(process)
@@ -165,15 +165,17 @@ class OwnFleet:
         for _ in range(1 + scorer.max_replacements):
             done = self.generate(job, description, on_response, done)
             scores = [pending_scores[key].result() for key in keys]
-            missing = [k for k, s in zip(keys, scores, strict=True) if s.unavailable is not None]
-            if not missing:
+            missing_keys = [
+                k for k, s in zip(keys, scores, strict=True) if s.unavailable is not None
+            ]
+            if not missing_keys:
                 break
-            log.warning("%s: %d responses have no reward yet", description, len(missing))
-            for key in missing:
+            log.warning("%s: %d responses have no reward yet", description, len(missing_keys))
+            for key in missing_keys:
                 del done[key]
         else:
             reason = next(s.unavailable for s in scores if s.unavailable is not None)
-            raise RewardUnavailableError(f"{description}: {len(missing)} responses: {reason}")
+            raise RewardUnavailableError(f"{description}: {len(missing_keys)} responses: {reason}")
         return reward_responses(job, job.trajectories(done), scores, algorithm, credit)
 
     def close(self) -> None:

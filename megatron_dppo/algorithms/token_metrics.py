@@ -120,17 +120,17 @@ def _topk_mass(inputs: TokenInputs) -> dict[str, Tensor]:
     return {names.TOPK_MASS: _sum(inputs.loss_mask, mass.sum(-1, dtype=torch.float64))}
 
 
-def _sum(where: Tensor, value: Tensor) -> Tensor:
+def _sum(selection: Tensor, value: Tensor) -> Tensor:
     """Sum ``value`` over the tokens in ``where``, float64."""
-    return torch.where(where, value, 0.0).sum(dtype=torch.float64)
+    return torch.where(selection, value, 0.0).sum(dtype=torch.float64)
 
 
-def _count(where: Tensor) -> Tensor:
-    return where.sum().double()
+def _count(selection: Tensor) -> Tensor:
+    return selection.sum().double()
 
 
-def _largest(where: Tensor, value: Tensor) -> Tensor:
+def _largest(selection: Tensor, value: Tensor) -> Tensor:
     # A rank may have a micro-batch without tokens, and amax raises for an empty tensor.
     if not value.numel():
         return value.new_tensor(-math.inf)
-    return torch.where(where, value, -math.inf).amax()
+    return torch.where(selection, value, -math.inf).amax()

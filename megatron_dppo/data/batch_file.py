@@ -96,12 +96,12 @@ class SavedBatch:
                 if not key.startswith(COLUMN):
                     continue
                 name = key.removeprefix(COLUMN)
-                present = self._rows(PRESENT + name, 0, self._size(PRESENT + name))
+                are_present = self._rows(PRESENT + name, 0, self._size(PRESENT + name))
                 counts = sampled
                 if declared(name).rows is not Rows.SAMPLED:
                     counts = lengths - 1
-                ends = self._ends(COLUMN + name, np.where(present, counts, 0))
-                self._columns[name] = present, ends
+                ends = self._ends(COLUMN + name, np.where(are_present, counts, 0))
+                self._columns[name] = are_present, ends
             self._check_names()
             text = (self._file.metadata() or {}).get(SEAL)
             self.seal = None if text is None else Seal.from_text(text)
@@ -127,11 +127,11 @@ class SavedBatch:
         problem, sample, _, reason = self._numbers[i].tolist()
         self._check(NUMBERS, i, _number_bytes(self._numbers[i], self._scores[i]))
         columns = {}
-        for name, (present, ends) in self._columns.items():
+        for name, (are_present, ends) in self._columns.items():
             if name in without:
                 continue
             rows = None
-            if present[i]:
+            if are_present[i]:
                 rows = self._rows(COLUMN + name, ends[i], ends[i + 1])
             self._check(COLUMN + name, i, rows)
             if rows is not None:

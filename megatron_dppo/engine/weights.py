@@ -323,19 +323,24 @@ class EngineWeights:
             generated = [a["meta_info"]["output_token_logprobs"] for a in orjson.loads(answer)]
             tokens = [[int(entry[1]) for entry in entries] for entries in generated]
             log_probs = [[float(entry[0]) for entry in entries] for entries in generated]
-        if any(len(new) != 1 + count for new in tokens):
+        if any(len(new_ids) != 1 + count for new_ids in tokens):
             raise EngineAnswerError(
-                f"{self.url}/generate: continuations have {[len(new) for new in tokens]} tokens, "
+                f"{self.url}/generate: continuations have {[len(new_ids) for new_ids in tokens]} tokens, "
                 f"expected {1 + count} each"
             )
-        new_tokens = [new[: new.index(end_before)] if end_before in new else new for new in tokens]
-        sequences = [[*prompt, *new] for prompt, new in zip(prompts, new_tokens, strict=True)]
+        new_tokens = [
+            new_ids[: new_ids.index(end_before)] if end_before in new_ids else new_ids
+            for new_ids in tokens
+        ]
+        sequences = [
+            [*prompt, *new_ids] for prompt, new_ids in zip(prompts, new_tokens, strict=True)
+        ]
         scores = await self.score(sequences, adapter)
         decode, prefill = [], []
-        for prompt, new, new_scores, sequence_scores in zip(
+        for prompt, new_ids, new_scores, sequence_scores in zip(
             prompts, new_tokens, log_probs, scores, strict=True
         ):
-            decode.append(new_scores[1 : len(new)])
+            decode.append(new_scores[1 : len(new_ids)])
             prefill.append(sequence_scores[len(prompt) :])
         return DecodedScores(decode, prefill)
 

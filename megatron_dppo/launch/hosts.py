@@ -109,8 +109,10 @@ class RemoteShell:
         log: Path,
     ) -> RemoteCommand:
         """Return a command for a host with these variables. Keys among them must be in ``stdin``."""
-        own = {name: value for name, value in environment.items() if name not in _HOSTS_OWN}
-        variables = {**own, **self.variables}
+        own_variables = {
+            name: value for name, value in environment.items() if name not in _HOSTS_OWN
+        }
+        variables = {**own_variables, **self.variables}
         return RemoteCommand(
             list(words), variables, stdin.decode(), str(log.absolute()), os.getcwd()
         )
@@ -211,11 +213,11 @@ class RemoteRanks:
         for place_of_rank in self._placement.ranks:
             keep_previous(self._directory.rank_output(place_of_rank.rank))
         processes.withdraw_stop(self._directory.stop_file)
-        own = {
+        own_variables = {
             "MASTER_PORT": str(self._placement.master_port_of(number)),
             START_VARIABLE: str(number),
         }
-        environment = {**os.environ, **self._variables, **own}
+        environment = {**os.environ, **self._variables, **own_variables}
         self._hosts = []
         for node, host in enumerate(self._placement.rank_hosts):
             commands = self._commands(node, environment)

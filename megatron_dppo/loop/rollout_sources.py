@@ -407,7 +407,9 @@ class ReplayedRollouts:
         ) | rollout_figures.staleness_figures(outlines, step)
         return RolloutBatch(outlines, by_position, figures, self._sampler.state_dict(), seal)
 
-    def _read(self, step: int, wanted: Sequence[Problem]) -> tuple[list[Trajectory], Seal | None]:
+    def _read(
+        self, step: int, wanted_problems: Sequence[Problem]
+    ) -> tuple[list[Trajectory], Seal | None]:
         """Read this rank's trajectories and the seal, after a check of the batch. ``wanted``: the step's problems."""
         try:
             saved = SavedBatch(self._folder, step)
@@ -416,15 +418,15 @@ class ReplayedRollouts:
                 f"rollout.replay_from: no batch of step {step} in {self._folder} ({batch_path(self._folder, step)})"
             ) from error
         size = self._rollout.group_size
-        if len(saved.problems) != len(wanted) * size:
+        if len(saved.problems) != len(wanted_problems) * size:
             raise BatchFormatError(
                 f"rollout.replay_from: the batch of step {step} in {self._folder} has {len(saved.problems)} "
-                f"responses, expected {len(wanted)} prompts x group_size {size}"
+                f"responses, expected {len(wanted_problems)} prompts x group_size {size}"
             )
         if not self._rollout.drop_zero_variance_groups:
             # With a filter, the problems depend on the rewards of dropped responses, which are not in the file.
-            self._check_order(step, saved.problems, wanted)
-        groups = own_positions(range(len(wanted)), self._topology)
+            self._check_order(step, saved.problems, wanted_problems)
+        groups = own_positions(range(len(wanted_problems)), self._topology)
         positions: list[int] = []
         for group in groups:
             positions += range(group * size, (group + 1) * size)
@@ -439,9 +441,11 @@ class ReplayedRollouts:
     def run_ahead(self, version: int) -> None:
         """Return at once: saved batches need no generation."""
 
-    def _check_order(self, step: int, problems: Sequence[int], wanted: Sequence[Problem]) -> None:
+    def _check_order(
+        self, step: int, problems: Sequence[int], wanted_problems: Sequence[Problem]
+    ) -> None:
         saved_ids = list(dict.fromkeys(problems))
-        expected_ids = list(dict.fromkeys(p.problem_id for p in wanted))
+        expected_ids = list(dict.fromkeys(p.problem_id for p in wanted_problems))
         if saved_ids != expected_ids:
             raise BatchFormatError(
                 f"rollout.replay_from: the batch of step {step} in {self._folder} answers problems "

@@ -310,8 +310,8 @@ def _world_faults(sizes: LayoutSizes) -> Iterator[LayoutFault]:
     experts = sizes.expert_tensor_size * sizes.expert * pipeline
     if world % experts:
         product = f"{sizes.expert_tensor_size} x {sizes.expert} x {pipeline} = {experts}"
-        expected = f"a multiple of expert_tensor x expert x pipeline = {product}"
-        yield LayoutFault("world_size", world, expected)
+        expectation = f"a multiple of expert_tensor x expert x pipeline = {product}"
+        yield LayoutFault("world_size", world, expectation)
     if sizes.virtual_pipeline not in (None, 1) and pipeline == 1:
         value = f"{sizes.virtual_pipeline} with pipeline 1"
         yield LayoutFault("virtual_pipeline", value, "null (there is nothing to interleave)")
@@ -332,8 +332,8 @@ def _attention_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutF
     # With fewer key-value heads than ranks, each rank holds a part of a head, and Megatron-Core gathers the parts in
     # every forward pass.
     if groups % tensor and tensor % groups:
-        expected = f"a divisor or a multiple of the model's {groups} key-value heads"
-        yield LayoutFault("tensor", tensor, expected)
+        expectation = f"a divisor or a multiple of the model's {groups} key-value heads"
+        yield LayoutFault("tensor", tensor, expectation)
     rows = (heads + 2 * groups) * shape.head_dim
     if tensor % groups == 0 and rows % tensor:
         yield _divisor("tensor", tensor, f"{rows} rows of queries, keys and values")
@@ -361,14 +361,14 @@ def _stage_faults(sizes: LayoutSizes, num_layers: int) -> Iterator[LayoutFault]:
     # The key of the fault is the last one that is set: the other may be right.
     key = _STAGE_KEYS[sizes.last_stage_layers is not None]
     if stages == 0 and layers != 0:
-        expected = f"{num_layers - given_stages[0]}, the rest of the model's {num_layers} layers"
-        yield LayoutFault(key, given_stages[-1], expected)
+        expectation = f"{num_layers - given_stages[0]}, the rest of the model's {num_layers} layers"
+        yield LayoutFault(key, given_stages[-1], expectation)
     if stages > 0 and (layers < 1 or layers % (stages * chunks)):
-        expected = (
+        expectation = (
             f"a number that leaves a positive multiple of {stages * chunks} of the model's {num_layers} layers for "
             f"{stages} other stages, not {layers}"
         )
-        yield LayoutFault(key, given_stages[-1], expected)
+        yield LayoutFault(key, given_stages[-1], expectation)
 
 
 def _dense_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
@@ -383,8 +383,8 @@ def _expert_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFaul
         yield _divisor("expert", sizes.expert, f"{shape.num_experts} experts")
     width = shape.moe_ffn_hidden_size
     if width % sizes.expert_tensor_size:
-        expected = f"a divisor of the experts' MLP size {width}"
-        yield LayoutFault("expert_tensor", sizes.expert_tensor_size, expected)
+        expectation = f"a divisor of the experts' MLP size {width}"
+        yield LayoutFault("expert_tensor", sizes.expert_tensor_size, expectation)
     if shape.shared_ffn_hidden_size % sizes.tensor:
         yield _divisor(
             "tensor", sizes.tensor, f"shared expert's MLP size {shape.shared_ffn_hidden_size}"
@@ -395,8 +395,8 @@ def _training_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFa
     tensor, expert_tensor = sizes.tensor, sizes.expert_tensor_size
     if not shape.is_moe:
         if sizes.expert_tensor not in (None, 1, tensor):
-            expected = f"null: {shape.family} is a dense model"
-            yield LayoutFault("expert_tensor", sizes.expert_tensor, expected)
+            expectation = f"null: {shape.family} is a dense model"
+            yield LayoutFault("expert_tensor", sizes.expert_tensor, expectation)
         return
     if sizes.expert == 1 and expert_tensor != tensor:
         yield LayoutFault(

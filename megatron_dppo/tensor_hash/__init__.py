@@ -237,9 +237,9 @@ Part = tuple["TiledHash", Tensor, int]
 
 def tiled_hash(tensor: Tensor) -> str:
     """Return the checksum of ``tensor`` as 16 hexadecimal digits."""
-    whole = TiledHash(tensor.numel() * tensor.element_size())
-    whole.add(tensor, 0)
-    return whole.hexdigest()
+    tensor_hash = TiledHash(tensor.numel() * tensor.element_size())
+    tensor_hash.add(tensor, 0)
+    return tensor_hash.hexdigest()
 
 
 def add_parts(parts: Sequence[Part]) -> Callable[[], None]:
@@ -248,13 +248,13 @@ def add_parts(parts: Sequence[Part]) -> Callable[[], None]:
     The caller may change the parts after that function has returned, and on a GPU once their stream has passed the
     kernel. Raises ValueError as ``TiledHash.add`` does.
     """
-    runs = [(whole, whole.run(part, start)) for whole, part, start in parts]
-    filled = [(whole, run) for whole, run in runs if run is not None]
+    runs = [(whole_hash, whole_hash.run(part, start)) for whole_hash, part, start in parts]
+    filled = [(whole_hash, run) for whole_hash, run in runs if run is not None]
     sums = start_sums([run for _, run in filled])
 
     def finish() -> None:
-        for (whole, _), part_sums in zip(filled, sums(), strict=True):
-            whole.take(part_sums)
+        for (whole_hash, _), part_sums in zip(filled, sums(), strict=True):
+            whole_hash.take(part_sums)
 
     return finish
 

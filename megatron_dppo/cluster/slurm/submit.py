@@ -422,9 +422,9 @@ class Submission:
         site = self.site
         options = {"account": site.account, "qos": site.qos, "time": site.time}
         flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        words: list[str] = []
+        flag_words: list[str] = []
         for nodes in node_counts:
-            words += [
+            flag_words += [
                 ":",
                 f"--nodes={nodes}",
                 site.device_flag,
@@ -433,7 +433,7 @@ class Submission:
                 *flags,
                 *site.sbatch_flags,
             ]
-        return words
+        return flag_words
 
     def faults(self, extra: Sequence[str] = ()) -> Iterator[str]:
         """Report why the job could not work, apart from faults that ``check_config`` and the placement report.
@@ -535,14 +535,14 @@ def follow(directory: Path, job: str) -> int:
     Ctrl-C ends the following and leaves the job as it is.
     """
     output = directory / "logs" / f"slurm-{job}.out"
-    shown = 0
+    shown_bytes = 0
     print(f"its output follows; Ctrl-C leaves the job running and {output} has it\n", flush=True)
     has_ended = False
     while True:
         text = output.read_bytes() if output.exists() else b""
-        sys.stdout.write(text[shown:].decode(errors="replace"))
+        sys.stdout.write(text[shown_bytes:].decode(errors="replace"))
         sys.stdout.flush()
-        shown = len(text)
+        shown_bytes = len(text)
         if has_ended:
             break
         # Read once more after the end: the last lines may be younger than the last look.

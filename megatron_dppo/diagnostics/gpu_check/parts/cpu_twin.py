@@ -172,11 +172,11 @@ def _has_torch_hash(trainer: Trainer) -> bool:
 
 
 def _is_equal_after_parking(trainer: Trainer) -> bool:
-    before = _state(trainer)
+    state_before = _state(trainer)
     digest = trainer.weights_digest()
     trainer.park()
     trainer.unpark()
-    return _are_equal(before, _state(trainer)) and trainer.weights_digest() == digest
+    return _are_equal(state_before, _state(trainer)) and trainer.weights_digest() == digest
 
 
 def _is_equal_after_loading(trainer: Trainer, folder: Path) -> bool:
@@ -184,15 +184,15 @@ def _is_equal_after_loading(trainer: Trainer, folder: Path) -> bool:
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     store = CheckpointStore(folder / "checkpoints", keep=1, background=True)
-    before = _state(trainer)
+    state_before = _state(trainer)
     store.save(trainer, STEPS, {})
     _step(trainer, _batch(trainer))
     store.finish()
-    is_changed = not _are_equal(before, _state(trainer))
+    is_changed = not _are_equal(state_before, _state(trainer))
     (stored,) = store.survey().complete
     store.load(trainer, stored)
     store.close()
-    return is_changed and _are_equal(before, _state(trainer))
+    return is_changed and _are_equal(state_before, _state(trainer))
 
 
 if __name__ == "__main__":

@@ -117,25 +117,25 @@ def errors(case: KernelCase, backend: str, group: dist.ProcessGroup | None = Non
     assert stats.entropy is not None
     assert stats.topk_log_probs is not None
     (stats.log_probs * case.weights[0] + stats.entropy * case.weights[1]).sum().backward()
-    whole = case.logits.double().requires_grad_()
+    whole_logits = case.logits.double().requires_grad_()
     twin = dense_policy_stats(
-        whole, case.targets, vocab_size=case.vocab, temperature=TEMPERATURE,
+        whole_logits, case.targets, vocab_size=case.vocab, temperature=TEMPERATURE,
         topk_ids=case.topk, with_entropy=True,
     )  # fmt: skip
     assert twin.entropy is not None
     assert twin.topk_log_probs is not None
     (twin.log_probs * case.weights[0] + twin.entropy * case.weights[1]).sum().backward()
     assert leaf.grad is not None
-    assert whole.grad is not None
+    assert whole_logits.grad is not None
     gradient = leaf.grad.double()
     first = rank * leaf.shape[1]
-    expected = whole.grad[:, first : first + leaf.shape[1]]
+    expected_gradient = whole_logits.grad[:, first : first + leaf.shape[1]]
     padding = gradient[:, max(case.vocab - first, 0) :]
     return KernelErrors(
         _largest(stats.log_probs, twin.log_probs),
         _largest(stats.topk_log_probs, twin.topk_log_probs),
         _largest(stats.entropy, twin.entropy),
-        float((gradient - expected).norm() / expected.norm()),
+        float((gradient - expected_gradient).norm() / expected_gradient.norm()),
         float(torch.cat([gradient[2], padding.flatten()]).abs().max()),
     )
 
@@ -334,7 +334,7 @@ def _head_cost(states: Any, weight: Any, ids: Any, dtype: Any, chunk: int) -> di
     for within in (live, nullcontext()):
         if states.is_cuda:
             torch.cuda.synchronize()
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         with within:
             factor = HeadFactor(hidden, leaf, main)
             options = HeadOptions(chunk, dtype)
@@ -342,7 +342,7 @@ def _head_cost(states: Any, weight: Any, ids: Any, dtype: Any, chunk: int) -> di
             (gradient,) = torch.autograd.grad(stats.log_probs.sum(), hidden)
         if states.is_cuda:
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start_time
     logits = chunk * len(weight) * (dtype or weight.dtype).itemsize
     return {"seconds": seconds, "chunks": (live.peak - gradient.nbytes) / logits}
 
@@ -371,13 +371,13 @@ def _head_peers(states: Any, weight: Any, ids: Any) -> Iterator[CheckRow]:
     """Yield the time and the peak memory of other output layers without logits."""
     import torch
 
-    whole = len(states) * len(weight) * weight.element_size()
+    logit_bytes = len(states) * len(weight) * weight.element_size()
     for name, sum_loss in _HEAD_PEERS.items():
         if package_version(name) is None or not states.is_cuda:
-            why = "it needs a GPU"
+            reason = "it needs a GPU"
             if not package_version(name):
-                why = f"{name} is not installed"
-            yield CheckRow(f"{name}'s output layer", f"not here: {why}")
+                reason = f"{name} is not installed"
+            yield CheckRow(f"{name}'s output layer", f"not here: {reason}")
             continue
         hidden, leaf = (x.detach().requires_grad_() for x in (states, weight))
         seconds, peak = 0.0, 0
@@ -386,13 +386,13 @@ def _head_peers(states: Any, weight: Any, ids: Any) -> Iterator[CheckRow]:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             torch.autograd.grad(sum_loss(hidden, leaf, ids), (hidden, leaf))
             torch.cuda.synchronize()
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start_time
             peak = torch.cuda.max_memory_allocated() - before
-        text = f"{seconds:.3f} s, peak {peak / whole:.2f} x whole logits"
-        figures = {"seconds": seconds, "logits": peak / whole}
+        text = f"{seconds:.3f} s, peak {peak / logit_bytes:.2f} x whole logits"
+        figures = {"seconds": seconds, "logits": peak / logit_bytes}
         yield CheckRow(f"{name} {package_version(name)}", text, "", None, figures)
 
 
@@ -448,11 +448,11 @@ def mask_rows(result: Mapping[str, Any]) -> Iterator[CheckRow]:
         holds = None
         if ours:
             holds = timed["max_log_prob_error"] <= LOG_PROB_LIMIT
-        expected = ""
+        expectation = ""
         if ours:
-            expected = f"log-prob error at most {LOG_PROB_LIMIT:.0e}"
+            expectation = f"log-prob error at most {LOG_PROB_LIMIT:.0e}"
         numbers = {key: value for key, value in timed.items() if isinstance(value, float)}
-        yield CheckRow(f"TP{ranks}, {timed['name']}", text, expected, holds, numbers)
+        yield CheckRow(f"TP{ranks}, {timed['name']}", text, expectation, holds, numbers)
     for update in result["masks"][1:]:
         text = (
             f"{update['overhead']:+.2%} ± {update['overhead_iqr']:.2%} of the update, "

@@ -291,11 +291,11 @@ def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> CheckRow:
 
     cost = forward_flops(trainer.shape)
     flops = (1 + BACKWARD_FORWARDS) * sum(cost(length) for length in lengths)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for _ in range(STEPS):
         # Reads the gradient's norm back: it ends when the GPU has ended.
         take_step(trainer, batch)
-    seconds = (time.perf_counter() - began) / STEPS
+    seconds = (time.perf_counter() - start_time) / STEPS
     rate = flops / seconds
     peak = platform.peak_flops()
     figures: dict[str, Any] = {"seconds": seconds, "flops_per_second": rate}
@@ -319,9 +319,9 @@ def _state_times(trainer: Trainer, held_bytes: HeldBytes) -> Iterator[CheckRow]:
 
 
 def _seconds(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     action()
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def _speed_row(label: str, size: int, seconds: Sequence[float]) -> CheckRow:
