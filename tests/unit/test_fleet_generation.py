@@ -226,8 +226,9 @@ def test_a_refused_request_is_not_retried():
         raise EngineRequestError(400, "too long")
 
     client = ScriptedClient(refuse)
-    with pytest.raises(EngineRequestError, match=mentioning(400)):
+    with pytest.raises(EngineRequestError) as caught:
         run(client, 1, GenerationLimits(concurrency=1))
+    assert caught.value.status == 400
     assert client.attempts == {0: 0}
 
 

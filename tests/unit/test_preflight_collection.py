@@ -21,6 +21,7 @@ from megatron_dppo.cluster.preflight.network import addresses, collect_network
 from megatron_dppo.cluster.preflight.shared_folder import collect_shared_folder
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.system import toolkit as machine_toolkit
 from tests.slurm.recipes import write_config
 
 GIB = 2**30
@@ -235,12 +236,12 @@ def test_a_rank_names_the_wheels_cudnn_and_the_check_knows_it(cudnn_tree, monkey
     wheel = str(cudnn_tree / "site" / "nvidia" / "cudnn")
     environment = {"CUDA_HOME": toolkit}
     assert inspection.cudnn_library(environment).startswith(wheel)
-    assert toolkit.offer_cudnn(environment) == [f"CUDNN_HOME={wheel}"]
+    assert machine_toolkit.offer_cudnn(environment) == [f"CUDNN_HOME={wheel}"]
     assert environment["CUDNN_HOME"] == wheel
     assert inspection.cudnn_library(environment).startswith(wheel)
     for chosen in ("CUDNN_HOME", "CUDNN_PATH"):
         environment = {chosen: module}
-        assert toolkit.offer_cudnn(environment) == []
+        assert machine_toolkit.offer_cudnn(environment) == []
         assert environment == {chosen: module}
         assert inspection.cudnn_library(environment).startswith(module)
 
