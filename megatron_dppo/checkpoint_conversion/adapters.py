@@ -310,8 +310,8 @@ def modules_of(
     for matrix in candidates:
         is_excluded = bool(excluded) and _names(excluded, matrix)
         # Since transformers 5 a single expert is not a module, so PEFT does not find its matrices.
-        is_unfound = ".experts." in matrix and not has_experts
-        if not is_excluded and not is_unfound:
+        is_missed_by_peft = ".experts." in matrix and not has_experts
+        if not is_excluded and not is_missed_by_peft:
             selected.add(matrix)
     names = set(map(_last_name, selected))
     left_out: list[str] = []

@@ -410,7 +410,7 @@ class ReplayedRollouts:
     def _read(
         self, step: int, wanted_problems: Sequence[Problem]
     ) -> tuple[list[Trajectory], Seal | None]:
-        """Read this rank's trajectories and the seal, after a check of the batch. ``wanted``: the step's problems."""
+        """Read this rank's trajectories and the seal, after a check that it answers ``wanted_problems``."""
         try:
             saved = SavedBatch(self._folder, step)
         except FileNotFoundError as error:
