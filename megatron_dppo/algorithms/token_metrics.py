@@ -121,7 +121,7 @@ def _topk_mass(inputs: TokenInputs) -> dict[str, Tensor]:
 
 
 def _sum(selection: Tensor, value: Tensor) -> Tensor:
-    """Sum ``value`` over the tokens in ``where``, float64."""
+    """Sum ``value`` over the tokens in ``selection``, float64."""
     return torch.where(selection, value, 0.0).sum(dtype=torch.float64)
 
 

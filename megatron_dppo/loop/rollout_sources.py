@@ -410,7 +410,7 @@ class ReplayedRollouts:
     def _read(
         self, step: int, wanted_problems: Sequence[Problem]
     ) -> tuple[list[Trajectory], Seal | None]:
-        """Read this rank's trajectories and the seal, after a check that it answers ``wanted_problems``."""
+        """Check that the batch answers ``wanted_problems``, and read this rank's trajectories and the seal."""
         try:
             saved = SavedBatch(self._folder, step)
         except FileNotFoundError as error:
