@@ -37,7 +37,7 @@ the server calls."""
 def main() -> None:
     """Build a module with this machine's toolkit and load it."""
     name, folder = sys.argv[1:]
-    from megatron_dppo.system.compute import offer_tools
+    from megatron_dppo.system.toolkit import offer_tools
 
     offer_tools(os.environ)
     os.environ["SGLANG_JIT_CACHE_DIR"] = folder

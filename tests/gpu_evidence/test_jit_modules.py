@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.system.compute import toolkit_home
+from megatron_dppo.system.toolkit import toolkit_home
 from tests.gpu_evidence.jit_modules import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
