@@ -341,8 +341,10 @@ class EnvironmentHost:
     async def _reset(self, episode: int, problem: dict[str, Any]) -> str | dict[str, Any]:
         environment = self._make(**self._spec.options)
         self._environments[episode] = environment
-        if hasattr(type(environment), "note_sampling"):
-            environment.note_sampling(self._spec.sampling)
+        # An attribute of the class: an object's __getattr__ may answer to any name.
+        note_sampling = getattr(type(environment), "note_sampling", None)
+        if note_sampling is not None:
+            note_sampling(environment, self._spec.sampling)
         ids = tuple(problem.pop("prompt_ids"))
         messages = tuple(problem.pop("messages"))
         tools = tuple(problem.pop("tools"))

@@ -257,6 +257,7 @@ class Chaos:
         except psutil.NoSuchProcess:
             return None
         self.tally.kills[kind] += 1
+        print(f"step {self.newest_step}: killed a {kind}", flush=True)
         if kind == SUPERVISOR:
             # The kernel ends the rest with the supervisor.
             _, alive = psutil.wait_procs(family, timeout=30)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import math
 import os
 import resource
 import shutil
@@ -338,24 +339,31 @@ def _occurrence_of(case: Case) -> int:
 
 
 class Runner:
-    """Runs cases in chains below ``folder``, and each case of a chain with a difference alone."""
+    """Runs cases in chains below ``folder``, and each case of a chain with a difference alone.
 
-    def __init__(self, config: Path, folder: Path, calm: dict[str, Any]) -> None:
+    No chain begins after ``limit_s`` seconds.
+    """
+
+    def __init__(
+        self, config: Path, folder: Path, calm: dict[str, Any], limit_s: float = math.inf
+    ) -> None:
         self._config = config
+        self._ends_at = time.monotonic() + limit_s
         self._folder = folder
         self._calm = calm
         self._chains = 0
         self.results: list[Result] = []
 
     def run(self, cases: Sequence[Case]) -> None:
-        """Run all cases and collect their results."""
+        """Run all cases, or those for which there is time, and collect their results."""
         delays = [case for case in cases if case.kind == "delay"]
         for first in range(0, len(delays), DELAYS_OF_A_START):
-            self._run_delays(delays[first : first + DELAYS_OF_A_START])
+            if time.monotonic() < self._ends_at:
+                self._run_delays(delays[first : first + DELAYS_OF_A_START])
         # First occurrences first: a start that fails at the third time gets steps further.
         failing = [case for case in cases if case.kind != "delay"]
         waiting = deque(sorted(failing, key=_occurrence_of))
-        while waiting:
+        while waiting and time.monotonic() < self._ends_at:
             self._run_chain(waiting)
 
     def _run_delays(self, cases: Sequence[Case]) -> None:
@@ -483,7 +491,7 @@ def main() -> int:
             print(f"{count:4} {point}")
         return 0
     cases = cases_of(reached, options.points, options.kinds.split(","), OCCURRENCES)
-    runner = Runner(config, folder, calm)
+    runner = Runner(config, folder, calm, options.limit)
     runner.run(cases[options.part :: options.parts])
     results = runner.results
     (folder / f"results-{options.part}.json").write_text(
@@ -515,6 +523,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--part", type=int, default=0, help="which part of the cases, from 0 on")
     parser.add_argument(
         "--parts", type=int, default=1, help="into how many parts the cases are divided"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="seconds after which no further chain begins"
     )
     parser.add_argument(
         "--list", action="store_true", help="print the points that a calm run reaches"
