@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor, dtype, float32, zeros
+from torch import Tensor
 
 from megatron_dppo import block_fp8
 from megatron_dppo.engine.errors import EngineError
@@ -34,6 +35,7 @@ class EnginePart:
         start: first element in the engine tensor.
         block: the block of the Hugging Face tensor.
         width: length along the block's dimension in the engine; zeros fill it beyond the block.
+        adds_one: whether the engine holds 1 + the block.
     """
 
     rank: int
@@ -41,10 +43,14 @@ class EnginePart:
     start: int
     block: mapping.Segment
     width: int
+    adds_one: bool = False
 
-    def cut(self, hf_tensor: Tensor) -> Tensor:
-        """Cut the part out of the whole Hugging Face tensor: a view, or a copy where zeros are added."""
-        part = self.block.of_hf(hf_tensor)
+    def cut(self, hf_tensor: Tensor, engine_dtype: torch.dtype) -> Tensor:
+        """Compute the part's bytes in the engine from the whole Hugging Face tensor: a view, or a copy where the bytes
+        differ."""
+        part = self.block.of_hf(hf_tensor).to(engine_dtype)
+        if self.adds_one:
+            part = part + 1
         padding = self.width - self.block.length
         if padding == 0:
             return part
@@ -86,7 +92,7 @@ class EngineTensors:
             self.shapes = quantization.stored_tensors(self.shapes)
         self.parts: dict[str, list[EnginePart]] = {name: [] for name in self.shapes}
         self.sizes: list[dict[str, int]] = [{} for _ in range(ranks)]
-        self._dtypes: dict[str, dtype] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         for rank in range(ranks):
             for parameter in mapping.engine_parameters(shape, layout, rank):
                 self._add(rank, parameter)
@@ -94,24 +100,26 @@ class EngineTensors:
                     scales = quantization.scale_parameter(parameter)
                     self._add(rank, scales)
                     self._dtypes[_tensor_of(parameter)] = block_fp8.DTYPE
-                    self._dtypes[_tensor_of(scales)] = float32
+                    self._dtypes[_tensor_of(scales)] = torch.float32
 
-    def dtype_of(self, tensor: str, weights_dtype: dtype) -> dtype:
+    def dtype_of(self, tensor: str, weights_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of an engine tensor; ``weights_dtype`` is that of tensors that are not quantised."""
         return self._dtypes.get(tensor, weights_dtype)
 
-    def sent_dtype(self, name: str, weights_dtype: dtype) -> dtype:
+    def sent_dtype(self, name: str, weights_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the engine must receive the tensor ``name`` of a checkpoint."""
         if not self.quantized:
             return weights_dtype
         if name.endswith(quantization.SCALE):
-            return float32
+            return torch.float32
         return block_fp8.DTYPE if quantization.is_quantized(name) else weights_dtype
 
-    def _add(self, rank: int, parameter: mapping.LocalParameter) -> None:
+    def _add(self, rank: int, parameter: mapping.EngineParameter) -> None:
         # Blocks, also those of experts, are consecutive in the engine's memory, each followed by the engine's padding.
         tensor, is_expert, _ = parameter.name.partition("[")
         sizes = self.sizes[rank]
+        if parameter.dtype is not None:
+            self._dtypes[tensor] = getattr(torch, parameter.dtype)
         if not parameter.segments:
             sizes[tensor] = sizes.get(tensor, 0) + math.prod(parameter.shape)
         multiple = 1
@@ -122,7 +130,9 @@ class EngineTensors:
             width = -(-(end - block.local_start) // multiple) * multiple
             row = math.prod(parameter.shape) // parameter.shape[block.dim]
             sizes[tensor] = start + width * row
-            self.parts[block.hf_name].append(EnginePart(rank, tensor, start, block, width))
+            self.parts[block.hf_name].append(
+                EnginePart(rank, tensor, start, block, width, parameter.adds_one)
+            )
 
 
 def _tensor_of(parameter: mapping.LocalParameter) -> str:
@@ -151,13 +161,13 @@ class ExpectedChecksums:
 
     Args:
         tensors: the engine's tensors.
-        weights_dtype: dtype of every weight that the engine does not quantise.
+        weights_dtype: dtype of every weight that the engine does not quantise, and that has no dtype of its own.
 
     Raises:
         IncompleteWeightsError: a part of the model does not begin at a multiple of 4 bytes.
     """
 
-    def __init__(self, tensors: EngineTensors, weights_dtype: dtype) -> None:
+    def __init__(self, tensors: EngineTensors, weights_dtype: torch.dtype) -> None:
         self._tensors = tensors
         self._dtype = weights_dtype
         self._shapes = tensors.shapes
@@ -182,7 +192,8 @@ class ExpectedChecksums:
             self._check(name, tensor)
             for part in self._tensors.parts[name]:
                 stream = self._hash(part.rank, part.tensor)
-                parts.append((stream, part.cut(tensor), self._byte(part)))
+                engine_values = part.cut(tensor, self._engine_dtype(part.tensor))
+                parts.append((stream, engine_values, self._byte(part)))
         self._unfinished.append(add_parts(parts))
 
     def partial(self) -> Any:
@@ -214,7 +225,7 @@ class ExpectedChecksums:
         for rank, name in unfilled_tensors:
             # No Hugging Face tensor fills this engine tensor: it is padding, which the engine hashes too.
             elements = self._tensors.sizes[rank][name]
-            hashes[rank, name].add(zeros(elements, dtype=self._engine_dtype(name)), 0)
+            hashes[rank, name].add(torch.zeros(elements, dtype=self._engine_dtype(name)), 0)
         digests = []
         for rank, sizes in enumerate(self._tensors.sizes):
             digests.append({name: hashes[rank, name].hexdigest() for name in sizes})
@@ -252,7 +263,7 @@ class ExpectedChecksums:
             self._hashes[key] = TiledHash(size)
         return self._hashes[key]
 
-    def _engine_dtype(self, tensor: str) -> dtype:
+    def _engine_dtype(self, tensor: str) -> torch.dtype:
         return self._tensors.dtype_of(tensor, self._dtype)
 
     def _byte(self, part: EnginePart) -> int:

@@ -269,24 +269,32 @@ class Source:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """An SGLang parameter that fuses the same sources: name template and cut."""
+    """SGLang tensor <- Hugging Face tensors, cut by ``split``.
+
+    ``dtype`` is the tensor's type whatever the model's is; None: the model's. With ``adds_one`` the tensor holds 1 +
+    its source. A layer outside of ``layers`` does not have the row. A source may have several rows.
+    """
 
     name: str
     split: splits.Split
+    sources: tuple[Source, ...]
+    dtype: str | None = None
+    adds_one: bool = False
+    layers: LayerSet = every_layer
 
 
 @dataclass(frozen=True)
 class Rule:
     """Megatron parameter <- Hugging Face tensors, cut by ``split``.
 
-    ``engine`` is SGLang's parameter of the same tensors. None: a parameter with the Hugging Face name that is cut as in
+    ``engine`` are SGLang's tensors of the same sources. None: one with the Hugging Face name that is cut as in
     Megatron, except that SGLang pads a vocabulary differently. A layer outside of ``layers`` does not have the row.
     """
 
     megatron: str
     split: splits.Split
     sources: tuple[Source, ...]
-    engine: EngineRow | None = None
+    engine: tuple[EngineRow, ...] | None = None
     layers: LayerSet = every_layer
 
     @property
@@ -295,14 +303,14 @@ class Rule:
         return self.split is not splits.replicated
 
     @property
-    def in_engine(self) -> EngineRow:
-        """SGLang's parameter of the same sources."""
+    def in_engine(self) -> tuple[EngineRow, ...]:
+        """SGLang's tensors of the same sources."""
         if self.engine is not None:
             return self.engine
-        is_vocabulary = self.split is splits.vocabulary
-        return EngineRow(
-            self.sources[0].name, splits.engine_vocabulary if is_vocabulary else self.split
-        )
+        split = self.split
+        if split is splits.vocabulary:
+            split = splits.engine_vocabulary
+        return (EngineRow(self.sources[0].name, split, self.sources),)
 
 
 MEGATRON_LAYER = "decoder.layers.{layer}."
@@ -314,17 +322,31 @@ def layer_rule(
     split: splits.Split,
     *sources: tuple[str, tuple[str, ...]],
     engine: tuple[str, splits.Split] | None = None,
+    engine_dtype: str | None = None,
 ) -> Rule:
     """Return a layer's rule from names without the layer's prefix.
 
-    ``engine`` is name and cut of the parameter into which SGLang fuses the tensors; None where it fuses none.
+    ``engine`` is SGLang's name and cut if these differ; ``engine_dtype``: its type there if that is not the model's.
     """
-    return Rule(
-        MEGATRON_LAYER + megatron,
-        split,
-        tuple(Source(HF_LAYER + name, dims) for name, dims in sources),
-        None if engine is None else EngineRow(HF_LAYER + engine[0], engine[1]),
-    )
+    layer_sources = tuple(Source(HF_LAYER + name, dims) for name, dims in sources)
+    rule = Rule(MEGATRON_LAYER + megatron, split, layer_sources)
+    if engine is None and engine_dtype is None:
+        return rule
+    name, engine_split = engine or (sources[0][0], split)
+    row = EngineRow(HF_LAYER + name, engine_split, layer_sources, engine_dtype)
+    return replace(rule, engine=(row,))
+
+
+def engine_row(
+    name: str,
+    split: splits.Split,
+    *sources: tuple[str, tuple[str, ...]],
+    dtype: str | None = None,
+    layers: LayerSet = every_layer,
+) -> EngineRow:
+    """Return the row of an SGLang tensor in a layer, from names without the layer's prefix."""
+    layer_sources = tuple(Source(HF_LAYER + source, dims) for source, dims in sources)
+    return EngineRow(HF_LAYER + name, split, layer_sources, dtype, layers=layers)
 
 
 def in_layers(layers: LayerSet, *rules: Rule) -> tuple[Rule, ...]:
@@ -335,6 +357,14 @@ def in_layers(layers: LayerSet, *rules: Rule) -> tuple[Rule, ...]:
 def norm(megatron: str, hf: str, dim: str = "hidden") -> Rule:
     """Return the rule of a norm's weight, which every rank holds whole."""
     return layer_rule(megatron, splits.replicated, (hf, (dim,)))
+
+
+def gemma_norm(megatron: str, hf: str, dim: str = "hidden") -> Rule:
+    """The weight of SGLang's GemmaRMSNorm, which keeps 1 + weight in a tensor of its own beside it."""
+    rule = norm(megatron, hf, dim)
+    (row,) = rule.in_engine
+    name = row.name.removesuffix("weight") + "gemma_weight"
+    return replace(rule, engine=(row, replace(row, name=name, adds_one=True)))
 
 
 def qkv(kind: str, *dims: str) -> Rule:
@@ -352,15 +382,19 @@ def qkv(kind: str, *dims: str) -> Rule:
     )
 
 
-def moe_router(block: str = "mlp") -> tuple[Rule, ...]:
+def moe_router(block: str = "mlp", engine_dtype: str | None = None) -> tuple[Rule, ...]:
     """Return the rules of the norm before a layer's experts and of their router.
 
-    ``block`` is the family's name of the MoE layer.
+    ``block`` is the family's name of the MoE layer; ``engine_dtype`` the type of SGLang's router if it is not the
+    model's.
     """
     return (
         norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
         layer_rule(
-            "mlp.router.weight", splits.replicated, (f"{block}.gate.weight", ("experts", "hidden"))
+            "mlp.router.weight",
+            splits.replicated,
+            (f"{block}.gate.weight", ("experts", "hidden")),
+            engine_dtype=engine_dtype,
         ),
     )
 
@@ -478,6 +512,8 @@ class Family:
     ``model_type`` and ``architecture``: what config.json calls it, and its class in transformers and
     SGLang. ``read``: ModelShape from the file's entries; what the table does not describe it notes as a
     fault. ``layer``: rows once a layer, before the experts. ``expert``: rows once an expert of a layer that routes.
+    ``engine``: SGLang's tensors in a layer that are made of the sources of several rows, or of a part of a row's; these
+    rows replace the tensors that the sources' rows imply.
     ``megatron``: fields of Megatron's TransformerConfig that follow neither from the shape nor from the
     table. ``engine_keeps_output``: SGLang's model keeps an output matrix of its own, whatever
     ``tie_word_embeddings`` says. ``most_engine_ranks``: the most tensor-parallel ranks on which SGLang's model computes
@@ -489,6 +525,7 @@ class Family:
     read: ReadShape
     layer: tuple[Rule, ...]
     expert: tuple[Rule, ...] = ()
+    engine: tuple[EngineRow, ...] = ()
     megatron: Mapping[str, Any] = field(default_factory=dict)
     engine_keeps_output: bool = False
     most_engine_ranks: int | None = None
@@ -499,6 +536,20 @@ class Family:
     def rules_of(self, shape: ModelShape, layer: int) -> list[Rule]:
         """The rows of ``layer`` before its experts."""
         return [rule for rule in self.layer if rule.layers(shape, layer)]
+
+    def engine_rows_of(self, shape: ModelShape, layer: int) -> list[EngineRow]:
+        """SGLang's tensors in ``layer``, without its experts."""
+        rows = [row for row in self.engine if row.layers(shape, layer)]
+        named_sources = {source for row in rows for source in row.sources}
+        implied_rows: list[EngineRow] = []
+        for rule in self.rules_of(shape, layer):
+            if not named_sources.issuperset(rule.sources):
+                implied_rows += rule.in_engine
+        return implied_rows + rows
+
+    def engine_expert_rows_of(self, shape: ModelShape, layer: int) -> list[EngineRow]:
+        """SGLang's tensors of each expert of ``layer``; none if it is dense."""
+        return [row for rule in self.expert_rules_of(shape, layer) for row in rule.in_engine]
 
     def expert_rules_of(self, shape: ModelShape, layer: int) -> tuple[Rule, ...]:
         """The rows of each expert of ``layer``; none if it is dense."""
@@ -534,6 +585,14 @@ def layers_are_alike(shape: ModelShape) -> bool:
     rules = (*family.layer, *in_layers(routed_layers, *family.expert))
     counts = {sum(rule.layers(shape, layer) for layer in range(shape.num_layers)) for rule in rules}
     return counts <= {0, shape.num_layers}
+
+
+def engine_layer_counts(shape: ModelShape) -> list[tuple[EngineRow, int]]:
+    """Each of SGLang's tensors in layers, without experts, with the number of layers that have it."""
+    counts = Counter[EngineRow]()
+    for layer in range(shape.num_layers):
+        counts.update(family_of(shape).engine_rows_of(shape, layer))
+    return list(counts.items())
 
 
 def layer_counts(shape: ModelShape, layers: Iterable[int]) -> list[tuple[Rule, int]]:

@@ -18,7 +18,13 @@ from operator import attrgetter
 
 from megatron_dppo.model.adapters import Adapters, adapter_parameters, adapter_tensors
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import LocalParameter, Segment, hf_tensors, primary_parameters
+from megatron_dppo.model.mapping import (
+    LocalParameter,
+    Segment,
+    hf_tensors,
+    primary_parameters,
+    tensors_sent_together,
+)
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Dims
 
@@ -111,7 +117,8 @@ def adapter_buckets_plan(
         return [p for p in adapter_parameters(adapters, shape, layout, rank) if p.is_primary]
 
     plan = _plan(adapter_tensors(adapters, shape), layout, parameters)
-    return [Bucket(tuple(group)) for group in _groups(plan, bucket_bytes, item_bytes)]
+    groups = _groups(_units(plan), bucket_bytes, item_bytes)
+    return [Bucket(tuple(group)) for group in groups]
 
 
 def _plan(
@@ -146,6 +153,9 @@ def hf_buckets_plan(
 ) -> list[Bucket]:
     """Divide ``gather_plan`` into buckets of at most ``bucket_bytes``. A larger tensor gets a bucket of its own.
 
+    Tensors that the engine must receive together (``tensors_sent_together``) are in one bucket, at the place of the
+    first.
+
     Args:
         shape: The model.
         layout: The trainer's layout.
@@ -155,12 +165,14 @@ def hf_buckets_plan(
             while others gather. Else gather all on rank 0, in model order.
         ranks_per_node: Above 1: one receiver in each group of that many ranks (``node_receivers``).
     """
-    sources = gather_plan(shape, layout)
-    receivers = node_receivers(sources, ranks_per_node) if spread else [0] * len(sources)
-    tensors: dict[int, list[TensorSources]] = {}
-    for tensor, receiver in zip(sources, receivers, strict=True):
-        tensors.setdefault(receiver, []).append(tensor)
-    return buckets_in_turn(tensors, bucket_bytes, item_bytes)
+    units = _units(gather_plan(shape, layout), tensors_sent_together(shape))
+    receivers = [0] * len(units)
+    if spread:
+        receivers = node_receivers([_joined(unit) for unit in units], ranks_per_node)
+    units_by_receiver: dict[int, list[Unit]] = {}
+    for unit, receiver in zip(units, receivers, strict=True):
+        units_by_receiver.setdefault(receiver, []).append(unit)
+    return _buckets_in_turn(units_by_receiver, bucket_bytes, item_bytes)
 
 
 def buckets_in_turn(
@@ -169,8 +181,39 @@ def buckets_in_turn(
     item_bytes: int,
 ) -> list[Bucket]:
     """Divide each receiver's ``tensors`` into buckets, and alternate between the receivers."""
+    units = {receiver: _units(share) for receiver, share in tensors.items()}
+    return _buckets_in_turn(units, bucket_bytes, item_bytes)
+
+
+Unit = tuple[TensorSources, ...]
+"""Tensors of one bucket."""
+
+
+def _units(
+    tensors: Sequence[TensorSources], together: Sequence[tuple[str, ...]] = ()
+) -> list[Unit]:
+    """Join the tensors of each group of names in ``together``, at the place of the first; the others are alone."""
+    group_of = {name: group for group in together for name in group}
+    units: dict[str, list[TensorSources]] = {}
+    for tensor in tensors:
+        first_name = group_of.get(tensor.name, (tensor.name,))[0]
+        units.setdefault(first_name, []).append(tensor)
+    return [tuple(unit) for unit in units.values()]
+
+
+def _joined(unit: Unit) -> TensorSources:
+    """The pieces of all tensors of ``unit``, to choose a receiver."""
+    pieces = tuple(piece for tensor in unit for piece in tensor.pieces)
+    return TensorSources(unit[0].name, (sum(tensor.elements for tensor in unit),), pieces)
+
+
+def _buckets_in_turn(
+    units: Mapping[int, list[Unit]],
+    bucket_bytes: int,
+    item_bytes: int,
+) -> list[Bucket]:
     buckets_by_receiver = []
-    for receiver, share in sorted(tensors.items()):
+    for receiver, share in sorted(units.items()):
         groups = _groups(share, bucket_bytes, item_bytes)
         buckets_by_receiver.append([Bucket(tuple(group), receiver) for group in groups])
     buckets: list[Bucket] = []
@@ -233,19 +276,19 @@ def _largest_holder(elements: Counter[int]) -> int:
 
 
 def _groups(
-    plan: list[TensorSources],
+    units: Sequence[Unit],
     bucket_bytes: int,
     item_bytes: int,
 ) -> Iterator[list[TensorSources]]:
     group: list[TensorSources] = []
     filled = 0
     # Keep the order, although a better packing could save a bucket: all ranks then compute the same plan.
-    for tensor in plan:
-        size = tensor.elements * item_bytes
+    for unit in units:
+        size = sum(tensor.elements for tensor in unit) * item_bytes
         if group and filled + size > bucket_bytes:
             yield group
             group, filled = [], 0
-        group.append(tensor)
+        group += unit
         filled += size
     if group:
         yield group

@@ -11,11 +11,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from megatron_dppo.model.engine_layout import EngineLayout, check_engine_sizes
 from megatron_dppo.model.errors import LayoutError
-from megatron_dppo.model.families import Rule, Source, family_of
+from megatron_dppo.model.families import EngineRow, Rule, Source, family_of
 from megatron_dppo.model.layout import (
     Layout,
     RankCoordinates,
@@ -35,6 +35,7 @@ class Narrowable(Protocol):
 
 
 T = TypeVar("T", bound=Narrowable)
+RowT = TypeVar("RowT", Rule, EngineRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,19 @@ class LocalParameter:
     is_primary: bool
 
 
+@dataclass(frozen=True, slots=True)
+class EngineParameter(LocalParameter):
+    """A tensor of one rank of the engine.
+
+    Attributes:
+        dtype: Its type whatever the model's is; None: the model's.
+        adds_one: Whether it holds 1 + its source.
+    """
+
+    dtype: str | None = None
+    adds_one: bool = False
+
+
 def hf_tensors(shape: ModelShape) -> dict[str, Dims]:
     """Every tensor of the Hugging Face checkpoint, in model order. Tied embeddings: no ``lm_head.weight``."""
     family = family_of(shape)
@@ -124,8 +138,8 @@ def check_engine_layout(shape: ModelShape, engine: EngineLayout) -> None:
         )
 
 
-def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> list[LocalParameter]:
-    """All parameters of engine ``rank``. Names are SGLang's; a local expert's slice is ``...w13_weight[i]``.
+def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> list[EngineParameter]:
+    """All tensors of engine ``rank``. Names are SGLang's; a local expert's slice is ``...w13_weight[i]``.
 
     ``is_primary`` marks the first copy of a tensor that several ranks hold. Raises LayoutError.
     """
@@ -133,10 +147,20 @@ def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> lis
     ep_rank, etp_rank = divmod(rank, engine.expert_tensor)
     parameters = []
     for row in _engine_rows(shape, engine, ep_rank):
-        target = row.rule.in_engine
+        target = row.rule
         part = (etp_rank, engine.expert_tensor) if row.is_expert else (rank, engine.tensor)
-        is_primary = target.split is not replicated or rank == 0
-        parameters.append(_parameter(shape, row, target.name, target.split, part, 0, is_primary))
+        shard = shard_of(target.split, target.sources, shape, *part)
+        parameters.append(
+            EngineParameter(
+                chunk=0,
+                name=target.name.format(layer=row.layer, expert=row.local_expert),
+                shape=shard.shape,
+                segments=_segments(shard, row),
+                is_primary=target.split is not replicated or rank == 0,
+                dtype=target.dtype,
+                adds_one=target.adds_one,
+            )
+        )
     return parameters
 
 
@@ -152,6 +176,18 @@ def engine_inputs(shape: ModelShape, hf_name: str) -> list[str]:
     if is_twice:
         return [embedding, output]
     return [hf_name]
+
+
+def tensors_sent_together(shape: ModelShape) -> list[tuple[str, ...]]:
+    """Groups of Hugging Face tensors that the engine must receive in one bucket: the sources of an engine tensor that
+    its family names in ``Family.engine``. SGLang builds such a tensor from the tensors of one call, and silently drops
+    a source that comes alone."""
+    groups = []
+    for layer in range(shape.num_layers):
+        for row in family_of(shape).engine:
+            if len(row.sources) > 1 and row.layers(shape, layer):
+                groups.append(tuple(source.name.format(layer=layer) for source in row.sources))
+    return groups
 
 
 def experts_of(shape: ModelShape, rank: int, ranks: int) -> range:
@@ -174,10 +210,10 @@ def shard_of(
     return split(dims, shape, rank, size)
 
 
-class _MappingRow(NamedTuple):
+class _MappingRow(NamedTuple, Generic[RowT]):
     """A table row for one layer and expert. These numbers are 0 for rows outside of layers or experts."""
 
-    rule: Rule
+    rule: RowT
     is_expert: bool = False
     is_tied_copy: bool = False
     layer: int = 0
@@ -186,7 +222,7 @@ class _MappingRow(NamedTuple):
     local_expert: int = 0
 
 
-def _layer_rows(shape: ModelShape, layers: range, experts: range) -> Iterator[_MappingRow]:
+def _layer_rows(shape: ModelShape, layers: range, experts: range) -> Iterator[_MappingRow[Rule]]:
     family = family_of(shape)
     for local_layer, layer in enumerate(layers):
         for rule in family.rules_of(shape, layer):
@@ -202,7 +238,7 @@ def _chunk_rows(
     layout: Layout,
     coordinates: RankCoordinates,
     chunk: int,
-) -> Iterator[_MappingRow]:
+) -> Iterator[_MappingRow[Rule]]:
     family = family_of(shape)
     is_first = chunk == 0 and coordinates.pp == 0
     is_last = chunk == layout.chunks - 1 and coordinates.pp == layout.pipeline - 1
@@ -220,19 +256,25 @@ def _chunk_rows(
             yield _MappingRow(tied, is_tied_copy=True)
 
 
-def _engine_rows(shape: ModelShape, engine: EngineLayout, ep_rank: int) -> Iterator[_MappingRow]:
+def _engine_rows(
+    shape: ModelShape, engine: EngineLayout, ep_rank: int
+) -> Iterator[_MappingRow[EngineRow]]:
     family = family_of(shape)
-    yield _MappingRow(family.embedding)
     experts = experts_of(shape, ep_rank, engine.expert)
-    yield from _layer_rows(shape, range(shape.num_layers), experts)
-    yield _MappingRow(family.final_norm)
+    yield from map(_MappingRow, family.embedding.in_engine)
+    for layer in range(shape.num_layers):
+        for row in family.engine_rows_of(shape, layer):
+            yield _MappingRow(row, layer=layer)
+        expert_rows = family.engine_expert_rows_of(shape, layer)
+        for local_expert, expert in enumerate(experts):
+            for row in expert_rows:
+                yield _MappingRow(row, True, False, layer, layer, expert, local_expert)
+    yield from map(_MappingRow, family.final_norm.in_engine)
     if not shape.tied_embeddings:
-        yield _MappingRow(family.output)
+        yield from map(_MappingRow, family.output.in_engine)
     elif family.engine_keeps_output:
-        output = family.output
-        yield _MappingRow(
-            replace(output, sources=family.embedding.sources, engine=output.in_engine)
-        )
+        for row in family.output.in_engine:
+            yield _MappingRow(replace(row, sources=family.embedding.sources))
 
 
 def _trainer_parameters(
@@ -257,30 +299,30 @@ def _trainer_parameters(
             is_primary = is_first_copy and (rule.tensor_parallel or part[0] == 0)
             is_primary = is_primary and not row.is_tied_copy
             if is_primary or not primary_only:
-                yield _parameter(shape, row, rule.megatron, rule.split, part, chunk, is_primary)
+                yield _parameter(shape, row, part, chunk, is_primary)
 
 
 def _parameter(
     shape: ModelShape,
-    row: _MappingRow,
-    name: str,
-    split: Split,
+    row: _MappingRow[Rule],
     part: tuple[int, int],
     chunk: int,
     is_primary: bool,
 ) -> LocalParameter:
-    """Build a parameter. ``name`` is a template; ``part`` is the tensor-parallel rank and the number of these ranks."""
-    shard = shard_of(split, row.rule.sources, shape, *part)
-    sources = [
-        source.name.format(layer=row.layer, expert=row.expert) for source in row.rule.sources
-    ]
+    """Build a parameter. ``part`` is the tensor-parallel rank and the number of these ranks."""
+    shard = shard_of(row.rule.split, row.rule.sources, shape, *part)
     return LocalParameter(
         chunk=chunk,
-        name=name.format(layer=row.local_layer, expert=row.local_expert),
+        name=row.rule.megatron.format(layer=row.local_layer, expert=row.local_expert),
         shape=shard.shape,
-        segments=tuple(
-            Segment(sources[b.source], b.dim, b.source_start, b.local_start, b.length)
-            for b in shard.blocks
-        ),
+        segments=_segments(shard, row),
         is_primary=is_primary,
+    )
+
+
+def _segments(shard: Shard, row: _MappingRow[Any]) -> tuple[Segment, ...]:
+    names = [source.name.format(layer=row.layer, expert=row.expert) for source in row.rule.sources]
+    return tuple(
+        Segment(names[b.source], b.dim, b.source_start, b.local_start, b.length)
+        for b in shard.blocks
     )

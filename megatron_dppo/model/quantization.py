@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError
-from megatron_dppo.model.mapping import LocalParameter, Segment, engine_parameters
+from megatron_dppo.model.mapping import EngineParameter, LocalParameter, Segment, engine_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Dims
 
@@ -67,7 +67,7 @@ def holds_quantized(parameter: LocalParameter) -> bool:
     return any(is_quantized(segment.hf_name) for segment in parameter.segments)
 
 
-def scale_parameter(parameter: LocalParameter) -> LocalParameter:
+def scale_parameter(parameter: EngineParameter) -> EngineParameter:
     """The engine's parameter of the scales of ``parameter``, whose blocks do not straddle its segments."""
     tensor, bracket, expert = parameter.name.partition("[")
     segments: list[Segment] = []

@@ -36,9 +36,8 @@ Split = Callable[[Sequence[Dims], ModelShape, int, int], Shard]
 
 
 def replicated(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """The whole tensor on every rank (norms, the router)."""
-    (dims,) = sources
-    return Shard(dims, (Block(0, 0, 0, 0, dims[0]),))
+    """The whole tensor on every rank (norms, the router); several sources are stacked."""
+    return _cut_and_stack(sources, 0, 0, 1)
 
 
 def column_parallel(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:

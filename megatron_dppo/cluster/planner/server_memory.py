@@ -8,9 +8,9 @@ from functools import cache
 from megatron_dppo.cluster.planner import devices
 from megatron_dppo.cluster.planner.facts import EngineFacts, RolloutFacts
 from megatron_dppo.model import mapping
-from megatron_dppo.model.families import Rule, family_of, layer_counts
+from megatron_dppo.model.families import EngineRow, engine_layer_counts, family_of
 from megatron_dppo.model.quantization import stored_bytes
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 
 _ITEM = 2
 
@@ -46,26 +46,30 @@ def weight_bytes(
     *,
     quantized: bool = False,
 ) -> int:
-    """Return the bytes of an engine rank's weights: the family's rules, split as SGLang does (``in_engine``).
+    """Return the bytes of an engine rank's weights: the rows of SGLang's tensors.
 
-    The weights are bf16; with ``quantized``, linear layers and experts are block FP8 with their scales.
+    The weights are bf16 or of their own type; with ``quantized``, linear layers and experts are block FP8 with their
+    scales.
     """
     mapping.check_engine_layout(shape, layout)
     family = family_of(shape)
-    rules = layer_counts(shape, range(shape.num_layers))
-    rules += [(family.embedding, 1), (family.final_norm, 1)]
+    rows = engine_layer_counts(shape)
+    ends = [family.embedding, family.final_norm]
     if not shape.tied_embeddings or mapping.keeps_untied_output(shape):
-        rules.append((family.embedding, 1))
-    total = sum(_bytes(rule, shape, layout.tensor, quantized) * count for rule, count in rules)
+        ends.append(family.embedding)
+    rows += [(row, 1) for rule in ends for row in rule.in_engine]
+    total = sum(_bytes(row, shape, layout.tensor, quantized) * count for row, count in rows)
     experts = len(shape.moe_layers) * shape.num_experts // layout.expert
     for rule in family.expert:
-        total += _bytes(rule, shape, layout.expert_tensor, quantized) * experts
+        for row in rule.in_engine:
+            total += _bytes(row, shape, layout.expert_tensor, quantized) * experts
     return total
 
 
-def _bytes(rule: Rule, shape: ModelShape, size: int, quantized: bool) -> int:
-    dims = mapping.shard_of(rule.in_engine.split, rule.sources, shape, 0, size).shape
-    return stored_bytes(rule.sources[0].name, dims, _ITEM, quantized=quantized)
+def _bytes(row: EngineRow, shape: ModelShape, size: int, quantized: bool) -> int:
+    dims = mapping.shard_of(row.split, row.sources, shape, 0, size).shape
+    item = _ITEM if row.dtype is None else ITEM_BYTES[row.dtype]
+    return stored_bytes(row.sources[0].name, dims, item, quantized=quantized)
 
 
 def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:

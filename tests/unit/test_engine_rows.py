@@ -1,0 +1,249 @@
+"""SGLang's tensors as a table: names, sources, types and 1 + weight, with a planted fault for each kind of row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dppo.cluster.planner.server_memory import weight_bytes
+from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
+from megatron_dppo.model import splits
+from megatron_dppo.model.engine_layout import EngineLayout
+from megatron_dppo.model.families import (
+    ATTENTION,
+    FAMILIES,
+    QK_NORM,
+    EngineRow,
+    dense_layers,
+    engine_row,
+    gemma_norm,
+    layer_rule,
+    moe_router,
+)
+from megatron_dppo.model.gather_plan import hf_buckets_plan
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.resharding import prove_resharding
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.tensor_hash import tiled_hash
+from megatron_dppo.weight_sync.verification import compare_checksums
+from tests.planted_families import planted
+from tests.unit.test_engine_checksums import model_shape
+
+FUSED = engine_row(
+    "self_attn.fused_norms.weight",
+    splits.replicated,
+    ("self_attn.q_norm.weight", ("head",)),
+    ("self_attn.k_norm.weight", ("head",)),
+)
+QK = engine_row(
+    "self_attn.qk_proj.weight",
+    splits.column_parallel,
+    ("self_attn.q_proj.weight", ("query", "hidden")),
+    ("self_attn.k_proj.weight", ("kv", "hidden")),
+)
+V = engine_row(
+    "self_attn.v_proj.weight",
+    splits.column_parallel,
+    ("self_attn.v_proj.weight", ("kv", "hidden")),
+)
+GATE = "model.layers.{}.mlp.gate.weight"
+ONE_PLUS = "model.layers.{}.input_layernorm.gemma_weight"
+
+
+@pytest.fixture(autouse=True)
+def family() -> Iterator[None]:
+    """Rows of every kind: fp32, 1 + weight, two rows' sources in one tensor, one row's sources in two tensors."""
+    _, *attention = ATTENTION
+    table = replace(
+        FAMILIES["qwen3_moe"],
+        layer=(
+            gemma_norm("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+            *attention,
+            *QK_NORM,
+            *moe_router(engine_dtype="float32"),
+        ),
+        engine=(FUSED, QK, V),
+    )
+    with planted(table):
+        yield
+
+
+@pytest.fixture
+def shape() -> ModelShape:
+    return replace(model_shape(), num_layers=2, dtype="bfloat16")
+
+
+def weights(shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return {name: torch.randn(size).bfloat16() for name, size in hf_tensors(shape).items()}
+
+
+def expected(shape: ModelShape, hf: dict[str, Tensor], ranks: int = 1) -> list[dict[str, str]]:
+    checksums = ExpectedChecksums(EngineTensors(shape, ranks), torch.bfloat16)
+    checksums.add(hf.items())
+    return checksums.digests([checksums.partial()])
+
+
+def layer_in_engine(hf: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
+    """The layer's tensors of these kinds, as SGLang's loader builds them."""
+    prefix = f"model.layers.{layer}."
+    attention = f"{prefix}self_attn."
+    norm = hf[f"{prefix}input_layernorm.weight"]
+    return {
+        f"{attention}fused_norms.weight": torch.cat(
+            [hf[f"{attention}q_norm.weight"], hf[f"{attention}k_norm.weight"]]
+        ),
+        f"{attention}qk_proj.weight": torch.cat(
+            [hf[f"{attention}q_proj.weight"], hf[f"{attention}k_proj.weight"]]
+        ),
+        f"{attention}v_proj.weight": hf[f"{attention}v_proj.weight"],
+        f"{prefix}input_layernorm.weight": norm,
+        ONE_PLUS.format(layer): norm.clone().add_(1.0),
+        GATE.format(layer): hf[GATE.format(layer)].float(),
+    }
+
+
+def in_engine(hf: dict[str, Tensor]) -> dict[str, Tensor]:
+    return layer_in_engine(hf, 0) | layer_in_engine(hf, 1)
+
+
+def test_rows_of_each_kind_have_the_bytes_that_sglang_builds(shape: ModelShape) -> None:
+    hf = weights(shape)
+    (got,) = expected(shape, hf)
+    engine = in_engine(hf)
+    assert {name: got[name] for name in engine} == {n: tiled_hash(t) for n, t in engine.items()}
+    absent = ("qkv_proj", "q_norm", "k_norm")
+    assert not [name for name in got if any(part in name for part in absent)]
+
+
+def mixed_up_halves(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = "model.layers.1.self_attn.fused_norms.weight"
+    engine[name] = engine[name].roll(len(engine[name]) // 2)
+    return name
+
+
+def half_of_the_update_before(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = "model.layers.1.self_attn.qk_proj.weight"
+    rows = len(hf["model.layers.1.self_attn.q_proj.weight"])
+    engine[name][rows:] = torch.ones_like(engine[name][rows:])
+    return name
+
+
+def missing_one(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = ONE_PLUS.format(0)
+    engine[name] = hf["model.layers.0.input_layernorm.weight"]
+    return name
+
+
+def type_of_the_model(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = GATE.format(0)
+    engine[name] = hf[name]
+    return name
+
+
+def rows_of_another_layer(engine: dict[str, Tensor], hf: dict[str, Tensor]) -> str:
+    name = "model.layers.1.self_attn.v_proj.weight"
+    engine[name] = hf["model.layers.0.self_attn.v_proj.weight"]
+    return name
+
+
+FAULTS = [
+    mixed_up_halves,
+    half_of_the_update_before,
+    missing_one,
+    type_of_the_model,
+    rows_of_another_layer,
+]
+
+
+@pytest.mark.parametrize("plant", FAULTS)
+def test_a_planted_fault_is_named(shape: ModelShape, plant) -> None:
+    hf = weights(shape)
+    engine = in_engine(hf)
+    name = plant(engine, hf)
+    (got,) = expected(shape, hf)
+    actual = got | {tensor: tiled_hash(values) for tensor, values in engine.items()}
+    assert [m.tensor for m in compare_checksums([got], [actual])] == [name]
+
+
+def test_an_update_with_the_rows_of_another_layer_is_named(shape: ModelShape) -> None:
+    """The trainer's side, too: the checksums of a wrong stream differ in these tensors alone."""
+    hf = weights(shape)
+    swapped = dict(hf)
+    for layer in (0, 1):
+        name = f"model.layers.{layer}.self_attn.k_proj.weight"
+        swapped[name] = hf[f"model.layers.{1 - layer}.self_attn.k_proj.weight"]
+    found = compare_checksums(expected(shape, swapped), expected(shape, hf))
+    assert {m.tensor for m in found} == {
+        f"model.layers.{layer}.self_attn.qk_proj.weight" for layer in (0, 1)
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_element_lands_in_every_tensor_that_needs_it(shape: ModelShape, ranks: int) -> None:
+    report = prove_resharding(shape, Layout(tensor=2, expert_tensor=2), EngineLayout(ranks))
+    assert sum(report.holds) == report.model_bytes
+    assert len(expected(shape, weights(shape), ranks)) == ranks
+
+
+def test_the_planner_counts_types_and_derived_tensors(shape: ModelShape) -> None:
+    plain = FAMILIES["qwen3_moe"]
+    with planted(replace(plain, layer=(*ATTENTION, *QK_NORM, *moe_router()), engine=())):
+        before = weight_bytes.__wrapped__(shape, EngineLayout(1))
+    gates, norms = 2 * 3 * 8, 2 * 8
+    assert weight_bytes.__wrapped__(shape, EngineLayout(1)) == before + 2 * gates + 2 * norms
+
+
+def test_a_row_of_the_engine_holds_for_its_layers_only(shape: ModelShape) -> None:
+    table = FAMILIES["qwen3_moe"]
+    in_no_layer = replace(FUSED, layers=dense_layers)
+    with planted(replace(table, engine=(in_no_layer, QK, V))):
+        (got,) = expected(shape, weights(shape))
+    assert "model.layers.0.self_attn.q_norm.weight" in got
+    assert FUSED.name.format(layer=0) not in got
+
+
+def test_a_rule_can_name_the_type_of_the_engine_s_tensor() -> None:
+    sources = (("mlp.gate.bias", ("experts",)),)
+    rule = layer_rule("mlp.router.bias", splits.replicated, *sources, engine_dtype="float32")
+    name = "model.layers.{layer}.mlp.gate.bias"
+    assert rule.in_engine == (EngineRow(name, splits.replicated, rule.sources, "float32"),)
+
+
+def bucket_of(shape: ModelShape, bucket_bytes: int, **options: int | bool) -> dict[str, int]:
+    """The number of each tensor's bucket."""
+    layout = Layout(tensor=2, pipeline=2, expert_tensor=2)
+    plan = hf_buckets_plan(shape, layout, bucket_bytes, 2, **options)
+    found: dict[str, int] = {}
+    for number, bucket in enumerate(plan):
+        found |= dict.fromkeys((tensor.name for tensor in bucket.tensors), number)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"spread": True}, {"spread": True, "ranks_per_node": 2}])
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 150, 200, 256, 400, 10**6])
+def test_the_sources_of_an_engine_tensor_are_never_in_two_buckets(
+    shape: ModelShape, bucket_bytes: int, options: dict[str, int | bool]
+) -> None:
+    found = bucket_of(shape, bucket_bytes, **options)
+    assert found.keys() == hf_tensors(shape).keys()
+    for layer in (0, 1):
+        for row in (FUSED, QK):
+            numbers = {found[source.name.format(layer=layer)] for source in row.sources}
+            assert len(numbers) == 1, (row.name, bucket_bytes)
+
+
+def test_an_edge_between_two_sources_moves_to_before_them(shape: ModelShape) -> None:
+    """A bucket that has room for the queries' 128 bytes of rows but not for the keys' 64."""
+    query, key = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qk")
+    with planted(replace(FAMILIES["qwen3_moe"], engine=())):
+        apart = bucket_of(shape, 2 * (100 * 8 + 8 + 64))
+    assert apart[query] == 0 < apart[key]
+    together = bucket_of(shape, 2 * (100 * 8 + 8 + 64))
+    assert together[query] == together[key] == 1
+    assert together["model.layers.0.input_layernorm.weight"] == 0
