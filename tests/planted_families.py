@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
-from megatron_dppo.model import families
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_dppo.model import families, mapping, resharding
 from megatron_dppo.model.families import FAMILIES, ConfigFacts, Family
 from megatron_dppo.model.shape import ModelShape
 
@@ -32,7 +36,33 @@ def mixed_family() -> Family:
 @contextmanager
 def planted(family: Family) -> Iterator[None]:
     """Let ``family`` replace the one of its ``model_type`` inside this context."""
-    families.layers_are_alike.cache_clear()
     with patch.dict(FAMILIES, {family.model_type: family}):
+        _forget()
         yield
+    _forget()
+
+
+def _forget() -> None:
+    """Clear what is cached by a model's shape, which names its family only."""
     families.layers_are_alike.cache_clear()
+    mapping.own_dtypes.cache_clear()
+    mapping.parameters.cache_clear()
+    resharding._engine_segments.cache_clear()
+
+
+def biased_family() -> Family:
+    """Qwen3-MoE's table with a router's bias in float32, which its models in transformers do not have."""
+    layer = (*families.ATTENTION, *families.QK_NORM, *families.moe_router(), families.router_bias())
+    return replace(FAMILIES["qwen3_moe"], layer=layer)
+
+
+def add_router_bias(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Add the biases of ``biased_family`` to the tiny model in ``folder``, and return its tensors."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    gates = [name for name in tensors if name.endswith(".mlp.gate.weight")]
+    for number, gate in enumerate(gates):
+        values = torch.linspace(-1, 1, len(tensors[gate])).mul(0.1003 * (number + 1))
+        tensors[gate.replace("weight", "e_score_correction_bias")] = values.to(dtype)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return tensors

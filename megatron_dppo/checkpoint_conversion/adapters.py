@@ -15,6 +15,7 @@ from megatron_dppo.checkpoint_conversion import hf_folder, tensor_store, torch_d
 from megatron_dppo.checkpoint_conversion.certificate import (
     Certificate,
     TensorHashes,
+    other_dtypes,
     source_certificate,
 )
 from megatron_dppo.checkpoint_conversion.streaming import Progress
@@ -378,8 +379,11 @@ def merge_adapters(
                 hashes.update(name, rows)
                 writer.write_rows(name, start, rows)
                 progress(rows.nbytes)
-            dtype = str(next(iter(specs.values())).dtype).removeprefix("torch.")
-            certificate = Certificate("huggingface", shape, dtype, dtype, hashes.digests())
+            (dtype,) = tensor_store.dtypes_of(base, shape)
+            dtypes = other_dtypes({name: spec.dtype for name, spec in specs.items()}, dtype)
+            certificate = Certificate(
+                "huggingface", shape, dtype, dtype, hashes.digests(), dtypes=dtypes
+            )
             writer.certify(certificate)
     return certificate
 

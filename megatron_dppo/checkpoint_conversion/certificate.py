@@ -74,6 +74,7 @@ class Certificate:
         form: Form of the checkpoint files in the same folder.
         shape: The model.
         dtype: Type of the stored tensors.
+        dtypes: Name -> type of the tensors that have another type.
         source_dtype: Type of the tensors that were read; several are joined by ``+``. 8-bit weights
             (``float8_e4m3fn``) are multiplied by their scales.
         tensors: Name -> SHA-256 (hex) of the tensor's bytes in Hugging Face's own shape, row-major, of type ``dtype``.
@@ -87,6 +88,7 @@ class Certificate:
     source_dtype: str
     tensors: Mapping[str, str]
     files: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write ``folder/conversion.json``, with the hashes of the present files beside the weights."""
@@ -96,7 +98,7 @@ class Certificate:
         (folder / FILE).write_text(text + "\n")
 
     def _body(self) -> dict[str, Any]:
-        return {
+        body = {
             "version": VERSION,
             "form": self.form,
             "model": dataclasses.asdict(self.shape),
@@ -105,6 +107,9 @@ class Certificate:
             "tensors": dict(self.tensors),
             "files": dict(self.files),
         }
+        if self.dtypes:
+            body["dtypes"] = dict(self.dtypes)
+        return body
 
     def check_files(self, folder: Path) -> None:
         """Raise MismatchError for a file that is missing or has another hash."""
@@ -202,7 +207,14 @@ def certificate_of(body: Mapping[str, Any]) -> Certificate:
         source_dtype=body["source_dtype"],
         tensors=body["tensors"],
         files=body["files"],
+        dtypes=body.get("dtypes", {}),
     )
+
+
+def other_dtypes(dtypes: Mapping[str, torch.dtype], dtype: str) -> dict[str, str]:
+    """The types of the tensors that have another type than ``dtype``, for a certificate."""
+    names = {name: str(kind).removeprefix("torch.") for name, kind in dtypes.items()}
+    return {name: kind for name, kind in names.items() if kind != dtype}
 
 
 def side_files(folder: str | Path) -> list[Path]:

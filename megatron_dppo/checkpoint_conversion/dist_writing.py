@@ -13,7 +13,7 @@ import json
 import os
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
@@ -196,9 +196,15 @@ def _metadata(items: Iterable[StoredItem]) -> Metadata:
     return Metadata(described, None, stored, StorageMeta(), CURRENT_DCP_VERSION)
 
 
-def write_torch_dist(folder: Path, shape: ModelShape, dtype: torch.dtype, read: ReadRows) -> None:
+def write_torch_dist(
+    folder: Path,
+    shape: ModelShape,
+    dtypes: Mapping[str, torch.dtype],
+    read: ReadRows,
+) -> None:
     """Write a model that every layout can load into ``folder``, an existing empty folder.
 
+    ``dtypes`` has the type of each Hugging Face tensor; tensors of one Megatron parameter have the same.
     The function needs memory for one chunk, which is a layer's matrix or a block of rows. Besides the weights it writes
     the empty extra states that Transformer Engine's modules expect when they load.
     """
@@ -206,8 +212,8 @@ def write_torch_dist(folder: Path, shape: ModelShape, dtype: torch.dtype, read: 
         blocks = BlockFile(file)
         for key in _extra_states(shape):
             blocks.add_object(key, None)
-        for chunk in _chunks(shape, dtype):
-            blocks.add(chunk.block(shape, dtype), _assemble(chunk, read).to(dtype))
+        for chunk in _chunks(shape, dtypes):
+            blocks.add(chunk.block(shape), _assemble(chunk, read).to(chunk.dtype))
     write_headers(folder, blocks.items, 0)
 
 
@@ -217,32 +223,34 @@ class _Chunk:
 
     parameter: LocalParameter
     stacked: StackedParameter
+    dtype: torch.dtype
     start: int
     count: int
 
-    def block(self, shape: ModelShape, dtype: torch.dtype) -> TensorBlock:
+    def block(self, shape: ModelShape) -> TensorBlock:
         lead = self.stacked.index
         dims = self.parameter.shape
         stack = stack_sizes(shape, self.stacked)
         offsets = (*lead, self.start, *(0 for _ in dims[1:]))
         sizes = (*(1 for _ in lead), self.count, *dims[1:])
-        return TensorBlock(self.stacked.key, (*stack, *dims), Box(offsets, sizes), dtype)
+        return TensorBlock(self.stacked.key, (*stack, *dims), Box(offsets, sizes), self.dtype)
 
 
-def _chunks(shape: ModelShape, dtype: torch.dtype) -> Iterator[_Chunk]:
+def _chunks(shape: ModelShape, dtypes: Mapping[str, torch.dtype]) -> Iterator[_Chunk]:
     """Yield the chunks of the model in order: gates and ups separately, the vocabulary in blocks, queries with their
     keys and values."""
     for p in local_parameters(shape, Layout(), 0):
         stacked = written_parameter(shape, p.name)
         sources = {s.hf_name for s in p.segments}
+        dtype = dtypes[p.segments[0].hf_name]
         if len(sources) == 1:
             for start, count in row_blocks(TensorSpec(p.shape, dtype)):
-                yield _Chunk(p, stacked, start, count)
+                yield _Chunk(p, stacked, dtype, start, count)
         elif len(sources) == len(p.segments):
             for s in p.segments:
-                yield _Chunk(p, stacked, s.local_start, s.length)
+                yield _Chunk(p, stacked, dtype, s.local_start, s.length)
         else:
-            yield _Chunk(p, stacked, 0, p.shape[0])
+            yield _Chunk(p, stacked, dtype, 0, p.shape[0])
 
 
 def _assemble(chunk: _Chunk, read: ReadRows) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Buffers:
         """The next buffer: 1-D with ``elements``, with the type and device of ``like``."""
         self._buffers.reverse()
         buffer = self._buffers[0]
-        if buffer is None or buffer.numel() < elements:
+        if buffer is None or buffer.numel() < elements or buffer.dtype != like.dtype:
             buffer = self._buffers[0] = like.new_empty(elements)
         return buffer[:elements]
 
@@ -62,12 +62,13 @@ def gather(
         plan: The buckets.
         rank: This rank.
         values: This rank's tensors by (chunk, name), in the shape of its parameters (the weights, or their gradients),
-            all of one dtype.
+            all of one dtype but for tensors with a type of their own.
         buffers: Memory for the buckets' tensors, which are end to end in one flat buffer. A bucket's tensors stay valid
             until the second bucket after it. None: a new buffer for each bucket.
     """
-    like = next(iter(values.values()))
+    first_value = next(iter(values.values()))
     for bucket in plan:
+        like = _empty(bucket, first_value)
         counts = bucket.elements_by_rank
         if rank != bucket.receiver:
             if rank in counts:
@@ -104,6 +105,12 @@ def _exchange(operations: list[dist.P2POp]) -> Callable[[], None]:
             request.wait()
 
     return wait
+
+
+def _empty(bucket: Bucket, like: Tensor) -> Tensor:
+    """A tensor without elements, of the bucket's dtype; ``like`` has the model's dtype, and the device."""
+    dtype = like.dtype if bucket.dtype is None else getattr(torch, bucket.dtype)
+    return like.new_empty(0, dtype=dtype)
 
 
 def pack(bucket: Bucket, rank: int, parameters: Mapping[ParameterKey, Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ import torch
 
 from megatron_dppo.checkpoint_conversion import tensor_store
 from megatron_dppo.checkpoint_conversion.certificate import (
+    TORCH_DTYPES,
     TRACKER,
     Certificate,
     side_files,
 )
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.mapping import hf_tensors, own_dtypes
 from megatron_dppo.model.quantization import SCALE, is_quantized
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.failpoints import failpoint
@@ -342,7 +344,7 @@ def write_hf_checkpoint(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Write a whole model from a stream of ``(name, tensor)``, with config and tokenizer of ``side_files_from``."""
-    specs = {name: tensor_store.TensorSpec(dims, dtype) for name, dims in hf_tensors(shape).items()}
+    specs = trained_specs(shape, dtype)
     with ShardedWriter(
         out_dir,
         specs,
@@ -351,6 +353,18 @@ def write_hf_checkpoint(
     ) as writer:
         for name, tensor in tensors:
             writer.write_rows(name, 0, tensor)
+
+
+def trained_specs(shape: ModelShape, dtype: torch.dtype) -> dict[str, tensor_store.TensorSpec]:
+    """The tensors of a model that a trainer holds in ``dtype``: those with a type of their own have it."""
+    kinds = own_dtypes(shape)
+    specs: dict[str, tensor_store.TensorSpec] = {}
+    for name, dims in hf_tensors(shape).items():
+        own_dtype = kinds.get(name)
+        specs[name] = tensor_store.TensorSpec(
+            dims, dtype if own_dtype is None else TORCH_DTYPES[own_dtype]
+        )
+    return specs
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -402,8 +416,10 @@ def complete_folder(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if side_files_from is not None:
-        dtypes: set[str] = set()
+        # Single tensors may have a type of their own; config.json names the type of the others.
+        sizes = Counter[torch.dtype]()
         for name, spec in specs.items():
             if quantization is None or not (is_quantized(name) or name.endswith(SCALE)):
-                dtypes.add(str(spec.dtype).removeprefix("torch."))
-        copy_side_files(side_files_from, folder, dtypes.pop(), quantization)
+                sizes[spec.dtype] += spec.bytes
+        dtype = str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
+        copy_side_files(side_files_from, folder, dtype, quantization)

@@ -17,6 +17,7 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     TRACKER,
     Certificate,
     TensorHashes,
+    other_dtypes,
     source_certificate,
 )
 from megatron_dppo.checkpoint_conversion.dist_writing import write_torch_dist
@@ -25,7 +26,7 @@ from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistCheckpoint
 from megatron_dppo.model.errors import MismatchError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.hub_download import check_downloaded_files
-from megatron_dppo.model.mapping import hf_tensors, parameters
+from megatron_dppo.model.mapping import hf_tensors, own_dtypes, parameters
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 
 Progress = Callable[[int], None]
@@ -84,6 +85,7 @@ def write_megatron(
     ``recorded``: the certificate of ``source``, whose hashes every tensor must have; None without one.
     """
     source_dtype, target = _dtypes(source, shape, dtype)
+    dtypes = _target_dtypes(source, shape, target)
     stored, hashes = TensorHashes(), TensorHashes()
     # The hash of a cast is not the recorded one, so the stored bytes of a certified source are hashed too.
     hashes_stored = recorded is not None and target != source_dtype
@@ -93,14 +95,14 @@ def write_megatron(
         progress(count * source.specs[name].row_bytes)
         if hashes_stored:
             stored.update(name, rows)
-        cast = _finite_cast(rows, name, start, target, side_files_from)
+        cast = _finite_cast(rows, name, start, dtypes[name], side_files_from)
         hashes.update(name, cast)
         return cast
 
     staged = hf_folder.StagedFolder(out_dir, parameters(shape) * ITEM_BYTES[target])
     with staged as folder, stored, hashes:
         (folder / "release").mkdir()
-        write_torch_dist(folder / "release", shape, TORCH_DTYPES[target], read)
+        write_torch_dist(folder / "release", shape, dtypes, read)
         (folder / TRACKER).write_text("release")
         digests = hashes.digests()
         if recorded is not None:
@@ -108,7 +110,9 @@ def write_megatron(
                 recorded.check_tensor(name, digest, Path(side_files_from))
         # Tensors arrive in Megatron's order; a certificate lists them in Hugging Face's.
         ordered = {name: digests[name] for name in hf_tensors(shape)}
-        certificate = Certificate("torch_dist", shape, target, source_dtype, ordered)
+        certificate = Certificate(
+            "torch_dist", shape, target, source_dtype, ordered, dtypes=other_dtypes(dtypes, target)
+        )
         hf_folder.copy_side_files(side_files_from, folder, target)
         certificate.save(folder)
     return certificate
@@ -133,9 +137,10 @@ def megatron_to_hf(
     shape = load_model_shape(side_files, quantized=True)
     with TorchDistCheckpoint(megatron_dir, shape) as source:
         source_dtype, target = _dtypes(source, shape, dtype)
+        dtypes = _target_dtypes(source, shape, target)
         specs: dict[str, tensor_store.TensorSpec] = {}
         for name, spec in source.specs.items():
-            specs[name] = tensor_store.TensorSpec(spec.shape, TORCH_DTYPES[target])
+            specs[name] = tensor_store.TensorSpec(spec.shape, dtypes[name])
         stored = TensorHashes()
         written = TensorHashes()
         writer = hf_folder.ShardedWriter(
@@ -147,14 +152,21 @@ def megatron_to_hf(
         with writer, stored, written:
             for name, start, rows in blocks(source, specs, progress):
                 stored.update(name, rows)
-                cast = _finite_cast(rows, name, start, target, megatron_dir)
+                cast = _finite_cast(rows, name, start, dtypes[name], megatron_dir)
                 # The stored tensor is compared with its certificate. A cast has another hash, for the new certificate.
                 if target != source_dtype:
                     written.update(name, cast)
                 writer.write_rows(name, start, cast)
             _require_recorded(source, stored.digests())
             digests = (stored if target == source_dtype else written).digests()
-            certificate = Certificate("huggingface", source.shape, target, source_dtype, digests)
+            certificate = Certificate(
+                "huggingface",
+                source.shape,
+                target,
+                source_dtype,
+                digests,
+                dtypes=other_dtypes(dtypes, target),
+            )
             writer.certify(certificate)
     return certificate
 
@@ -180,7 +192,7 @@ def verify(
     ):
         tensor_store.check_tensors(original.specs, shape, str(hf_dir))
         for name, start, rows in blocks(converted, converted.specs, progress):
-            original_rows = original.read_rows(name, start, len(rows)).to(converted.dtype)
+            original_rows = original.read_rows(name, start, len(rows)).to(rows.dtype)
             if not torch.equal(_as_integers(rows), _as_integers(original_rows)):
                 raise MismatchError(_first_difference(converted, name, start, rows, original_rows))
             hashes.update(name, rows)
@@ -211,11 +223,23 @@ def _dtypes(
     return stored_dtype, dtype or stored_dtype
 
 
+def _target_dtypes(
+    store: tensor_store.TensorStore,
+    shape: ModelShape,
+    dtype: str,
+) -> dict[str, torch.dtype]:
+    """The type of each tensor of the result: ``dtype``, or the stored type of a tensor with a type of its own."""
+    dtypes = dict.fromkeys(hf_tensors(shape), TORCH_DTYPES[dtype])
+    for name in own_dtypes(shape):
+        dtypes[name] = store.specs[name].dtype
+    return dtypes
+
+
 def _finite_cast(
     rows: torch.Tensor,
     name: str,
     start: int,
-    dtype: str,
+    dtype: torch.dtype,
     folder: str | Path,
 ) -> torch.Tensor:
     """Cast ``rows`` of the tensor ``name``, from row ``start`` on, to ``dtype``.
@@ -223,9 +247,11 @@ def _finite_cast(
     Raises CheckpointError for NaN, and for values that ``dtype`` cannot represent.
     """
     tensor_store.require_finite(rows, name, start, str(folder))
-    cast = rows.to(TORCH_DTYPES[dtype])
+    cast = rows.to(dtype)
     if cast.dtype != rows.dtype:
-        tensor_store.require_finite(cast, name, start, f"{folder}, as {dtype}")
+        tensor_store.require_finite(
+            cast, name, start, f"{folder}, as {str(dtype).removeprefix('torch.')}"
+        )
     return cast
 
 

@@ -32,7 +32,7 @@ from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import family_of, layers_are_alike
 from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import hf_tensors, local_parameters
+from megatron_dppo.model.mapping import hf_tensors, local_parameters, own_dtypes
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 
@@ -198,18 +198,25 @@ class TorchDistCheckpoint(Closing):
         except CheckpointError:
             self.close()
             raise
-        self.specs: Mapping[str, TensorSpec] = {
-            name: TensorSpec(dims, self.dtype) for name, dims in hf_tensors(shape).items()
-        }
+        self.specs: dict[str, TensorSpec] = {}
+        for name, dims in hf_tensors(shape).items():
+            self.specs[name] = TensorSpec(dims, self._own_dtypes.get(name, self.dtype))
 
     def _check(self) -> torch.dtype:
         """Check that the folder has exactly the model's parameters, with the model's shapes and one dtype, and return
-        the dtype. The vocabulary may be padded."""
+        the dtype. The vocabulary may be padded. Tensors with a type of their own are noted in ``_own_dtypes``."""
         dtypes = set()
+        own_names = own_dtypes(self.shape).keys()
+        self._own_dtypes: dict[str, torch.dtype] = {}
         vocabulary = family_of(self.shape).vocabulary_tensors
         parameters = list(local_parameters(self.shape, Layout(), 0))
         for p in parameters:
-            dtypes.add(self._tensors.dtype(p.name))
+            dtype = self._tensors.dtype(p.name)
+            sources = {s.hf_name for s in p.segments}
+            if sources <= own_names:
+                self._own_dtypes |= dict.fromkeys(sources, dtype)
+            else:
+                dtypes.add(dtype)
             rows, *widths = self._tensors.dims(p.name)
             # A vocabulary is padded to a multiple of the run's tensor-parallel size.
             is_padded = p.segments[0].hf_name in vocabulary and rows > p.shape[0]
@@ -235,7 +242,8 @@ class TorchDistCheckpoint(Closing):
         def read(piece: Piece, row: int, rows: int) -> torch.Tensor:
             return self._tensors.read_rows(piece.name, row, rows)
 
-        return assemble_rows(self._sources[name], start, count, self.dtype, read)
+        dtype = self.specs[name].dtype
+        return assemble_rows(self._sources[name], start, count, dtype, read)
 
     def locate(self, name: str, index: Sequence[int]) -> str:
         """Describe the file and byte offset of an element of a Hugging Face tensor."""

@@ -93,6 +93,9 @@ class EngineTensors:
         self.parts: dict[str, list[EnginePart]] = {name: [] for name in self.shapes}
         self.sizes: list[dict[str, int]] = [{} for _ in range(ranks)]
         self._dtypes: dict[str, torch.dtype] = {}
+        self._own_dtypes: dict[str, torch.dtype] = {}
+        for name, own_dtype in mapping.own_dtypes(shape).items():
+            self._own_dtypes[name] = getattr(torch, own_dtype)
         for rank in range(ranks):
             for parameter in mapping.engine_parameters(shape, layout, rank):
                 self._add(rank, parameter)
@@ -108,6 +111,8 @@ class EngineTensors:
 
     def sent_dtype(self, name: str, weights_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the engine must receive the tensor ``name`` of a checkpoint."""
+        if name in self._own_dtypes:
+            return self._own_dtypes[name]
         if not self.quantized:
             return weights_dtype
         if name.endswith(quantization.SCALE):

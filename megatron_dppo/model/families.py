@@ -261,10 +261,14 @@ def dense_layers(shape: ModelShape, layer: int) -> bool:
 
 @dataclass(frozen=True)
 class Source:
-    """A Hugging Face tensor: name template and symbolic dimensions (keys of ``ModelShape.sizes``)."""
+    """A Hugging Face tensor: name template and symbolic dimensions (keys of ``ModelShape.sizes``).
+
+    ``dtype`` is the type in which the trainer keeps and sends the tensor whatever the model's is; None: the model's.
+    """
 
     name: str
     dims: tuple[str, ...]
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -322,13 +326,15 @@ def layer_rule(
     split: splits.Split,
     *sources: tuple[str, tuple[str, ...]],
     engine: tuple[str, splits.Split] | None = None,
+    dtype: str | None = None,
     engine_dtype: str | None = None,
 ) -> Rule:
     """Return a layer's rule from names without the layer's prefix.
 
-    ``engine`` is SGLang's name and cut if these differ; ``engine_dtype``: its type there if that is not the model's.
+    ``engine`` is SGLang's name and cut if these differ. ``dtype`` and ``engine_dtype`` are the types of the trainer's
+    and of SGLang's tensor if they are not the model's.
     """
-    layer_sources = tuple(Source(HF_LAYER + name, dims) for name, dims in sources)
+    layer_sources = tuple(Source(HF_LAYER + name, dims, dtype) for name, dims in sources)
     rule = Rule(MEGATRON_LAYER + megatron, split, layer_sources)
     if engine is None and engine_dtype is None:
         return rule
@@ -396,6 +402,18 @@ def moe_router(block: str = "mlp", engine_dtype: str | None = None) -> tuple[Rul
             (f"{block}.gate.weight", ("experts", "hidden")),
             engine_dtype=engine_dtype,
         ),
+    )
+
+
+def router_bias(name: str = "mlp.gate.e_score_correction_bias") -> Rule:
+    """The bias that corrects a router's scores for the choice of experts, ``name`` in the family's checkpoints.
+    It is a buffer of Megatron-Core's, in float32 on both sides, and is not trained."""
+    return layer_rule(
+        "mlp.router.expert_bias",
+        splits.replicated,
+        (name, ("experts",)),
+        dtype="float32",
+        engine_dtype="float32",
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import zip_longest
 from operator import attrgetter
+from types import MappingProxyType
 
 from megatron_dppo.model.adapters import Adapters, adapter_parameters, adapter_tensors
 from megatron_dppo.model.layout import Layout
@@ -22,10 +23,11 @@ from megatron_dppo.model.mapping import (
     LocalParameter,
     Segment,
     hf_tensors,
+    own_dtypes,
     primary_parameters,
     tensors_sent_together,
 )
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.model.splits import Dims
 
 ParameterKey = tuple[int, str]
@@ -62,11 +64,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorSources:
-    """A Hugging Face tensor and the pieces that tile it, in the order of their positions."""
+    """A Hugging Face tensor and the pieces that tile it, in the order of their positions.
+
+    ``dtype`` is its type if that is not the model's.
+    """
 
     name: str
     shape: Dims
     pieces: tuple[Piece, ...]
+    dtype: str | None = None
 
     @property
     def elements(self) -> int:
@@ -79,11 +85,17 @@ class Bucket:
     """Tensors that are gathered together on rank ``receiver``.
 
     Every other rank sends one flat tensor: its pieces in the plan's order, each contiguous. The receiver combines them
-    with its own pieces. All ranks compute the same plan, so only weights are sent.
+    with its own pieces. All ranks compute the same plan, so only weights are sent. All tensors of a bucket have the
+    same type.
     """
 
     tensors: tuple[TensorSources, ...]
     receiver: int = 0
+
+    @property
+    def dtype(self) -> str | None:
+        """The type of its tensors if that is not the model's."""
+        return self.tensors[0].dtype
 
     @property
     def elements(self) -> int:
@@ -101,7 +113,8 @@ class Bucket:
 
 def gather_plan(shape: ModelShape, layout: Layout) -> list[TensorSources]:
     """The sources of every Hugging Face tensor, in model order."""
-    return _plan(hf_tensors(shape), layout, partial(primary_parameters, shape, layout))
+    tensors = hf_tensors(shape)
+    return _plan(tensors, layout, partial(primary_parameters, shape, layout), own_dtypes(shape))
 
 
 def adapter_buckets_plan(
@@ -125,6 +138,7 @@ def _plan(
     tensors: dict[str, Dims],
     layout: Layout,
     primary_of: Callable[[int], list[LocalParameter]],
+    dtypes: Mapping[str, str] = MappingProxyType({}),
 ) -> list[TensorSources]:
     pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
     for rank in range(layout.world_size):
@@ -138,7 +152,7 @@ def _plan(
     sources: list[TensorSources] = []
     for name, dims in tensors.items():
         sorted_pieces = sorted(pieces[name], key=attrgetter("segment.hf_start"))
-        sources.append(TensorSources(name, dims, tuple(sorted_pieces)))
+        sources.append(TensorSources(name, dims, tuple(sorted_pieces), dtypes.get(name)))
     return sources
 
 
@@ -154,7 +168,7 @@ def hf_buckets_plan(
     """Divide ``gather_plan`` into buckets of at most ``bucket_bytes``. A larger tensor gets a bucket of its own.
 
     Tensors that the engine must receive together (``tensors_sent_together``) are in one bucket, at the place of the
-    first.
+    first. Tensors with a type of their own have buckets of their own, after a receiver's others.
 
     Args:
         shape: The model.
@@ -276,6 +290,20 @@ def _largest_holder(elements: Counter[int]) -> int:
 
 
 def _groups(
+    units: Sequence[Unit],
+    bucket_bytes: int,
+    item_bytes: int,
+) -> Iterator[list[TensorSources]]:
+    by_dtype: dict[str | None, list[Unit]] = {None: []}
+    for unit in units:
+        by_dtype.setdefault(unit[0].dtype, []).append(unit)
+    for dtype, units_of_dtype in by_dtype.items():
+        yield from _filled(
+            units_of_dtype, bucket_bytes, item_bytes if dtype is None else ITEM_BYTES[dtype]
+        )
+
+
+def _filled(
     units: Sequence[Unit],
     bucket_bytes: int,
     item_bytes: int,

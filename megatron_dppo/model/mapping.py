@@ -97,18 +97,24 @@ class EngineParameter(LocalParameter):
 
 def hf_tensors(shape: ModelShape) -> dict[str, Dims]:
     """Every tensor of the Hugging Face checkpoint, in model order. Tied embeddings: no ``lm_head.weight``."""
-    family = family_of(shape)
     sizes = shape.sizes()
-    output = []
-    if not shape.tied_embeddings:
-        output = [_MappingRow(family.output)]
-    layers = _layer_rows(shape, range(shape.num_layers), range(shape.num_experts))
     tensors: dict[str, Dims] = {}
-    for row in (_MappingRow(family.embedding), *layers, _MappingRow(family.final_norm), *output):
+    for row in _hf_rows(shape):
         for source in row.rule.sources:
             name = source.name.format(layer=row.layer, expert=row.expert)
             tensors[name] = tuple(sizes[d] for d in source.dims)
     return tensors
+
+
+@cache
+def own_dtypes(shape: ModelShape) -> dict[str, str]:
+    """The types of the Hugging Face tensors that the trainer keeps and sends in another type than the model's."""
+    dtypes: dict[str, str] = {}
+    for row in _hf_rows(shape):
+        for source in row.rule.sources:
+            if source.dtype is not None:
+                dtypes[source.name.format(layer=row.layer, expert=row.expert)] = source.dtype
+    return dtypes
 
 
 @cache
@@ -220,6 +226,15 @@ class _MappingRow(NamedTuple, Generic[RowT]):
     local_layer: int = 0
     expert: int = 0
     local_expert: int = 0
+
+
+def _hf_rows(shape: ModelShape) -> Iterator[_MappingRow[Rule]]:
+    family = family_of(shape)
+    yield _MappingRow(family.embedding)
+    yield from _layer_rows(shape, range(shape.num_layers), range(shape.num_experts))
+    yield _MappingRow(family.final_norm)
+    if not shape.tied_embeddings:
+        yield _MappingRow(family.output)
 
 
 def _layer_rows(shape: ModelShape, layers: range, experts: range) -> Iterator[_MappingRow[Rule]]:

@@ -26,7 +26,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion import hf_folder, tensor_store, torch_dist, uploading
-from megatron_dppo.checkpoint_conversion.certificate import Certificate
+from megatron_dppo.checkpoint_conversion.certificate import Certificate, other_dtypes
 from megatron_dppo.checkpoint_conversion.gathering import gather
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.metrics.progress import progress
@@ -41,7 +41,7 @@ from megatron_dppo.model.gather_plan import (
     gather_plan,
 )
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import hf_tensors, local_parameters
+from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import sync_to_disk
@@ -139,7 +139,7 @@ def export_hf(
         CheckpointError: a rank could not write; raised on every rank.
     """
     shape, layout, dtype = model
-    specs = {name: tensor_store.TensorSpec(dims, dtype) for name, dims in hf_tensors(shape).items()}
+    specs = hf_folder.trained_specs(shape, dtype)
     files = hf_folder.plan_files(specs, max_shard_bytes)
     plan, writer_of = export_plan(files, shape, layout, dtype.itemsize)
     try:
@@ -152,7 +152,14 @@ def export_hf(
                 digests.update(share_digests)
             dtype_name = str(dtype).removeprefix("torch.")
             ordered_digests = {name: digests[name] for name in specs}
-            certificate = Certificate("huggingface", shape, dtype_name, dtype_name, ordered_digests)
+            certificate = Certificate(
+                "huggingface",
+                shape,
+                dtype_name,
+                dtype_name,
+                ordered_digests,
+                dtypes=other_dtypes({n: spec.dtype for n, spec in specs.items()}, dtype_name),
+            )
             collectives.on_rank_0(
                 lambda: hf_folder.complete_folder(folder, files, side_files_from),
                 error=CheckpointError,

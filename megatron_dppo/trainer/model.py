@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_dppo.config.schema import PolicyConfig
@@ -149,7 +149,7 @@ def wrap_chunks(
     for i, chunk in enumerate(chunks):
         module = chunk
         if transformer.bf16:
-            module = Float16Module(transformer, chunk)
+            module = _in_bfloat16(chunk, transformer)
         # Disable bucketing for later chunks, as Megatron-LM does: the computation of other chunks already overlaps
         # their communication.
         wrapped.append(DistributedDataParallel(transformer, ddp, module, disable_bucketing=i > 0))
@@ -159,6 +159,18 @@ def wrap_chunks(
         no_sync_functions = [chunk.no_sync for chunk in wrapped]
         is_interleaved = len(no_sync_functions) > 1
         transformer.no_sync_func = no_sync_functions if is_interleaved else no_sync_functions[0]
+    return wrapped
+
+
+def _in_bfloat16(chunk: GPTModel, transformer: TransformerConfig) -> Float16Module:
+    """Wrap ``chunk`` in Float16Module. Buffers that are part of the model's state keep their values and type: rounded
+    to bfloat16, a router's bias would choose other experts."""
+    buffers = [
+        (module, leaf, module.get_buffer(leaf)) for _, module, leaf in _stored_buffers(chunk)
+    ]
+    wrapped = Float16Module(transformer, chunk)
+    for module, leaf, values in buffers:
+        module.register_buffer(leaf, values)
     return wrapped
 
 
@@ -244,13 +256,23 @@ def compare(config: PolicyConfig, shape: ModelShape) -> MetaComparison:
     return MetaComparison(layout.describe(), ranks, count, elements, tuple(faults))
 
 
-def named_parameters(chunks: list[GPTModel]) -> dict[ParameterKey, Parameter]:
-    """Return the parameters of this rank by (chunk, name)."""
-    parameters: dict[ParameterKey, Parameter] = {}
+def named_parameters(chunks: list[GPTModel]) -> dict[ParameterKey, Tensor]:
+    """Return the parameters of this rank by (chunk, name), and the buffers that checkpoints hold."""
+    parameters: dict[ParameterKey, Tensor] = {}
     for i, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
             parameters[i, name] = parameter
+        for name, module, leaf in _stored_buffers(chunk):
+            parameters[i, name] = module.get_buffer(leaf)
     return parameters
+
+
+def _stored_buffers(chunk: Module) -> Iterator[tuple[str, Module, str]]:
+    """Yield the buffers that are part of the model's state: the name, the module, and the name in the module."""
+    for path, module in chunk.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                yield f"{path}.{leaf}" if path else leaf, module, leaf
 
 
 def meta_parameters(

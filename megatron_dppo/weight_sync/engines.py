@@ -41,7 +41,7 @@ class Transfer:
         rank: the global rank of this trainer process.
         engines: the attached engines.
         plan: all buckets.
-        dtype: dtype of every tensor in the buckets.
+        dtype: dtype of the tensors in the buckets without a dtype of their own.
         timeout_s: limit of each request to an engine, seconds.
         directory: the configured folder, used by the strategy ``disk``.
     """
