@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -66,3 +67,27 @@ def add_router_bias(folder: Path, dtype: torch.dtype = torch.float32) -> dict[st
         tensors[gate.replace("weight", "e_score_correction_bias")] = values.to(dtype)
     save_file(tensors, path, metadata={"format": "pt"})
     return tensors
+
+
+def carrying_family() -> Family:
+    """Qwen3-MoE's table whose checkpoints carry layers that predict further tokens, and a vision tower."""
+    vision = families.with_prefix("model.visual.")
+
+    def is_carried(shape: ModelShape, name: str) -> bool:
+        return families.later_layers(shape, name) or vision(shape, name)
+
+    return replace(FAMILIES["qwen3_moe"], carries=is_carried)
+
+
+def add_carried_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Add tensors that ``carrying_family`` carries to the tiny model in ``folder``, and return them."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    carried = {
+        f"model.layers.{layers}.eh_proj.weight": torch.randn(64, 128).bfloat16(),
+        f"model.layers.{layers}.shared_head.norm.weight": torch.randn(64),
+        "model.visual.patch_embed.proj.weight": torch.randn(16, 3, 2, 4, 4).bfloat16(),
+    }
+    save_file({**tensors, **carried}, path, metadata={"format": "pt"})
+    return carried

@@ -35,7 +35,7 @@ from megatron_dppo.model.adapters import (
 )
 from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.mapping import carried_names, hf_tensors
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 
@@ -371,7 +371,8 @@ def merge_adapters(
         PeftReader(peft_dir, adapters, shape, reversible=True) as reader,
     ):
         tensor_store.check_store(base, shape, str(hf_dir))
-        specs = {name: base.specs[name] for name in hf_tensors(shape)}
+        names = [*hf_tensors(shape), *carried_names(shape, base.specs)]
+        specs = {name: base.specs[name] for name in names}
         hashes = TensorHashes()
         writer = hf_folder.ShardedWriter(out_dir, specs, side_files_from=hf_dir)
         with writer, hashes:
@@ -433,7 +434,7 @@ def _merged_rows(
     shape: ModelShape,
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     dims = adapter_tensors(adapters, shape)
-    for name in hf_tensors(shape):
+    for name in (*hf_tensors(shape), *carried_names(shape, base.specs)):
         module = name.removesuffix(".weight")
         pair = [f"{module}.{which}" for which in (LORA_A, LORA_B)]
         is_adapted = pair[0] in dims

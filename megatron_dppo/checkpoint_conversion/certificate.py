@@ -16,7 +16,7 @@ import torch
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorStore, byte_view, row_blocks
 from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import FAMILIES
-from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.mapping import carried_names, hf_tensors
 from megatron_dppo.model.shape import Llama3RopeScaling, ModelShape
 from megatron_dppo.system.files import Closing, sha256_of
 
@@ -78,7 +78,7 @@ class Certificate:
         source_dtype: Type of the tensors that were read; several are joined by ``+``. 8-bit weights
             (``float8_e4m3fn``) are multiplied by their scales.
         tensors: Name -> SHA-256 (hex) of the tensor's bytes in Hugging Face's own shape, row-major, of type ``dtype``.
-            It does not depend on the layout.
+            It does not depend on the layout. The last are those that the family carries along.
         files: Name -> SHA-256 of config, tokenizer and other files in the folder; empty before ``save``.
     """
 
@@ -153,7 +153,9 @@ def load_certificate(folder: str | Path) -> Certificate:
         raise CheckpointError(
             f"{path}: of family {certificate.shape.family!r}, supported: {sorted(FAMILIES)}"
         )
-    if list(certificate.tensors) != list(hf_tensors(certificate.shape)):
+    names = list(certificate.tensors)
+    expected_names = [*hf_tensors(certificate.shape), *carried_names(certificate.shape, names)]
+    if names != expected_names:
         raise CheckpointError(f"{path}: its tensors are not those of its model")
     certificate.check_files(path.parent)
     return certificate

@@ -22,11 +22,11 @@ from megatron_dppo.checkpoint_conversion.certificate import (
 )
 from megatron_dppo.checkpoint_conversion.dist_writing import write_torch_dist
 from megatron_dppo.checkpoint_conversion.quantized import open_weights
-from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistCheckpoint
+from megatron_dppo.checkpoint_conversion.torch_dist import CARRIED, TorchDistCheckpoint
 from megatron_dppo.model.errors import MismatchError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.hub_download import check_downloaded_files
-from megatron_dppo.model.mapping import hf_tensors, own_dtypes, parameters
+from megatron_dppo.model.mapping import carried_names, hf_tensors, own_dtypes, parameters
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 
 Progress = Callable[[int], None]
@@ -103,13 +103,22 @@ def write_megatron(
     with staged as folder, stored, hashes:
         (folder / "release").mkdir()
         write_torch_dist(folder / "release", shape, dtypes, read)
+        carried = carried_names(shape, source.specs)
+        if carried:
+            specs = {n: tensor_store.TensorSpec(source.specs[n].shape, dtypes[n]) for n in carried}
+            path = folder / "release" / CARRIED / hf_folder.SINGLE
+            path.parent.mkdir()
+            with tensor_store.SafetensorsFileWriter(path, specs) as writer:
+                for name in carried:
+                    for start, count in tensor_store.row_blocks(source.specs[name]):
+                        writer.write_rows(name, start, read(name, start, count))
         (folder / TRACKER).write_text("release")
         digests = hashes.digests()
         if recorded is not None:
             for name, digest in (stored.digests() if hashes_stored else digests).items():
                 recorded.check_tensor(name, digest, Path(side_files_from))
         # Tensors arrive in Megatron's order; a certificate lists them in Hugging Face's.
-        ordered = {name: digests[name] for name in hf_tensors(shape)}
+        ordered = {name: digests[name] for name in (*hf_tensors(shape), *carried)}
         certificate = Certificate(
             "torch_dist", shape, target, source_dtype, ordered, dtypes=other_dtypes(dtypes, target)
         )
@@ -135,7 +144,8 @@ def megatron_to_hf(
     """
     side_files = Path(hf_config or megatron_dir)
     shape = load_model_shape(side_files, quantized=True)
-    with TorchDistCheckpoint(megatron_dir, shape) as source:
+    side_folder = side_files if side_files.is_dir() else side_files.parent
+    with TorchDistCheckpoint(megatron_dir, shape, side_folder) as source:
         source_dtype, target = _dtypes(source, shape, dtype)
         dtypes = _target_dtypes(source, shape, target)
         specs: dict[str, tensor_store.TensorSpec] = {}
@@ -147,7 +157,7 @@ def megatron_to_hf(
             out_dir,
             specs,
             max_shard_bytes=max_shard_bytes,
-            side_files_from=side_files if side_files.is_dir() else side_files.parent,
+            side_files_from=side_folder,
         )
         with writer, stored, written:
             for name, start, rows in blocks(source, specs, progress):
@@ -191,6 +201,9 @@ def verify(
         TensorHashes() as hashes,
     ):
         tensor_store.check_tensors(original.specs, shape, str(hf_dir))
+        for carried_name in carried_names(shape, original.specs):
+            if carried_name not in converted.specs:
+                raise MismatchError(f"{megatron_dir}: has no {carried_name}, which {hf_dir} has")
         for name, start, rows in blocks(converted, converted.specs, progress):
             original_rows = original.read_rows(name, start, len(rows)).to(rows.dtype)
             if not torch.equal(_as_integers(rows), _as_integers(original_rows)):
@@ -228,10 +241,16 @@ def _target_dtypes(
     shape: ModelShape,
     dtype: str,
 ) -> dict[str, torch.dtype]:
-    """The type of each tensor of the result: ``dtype``, or the stored type of a tensor with a type of its own."""
+    """The type of each tensor of the result: ``dtype``, but the stored type for a tensor with a type of its own and for
+    one that is carried along."""
     dtypes = dict.fromkeys(hf_tensors(shape), TORCH_DTYPES[dtype])
-    for name in own_dtypes(shape):
-        dtypes[name] = store.specs[name].dtype
+    for name in (*own_dtypes(shape), *carried_names(shape, store.specs)):
+        stored_dtype = store.specs[name].dtype
+        # Rows of 8-bit weights are read as float32.
+        if stored_dtype in TORCH_DTYPES.values():
+            dtypes[name] = stored_dtype
+        else:
+            dtypes[name] = TORCH_DTYPES[dtype]
     return dtypes
 
 

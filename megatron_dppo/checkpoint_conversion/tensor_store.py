@@ -20,7 +20,7 @@ import torch
 
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import family_of
-from megatron_dppo.model.mapping import hf_tensors, own_dtypes
+from megatron_dppo.model.mapping import carried_names, hf_tensors, own_dtypes
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.system.failpoints import file_failpoint
 
@@ -273,13 +273,16 @@ def row_blocks(spec: TensorSpec) -> Iterator[tuple[int, int]]:
 
 
 def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, location: str) -> None:
-    """Raise CheckpointError if names or shapes of ``specs`` differ from those of ``shape``. The message lists them."""
+    """Raise CheckpointError if names or shapes of ``specs`` differ from those of ``shape``. The message lists them.
+
+    Tensors that the family carries along may be missing, and have any shape.
+    """
     model_tensors = hf_tensors(shape)
     _, output = family_of(shape).vocabulary_tensors
     # A tied model may also store its output layer, which is not in the table; ``check_tied_copy`` compares it.
     names = set(specs) - ({output} if shape.tied_embeddings else set())
     missing_names = [name for name in model_tensors if name not in names]
-    unknown_names = sorted(names - set(model_tensors))
+    unknown_names = sorted(names - set(model_tensors) - set(carried_names(shape, names)))
     faults = []
     if missing_names:
         faults.append(f"{len(missing_names)} missing, first {missing_names[0]}")

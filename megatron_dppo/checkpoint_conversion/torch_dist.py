@@ -26,16 +26,18 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     load_certificate,
 )
 from megatron_dppo.checkpoint_conversion.dist_reading import Box, StoredBlocks, StoredTensor
-from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader
+from megatron_dppo.checkpoint_conversion.hf_folder import SINGLE, SafetensorsReader
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
-from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.model.families import family_of, layers_are_alike
+from megatron_dppo.model.errors import CheckpointError, MismatchError
+from megatron_dppo.model.families import family_of, layers_are_alike, no_tensor
 from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import hf_tensors, local_parameters, own_dtypes
+from megatron_dppo.model.mapping import carried_names, hf_tensors, local_parameters, own_dtypes
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 
+CARRIED = "carried"
+"""Folder of the tensors that the model's family carries along, in the folder of the checkpoint's other files."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _OF_THE_MODEL = ("embedding.", "decoder.", "output_layer.")
 """Prefixes of the names of the model's tensors. Other tensors are the optimizer's."""
@@ -177,10 +179,13 @@ def find_torch_dist(folder: str | Path) -> Path | None:
 class TorchDistCheckpoint(Closing):
     """A ``torch_dist`` folder with a model of ``shape``. Raises CheckpointError if it has another model.
 
-    ``certificate`` is that of the conversion; None for a checkpoint of a training run.
+    ``certificate`` is that of the conversion; None for a checkpoint of a training run. Such a checkpoint holds no
+    carried tensors; they are read from ``carried_from``, a Hugging Face folder, if it has weights.
     """
 
-    def __init__(self, folder: str | Path, shape: ModelShape) -> None:
+    def __init__(
+        self, folder: str | Path, shape: ModelShape, carried_from: Path | None = None
+    ) -> None:
         self.folder = Path(folder)
         self.shape = shape
         self.certificate: Certificate | None = None
@@ -201,6 +206,16 @@ class TorchDistCheckpoint(Closing):
         self.specs: dict[str, TensorSpec] = {}
         for name, dims in hf_tensors(shape).items():
             self.specs[name] = TensorSpec(dims, self._own_dtypes.get(name, self.dtype))
+        self._carried = _open_carried(checkpoint_folder, shape, carried_from)
+        self._carried_names: list[str] = []
+        if self._carried is not None:
+            self._carried_names = carried_names(shape, self._carried.specs)
+            self.specs |= {name: self._carried.specs[name] for name in self._carried_names}
+        recorded_names = [] if self.certificate is None else list(self.certificate.tensors)
+        lost_names = [name for name in recorded_names if name not in self.specs]
+        if lost_names:
+            self.close()
+            raise MismatchError(f"{self.folder}: has no {lost_names[0]}, which {FILE} recorded")
 
     def _check(self) -> torch.dtype:
         """Check that the folder has exactly the model's parameters, with the model's shapes and one dtype, and return
@@ -242,11 +257,15 @@ class TorchDistCheckpoint(Closing):
         def read(piece: Piece, row: int, rows: int) -> torch.Tensor:
             return self._tensors.read_rows(piece.name, row, rows)
 
+        if self._carried is not None and name in self._carried_names:
+            return self._carried.read_rows(name, start, count)
         dtype = self.specs[name].dtype
         return assemble_rows(self._sources[name], start, count, dtype, read)
 
     def locate(self, name: str, index: Sequence[int]) -> str:
         """Describe the file and byte offset of an element of a Hugging Face tensor."""
+        if self._carried is not None and name in self._carried_names:
+            return f"{name} of {self._carried.folder}"
         for piece in self._sources[name].pieces:
             s = piece.segment
             if s.hf_start <= index[s.dim] < s.hf_start + s.length:
@@ -258,6 +277,21 @@ class TorchDistCheckpoint(Closing):
 
     def close(self) -> None:
         self._tensors.close()
+        if self._carried is not None:
+            self._carried.close()
+
+
+def _open_carried(
+    checkpoint_folder: Path, shape: ModelShape, carried_from: Path | None
+) -> SafetensorsReader | None:
+    """Open the tensors that a checkpoint of ``shape`` carries along; None without any."""
+    if family_of(shape).carries is no_tensor:
+        return None
+    if (checkpoint_folder / CARRIED / SINGLE).exists():
+        return SafetensorsReader(checkpoint_folder / CARRIED)
+    if carried_from is not None and any(carried_from.glob("*.safetensors")):
+        return SafetensorsReader(carried_from)
+    return None
 
 
 def _check_same_model(stored: ModelShape, shape: ModelShape, folder: Path) -> None:

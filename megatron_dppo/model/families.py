@@ -12,6 +12,7 @@ unquantised, with the canonical (Triton or native) layout of experts.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -257,6 +258,31 @@ def routed_layers(shape: ModelShape, layer: int) -> bool:
 def dense_layers(shape: ModelShape, layer: int) -> bool:
     """The layers whose MLP is dense."""
     return not routed_layers(shape, layer)
+
+
+CarriedTensors = Callable[[ModelShape, str], bool]
+"""Function from a model and the name of a tensor that is not in its table to whether checkpoints carry it along. Such a
+tensor is hashed and copied from checkpoint to checkpoint, and neither trained nor sent to engines."""
+
+
+def no_tensor(shape: ModelShape, name: str) -> bool:
+    """No tensor: a checkpoint with another tensor than those of the table is refused."""
+    return False
+
+
+def later_layers(shape: ModelShape, name: str) -> bool:
+    """The tensors of layers after the model's last, which predict further tokens."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return match is not None and int(match[1]) >= shape.num_layers
+
+
+def with_prefix(*prefixes: str) -> CarriedTensors:
+    """The tensors whose names begin with one of ``prefixes``, such as a vision tower's."""
+
+    def is_carried(shape: ModelShape, name: str) -> bool:
+        return name.startswith(prefixes)
+
+    return is_carried
 
 
 @dataclass(frozen=True)
@@ -531,7 +557,8 @@ class Family:
     SGLang. ``read``: ModelShape from the file's entries; what the table does not describe it notes as a
     fault. ``layer``: rows once a layer, before the experts. ``expert``: rows once an expert of a layer that routes.
     ``engine``: SGLang's tensors in a layer that are made of the sources of several rows, or of a part of a row's; these
-    rows replace the tensors that the sources' rows imply.
+    rows replace the tensors that the sources' rows imply. ``carries``: tensors of published checkpoints that are
+    copied along, but neither trained nor sent to engines.
     ``megatron``: fields of Megatron's TransformerConfig that follow neither from the shape nor from the
     table. ``engine_keeps_output``: SGLang's model keeps an output matrix of its own, whatever
     ``tie_word_embeddings`` says. ``most_engine_ranks``: the most tensor-parallel ranks on which SGLang's model computes
@@ -544,6 +571,7 @@ class Family:
     layer: tuple[Rule, ...]
     expert: tuple[Rule, ...] = ()
     engine: tuple[EngineRow, ...] = ()
+    carries: CarriedTensors = no_tensor
     megatron: Mapping[str, Any] = field(default_factory=dict)
     engine_keeps_output: bool = False
     most_engine_ranks: int | None = None

@@ -8,7 +8,7 @@ the proof and the checksums of a weight update read ``engine_parameters``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -104,6 +104,13 @@ def hf_tensors(shape: ModelShape) -> dict[str, Dims]:
             name = source.name.format(layer=row.layer, expert=row.expert)
             tensors[name] = tuple(sizes[d] for d in source.dims)
     return tensors
+
+
+def carried_names(shape: ModelShape, names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that are no tensors of the model, but which its checkpoints carry along, sorted."""
+    model_tensors = hf_tensors(shape)
+    carries = family_of(shape).carries
+    return sorted(name for name in names if name not in model_tensors and carries(shape, name))
 
 
 @cache

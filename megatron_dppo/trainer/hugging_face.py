@@ -32,6 +32,7 @@ from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.metrics.records import EXPORT_FOLDER, remember_upload
 from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.model.families import family_of, no_tensor
 from megatron_dppo.model.gather_plan import (
     Bucket,
     ParameterKey,
@@ -41,7 +42,7 @@ from megatron_dppo.model.gather_plan import (
     gather_plan,
 )
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import local_parameters
+from megatron_dppo.model.mapping import carried_names, local_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.failpoints import failpoint
 from megatron_dppo.system.files import sync_to_disk
@@ -132,20 +133,21 @@ def export_hf(
         rank: this process's global rank.
         model: shape and layout of the model, and the dtype of the parameters.
         out_dir: the folder to write; it must not exist or must be empty.
-        side_files_from: folder from which configuration and tokenizer are copied.
+        side_files_from: folder from which configuration, tokenizer and carried tensors are copied.
         max_shard_bytes: largest size of a file.
 
     Raises:
         CheckpointError: a rank could not write; raised on every rank.
     """
     shape, layout, dtype = model
-    specs = hf_folder.trained_specs(shape, dtype)
+    specs = hf_folder.trained_specs(shape, dtype) | _carried_specs(shape, side_files_from)
     files = hf_folder.plan_files(specs, max_shard_bytes)
     plan, writer_of = export_plan(files, shape, layout, dtype.itemsize)
     try:
         with _staged(out_dir, rank, specs) as folder:
             share = {file: files[file] for file, writer in writer_of.items() if writer == rank}
-            shares = collectives.all_gather_json(_write(folder, share, plan, rank, values))
+            digests_here = _write(folder, share, plan, rank, values, side_files_from)
+            shares = collectives.all_gather_json(digests_here)
             failpoint("export/written")
             digests: dict[str, str] = {}
             for share_digests in shares:
@@ -172,6 +174,14 @@ def export_hf(
         ) from error
 
 
+def _carried_specs(shape: ModelShape, folder: str | Path) -> dict[str, tensor_store.TensorSpec]:
+    """Return the tensors of ``folder`` that an export carries along."""
+    if family_of(shape).carries is no_tensor:
+        return {}
+    with torch_dist.open_checkpoint(folder) as reader:
+        return {name: reader.specs[name] for name in carried_names(shape, reader.specs)}
+
+
 def export_plan(
     files: Files,
     shape: ModelShape,
@@ -190,8 +200,10 @@ def export_plan(
     for file, specs in files.items():
         held_bytes = [0] * layout.world_size
         for name in specs:
-            for rank, elements in elements_held(sources[name]).items():
-                held_bytes[rank] += elements * item_bytes
+            # No rank holds a carried tensor: the writer copies it from the folder that training started from.
+            if name in sources:
+                for rank, elements in elements_held(sources[name]).items():
+                    held_bytes[rank] += elements * item_bytes
         size = sum(spec.bytes for spec in specs.values())
         costs = []
         for rank in range(layout.world_size):
@@ -199,7 +211,7 @@ def export_plan(
             costs.append(assigned_bytes[rank] + gather_cost)
         writer = writer_of[file] = costs.index(min(costs))
         assigned_bytes[writer] += size
-        tensors.setdefault(writer, []).extend(sources[name] for name in specs)
+        tensors.setdefault(writer, []).extend(sources[n] for n in specs if n in sources)
     return buckets_in_turn(tensors, BUCKET_BYTES, item_bytes), writer_of
 
 
@@ -229,6 +241,7 @@ def _write(
     plan: list[Bucket],
     rank: int,
     values: Mapping[ParameterKey, Tensor],
+    carried_from: str | Path,
 ) -> dict[str, str]:
     """Gather all tensors and write this rank's ``share`` of the files. Collective.
 
@@ -238,6 +251,7 @@ def _write(
         plan: the buckets of all ranks, in the order of gathering.
         rank: this process's global rank.
         values: this rank's parameters by (chunk, name).
+        carried_from: the folder that has the tensors of ``share`` that are not in ``plan``.
 
     Returns:
         SHA-256 (hex) of each tensor of ``share``, by name.
@@ -252,6 +266,17 @@ def _write(
                 writer.add(gathered.tensors)
                 written_elements += bucket.elements
                 bar.update(completed=written_elements // 10**6)
+        planned_names = {tensor.name for bucket in plan for tensor in bucket.tensors}
+        names_here = [name for specs in share.values() for name in specs]
+        carried = [name for name in names_here if name not in planned_names]
+
+        def copy_carried() -> None:
+            if carried:
+                with torch_dist.open_checkpoint(carried_from) as reader:
+                    for name in carried:
+                        writer.add([(name, reader.read(name))])
+
+        collectives.on_every_rank(copy_carried, error=CheckpointError)
         collectives.on_every_rank(writer.finish, error=CheckpointError)
         return writer.digests
 

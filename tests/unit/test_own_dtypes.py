@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,11 +38,17 @@ def family() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def hf(tmp_path: Path) -> Path:
-    folder = save_tiny_model(tmp_path / "hf", "qwen3_moe", dtype=torch.bfloat16)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf")
+    save_tiny_model(folder, "qwen3_moe", dtype=torch.bfloat16)
     add_router_bias(folder)
     return folder
+
+
+@pytest.fixture
+def hf(model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model, tmp_path / "hf"))
 
 
 def test_the_types_are_those_of_the_table(hf: Path) -> None:
