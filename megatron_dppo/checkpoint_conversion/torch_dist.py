@@ -82,7 +82,7 @@ def written_parameter(shape: ModelShape, name: str) -> StackedParameter:
 
 def stack_sizes(shape: ModelShape, parameter: StackedParameter) -> tuple[int, ...]:
     """Sizes of the axes of ``parameter.index``: layers and experts, or experts alone."""
-    sizes = (shape.num_layers, shape.num_experts)
+    sizes: tuple[int, ...] = (shape.num_layers, shape.num_experts)
     if not layers_are_alike(shape):
         sizes = sizes[1:]
     return sizes[: len(parameter.index)]
