@@ -143,8 +143,8 @@ def refuse_repacked_experts() -> None:
 
 
 def hold_own_port(host: str, port: int) -> socket.socket:
-    """Keep the port from others while the model is loaded; exit where somebody has it already."""
-    # SGLang binds it at the end, and what it then says of a failure is lost among other errors.
+    """Bind the port before the model is loaded; exit where another process has it."""
+    # SGLang binds its port last, and its message about a failure is lost among other errors.
     try:
         return network.hold_port(host, port)
     except network.PortTakenError as error:
@@ -165,8 +165,10 @@ def _change_sglang() -> None:
 
 
 def watch_supervisor(kill: Callable[..., None]) -> None:
-    """End this server, and have its Slurm job requeued, once the run's supervisor gives no sign of life, where the
-    environment names its heartbeat."""
+    """End this server, and requeue its Slurm job, once the heartbeat of the run's supervisor stops.
+
+    Without a heartbeat file in the environment, the function does nothing.
+    """
     # A job that outlives its batch process (--no-kill) would keep its nodes until its time limit.
     path = os.environ.get(processes.HEARTBEAT_VARIABLE)
     if path is None:
@@ -183,7 +185,7 @@ def watch_supervisor(kill: Callable[..., None]) -> None:
 
 
 def host_flags(environment: Mapping[str, str]) -> list[str]:
-    """SGLang's flags that differ between the hosts of one server; none for a server on one host."""
+    """Return SGLang's flags that differ between the hosts of one server; none for a server on one host."""
     if HOSTS_VARIABLE not in environment:
         return []
     addresses = json.loads(environment[HOSTS_VARIABLE])
@@ -194,7 +196,7 @@ def host_flags(environment: Mapping[str, str]) -> list[str]:
 def main() -> None:
     secret_variables.hide_secrets()
     start = json.load(sys.stdin)
-    # On the server's own machine, before SGLang looks for its compiler.
+    # Set the tools of the server's own machine before SGLang looks for its compiler.
     if has_visible_gpu():
         print(*offer_tools(os.environ), sep="\n", flush=True)
     # Spawned processes read the variable, to end with this one.

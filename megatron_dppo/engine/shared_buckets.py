@@ -56,7 +56,7 @@ def shared_payloads(header: WireHeader, data: Tensor, ranks: int) -> list[str]:
 
 
 def open_payload(payload: str, index_of: Mapping[str, int]) -> dict[str, Any]:
-    """Open a payload that ``shared_payloads`` made, in another process of this program; ends with that process.
+    """Open a payload of ``shared_payloads`` in a process that does nothing else: the function changes torch for good.
 
     ``index_of`` has the device index of each UUID, as SGLang's own receiver looks it up.
     """

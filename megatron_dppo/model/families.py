@@ -553,16 +553,19 @@ ReadShape = Callable[[ConfigFacts], ModelShape]
 class Family:
     """A model family: how to read its config.json, and its table in model order.
 
-    ``model_type`` and ``architecture``: what config.json calls it, and its class in transformers and
-    SGLang. ``read``: ModelShape from the file's entries; what the table does not describe it notes as a
-    fault. ``layer``: rows once a layer, before the experts. ``expert``: rows once an expert of a layer that routes.
-    ``engine``: SGLang's tensors in a layer that are made of the sources of several rows, or of a part of a row's; these
-    rows replace the tensors that the sources' rows imply. ``carries``: tensors of published checkpoints that are
-    copied along, but neither trained nor sent to engines.
-    ``megatron``: fields of Megatron's TransformerConfig that follow neither from the shape nor from the
-    table. ``engine_keeps_output``: SGLang's model keeps an output matrix of its own, whatever
-    ``tie_word_embeddings`` says. ``most_engine_ranks``: the most tensor-parallel ranks on which SGLang's model computes
-    the right values; None: no limit.
+    Attributes:
+        model_type: the family's name in config.json.
+        architecture: the model's class in transformers and SGLang.
+        read: reads a ModelShape from the file's entries; reports entries that the table does not describe as faults.
+        layer: the rows of a layer, before its experts.
+        expert: the rows of each expert in a layer that routes.
+        engine: SGLang's tensors in a layer that combine the sources of several rows, or hold a part of a row's sources.
+            They replace the tensors that the rows of these sources imply.
+        carries: tensors of published checkpoints that are copied, but neither trained nor sent to engines.
+        megatron: fields of Megatron's TransformerConfig that follow neither from the shape nor from the table.
+        engine_keeps_output: whether SGLang's model has a separate output matrix, whatever ``tie_word_embeddings`` says.
+        most_engine_ranks: the most tensor-parallel ranks on which SGLang's model computes the right values; None: no
+            limit.
     """
 
     model_type: str
