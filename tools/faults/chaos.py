@@ -244,9 +244,13 @@ class Chaos:
             self.tally.lost_s[kind] += max(0.0, lost_s)
 
     def _kill(self) -> str | None:
-        """Kill a random process; return its kind, or None where the run has none at the moment."""
+        """Kill a random process; return its kind, or None while the run has no ranks."""
         candidates = []
-        for kind, processes in self._run.processes().items():
+        living = self._run.processes()
+        # A start without ranks has little but the supervisor, whose kills alone would keep the run from advancing.
+        if not living["rank"]:
+            return None
+        for kind, processes in living.items():
             candidates += [(kind, process) for process in processes]
         if not candidates:
             return None
