@@ -22,6 +22,7 @@ from megatron_dppo.config.data_schema import DataConfig
 from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.data.records import DataError
 from megatron_dppo.metrics import table as names
+from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.families import (
     FAMILIES,
     ConfigFacts,
@@ -29,6 +30,7 @@ from megatron_dppo.model.families import (
     unknown_key_warnings,
 )
 from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
+from megatron_dppo.model.quantization import check_block_widths
 from tests.tiny_models import tiny_tokenizer
 from tests.unit.test_recipes import RECIPES, STEPS
 
@@ -125,6 +127,16 @@ def test_a_model_for_gpus_is_divided_by_layout_and_servers(sizes, engine):
     assert list(engine_split_faults({"tp_size": engine}, shape)) == []
     assert shape.head_dim == MOE.shape.head_dim
     assert tiny.moe_ffn % (128 * engine) == 0
+
+
+@pytest.mark.parametrize("engine", [1, 4])
+@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_model_for_fp8_servers_has_whole_blocks_on_each_rank(sizes, engine):
+    tiny = tiny_model.tiny_sizes(sizes, MOE.shape, 100)
+    tiny = tiny_model.sizes_for_blocks(tiny, sizes, MOE.shape, engine)
+    shape = shape_of(tiny_model.tiny_config(MOE, tiny, own_tokenizer=False))
+    assert model_faults(sizes, shape) == []
+    check_block_widths(shape, EngineLayout(engine))
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)

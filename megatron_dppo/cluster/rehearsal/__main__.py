@@ -361,8 +361,10 @@ class Rehearsal:
             longest,
             all_to_all=config.megatron.get("cp_comm_type") == "a2a",
         )
-        if stage.on_gpus:
-            engine = config.sglang.get("tp_size") or 1
+        engine = config.sglang.get("tp_size") or 1
+        if config.engine.quantization is not None:
+            sizes = tiny_model.sizes_for_blocks(sizes, parallel.sizes, known.shape, engine)
+        elif stage.on_gpus:
             sizes = tiny_model.sizes_for_kernels(sizes, parallel.sizes, known.shape, engine)
         values = tiny_model.tiny_config(known, sizes, own_tokenizer=stage.has_own_tokenizer)
         count = tiny_model.write_model(stage.model, values, config.model.dtype, config.run.seed)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megatron_dppo import EXAMPLES
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import LayoutSizes
+from megatron_dppo.model.quantization import BLOCK
 from megatron_dppo.model.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -203,6 +204,18 @@ def sizes_for_kernels(
         moe_ffn=_KERNEL_ROWS * math.lcm(layout.expert_tensor_size, engine) if sizes.experts else 0,
         head_dim=head_dim,
     )
+
+
+def sizes_for_blocks(
+    sizes: TinySizes,
+    layout: LayoutSizes,
+    shape: ModelShape,
+    engine: int,
+) -> TinySizes:
+    """``sizes`` with shares of whole blocks of 128 x 128 on servers of ``engine`` ranks, for FP8 weights."""
+    wide = sizes_for_kernels(sizes, layout, shape, engine)
+    hidden = wide.hidden if _has_own_head_dim(shape) else wide.heads * BLOCK
+    return replace(wide, head_dim=BLOCK, hidden=hidden)
 
 
 def _has_own_head_dim(shape: ModelShape) -> bool:

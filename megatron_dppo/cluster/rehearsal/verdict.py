@@ -54,7 +54,7 @@ def findings(
     was_resumed: bool,
 ) -> list[VerdictRow]:
     """Compare a finished rehearsal with what any run must show."""
-    dtype = config.precision
+    dtype = config.model.dtype
     updates = summary["weight_updates"]
     verified = summary["weight_updates_verified"]
     steps = round(sum(record.get(names.OPTIMIZER_STEPS) or 0 for record in records))
@@ -71,7 +71,7 @@ def findings(
         _bounded(
             "|pi - mu| at equal weights",
             summary["mean_abs_prob_gap"],
-            BY_METRIC[names.GAP_ON_POLICY].upper(dtype),
+            BY_METRIC[names.GAP_ON_POLICY].upper(config.precision),
         ),
         VerdictRow("gradient norm", _small(gradient), "above 0", bool(gradient)),
         VerdictRow(

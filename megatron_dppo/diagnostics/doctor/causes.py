@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_dppo import block_fp8
+from megatron_dppo.block_fp8 import BlockFp8
 from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.diagnostics.doctor.reference import Change, Reference
+from megatron_dppo.diagnostics.doctor.reference import BlocksOf, Change, Reference
 from megatron_dppo.diagnostics.doctor.rounding import float8
 from megatron_dppo.diagnostics.doctor.sampling import (
     Sampling,
@@ -45,11 +47,18 @@ ROUNDED = "all in bfloat16"
 EIGHT_BITS = "all in 8 bits (E4M3)"
 
 
+BLOCK_FP8 = "linear layers and experts in block FP8"
+
+
+ROUNDINGS = (ROUNDED, EIGHT_BITS, BLOCK_FP8)
+"""Names of the alternatives that round as a healthy side may."""
+
+
 PARTS = ("embed_tokens", "self_attn", "norm", "mlp.gate.", ".experts.", "mlp.", "lm_head")
 """Parts of tensor names; a weight update may have missed the tensors of a part."""
 
 
-OF_WEIGHTS = ("staleness", "weights", "cache")
+OF_WEIGHTS = ("staleness", "weights", "cache", "quantisation")
 """Axes of the alternatives that use other weights or another cache."""
 
 
@@ -58,12 +67,13 @@ class SampledRun:
     """The configuration of a run, as far as its probabilities depend on it.
 
     ``temperature`` divides the logits; ``tensor`` and ``expert`` are the numbers of ranks that split the tensors and
-    the experts.
+    the experts. ``quantized``: whether the engine's weights are block FP8.
     """
 
     temperature: float
     tensor: int
     expert: int
+    quantized: bool = False
 
 
 def unchanged(_: Reference) -> AbstractContextManager[None]:
@@ -99,6 +109,10 @@ def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) ->
     name = "output layer of bfloat16, logits in float32"
     add_cause("precision", name, partial(rounded_head, results=False))
     add_cause("precision", EIGHT_BITS, partial(Reference.rounded, results=False, to=float8))
+    if run.quantized:
+        add_cause("precision", BLOCK_FP8, Reference.in_block_fp8)
+        for name, blocks_of in BLOCK_FAULTS:
+            add_cause("quantisation", name, partial(Reference.in_block_fp8, blocks_of=blocks_of))
     for name, prompts in (("", True), (", not while a prompt is read", False)):
         change = partial(Reference.cached_in_bfloat16, prompts=prompts)
         add_cause("cache", f"keys and values in bfloat16{name}", change)
@@ -125,6 +139,40 @@ def alternatives(run: SampledRun, reference: Reference, *, is_recorded: bool) ->
     return causes
 
 
+def _with_scales(change: Callable[[Tensor], Tensor]) -> BlocksOf:
+    return lambda _, __, blocks: BlockFp8(blocks.values, change(blocks.scales))
+
+
+def _with_values(change: Callable[[Tensor], Tensor]) -> BlocksOf:
+    # Bytes are moved: torch moves no e4m3 elements.
+    return lambda _, __, blocks: BlockFp8(
+        change(blocks.values.view(torch.uint8)).view(block_fp8.DTYPE), blocks.scales
+    )
+
+
+BLOCK_FAULTS: tuple[tuple[str, BlocksOf], ...] = (
+    ("scales of FP8 weights doubled", _with_scales(lambda scales: 2.0 * scales)),
+    ("scales of FP8 weights halved", _with_scales(lambda scales: 0.5 * scales)),
+    (
+        "each FP8 block has the scale of the block below",
+        _with_scales(lambda scales: scales.roll(-1, 0)),
+    ),
+    (
+        "each FP8 block has the scale of the block to its right",
+        _with_scales(lambda scales: scales.roll(-1, 1)),
+    ),
+    (
+        "each FP8 block has the values of the block below",
+        _with_values(lambda values: values.roll(-block_fp8.BLOCK, 0)),
+    ),
+    (
+        "each FP8 block has the values of the block to its right",
+        _with_values(lambda values: values.roll(-block_fp8.BLOCK, 1)),
+    ),
+)
+"""Name of an alternative, and the blocks with which the engine then computes."""
+
+
 def alternatives_of_version(
     run: SampledRun,
     reference: Reference,
@@ -138,6 +186,14 @@ def alternatives_of_version(
         ("staleness", "weights", all_weights),
         ("cache", "prompts' keys and values", prompts),
     ]
+    if run.quantized:
+        stale_scales = partial(
+            Reference.in_block_fp8,
+            blocks_of=lambda name, expert, blocks: BlockFp8(
+                blocks.values, other.block_scales(name, expert)
+            ),
+        )
+        changes.append(("quantisation", "scales of FP8 weights", stale_scales))
     for part in PARTS:
         if any(part in name for name in reference.tensors):
             change_of_part = partial(Reference.tensors_of, other=other, part=part)
@@ -186,7 +242,7 @@ def is_decisive(alternative: Alternative) -> bool:
     Such an alternative decides whether a side is healthy, or needs no forward pass of its own. The other alternatives
     are scored only for a side that differs.
     """
-    return alternative.change is unchanged or alternative.name in (ROUNDED, EIGHT_BITS, RECORDED)
+    return alternative.change is unchanged or alternative.name in (*ROUNDINGS, RECORDED)
 
 
 def samplers(run: SampledRun, size: int) -> Iterator[tuple[str, Sampling]]:

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.doctor.causes import (
-    EIGHT_BITS,
     NATURAL,
     OF_WEIGHTS,
     RECORDED,
     RECORDING,
     ROUNDED,
+    ROUNDINGS,
     Alternative,
 )
 from megatron_dppo.diagnostics.doctor.reference import Reference
@@ -226,7 +226,7 @@ def by_recording(
     """
     by_alternative = dict(by_name)
     recorded = by_alternative.pop(RECORDED)
-    for name in (ROUNDED, EIGHT_BITS):
+    for name in (name for name in ROUNDINGS if name in by_name):
         rounded_log_probs: list[Tensor] = []
         for r, rounded, n in zip(recorded, by_name[name], natural, strict=True):
             # A tie in routing may change the sum much; the clamp keeps p at most 1.

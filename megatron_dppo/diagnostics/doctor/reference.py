@@ -18,10 +18,15 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from megatron_dppo.block_fp8 import BlockFp8, dequantize, quantize, round_activations
 from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.diagnostics.doctor.rounding import bfloat16
 from megatron_dppo.diagnostics.explain.explanation import Policy
+from megatron_dppo.model.quantization import is_quantized
+
+BlocksOf = Callable[[str, int, BlockFp8], BlockFp8]
+"""Returns the values and scales to use for a tensor's name, the number of its expert, and its own ones."""
 
 
 class KnownWeights:
@@ -190,6 +195,37 @@ class Reference(Policy):
             stack.enter_context(self._changed(part, rounding))
             yield
 
+    @contextmanager
+    def in_block_fp8(self, blocks_of: BlocksOf | None = None) -> Iterator[None]:
+        """Quantise the matrices that an engine with ``engine.quantization: fp8`` holds in FP8, and their inputs.
+
+        The inputs of an expert's second matrix, which are inside of a module of transformers, keep their values.
+
+        Args:
+            blocks_of: returns the values and scales to use; None: the tensor's own.
+        """
+        replacements: list[tuple[Tensor, Tensor]] = []
+        for name, tensor in self.tensors.items():
+            if tensor.dim() == 3 and ".experts." in name:
+                experts = [_in_block_fp8(w, name, e, blocks_of) for e, w in enumerate(tensor.data)]
+                replacements.append((tensor, torch.stack(experts)))
+            elif is_quantized(name):
+                replacements.append((tensor, _in_block_fp8(tensor.data, name, 0, blocks_of)))
+        with ExitStack() as stack:
+            for name, module in self._model.named_modules():
+                if name.endswith(".experts") or is_quantized(f"{name}.weight"):
+                    hook = module.register_forward_pre_hook(
+                        lambda _, inputs: (round_activations(inputs[0]), *inputs[1:])
+                    )
+                    stack.callback(hook.remove)
+            stack.enter_context(_with_data(replacements))
+            yield
+
+    def block_scales(self, name: str, expert: int) -> Tensor:
+        """Return the FP8 scales of the tensor ``name``, or of one expert in it."""
+        tensor = self.tensors[name].data
+        return quantize(tensor[expert] if tensor.dim() == 3 else tensor).scales
+
     def in_bfloat16(self) -> AbstractContextManager[None]:
         """Compute everything in bfloat16: weights, activations, the sums of layers and the outputs of experts."""
         return self._changed("", torch.Tensor.bfloat16)
@@ -302,6 +338,18 @@ def _set(target: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in values_before.items():
             setattr(target, name, value)
+
+
+def _in_block_fp8(
+    weight: Tensor,
+    name: str,
+    expert: int,
+    blocks_of: BlocksOf | None,
+) -> Tensor:
+    blocks = quantize(weight)
+    if blocks_of is not None:
+        blocks = blocks_of(name, expert, blocks)
+    return dequantize(blocks.values, blocks.scales, weight.dtype)
 
 
 @contextmanager

@@ -157,7 +157,12 @@ class Doctor:
     ) -> None:
         self._config = config
         self._batch = batch
-        self._run = SampledRun(config.temperature, config.parallel.tensor, config.parallel.expert)
+        self._run = SampledRun(
+            config.temperature,
+            config.parallel.tensor,
+            config.parallel.expert,
+            quantized=config.engine.quantization is not None,
+        )
         self._weights = weights
         self._scores: dict[tuple[int, bool], Scores] = {}
         self._unexamined: dict[str, str] = {}
@@ -281,7 +286,7 @@ class Doctor:
         if not self._config.router_replay or causes.RECORDED not in by_name:
             return []
         recorded, by_name = diagnosis.by_recording(natural, by_name)
-        by_alternative = {name: by_name[name] for name in (causes.ROUNDED, causes.EIGHT_BITS)}
+        by_alternative = {name: by_name[name] for name in causes.ROUNDINGS if name in by_name}
         alternatives = [c for c in scores.alternatives if c.name == causes.ROUNDED]
         side = replace(engine, name=causes.RECORDING, log_probs=tuple(natural))
         rounding = self._rounding("engine")
@@ -304,7 +309,7 @@ class Doctor:
         """Return the name of the alternative that rounds as a healthy side may; None if ``side`` is in float32."""
         config = self._config
         if side == "engine" and config.engine.quantization is not None:
-            return causes.EIGHT_BITS
+            return causes.BLOCK_FP8
         if is_coarse(*((config.sglang, {}) if side == "engine" else ({}, config.megatron))):
             return causes.EIGHT_BITS
         if config.model.dtype == "float32":
