@@ -67,10 +67,16 @@ def engine_of(run: SimpleNamespace, target: Path, blocks: Blocks) -> Policy:
 def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Version 1 sampled the batch of step 2 and was trained."""
     folder = tmp_path_factory.mktemp("doctor")
-    start = save_tiny_model(
-        folder / "start", seed=1, layers=1, hidden=256, num_attention_heads=8, head_dim=32,
+    small = save_tiny_model(
+        folder / "small", seed=1, layers=1, hidden=256, num_attention_heads=8, head_dim=32,
         num_key_value_heads=8, moe_intermediate_size=256, num_experts=4,
     )  # fmt: skip
+
+    def enlarge(tensors: dict[str, Tensor]) -> None:
+        # The final norm takes the scale away from what the layers compute, so the embedding must count beside it.
+        tensors["model.embed_tokens.weight"] *= 12
+
+    start = with_tensors(small, folder / "start", enlarge)
 
     def train(tensors: dict[str, Tensor]) -> None:
         torch.manual_seed(5)
