@@ -17,7 +17,7 @@ from itertools import chain
 
 from megatron_dppo.model import mapping
 from megatron_dppo.model.errors import ModelError
-from megatron_dppo.model.families import Rule, Source, family_of
+from megatron_dppo.model.families import Rule, Source, family_of, layer_counts
 from megatron_dppo.model.layout import Layout, RankCoordinates, local_layers
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Block, Dims, replicated
@@ -63,7 +63,7 @@ def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
     """Group -> the last names of its matrices in the family's checkpoints, without groups that the model lacks."""
     family = family_of(shape)
     groups: dict[str, list[Rule]] = {ATTENTION: [], MLP: [], EXPERTS: [], HEAD: []}
-    for rule in family.layer:
+    for rule in _rules_in_layers(shape):
         if _is_linear(rule):
             groups[_group_of(rule)].append(rule)
     if shape.is_moe:
@@ -83,6 +83,11 @@ def _is_cut_evenly(rule: Rule, index: int, shape: ModelShape, ranks: int) -> boo
         if length * ranks != whole_length:
             return False
     return True
+
+
+def _rules_in_layers(shape: ModelShape) -> list[Rule]:
+    """Return the family's rules that at least one layer of the model has, without those of experts."""
+    return [rule for rule, _ in layer_counts(shape, range(shape.num_layers))]
 
 
 def _group_of(rule: Rule) -> str:
@@ -127,7 +132,8 @@ def adapter_faults(adapters: Adapters, shape: ModelShape, layout: Layout) -> Ite
     """Yield the errors in ``adapters``: a rank above a matrix's dimensions, or TP ranks with unequal parts of one."""
     family = family_of(shape)
     sizes = shape.sizes()
-    for rule in (*family.layer, *(family.expert if shape.is_moe else ()), *_outputs(shape)):
+    expert_rules = family.expert if shape.is_moe else ()
+    for rule in (*_rules_in_layers(shape), *expert_rules, *_outputs(shape)):
         ranks = layout.expert_tensor if rule in family.expert else layout.tensor
         for index, source in _adapted_sources(adapters, rule):
             dims = [sizes[d] for d in source.dims]

@@ -16,7 +16,13 @@ from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 from megatron_dppo.cluster.planner.facts import rank_parameters
 from megatron_dppo.cluster.planner.server_memory import weight_bytes
-from megatron_dppo.model.adapters import Adapters, adapter_tensors, trained_elements
+from megatron_dppo.model.adapters import (
+    Adapters,
+    adapter_faults,
+    adapter_tensors,
+    module_groups,
+    trained_elements,
+)
 from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import LayoutError, UnsupportedModelError
 from megatron_dppo.model.families import load_model_shape
@@ -166,3 +172,14 @@ def test_adapters_are_those_of_matrices_that_the_layers_have(shape) -> None:
     assert adapted == {name for name in matrices if name.rpartition(".")[2] in modules}
     elements = sum(map(math.prod, adapter_tensors(adapters, shape).values()))
     assert trained_elements(shape, adapters, routers=True) == elements + 2 * 8 * 64
+
+
+def test_groups_of_adapters_are_those_of_rows_that_a_layer_has(shape) -> None:
+    assert module_groups(shape)["mlp"] == ("gate_proj", "up_proj", "down_proj")
+    routed = replace(shape, dense_layers=())
+    assert "mlp" not in module_groups(routed)
+    wide = Adapters(rank=40, alpha=4.0, modules=("q_proj", "gate_proj"))
+    faults = list(adapter_faults(wide, replace(routed, ffn_hidden_size=8), Layout()))
+    # The experts' width is 32. The dense rows' width of 8 belongs to no matrix of this model.
+    assert faults
+    assert not [fault for fault in faults if " 8 " in fault]
