@@ -52,8 +52,8 @@ FREE = {
 FILES = (".md", ".py", ".sbatch", ".yaml", ".json", ".png", ".html", ".safetensors", ".jsonl")
 
 
-NO_KEYS = {"optimizer.state"}
-"""A tensor's name in a checkpoint begins so (docs/checkpoints.md)."""
+NO_KEYS = {"optimizer.state", "model.visual"}
+"""Beginnings of tensors' names (docs/checkpoints.md, docs/extending.md), which look like keys."""
 
 
 def is_key(path: str) -> bool:
