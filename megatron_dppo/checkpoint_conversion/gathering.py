@@ -62,7 +62,7 @@ def gather(
         plan: The buckets.
         rank: This rank.
         values: This rank's tensors by (chunk, name), in the shape of its parameters (the weights, or their gradients),
-            all of one dtype but for tensors with a type of their own.
+            all of one dtype, except tensors with a type of their own.
         buffers: Memory for the buckets' tensors, which are end to end in one flat buffer. A bucket's tensors stay valid
             until the second bucket after it. None: a new buffer for each bucket.
     """

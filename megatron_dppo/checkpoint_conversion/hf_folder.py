@@ -43,7 +43,7 @@ SLACK_BYTES = 16 << 20
 
 
 class StagedFolder:
-    """``with StagedFolder(out, bytes) as folder:`` fill ``folder``; it becomes ``out`` when no error was raised.
+    """``with StagedFolder(out, bytes) as folder:`` yields a new folder, which is renamed to ``out`` without an error.
 
     The staging folder ``.<name>.partial`` lies beside ``out``, on the same disk. What a killed run left there is
     removed; a live run holds a lock on it. Raises CheckpointError where ``out`` exists and is not an empty folder, the
@@ -73,7 +73,7 @@ class StagedFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(f"{self.out}: another process is writing it now") from None
-        # Between opening and locking, a process that was faster may have renamed the folder: the lock is of its result.
+        # Before the lock was taken, another process may have renamed the folder: the lock is then on its result.
         if not self.folder.exists() or not os.path.samestat(
             os.fstat(self._lock), self.folder.stat()
         ):
@@ -94,7 +94,7 @@ class StagedFolder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                # Renamed before its files were on the disk, a folder could survive a power cut with empty files.
+                # Sync before the rename: otherwise the folder may have empty files after a power cut.
                 sync_folder(self.folder)
                 self._require_empty()
                 failpoint("folder/publish")
@@ -213,7 +213,7 @@ class SafetensorsReader(Closing):
         return fused
 
     def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Rows ``start .. start + count`` of dim 0."""
+        """Read rows ``start .. start + count`` of dim 0."""
         return self._file_of[name].read_rows(name, start, count)
 
     def read(
@@ -223,11 +223,11 @@ class SafetensorsReader(Closing):
         start: int = 0,
         length: int | None = None,
     ) -> torch.Tensor:
-        """``tensor.narrow(dim, start, length)``, contiguous; to the end without a length."""
+        """Read ``tensor.narrow(dim, start, length)``, contiguous; without a length, to the end."""
         return tensor_store.read_slice(self, name, dim, start, length)
 
     def check(self, shape: ModelShape) -> None:
-        """Raise CheckpointError where names, shapes or dtypes are not those of ``shape``'s config."""
+        """Raise CheckpointError if names, shapes or dtypes differ from those of a model of ``shape``."""
         tensor_store.check_store(self, shape, str(self.folder))
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ def _is_fused(name: str, file: tensor_store.SafetensorsFile) -> bool:
 
 
 def _experts_in(name: str, entry: tensor_store.Entry) -> dict[str, tensor_store.Entry]:
-    """The positions of each expert's matrices in a tensor of all experts: complete rows, gates before ups."""
+    """Return the positions of each expert's matrices in a tensor of all experts: whole rows, gates before ups."""
     match = _ALL_EXPERTS.fullmatch(name)
     assert match is not None
     matrices = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)

@@ -280,7 +280,9 @@ def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, location: 
     model_tensors = hf_tensors(shape)
     _, output = family_of(shape).vocabulary_tensors
     # A tied model may also store its output layer, which is not in the table; ``check_tied_copy`` compares it.
-    names = set(specs) - ({output} if shape.tied_embeddings else set())
+    names = set(specs)
+    if shape.tied_embeddings:
+        names.discard(output)
     missing_names = [name for name in model_tensors if name not in names]
     unknown_names = sorted(names - set(model_tensors) - set(carried_names(shape, names)))
     faults = []

@@ -96,11 +96,11 @@ class TorchDistFolder(Closing):
         self._stored = StoredBlocks(folder)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a single-rank parameter."""
+        """Return the dtype of a single-rank parameter."""
         return self._find(name)[1].dtype
 
     def dims(self, name: str) -> tuple[int, ...]:
-        """Shape of a single-rank parameter. A padded vocabulary may have more rows than the model."""
+        """Return the shape of a single-rank parameter. A padded vocabulary may have more rows than the model."""
         parameter, tensor = self._find(name)
         return tensor.dims[len(parameter.index) :]
 
@@ -116,7 +116,7 @@ class TorchDistFolder(Closing):
         return out.view(count, *widths)
 
     def locate(self, name: str, index: Sequence[int]) -> tuple[Path, int]:
-        """File and byte offset of an element of a single-rank parameter."""
+        """Return the file and byte offset of an element of a single-rank parameter."""
         parameter, _ = self._find(name)
         return self._stored.locate(parameter.key, (*parameter.index, *index))
 

@@ -44,7 +44,7 @@ _NAMED_FILES = 5
 
 
 def export_files(folder: Path) -> tuple[list[str], list[str]]:
-    """The names of the files that ``folder``'s model consists of, and of all else that lies in it, folders too.
+    """Return the names of the files of the model in ``folder``, and the names of all other files and folders in it.
 
     Beside the usual names a model has the files that its certificate lists.
     """

@@ -9,16 +9,19 @@ from typing import Any
 from megatron_dppo.engine.options import ADAPTER_DIGESTS
 
 VARIABLE = "MEGATRON_DPPO_ADAPTER_DIGESTS"
-"""In the environment of the processes of a server that has LoRA enabled."""
+"""Variable that is set in the processes of a server with LoRA."""
 
 
 LOADED = "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter"
 
 
 def register_digests() -> None:
-    """In each process of a server with ``--enable-lora``, before SGLang applies its hooks. Not yet run on a GPU."""
-    # SGLang's own check of adapters belongs to a route that unpickles. This one hashes what the scheduler holds after
-    # it has read a folder and fused its matrices.
+    """Register the hook in each process of a server with ``--enable-lora``, before SGLang applies hooks.
+
+    Not yet run on a GPU.
+    """
+    # SGLang's own check of adapters belongs to a route that unpickles. This hook hashes the tensors that the scheduler
+    # holds after it has read a folder and fused its matrices.
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(LOADED, report_digests, HookType.AFTER)

@@ -1,7 +1,7 @@
-"""Answers of an engine, parsed and checked: in the caller's process, or in one beside it, whose arrays it maps.
+"""Answers of an engine, parsed and checked: in the caller's process, or in a worker whose arrays the caller maps.
 
-The process (``system/workers.py``) answers one call after the other until its caller is gone, and loads neither torch
-nor sglang.
+The worker (``system/workers.py``) handles one call after the other until its caller ends, and loads neither torch nor
+sglang.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ _MODULE = "megatron_dppo.engine.answer_parsing"
 
 
 class ParserLostError(EngineError):
-    """The process that parses answers ended; its output, in the rank's own, says why."""
+    """The process that parses answers ended; its output, which is in the rank's log, says why."""
 
     attempts = 1
 
 
 class Parsed(NamedTuple):
-    """The result of parsing an answer. ``trajectories`` are in the order of the requests; there are none where
-    recordings must be downloaded first, which ``missing`` lists. ``ways``: how recordings arrived."""
+    """The result of parsing an answer.
+
+    Attributes:
+        trajectories: in the order of the requests; empty if recordings must be downloaded first.
+        missing: the notices of the recordings to download.
+        ways: how recordings arrived.
+    """
 
     trajectories: list[Trajectory]
     missing: list[Notice]
@@ -49,10 +54,13 @@ def parse(
     versions: range | None,
     downloaded: Mapping[str, bytes],
 ) -> Parsed:
-    """The answer to a call. ``versions``: of the weights that it may come from; None: not compared. ``downloaded``:
-    contents of recordings by id.
+    """Parse the answer to a call. Raises AbortedError, EngineAnswerError, StaleWeightsError.
 
-    Raises AbortedError, EngineAnswerError, StaleWeightsError.
+    Args:
+        payload: the body of the answer.
+        requests: the requests of the call.
+        versions: the weight versions that may have sampled the tokens; None: any.
+        downloaded: contents of the recordings that were downloaded, by id.
     """
     answers = read_answers(payload, requests, versions)
     missing_notices: list[Notice] = []
@@ -73,13 +81,13 @@ def parse(
 
 
 class AnswerParser:
-    """Parses large answers in a process of its own, which the first of them starts; ``close`` it.
+    """Parses large answers in a worker process, which starts with the first of them; ``close`` it.
 
-    Calls of it take turns. The caller's event loop goes on meanwhile: another thread waits for the reply.
+    The worker parses one answer at a time. A thread waits for its reply, so the caller's event loop is not blocked.
 
     Args:
-        smallest: bytes of the smallest answer that the process is given; others are parsed here, in less time than
-            handing them over takes. None: all are.
+        smallest: size in bytes of the smallest answer that the worker parses. Smaller ones are parsed in this process,
+            which takes less time than sending them to the worker. None: this process parses all.
     """
 
     def __init__(self, smallest: int | None = 32 * 1024) -> None:
@@ -95,14 +103,14 @@ class AnswerParser:
         versions: range | None,
         downloaded: Mapping[str, bytes],
     ) -> Parsed:
-        """Parse an answer in the child process like ``parse``. Raises ParserLostError too."""
+        """Parse an answer as the function ``parse`` does, in the worker if it is large. Raises ParserLostError too."""
         size = len(payload) + sum(map(len, downloaded.values()))
         if self._smallest is None or size < self._smallest:
             return parse(payload, requests, versions, downloaded)
         return await asyncio.to_thread(self._ask, payload, requests, versions, downloaded)
 
     def close(self) -> None:
-        """End the process; what is being parsed is lost. Harmless twice."""
+        """End the worker; an answer that it is parsing is lost. A second call does nothing."""
         self._is_closed = True
         if self._worker is not None:
             self._worker.kill()
@@ -133,7 +141,7 @@ class AnswerParser:
 
 
 def parsed_of(answer: bytes) -> Parsed:
-    """Read a worker's answer, whose arrays are mapped. Raises the EngineError in it."""
+    """Read a worker's reply, and map its arrays. Raises the EngineError in it."""
     reply = pickle.loads(answer)
     if isinstance(reply, EngineError):
         raise reply
@@ -151,10 +159,10 @@ def parsed_of(answer: bytes) -> Parsed:
 
 
 def answer_to(content: bytes) -> bytes:
-    """Parse an answer in the worker; return what ``parsed_of`` reads.
+    """Parse an answer in the worker; return the reply that ``parsed_of`` reads.
 
-    The arrays of the trajectories lie in one file in shared memory, which the reader maps and removes; where that
-    has no room, they follow in the connection. The rest is pickled: both sides are this program.
+    The trajectories' arrays are in one file in shared memory, which the reader maps and removes. If shared memory is
+    full, they are part of the reply. The reply is pickled, because both sides are this program.
     """
     arrays: list[pickle.PickleBuffer] = []
     try:
@@ -169,7 +177,7 @@ def answer_to(content: bytes) -> bytes:
         shared_buffer = SharedBuffer(size)
         buffer = shared_buffer.array
         path = str(shared_buffer.path)
-    # Shared memory has no room; the connection takes longer.
+    # Shared memory is full. Sending the arrays through the connection takes longer.
     except OSError:
         buffer = np.zeros(size, np.uint8)
         path = None

@@ -188,7 +188,7 @@ class ExpectedChecksums:
                     )
 
     def add(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
-        """Start one kernel that hashes the next bucket. On a GPU, ``partial`` is the first to wait for it.
+        """Start one kernel that hashes the next bucket. On a GPU only ``partial`` waits for the kernel.
 
         Raises IncompleteWeightsError for an unknown or repeated tensor, or one of the wrong shape or dtype.
         """

@@ -1,8 +1,8 @@
 """Asynchronous HTTP clients: of any server, and of one SGLang server's generation and state.
 
-EngineRequestError (4xx): the request is wrong; EngineLostError (5xx, a broken connection, no answer
-in time): the server is; AbortedError: only this response is. Nothing is retried here. Code that blocks calls it
-through ``system.async_runner.AsyncRunner``. Loads neither torch nor sglang.
+EngineRequestError (4xx) means that the request is wrong, EngineLostError (5xx, a broken connection, no answer in time)
+that the server failed, AbortedError that the server ended this one response. The clients retry nothing. Blocking code
+uses them through ``system.async_runner.AsyncRunner``. The module loads neither torch nor sglang.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Answer:
 
     @property
     def reason(self) -> str:
-        """The server's message, out of one of the shapes in which it comes, or else the text."""
+        """The error message in the body, in any of the forms that servers use; else the body's text."""
         error = self._error()
         if error is None:
             return self.body[:500].decode(errors="replace")
@@ -53,7 +53,7 @@ class Answer:
 
     @property
     def code(self) -> str:
-        """The word by which a router says what is wrong; empty where there is none."""
+        """The error code in a router's answer; empty without one."""
         error = self._error()
         if isinstance(error, dict):
             return str(error.get("code", ""))
@@ -70,12 +70,14 @@ class Answer:
 
 
 class HttpClient:
-    """Requests to the server at ``url``, from one event loop; ``close`` it, or use ``async with``.
+    """Sends requests to one server, from one event loop; ``close`` it, or use ``async with``.
 
-    ``url``: a path in it comes before the path of every request. ``api_key`` opens generation and information,
-    ``admin_api_key`` whatever changes the server (SGLang refuses the API key there once an admin key is set); a server
-    without one takes the API key for both. ``ca_file``: PEM file of the authorities whose certificates are trusted,
-    where ``url`` has https; None: the system's.
+    Args:
+        url: the server's address; its path is a prefix of the path of every request.
+        api_key: key for generation and information.
+        admin_api_key: key for requests that change the server; SGLang then rejects the API key for them. None: the
+            API key serves for both.
+        ca_file: PEM file of the trusted certificate authorities for https; None: those of the system.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class HttpClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections; the server aborts what was in flight on them."""
+        """Close the connections; the server aborts the requests in flight on them."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -113,7 +115,7 @@ class HttpClient:
         admin: bool = False,
         timeout_s: float | None = CONTROL_TIMEOUT_S,
     ) -> Answer:
-        """The answer of any status; ``timeout_s`` None: no limit. Raises EngineLostError where none comes in time."""
+        """Return the answer, whatever its status. Raises EngineLostError after ``timeout_s``; None: no limit."""
         headers = self._admin_headers if admin else self._api_headers
         headers = headers | _JSON if body is not None else headers
         async with self._open(method, path, headers, timeout_s, body) as answer:
@@ -128,7 +130,7 @@ class HttpClient:
         timeout_s: float | None,
         body: bytes | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The beginning of an answer. Raises EngineLostError for what breaks until the block ends."""
+        """Yield the answer after its headers. Raises EngineLostError if the connection breaks in the block."""
         limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_SECONDS)
         try:
             async with self._open_session().request(
@@ -155,7 +157,7 @@ class HttpClient:
         admin: bool = False,
         timeout_s: float | None = CONTROL_TIMEOUT_S,
     ) -> bytes:
-        """The body of a 2xx answer.
+        """Return the body of a 2xx answer.
 
         Raises:
             EngineLostError: no answer in time, or a 5xx.
@@ -167,9 +169,9 @@ class HttpClient:
         return answer.body
 
     async def download(self, path: str, size: int, *, timeout_s: float) -> bytes:
-        """The ``size`` bytes that a GET answers, read in pieces and no further.
+        """Return the body of a GET, which must have ``size`` bytes; a longer body is not read to its end.
 
-        Raises what ``request`` raises, and EngineAnswerError for another number of bytes.
+        Raises the errors of ``request``, and EngineAnswerError for another number of bytes.
         """
         async with self._open("GET", path, self._api_headers, timeout_s) as answer:
             if answer.status >= 300:
@@ -185,7 +187,7 @@ class HttpClient:
         return bytes(content)
 
     async def _read(self, answer: aiohttp.ClientResponse) -> Answer:
-        """The whole answer; of a refusal, which is for a message, without this client's keys."""
+        """Read the whole answer. Remove this client's keys from an error's body, because messages quote it."""
         body = await answer.read()
         if answer.status >= 300:
             text = body.decode(errors="surrogateescape")
@@ -199,9 +201,9 @@ class HttpClient:
         raise EngineRequestError(answer.status, message)
 
     async def get_json(self, path: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
-        """The JSON object that an information endpoint answers.
+        """Return the JSON object in an information endpoint's answer.
 
-        Raises what ``request`` raises, and EngineAnswerError for anything but a JSON object.
+        Raises the errors of ``request``, and EngineAnswerError if the answer is no JSON object.
         """
         return self._object(path, await self.request("GET", path, timeout_s=timeout_s))
 
@@ -212,7 +214,7 @@ class HttpClient:
         *,
         timeout_s: float | None = CONTROL_TIMEOUT_S,
     ) -> bytes:
-        """The raw answer of an endpoint that changes the server: POST, under the admin key."""
+        """Send a POST with the admin key to an endpoint that changes the server; return the body of the answer."""
         return await self.request(
             "POST",
             path,
@@ -231,15 +233,17 @@ class HttpClient:
         return self._object(path, await self.control(path, body, timeout_s=timeout_s))
 
     async def answers(self, timeout_s: float = 10.0) -> bool:
-        """Whether an SGLang server answers at all in time, be it with a refusal.
+        """Whether an SGLang server answers in time; an error status counts as an answer.
 
-        A stock server's ``/health`` generates a token, so that a paused one fails it.
+        ``/health`` would not do: on a stock server it generates a token, which a paused server does not.
         """
         return await self._is_answered("/model_info", timeout_s)
 
     async def schedules(self, timeout_s: float = 10.0) -> bool:
-        """Whether a server's scheduler answers in time, which ``answers`` can't tell: the process that speaks HTTP
-        answers it by itself. A paused scheduler does, a stopped or hung one doesn't."""
+        """Whether a server's scheduler answers in time, paused or not; a stopped or hung one does not.
+
+        The request of ``answers`` does not reach the scheduler: the HTTP process answers it alone.
+        """
         return await self._is_answered("/server_info", timeout_s)
 
     async def is_ok(self, path: str, timeout_s: float) -> bool:
@@ -292,21 +296,21 @@ log = logging.getLogger(__name__)
 _DOWNLOAD_S = 120.0
 _WATCH_SECONDS = 5.0
 _LATE_SECONDS = 1.5
-"""A timer this late tells of a process that was stopped; a busy machine's are less so."""
+"""If a timer is this late, this process was stopped in between; on a busy machine timers are less late."""
 
 
 class EngineClient(HttpClient):
-    """Generation on the server at ``url``, and its state; see HttpClient for keys and errors.
+    """Generates on one SGLang server, and queries its state; see HttpClient for keys and errors.
 
-    ``parser``: of its answers.
+    ``parser`` parses the server's answers.
     """
 
     _last_life = 0.0
     _answered = False
     first_answer_s: float = 0.0
-    """How long its first answer may take, where that is more than what is allowed later."""
+    """Time limit in seconds of the first answer, if it is longer than that of later ones."""
     is_paused = False
-    """Set by whoever pauses the server: it can't generate, and ``watch`` does not ask it to."""
+    """Set by the code that pauses the server; ``watch`` does not test a paused server, which generates nothing."""
     _ways: frozenset[Way] = frozenset()
     parser = AnswerParser(smallest=None)
 
@@ -319,9 +323,13 @@ class EngineClient(HttpClient):
     ) -> list[Trajectory]:
         """Draw ``requests`` in one call under the id ``rid``, without a time limit.
 
-        ``rid`` must be new, and not the beginning of another: SGLang aborts by prefix. ``versions``:
-        of the weights that it may come from. ``adapter``: name of the engine's adapters to draw with. Raises
-        AbortedError, EngineAnswerError, StaleWeightsError and ``request``'s errors.
+        Raises AbortedError, EngineAnswerError, StaleWeightsError and the errors of ``request``.
+
+        Args:
+            requests: the requests of the call.
+            rid: a new id that is no prefix of another one, because SGLang aborts by prefix.
+            versions: the weight versions that may have sampled the tokens; None: any.
+            adapter: the name of the engine's adapters to sample with; None: the model without adapters.
         """
         return await self.parse(await self.answer(requests, rid, adapter), requests, versions)
 
@@ -331,7 +339,7 @@ class EngineClient(HttpClient):
         rid: str,
         adapter: str | None = None,
     ) -> bytes:
-        """Return the body of the server's answer to a generate call, for ``parse``. Raises ``request``'s errors."""
+        """Return the body of the server's answer to a generate call. Raises the errors of ``request``."""
         body = request_body(requests, rid, adapter=adapter)
         payload = await self.request("POST", "/generate", body, timeout_s=None)
         self.note_answer()
@@ -343,9 +351,9 @@ class EngineClient(HttpClient):
         requests: Sequence[GenerationRequest],
         versions: range | None = None,
     ) -> list[Trajectory]:
-        """Trajectories of this server's answer to one call, with what it keeps beside the JSON.
+        """Return the trajectories in an answer to one call; download the recordings that the server keeps apart.
 
-        Raises AbortedError, EngineAnswerError, StaleWeightsError and ``request``'s errors.
+        Raises AbortedError, EngineAnswerError, StaleWeightsError and the errors of ``request``.
         """
         downloaded: dict[str, bytes] = {}
         parsed = await self.parser.parse(payload, requests, versions, downloaded)
@@ -359,9 +367,10 @@ class EngineClient(HttpClient):
         return parsed.trajectories
 
     async def fetch_recording(self, notice: Notice) -> bytes:
-        """The content of a recording that is on the server's host, which forgets it then.
+        """Download a recording from the server's host, then have the server delete it.
 
-        Raises AbortedError where it is gone, EngineAnswerError for another number of bytes, and ``request``'s errors.
+        Raises AbortedError if it no longer exists, EngineAnswerError for another number of bytes, and the errors of
+        ``request``.
         """
         path = f"{ROUTE}/{notice.id}"
         try:
@@ -375,17 +384,17 @@ class EngineClient(HttpClient):
         return content
 
     async def offers_recordings(self) -> bool:
-        """Whether the server stores recordings beside the JSON, and so would remove one."""
+        """Whether the server stores recordings in files; such a server accepts the deletion of an unknown one."""
         answer = await self.exchange("DELETE", f"{ROUTE}/{'0' * 32}")
         return answer.status == 204
 
     async def abort(self, rid: str, count: int = 1) -> None:
-        """End the call ``rid`` of ``count`` requests early; it raises AbortedError then. Unknown ids are ignored."""
+        """Abort the call ``rid`` of ``count`` requests, which raises AbortedError. Unknown ids are ignored."""
         ids = request_ids(rid, count)
         await asyncio.gather(*(self.control("/abort_request", {"rid": i}) for i in ids))
 
     async def abort_all(self, timeout_s: float) -> None:
-        """End every call of whatever client early; one that is still on its way to the scheduler goes on."""
+        """Abort every call of every client, except calls that have not reached the scheduler yet."""
         await self.control("/abort_request", {"abort_all": True}, timeout_s=timeout_s)
 
     async def health(self, timeout_s: float = 10.0) -> bool:
@@ -393,10 +402,10 @@ class EngineClient(HttpClient):
         return await self.is_ok("/health", timeout_s)
 
     async def generates(self, timeout_s: float = 30.0) -> bool:
-        """Whether a token was generated in time, by whatever request; a server that is idle draws one.
+        """Whether the server generates a token in time, for any request; an idle server samples one for this test.
 
-        ``/health`` is answered by the process that speaks HTTP: it can't see that the scheduler
-        behind it hangs. A paused server fails this.
+        ``/health`` would not do: the HTTP process answers it alone, also if the scheduler hangs. A paused server
+        fails this test.
         """
         return await self.is_ok("/health_generate", timeout_s)
 
@@ -404,13 +413,14 @@ class EngineClient(HttpClient):
         self._last_life = asyncio.get_running_loop().time()
 
     def note_answer(self) -> None:
-        """A request was answered just now; from now on it is known how long that takes."""
+        """Note that a request was answered now; from now on ``first_answer_s`` does not apply."""
         self._answered = True
         self.note_life()
 
     async def watch(self, hang_timeout_s: float) -> NoReturn:
-        """Raises EngineLostError when nothing was generated for ``hang_timeout_s``, or, before the first
-        answer, for ``first_answer_s`` where that is longer.
+        """Watch the server, and raise EngineLostError once it has generated nothing for ``hang_timeout_s``.
+
+        Before the first answer the limit is ``first_answer_s``, if that is longer.
 
         A stopped process keeps its connections open, so requests to it would wait for ever.
         """
@@ -423,7 +433,7 @@ class EngineClient(HttpClient):
             asleep = clock()
             nap = min(pause, max(self._last_life + limit - asleep, 0))
             await asyncio.sleep(nap)
-            # This process was stopped itself, which tells nothing of the server.
+            # This process itself was stopped, so the silence says nothing about the server.
             if self.is_paused or clock() > asleep + nap + late:
                 self.note_life()
                 continue
@@ -441,7 +451,7 @@ class EngineClient(HttpClient):
                     self.note_life()
 
     async def generates_again(self, timeout_s: float) -> bool:
-        """Whether a paused server, once resumed, generates a token in time; it is paused again."""
+        """Resume a paused server, test whether it generates a token in time, and pause it again."""
         try:
             await self.control("/continue_generation", timeout_s=timeout_s)
             generated = await self.generates(timeout_s)
@@ -451,7 +461,7 @@ class EngineClient(HttpClient):
         return generated
 
     async def ready(self, timeout_s: float = 10.0) -> bool:
-        """Whether the server takes new requests: False while it is paused, and would hold them."""
+        """Whether the server processes new requests; False while it is paused and would hold them back."""
         try:
             await self.request("GET", "/ready", timeout_s=timeout_s)
         except EngineLostError:

@@ -1,8 +1,8 @@
-"""Responses that a weight update ended early (``rollout.interrupt: abort``): what the server answered is kept, the rest
-is asked for with prompt and kept tokens as input, and both are joined to one trajectory.
+"""Continuation of responses that a weight update aborted (``rollout.interrupt: abort``).
 
-Each part's log-probabilities, Top-K and recorded routing are of the weights that sampled it. Below, too: SGLang's side,
-which is changed in servers that ``engine.launch_server`` starts.
+The client keeps the tokens that the server returned, requests the rest with prompt and kept tokens as input, and joins
+both to one trajectory. Each part's log-probabilities, Top-K and recorded routing are of the weights that sampled it.
+``register`` adds a hook to SGLang in servers that ``engine.launch_server`` starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOST = -1
 
 
 class Decode(Protocol):
-    """Text of tokens, with or without the ``special`` ones."""
+    """Function that decodes tokens to text, with or without the ``special`` ones."""
 
     def __call__(self, token_ids: Sequence[int] | np.ndarray, *, special: bool = True) -> str: ...
 
@@ -32,8 +32,10 @@ class Decode(Protocol):
 class Continuation:
     """The unfinished responses of a generation.
 
-    ``partials``: what is kept of them, by the key of the request: ``aborted`` trajectories. ``redrawn``: tokens that
-    servers sampled and that were not kept.
+    Attributes:
+        decode: the tokenizer's decoder.
+        partials: the kept part of each response, an ``aborted`` trajectory, by the key of its request.
+        redrawn: number of tokens that servers sampled and that were discarded.
     """
 
     decode: Decode
@@ -48,10 +50,10 @@ class Continuation:
         return rest_of(request, partial)
 
     def take(self, request: GenerationRequest, answer: Trajectory) -> Trajectory | None:
-        """The whole response where ``answer``, to the rest of ``request``, ends it; None: there is still a rest."""
+        """Add ``answer`` to the kept part. Return the whole response, or None if it is still unfinished."""
         if answer.finish_reason == "aborted":
-            # The server aborts a response with one more token, which it doesn't look at: that may be an end-of-sequence
-            # token, or complete a stop text. It is drawn again whatever it is, which favours no token.
+            # The server has not checked whether the last token of an aborted response ends it (an end-of-sequence
+            # token, or the end of a stop text). Always discard this token: then no token is favoured.
             answer = self._without(answer, max(answer.sampled - 1, 0))
         partial = self.partials.pop(request.key, None)
         response = answer
@@ -66,13 +68,13 @@ class Continuation:
             if response.sampled:
                 self.partials[request.key] = response
             return None
-        # An uninterrupted one has the engine's own text.
+        # The engine has decoded a response that was not interrupted.
         if partial is None:
             return response
         return replace(response, text=text_of(response, stop, self.decode))
 
     def drop(self, request: GenerationRequest) -> None:
-        """Keep nothing of the response: it is drawn from the beginning."""
+        """Discard the kept part of the response, which is then sampled from the beginning."""
         partial = self.partials.pop(request.key, None)
         if partial is not None:
             self.redrawn += partial.sampled
@@ -83,7 +85,7 @@ class Continuation:
 
 
 def rest_of(request: GenerationRequest, partial: Trajectory) -> GenerationRequest:
-    """The request for what follows ``partial``."""
+    """Return the request for the tokens after ``partial``."""
     return after(request, partial, request.sampling.max_new_tokens - partial.sampled)
 
 
@@ -93,8 +95,10 @@ def after(
     max_new_tokens: int,
     delta: Sequence[int] = (),
 ) -> GenerationRequest:
-    """The request for what follows ``partial`` and then ``delta``. The recorded routing begins with the row of the last
-    token that is kept, which predicts the next one."""
+    """Return the request for at most ``max_new_tokens`` tokens after ``partial`` and the tokens ``delta``.
+
+    The recorded routing begins with the row of the last kept token, which predicts the next one.
+    """
     columns = dict(request.columns)
     rows = partial.columns.get(_ROUTING)
     if rows is not None:
@@ -105,7 +109,7 @@ def after(
 
 
 def first(trajectory: Trajectory, sampled: int) -> Trajectory:
-    """The prompt and the first ``sampled`` tokens of the response, with their rows of every column."""
+    """Return the prompt and the first ``sampled`` tokens of the response, with their rows of every column."""
     if sampled == trajectory.sampled:
         return trajectory
     tokens = len(trajectory.prompt_ids) + sampled
@@ -123,14 +127,16 @@ def first(trajectory: Trajectory, sampled: int) -> Trajectory:
 
 
 def join(partial: Trajectory, answer: Trajectory) -> Trajectory:
-    """``partial``, and after it the tokens of ``answer``, whose prompt begins with it; it ends as ``answer`` does. What
-    that prompt has beyond ``partial`` was not sampled."""
+    """Append the tokens of ``answer`` to ``partial``, with which its prompt begins; the finish reason is ``answer``'s.
+
+    Tokens of that prompt after ``partial`` were not sampled.
+    """
     start = partial.length
     is_continuation = answer.prompt_ids[:start].tolist() == partial.token_ids.tolist()
     assert is_continuation, "the answer to another request"
     if not answer.sampled:
         return replace(partial, finish_reason=answer.finish_reason)
-    # The rows of the kept tokens stay where the answer has them again.
+    # Keep the rows of ``partial``, although the answer may have rows of the same tokens.
     columns: dict[str, np.ndarray] = {}
     for name, array in partial.columns.items():
         if name not in (_ROUTING, _RECORDED):
@@ -155,7 +161,7 @@ def _skipped(name: str, partial: Trajectory) -> int:
 
 
 def _joined_routing(partial: Trajectory, answer: Trajectory) -> dict[str, np.ndarray]:
-    """The recorded routing of both, and which weights recorded the row of each sampled token."""
+    """Return the joined recorded routing, and the weight version that recorded the row of each sampled token."""
     routing_before = partial.columns.get(_ROUTING)
     routing_after = answer.columns.get(_ROUTING)
     if routing_before is None:
@@ -170,10 +176,10 @@ def _joined_routing(partial: Trajectory, answer: Trajectory) -> dict[str, np.nda
     if recorded is None:
         recorded = _recorded(partial, partial.sampled)
     if routing_after is None and answer.length - partial.length > answer.sampled:
-        # Nothing says of the rows between two turns that they are lost.
+        # No version marks the rows between two turns, which were not sampled, as lost: discard the whole routing.
         return {}
     if routing_after is None:
-        # Some rows that a router may choose: checks of a recording look at all of it.
+        # Fill the lost rows with valid expert ids, because a recording is checked as a whole.
         rows = np.repeat(routing_before[-1:], answer.sampled, axis=0)
         new_versions = np.full(answer.sampled, _LOST, np.int32)
     else:
@@ -196,11 +202,13 @@ def seam_end(
     stop: Sequence[str],
     decode: Decode,
 ) -> int | None:
-    """How many tokens the response has up to the one that completes a stop text which begins before ``seam`` tokens
-    and ends after them; None where there is none. The server looks for stop texts in what it sampled itself."""
+    """Return the length of the response up to the end of a stop text that crosses the seam; None without one.
+
+    The seam is after the first ``seam`` tokens. The server finds only stop texts within the tokens of one call.
+    """
     if not stop:
         return None
-    # No fewer tokens than the text has bytes are needed to be sure, and one that the text may begin within.
+    # A token has at least one byte, so so many tokens contain the text; the text may begin inside one more token.
     window = max(len(text.encode()) for text in stop) + 1
     text_before = decode(response_ids[max(seam - window, 0) : seam])
     looked_for = [text for text in stop if text not in text_before]
@@ -223,15 +231,17 @@ def text_of(response: Trajectory, stop: Sequence[str], decode: Decode) -> str:
 
 
 def register() -> None:
-    """In each process of a server, before SGLang applies its plugins' hooks."""
+    """Register the hook, in each process of a server, before SGLang applies its plugins' hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(ABORTING, answer_waiting, HookType.BEFORE)
 
 
 def answer_waiting(scheduler: Any, aborted: Any) -> None:
-    """Answer the requests that wait in the queue with tokens (the cache had no room for them) before an abort, like
-    those that run. SGLang would drop up to 49 tokens of each, which it has not yet passed on."""
+    """Hook before an abort: answer requests that already have tokens but wait in the queue, because the cache is full.
+
+    They are answered like running requests. SGLang would discard up to 49 tokens of each that it has not yet sent.
+    """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     waiting: list[Any] = []

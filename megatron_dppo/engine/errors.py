@@ -12,34 +12,34 @@ if TYPE_CHECKING:
 
 
 UNBOUNDED = 1 << 30
-"""Attempts at what may succeed the next time."""
+"""Number of attempts at a call that may succeed the next time."""
 _FINAL_STATUS = (401, 403, 404, 405, 422)
-"""No key, no such path, another protocol. A 400 of SGLang may be a broken connection, too."""
+"""Statuses of a wrong key, path or protocol, for which a retry is pointless; SGLang's 400 may be a lost connection."""
 
 
 class EngineError(RunError):
     """Base of every error of this package.
 
-    ``attempts``: after so many failures in a row with one message, another attempt would end alike.
+    ``attempts``: number of failures in a row with the same message after which a retry is pointless.
     """
 
     attempts = UNBOUNDED
 
 
 class EngineStartError(EngineError):
-    """The server did not come up; the message holds the end of its log."""
+    """The server did not start; the message has the end of its log."""
 
 
 class PortHeldError(EngineStartError):
-    """Somebody else has the port of a server: nothing is wrong with the server itself."""
+    """Another process holds the port of a server; the server itself is not at fault."""
 
 
 class EngineLostError(EngineError):
-    """The server, or the last of several, died, hung or answered 5xx: restart it, restore its weights, ask again."""
+    """The server, or the last of several, died, hung or answered 5xx: restart it, restore its weights and repeat."""
 
 
 class ServerLostError(EngineError):
-    """One server of several was lost, or the router: ask the others again, at once."""
+    """One of several servers, or the router, was lost: repeat the request at once on the others."""
 
 
 class StaleWeightsError(EngineError):
@@ -47,7 +47,7 @@ class StaleWeightsError(EngineError):
 
 
 class EngineRequestError(EngineError):
-    """The server refused the request (HTTP 4xx), with its reason. Asking again will not help.
+    """The server refused the request (HTTP 4xx), with its reason. A repeated request would be refused too.
 
     ``status``: the HTTP status code.
     """
@@ -59,11 +59,11 @@ class EngineRequestError(EngineError):
 
 
 class AbortedError(EngineError):
-    """The server ended this one request early (an abort, a pause in mode ``abort``); ask again."""
+    """The server ended this one request early (an abort, a pause in mode ``abort``): repeat it."""
 
 
 class EngineAnswerError(EngineError, ValueError):
-    """An answer contradicts its request, which is named, or itself: it must not be trained on."""
+    """An answer contradicts itself or its request, which the message names: it must not be trained on."""
 
     attempts = 2
 
@@ -75,13 +75,13 @@ class EngineMismatchError(EngineError, ValueError):
 
 
 class StopRequestedError(EngineError):
-    """The caller's ``stop`` said so: what was in flight has been aborted."""
+    """The caller's ``stop`` requested a stop; the requests in flight were aborted."""
 
 
 class GenerationInterruptedError(EngineError):
     """The engine was lost half-way through a batch.
 
-    ``completed``: every finished response by key; they are valid and must not be asked for again.
+    ``completed``: every finished response by key; they are valid and must not be requested again.
     """
 
     def __init__(self, completed: dict[Hashable, Trajectory], reason: str) -> None:

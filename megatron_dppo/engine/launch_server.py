@@ -1,14 +1,14 @@
 """Entry point of the engine's process: SGLang's own server, with the keys kept out of sight.
 
 ``python -m megatron_dppo.engine.launch_server <SGLang's own flags>`` with one JSON object on standard input:
-``{"api_key": str | null, "admin_api_key": str}``. SGLang takes its keys only as command-line flags, where ``ps`` shows
-them, prints them in its log, and answers them to whoever holds the API key at ``/server_info``. Here they come through
-a pipe, and the printed configuration says ``<redacted>``. Of a server over several hosts one such process runs on each,
-and all get the same flags; the environment names the hosts, among which each finds itself.
+``{"api_key": str | null, "admin_api_key": str}``. SGLang accepts keys only as command-line flags, which ``ps`` shows,
+prints them in its log, and returns them at ``/server_info`` to every holder of the API key. This module reads them
+from a pipe, and the printed configuration has ``<redacted>`` in their place. A server over several hosts has one such
+process on each host, all with the same flags; the environment names the hosts, and the one of this process.
 
-The kernel ends this process with the thread that started it (``system.processes``); those that SGLang starts end with
-this one. On a CPU this process may be a fork (``system.fork_server``), and those are forks of it
-(``sglang_cpu/forks.py``).
+The kernel ends this process with the thread that started it (``system.processes``), and the processes that SGLang
+starts with this one. On a CPU this process may be a fork (``system.fork_server``), and SGLang's processes are forks of
+it (``sglang_cpu/forks.py``).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _PRIVATE_UMASK = 0o077
 
 @contextmanager
 def private_place() -> Iterator[Path]:
-    """A runtime directory for this process and those that it spawns; enter before importing SGLang."""
-    # SGLang's processes send each other pickles over sockets in the temporary folder, and leave files there and in
-    # shared memory: all of it lies in a folder and under names of this process alone.
+    """Create a runtime directory for this process and its child processes; enter before importing SGLang."""
+    # SGLang's processes exchange pickles over sockets in the temporary folder, and leave files there and in shared
+    # memory. The private folder and the private names keep other users out.
     os.umask(_PRIVATE_UMASK)
     scratch.remove_left_behind()
     directory = scratch.make_runtime_directory()
@@ -71,7 +71,7 @@ def name_shared_memory() -> None:
 def keep_snapshots_private() -> None:
     from sglang.srt.managers import load_snapshot
 
-    # In /dev/shm it would be left behind.
+    # A snapshot in /dev/shm would stay there after the server's end.
     def private_path(ipc_name: str) -> str:
         return os.path.join(os.environ["TMPDIR"], os.path.basename(public_path(ipc_name)))
 
@@ -80,9 +80,11 @@ def keep_snapshots_private() -> None:
 
 
 def listen_where(host: str, *, several: bool = False) -> None:
-    """Name to gloo and to SGLang's queues the interface of the server's ``host``, where that is loopback or
-    the server runs on ``several`` hosts."""
-    # The groups would otherwise listen at the address of the machine's name.
+    """Make gloo and SGLang's queues listen on the interface of the server's ``host``.
+
+    Do nothing unless ``host`` is loopback or the server runs on ``several`` hosts.
+    """
+    # By default the groups listen on the address of the machine's name.
     if not (several or network.is_loopback(host)):
         return
     address = network.resolve(host)
@@ -94,7 +96,7 @@ def listen_where(host: str, *, several: bool = False) -> None:
 
 
 def bind_stores() -> None:
-    """Have torch.distributed's stores listen on the address that they are given, not on all."""
+    """Make torch.distributed's stores listen on their own address instead of on all addresses."""
     from torch.distributed import TCPStore
 
     def bound(host_name: str, port: int, world_size: int, is_master: bool, **options: Any) -> Any:
@@ -102,7 +104,7 @@ def bind_stores() -> None:
             return TCPStore(host_name, port, world_size, False, **options)
         return network.listening_store(host_name, port, world_size, **options)
 
-    # The package exports a function of the module's name, so an import statement can't reach it.
+    # The package exports a function with the module's name, which hides the module from an import statement.
     vars(importlib.import_module("torch.distributed.rendezvous"))["TCPStore"] = bound
 
 
@@ -199,7 +201,7 @@ def main() -> None:
     # Set the tools of the server's own machine before SGLang looks for its compiler.
     if has_visible_gpu():
         print(*offer_tools(os.environ), sep="\n", flush=True)
-    # Spawned processes read the variable, to end with this one.
+    # Spawned processes read this variable, and end with this process.
     os.environ[_PARENT_VARIABLE] = str(os.getpid())
     with private_place(), recordings.recordings_folders() as folders:
         _run(start, folders)
@@ -225,7 +227,7 @@ def _run(start: dict[str, Any], folders: list[Path]) -> None:
     _change_sglang()
     recordings.offer(folders)
     port = hold_own_port(server_args.host, server_args.port)
-    # The port of a killed server is free although a fork of it still ends.
+    # Close the port in forks, so that it is free once this process ends, although a fork may still be ending.
     os.register_at_fork(after_in_child=port.close)
     try:
         run_server(server_args)
@@ -240,10 +242,10 @@ def _run(start: dict[str, Any], folders: list[Path]) -> None:
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":  # a process that SGLang spawns, before it imports anything
-    # SGLang asks for the same signal, but only after imports that take seconds: a parent that dies
-    # meanwhile would leave it behind for ever.
+    # SGLang requests the same signal, but only after imports that take seconds: if the parent died in that time, this
+    # process would never end.
     processes.die_with_parent(int(os.environ[_PARENT_VARIABLE]))
-    # Close this process to others: it has the keys of its parent.
+    # Make this process's memory unreadable for other processes: it has its parent's keys.
     secret_variables.close_to_others()
     name_shared_memory()
     _change_sglang()

@@ -39,12 +39,12 @@ _POLL_SECONDS = 0.25
 _PROGRESS_SECONDS = 1.0
 _PROBE_SECONDS = 5.0
 _FOREIGN_SECONDS = 5.0
-"""A port that rejects probes for so long, while this server is still starting, belongs to another process."""
+"""If a port has rejected probes for so many seconds while this server starts, another process holds it."""
 _TAIL_LINES = 40
 _EXCEPTION_LINES = 400
 """Lines at the end of the log that are searched for the exception that ended a server."""
 _LOG_START = "--- "
-"""Begins the first line of each incarnation."""
+"""Prefix of the log line with which each incarnation begins."""
 _WARMING = "answering its first requests"
 
 
@@ -68,12 +68,12 @@ class Runtime:
 class ChildServer:
     """One server on one port: ``start``, ``wait_healthy``, ``poll``, then ``stop`` or ``kill``.
 
-    Start it from the main thread: on this machine it dies with the *thread* that called ``start``.
+    Start it from the main thread: on this machine the kernel ends it with the *thread* that called ``start``.
 
     Args:
-        command: arguments of Python, from ``-m`` on; whoever runs ``ps`` sees them.
-        secrets: JSON for its standard input.
-        probe: the path, and the key to send with it, of a GET that tells this server from others.
+        command: arguments of Python, from ``-m`` on; every user of the host can see them (``ps``).
+        secrets: the object that the server reads as JSON from its standard input.
+        probe: path and key of a GET whose answer distinguishes this server from others.
     """
 
     title = "the server"
@@ -107,11 +107,11 @@ class ChildServer:
         self._started_at = 0.0
 
     def _accepts(self, answer: Answer) -> bool:
-        """Whether the answer to the probe says that this server, and no other, is ready: it takes our key."""
+        """Whether the probe's answer is from this server, which accepts the run's key, and the server is ready."""
         return answer.status == 200
 
     async def _warm_up(self, client: HttpClient) -> None:
-        """Called once it answers the probe; it is healthy when this returns. May raise EngineError."""
+        """Prepare a server that answers the probe; it counts as healthy after this call. May raise EngineError."""
 
     def _stage(self) -> str:
         """Return the present stage of the server's start, read from its log."""
@@ -119,7 +119,7 @@ class ChildServer:
 
     @property
     def url(self) -> str:
-        # One can listen on any address, but has to call one.
+        # A server can listen on all addresses, but a client must connect to one.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://{url_host(host)}:{self.port}"
 
@@ -134,7 +134,7 @@ class ChildServer:
         if self._process is not None:
             raise ValueError(f"{self.title} was started already, as process {self._process.pid}")
         try:
-            # First, for a server binds its port last: after minutes in which it loads its weights.
+            # Check the port first: a server binds it last, after it has loaded its weights for minutes.
             self._runtime.launcher.require_free_port(self.host, self.port)
         except PortTakenError as error:
             key = self.port_key
@@ -150,16 +150,16 @@ class ChildServer:
             command,
             environment={**self._environment, **self._runtime.variables},
             log=self.log_path,
-            # Arguments and variables can be read by whoever may look at the process.
+            # Other processes can read arguments and environment variables, but not standard input.
             stdin=json.dumps(dict(self._secrets)).encode(),
         )
         self._started_at = time.monotonic()
 
     def wait_healthy(self, on_progress: ProgressCallback | None = None) -> float:
-        """Wait until the server answers; the seconds since ``start``. Blocks, and may be called from any thread.
+        """Block until the server is healthy; return the seconds since ``start``. Any thread may call it.
 
-        ``on_progress`` is called about once a second. Raises, after the process was killed, EngineStartError with the
-        log's end where the server exits first or the time to start passes, and PortHeldError where another server
+        ``on_progress`` is called about once a second. On failure the process is killed. Raises EngineStartError, with
+        the end of the log, if the server exits or exceeds its start timeout, and PortHeldError if another server
         answers on its port.
         """
         return asyncio.run(self._wait_healthy(on_progress))
@@ -209,12 +209,12 @@ class ChildServer:
         return self._process.poll()
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """SIGTERM, on which the server finishes its requests; SIGKILL after ``grace_s`` seconds."""
+        """Send SIGTERM, after which the server finishes its requests, and SIGKILL after ``grace_s`` seconds."""
         if self._process is not None:
             self._process.stop(grace_s)
 
     def kill(self) -> None:
-        """SIGKILL the server and every descendant; returns when they are gone. Harmless twice."""
+        """Send SIGKILL to the server and every descendant, and wait for their end. A second call does nothing."""
         if self._process is not None:
             self._process.kill()
             remove_left_behind()
@@ -223,7 +223,7 @@ class ChildServer:
         return processes.tail(self.log_path, lines)
 
     def last_exception(self) -> str | None:
-        """The last Python exception that this process logged, type and message; None where there is none."""
+        """Return type and message of the last Python exception in this process's log; None without one."""
         return last_exception_of(self.log_path)
 
     def _give_up(self, reason: str) -> NoReturn:
@@ -233,15 +233,17 @@ class ChildServer:
 
 
 def last_exception_of(log_path: Path) -> str | None:
-    """The last Python exception that the process which wrote last to a server's log logged there, type and message;
-    None where there is none."""
+    """Return type and message of the last Python exception that the newest incarnation wrote to a server's log.
+
+    None without one.
+    """
     lines = processes.tail(log_path, _EXCEPTION_LINES).splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith(_LOG_START)]
     return processes.last_exception("\n".join(lines[starts[-1] if starts else 0 :]))
 
 
 class _Stranger:
-    """A server that answers where ours should be; ``answered`` says what."""
+    """Another server that may hold this server's port; ``answered`` describes its answer, and is empty without one."""
 
     def __init__(self, address: str) -> None:
         self._where = address
@@ -261,7 +263,7 @@ class _Stranger:
         )
 
     def stays(self, time_s: float) -> bool:
-        """Whether it has been there for too long to be our own."""
+        """Whether the port has rejected probes for too long to be this server's own, at ``time_s`` after the start."""
         return bool(self.answered) and time_s > self._since + _FOREIGN_SECONDS
 
 
@@ -278,9 +280,10 @@ _STAGES = (
 class EngineProcess(ChildServer):
     """One SGLang server.
 
-    Its options go beside ``log_path``. ``host``: ``engine.host`` by default. ``api_key`` None leaves generation open.
-    ``first_device``: the first of its GPUs on its host, or on each of its ``hosts``, where ``runtime`` then starts one
-    task each. Give each server and each restart another ``seed``, or it repeats the samples of the other.
+    The file with its options is written beside ``log_path``. ``host`` is ``engine.host`` by default. If ``api_key`` is
+    None, generation needs no key. ``first_device`` is the first of its GPUs on its host, or on each of its ``hosts``;
+    ``runtime`` then starts one task on each host. Each server and each restart needs another ``seed``: two servers with
+    one seed draw the same samples.
     """
 
     title = "the engine"
@@ -341,8 +344,8 @@ class EngineProcess(ChildServer):
 
     async def _warm_up(self, client: HttpClient) -> None:
         """Draw two tokens with training's sampling and two with evaluation's."""
-        # On GPUs the first request of a kind compiles its kernels (flashinfer's for top_p < 1), minutes in which the
-        # scheduler stands still: later that would look like a hang.
+        # On GPUs the first request of a kind compiles kernels (flashinfer's for top_p < 1). That blocks the scheduler
+        # for minutes, which during the run would look like a hang.
         from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams, request_body
 
         rollout = self._config.rollout
@@ -365,7 +368,7 @@ class EngineProcess(ChildServer):
             return False
         try:
             info = json.loads(answer.body)
-        # No server of SGLang.
+        # SGLang answers this path with JSON, so another program sent the answer.
         except (ValueError, RecursionError):
             return False
         return isinstance(info, dict) and info.get("model_path") == self._options["model_path"]

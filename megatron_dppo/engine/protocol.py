@@ -1,5 +1,6 @@
-"""SGLang 0.5.23's ``/generate``, both ways: what is asked, the body of a request, and its answer as trajectories,
-checked. Pure functions: no network.
+"""SGLang 0.5.23's ``/generate``: requests and their JSON bodies; answers, checked and converted to trajectories.
+
+All functions are pure: no network.
 
 Shapes: R = response tokens, K = Top-K log-probabilities.
 """
@@ -23,16 +24,17 @@ from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWe
 from megatron_dppo.model.shape import ModelShape
 
 UNVERIFIED_VERSION = "unverified-"
-"""An engine's weight version begins so while an update is under way, and for good where it failed."""
+"""Prefix of an engine's weight version during a weight update, and after one that failed."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn.
+    """The sampling settings of one response.
 
-    ``stop_token_ids`` add to the model's own stop tokens. ``stop``: texts that end a response with the
-    token that completes one of them; the response's text ends before it. ``seed``: of this response
-    alone, which a server with deterministic inference heeds.
+    Attributes:
+        stop_token_ids: stop tokens in addition to the model's own.
+        stop: texts that end a response with the token that completes one of them; the response's text ends before it.
+        seed: seed of this response alone; only a server with deterministic inference uses it.
     """
 
     max_new_tokens: int
@@ -51,7 +53,7 @@ class SamplingParams:
             raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature}")
 
     def as_json(self) -> dict[str, Any]:
-        """SGLang's ``sampling_params``; every number is sent, so that no default of the model's folder applies."""
+        """Return SGLang's ``sampling_params``, with every number, so that no default of the model's folder applies."""
         seed = {}
         if self.seed is not None:
             seed = {"sampling_seed": self.seed}
@@ -69,7 +71,7 @@ class SamplingParams:
 
 
 def seed_of(*named: int | str) -> int:
-    """A seed below 2^63 of what is ``named``: the same for the same."""
+    """Return a seed below 2^63 that depends only on the values ``named``."""
     text = ", ".join(map(str, named))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -78,8 +80,12 @@ def seed_of(*named: int | str) -> int:
 class RoutedShape:
     """The shape of the engine's routing capture of a model.
 
-    ``hidden_layers``: layers in the capture; ``moe_layers``: which of them route; ``top_k`` of ``experts``.
-    ``start``: rows that the caller has already; they are not sent, and read 0.
+    Attributes:
+        hidden_layers: number of layers in the capture.
+        moe_layers: indices of the layers with experts.
+        top_k: number of experts chosen for a token.
+        experts: number of experts in a layer.
+        start: number of leading rows that the caller already has; the server does not send them, and they are 0.
     """
 
     hidden_layers: int
@@ -105,12 +111,15 @@ class RoutedShape:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to draw.
+    """A request for one response.
 
-    ``key`` names it to the caller, and outlives retries. ``columns``: what is asked of the engine beside what every
-    request is, as options by the names of ``SOURCES``. ``problem_id`` and ``sample_index`` go into the trajectory.
-    ``continues``: an answer that the server ended early is an ``aborted`` trajectory, which the caller goes on with;
-    else it is an AbortedError.
+    Attributes:
+        key: the caller's name of the request; a retry has the same one.
+        columns: options of the additional columns to request, by their names in ``SOURCES``.
+        problem_id: copied to the trajectory.
+        sample_index: copied to the trajectory.
+        continues: whether a response that the server aborts becomes an ``aborted`` trajectory, which the caller
+            continues; if False, the abort raises AbortedError.
     """
 
     key: Hashable
@@ -128,7 +137,7 @@ Meta = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Answered:
-    """The tokens of an answer: how many the prompt had, and the response's, int32 [R]."""
+    """The tokens of an answer: the number of prompt tokens, and the response's tokens, int32 [R]."""
 
     prompt_tokens: int
     response_ids: np.ndarray
@@ -136,12 +145,14 @@ class Answered:
 
 @dataclass(frozen=True)
 class ColumnSource:
-    """How columns are asked for and read.
+    """Functions that request one or several columns from the engine, and read them.
 
-    ``body``: the request's fields, from the option that it was given. ``parse``: arrays by column
-    name from ``meta_info``, the answer's tokens and the option; a column may be missing where its
-    declaration allows that. Raises ValueError where they contradict, AbortedError where the request
-    should be made again. ``always``: every request asks for it, with the option None.
+    Attributes:
+        body: returns the fields of the request's body for an option.
+        parse: returns the arrays by column name, from ``meta_info``, the answer's tokens and the option. A column may
+            be missing if its declaration allows that. Raises ValueError if these contradict each other, and
+            AbortedError if the request should be repeated.
+        always: whether every request includes the source, with the option None.
     """
 
     body: Callable[[Any], dict[str, Any]]
@@ -150,18 +161,18 @@ class ColumnSource:
 
 
 SOURCES: dict[str, ColumnSource] = {}
-"""All sources by name: that of the column, or what several columns have in common."""
+"""All sources by name: the name of the column, or a common name of several columns."""
 
 
 def provide(name: str, source: ColumnSource) -> None:
-    """Make ``source`` known. Raises ValueError where the name is taken."""
+    """Register ``source``. Raises ValueError if the name is taken."""
     if name in SOURCES:
         raise ValueError(f"column source {name!r} is there already")
     SOURCES[name] = source
 
 
 def asked(columns: Mapping[str, Any]) -> list[tuple[ColumnSource, Any]]:
-    """The sources that a request with these options uses. Raises ValueError for an unknown name."""
+    """Return the sources of a request, each with its option. Raises ValueError for an unknown name."""
     if unknown := columns.keys() - SOURCES.keys():
         raise ValueError(
             f"no column source {', '.join(sorted(unknown))}; known are {', '.join(sorted(SOURCES))}"
@@ -174,7 +185,7 @@ def asked(columns: Mapping[str, Any]) -> list[tuple[ColumnSource, Any]]:
 
 
 def decode_base64(text: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The array that base64 ``text`` holds. Raises ValueError unless it has exactly this size."""
+    """Decode base64 ``text`` to an array. Raises ValueError if it does not have exactly this size."""
     try:
         raw = base64.b64decode(text, validate=True)
     except binascii.Error as error:
@@ -238,7 +249,7 @@ def _ask_topk(k: int) -> dict[str, Any]:
 
 
 def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
-    """int32 ids and float32 log-probabilities ``[R, K]``, from little-endian base64."""
+    """Read int32 ids and float32 log-probabilities ``[R, K]`` from little-endian base64."""
     shape = tuple(meta["output_top_logprobs_shape"])
     expected_shape = (len(answered.response_ids), k)
     if shape != expected_shape or meta["output_top_logprobs_null_prefix"] != 0:
@@ -257,7 +268,7 @@ def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[
     # ``recordings`` has replaced the notice by the array [prompt + output - 1, hidden layers, top-k]. The last token
     # has no row, because it is never an input.
     if meta["finish_reason"]["type"] == "abort" and meta.get("routed_experts") is None:
-        # The request waited in the queue, without keys and values: its rows are lost.
+        # The request was aborted in the queue, where it has no keys and values: its rows are lost.
         return {}
     captured = meta["routed_experts"]
     if not isinstance(captured, np.ndarray):
@@ -309,7 +320,7 @@ def request_body(
         requests: the requests of the call.
         rid: the call's id.
         model: the model's name at the router; SGLang's own server needs none.
-        adapter: name of the engine's adapters that answer; None: the model without adapters.
+        adapter: name of the engine's adapters to sample with; None: the model without adapters.
     """
     # The call has one id and one sampling, because the router accepts no lists of them.
     first_request = requests[0]
@@ -395,15 +406,15 @@ def _check_versions(meta: dict[str, Any], request: GenerationRequest, versions: 
 
 
 def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajectory:
-    """One answer, checked against its request; reward and advantage are still 0.
+    """Check one answer against its request, and convert it to a trajectory with reward and advantage 0.
 
-    Raises AbortedError where the server ended it early, and EngineAnswerError where a field is missing or contradicts.
+    Raises AbortedError if the server aborted it, and EngineAnswerError if a field is missing or contradicts another.
     """
     meta = answer.get("meta_info", {})
     try:
         reason = _finish_reason(meta["finish_reason"], request)
-        # An end-of-sequence token is among them, with its log-probability: the decision to stop is trained like any
-        # other. ``text`` leaves it out.
+        # The ids include an end-of-sequence token, with its log-probability, because the decision to stop is trained
+        # too. ``text`` does not include it.
         response_ids = np.array(answer["output_ids"], np.int32)
         _check_length(len(response_ids), reason, request)
         answered = Answered(len(request.prompt_ids), response_ids)
@@ -431,7 +442,7 @@ def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajecto
 
 def _finish_reason(reason: dict[str, Any], request: GenerationRequest) -> FinishReason:
     kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
-    # An abort with a status is an error of the server: no client called for it.
+    # An abort with a status code is an error of the server, not the result of a client's call.
     if reason["type"] == "abort" and (reason.get("status_code") or not request.continues):
         raise AbortedError(f"aborted by the engine: {reason.get('message')}")
     if reason["type"] not in kinds:
@@ -440,7 +451,7 @@ def _finish_reason(reason: dict[str, Any], request: GenerationRequest) -> Finish
 
 
 def _check_length(tokens: int, reason: FinishReason, request: GenerationRequest) -> None:
-    # SGLang shortens max_new_tokens silently to what its context and cache hold: that would pass as a truncation.
+    # SGLang silently reduces max_new_tokens to the room in its context and cache, which would look like a truncation.
     limit = request.sampling.max_new_tokens
     if not (tokens or reason == "aborted") or tokens > limit:
         raise ValueError(f"{tokens} output tokens, expected 1 to {limit}")

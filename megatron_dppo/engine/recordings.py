@@ -1,8 +1,8 @@
 """Recorded routing (R3) beside the JSON of an answer: narrow bytes in a file on the server's host.
 
-The answer holds a ``Notice`` in its place. A client on the same host reads the file, any other gets it by
-``GET /routed_experts/ID``. Below: the notice, the server's files, the client's side, and SGLang's side, which is
-changed in servers that ``engine.launch_server`` starts; on a GPU it has not yet been run.
+The answer holds a ``Notice`` in place of the recording. A client on the same host reads the file, any other client
+downloads it by ``GET /routed_experts/ID``. The module has the notice, the server's files, the client's side, and hooks
+for SGLang in servers that ``engine.launch_server`` starts. The hooks have not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from megatron_dppo.system.scratch import SHARED_MEMORY, free_bytes, private_name
 FIELD = "routed_experts"
 ROUTE = f"/{FIELD}"
 FOLDERS_VARIABLE = "MEGATRON_DPPO_RECORDINGS"
-"""The server's folders, in the environment of its processes."""
+"""Variable of a server's processes: the JSON list of the folders for recordings."""
 STORED_S = 900.0
-"""A recording that was not fetched for so long belongs to an answer that nobody waits for."""
+"""Seconds after which the server deletes a recording that no client has fetched."""
 _LONGEST_GAP_S = 60.0
-"""A server that records nothing for longer may be paused for a colocated trainer; its answers are read after that."""
+"""A longer gap between recordings counts as this one: a paused server's answers are read after the pause."""
 Way = Literal["shared memory", "binary HTTP answers"]
 
 ABORTING = "sglang.srt.managers.scheduler.Scheduler.abort_request"
@@ -56,10 +56,12 @@ _COLLECTED = (
 class Notice:
     """The notice of one recording [rows, layers, experts a token].
 
-    ``folder``: of the file, on the server's host; its name is ``id``. ``hash``: of the file's bytes (``content_hash``).
+    Attributes:
+        id: the file's name.
+        folder: the file's folder on the server's host.
+        hash: ``content_hash`` of the file's bytes.
     """
 
-    # A file's name.
     id: Hexadecimal
     folder: str
     dtype: Literal["uint8", "uint16"]
@@ -75,7 +77,7 @@ class Notice:
 
     @classmethod
     def decode(cls, content: bytes) -> Notice:
-        """Raises ValueError for anything that is no notice, or a broken one."""
+        """Parse a notice. Raises ValueError if ``content`` is not a valid one."""
         if not content.startswith(_MAGIC):
             raise ValueError(f"routed_experts holds no notice of a recording but {content[:200]!r}")
         try:
@@ -84,7 +86,7 @@ class Notice:
             raise ValueError(f"a broken notice of a recording: {error.errors()[0]}") from error
 
     def array(self, content: bytes | bytearray | np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """The recording in a file's ``content``, of the ``shape`` that was asked for.
+        """Return the recording in a file's ``content``, which must have the requested ``shape``.
 
         Raises ValueError for another shape, another size, or bytes with another hash.
         """
@@ -109,12 +111,12 @@ def content_hash(flat: np.ndarray) -> str:
 
 @contextmanager
 def recordings_folders() -> Iterator[list[Path]]:
-    """Folders of this process that its user alone can enter, named in the environment: in shared memory, and among
-    the temporary files for what has no room there.
+    """Create this process's folders for recordings, which only its user can enter, and name them in the environment.
 
-    What a killed process leaves is found by its name (``system.scratch.remove_left_behind``).
+    One is in shared memory, the other in the temporary folder, for recordings that do not fit into shared memory. The
+    folders of a killed process are found by their names (``system.scratch.remove_left_behind``).
     """
-    # A container may have no shared memory that can be written.
+    # In some containers shared memory cannot be written.
     bases = [base for base in (SHARED_MEMORY, tempfile.gettempdir()) if os.access(base, os.W_OK)]
     prefix = f"{private_name()}routing-"
     folders = [Path(tempfile.mkdtemp(prefix=prefix, dir=base)) for base in bases]
@@ -128,7 +130,7 @@ def recordings_folders() -> Iterator[list[Path]]:
 
 
 def narrowed(routed: np.ndarray) -> np.ndarray:
-    """``routed`` as uint8, or uint16 where a byte can't name the largest. Raises ValueError where neither can."""
+    """Convert ``routed`` to uint8, or to uint16 if an id is above 255. Raises ValueError for ids outside of uint16."""
     low, high = (int(routed.min()), int(routed.max())) if routed.size else (0, 0)
     if low < 0 or high > np.iinfo(np.uint16).max:
         raise ValueError(f"SGLang recorded experts {low} to {high}, expected 0 to 65535")
@@ -137,9 +139,12 @@ def narrowed(routed: np.ndarray) -> np.ndarray:
 
 @dataclass(eq=False)
 class RecordingStore:
-    """Writes recordings to the first of ``folders`` that has room (``free_bytes``; the last takes what it can); what is
-    older than ``stored_s`` goes, where time without a recording counts as ``_LONGEST_GAP_S`` at most. Raises OSError
-    where there is no room."""
+    """Writes recordings to files, and deletes old ones.
+
+    A recording goes to the first of ``folders`` with enough ``free_bytes``, else to the last one. Recordings older than
+    ``stored_s`` are deleted; a gap between two recordings counts as at most ``_LONGEST_GAP_S``. ``put`` raises OSError
+    if no folder has room.
+    """
 
     folders: Sequence[Path]
     stored_s: float = STORED_S
@@ -177,10 +182,11 @@ class RecordingStore:
 
 
 def take(answer: dict[str, Any], request: GenerationRequest) -> Way | Notice | None:
-    """Put the recording into the answer's ``meta_info``, as an array, where it is in this host's memory.
+    """Put the recording into the answer's ``meta_info`` as an array, if it is in this host's memory.
 
-    Returns the way by which it came, the notice of one that must be downloaded, or None where none was
-    asked for. Raises AbortedError where it is gone, EngineAnswerError where it is another or damaged.
+    Returns the way by which it arrived, the notice of a recording that must be downloaded, or None if the request asked
+    for none. Raises AbortedError if the file no longer exists, and EngineAnswerError if it is damaged or has another
+    shape.
     """
     text = answer.get("meta_info", {}).get(FIELD)
     if FIELD not in request.columns or not isinstance(text, str):
@@ -208,7 +214,7 @@ def place(
     notice: Notice,
     content: bytes | np.ndarray,
 ) -> None:
-    """Put the recording with this ``content`` into the answer. Raises EngineAnswerError for another."""
+    """Put the recording in ``content`` into the answer. Raises EngineAnswerError if it is not the notice's."""
     try:
         answer["meta_info"][FIELD] = notice.array(content, _expected_shape(answer, request))
     except ValueError as error:
@@ -222,7 +228,7 @@ def _expected_shape(answer: dict[str, Any], request: GenerationRequest) -> tuple
 
 
 def _from_memory(notice: Notice, request: GenerationRequest) -> np.ndarray | None:
-    """The file's bytes; None where the server's folder is not in this host's memory."""
+    """Return the file's bytes; None if the server's folder is not in this host's memory."""
     folder = Path(notice.folder)
     if not is_private(folder):
         return None
@@ -238,8 +244,10 @@ def _from_memory(notice: Notice, request: GenerationRequest) -> np.ndarray | Non
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is a server's folder in this host's memory: this user's, and named so. A server can't have
-    another file read."""
+    """Whether ``folder`` has the name of a server's folder in this host's memory, and belongs to this user.
+
+    The client reads no other folder, so a server cannot make it read another file.
+    """
     is_named = folder.parent == SHARED_MEMORY and folder.name.startswith(f"mdppo-{os.getuid()}-")
     try:
         return is_named and not folder.is_symlink() and folder.stat().st_uid == os.geteuid()
@@ -248,12 +256,12 @@ def is_private(folder: Path) -> bool:
 
 
 def gone_error(notice: Notice, request_name: str) -> AbortedError:
-    """The request is to be made again."""
+    """Return the error for a recording that no longer exists; the caller repeats the request."""
     return AbortedError(f"{request_name}: the recorded routing {notice.id} is no longer there")
 
 
 def register() -> None:
-    """In each process of a server, before SGLang applies its plugins' hooks."""
+    """Register the hooks, in each process of a server, before SGLang applies its plugins' hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     folders = [Path(folder) for folder in json.loads(os.environ[FOLDERS_VARIABLE])]
@@ -263,16 +271,19 @@ def register() -> None:
 
 
 class Outlet:
-    """Called after SGLang has collected a request's recording: puts it into ``store``."""
+    """Hook after SGLang has collected a request's recording: puts the recording into ``store``."""
 
     def __init__(self, store: RecordingStore) -> None:
         self._store = store
-        # Long enough for all that one client has in flight; what it forgets is stored, and goes after its time.
+        # Longer than one client's requests in flight. The recording of an id that was dropped is stored, and expires.
         self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
 
     def give_up(self, scheduler: Any, aborted: Any) -> None:
-        """Drop recordings before an abort. No client reads the answers to an abort of named requests, or after a broken
-        connection; clients do read the answers to an abort of all requests, which a weight update makes."""
+        """Hook before an abort: note the requests whose recordings no client will read.
+
+        No client reads the answers of requests that are aborted by their ids or by a lost connection. Clients do read
+        the answers when a weight update aborts all requests.
+        """
         if not aborted.abort_all:
             self._given_up.append(aborted.rid)
 
@@ -284,24 +295,24 @@ class Outlet:
         recorded = request.routed_experts
         reason = request.finished_reason
         is_aborted = isinstance(reason, FINISH_ABORT)
-        # A response that an update ended early goes on from here; after an error of the server nobody reads it.
-        failed = is_aborted and reason.status_code is not None
+        # A client continues a response that a weight update aborted, but reads none after an error of the server.
+        is_server_error = is_aborted and reason.status_code is not None
         if is_aborted and any(request.rid.startswith(rid) for rid in self._given_up):
             request.routed_experts = None
             return
-        # The first rank alone answers.
-        if recorded is None or failed or get_parallel().attn_tp_rank != 0:
+        # Only the first rank answers.
+        if recorded is None or is_server_error or get_parallel().attn_tp_rank != 0:
             return
         try:
             content = self._store.put(recorded.numpy()).encode()
         except (OSError, ValueError) as error:
-            # An error here would end the scheduler, and every request with it: the client refuses this one.
+            # An exception would end the scheduler with all requests. The client rejects this answer instead.
             content = str(error).encode()
         request.routed_experts = torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def offer(folders: Sequence[Path]) -> None:
-    """Have this process's HTTP server hand out, and remove, the files in ``folders``, under the API key."""
+    """Add routes to this process's HTTP server that send and delete the files in ``folders``, under the API key."""
     from fastapi.responses import FileResponse, Response
     from sglang.srt.entrypoints.http_server import app
 

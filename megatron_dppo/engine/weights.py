@@ -367,9 +367,8 @@ class EngineWeights:
     async def release(self, tags: Collection[MemoryTag] = TAGS) -> None:
         """Pause the server and release the memory of ``tags``; its contents are lost.
 
-        No request may run, so first finish them (``pause_when_idle``) or interrupt them (``interrupt``); waiting
-        requests keep their tokens. Raises MemoryOrderError, and EngineAnswerError if requests run: then the server is
-        paused and keeps its memory.
+        No request may run: call ``pause_when_idle`` or ``interrupt`` before. Waiting requests keep their tokens. Raises
+        MemoryOrderError, and EngineAnswerError if requests run; the server is then paused and keeps its memory.
         """
         self.occupation.check("release", *tags)
         # A paused and flushed server runs no request and starts none; a running request would end the server.

@@ -41,13 +41,13 @@ class ConfigFacts:
         self.read: set[str] = set()
 
     def of_table(self, values: Mapping[str, Any]) -> ConfigFacts:
-        """The facts of another table of the file; its faults, and the keys that are read, are noted here."""
+        """Return the facts of another table of the file, whose faults and read keys are added to these facts'."""
         table = ConfigFacts(values, self.where)
         table.faults, table.read = self.faults, self.read
         return table
 
     def positive(self, *keys: str, default: int | None = None) -> int:
-        """The first of ``keys`` that is set, a positive whole number."""
+        """Read a positive whole number from the first of ``keys`` that is set."""
         value = self._first(keys, default)
         # In Python, bool is a subclass of int.
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -148,7 +148,7 @@ class ConfigFacts:
         self.read |= set(keys)
 
     def require_neutral(self) -> None:
-        """Refuse a model whose arithmetic a key changes that no reader has asked for."""
+        """Refuse a model if a key that no reader has read changes its arithmetic."""
         for key, neutral in NEUTRAL.items():
             value = self.values.get(key)
             if key not in self.read and value is not None and value not in neutral:
@@ -158,7 +158,7 @@ class ConfigFacts:
                 )
 
     def unknown(self) -> list[str]:
-        """The keys of which nothing is known: no reader has asked for them and no list has them."""
+        """The unknown keys: no reader has read them and no list has them."""
         known = self.read | NEUTRAL.keys() | HARMLESS
         return [key for key in self.values if key not in known]
 
@@ -189,13 +189,13 @@ def read_decoder_shape(
     key_value_heads_default: int | None = None,
     **extra: Any,
 ) -> ModelShape:
-    """Read what all supported families spell alike.
+    """Read the entries that have the same names in all supported families.
 
     Args:
         facts: the file's entries.
         family: the ``model_type``.
-        head_dim_default: what transformers assumes where the file has no ``head_dim``; None: hidden size / heads.
-        key_value_heads_default: likewise of ``num_key_value_heads``; None: as many as there are heads.
+        head_dim_default: transformers' default if the file has no ``head_dim``; None: hidden size / heads.
+        key_value_heads_default: transformers' default if it has no ``num_key_value_heads``; None: the number of heads.
         extra: fields of ModelShape to add or to replace.
     """
     facts.require("hidden_act", "silu", "silu")
@@ -392,7 +392,7 @@ def norm(megatron: str, hf: str, dim: str = "hidden") -> Rule:
 
 
 def gemma_norm(megatron: str, hf: str, dim: str = "hidden") -> Rule:
-    """The weight of SGLang's GemmaRMSNorm, which keeps 1 + weight in a tensor of its own beside it."""
+    """Return the rule of a GemmaRMSNorm's weight; SGLang keeps 1 + weight in a second tensor."""
     rule = norm(megatron, hf, dim)
     (row,) = rule.in_engine
     name = row.name.removesuffix("weight") + "gemma_weight"
@@ -432,7 +432,9 @@ def moe_router(block: str = "mlp", engine_dtype: str | None = None) -> tuple[Rul
 
 
 def router_bias(name: str = "mlp.gate.e_score_correction_bias") -> Rule:
-    """The bias that corrects a router's scores for the choice of experts, ``name`` in the family's checkpoints.
+    """Return the rule of the bias that is added to a router's scores for the choice of experts only.
+
+    ``name`` is its name in the family's checkpoints.
     It is a buffer of Megatron-Core's, in float32 on both sides, and is not trained."""
     return layer_rule(
         "mlp.router.expert_bias",
@@ -469,7 +471,7 @@ def expert_mlp(
 
 
 def shared_expert(block: str = "mlp.shared_expert") -> tuple[Rule, ...]:
-    """The gated MLP that every token passes beside its experts; ``block``: what the family calls it."""
+    """Return the rules of a shared expert, a gated MLP for every token; ``block`` is the family's name of it."""
     return (
         layer_rule(
             "mlp.shared_experts.linear_fc1.weight",
@@ -613,7 +615,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {}
-"""By their config.json's ``model_type``."""
+"""All families, by the ``model_type`` in config.json."""
 
 
 def family_of(shape: ModelShape) -> Family:
@@ -662,7 +664,7 @@ def load_model_shape(hf_dir: str | Path, *, quantized: bool = False) -> ModelSha
     facts, shape = _read(hf_dir)
     _refuse_quantization(facts, reads_fp8=quantized)
     if not facts.faults:
-        # Between values that hold by themselves: a stand-in for a wrong one would only be blamed a second time.
+        # Compare values with each other only if each is valid alone: a placeholder would cause a second, wrong fault.
         _check_relations(shape, facts)
     if facts.faults:
         raise UnsupportedModelError(facts.faults)
@@ -670,9 +672,9 @@ def load_model_shape(hf_dir: str | Path, *, quantized: bool = False) -> ModelSha
 
 
 def unknown_key_warnings(hf_dir: str | Path) -> list[str]:
-    """A warning for each key of ``hf_dir/config.json`` of which it is not known whether it changes the model.
+    """Return a warning for each key of ``hf_dir/config.json`` that may change the model but is not known here.
 
-    Raises what ``load_model_shape`` raises where there is no such file, or no such family.
+    Raises the errors of ``load_model_shape`` if the file does not exist, or the family is not supported.
     """
     facts, _ = _read(hf_dir)
     return [
@@ -736,7 +738,7 @@ def _read_json(path: Path) -> Any:
 
 
 _MOST_LAYERS, _MOST_EXPERTS = 4096, 4096
-"""Limits of a believable model: a table has rows for each layer and expert; more of them would fill the memory."""
+"""Limits of a plausible model: the table has rows for each layer and expert, and too many would fill the memory."""
 
 
 def _check_relations(shape: ModelShape, facts: ConfigFacts) -> None:

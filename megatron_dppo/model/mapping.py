@@ -107,7 +107,7 @@ def hf_tensors(shape: ModelShape) -> dict[str, Dims]:
 
 
 def carried_names(shape: ModelShape, names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that are no tensors of the model, but which its checkpoints carry along, sorted."""
+    """Return, sorted, the ``names`` of tensors outside of the model that its checkpoints carry along."""
     model_tensors = hf_tensors(shape)
     carries = family_of(shape).carries
     return sorted(name for name in names if name not in model_tensors and carries(shape, name))
@@ -115,7 +115,7 @@ def carried_names(shape: ModelShape, names: Iterable[str]) -> list[str]:
 
 @cache
 def own_dtypes(shape: ModelShape) -> dict[str, str]:
-    """The types of the Hugging Face tensors that the trainer keeps and sends in another type than the model's."""
+    """The type of each Hugging Face tensor that the trainer keeps and sends in a type of its own."""
     dtypes: dict[str, str] = {}
     for row in _hf_rows(shape):
         for source in row.rule.sources:
@@ -183,10 +183,10 @@ def keeps_untied_output(shape: ModelShape) -> bool:
 
 
 def engine_inputs(shape: ModelShape, hf_name: str) -> list[str]:
-    """The names under which the engine must receive the tensor ``hf_name``."""
+    """Return the names under which the engine must receive the tensor ``hf_name``."""
     embedding, output = family_of(shape).vocabulary_tensors
-    is_twice = hf_name == embedding and keeps_untied_output(shape)
-    if is_twice:
+    is_also_output = hf_name == embedding and keeps_untied_output(shape)
+    if is_also_output:
         return [embedding, output]
     return [hf_name]
 

@@ -41,7 +41,7 @@ _SLACK = timedelta(seconds=30)
 
 
 class CalledOffError(EngineError):
-    """Rank 0 broke the transfer off; its own error says why."""
+    """Rank 0 cancelled the transfer; its own error has the cause."""
 
 
 class ConnectionBrokenError(EngineError):
@@ -50,7 +50,7 @@ class ConnectionBrokenError(EngineError):
 
 @contextmanager
 def _connections() -> Iterator[None]:
-    # torch has no type of its own for most of what gloo and NCCL raise.
+    # torch raises a plain RuntimeError for most errors of gloo and NCCL.
     try:
         yield
     except RuntimeError as error:
@@ -58,21 +58,21 @@ def _connections() -> Iterator[None]:
 
 
 def call_off(address: str, port: int) -> None:
-    """Tell the rank whose rendezvous is at ``address`` to stop waiting. Never raises."""
+    """Make the ranks of the group with the rendezvous ``address``:``port`` stop waiting. Never raises."""
     limit = timedelta(seconds=_CALL_S)
     try:
         store = dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
         store.set(CALLED_OFF, "1")
     except (RuntimeError, OSError) as error:
-        # The engine has ended, or has left the group itself.
+        # The rendezvous no longer exists: the process that held it has ended or left the group.
         log.info("weight transfer: %s:%d was not told to stop: %s", address, port, error)
 
 
 class BroadcastGroup:
-    """A process group of this process, as rank 0, and ``ranks`` engine ranks; ``joined`` is done when all are in.
+    """A process group of this process, as rank 0, and ``ranks`` engine ranks; ``joined`` is done when all have joined.
 
-    The others must be told ``address``, ``port``, ``name`` and ``backend``. The rendezvous listens
-    on a free port of ``address`` only.
+    The engine ranks need ``address``, ``port``, ``name`` and ``backend`` to join. The rendezvous listens on a free port
+    of ``address`` only.
     """
 
     def __init__(self, *, ranks: int, address: str, device: str, timeout_s: float) -> None:
@@ -91,12 +91,12 @@ class BroadcastGroup:
         self._stream: torch.cuda.Stream | None = None
 
     def wait(self, future: Future[None]) -> None:
-        """Wait for ``future`` of this group, or until someone calls the whole transfer off.
+        """Wait for ``future`` of this group, or until a rank cancels the whole transfer.
 
-        Raises CalledOffError, or what the future raises.
+        Raises CalledOffError, or the exception of the future.
         """
-        # Time is kept by who gives the engines their orders, which includes waiting for other ranks' buckets; this
-        # side only listens.
+        # No time limit here: rank 0, which calls the engines, has one that includes the other ranks' buckets, and
+        # cancels the transfer.
         while not wait([future], _LISTEN_S).done:
             if self._store.check([CALLED_OFF]):
                 raise CalledOffError("another rank called the weight transfer off")
@@ -107,7 +107,7 @@ class BroadcastGroup:
         options = None
         if self.backend == "gloo":
             options = _gloo_options(self.address, limit)
-        # An engine makes its group with this helper, too: both sides must name their keys alike.
+        # Engines make their groups with the same helper, because both sides must use the same keys in the store.
         with _connections(), errors_abort_the_group(self.backend):
             group, _ = c10d._new_process_group_helper(
                 size,
@@ -123,15 +123,15 @@ class BroadcastGroup:
         self._group = group
 
     def connect(self, size: int) -> Future[None]:
-        """Start the first broadcast, once, of ``size`` bytes: NCCL's ranks connect in it."""
+        """Start one broadcast of ``size`` bytes, in which NCCL's ranks connect; later calls return the same future."""
         if self._connected is None:
             probe = torch.zeros(size, dtype=torch.uint8, device=self._device)
             self._connected = self.broadcast(probe)
         return self._connected
 
     def broadcast(self, data: Tensor) -> Future[None]:
-        """Start sending ``data``; the others must enter the same broadcast. Done when it is out."""
-        # In a thread of its own: NCCL's first broadcast returns only when all ranks are connected.
+        """Start a broadcast of ``data``, which all ranks must enter. The future is done when ``data`` may change."""
+        # Use a thread, because NCCL's first broadcast returns only when all ranks are connected.
         assert self._group is not None
         filled = None
         if data.is_cuda:
@@ -140,10 +140,10 @@ class BroadcastGroup:
         return in_background(partial(_broadcast, data, self._group, self._backend_limit, filled))
 
     def abort(self) -> None:
-        """Break the group, on the engines' side too: their ranks watch the rendezvous for the call."""
+        """Abort the group, on the engines' side too: their ranks watch the rendezvous for CALLED_OFF."""
         if self._group is not None:
             self._store.set(CALLED_OFF, "1")
-            # Keep the rendezvous until the engines have read it: the waiting timer refers to the store.
+            # Keep the rendezvous open until the engines have read the key: the timer holds a reference to the store.
             holder = threading.Timer(_CALL_S, _drop, [self._store])
             holder.daemon = True
             holder.start()
@@ -153,7 +153,7 @@ class BroadcastGroup:
 
 
 def _drop(store: dist.Store) -> None:
-    """Do nothing with ``store``: the last reference to it ends with this call."""
+    """Do nothing: the call releases the last reference to ``store``."""
 
 
 def _broadcast(
@@ -162,11 +162,12 @@ def _broadcast(
     limit: timedelta,
     filled: tuple[torch.cuda.Event, torch.cuda.Stream] | None,
 ) -> None:
-    """Send ``data`` and wait until it may change.
+    """Broadcast ``data`` and wait until it may change.
 
-    ``filled``, on a GPU: an event after what filled ``data``, and the stream to send on. Not yet run on a GPU.
+    ``filled``, on a GPU: an event that was recorded after ``data`` was filled, and the stream for the broadcast. Not
+    yet run on a GPU.
     """
-    # This frame holds ``group``: gloo can't cancel, and blocks who drops a busy one.
+    # This frame keeps a reference to ``group``: gloo cannot cancel, and releasing the last reference would block.
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     if filled is None:
@@ -174,20 +175,20 @@ def _broadcast(
             group.broadcast([data], options).wait(limit)
         return
     event, stream = filled
-    # NCCL begins after all that the current stream has been given, and wait() holds that stream up until the
-    # broadcast is over. The thread's own is the device's default one, on which the next bucket is gathered and
-    # hashed meanwhile: so a stream of its own, which waits for this bucket's bytes alone (the event was recorded
-    # behind them, before this thread began). Nobody writes or frees them before the synchronize returns: the
-    # caller waits for this future before it packs the bucket after next, and this frame holds ``data``.
+    # NCCL starts after all work in the current stream, and wait() blocks that stream until the broadcast ends. The
+    # thread's current stream is the device's default one, in which the next bucket is gathered and hashed meanwhile.
+    # So use a separate stream, which waits only for this bucket's bytes, by the event. The bytes are neither changed
+    # nor freed before synchronize returns: the caller waits for this future before it packs the bucket after next, and
+    # this frame holds ``data``.
     with _connections(), torch.cuda.stream(stream):
         stream.wait_event(event)
         group.broadcast([data], options).wait(limit)
-        # NCCL's wait is for the stream only.
+        # For NCCL, wait() blocks only the stream, not this thread.
         stream.synchronize()
 
 
 def _gloo_options(address: str, limit: timedelta) -> Any:
-    """Listen on ``address`` only, whatever the machine's name resolves to."""
+    """Return gloo's options to listen on ``address`` only, whatever the machine's name resolves to."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
@@ -196,7 +197,7 @@ def _gloo_options(address: str, limit: timedelta) -> Any:
 
 
 def in_background(call: Callable[[], T]) -> Future[T]:
-    """Run ``call`` in a thread that doesn't keep the process alive."""
+    """Run ``call`` in a daemon thread."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -170,7 +170,8 @@ def compare_scores(
     graphs, which can keep old weights. So each engine also continues the prompts, and its log-probabilities of these
     tokens are compared with its own prefill of them.
 
-    Returns the report of the engine with the largest difference. Raises EngineFaultError of CanaryErrors.
+    Returns the report of the engine with the largest difference. Raises EngineFaultError, with a CanaryError for each
+    engine beyond ``tolerance``.
     """
     engines.each(lambda engine: engine.resume())
     scores = engines.each(lambda engine: engine.score(prompts, adapter))

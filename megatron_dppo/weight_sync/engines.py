@@ -115,7 +115,7 @@ class EngineFaultError(EngineError):
     """One or more engines failed.
 
     Attributes:
-        faults: the exception by URL of the engine at fault; empty if only a ``reason`` is known.
+        faults: the exception of each engine at fault, by its URL; empty if only a ``reason`` is known.
         attempts: the smallest ``attempts`` of these exceptions; see EngineError.
     """
 

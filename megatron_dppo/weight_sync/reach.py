@@ -14,11 +14,11 @@ REACH_S = 30.0
 
 
 async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
-    """Raise EngineMismatchError where the configured strategy can't reach ``engine`` from this process.
+    """Raise EngineMismatchError if the configured strategy cannot reach ``engine`` from this process.
 
-    ``distributed``: the server's ranks join a broadcast group here, take a bucket that changes nothing, and leave it;
-    so they connect to this host as in an update, with the NCCL that they have. The others need one host, or a folder
-    that both see.
+    For ``distributed`` the server's ranks join a broadcast group of this process, receive a bucket that changes no
+    weight, and leave the group; so they connect as in an update, with their own NCCL. ``tensor`` needs the same host,
+    ``disk`` the same host or a configured folder.
     """
     if config.strategy == "distributed":
         await _join_and_leave(engine)
@@ -54,7 +54,7 @@ async def _join_and_leave(engine: EngineWeights) -> None:
 
 
 async def _connect(engine: EngineWeights, group: BroadcastGroup) -> None:
-    """A broadcast to the engine, as in an update: NCCL's versions meet in the first one."""
+    """Broadcast a bucket to the engine as in an update; differing NCCL versions fail in this first broadcast."""
     header = engine.probe_header()
     await engine.begin()
     try:

@@ -310,7 +310,7 @@ class DiskStrategy(Strategy):
 
 
 def require_shared_folder(transfer: Transfer) -> None:
-    """Raise EngineMismatchError where an engine runs elsewhere and no folder is configured that it sees."""
+    """Raise EngineMismatchError if an engine runs on another host and no shared folder is configured."""
     remote = [e.url for e in transfer.engines.members if not on_this_host(e.url)]
     if remote and transfer.directory is None:
         raise EngineMismatchError(
@@ -320,7 +320,7 @@ def require_shared_folder(transfer: Transfer) -> None:
 
 
 def new_folder(transfer: Transfer, purpose: str) -> Path:
-    """A new one in the configured folder, or in memory."""
+    """Create a folder in the configured one, or in shared memory."""
     base = Path(transfer.directory or MEMORY)
     base.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f"{private_name()}{purpose}-", dir=base))

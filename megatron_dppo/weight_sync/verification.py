@@ -106,7 +106,7 @@ def expected_digests(engines: Engines, partials: Sequence[Sequence[Any]]) -> Dig
 def compare_tensors(engines: Engines, digests: Digests) -> int:
     """Compare every engine tensor with its expected checksum. Returns the number of tensors.
 
-    Raises EngineFaultError of ChecksumMismatchErrors.
+    Raises EngineFaultError, with one ChecksumMismatchError for each engine that differs.
     """
     actual_checksums = engines.each(lambda engine: engine.checksums())
     faults = {}

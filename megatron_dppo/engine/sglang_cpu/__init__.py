@@ -28,9 +28,9 @@ _TORCHVISION_MODULES = (
 
 
 def activate() -> str | None:
-    """Dotted name of the platform class, or None where a GPU is present and the plugin was not asked for.
+    """Return the dotted name of the platform class; None on a machine with a GPU.
 
-    ``SGLANG_PLATFORM=torch_cpu`` asks for it; without that it never shadows an accelerator.
+    ``SGLANG_PLATFORM=torch_cpu`` selects the platform on a machine with a GPU too.
     """
     if torch.cuda.is_available() and os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None

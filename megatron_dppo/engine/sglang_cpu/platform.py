@@ -69,7 +69,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.utils import weight_checker
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-        # The capture of routed experts would ask for page-locked memory.
+        # The capture of routed experts requests page-locked memory, which needs a device.
         ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
         # SGLang's hash on a CPU, SHA-256, takes ten times as long, and cannot be summed from parts.
         _replace(weight_checker, "_hash_tensor", tiled_hash)
@@ -83,7 +83,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         _replace(sampler, "top_k_top_p_min_p_sampling_from_probs_torch", filtered_sampling)
         _replace(fp8_utils, "dispatch_w8a8_block_fp8_linear", block_fp8_layers.dispatch_linear)
         fp8.Fp8MoEMethod.apply = block_fp8_layers.apply_experts
-        # A paused scheduler spins, and takes a core from the process that updates its weights.
+        # A paused scheduler polls in a busy loop, and takes a core from the process that updates its weights.
         HookRegistry.register(PAUSED_STEP, sleep_when_paused, HookType.AFTER)
         HookRegistry.register(
             pageable_memory.PREPARED, pageable_memory.use_pageable_memory, HookType.BEFORE

@@ -31,8 +31,11 @@ def multinomial_with_seed(logprobs: Tensor, seed: Tensor, positions: Tensor) -> 
 
 
 class FilteredSampling:
-    """SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch``, where a draw with a seed follows from its own row
-    alone. ``unseeded``: SGLang's, for what has no seed or asks for more than the tokens."""
+    """Replacement of SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch``.
+
+    A sample with a seed depends on its own row alone. ``unseeded`` is SGLang's function, for calls without seeds, and
+    for calls that need min-p or more results than the tokens.
+    """
 
     def __init__(self, unseeded: Callable[..., Any]) -> None:
         self._unseeded = unseeded
@@ -51,16 +54,19 @@ class FilteredSampling:
         if sampling_seed is None or need_min_p_sampling or options.get("return_filtered_probs"):
             fixed = (probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions)
             return self._unseeded(*fixed, **options)
-        # SGLang sorts the rows and draws a rank, so one request with a filter (a greedy one has top-k 1) in a batch
-        # has every row drawn by rank: other tokens than the same requests get without it. So the filter is found
-        # in sorted order, and the token drawn in the vocabulary's.
+        # SGLang sorts the rows and samples a rank. One request with a filter in the batch (a greedy one has top-k 1)
+        # thus makes it sample every row by rank, which gives the other requests different tokens. So this method
+        # filters in sorted order, but samples in the order of the vocabulary.
         log_probs = filtered(probs, top_ks, top_ps).log()
         return multinomial_with_seed(log_probs, sampling_seed, positions).view(-1).to(torch.int32)
 
 
 def filtered(probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
-    """``probs`` ``[n, m]`` with 0 for what is not among a row's ``top_ks`` likeliest, or comes after those
-    that hold more than ``top_ps`` of the mass; not renormalised. A ``top_ps`` of 1 filters nothing."""
+    """Set to 0 the elements of ``probs`` ``[n, m]`` that top-k and top-p exclude, without renormalising.
+
+    Each row keeps its ``top_ks`` most likely tokens, of these the ones before which the mass is at most ``top_ps``. A
+    ``top_ps`` of 1 excludes nothing.
+    """
     ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
     mass_before = ordered.cumsum(dim=-1) - ordered
     ranks = torch.arange(probs.shape[-1])
@@ -88,7 +94,7 @@ def murmur_hash32(seeds: np.ndarray, positions: np.ndarray, columns: int) -> np.
 
 
 def _mixed(state: np.ndarray, word: np.ndarray) -> np.ndarray:
-    """``state`` after four more bytes; arithmetic modulo 2^32."""
+    """Mix four more bytes into ``state``, modulo 2^32."""
     word = _rotated(word * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
     return _rotated(state ^ word, 13) * np.uint32(5) + np.uint32(0xE6546B64)
 
