@@ -78,7 +78,7 @@ class Certificate:
         source_dtype: Type of the tensors that were read; several are joined by ``+``. 8-bit weights
             (``float8_e4m3fn``) are multiplied by their scales.
         tensors: Name -> SHA-256 (hex) of the tensor's bytes in Hugging Face's own shape, row-major, of type ``dtype``.
-            It does not depend on the layout. The last are those that the family carries along.
+            It does not depend on the layout. Tensors that the family carries along come last.
         files: Name -> SHA-256 of config, tokenizer and other files in the folder; empty before ``save``.
     """
 

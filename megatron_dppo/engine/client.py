@@ -117,7 +117,8 @@ class HttpClient:
     ) -> Answer:
         """Return the answer, whatever its status. Raises EngineLostError after ``timeout_s``; None: no limit."""
         headers = self._admin_headers if admin else self._api_headers
-        headers = headers | _JSON if body is not None else headers
+        if body is not None:
+            headers = headers | _JSON
         async with self._open(method, path, headers, timeout_s, body) as answer:
             return await self._read(answer)
 

@@ -90,7 +90,7 @@ class ConfigFacts:
             self.fault(f"{key} is {value!r}; only {expected!r} is supported for this family")
 
     def require_each(self, key: str, expected: Any) -> None:
-        """Refuse a model whose list ``key``, where it has one, holds anything but ``expected``."""
+        """Refuse a model if it has the list ``key`` with a value other than ``expected``."""
         values = self._first((key,), [])
         for value in values if isinstance(values, list) else [values]:
             if value != expected:
@@ -228,8 +228,8 @@ def read_decoder_shape(
 def read_dense_layers(facts: ConfigFacts) -> tuple[int, ...]:
     """Read which layers of a mixture of experts have a dense MLP.
 
-    They are the first ``first_k_dense_replace`` layers, those of ``mlp_only_layers``, and all but every
-    ``decoder_sparse_step``-th layer. A family calls this function if SGLang's model reads the same keys.
+    They are the first ``first_k_dense_replace`` layers, those of ``mlp_only_layers``, and those whose number, from 1
+    on, is no multiple of ``decoder_sparse_step``. A family calls this function if SGLang's model reads the same keys.
     """
     first_layers = facts.count("first_k_dense_replace")
     listed_layers = facts.numbers("mlp_only_layers")
@@ -299,7 +299,7 @@ class Source:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """SGLang tensor <- Hugging Face tensors, cut by ``split``.
+    """The row of an SGLang tensor: the Hugging Face tensors that it consists of, cut by ``split``.
 
     ``dtype`` is the tensor's type whatever the model's is; None: the model's. With ``adds_one`` the tensor holds 1 +
     its source. A layer outside of ``layers`` does not have the row. A source may have several rows.
@@ -315,10 +315,10 @@ class EngineRow:
 
 @dataclass(frozen=True)
 class Rule:
-    """Megatron parameter <- Hugging Face tensors, cut by ``split``.
+    """The row of a Megatron parameter: the Hugging Face tensors that it consists of, cut by ``split``.
 
-    ``engine`` are SGLang's tensors of the same sources. None: one with the Hugging Face name that is cut as in
-    Megatron, except that SGLang pads a vocabulary differently. A layer outside of ``layers`` does not have the row.
+    ``engine`` are SGLang's tensors of the same sources. None: SGLang has one tensor, with the Hugging Face name and
+    Megatron's cut, except that it pads a vocabulary differently. A layer outside of ``layers`` does not have the row.
     """
 
     megatron: str
