@@ -8,8 +8,16 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -90,6 +98,24 @@ def save_tiny_model(
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     }
+    sigmoid_moe = {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+        "num_mtp_layers": 0,
+    }
+    latent = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+    }
     builders = {
         "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**head, **moe}),
         "qwen2_moe": (
@@ -111,7 +137,46 @@ def save_tiny_model(
             },
         ),
         "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 8}),
+        "glm4_moe": (
+            Glm4MoeConfig,
+            Glm4MoeForCausalLM,
+            {
+                **sigmoid_moe,
+                "head_dim": 32,
+                "attention_bias": True,
+                "use_qk_norm": True,
+                "first_k_dense_replace": 1,
+            },
+        ),
+        "deepseek_v3": (
+            DeepseekV3Config,
+            DeepseekV3ForCausalLM,
+            {
+                **sigmoid_moe,
+                **latent,
+                "q_lora_rank": None,
+                "n_shared_experts": 2,
+                "first_k_dense_replace": 1,
+            },
+        ),
+        "glm4_moe_lite": (
+            Glm4MoeLiteConfig,
+            Glm4MoeLiteForCausalLM,
+            # transformers' norms of latents have this epsilon whatever the configuration says.
+            {**sigmoid_moe, **latent, "rms_norm_eps": 1e-6},
+        ),
     }
+    builders["minimax_m2"] = (
+        MiniMaxM2Config,
+        MiniMaxM2ForCausalLM,
+        {
+            "head_dim": 32,
+            "rotary_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": hidden,
+        },
+    )
     config_class, model_class, extra = builders[family]
     torch.manual_seed(seed)
     model = model_class(config_class(**{**common, **rope, **extra, **overrides}))
@@ -121,7 +186,14 @@ def save_tiny_model(
             p.copy_(
                 1 + 0.1 * torch.randn_like(p) if "norm" in name else torch.randn_like(p) * scale
             )
+        biases = {}
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                biases[name] = buffer.copy_(0.3 * torch.randn_like(buffer)).clone()
     model = model.to(dtype)
+    # A router's bias is fp32 whatever the model's type is.
+    for name, values in biases.items():
+        model.get_buffer(name).data = values
     model.config.dtype = dtype
     model.save_pretrained(folder)
     tiny_tokenizer(vocab_size).save_pretrained(folder)

@@ -17,7 +17,7 @@ from megatron_dppo.checkpoint_conversion.tensor_store import TensorStore, byte_v
 from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import FAMILIES
 from megatron_dppo.model.mapping import carried_names, hf_tensors
-from megatron_dppo.model.shape import Llama3RopeScaling, ModelShape
+from megatron_dppo.model.shape import ModelShape, shape_of_json
 from megatron_dppo.system.files import Closing, sha256_of
 
 
@@ -198,13 +198,9 @@ def read_body(path: Path) -> dict[str, Any]:
 
 def certificate_of(body: Mapping[str, Any]) -> Certificate:
     """Convert the result of ``read_body`` to a certificate."""
-    model = dict(body["model"])
-    scaling = model.pop("rope_scaling")
-    # JSON has no tuples.
-    model["dense_layers"] = tuple(model.get("dense_layers", ()))
     return Certificate(
         form=body["form"],
-        shape=ModelShape(**model, rope_scaling=Llama3RopeScaling(**scaling) if scaling else None),
+        shape=shape_of_json(body["model"]),
         dtype=body["dtype"],
         source_dtype=body["source_dtype"],
         tensors=body["tensors"],

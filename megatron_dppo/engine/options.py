@@ -16,7 +16,7 @@ from megatron_dppo.config import schema
 from megatron_dppo.config.data_schema import EnvironmentConfig
 from megatron_dppo.config.forwarded import EXPERT_KERNEL
 from megatron_dppo.config.lora import adapters_of, updates_adapters
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.families import load_model_shape, missing_engine_keys
 from megatron_dppo.model.quantization import SCHEME
 from megatron_dppo.model.shape import ITEM_BYTES
 from megatron_dppo.system.gpus import has_visible_gpu
@@ -147,6 +147,12 @@ def server_options(
         }
     elif load_model_shape(config.model.hf_checkpoint).is_moe:
         options["moe_runner_backend"] = EXPERT_KERNEL
+    missing_keys = missing_engine_keys(config.model.hf_checkpoint)
+    if missing_keys:
+        options["json_model_override_args"] = json.dumps(missing_keys)
+    if load_model_shape(config.model.hf_checkpoint).router.has_bias:
+        # SGLang would make the shared expert of some such models the last of the experts: other tensors than the map's.
+        options["disable_shared_experts_fusion"] = True
     if config.head.dtype == "float32":
         options["enable_fp32_lm_head"] = True
     if config.engine.deterministic:
@@ -208,7 +214,7 @@ def cpu_kv_tokens(config: ServerSections) -> int:
     sequence_tokens = config.sequence_tokens
     requested_tokens = config.rollout.max_concurrent_requests * sequence_tokens
     model = load_model_shape(config.model.hf_checkpoint)
-    values = 2 * model.num_layers * model.num_query_groups * model.head_dim
+    values = model.num_layers * model.cached_elements()
     token_bytes = values * ITEM_BYTES[config.model.dtype]
     return max(2 * sequence_tokens, min(requested_tokens, CPU_KV_CACHE_BYTES // token_bytes))
 

@@ -24,7 +24,15 @@ from typing import Any
 from megatron_dppo.model import splits
 from megatron_dppo.model.config_keys import HARMLESS, NEUTRAL
 from megatron_dppo.model.errors import ModelConfigError, UnsupportedModelError
-from megatron_dppo.model.shape import ITEM_BYTES, Llama3RopeScaling, ModelShape
+from megatron_dppo.model.shape import (
+    ITEM_BYTES,
+    LatentAttention,
+    Llama3RopeScaling,
+    ModelShape,
+    RopeScaling,
+    Router,
+    YarnRopeScaling,
+)
 
 
 class ConfigFacts:
@@ -105,8 +113,10 @@ class ConfigFacts:
             return self._wrong(("dtype",), value, f"one of {sorted(ITEM_BYTES)}", "float32")
         return value
 
-    def rope(self) -> tuple[float, Llama3RopeScaling | None]:
-        """``(theta, scaling)``."""
+    def rope(
+        self, rotary_fraction: float = 1, *, accepts_yarn: bool = False
+    ) -> tuple[float, RopeScaling | None]:
+        """``(theta, scaling)``. ``rotary_fraction`` is the only value of partial_rotary_factor that is accepted."""
         # transformers 5 writes ``rope_parameters``, with theta in it. Where a file also has ``rope_scaling``, the key
         # of earlier versions, transformers and SGLang take that table alone.
         self.read |= {"rope_scaling", "rope_parameters"}
@@ -122,15 +132,19 @@ class ConfigFacts:
             self.fault(f"{key}.{by_layer_type[0]} is a table, expected one for all layers")
         # The engine reads the outer factor, transformers the one in the table.
         for table in (self.values, nested):
-            self.of_table(table).require("partial_rotary_factor", 1, 1)
+            self.of_table(table).require("partial_rotary_factor", rotary_fraction, rotary_fraction)
         facts = self.of_table({**self.values, **nested})
         theta = facts.number("rope_theta", 10000.0)
+        self.read |= {"rope_type", "type"}
         kind = nested.get("rope_type", nested.get("type", "default"))
         if kind == "default":
             return theta, None
-        if kind != "llama3":
+        if kind == "yarn" and accepts_yarn:
+            return theta, facts.yarn()
+        accepted = ["default", "yarn" if accepts_yarn else "llama3"]
+        if kind not in accepted:
             self.fault(
-                f"{key}: rope type {kind!r} is not supported, expected 'default' or 'llama3'"
+                f"{key}: rope type {kind!r} is not supported, expected {' or '.join(map(repr, accepted))}"
             )
             return theta, None
         scaling = Llama3RopeScaling(
@@ -142,6 +156,22 @@ class ConfigFacts:
             ),
         )
         return theta, scaling
+
+    def yarn(self) -> YarnRopeScaling:
+        """The table of YaRN's scaling; without ``mscale`` and ``mscale_all_dim`` attention is not scaled."""
+        self.require("attention_factor", None, None)
+        self.require("truncate", True, True)
+        coefficients = 1.0, 0.0
+        if self._first(("mscale", "mscale_all_dim"), None) is not None:
+            # transformers, Megatron-Core and SGLang read a single one of the two differently.
+            coefficients = self.number("mscale"), self.number("mscale_all_dim")
+        return YarnRopeScaling(
+            self.number("factor"),
+            self.positive("original_max_position_embeddings"),
+            self.number("beta_fast", 32.0),
+            self.number("beta_slow", 1.0),
+            *coefficients,
+        )
 
     def ignore(self, *keys: str) -> None:
         """Note that ``keys`` are handled elsewhere, or that models of this family do not read them."""
@@ -157,10 +187,16 @@ class ConfigFacts:
                     "are trained without it"
                 )
 
-    def unknown(self) -> list[str]:
-        """The unknown keys: no reader has read them and no list has them."""
+    def unknown(self) -> dict[str, Any]:
+        """The unknown keys, with their values: no reader has read them and no list has them."""
         known = self.read | NEUTRAL.keys() | HARMLESS
-        return [key for key in self.values if key not in known]
+        found = {key: value for key, value in self.values.items() if key not in known}
+        for table in ("rope_scaling", "rope_parameters"):
+            nested = self.values.get(table)
+            if isinstance(nested, Mapping):
+                inner = {key: value for key, value in nested.items() if key not in known}
+                found |= {f"{table}.{key}": value for key, value in inner.items()}
+        return found
 
     def fault(self, text: str) -> None:
         """Note what is wrong with the file."""
@@ -187,6 +223,7 @@ def read_decoder_shape(
     *,
     head_dim_default: int | None = None,
     key_value_heads_default: int | None = None,
+    rotary_fraction: float = 1,
     **extra: Any,
 ) -> ModelShape:
     """Read the entries that have the same names in all supported families.
@@ -196,6 +233,7 @@ def read_decoder_shape(
         family: the ``model_type``.
         head_dim_default: transformers' default if the file has no ``head_dim``; None: hidden size / heads.
         key_value_heads_default: transformers' default if it has no ``num_key_value_heads``; None: the number of heads.
+        rotary_fraction: the part of each head that the family rotates.
         extra: fields of ModelShape to add or to replace.
     """
     facts.require("hidden_act", "silu", "silu")
@@ -205,14 +243,15 @@ def read_decoder_shape(
     is_absent = "num_key_value_heads" not in facts.values
     groups_default = (is_absent and key_value_heads_default) or heads
     hidden = facts.positive("hidden_size")
-    theta, scaling = facts.rope()
+    theta, scaling = facts.rope(rotary_fraction, accepts_yarn="latent" in extra)
     fields: dict[str, Any] = {
         "family": family,
         "num_layers": facts.positive("num_hidden_layers"),
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_query_groups": facts.positive("num_key_value_heads", default=groups_default),
-        "head_dim": facts.positive("head_dim", default=head_dim_default or max(1, hidden // heads)),
+        "head_dim": extra.get("head_dim")
+        or facts.positive("head_dim", default=head_dim_default or max(1, hidden // heads)),
         "ffn_hidden_size": facts.positive("intermediate_size"),
         "vocab_size": facts.positive("vocab_size"),
         "tied_embeddings": facts.flag("tie_word_embeddings", False),
@@ -221,6 +260,7 @@ def read_decoder_shape(
         "rope_scaling": scaling,
         "max_position_embeddings": facts.positive("max_position_embeddings"),
         "dtype": facts.dtype(),
+        "rotary_fraction": rotary_fraction,
     }
     return ModelShape(**{**fields, **extra})
 
@@ -549,6 +589,13 @@ OUTPUT = Rule(
 
 
 ReadShape = Callable[[ConfigFacts], ModelShape]
+EngineKeys = Callable[[ModelShape], Mapping[str, Any]]
+"""Function from a model to keys of its config.json, and their values, that SGLang's model reads without a default."""
+
+
+def no_keys(shape: ModelShape) -> Mapping[str, Any]:
+    """No keys."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -568,6 +615,7 @@ class Family:
         engine_keeps_output: whether SGLang's model has a separate output matrix, whatever ``tie_word_embeddings`` says.
         most_engine_ranks: the most tensor-parallel ranks on which SGLang's model computes the right values; None: no
             limit.
+        engine_keys: keys that SGLang's model reads without a default; files that transformers 5 has saved lack some.
     """
 
     model_type: str
@@ -580,6 +628,7 @@ class Family:
     megatron: Mapping[str, Any] = field(default_factory=dict)
     engine_keeps_output: bool = False
     most_engine_ranks: int | None = None
+    engine_keys: EngineKeys = no_keys
     embedding: Rule = EMBEDDING
     final_norm: Rule = FINAL_NORM
     output: Rule = OUTPUT
@@ -678,10 +727,20 @@ def unknown_key_warnings(hf_dir: str | Path) -> list[str]:
     """
     facts, _ = _read(hf_dir)
     return [
-        f"{facts.where} has the key {key}, which is neither read nor known to be harmless: if it changes the model's "
-        "arithmetic, another model is trained"
-        for key in facts.unknown()
+        f"{facts.where} has the key {key} with the value {value!r}, which is neither read nor known to be harmless: if "
+        "it changes the model's arithmetic, another model is trained"
+        for key, value in facts.unknown().items()
     ]
+
+
+def missing_engine_keys(hf_dir: str | Path) -> dict[str, Any]:
+    """The keys, with the model's values, that SGLang's model reads and that ``hf_dir/config.json`` lacks.
+
+    transformers 5 does not save keys of which its own model has only one value. Raises as ``load_model_shape``.
+    """
+    facts, shape = _read(hf_dir)
+    keys = family_of(shape).engine_keys(shape)
+    return {key: value for key, value in keys.items() if facts.values.get(key) is None}
 
 
 def _read(hf_dir: str | Path) -> tuple[ConfigFacts, ModelShape]:
@@ -872,3 +931,296 @@ def read_olmoe(facts: ConfigFacts) -> ModelShape:
     derived_head_dim = shape.hidden_size // heads
     facts.require("head_dim", derived_head_dim, derived_head_dim)
     return shape
+
+
+def _norms_heads(shape: ModelShape, layer: int) -> bool:
+    return shape.norms_heads
+
+
+def _has_query_latent(shape: ModelShape, layer: int) -> bool:
+    return shape.latent is not None and shape.latent.query_rank is not None
+
+
+def _has_no_query_latent(shape: ModelShape, layer: int) -> bool:
+    return not _has_query_latent(shape, layer)
+
+
+def dense_then_moe(engine_dtype: str | None = None) -> tuple[Rule, ...]:
+    """An MLP in some layers; a sigmoid router with a bias, and shared experts, in the others.
+
+    ``engine_dtype`` is the type of SGLang's router if it is not the model's.
+    """
+    router = moe_router(engine_dtype=engine_dtype)
+    moe = (*router, router_bias(), *shared_expert("mlp.shared_experts"))
+    return (*in_layers(dense_layers, *DENSE_MLP), *in_layers(routed_layers, *moe))
+
+
+def read_sigmoid_router(facts: ConfigFacts, default: Router) -> Router:
+    """Read the router of DeepSeek-V3 and the families that have taken it over; ``default``: what transformers assumes
+    where keys are missing."""
+    facts.require("scoring_func", "sigmoid", "sigmoid")
+    facts.require("topk_method", "noaux_tc", "noaux_tc")
+    facts.require("norm_topk_prob", True, True)
+    groups = facts.positive("n_group", default=default.groups)
+    chosen_groups = facts.positive("topk_group", default=default.chosen_groups)
+    experts_per_token = facts.positive("num_experts_per_tok")
+    if experts_per_token == 1:
+        facts.fault("num_experts_per_tok is 1, expected at least 2 for a router of sigmoids")
+    if groups == chosen_groups:
+        # All groups are chosen, so there is no choice of groups.
+        groups = chosen_groups = 1
+    if groups > 1 and experts_per_token != 2 * chosen_groups:
+        facts.fault(
+            f"topk_group is {chosen_groups} with num_experts_per_tok {experts_per_token}, expected half of it: "
+            "Megatron-Core's score of a group is the sum of its highest num_experts_per_tok / topk_group scores, the "
+            "model's is that of its highest 2"
+        )
+    experts = facts.positive("n_routed_experts", "num_local_experts")
+    if experts % groups:
+        facts.fault(f"n_group is {groups}, expected a divisor of the {experts} experts")
+    scale = facts.number("routed_scaling_factor", default.scale)
+    return Router("sigmoid", True, groups, chosen_groups, scale)
+
+
+def read_first_layers(facts: ConfigFacts, default: int) -> tuple[int, ...]:
+    """Read the first layers, which have an MLP; ``default``: what transformers assumes where the key is missing."""
+    count = facts.count("first_k_dense_replace", default)
+    layers = facts.positive("num_hidden_layers")
+    if count >= layers:
+        facts.fault(f"first_k_dense_replace is {count}, expected less than the {layers} layers")
+        return ()
+    return tuple(range(min(count, _MOST_LAYERS)))
+
+
+def read_dense_then_moe(
+    facts: ConfigFacts, family: str, router: Router, **extra: Any
+) -> ModelShape:
+    """Read a model with the rows of ``dense_then_moe``; ``router``: as for ``read_sigmoid_router``."""
+    facts.require("moe_layer_freq", 1, 1)
+    # Checkpoints carry the tensors of further layers, which predict more tokens.
+    facts.ignore("num_nextn_predict_layers", "num_mtp_layers")
+    width = facts.positive("moe_intermediate_size")
+    return read_decoder_shape(
+        facts,
+        family,
+        num_experts=facts.positive("n_routed_experts", "num_local_experts"),
+        experts_per_token=facts.positive("num_experts_per_tok"),
+        moe_ffn_hidden_size=width,
+        shared_ffn_hidden_size=facts.positive("n_shared_experts", default=1) * width,
+        router=read_sigmoid_router(facts, router),
+        **extra,
+    )
+
+
+@declares(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    layer=(
+        *ATTENTION,
+        QKV_BIAS,
+        *in_layers(_norms_heads, *QK_NORM),
+        *dense_then_moe(engine_dtype="float32"),
+    ),
+    expert=expert_mlp(),
+    carries=later_layers,
+)
+def read_glm4_moe(facts: ConfigFacts) -> ModelShape:
+    """GLM-4.5, 4.6 and 4.7: biases on Q, K and V, norms of heads in some, half of each head rotated."""
+    facts.require("attention_bias", True, False)
+    return read_dense_then_moe(
+        facts,
+        "glm4_moe",
+        Router("sigmoid", has_bias=True),
+        rotary_fraction=0.5,
+        norms_heads=facts.flag("use_qk_norm", False),
+        dense_layers=read_first_layers(facts, 1),
+        norm_eps=facts.number("rms_norm_eps", 1e-5),
+    )
+
+
+def latent_rule(megatron: str, split: splits.Split, hf: str, *dims: str) -> Rule:
+    """A row of latent attention, with names without the prefix of the layer's attention."""
+    return layer_rule(f"self_attention.{megatron}", split, (f"self_attn.{hf}", dims))
+
+
+_QUERY = latent_rule(
+    "linear_q_proj.weight", splits.column_parallel, "q_proj.weight", "query", "hidden"
+)
+_QUERY_LATENT = (
+    latent_rule("linear_q_down_proj.weight", splits.replicated, "q_a_proj.weight", "query_rank", "hidden"),
+    latent_rule("linear_q_up_proj.layer_norm_weight", splits.replicated, "q_a_layernorm.weight", "query_rank"),
+    latent_rule("linear_q_up_proj.weight", splits.column_parallel, "q_b_proj.weight", "query", "query_rank"),
+)  # fmt: skip
+LATENT_ATTENTION = (
+    norm("input_layernorm.weight", "input_layernorm.weight"),
+    *in_layers(_has_no_query_latent, _QUERY),
+    *in_layers(_has_query_latent, *_QUERY_LATENT),
+    latent_rule("linear_kv_down_proj.weight", splits.replicated, "kv_a_proj_with_mqa.weight", "kv_latent", "hidden"),
+    latent_rule("linear_kv_up_proj.layer_norm_weight", splits.replicated, "kv_a_layernorm.weight", "kv_rank"),
+    latent_rule("linear_kv_up_proj.weight", splits.column_parallel, "kv_b_proj.weight", "kv_heads", "kv_rank"),
+    latent_rule("linear_proj.weight", splits.row_parallel, "o_proj.weight", "hidden", "attention"),
+)  # fmt: skip
+
+
+LATENTS_IN_ENGINE = engine_row(
+    "self_attn.fused_qkv_a_proj_with_mqa.weight",
+    splits.replicated,
+    ("self_attn.q_a_proj.weight", ("query_rank", "hidden")),
+    ("self_attn.kv_a_proj_with_mqa.weight", ("kv_latent", "hidden")),
+    layers=_has_query_latent,
+)
+"""SGLang computes both latents by one matrix."""
+
+
+def read_latent_moe(
+    facts: ConfigFacts,
+    family: str,
+    router: Router,
+    query_rank: int,
+    **extra: Any,
+) -> ModelShape:
+    """Read a model with LATENT_ATTENTION.
+
+    Args:
+        facts: the file's entries.
+        family: the ``model_type``.
+        router: as for ``read_sigmoid_router``.
+        query_rank: what transformers assumes where q_lora_rank is missing.
+        extra: fields of ModelShape to add or to replace.
+    """
+    facts.require("attention_bias", False, False)
+    facts.require("rope_interleave", True, True)
+    # transformers writes the size of the rotated part as head_dim.
+    facts.ignore("head_dim", "qk_head_dim", "q_lora_rank")
+    has_query_latent = facts.values.get("q_lora_rank", query_rank) is not None
+    latent = LatentAttention(
+        facts.positive("q_lora_rank", default=query_rank) if has_query_latent else None,
+        facts.positive("kv_lora_rank"),
+        facts.positive("qk_nope_head_dim"),
+        facts.positive("qk_rope_head_dim"),
+        facts.positive("v_head_dim"),
+    )
+    heads = facts.positive("num_attention_heads")
+    facts.require("num_key_value_heads", heads, heads)
+    size = latent.head_size
+    return read_dense_then_moe(facts, family, router, latent=latent, head_dim=size, **extra)
+
+
+def _deepseek_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
+    return {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+@declares(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    layer=(*LATENT_ATTENTION, *dense_then_moe()),
+    engine=(LATENTS_IN_ENGINE,),
+    expert=expert_mlp(),
+    carries=later_layers,
+    engine_keys=_deepseek_engine_keys,
+)
+def read_deepseek_v3(facts: ConfigFacts) -> ModelShape:
+    """DeepSeek-V3 and R1, Moonlight: latent attention, the latent of queries and YaRN in some."""
+    # SGLang alone reads this key.
+    facts.require("router_fp32", False, False)
+    first_layers = read_first_layers(facts, 3)
+    router = Router("sigmoid", has_bias=True, groups=8, chosen_groups=4, scale=2.5)
+    return read_latent_moe(facts, "deepseek_v3", router, 1536, dense_layers=first_layers)
+
+
+def _leading_dense_layers(facts: ConfigFacts) -> int:
+    """The number of layers before the first with experts, of which ``mlp_layer_types`` has one unless it is given."""
+    layers = min(facts.positive("num_hidden_layers"), _MOST_LAYERS)
+    kinds = facts.values.get("mlp_layer_types") or ["dense"]
+    count = 0
+    while count < min(layers - 1, len(kinds)) and kinds[count] == "dense":
+        count += 1
+    expected = ["dense"] * count + ["sparse"] * (layers - count)
+    facts.require("mlp_layer_types", expected, expected)
+    return count
+
+
+def _glm_lite_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
+    return {"first_k_dense_replace": len(shape.dense_layers)}
+
+
+@declares(
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    layer=(*LATENT_ATTENTION, *dense_then_moe(engine_dtype="float32")),
+    engine=(LATENTS_IN_ENGINE,),
+    expert=expert_mlp(),
+    carries=later_layers,
+    engine_keys=_glm_lite_engine_keys,
+)
+def read_glm4_moe_lite(facts: ConfigFacts) -> ModelShape:
+    """GLM-4.7-Flash: latent attention, also of queries."""
+    first_layers = _leading_dense_layers(facts)
+    # transformers reads mlp_layer_types, and SGLang this number.
+    facts.require("first_k_dense_replace", first_layers, first_layers)
+    return read_latent_moe(
+        facts,
+        "glm4_moe_lite",
+        Router("sigmoid", has_bias=True, scale=1.8),
+        768,
+        dense_layers=tuple(range(first_layers)),
+        norm_eps=facts.number("rms_norm_eps", 1e-5),
+    )
+
+
+def _minimax_engine_keys(shape: ModelShape) -> Mapping[str, Any]:
+    return {
+        "rotary_dim": round(shape.rotary_fraction * shape.head_dim),
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    }
+
+
+@declares(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    layer=(
+        *ATTENTION,
+        *ALL_HEADS_NORM,
+        *moe_router("block_sparse_moe", engine_dtype="float32"),
+        router_bias("block_sparse_moe.e_score_correction_bias"),
+    ),
+    expert=expert_mlp("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    carries=later_layers,
+    engine_keys=_minimax_engine_keys,
+)
+def read_minimax_m2(facts: ConfigFacts) -> ModelShape:
+    """MiniMax-M2: norms of all heads, a part of each head rotated, a router of sigmoids with a bias."""
+    facts.require("scoring_func", "sigmoid", "sigmoid")
+    facts.require("use_qk_norm", True, True)
+    facts.require("qk_norm_type", "per_layer", "per_layer")
+    facts.require("use_routing_bias", True, True)
+    facts.require("shared_intermediate_size", 0, 0)
+    facts.require_each("attn_type_list", 1)
+    # Checkpoints carry the tensors of further layers, which predict more tokens.
+    facts.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+    head_dim = facts.positive("head_dim", default=128)
+    rotary_dim = facts.positive("rotary_dim", default=_rotary_size(facts, head_dim))
+    return read_decoder_shape(
+        facts,
+        "minimax_m2",
+        key_value_heads_default=8,
+        rotary_fraction=rotary_dim / head_dim,
+        head_dim=head_dim,
+        num_experts=facts.positive("num_local_experts", "num_experts"),
+        experts_per_token=facts.positive("num_experts_per_tok"),
+        moe_ffn_hidden_size=facts.positive("intermediate_size"),
+        router=Router("sigmoid", has_bias=True),
+        norms_all_heads=True,
+    )
+
+
+def _rotary_size(facts: ConfigFacts, head_dim: int) -> int:
+    """The rotated part of a head by ``partial_rotary_factor``, of the file or of its table of rotary parameters."""
+    tables = (facts.values, facts.values.get("rope_parameters"), facts.values.get("rope_scaling"))
+    for table in tables:
+        factor = table.get("partial_rotary_factor") if isinstance(table, Mapping) else None
+        if isinstance(factor, int | float):
+            return round(factor * head_dim)
+    return head_dim

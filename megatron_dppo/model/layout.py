@@ -334,6 +334,9 @@ def _attention_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutF
     if groups % tensor and tensor % groups:
         expectation = f"a divisor or a multiple of the model's {groups} key-value heads"
         yield LayoutFault("tensor", tensor, expectation)
+    if shape.norms_all_heads and groups % tensor:
+        # A rank would have to norm a part of a head that Megatron-Core gathers only later.
+        yield _divisor("tensor", tensor, f"{groups} key-value heads, which are normed together")
     rows = (heads + 2 * groups) * shape.head_dim
     if tensor % groups == 0 and rows % tensor:
         yield _divisor("tensor", tensor, f"{rows} rows of queries, keys and values")

@@ -3,8 +3,9 @@ of a pass."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a weight, by its type."""
@@ -36,6 +37,68 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnRopeScaling:
+    """YaRN's frequency scaling (``rope_type: yarn``) as DeepSeek-V3 has it; positions in tokens.
+
+    ``mscale`` and ``mscale_all_dim`` are the coefficients of the logarithm of ``factor`` in the factors of the rotated
+    part and of the attention's scale.
+    """
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a layer chooses experts, and weighs their outputs.
+
+    ``score`` is the function of the logits. With ``has_bias`` a constant of each expert is added to the scores for the
+    choice alone. The experts are chosen among ``chosen_groups`` of ``groups`` equal runs of experts. The weights of the
+    chosen experts are multiplied by ``scale``.
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    has_bias: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention: keys and values of all heads are computed from one latent vector of a token.
+
+    ``query_rank`` is the width of the latent of queries; None: queries are computed from the hidden state.
+    ``key_value_rank`` is that of keys and values. A head's query and key have a part without rotation, ``plain_size``,
+    and one with, ``rotary_size``; the rotated part of the key is the same for all heads. ``value_size`` is the width of
+    a head's value.
+    """
+
+    query_rank: int | None
+    key_value_rank: int
+    plain_size: int
+    rotary_size: int
+    value_size: int
+
+    @property
+    def head_size(self) -> int:
+        """The width of a head's query and key."""
+        return self.plain_size + self.rotary_size
+
+    @property
+    def cached_size(self) -> int:
+        """Elements that an engine keeps of a token in a layer: the latent and the rotated part of the key."""
+        return self.key_value_rank + self.rotary_size
+
+
+RopeScaling = Llama3RopeScaling | YarnRopeScaling
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """One model. ``num_experts`` is 0 for a dense model.
 
@@ -44,7 +107,9 @@ class ModelShape:
     span all heads together, instead of each head. ``shared_ffn_hidden_size`` is the width of the MLP that every token
     passes beside its experts, 0 for none. With ``gates_shared_expert`` its output is multiplied by the sigmoid of a
     product of the token's hidden state and a weight. ``dense_layers`` are the layers of a mixture of experts, from 0,
-    whose MLP is dense all the same.
+    whose MLP is dense all the same. ``rotary_fraction`` is the part of each head that is rotated. With ``norms_heads``,
+    which is of families whose models may be without, queries and keys are normed by head. With ``latent`` attention
+    ``head_dim`` and ``num_query_groups`` are those of the heads that are computed from the latents.
     """
 
     family: str
@@ -58,7 +123,7 @@ class ModelShape:
     tied_embeddings: bool
     norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3RopeScaling | None
+    rope_scaling: RopeScaling | None
     max_position_embeddings: int
     dtype: str
     num_experts: int = 0
@@ -69,6 +134,10 @@ class ModelShape:
     shared_ffn_hidden_size: int = 0
     gates_shared_expert: bool = False
     dense_layers: tuple[int, ...] = ()
+    router: Router = Router()
+    rotary_fraction: float = 1.0
+    norms_heads: bool = False
+    latent: LatentAttention | None = None
 
     @property
     def is_moe(self) -> bool:
@@ -82,9 +151,16 @@ class ModelShape:
             return ()
         return tuple(layer for layer in range(self.num_layers) if layer not in self.dense_layers)
 
+    def cached_elements(self, tensor: int = 1) -> int:
+        """Elements that one of ``tensor`` ranks of an engine keeps of a token in a layer's KV cache."""
+        if self.latent is not None:
+            # Every rank has the whole latents.
+            return self.latent.cached_size
+        return 2 * max(1, self.num_query_groups // tensor) * self.head_dim
+
     def sizes(self) -> dict[str, int]:
         """The size of each symbolic dimension in a family's table."""
-        return {
+        sizes = {
             "vocab": self.vocab_size,
             "hidden": self.hidden_size,
             "head": self.head_dim,
@@ -96,6 +172,37 @@ class ModelShape:
             "shared_ffn": self.shared_ffn_hidden_size,
             "one": 1,
         }
+        if self.latent is not None:
+            sizes |= _latent_sizes(self.latent, self.num_attention_heads)
+        return sizes
+
+
+def shape_of_json(values: Mapping[str, Any]) -> ModelShape:
+    """Rebuild the shape of which ``values`` is the JSON. Fields that a shape of an older version lacks have their
+    default."""
+    fields = dict(values)
+    # JSON has no tuples and no classes.
+    fields["dense_layers"] = tuple(fields.get("dense_layers", ()))
+    scaling = fields["rope_scaling"]
+    if scaling is not None:
+        is_llama3 = "low_freq_factor" in scaling
+        fields["rope_scaling"] = (Llama3RopeScaling if is_llama3 else YarnRopeScaling)(**scaling)
+    if "router" in fields:
+        fields["router"] = Router(**fields["router"])
+    if fields.get("latent") is not None:
+        fields["latent"] = LatentAttention(**fields["latent"])
+    return ModelShape(**fields)
+
+
+def _latent_sizes(latent: LatentAttention, heads: int) -> dict[str, int]:
+    return {
+        "query": heads * latent.head_size,
+        "query_rank": latent.query_rank or 0,
+        "kv_rank": latent.key_value_rank,
+        "kv_latent": latent.cached_size,
+        "kv_heads": heads * (latent.plain_size + latent.value_size),
+        "attention": heads * latent.value_size,
+    }
 
 
 BACKWARD_FORWARDS = 2
@@ -125,18 +232,17 @@ TOKENS = SequenceCost(1.0, 0.0)
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Number of weights that multiply one token. With h the hidden size, q and kv the widths of all query and of
-    all key heads, f the width of an MLP, L the layers, M those of them that route, and V the vocabulary
+    """Number of weights that multiply one token. With h the hidden size, a the weights of a layer's attention, f the
+    width of an MLP, L the layers, M those of them that route, and V the vocabulary
 
-        L * h(2q + 2kv) + (L - M) * 3hf + M * (3hf * (experts a token) + h * experts + 3hs + hg) + hV
+        L * a + (L - M) * 3hf + M * (3hf * (experts a token) + h * experts + 3hs + hg) + hV
 
     s is the width of the shared expert, and g is 1 where its output is gated.
     """
-    sizes = shape.sizes()
     hidden = shape.hidden_size
     routed_layers = len(shape.moe_layers)
     dense_layers = shape.num_layers - routed_layers
-    attention = hidden * (2 * sizes["query"] + 2 * sizes["kv"])
+    attention = _attention_parameters(shape)
     routed_mlp = 3 * hidden * shape.moe_ffn_hidden_size * shape.experts_per_token
     routed_mlp += hidden * shape.num_experts
     routed_mlp += 3 * hidden * shape.shared_ffn_hidden_size + hidden * shape.gates_shared_expert
@@ -146,13 +252,28 @@ def active_parameters(shape: ModelShape) -> int:
     return layers + hidden * shape.vocab_size
 
 
+def _attention_parameters(shape: ModelShape) -> int:
+    """Number of weights in the matrices of a layer's attention."""
+    sizes = shape.sizes()
+    hidden = shape.hidden_size
+    if shape.latent is None:
+        return hidden * (2 * sizes["query"] + 2 * sizes["kv"])
+    queries = hidden * sizes["query"]
+    if shape.latent.query_rank is not None:
+        queries = shape.latent.query_rank * (hidden + sizes["query"])
+    keys_and_values = hidden * sizes["kv_latent"] + sizes["kv_rank"] * sizes["kv_heads"]
+    return queries + keys_and_values + hidden * sizes["attention"]
+
+
 def forward_flops(shape: ModelShape) -> SequenceCost:
     """FLOPs of one forward pass of the whole model. A multiplication and an addition count as two.
 
-    A token takes 2 x ``active_parameters``. In addition, S tokens take 4q for each of the S^2/2 pairs of causal
-    attention (Q K^T and its product with V) in every layer: 2qL S^2. Norms, rotary embedding and softmax
-    are not counted.
+    A token takes 2 x ``active_parameters``. In addition, S tokens take 2q + 2v for each of the S^2/2 pairs of causal
+    attention (Q K^T and its product with V) in every layer, with q and v the widths of all heads' queries and values:
+    (q + v)L S^2. Norms, rotary embedding and softmax are not counted.
     """
+    sizes = shape.sizes()
     # The output layer counts for every token, because it is computed also for tokens that were not sampled.
-    pairs = 2.0 * shape.sizes()["query"] * shape.num_layers
+    values = sizes["query"] if shape.latent is None else sizes["attention"]
+    pairs = float(sizes["query"] + values) * shape.num_layers
     return SequenceCost(2.0 * active_parameters(shape), pairs)

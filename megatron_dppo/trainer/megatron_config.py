@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_dppo.config import forwarded
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.model.families import family_of, has_layer_parameter
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shape import ModelShape, Router, YarnRopeScaling
 from megatron_dppo.trainer import platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -58,11 +58,13 @@ def transformer_config(
         **_RECOMPUTE[config.training.recompute],
         "recompute_modules": list(platform.current().recomputed(shape.is_moe)),
         **platform.current().transformer_options,
+        **_latent_options(shape),
         # A frozen weight has no gradient buffer to add to, and adapters are no Megatron layers.
         **({"gradient_accumulation_fusion": False} if config.lora.rank else {}),
         **library_values(forwarded.MEGATRON, config.megatron),
     }
-    transformer = TransformerConfig(**options)
+    config_class = TransformerConfig if shape.latent is None else MLATransformerConfig
+    transformer = config_class(**options)
     transformer.finalize_model_grads_func = _sum_model_grads
     return transformer
 
@@ -82,10 +84,7 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
         "kv_channels": shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_eps,
-        # The flag means norms of each head by itself; with norms of all heads, Megatron-Core would also sum the
-        # gradients of different ranks' weights.
-        "qk_layernorm": has_layer_parameter(shape, "self_attention.q_layernorm.weight")
-        and not shape.norms_all_heads,
+        "qk_layernorm": _has_head_norms(shape),
         "add_qkv_bias": has_layer_parameter(shape, "self_attention.linear_qkv.bias"),
         "add_bias_linear": False,
         "gated_linear_unit": True,
@@ -94,6 +93,53 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
         "attention_dropout": 0.0,
         # Otherwise Megatron divides the loss by micro-batches, or tokens, of this rank; ours is divided already.
         "calculate_per_token_loss": True,
+    }
+
+
+def _has_head_norms(shape: ModelShape) -> bool:
+    """Whether Megatron-Core's flag for norms of each head by itself, or of MLA's latents, is set."""
+    # With norms of all heads, Megatron-Core would also sum the gradients of different ranks' weights.
+    if shape.norms_all_heads:
+        return False
+    if shape.latent is not None:
+        return True
+    return has_layer_parameter(shape, "self_attention.q_layernorm.weight")
+
+
+def _latent_options(shape: ModelShape) -> dict[str, Any]:
+    """Fields of MLATransformerConfig; none for a model without latent attention."""
+    latent = shape.latent
+    if latent is None:
+        return {}
+    options: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_head_dim": latent.plain_size,
+        "qk_pos_emb_head_dim": latent.rotary_size,
+        "v_head_dim": latent.value_size,
+        "rotary_base": shape.rope_theta,
+        # Megatron-Core scales attention by these three whatever the type is.
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    if isinstance(shape.rope_scaling, YarnRopeScaling):
+        return options | _yarn_options(shape.rope_scaling)
+    # Megatron-Core's fused kernel for MLA computes YaRN only.
+    return options | {"apply_rope_fusion": False}
+
+
+def _yarn_options(yarn: YarnRopeScaling) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_max_positions,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale,
+        "mscale_all_dim": yarn.mscale_all_dim,
     }
 
 
@@ -110,6 +156,7 @@ def _moe_options(shape: ModelShape, *, replay: bool) -> dict[str, Any]:
         # A softmax over the chosen logits equals the softmax over all, renormalised on the chosen.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_dtype": "fp32",
+        **_router_options(shape.router),
         "moe_grouped_gemm": True,
         "moe_enable_routing_replay": replay,
     }
@@ -120,6 +167,21 @@ def _moe_layer_freq(shape: ModelShape) -> int | list[int]:
     if not shape.dense_layers:
         return 1
     return [int(layer in shape.moe_layers) for layer in range(shape.num_layers)]
+
+
+def _router_options(router: Router) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "moe_router_score_function": router.score,
+        "moe_router_enable_expert_bias": router.has_bias,
+        # Megatron-Core would otherwise move the bias at every step of the optimizer.
+        "moe_router_bias_update_rate": 0.0,
+    }
+    if router.groups > 1:
+        options["moe_router_num_groups"] = router.groups
+        options["moe_router_group_topk"] = router.chosen_groups
+    if router.scale != 1:
+        options["moe_router_topk_scaling_factor"] = router.scale
+    return options
 
 
 def megatron_sizes(layout: Layout) -> dict[str, Any]:

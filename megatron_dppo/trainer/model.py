@@ -37,7 +37,7 @@ from megatron_dppo.model.adapters import CHILD
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shape import Llama3RopeScaling, ModelShape
 from megatron_dppo.model.splits import padded_vocab_size
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.all_heads_norm import norm_all_heads
@@ -193,10 +193,11 @@ def _build_chunk(
         share_embeddings_and_output_weights=shape.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
+        rotary_percent=shape.rotary_fraction,
         parallel_output=True,
         vp_stage=vp_stage,
     )
-    if shape.rope_scaling is not None:
+    if isinstance(shape.rope_scaling, Llama3RopeScaling):
         rope = model.rotary_pos_emb
         # Scale the frequencies here, because GPTModel's own option fixes three of these four numbers to those of
         # Llama 3.1.

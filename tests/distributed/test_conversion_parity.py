@@ -37,6 +37,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama tied": ("llama", {"tied": True}),
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 512,
+}
+GROUPS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+SLOW_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4_moe": ("glm4_moe", {"layers": 4}),
+    "glm4_moe without norms of heads": ("glm4_moe", {"use_qk_norm": False}),
+    "latent attention": ("deepseek_v3", {"layers": 4}),
+    "latent of queries, YaRN, groups": (
+        "deepseek_v3",
+        {"layers": 4, "q_lora_rank": 48, "rope_parameters": YARN, **GROUPS},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {"layers": 4}),
+}
+ALL_FAMILIES = FAMILIES | SLOW_FAMILIES
+_DENSE_FAMILIES = ("qwen3", "qwen2", "llama")
 DENSE_LAYOUTS: dict[str, dict[str, Any]] = {"TP2": {"tensor": 2}, "PP2": {"pipeline": 2}}
 MOE_LAYOUTS = {
     "TP2 ETP2": {"tensor": 2, "expert_tensor": 2},
@@ -53,13 +76,13 @@ def sequences() -> list[list[int]]:
 
 
 def layouts_of(case: str) -> dict[str, dict[str, Any]]:
-    family, options = FAMILIES[case]
-    found = MOE_LAYOUTS if family in ("qwen3_moe", "olmoe", "qwen2_moe") else DENSE_LAYOUTS
+    family, options = ALL_FAMILIES[case]
+    found = DENSE_LAYOUTS if family in _DENSE_FAMILIES else MOE_LAYOUTS
     deep = options.get("layers", 2) >= 4
     return {name: sizes for name, sizes in found.items() if deep or "VPP" not in name}
 
 
-def prepare(folder: str) -> dict[str, list[torch.Tensor]]:
+def prepare(folder: str, cases: list[str]) -> dict[str, list[torch.Tensor]]:
     """Make every model, convert it, and say transformers' log-probabilities of every next token."""
     from transformers import AutoModelForCausalLM
 
@@ -67,7 +90,8 @@ def prepare(folder: str) -> dict[str, list[torch.Tensor]]:
     from tests.tiny_models import save_tiny_model
 
     expected = {}
-    for case, (family, options) in FAMILIES.items():
+    for case in cases:
+        family, options = ALL_FAMILIES[case]
         hf = save_tiny_model(Path(folder) / case, family, vocab_size=VOCABULARY, **options)
         hf_to_megatron(hf, Path(folder) / f"{case} megatron")
         model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
@@ -80,7 +104,7 @@ def prepare(folder: str) -> dict[str, list[torch.Tensor]]:
     return expected
 
 
-def trainer_log_probs(folder: str) -> dict[str, list[torch.Tensor]]:
+def trainer_log_probs(folder: str, cases: list[str]) -> dict[str, list[torch.Tensor]]:
     """``case/layout`` -> the trainer's log-probabilities of the same tokens; exports each model again."""
     from megatron_dppo.config import schema as s
     from megatron_dppo.data.packing import pack
@@ -89,7 +113,7 @@ def trainer_log_probs(folder: str) -> dict[str, list[torch.Tensor]]:
 
     samples = [Trajectory.of_response(ids[:1], ids[1:]) for ids in sequences()]
     out = {}
-    for case in FAMILIES:
+    for case in cases:
         for name, sizes in layouts_of(case).items():
             config = s.TrainConfig(
                 run=s.RunConfig(directory="unused", steps=1),
@@ -119,10 +143,14 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def both(folder) -> tuple[dict, dict]:
+    return computed(folder, list(FAMILIES))
+
+
+def computed(folder: Path, cases: list[str]) -> tuple[dict, dict]:
     """Transformers' and the trainer's log-probabilities (of both ranks, which agree)."""
     worker = "tests.distributed.test_conversion_parity:"
-    (expected,) = run_ranks(worker + "prepare", 1, str(folder))
-    first, second = run_ranks(worker + "trainer_log_probs", 2, str(folder), timeout=600)
+    (expected,) = run_ranks(worker + "prepare", 1, str(folder), cases)
+    first, second = run_ranks(worker + "trainer_log_probs", 2, str(folder), cases, timeout=600)
     for case, found in first.items():
         for a, b in zip(found, second[case], strict=True):
             assert torch.equal(a, b), case
@@ -132,6 +160,18 @@ def both(folder) -> tuple[dict, dict]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", FAMILIES)
 def test_the_trainer_computes_what_transformers_computes(both, folder, case):
+    compare(both, folder, case)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW_FAMILIES)
+def test_the_trainer_computes_further_forms_of_families(tmp_path, case):
+    compare(computed(tmp_path, [case]), tmp_path, case)
+
+
+def compare(both: tuple[dict, dict], folder: Path, case: str) -> None:
+    """Assert equal log-probabilities in every layout, and exports of the same bytes."""
     from safetensors.torch import load_file
 
     expected, found = both

@@ -114,6 +114,53 @@ CONTEXT_TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "CP2 llama3 rope": ("llama", CP2, {}),
     "CP2, ranks without a trained token": ("qwen2", CP2, ALONE),
 }
+SLOW_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"layers": 4},
+    "deepseek_v3 of R1's form": {
+        "family": "deepseek_v3",
+        "layers": 4,
+        "q_lora_rank": 48,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 512,
+        },
+    },
+    "glm4_moe_lite": {"layers": 4},
+    "glm4_moe": {"layers": 4},
+}
+SLOW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "latent attention TP2 ETP2": ("deepseek_v3", {"tensor": 2}, {}),
+    "latent attention CP2 EP2": ("deepseek_v3", {**CP2, "expert": 2}, {}),
+    "latent attention PP2 VPP2": ("deepseek_v3", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "R1's form TP2 EP2": ("deepseek_v3 of R1's form", {"tensor": 2, "expert": 2}, {}),
+    "R1's form CP2": ("deepseek_v3 of R1's form", CP2, {}),
+    "R1's form PP2 recompute full, distributed optimizer": (
+        "deepseek_v3 of R1's form",
+        {"pipeline": 2},
+        {"recompute": "full", "distributed": True},
+    ),
+    "glm4_moe_lite TP2 EP2": ("glm4_moe_lite", {"tensor": 2, "expert": 2}, {}),
+    "sigmoid router TP2 EP2 distributed optimizer": (
+        "glm4_moe",
+        {"tensor": 2, "expert": 2},
+        {"distributed": True},
+    ),
+    "sigmoid router PP2 VPP2 recompute full": (
+        "glm4_moe",
+        {"pipeline": 2, "virtual_pipeline": 2},
+        {"recompute": "full"},
+    ),
+    "glm4_moe TP2 ETP2": ("glm4_moe", {"tensor": 2}, {}),
+    "glm4_moe CP2 EP2": ("glm4_moe", {**CP2, "expert": 2}, {}),
+}
 CP4 = {"context": 4}
 CONTEXT_FOUR: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "CP4": ("qwen3_moe", CP4, {}),
@@ -288,7 +335,11 @@ def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dic
             out["norms"].append(result.grad_norm)
             if step == 0 and not changes.get("distributed"):
                 buckets = hf_buckets_plan(trainer.shape, trainer.layout, 50_000, 4)
-                grads = {k: p.main_grad for k, p in named_parameters(trainer.chunks).items()}
+                # A router's bias is a constant without a gradient.
+                grads = {
+                    key: getattr(parameter, "main_grad", torch.zeros_like(parameter))
+                    for key, parameter in named_parameters(trainer.chunks).items()
+                }
                 out["gradients"] = dict(
                     pair
                     for bucket in gather_buckets(buckets, trainer.topology.rank, grads)
@@ -301,11 +352,11 @@ def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dic
         trainer.close()
 
 
-def reference_worker(folder: str) -> dict[str, Any]:
+def reference_worker(folder: str, families: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Make the models and train each in one process; the results go to ``folder``."""
     from tests.tiny_models import save_tiny_model
 
-    for name, options in FAMILIES.items():
+    for name, options in families.items():
         made = {"family": name, "vocab_size": VOCABULARY, **options}
         hf_dir = save_tiny_model(Path(folder) / name, **made)
         torch.save(train(str(hf_dir), {}, {}), Path(folder) / f"{name}.pt")
@@ -364,7 +415,7 @@ def scalar_distance(a: float, b: float) -> float:
 
 
 def tensor_distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
 
 # --- rules that look at whole responses or steps, or have a gradient through TopK(mu)
@@ -493,10 +544,13 @@ def test_rules_of_whole_responses_train_alike_in_every_layout(tmp_path: Path) ->
         assert (0.02 * tokens < metrics["mask/masked"] < 0.98 * tokens) == blocks, name
 
 
+WORKER = "tests.distributed.test_trainer_parity:"
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parity")
-    run_ranks("tests.distributed.test_trainer_parity:reference_worker", 1, str(folder))
+    run_ranks(WORKER + "reference_worker", 1, str(folder), FAMILIES)
     return folder
 
 
@@ -524,14 +578,22 @@ def test_reference_masks_some_tokens_and_warms_up(reference: Path) -> None:
 def test_layouts_train_as_one_process_does(
     reference: Path, world_size: int, cases: dict[str, Any]
 ) -> None:
-    (report, *_) = run_ranks(
-        "tests.distributed.test_trainer_parity:layout_worker",
-        world_size,
-        str(reference),
-        cases,
-        world_size,
-        timeout=600,
-    )
+    check_layouts(reference, world_size, cases)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_further_families_train_as_one_process_does(tmp_path: Path, name: str) -> None:
+    family = SLOW[name][0]
+    run_ranks(WORKER + "reference_worker", 1, str(tmp_path), {family: SLOW_FAMILIES[family]})
+    check_layouts(tmp_path, 2, {name: SLOW[name]})
+
+
+def check_layouts(reference: Path, world_size: int, cases: dict[str, Any]) -> None:
+    """Assert that each of ``cases`` trains on ``world_size`` ranks as one process has, within TOLERANCE."""
+    arguments = (str(reference), cases, world_size)
+    (report, *_) = run_ranks(WORKER + "layout_worker", world_size, *arguments, timeout=600)
     assert report.keys() == cases.keys()
     wrong = {
         (name, kind): found

@@ -23,7 +23,16 @@ def even_length(response: str, answer: str) -> float:
     """1 where the response's number of characters is even."""
     return float(len(response) % 2 == 0)
 '''
+FAMILIES = [
+    "olmoe",
+    "qwen2_moe",
+    pytest.param("glm4_moe", marks=pytest.mark.slow),
+    pytest.param("deepseek_v3", marks=pytest.mark.slow),
+    pytest.param("glm4_moe_lite", marks=pytest.mark.slow),
+]
 STEPS = 2
+ROUTER_BIAS = "e_score_correction_bias"
+"""A constant of the model, which training does not move."""
 BOUNDS = {
     "float32": {"gap": 1e-6, "agreement": 1.0, "export": EXPORT_BOUNDS["float32"]},
     # A token whose router chooses another expert in the export's library differs by tenths of a nat.
@@ -32,7 +41,7 @@ BOUNDS = {
 """Weights' type -> bounds of mean |pi - mu|, of the share of equal routing and of the export's log-probabilities."""
 
 
-@pytest.fixture(scope="module", params=["olmoe", "qwen2_moe"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "coin.py").write_text(COIN)
@@ -99,4 +108,5 @@ def test_the_export_has_the_tensors_of_the_start_and_all_moved(
     expected_dtype: Any = getattr(torch, dtype)
     assert {tensor.dtype for tensor in export.values()} == {expected_dtype}
     if dtype == "float32":
-        assert not [name for name, tensor in start.items() if torch.equal(tensor, export[name])]
+        unmoved = {name for name, tensor in start.items() if torch.equal(tensor, export[name])}
+        assert unmoved == {name for name in start if name.endswith(ROUTER_BIAS)}

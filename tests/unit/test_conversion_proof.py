@@ -36,6 +36,10 @@ PARAMETERS = {
     "octothinker-3b": 3_212_749_824,
     "olmoe-1b-7b-0924-instruct": 6_919_161_856,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "glm-4.5-air": 106_852_251_264,
+    "glm-4.7-flash": 29_943_393_920,
+    "moonlight-16b-a3b-instruct": 15_960_110_208,
+    "deepseek-v3": 671_026_419_200,
 }
 
 

@@ -14,7 +14,7 @@ import torch
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
 from megatron_dppo.config import schema as s
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shape import LatentAttention, ModelShape, Router, YarnRopeScaling
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.megatron_config import transformer_config
 
@@ -108,6 +108,58 @@ def test_a_shared_expert_has_its_width_and_its_gate() -> None:
     assert (t.moe_shared_expert_intermediate_size, t.moe_shared_expert_gate) == (96, True)
     assert t.add_qkv_bias
     assert built(MOE, {}).moe_shared_expert_intermediate_size is None
+
+
+SIGMOID = Router("sigmoid", True, groups=4, chosen_groups=2, scale=2.5)
+GLM = replace(MOE, family="glm4_moe", dense_layers=(0,), router=SIGMOID, shared_ffn_hidden_size=32)
+LATENT = LatentAttention(
+    query_rank=48, key_value_rank=32, plain_size=16, rotary_size=8, value_size=24
+)
+DEEPSEEK = replace(GLM, family="deepseek_v3", num_query_groups=4, latent=LATENT)
+YARN = YarnRopeScaling(40.0, 4096, 32.0, 1.0, 0.7, 0.9)
+
+
+def test_a_router_of_sigmoids_has_a_bias_that_no_step_moves() -> None:
+    t = built(GLM, {})
+    assert (t.moe_router_score_function, t.moe_router_enable_expert_bias) == ("sigmoid", True)
+    assert t.moe_router_bias_update_rate == 0
+    assert (t.moe_router_num_groups, t.moe_router_group_topk) == (4, 2)
+    assert t.moe_router_topk_scaling_factor == 2.5
+    assert not t.moe_router_pre_softmax
+    assert t.moe_layer_freq == [0, 1, 1, 1]
+    ungrouped = built(replace(GLM, router=Router("sigmoid", True)), {})
+    assert (ungrouped.moe_router_num_groups, ungrouped.moe_router_topk_scaling_factor) == (
+        None,
+        None,
+    )
+
+
+def test_latent_attention_has_the_sizes_of_the_model() -> None:
+    t = built(DEEPSEEK, {})
+    assert type(t).__name__ == "MLATransformerConfig"
+    assert (t.q_lora_rank, t.kv_lora_rank, t.qk_head_dim) == (48, 32, 16)
+    assert (t.qk_pos_emb_head_dim, t.v_head_dim, t.rotary_base) == (8, 24, 1e6)
+    assert t.qk_layernorm  # the norms of the latents
+    plain = built(replace(DEEPSEEK, latent=replace(LATENT, query_rank=None)), {})
+    assert plain.q_lora_rank is None
+
+
+def test_plain_rope_of_latent_attention_is_not_scaled_and_not_fused(monkeypatch) -> None:
+    """Megatron-Core refuses the fusion, and its defaults scale attention for a factor of 40."""
+    fused = replace(
+        platform.current(), transformer_options={"apply_rope_fusion": True, "use_cpu_initialization": True}
+    )  # fmt: skip
+    monkeypatch.setattr(platform, "current", lambda: fused)
+    t = built(DEEPSEEK, {})
+    assert (t.rope_type, t.apply_rope_fusion) == ("rope", False)
+    assert (t.rotary_scaling_factor, t.mscale, t.mscale_all_dim) == (1, 1, 1)
+
+
+def test_yarn_of_latent_attention_has_the_numbers_of_the_model() -> None:
+    t = built(replace(DEEPSEEK, rope_scaling=YARN), {})
+    assert (t.rope_type, t.rotary_scaling_factor) == ("yarn", 40)
+    assert (t.original_max_position_embeddings, t.beta_fast, t.beta_slow) == (4096, 32, 1)
+    assert (t.mscale, t.mscale_all_dim) == (0.7, 0.9)
 
 
 def test_norms_of_all_heads_are_no_qk_norm_of_megatron() -> None:

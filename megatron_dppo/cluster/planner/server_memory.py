@@ -76,11 +76,11 @@ def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
     """Return the bytes of a token in the KV cache of one GPU.
 
     The formula is 2 x layers x key-value heads of the rank (at least one) x head size x bytes of an element (SGLang's
-    ``MHATokenToKVPool``).
+    ``MHATokenToKVPool``). With latent attention it is layers x (width of the latent + rotated part of the key) x bytes
+    of an element (``MLATokenToKVPool``).
     """
-    heads = max(1, shape.num_query_groups // engine.tensor)
     layers = -(-shape.num_layers // engine.pipeline)
-    return 2 * layers * heads * shape.head_dim * engine.kv_bytes
+    return layers * shape.cached_elements(engine.tensor) * engine.kv_bytes
 
 
 def default_fraction(device: devices.Device, engine: EngineFacts) -> float:

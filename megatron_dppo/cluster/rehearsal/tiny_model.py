@@ -14,7 +14,7 @@ from megatron_dppo import EXAMPLES
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import LayoutSizes
 from megatron_dppo.model.quantization import BLOCK
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shape import LatentAttention, ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -155,6 +155,9 @@ def tiny_sizes(
         experts = max(4, 2 * layout.expert)
         choices = min(shape.experts_per_token, _MOST_CHOICES, experts // 2)
         moe_ffn = _ROW * layout.expert_tensor_size
+        if shape.router.has_bias:
+            # The shared expert of such a model is as wide as some experts, and tensor parallelism divides it.
+            moe_ffn = _ROW * math.lcm(layout.expert_tensor_size, tensor)
     layers = layout.pipeline * (layout.virtual_pipeline or 1)
     if layout.given_stages:
         # ``small_stages`` gives these stages one layer a chunk; two for the others keep the stages uneven.
@@ -239,9 +242,8 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
     if _has_own_head_dim(known.shape) or "head_dim" in values:
         values["head_dim"] = sizes.head_dim
     if sizes.experts:
-        name = "num_local_experts"
-        if "num_experts" in values:
-            name = "num_experts"
+        names = [key for key in ("num_experts", "n_routed_experts") if key in values]
+        name = names[0] if names else "num_local_experts"
         # A family without a key for the width of an expert takes the MLP's.
         width = "intermediate_size"
         if "moe_intermediate_size" in values:
@@ -253,6 +255,12 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
         }
         if "shared_expert_intermediate_size" in values:
             values["shared_expert_intermediate_size"] = sizes.ffn
+        if "first_k_dense_replace" in values:
+            values["first_k_dense_replace"] = min(1, values["first_k_dense_replace"])
+        if "n_group" in values:
+            values |= {"n_group": 1, "topk_group": 1}
+    if known.shape.latent is not None:
+        values |= _latent_sizes(known.shape.latent)
     for key in ("rope_scaling", "rope_parameters"):
         table = values.get(key)
         if isinstance(table, Mapping) and "original_max_position_embeddings" in table:
@@ -263,6 +271,16 @@ def tiny_config(known: KnownModel, sizes: TinySizes, *, own_tokenizer: bool) -> 
         values |= {"vocab_size": byte_vocabulary_size(), "eos_token_id": end, "pad_token_id": 0}
         values["bos_token_id"] = None
     return values
+
+
+def _latent_sizes(latent: LatentAttention) -> dict[str, Any]:
+    return {
+        "q_lora_rank": None if latent.query_rank is None else 3 * HEAD_DIM,
+        "kv_lora_rank": 2 * HEAD_DIM,
+        "qk_nope_head_dim": HEAD_DIM,
+        "qk_rope_head_dim": HEAD_DIM,
+        "v_head_dim": HEAD_DIM,
+    }
 
 
 def byte_vocabulary_size() -> int:

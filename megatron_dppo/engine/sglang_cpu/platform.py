@@ -14,8 +14,10 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megatron_dppo.engine.sglang_cpu import (
+    all_heads_norm,
     block_fp8_layers,
     forks,
+    latent_attention,
     matrix_products,
     pageable_memory,
     received_buckets,
@@ -24,9 +26,11 @@ from megatron_dppo.engine.sglang_cpu import (
 )
 from megatron_dppo.tensor_hash import tiled_hash
 
-ATTENTION = "torch_native"
+ATTENTION = latent_attention.ATTENTION
 SCHEDULER = "sglang.srt.managers.scheduler"
 TERMINATED = "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler"
+LOADING = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+LATENT_MODELS = frozenset(("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"))
 PAUSED_STEP = f"{SCHEDULER}.Scheduler._record_scheduler_state_for_paused_engine"
 
 
@@ -65,6 +69,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt import batch_invariant_ops
         from sglang.srt.layers import sampler
         from sglang.srt.layers.quantization import fp8, fp8_utils
+        from sglang.srt.layers.rotary_embedding import factory
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
         from sglang.srt.utils import weight_checker
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -76,6 +81,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         FlattenedTensorBucket.empty = received_buckets.ReceivedBuckets(FlattenedTensorBucket.empty)
         _replace(batch_invariant_ops, "enable_batch_invariant_mode", matrix_products.enable)
         _replace(elementwise, "fused_gate_sigmoid_mul_add", shared_expert.add_gated_shared_expert)
+        _replace(factory, "get_rope_wrapper", latent_attention.get_rope)
         _replace(sampler, "multinomial_with_seed", sampling.multinomial_with_seed)
         filtered_sampling = sampling.FilteredSampling(
             sampler.top_k_top_p_min_p_sampling_from_probs_torch
@@ -88,6 +94,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         HookRegistry.register(
             pageable_memory.PREPARED, pageable_memory.use_pageable_memory, HookType.BEFORE
         )
+        HookRegistry.register(LOADING, prepare_models, HookType.BEFORE)
         HookRegistry.register(TERMINATED, end_when_drained, HookType.AFTER)
         # SGLang applied the hooks of the scheduler's process before this platform was initialised.
         if SCHEDULER in sys.modules:
@@ -109,6 +116,18 @@ def _replace(module: ModuleType, name: str, replacement: Any) -> None:
 
 def _plain_memory(dims: Any, dtype: torch.dtype, device: Any, **_: Any) -> torch.Tensor:
     return torch.empty(dims, dtype=dtype, device=device)
+
+
+def prepare_models(runner: Any, *args: Any, **kwargs: Any) -> None:
+    """Before ``runner`` loads its model: put functions in place of the model's own that need a device."""
+    architectures = runner.model_config.hf_config.architectures or []
+    if "MiniMaxM2ForCausalLM" in architectures:
+        from sglang.srt.models import minimax_m2
+
+        for function in (all_heads_norm.rms_sumsq_serial, all_heads_norm.rms_apply_serial):
+            setattr(minimax_m2, function.__name__, function)
+    if LATENT_MODELS.intersection(architectures):
+        latent_attention.use_latent_cache()
 
 
 def sleep_when_paused(result: Any, scheduler: Any) -> None:

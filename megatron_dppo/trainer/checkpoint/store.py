@@ -18,7 +18,7 @@ import logging
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
 from megatron_dppo.metrics import table as names
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import collectives, platform
 from megatron_dppo.trainer.checkpoint import saving
 from megatron_dppo.trainer.checkpoint.directory import (
@@ -372,7 +373,9 @@ def check_step_count(trainer: Trainer) -> None:
 
 def check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
     """Raise CheckpointError if the model or the reference policy differs; log optimizer settings that differ."""
-    model_differences = _differences(manifest["model"], _model_facts(trainer))
+    # A version before one that added a field of ModelShape trained models with the field's default only.
+    saved_model = _default_facts() | manifest["model"]
+    model_differences = _differences(saved_model, _model_facts(trainer))
     if model_differences:
         raise CheckpointError(f"{folder} holds another model: {'; '.join(model_differences)}")
     if "reference_sha256" not in manifest:
@@ -416,6 +419,16 @@ def _restore_generators(trainer: Trainer, manifest: dict[str, Any], folder: Path
             trainer.layout.describe(),
             seed,
         )
+
+
+def _default_facts() -> dict[str, Any]:
+    """The fields of ModelShape that have a default, as they are in a checkpoint."""
+    facts: dict[str, Any] = {}
+    for field in fields(ModelShape):
+        if field.default is not MISSING:
+            value = asdict(field.default) if is_dataclass(field.default) else field.default
+            facts[field.name] = json.loads(json.dumps(value))
+    return facts
 
 
 def _model_facts(trainer: Trainer) -> dict[str, Any]:

@@ -34,6 +34,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -133,7 +137,7 @@ def packed_causal_attention(
     plan: AttentionPlan,
     scale: float | None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v, causal within each sequence: q [T, H, D], k, v [T, G, D] -> [T, H, D].
+    """softmax(q k^T * scale) v, causal within each sequence: q [T, H, D], k [T, G, D], v [T, G, E] -> [T, H, E].
 
     Padding comes after the tokens of its sequence, so under the causal mask no token attends to it;
     its own outputs are dropped. So its gradient is exactly zero.
@@ -152,7 +156,7 @@ def packed_causal_attention(
             scale=scale,
             enable_gqa=True,
         )
-        outputs.append(out.transpose(1, 2).reshape(sequences * longest_length, *q.shape[1:]))
+        outputs.append(out.transpose(1, 2).reshape(-1, q.shape[1], v.shape[2]))
     return torch.cat(outputs).index_select(0, plan.scatter)
 
 
@@ -183,7 +187,7 @@ class TorchAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [t, H, D], key and value [t, G, D] -> [t, H * D]."""
+        """query [t, H, D], key [t, G, D], value [t, G, E] -> [t, H * E]."""
         assert packed_seq_params is not None, "sequences come packed"
         cu_seqlens = packed_seq_params.cu_seqlens_q
         group = self.context_group
@@ -288,6 +292,32 @@ class NormColumnParallelLinear(ColumnParallelLinear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         normed = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
         return super().forward(normed, *args, **kwargs)
+
+
+class WholeLinear(torch.nn.Linear):
+    """A linear without bias that every tensor-parallel rank has whole; replaces TELinear in its mode "duplicated".
+
+    Under sequence parallelism its input is a rank's part of the tokens, and Megatron sums the weight's gradient over
+    the ranks.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Any,
+        **_: Any,
+    ) -> None:
+        super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
+        if config.perform_initialization:
+            init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """x [..., in] -> ([..., out], None)."""
+        return super().forward(x), None
 
 
 class ColumnGroupedLinear(torch.nn.Module):
@@ -410,16 +440,37 @@ def decoder_spec(
     )
 
 
-def _layer_spec(provider: TorchSpecProvider, config: TransformerConfig, moe: bool) -> ModuleSpec:
-    norm = provider.layer_norm()
-    qk_norm = norm if config.qk_layernorm else IdentityOp
-    attention = SelfAttentionSubmodules(
+def _attention(provider: TorchSpecProvider, config: TransformerConfig) -> ModuleSpec:
+    qk_norm = provider.layer_norm() if config.qk_layernorm else IdentityOp
+    submodules = SelfAttentionSubmodules(
         linear_qkv=provider.column_parallel_layer_norm_linear(),
         core_attention=provider.core_attention(),
         linear_proj=provider.row_parallel_linear(),
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
+    return ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, submodules)
+
+
+def _latent_attention(provider: TorchSpecProvider, config: TransformerConfig) -> ModuleSpec:
+    # The norms of the latents are parts of the linears that follow them, as in Transformer Engine's specification.
+    submodules = MLASelfAttentionSubmodules(
+        linear_q_proj=ColumnParallelLinear,
+        linear_q_down_proj=WholeLinear,
+        linear_q_up_proj=provider.column_parallel_layer_norm_linear(),
+        linear_kv_down_proj=WholeLinear,
+        linear_kv_up_proj=provider.column_parallel_layer_norm_linear(),
+        core_attention=provider.core_attention(),
+        linear_proj=provider.row_parallel_linear(),
+        q_layernorm=IdentityOp,
+        kv_layernorm=IdentityOp,
+    )
+    return ModuleSpec(MLASelfAttention, {"attn_mask_type": AttnMaskType.causal}, submodules)
+
+
+def _layer_spec(provider: TorchSpecProvider, config: TransformerConfig, moe: bool) -> ModuleSpec:
+    norm = provider.layer_norm()
+    attention = _latent_attention if config.multi_latent_attention else _attention
     dense_mlp = ModuleSpec(
         module=MLP,
         submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear),
@@ -434,11 +485,8 @@ def _layer_spec(provider: TorchSpecProvider, config: TransformerConfig, moe: boo
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=attention,
-            ),
+            input_layernorm=norm if config.multi_latent_attention else IdentityOp,
+            self_attention=attention(provider, config),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm if moe and config.num_moe_experts else IdentityOp,
             mlp=moe_mlp if moe else dense_mlp,

@@ -150,6 +150,10 @@ def _replace_torch_cuda() -> None:
 
 def _patch_megatron() -> None:
     """Patch the places of megatron-core 0.16.1 that replacing literals does not cover."""
+    from megatron.core.models.common.embeddings import (
+        rotary_pos_embedding,
+        yarn_rotary_pos_embedding,
+    )
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -164,6 +168,9 @@ def _patch_megatron() -> None:
     random._set_cuda_rng_state = set_rng_state
     # Megatron-Core converts only CUDA tensors to lists of all-to-all split sizes.
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
+    # The original copies two numbers from page-locked memory, which needs a device.
+    for module in (rotary_pos_embedding, yarn_rotary_pos_embedding):
+        module.get_pos_emb_on_this_cp_rank = _own_positions
     # Gloo gathers and scatters parts of equal size only; tokens of experts have unequal sizes.
     mappings._gather_along_first_dim = _gathering(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _scattering(mappings._reduce_scatter_along_first_dim)
@@ -173,13 +180,24 @@ def _patch_megatron() -> None:
 def patch_torch_layers() -> None:
     """Patch the places of megatron-core 0.16.1 that layers of torch modules need, on a CPU and on a GPU."""
     from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
+    from megatron_dppo.trainer.cpu.layer_spec import WholeLinear
+
+    # Latent attention accepts linears that are not divided by the name of Transformer Engine's class alone.
+    multi_latent_attention.TELinear = WholeLinear
     # This name is defined only if Transformer Engine is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     # The original slices each sequence in every layer: too slow for hundreds of short sequences.
     rope_utils._apply_rotary_pos_emb_thd = _rotary_thd
+
+
+def _own_positions(pos_emb: torch.Tensor, seq_dim: int, cp_group: ProcessGroup) -> torch.Tensor:
+    """The rows of a context-parallel rank: of 2 C equal parts along ``seq_dim``, one from each end."""
+    parts = pos_emb.chunk(2 * cp_group.size(), seq_dim)
+    return torch.cat([parts[cp_group.rank()], parts[-1 - cp_group.rank()]], seq_dim)
 
 
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

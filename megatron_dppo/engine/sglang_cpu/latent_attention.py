@@ -1,0 +1,42 @@
+"""Multi-head latent attention (DeepSeek-V3, GLM-4.7-Flash) with PyTorch's attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ATTENTION = "torch_native"
+
+
+def get_rope(
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: int,
+    is_neox_style: bool = True,
+    rope_scaling: dict[str, Any] | None = None,
+    dtype: Any = None,
+    partial_rotary_factor: float = 1.0,
+    device: str | None = None,
+) -> Any:
+    """Make the rotary embedding of latent attention: SGLang's function makes YaRN's only on a CPU."""
+    from sglang.srt.layers.rotary_embedding import factory
+
+    sizes = (head_size, rotary_dim, max_position, base, is_neox_style)
+    scaling = (rope_scaling, dtype, partial_rotary_factor)
+    if rope_scaling is None:
+        return factory.get_rope(*sizes, *scaling)
+    return factory.get_rope_cpu(*sizes, *scaling, device)
+
+
+def use_latent_cache() -> None:
+    """Let PyTorch's attention compute all passes from the cached latents: the method that SGLang takes for backends
+    without a rule reads keys and values of heads, which its cache does not have."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    handlers.AttentionBackendRegistry.register(ATTENTION, _latent_method)
+
+
+def _latent_method(attention: Any, batch: Any) -> Any:
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    return handlers.AttnForwardMethod.MLA
