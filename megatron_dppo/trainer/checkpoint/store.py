@@ -425,9 +425,12 @@ def _default_facts() -> dict[str, Any]:
     """The fields of ModelShape that have a default, as they are in a checkpoint."""
     facts: dict[str, Any] = {}
     for field in fields(ModelShape):
-        if field.default is not MISSING:
-            value = asdict(field.default) if is_dataclass(field.default) else field.default
-            facts[field.name] = json.loads(json.dumps(value))
+        value = field.default
+        if value is MISSING:
+            continue
+        if is_dataclass(value) and not isinstance(value, type):
+            value = asdict(value)
+        facts[field.name] = json.loads(json.dumps(value))
     return facts
 
 
