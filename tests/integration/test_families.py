@@ -32,11 +32,11 @@ FAMILIES = [
 ]
 STEPS = 2
 ROUTER_BIAS = "e_score_correction_bias"
-"""A constant of the model, which training does not move."""
+"""A constant of the model in float32, which training does not move."""
 BOUNDS = {
     "float32": {"gap": 1e-6, "agreement": 1.0, "export": EXPORT_BOUNDS["float32"]},
     # A token whose router chooses another expert in the export's library differs by tenths of a nat.
-    "bfloat16": {"gap": 1e-3, "agreement": 0.97, "export": EXPORT_BOUNDS["bfloat16"]},
+    "bfloat16": {"gap": 1e-3, "agreement": 0.95, "export": EXPORT_BOUNDS["bfloat16"]},
 }
 """Weights' type -> bounds of mean |pi - mu|, of the share of equal routing and of the export's log-probabilities."""
 
@@ -106,7 +106,8 @@ def test_the_export_has_the_tensors_of_the_start_and_all_moved(
     )
     assert {name: t.shape for name, t in start.items()} == {n: t.shape for n, t in export.items()}
     expected_dtype: Any = getattr(torch, dtype)
-    assert {tensor.dtype for tensor in export.values()} == {expected_dtype}
+    for name, tensor in export.items():
+        assert tensor.dtype == (torch.float32 if name.endswith(ROUTER_BIAS) else expected_dtype)
     if dtype == "float32":
         unmoved = {name for name, tensor in start.items() if torch.equal(tensor, export[name])}
         assert unmoved == {name for name in start if name.endswith(ROUTER_BIAS)}
