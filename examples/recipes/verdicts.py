@@ -37,6 +37,9 @@ NODES = {
     "qwen3_1.7b_base_sudoku": 1,
     "qwen3_4b_instruct_rlhf": 1,
     "olmoe_1b_7b_gsm8k": 1,
+    "qwen1.5_moe_a2.7b_gsm8k": 2,
+    "moonlight_16b_a3b_gsm8k": 2,
+    "glm_4.7_flash_gsm8k": 4,
 }
 """Recipe -> nodes."""
 GPUS_PER_NODE = {"olmoe_1b_7b_gsm8k": 4}

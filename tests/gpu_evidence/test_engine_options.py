@@ -44,6 +44,10 @@ def test_it_is_as_written(now: str) -> None:
     )
 
 
+SIZES = {"qwen3_8b_base": 2, "moonlight_16b_a3b_gsm8k": 2, "glm_4.7_flash_gsm8k": 4}
+"""Recipe -> tensor-parallel ranks of a server; those of 30B-A3B have 4, the others 1."""
+
+
 def test_what_the_recipes_count_on(now: str) -> None:
     """Also where the file is written anew: what the trainer's side and the planner are built on."""
     found: dict[str, dict[str, Any]] = yaml.safe_load(now)
@@ -52,14 +56,14 @@ def test_what_the_recipes_count_on(now: str) -> None:
     assert set(found) == {path.stem for path in RECIPES.glob("*.yaml")} - {BASE}
     for recipe, own in found.items():
         options = every | own
-        moe = "30b_a3b" in recipe or "olmoe" in recipe
-        size = 4 if "30b_a3b" in recipe else 2 if recipe == "qwen3_8b_base" else 1
+        moe = any(name in recipe for name in ("_a3b", "olmoe", "_moe_", "glm"))
+        size = SIZES.get(recipe, 4 if "30b_a3b" in recipe else 1)
         assert options["attention_backend"] == "fa3"
         assert options["sampling_backend"] == "flashinfer"
         assert options["moe_runner_backend"] == ("triton" if moe else "auto")
         assert options["disable_overlap_schedule"] is False
         assert options["enable_return_routed_experts"] is any(
-            name in recipe for name in ("_r3", "128k", "olmoe")
+            name in recipe for name in ("_r3", "128k", "gsm8k")
         )
         assert options["tp_size"] == size
         assert options["dtype"] == "bfloat16"

@@ -52,6 +52,9 @@ OURS = {
     "qwen3_30b_a3b_128k": ("qwen3-30b-a3b-thinking-2507", 2),
     "qwen3_4b_instruct_rlhf": ("qwen3-4b-instruct-2507", 4),
     "olmoe_1b_7b_gsm8k": ("olmoe-1b-7b-0924-instruct", 4),
+    "qwen1.5_moe_a2.7b_gsm8k": ("qwen1.5-moe-a2.7b", 4),
+    "moonlight_16b_a3b_gsm8k": ("moonlight-16b-a3b-instruct", 4),
+    "glm_4.7_flash_gsm8k": ("glm-4.7-flash", 4),
 }
 STEPS = {name: (row[0], row[2] // row[3]) for name, row in PAPER.items()} | OURS
 
