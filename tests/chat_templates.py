@@ -3,8 +3,8 @@ take, where they put tools and calls, what of a history they drop or trim, and w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -202,6 +202,45 @@ QWEN15 = (
     + _ASKING
 )
 
+# A turn of Moonlight begins with a role's mark and its name, and tools are turns of the system.
+MOONLIGHT = """\
+{%- for m in messages %}
+    {%- if loop.first and m.role != 'system' %}
+        {{- '<|header|>system<|header_end|>You are a helpful assistant<|im_end|>' }}
+    {%- endif %}
+    {{- '<|header|>' + ('system' if m.role == 'tool' else m.role) + '<|header_end|>' + m.content + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|header|>assistant<|header_end|>' }}{%- endif %}"""
+# No mark ends a turn of GLM's: the next turn's mark does, of which the policy samples the first token.
+GLM = """\
+{{- '<|begin|>' }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{- '<|User|>\\n' + m.content }}
+    {%- elif m.role == 'system' %}{{- '<|header|>\\n' + m.content }}
+    {%- elif m.role == 'assistant' %}
+        {{- '<|Assistant|>\\n<think></think>\\n' + m.content.split('</think>')[-1].strip() }}
+    {%- elif m.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|outputs_begin|>' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|Assistant|>\\n<think></think>\\n' }}{%- endif %}"""
+# Answers of tools that follow each other are one turn; the prompt opens a thought, which a history lacks.
+MINIMAX = """\
+{%- set system = messages[0].content if messages[0].role == 'system' else 'You are a helpful assistant.' %}
+{{- '<|begin|><|header|>system\\n' + system + '<|im_end|>\\n' }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{- '<|header|>user\\n' + m.content + '<|im_end|>\\n' }}
+    {%- elif m.role == 'assistant' %}
+        {{- '<|header|>ai\\n' + m.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}
+    {%- elif m.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|header|>tool' }}{%- endif %}
+        {{- '\\n<response>' + m.content + '</response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|header|>ai\\n<think>\\n' }}{%- endif %}"""
+
 
 @dataclass(frozen=True)
 class PublishedTemplate:
@@ -209,7 +248,8 @@ class PublishedTemplate:
 
     ``begin``: what a turn begins with beyond the prompt before it. ``opened``: what that prompt opens a turn with and a
     history lacks. ``call``: how the policy writes a call of a tool, of ``name`` and JSON ``arguments``; empty: the
-    template has no tools.
+    template has no tools. ``ends``: role of the next turn -> the token that the policy ends its turn with, where that is
+    not the tokenizer's end of text. ``trims``: whether a history has turns of the policy without white space around.
     """
 
     template: str
@@ -217,9 +257,12 @@ class PublishedTemplate:
     begin: str = ""
     opened: str = ""
     call: str = ""
+    ends: Mapping[str, str] = field(default_factory=dict)
+    trims: bool = False
 
 
 _HERMES = '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+_GLM_ENDS = {"user": "<|User|>", "tool": "<|outputs_begin|>"}
 PUBLISHED: dict[str, PublishedTemplate] = {
     "qwen3": PublishedTemplate(QWEN3, call=_HERMES),
     "qwen3_moe": PublishedTemplate(QWEN3, call=_HERMES),
@@ -227,11 +270,17 @@ PUBLISHED: dict[str, PublishedTemplate] = {
     "qwen2": PublishedTemplate(QWEN2, call=_HERMES),
     "qwen2, distilled from R1": PublishedTemplate(R1_DISTILL, opened="<think>\n"),
     "llama": PublishedTemplate(
-        LLAMA3, "llama3", call='{{"name": "{name}", "parameters": {arguments}}}'
+        LLAMA3, "llama3", call='{{"name": "{name}", "parameters": {arguments}}}', trims=True
     ),
     "llama, distilled from R1": PublishedTemplate(R1_DISTILL, "llama3", opened="<think>\n"),
     "olmoe": PublishedTemplate(OLMOE),
     "qwen2_moe": PublishedTemplate(QWEN15),
+    "deepseek_v3": PublishedTemplate(R1_DISTILL.replace("<think>\\n", "")),
+    "deepseek_v3, R1": PublishedTemplate(R1_DISTILL, opened="<think>\n"),
+    "deepseek_v3, Moonlight": PublishedTemplate(MOONLIGHT),
+    "glm4_moe": PublishedTemplate(GLM, ends=_GLM_ENDS, trims=True),
+    "glm4_moe_lite": PublishedTemplate(GLM, ends=_GLM_ENDS, trims=True),
+    "minimax_m2": PublishedTemplate(MINIMAX, opened="<think>\n"),
     "mixtral": PublishedTemplate(MIXTRAL, "sentencepiece", begin=" "),
     "these tests'": PublishedTemplate(CHAT_TEMPLATE),
 }

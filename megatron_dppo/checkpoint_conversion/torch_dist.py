@@ -198,6 +198,7 @@ class TorchDistCheckpoint(Closing):
                 f"{folder}: holds neither .metadata nor {TRACKER}; not a torch_dist checkpoint"
             )
         self._tensors = TorchDistFolder(checkpoint_folder)
+        self._carried: SafetensorsReader | None = None
         try:
             self.dtype = self._check()
         except CheckpointError:

@@ -492,7 +492,7 @@ def test_missing_files_of_a_checkpoint(tmp_path, problems):
     found = "\n".join(problems(key))
     assert mentions(found, model, "model.safetensors", "model.safetensors.index.json")
     assert mentions(found, model, "tokenizer.json", "tokenizer.model")
-    assert mentions(found, f"{model}/config.json", "model_type", None, "['llama'")
+    assert mentions(found, f"{model}/config.json", "model_type", None, "'llama'")
     (model / "config.json").write_text(json.dumps({**MOE, "hidden_size": 0, "vocab_size": "x"}))
     found = problems(key)
     for value in ("hidden_size is 0", "vocab_size is 'x'"):

@@ -70,7 +70,7 @@ def test_every_key_is_one(words, tmp_path, monkeypatch, capsys):
 
 def test_the_other_targets_of_make_are_there():
     targets = {words[1] for words in WORDS if len(words) > 1 and words[0] == "make"}
-    assert {"demo", "demo-tools", "gpu-check", "setup"} <= targets
+    assert {"demo", "gpu-check", "setup"} <= targets
     assert targets <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
