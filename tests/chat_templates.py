@@ -248,8 +248,8 @@ class PublishedTemplate:
 
     ``begin``: what a turn begins with beyond the prompt before it. ``opened``: what that prompt opens a turn with and a
     history lacks. ``call``: how the policy writes a call of a tool, of ``name`` and JSON ``arguments``; empty: the
-    template has no tools. ``ends``: role of the next turn -> the token that the policy ends its turn with, where that is
-    not the tokenizer's end of text. ``trims``: whether a history has turns of the policy without white space around.
+    template has no tools. ``ends``: role of the next turn -> the token that the policy ends its turn with, where that
+    is not the tokenizer's end of text. ``trims``: whether a history has turns of the policy without white space around.
     """
 
     template: str
