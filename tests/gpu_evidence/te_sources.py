@@ -83,4 +83,9 @@ def as_on_gpus(device: str) -> Iterator[None]:
     cuda = replace(platform._cuda(), device=torch.device(device), distributed_backend="gloo")
     platform.current = lambda: cuda  # type: ignore[assignment]
     with inert.CudaMeans(device):
+        from megatron.core.extensions.transformer_engine import TELinear
+        from megatron.core.transformer import multi_latent_attention
+
+        # Where there is no GPU, latent attention is prepared for layers of torch modules.
+        multi_latent_attention.TELinear = TELinear
         yield
